@@ -9,6 +9,7 @@ What this does not do: scale the gradient of a loss whose divisor cannot be read
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from shardwise.parallel.batchnorm import JoinBatchNorm
 from shardwise.parallel.slots import Phase
 from shardwise.part import plain
 from shardwise.scripts.dealt import Dealt
-from shardwise.scripts.divisor import UNKNOWN, Divisor
+from shardwise.scripts.divisor import UNKNOWN, Divisor, divisor_of
 from shardwise.scripts.saying import Notices, line_of_script
 
 _NORMS = (functional.batch_norm, torch.batch_norm)
@@ -82,7 +83,7 @@ class AllSamples:
         return JoinBatchNorm(self._mesh.data, phase).__torch_function__(func, (), args, kwargs)
 
     def factor(self, losses: Sequence[torch.Tensor]) -> float:
-        """Returns what the gradient of this rank's loss is to be multiplied by, to be that of all ranks'. Collective."""
+        """Returns what the gradient of this rank's loss is multiplied by, to be that of all ranks' loss. Collective."""
         found = [self.divided(loss) for loss in losses]
         numbers = {one.numbers[0] for one in found if one.kind == "mean"}
         known = len({one.kind for one in found}) == 1 and found[0].kind in _KINDS and len(numbers) < 2
@@ -108,6 +109,16 @@ def scaled(leaves: Sequence[torch.Tensor], factor: float) -> Iterator[None]:
                 leaf.grad.mul_(factor)
                 if was is not None:
                     leaf.grad.add_(was, alpha=1.0 - factor)
+
+
+def weakly_divided(calls: weakref.ref[Any]) -> Callable[[torch.Tensor], Divisor]:
+    """Returns what reads by what a loss is divided, beside its model's samples; `calls` are not kept alive."""
+
+    def divided(loss: torch.Tensor) -> Divisor:
+        known = calls()
+        return divisor_of(loss, known.held_by(loss)) if known is not None else UNKNOWN
+
+    return divided
 
 
 def _tuple(given: Any) -> tuple:

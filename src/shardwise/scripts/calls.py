@@ -30,9 +30,10 @@ from shardwise.part import plain
 from shardwise.part.tensor import Gathers
 from shardwise.scripts.additive import LossLook
 from shardwise.scripts.agreement import same_samples
+from shardwise.scripts.all_samples import weakly_divided
 from shardwise.scripts.arrivals import Heard, weakly
 from shardwise.scripts.dealt import Dealt, deal
-from shardwise.scripts.divisor import UNKNOWN, Divisor, Held, divisor_of
+from shardwise.scripts.divisor import Held
 from shardwise.scripts.draws import SampleDraws
 from shardwise.scripts.entries import Entries
 from shardwise.scripts.guard import Gate
@@ -79,7 +80,7 @@ class Calls(Heard, Events):
         hidden = randomness == "fast" and is_compiled(model)  # a compiler would follow what follows it
         if leader is None and mesh.data.size > 1 and self.whole is None and not hidden:
             self.kept = Kept(mesh, self.told)
-            self.kept.all_samples.divided = _weakly_divided(weakref.ref(self))
+            self.kept.all_samples.divided = weakly_divided(weakref.ref(self))
         self._entering: frozenset[Outside] = frozenset()  # with the arguments of the call under way
         followed = randomness == "global" and mesh.gradients.size > 1
         self._watched = SampleDraws(self._held_beside) if followed else None
@@ -444,13 +445,3 @@ class Calls(Heard, Events):
         self._looked[self.entries.now] = look
         torch.clear_autocast_cache()  # of casts that were made without gradients
         self.resume()
-
-
-def _weakly_divided(known: weakref.ref[Calls]) -> Callable[[torch.Tensor], Divisor]:
-    """What a loss is divided by, read beside the samples that its model has; the calls are not kept alive."""
-
-    def divided(loss: torch.Tensor) -> Divisor:
-        calls = known()
-        return divisor_of(loss, calls.held_by(loss)) if calls is not None else UNKNOWN
-
-    return divided
