@@ -551,6 +551,31 @@ def penalised() -> Task:
     return task(Penalised)
 
 
+class SharedModule(nn.Module):
+    """One layer that lies in two of its blocks."""
+
+    class Block(nn.Module):
+        def __init__(self, both: nn.Module) -> None:
+            super().__init__()
+            self.both, self.own = both, nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.own(torch.tanh(self.both(x)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        both = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(self.Block(both) for _ in range(2))
+        self.leave = nn.Linear(WIDTH, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.blocks[1](self.blocks[0](x)))
+
+
+def shared_module() -> Task:
+    return task(SharedModule)
+
+
 class Distributions(nn.Module):
     """Gives objects that hold its tensors, and a learned deviation among them, with no tensor beside them."""
 

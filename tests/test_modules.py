@@ -47,7 +47,7 @@ EQUAL = [
     ("routed_experts", REPLICAS), ("routed_experts", FLAT), ("routed_experts", FULL), ("routed_experts", HYBRID),
     ("penalised", REPLICAS), ("penalised", "tp=2"), ("distributions", FULL), ("distributions", "pp=2,tp=2"),
     ("writes_into_products", "dp_replicate=2,remat=selective"), ("writes_into_products", "tp=2"),
-    ("assigns_data", "tp=2"),
+    ("assigns_data", "tp=2"), ("shared_module", FULL),
     ("pairs", REPLICAS), ("pairs", FULL), ("pairs", HYBRID),
     ("pairs_with_as_many_scales", REPLICAS), ("pairs_with_as_many_scales", FLAT), ("pairs_with_as_many_scales", FULL),
 ]  # fmt: skip

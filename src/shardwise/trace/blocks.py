@@ -83,12 +83,11 @@ def find_blocks(module: nn.Module, *, nested: bool = True) -> Blocks:
     it (routed experts), since under zero=3 all ranks must run the same units.
     """
     total = _elements(module)
-    owners = _owners(module)
     seen: set[int] = set()
     paths = []
     for path in _walk("", module, total, nested=nested) or _large_leaves(module, total):
         child = module.get_submodule(path)
-        if id(child) not in seen and not _shares_outside(module, child, owners):
+        if id(child) not in seen and not _shares_outside(module, child):
             seen.add(id(child))
             paths.append(path)
     return Blocks(tuple(paths), tuple(_warnings(module, paths, total)))
@@ -106,14 +105,19 @@ def inner_first(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return sorted(last_first, key=lambda module: sum(1 for _ in module.modules()))
 
 
-def _shares_outside(module: nn.Module, block: nn.Module, owners: Counter) -> bool:
-    """Whether a parameter of the block is also held by a module outside it (a tied weight)."""
-    return any(owners[param] > count for param, count in _owners(block).items())
-
-
-def _owners(module: nn.Module) -> Counter:
-    """In how many places each parameter is held."""
-    return Counter(id(p) for child in module.modules() for p in child._parameters.values() if p is not None)
+def _shares_outside(module: nn.Module, block: nn.Module) -> bool:
+    """Whether a parameter of the block is also held outside it: a tied weight, or a module that others hold too."""
+    own = {id(param) for param in block.parameters()}
+    seen, ahead = {id(block)}, [module]
+    while ahead:
+        child = ahead.pop()
+        if id(child) in seen:
+            continue
+        seen.add(id(child))
+        if any(id(param) in own for param in child._parameters.values() if param is not None):
+            return True
+        ahead += [inner for inner in child._modules.values() if inner is not None]
+    return False
 
 
 def _matches(path: str, pattern: str) -> bool:
@@ -143,9 +147,8 @@ def choose_blocks(module: nn.Module, patterns: tuple[str, ...]) -> Blocks:
         paths += [path for path in hits if path not in paths]
     order = [path for path, _ in module.named_modules()]
     paths.sort(key=order.index)
-    owners = _owners(module)
     for path in paths:
-        if _shares_outside(module, module.get_submodule(path), owners):
+        if _shares_outside(module, module.get_submodule(path)):
             raise InputError(
                 f"wrap: '{path}' holds a weight that a module outside it holds too, and a unit gathers what is its own "
                 "alone: name a unit around both"
