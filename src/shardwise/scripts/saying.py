@@ -17,6 +17,7 @@ from shardwise.errors import ShardwiseError
 
 _HERE, _TORCH = _OURS = tuple(str(Path(module.__file__ or "").parent) for module in (shardwise, torch))
 _ENGINES = (f"{_TORCH}/distributed/", f"{_TORCH}/optim/")
+_RUNS_MODULES = f"{_TORCH}/optim/swa_utils.py"  # on a loader's batches, as a script's own lines do
 _PASSAGE, _ENGINE, _SCRIPT = range(3)
 _KINDS: dict[tuple[CodeType, tuple[str, ...]], int] = {}  # whose code it is, beside which passages
 
@@ -80,7 +81,7 @@ def is_called_by_engine(*passages: str) -> bool:
 
 
 def _kind(name: str, passages: tuple[str, ...]) -> int:
-    if name in passages or (name.startswith(_TORCH) and not name.startswith(_ENGINES)):
+    if name in (*passages, _RUNS_MODULES) or (name.startswith(_TORCH) and not name.startswith(_ENGINES)):
         return _PASSAGE
     return _ENGINE if name.startswith((_HERE, *_ENGINES)) else _SCRIPT
 
