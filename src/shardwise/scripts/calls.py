@@ -43,6 +43,7 @@ from shardwise.scripts.lookout import ModelLook, look_at_model
 from shardwise.scripts.meeting import Meeting
 from shardwise.scripts.outside import Outside
 from shardwise.scripts.reading import share_generators
+from shardwise.scripts.rows import failing_on_part
 from shardwise.scripts.saying import Notices, line_of_script, names_line
 from shardwise.scripts.shares import Door
 from shardwise.scripts.spread import refuse_transform, seen_outside, tensors_of, thawed
@@ -433,9 +434,10 @@ class Calls(Heard, Events):
         phase = engine.state.phase
         with self._gate.open(), thawed(self.model, engine.state.names):
             phase.looked_at = True
-            look = look_at_model(
-                engine, args, kwargs, held, self._dim, known, check=self._check, plainly=self._looking_away
-            )
+            with failing_on_part(self.dealt.held if self.dealt is not None else None):
+                look = look_at_model(
+                    engine, args, kwargs, held, self._dim, known, check=self._check, plainly=self._looking_away
+                )
             phase.looked_at = False
         for module in look.batch_norms:
             if module not in self._joined:

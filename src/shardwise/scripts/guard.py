@@ -345,15 +345,15 @@ def guard_copies(model: nn.Module, plan: Plan, *, in_pieces: bool) -> None:
     def reduce(module: nn.Module, protocol: Any) -> Any:
         if in_pieces or protocol < _COPYING:
             raise RefusedPlan(
-                f"pickling or copying the model itself: prepared under plan {plan}, it belongs to this run and its "
-                "ranks: save model.state_dict() (of every rank, written by one) and load it into a new model; make "
-                "copies before prepare, and average by average.update_parameters(prepared)"
+                f"pickling or copying the model itself, or a module of it: prepared under plan {plan}, it belongs to "
+                "this run and its ranks: save model.state_dict() (of every rank, written by one) and load it into a "
+                "new model; make copies before prepare, and average by average.update_parameters(prepared)"
             )
         return object.__reduce_ex__(module, protocol)
 
     vars(model)["__reduce_ex__"] = types.MethodType(reduce, model)
-    if in_pieces:
-        vars(model)["__deepcopy__"] = types.MethodType(lambda module, memo: reduce(module, _COPYING), model)
+    for module in model.modules() if in_pieces else ():
+        vars(module)["__deepcopy__"] = types.MethodType(lambda module, memo: reduce(module, _COPYING), module)
 
 
 def guard_conversion(model: nn.Module) -> None:

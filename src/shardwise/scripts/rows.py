@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -23,11 +25,28 @@ _FAILS = (
     "whole batch (an episode of classes, a shape by the batch's size) is given it by "
     'prepare(..., loss_scope="global")'
 )
+_MODEL_FAILS = (
+    "the model fails ({}) on the {} of the first batch's {} samples that this rank is given: what it is given beside "
+    "them, or made for them, has the size of the whole batch (a hidden state): make it by the size of the input at "
+    "hand (len(x), x.shape)"
+)
 
 
 def fails_on_part(error: Exception, held: Share) -> RefusedPlan:
     """The refusal of a line that fails on a part of the first batch; it may need all of it."""
     return with_line(_FAILS.format(str(error).splitlines()[0], held.count, held.total), line_of_script())
+
+
+@contextmanager
+def failing_on_part(held: Share | None) -> Iterator[None]:
+    """Context of a call of the model: where it fails on a part of the first batch, it is refused."""
+    try:
+        yield
+    except (RuntimeError, ValueError, IndexError) as error:
+        if held is None or held.count == held.total:
+            raise
+        told = _MODEL_FAILS.format(str(error).splitlines()[0], held.count, held.total)
+        raise with_line(told, line_of_script()) from error
 
 
 def told_of(held: Share) -> str:
