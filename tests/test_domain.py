@@ -20,6 +20,7 @@ from shardwise.engine.positions import find_positions
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.layout.grid import SPACE
+from shardwise.memory.live import LiveBytes
 from shardwise.mesh import build_mesh
 from shardwise.parallel.domain import norms
 from shardwise.part import Uncut, plain
@@ -164,11 +165,18 @@ def test_runs_on_tiles_are_gone_on_from_on_others(pool, tmp_path) -> None:
     assert all(outputs is None for _, _, outputs in (*tiles[1:], *others[1:]))
 
 
-def _curve(name: str, plan: str, precision: str = "fp64", steps: int = 20) -> list[float]:
-    """Losses of so many steps."""
+def _curve(name: str, plan: str, precision: str = "fp64", steps: int = 20, moved: int | None = None) -> list[float]:
+    """Losses of so many steps; `moved`: of fields moved up or down by a rounding of bfloat16, drawn by this seed."""
     task = getattr(domain_tasks, name)()
     engine = parallelize(task, f"{plan},precision={precision}", randomness="global", check_loss=False)
-    losses = [engine.step(task.batch(step)).loss for step in range(steps)]
+    losses = []
+    for step in range(steps):
+        batch = task.batch(step)
+        if moved is not None:
+            draws = torch.Generator().manual_seed(1000 * moved + step)
+            signs = torch.randint(-1, 2, batch["x"].shape, generator=draws)
+            batch["x"] = batch["x"] * (1 + signs * torch.finfo(torch.bfloat16).eps / 2)
+        losses.append(engine.step(batch).loss)
     engine.close()
     return losses
 
@@ -189,21 +197,48 @@ def test_loss_curves_of_all_grids_agree(pool, name: str, grids: list[str]) -> No
         assert curves[0] == pytest.approx(alone, rel=1e-11)
 
 
-def _rounded_curves(name: str) -> torch.Tensor:
-    """Losses of ten steps: (fp32 on tiles, bf16 on replicas, bf16 on tiles, these under zero=3)."""
-    plans = ("domain=2", "fp32"), ("dp_replicate=2", "bf16"), ("domain=2", "bf16"), ("domain=1x2,zero=3", "bf16")
-    return torch.tensor([_curve(name, *plan, 10) for plan in plans], dtype=torch.float64)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["unet_group", "unet_batch"])
+def test_bf16_on_tiles_stays_near_fp32_and_one_process(pool, name: str) -> None:
+    """Plans differ less than one process from itself where its inputs are rounded otherwise: 0.40% of 0.70%."""
+
+    def curve(*of: Any) -> torch.Tensor:
+        return torch.tensor(pool.run(_curve, Plan.parse(of[0]).world_size, name, *of)[0], dtype=torch.float64)
+
+    def apart(one: torch.Tensor, other: torch.Tensor) -> float:
+        return float(((one - other) / fp32[0]).abs().max())
+
+    fp32, alone = (curve("accumulate=1", precision, 10) for precision in ("fp32", "bf16"))
+    bar = max(apart(curve("accumulate=1", "bf16", 10, seed), alone) for seed in range(4))
+    assert float((fp32 - fp32[0]).abs().max()) > 1e-3 and 1e-4 < bar < 0.01
+    for plan in ("dp_replicate=2", "domain=2", "domain=1x2,zero=3"):
+        found = curve(plan, "bf16", 10)
+        assert float(((found - fp32) / fp32).abs().max()) < 0.02
+        assert apart(found, alone) < bar, (plan, apart(found, alone), bar)
+
+
+def _peak_of_a_tile(plan: str) -> int:
+    """Live bytes at the peak of a step of a U-Net, above what lies there before it but for the tile of the batch."""
+    fields = {"x": np.ones((1, 3, 120, 160), "f"), "y": np.ones((1, 2, 120, 160), "f")}
+    source = ArraySource(fields, global_shape=(120, 160))
+    task = domain_tasks._task(lambda: domain_tasks.UNet("group", 16), None, data=source)
+    engine = parallelize(task, plan, check_loss=False)
+    mine: Any = own_tile(source, engine)
+    engine.step(mine.read([0]))
+    with LiveBytes() as live:
+        engine.step(mine.read([0]))
+    engine.close()
+    return live.peak
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "among"), [("unet_group", 0.004), ("unet_batch", None)])
-def test_bf16_on_tiles_stays_near_fp32_and_other_plans(pool, name: str, among: float | None) -> None:
-    """Within the bars of the main proof of bf16, but for that among plans with statistics of batches (0.0048 seen)."""
-    fp32, *bf16 = pool.run(_rounded_curves, 2, name, timeout_s=200)[0]
-    assert float((fp32 - fp32[0]).abs().max()) > 1e-3
-    for curve in bf16:
-        assert float(((curve - fp32) / fp32).abs().max()) < 0.02
-        assert among is None or float(((curve - bf16[0]) / fp32[0]).abs().max()) < among
+def test_a_rank_holds_its_share_of_a_u_net_and_little_more(pool) -> None:
+    """Within 15%: the halo, and what each rank has of weights and gradients."""
+    whole = pool.run(_peak_of_a_tile, 1, "accumulate=1")[0]
+    for plan in ("domain=2", "domain=1x3", "domain=2x2"):
+        ranks = Plan.parse(plan).world_size
+        peaks = pool.run(_peak_of_a_tile, ranks, plan)
+        assert max(peaks) <= 1.15 * whole / ranks, (plan, whole, peaks)
 
 
 def test_a_spectrum_that_is_written_into_zeros_is_not_gathered() -> None:
