@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import shardwise
+from shardwise.errors import RefusedPlan
 from shardwise.ranks import RankPool
 
 
@@ -98,3 +99,18 @@ def test_gradients_by_inputs_are_those_of_the_whole_batch(plan: str, kind: str, 
 @pytest.mark.parametrize("plan", ["dp_replicate=3", "dp_shard=2,zero=3"])
 def test_a_teacher_in_training_has_the_statistics_of_all_samples(plan: str, pool: RankPool) -> None:
     check(pool, plan, taught)
+
+
+def unseen(plan: str) -> None:
+    """A gradient by inputs of a loss whose mean is over a number that Python counted of its own."""
+    model = network()
+    prepared: Any = shardwise.prepare(model, adamw(model), DataLoader(samples(14), batch_size=5), plan=plan)
+    for x, y in prepared.loader:
+        moved = x.clone().requires_grad_()
+        loss = ((prepared.model(moved) - y).square().sum(1) + 1).log().sum().sqrt()
+        torch.autograd.grad(loss, moved)
+
+
+def test_a_gradient_by_inputs_whose_size_is_not_known_is_refused(pool: RankPool) -> None:
+    with pytest.raises(RefusedPlan, match=r"what its loss is a mean over cannot be seen.*line \d+: torch.autograd"):
+        pool.run(unseen, 2, "dp_replicate=2")

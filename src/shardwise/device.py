@@ -39,7 +39,7 @@ def current_device() -> torch.device:
 
 
 def take(index: int) -> torch.device:
-    """Make an accelerator this process's own, counted round; the CPU where there is none."""
+    """Make accelerator `index` (modulo their number) this process's device and return it; the CPU without one."""
     count = device_count()
     if count:
         torch.accelerator.set_device_index(index % count)
@@ -224,7 +224,7 @@ def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
 
 
 def generators(device: torch.device) -> list[bytes]:
-    """Where torch's generators stand: the CPU's, and the device's own. Nothing waits for it."""
+    """Returns the states of torch's CPU generator and the device's own, without a device synchronisation."""
     own = generator_state(device)
     return [state.numpy().tobytes() for state in (torch.get_rng_state(), own) if state is not None]
 

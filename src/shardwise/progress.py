@@ -51,7 +51,7 @@ def sayer(wanted: bool) -> Say:
 
 @contextmanager
 def telling(wanted: bool) -> Iterator[Say]:
-    """Context: a `sayer`, whose line is cleared from the terminal at the end."""
+    """Context: gives a function that shows progress on stderr; clears the terminal's line at the end."""
     say = sayer(wanted)
     try:
         yield say

@@ -134,7 +134,7 @@ def rollout(
     weights: Sequence[float] = (), recompute: bool = True, advance: Callable[[Any, Any], Any] = _itself,
     curriculum: Mapping[int, int] | None = None,
 ) -> Task:  # fmt: skip
-    """The task of K steps of a one-step task, whose batches hold what all steps are compared with.
+    """Returns a task of K steps made from a one-step task; its batches hold the targets of all K steps.
 
     task        of one step: its `inputs` and `loss` are called with the batch of each step
     state       the batch's entry that a step starts from, (B, ...); from the second step on, what `advance` gives

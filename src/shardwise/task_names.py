@@ -174,7 +174,7 @@ def inputs_hint(error: BaseException) -> str:
 
 
 def where_in_text(trace: str) -> str:
-    """`tasks.py:12`, the same place in a traceback that came as text from another process; empty without one."""
+    """Returns `tasks.py:12`, the innermost line of user code in a traceback given as text; "" without one."""
     places = re.findall(r'File "([^"]+)", line (\d+)', trace)
     own = [place for place in places if not _is_library(place[0])] or places
     return ":".join(own[-1]) if own else ""

@@ -39,7 +39,7 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Holding:
-    """A rank's piece of one tensor. `tensor` has its elements; `alike`: other ranks with the same piece hold the same.
+    """A rank's piece of one tensor. `alike`: ranks that hold the same piece hold equal values.
 
     Where `alike` is not sure (buffers), the first rank's counts.
     """
@@ -70,7 +70,7 @@ def dtype_code(key: str, dtype: torch.dtype) -> str:
 
 
 def share_of(engine: Engine, name: str, shape: torch.Size) -> tuple[torch.Size, list[Runs]]:
-    """(whole shape, runs of each dim) of what tp and ep leave this rank of a parameter; `shape` is that share's."""
+    """Returns (whole shape, index runs of each dim) of this rank's tp/ep share; `shape` is the share's shape."""
     whole = shape
     for spread in (engine.state.experts, engine.state.tensor):
         whole = whole if spread is None else spread.full_shape(name, whole)

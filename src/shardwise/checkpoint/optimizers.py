@@ -148,7 +148,7 @@ def options_of(engine: Engine) -> Options:
 
 
 def groups_of(engine: Engine, built: Options) -> tuple[dict[str, str], dict[str, Any]]:
-    """(weight -> its group's id, id -> {"options", "built"}). Groups with equal options are one."""
+    """Returns (weight -> group id, group id -> {"options", "built"}); equal groups are merged."""
     group_of: dict[str, str] = {}
     groups: dict[str, Any] = {}
     known = optimized(engine)
@@ -185,7 +185,7 @@ def leaves(node: Node) -> Iterator[tuple[str, str]]:
 
 
 def decoded(node: Node, read: Callable[[str, str], torch.Tensor] | None, device: torch.device, near: bool) -> Any:
-    """The value of a node.
+    """Returns the Python value or tensor that a saved node encodes.
 
     read    (kind, key) -> the tensor; None: nodes have none
     device  of the weight; one number in a tensor lies there when it did before, or when `near`

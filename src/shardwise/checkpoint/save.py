@@ -284,7 +284,7 @@ class Saver:
         return self._writer
 
     def prepare(self) -> None:
-        """Start the writer and make the buffer now, before the first step; look for space. Collective."""
+        """Start the writer and allocate its buffer before the first step; check free disk space. Collective."""
         self.make_room()
         self._check_space()
         if self.background:

@@ -210,7 +210,7 @@ def _whole(error: BaseException) -> str:
 
 
 def speaks() -> bool:
-    """Of the ranks that a launcher started, the first writes the answer."""
+    """Returns whether this process prints the answer: the first rank of a launcher's, or a process by itself."""
     from shardwise.ranks import here
 
     try:

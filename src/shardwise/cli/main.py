@@ -319,7 +319,7 @@ for command in (foresee.plan, foresee.simulate, compare.compare, probe.probe):
 
 
 def end(number: int, frame: Any) -> None:
-    """What SIGTERM does, and SIGALRM after it: raise `Ended`, again where the one before was swallowed.
+    """Signal handler of SIGTERM: raises `Ended`, and again on SIGALRM if the first one was swallowed.
 
     Not while modules are being imported, if that ends soon: C++ that calls Python there aborts on an exception.
     """

@@ -1,4 +1,4 @@
-"""Many small gathers as few: whole tensors, each of which asks for a row of every rank, are put together side by side.
+"""Batch many small all-gathers into few: rows that several tensors ask of every rank travel as one message.
 
 A gathering is a generator: it yields (its row, the axis), is sent the table of all ranks' rows, may ask again, and
 returns the whole. Of those that wait at the same time, rows over one axis travel as one.

@@ -1,4 +1,4 @@
-"""How long a collective takes: the measured table inside a domain, a formula between domains, and which it was.
+"""How long a collective takes: by tables measured inside a node or between nodes, else by a formula.
 
     inside a domain   microseconds by op, ranks and bytes (collectives.csv), else bytes on the link over its rate
     between domains   microseconds by op, nodes, ranks of each and bytes where a probe measured them, else

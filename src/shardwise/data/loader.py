@@ -120,7 +120,7 @@ class Loader:
         )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
-        """The position and what it is a position in; the same on every rank. A blend's has its sources' positions."""
+        """Returns the position and what identifies the data order (a blend: each source's too), equal on all ranks."""
         state = {
             "position": self._position,
             "length": self.order.length,

@@ -228,7 +228,7 @@ def _statistics_differ(first: dict[str, torch.Tensor], second: dict[str, torch.T
 
 
 def explained(error: Exception) -> RefusedPlan | None:
-    """The mechanism behind an error that only zero=3 meets, if this is one."""
+    """Returns the `RefusedPlan` that explains an error which only zero=3 causes, None for any other error."""
     if "mixed torch.Tensor and DTensor" in str(error):
         return RefusedPlan(USED_OUTSIDE)
     return None

@@ -226,7 +226,7 @@ class Engine:
 
     @property
     def technique(self) -> DataParallel:
-        """What holds the weights' storage."""
+        """The data-parallel technique (replicas, flat shards, FSDP2) that owns the weights' storage."""
         return self.state.technique
 
     @property

@@ -1,4 +1,4 @@
-"""Whole weights into a running plan: each rank takes its part of every tensor, masters included."""
+"""Load whole weights into a running engine: each rank takes its part of every tensor, masters included."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from shardwise.trace.deferred import Built, build, build_for_real, named_tensors
 
 
 def build_everywhere(task: Task, seed: int, world: Axis, device: torch.device) -> tuple[Built, ValueOf]:
-    """Build the module, and a function name -> initial value that gives the same on every rank.
+    """Returns the built module and a function from a parameter's name to its initial value, equal on every rank.
 
     Where the constructor cannot be replayed, or captured values that differ between ranks, rank 0's values are sent
     to all; the function is then collective and must be called for the same names in the same order.

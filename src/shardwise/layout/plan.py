@@ -270,7 +270,7 @@ class Plan:
         return tomli_w.dumps({"plan": self.as_dict(defaults=True)})
 
     def with_(self, **changes: Any) -> Plan:
-        """A copy with some fields replaced; `zero` follows `dp_shard` unless it is given or was chosen."""
+        """A copy with some fields replaced; a `zero` that is at its default follows the new `dp_shard`."""
         by_default = self.zero == (3 if self.dp_shard > 1 else 0)
         if "dp_shard" in changes and "zero" not in changes and (by_default or changes["dp_shard"] == 1):
             changes["zero"] = -1

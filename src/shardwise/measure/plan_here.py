@@ -20,7 +20,7 @@ STEPS = 8  # timed; two more before them, of which the second is watched for its
 
 
 def ranks_at_hand() -> int:
-    """Returns how many ranks this machine can run: one an accelerator; on a CPU one a core, and two at least."""
+    """Returns how many ranks this machine can run: one per accelerator, else one per CPU core, at least two."""
     from shardwise.device import device_count
 
     return device_count() or max(2, os.cpu_count() or 1)

@@ -68,7 +68,7 @@ _LEDGER = _NothingLeaves()
 
 @lru_cache(4096)
 def turn(count: int, index: int) -> Axis:
-    """Returns the axis of `count` turns at turn `index`; the same object each time."""
+    """Returns the (cached) axis over `count` chunks of positions, as seen while chunk `index` is computed."""
     return Axis(CHUNKS, count, index, None, tuple(range(count)), rehearsal=_LEDGER)
 
 

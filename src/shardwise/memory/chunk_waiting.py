@@ -160,7 +160,7 @@ def rows_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def waits(call: WaitingCall) -> Any:
-    """Returns the call's results, as tensors that wait."""
+    """Returns `Waiting` placeholders for a call's results, computed when they are needed."""
     tensors = tensors_in((call.args, call.kwargs))
     with torch._C.DisableTorchFunctionSubclass():
         wants = call.grad and any(tensor.requires_grad for tensor in tensors)

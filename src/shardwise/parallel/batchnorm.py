@@ -159,7 +159,7 @@ class CountBatchNorm(_MeetsBatchNorm):
 
 
 class FindBatchNorm(_MeetsBatchNorm):
-    """While active, batch norm in training keeps no statistics and uses mean 0 and variance 1, sample by sample.
+    """Mode that records in `found` which modules call batch norm in training; mean 0 and variance 1 are used.
 
     `found` has the modules that called it.
     """

@@ -122,7 +122,7 @@ class Flat:
             slot.master.grad = None
 
     def start_micro_batch(self, *, last: bool) -> None:
-        """zero=2 reduces every micro-batch; zero=1 the last."""
+        """Prepare for a micro-batch, whose gradients are reduced under zero=2, under zero=1 only if it is the last."""
         self.buckets.start_micro_batch(sync=last or self.stage == 2)
 
     def expect_pieces(self) -> None:

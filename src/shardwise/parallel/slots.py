@@ -56,7 +56,7 @@ class DataParallel(Protocol):
         """Forget the last step's gradients."""
 
     def start_micro_batch(self, *, last: bool) -> None:
-        """Before each forward."""
+        """Called before each forward; `last`: it is the step's last micro-batch."""
 
     def expect_pieces(self) -> None:
         """Reduce the sum of a gradient that comes in several parts in one backward, as by reentrant checkpoints."""

@@ -26,7 +26,7 @@ def bucketize(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 @rule("histc")
 def histc(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Returns how many elements lie in each of equal bins, by default between the least and the most of them."""
+    """Returns how many elements lie in each of the equal bins, by default between the minimum and the maximum."""
     given = arguments_of(func, args, kwargs)
     x, bins, low, high = (given[name] for name in ("self", "bins", "min", "max"))
     if low == high:

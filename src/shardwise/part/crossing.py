@@ -135,7 +135,7 @@ class _Joined(torch.autograd.Function):
 
 
 def joined(payload: torch.Tensor, cuts: Cuts, axes: Sequence[Axis]) -> torch.Tensor:
-    """Differentiable: the tensor of which this rank holds the plain `payload`."""
+    """Returns, differentiably, the tensor cut by `cuts` of which this rank holds the plain `payload`."""
     return _Joined.apply(payload, cuts, axes) if cuts else payload
 
 

@@ -101,7 +101,7 @@ def reduced(local: torch.Tensor, part: Part, op: str = "sum") -> torch.Tensor:
 
 
 def all_sum(local: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
-    """The sum (max, min) of every rank's tensor, cut over axes further in as it is. Collective.
+    """Returns the sum (or "max", "min") over ranks, still cut over inner axes where it was. Collective.
 
     A sum over turns of one rank stays in summands, which are added up when all have been computed.
     """

@@ -78,7 +78,7 @@ _STATE = _State()
 
 
 def here(tensor: Distributed) -> bool:
-    """Whether the tensor is distributed over the axis for which a rule is being applied (any, outside of rules)."""
+    """Returns whether a tensor is distributed over the axis of the running rule; outside of rules, always True."""
     return _STATE.depth is None or tensor.axis.depth == _STATE.depth
 
 

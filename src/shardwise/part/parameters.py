@@ -90,7 +90,7 @@ def see_parts(
     module: nn.Module, cuts: Mapping[str, ParameterCut], axis: Axis, absent: Collection[str] = (),
     summed: tuple[Axis, ...] = (),
 ) -> Callable[[], None]:  # fmt: skip
-    """Let the module, whose parameters are shares, read them as parts of the whole. Returns what undoes it.
+    """Make a module whose parameters are shares see them as `Part`s of the whole; returns the undo function.
 
     cuts    by parameter; the others are whole over `axis`
     absent  parameters that stay as they are

@@ -207,7 +207,7 @@ def native_dropout(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @rule("bernoulli", "bernoulli_", "uniform_", "normal_", "rand_like", "randn_like", "exponential_", "random_")
 def random(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Returns this rank's share of what is drawn for the whole tensor, alike on all ranks.
+    """Returns this rank's share of the random tensor that the operation draws.
 
     Of positions a rank draws its own alone: a field may be larger than what a device holds.
     """

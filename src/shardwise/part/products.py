@@ -57,7 +57,7 @@ def _settled(func: Any, a: Part, b: Part, batch: int) -> tuple[torch.Tensor, tor
 
 @rule("mm")
 def mm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """(m, k) @ (k, n)."""
+    """Returns the product (m, k) @ (k, n), local where outer dims are cut, a `Sum` where k is."""
     return _product(func, args[0], args[1], 0)
 
 

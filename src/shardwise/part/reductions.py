@@ -209,7 +209,7 @@ def _norm(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> 
 
 @rule("renorm")
 def renorm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Returns x with the p-norm of what lies at each index of a dim brought down to `most`, where it is larger."""
+    """Returns x with each slice along a dim scaled down so that its p-norm is at most `most`."""
     x, order, dim, most = args
     others = [d for d in range(x.dim()) if d != dim % x.dim()]
     norm = torch.linalg.vector_norm(x, order, others, keepdim=True)

@@ -109,7 +109,7 @@ class Sum(Distributed):
         return plain(self).tolist()
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        """As `tolist`."""
+        """Returns the total over ranks as a NumPy array. Collective, the first time."""
         return plain(self).numpy(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -146,14 +146,14 @@ class Sum(Distributed):
         return self.untaken and self.pending is None and self.coming is None
 
     def like(self, local: torch.Tensor) -> Sum:
-        """Another sum over the same axis; of one that was taken, `local` is the total."""
+        """Returns a sum over the same axis with this `local`; if this one is reduced, `local` is taken as the total."""
         made = Sum(local, self.axis, self.origin, spread=self.spread)
         if self.total is not None:
             made.total, made.read_only_copy = local, self.read_only_copy
         return made
 
     def value(self) -> torch.Tensor:
-        """The sum: plain, or a share of it along the sequence. Collective, the first time."""
+        """Returns the total over ranks: plain, or a share of it along the sequence. Collective, the first time."""
         if self.total is None and self.axis.turns:
             raise Uncut("chunks of positions are computed one after the other, and this needs the sum over all of them")
         if self.stale:

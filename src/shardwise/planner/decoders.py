@@ -68,7 +68,7 @@ def decoder_from_config(path: str) -> Shape:
 
 
 def shape_of_config(config: Mapping[str, Any], where: str) -> Shape:
-    """The numbers of a transformers configuration of a decoder.
+    """Returns the `Shape` of the decoder that a transformers configuration describes.
 
     What it leaves out is as in its family (`model_type`; without one, as in Llama, or GPT-2 where it names `n_embd`).
     Raises `NotByNumbers` for one that is not described by them (an unknown family, an encoder, an encoder-decoder,

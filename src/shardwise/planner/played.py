@@ -1,4 +1,4 @@
-"""Which micro-batches of a data rank are rehearsed, where they are dealt unevenly; a layout's degrees in words."""
+"""Which of a data rank's micro-batches are rehearsed when they differ in size; a layout's degrees as text."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ MOST_LOST = 16  # lines
 
 
 def search_text(search: Search, cluster: Cluster, subject: str, batch: str, command: str, top: int) -> str:
-    """The table, the best plan in detail, why the others lost."""
+    """Returns a search's result as text: the table, the best plan in detail, why the others lost."""
     best = search.best
     lines = [
         f"{subject} on {cluster} ({cluster.world_size} devices), {batch}",

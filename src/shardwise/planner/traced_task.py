@@ -232,7 +232,7 @@ class Traced:
 
     @cached_property
     def nature(self) -> Nature:
-        """What the optimizer needs of a tensor, tried out as a run does."""
+        """The optimizer's `Nature` (elementwise, per tensor or joint), found by the same trial as a run's."""
         trained = (param for param in self.looks.built.module.parameters() if param.requires_grad)
         return try_out(self.task.optimizer, [param.shape for param in trained])
 

@@ -140,7 +140,7 @@ class ModuleWatch:
 
 
 def rows_of(expected: SampledTensor, found: SampledTensor) -> torch.Tensor | None:
-    """The part of one process's tensor that lies beside a rank's; None where nothing tells which that is."""
+    """Returns the samples of one process's tensor that a rank's tensor holds; None where they are not known."""
     a, b = found.tensor, expected.tensor
     if found.count == found.total or (
         a.shape == b.shape and found.count != found.total and not _has_rows(b, found.total)

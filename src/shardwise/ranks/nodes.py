@@ -1,4 +1,4 @@
-"""Which ranks share a node, and `apart`: for a while, the ranks of each node are a world of their own.
+"""Which ranks share a node, and `apart`, which makes each node's ranks the default process group for a while.
 
     world    0 1 2 3          one group
     apart    0 1 | 0 1        the same processes, a group for each node
@@ -52,7 +52,7 @@ def nodes_of(told: Sequence[tuple[str, int | None]]) -> list[list[int]]:
 
 @contextmanager
 def apart(ranks: Sequence[int], timeout_s: float) -> Iterator[None]:
-    """Make these ranks, this one among them, the default process group; afterwards it is that of all again.
+    """Context: these ranks are the default process group inside; the group of all ranks is restored afterwards.
 
     Collective over all ranks, each of which names the ranks of its own part. Groups made before, or inside, are gone
     afterwards. `timeout_s`: of collectives, and of the wait for the ranks of other parts. An error inside is raised

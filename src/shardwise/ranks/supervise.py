@@ -1,4 +1,4 @@
-"""Watch the ranks of one run until each has reported, died, or outlived its time; then say what went wrong."""
+"""Watch the ranks of one run until each has reported, died or timed out; then report what went wrong."""
 
 from __future__ import annotations
 

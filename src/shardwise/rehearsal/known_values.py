@@ -147,7 +147,7 @@ class Values(TorchDispatchMode):
         return CHOSEN in self.asked
 
     def tell(self, trace: StepTrace) -> None:
-        """What a trace hung on."""
+        """Write into a trace which values it depended on: balanced routing, integers of the batch, draws."""
         trace.balanced, trace.chose, trace.by_batch = self.assumed, self.chose, BATCH in self.asked
         trace.drawn = self.drawn
 

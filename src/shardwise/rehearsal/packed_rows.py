@@ -27,7 +27,7 @@ def packed(lengths: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 @contextmanager
 def padding_by_values() -> Iterator[None]:
-    """Around a forward: `pad_packed_sequence` takes rows without values, where it knows how many each time has."""
+    """Context: `pad_packed_sequence` works on fake tensors whose row counts for each time step are known."""
     name = "_pad_packed_sequence"
     theirs = getattr(torch._VF, name)
 

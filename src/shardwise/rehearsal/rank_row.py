@@ -84,7 +84,7 @@ class RankTrace(StepTrace):
 
     @property
     def of_one(self) -> RankTrace:
-        """What a row of one micro-batch says."""
+        """Returns this trace as it is for a row of a single micro-batch."""
         return replace(self, peak=self.first)
 
 

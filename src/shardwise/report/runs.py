@@ -1,4 +1,4 @@
-"""What a run's folder holds, as far as it has come: read for a report, whatever is missing left empty."""
+"""Read the files of a run's folder for a report, of a run under way too; what is missing stays empty."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
     autograd.grad(loss.mean(), x)   one process's mean is over all samples: this rank's gradient times n_r / sum n_r
     loss.backward(); x.grad         the same, of a backward beside the plan's, and of prepared.backward
 
-What this does not do: scale the gradient of a loss whose divisor cannot be read (`divisor`); a notice tells of it.
+What this does not do: scale the gradient of a loss whose divisor cannot be read (`divisor`); that is refused.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ from shardwise.parallel.slots import Phase
 from shardwise.part import plain
 from shardwise.scripts.dealt import Dealt
 from shardwise.scripts.divisor import UNKNOWN, Divisor, divisor_of
-from shardwise.scripts.saying import Notices, line_of_script
+from shardwise.scripts.outside import with_line
+from shardwise.scripts.saying import line_of_script
 
 _NORMS = (functional.batch_norm, torch.batch_norm)
 _KINDS = {"sum": 0.0, "mean": 1.0}
 _UNSEEN = (
     "a gradient by what the model is given is of this rank's samples alone, and what its loss is a mean over cannot be "
-    "seen, so its size may be another than one process's (its sign and direction are right): take it of a sum over "
-    "samples, or of a mean over them that ends the loss"
+    "seen, so its size may be another than one process's: take it of a sum over samples, or of a mean over them that "
+    "ends the loss"
 )
 
 
 class AllSamples:
     """Answers such operations in one loop. `divided` reads what a loss is divided by."""
 
-    def __init__(self, mesh: Mesh, told: Notices) -> None:
-        self._mesh, self._told = mesh, told
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
         self._dealt: Dealt | None = None
         self._beside: Dealt | None = None
         self.divided: Callable[[torch.Tensor], Divisor] = lambda loss: UNKNOWN
@@ -83,7 +84,10 @@ class AllSamples:
         return JoinBatchNorm(self._mesh.data, phase).__torch_function__(func, (), args, kwargs)
 
     def factor(self, losses: Sequence[torch.Tensor]) -> float:
-        """Returns what the gradient of this rank's loss is multiplied by, to be that of all ranks' loss. Collective."""
+        """Returns what the gradient of this rank's loss is multiplied by, to be that of all ranks' loss. Collective.
+
+        Raises `RefusedPlan` where what a loss is divided by cannot be read.
+        """
         found = [self.divided(loss) for loss in losses]
         numbers = {one.numbers[0] for one in found if one.kind == "mean"}
         known = len({one.kind for one in found}) == 1 and found[0].kind in _KINDS and len(numbers) < 2
@@ -92,8 +96,7 @@ class AllSamples:
         kind = _KINDS[found[0].kind] if known else -1.0
         table = gather_rows(row_of([kind, mine * counts], self._mesh.device), self._mesh.data).tolist()
         if any(row[0] != kind for row in table) or kind < 0:
-            self._told.say([f"{_UNSEEN} [{line_of_script()}]"])
-            return 1.0
+            raise with_line(_UNSEEN, line_of_script())
         total = sum(row[1] for row in table)
         return mine / total if kind and total else 1.0
 

@@ -113,7 +113,7 @@ class Calls(Heard, Events):
 
     @property
     def of_loss(self) -> Dealt | None:
-        """Returns what a loss is of: a script may ask for its next batch between a forward and its backward."""
+        """Returns which samples the loss at hand belongs to, even if the script has fetched its next batch already."""
         return self.used or self.dealt
 
     @property
@@ -164,7 +164,7 @@ class Calls(Heard, Events):
         return gather_json(held, self.mesh.world, self.mesh.device)[0]
 
     def wants_look(self) -> bool:
-        """Whether model or loss is to be looked at on the next batch."""
+        """Returns whether the model or the loss is to be checked against one process on the next batch."""
         return self.loss_look is not None and self.loss_look.wanted
 
     def wants_uneven(self) -> bool:

@@ -297,7 +297,7 @@ class LaterHooks:
 
 
 def refuse_hooks(model: nn.Module, plan: Plan) -> None:
-    """Raise `RefusedPlan` for a hook of the script's on a gradient that would not give what it gives one process.
+    """Raise `RefusedPlan` for a script's gradient hook whose effect would differ from that in one process.
 
     A rank's gradient is a summand until ranks have added theirs up, so a hook may be anything that is right for
     summands (a mask), which is found by trying. Shares of weights and pieces of units have no hooks at all.

@@ -98,7 +98,7 @@ class Kept(TorchFunctionMode, Events):
         self._read = False  # a number was read from this rank's samples
         self._held, self._dim, self._generators = Share(None, 0, 0, 0), 0, 0
         self.shapes: list[list[int]] = []  # of the tensors of the batch at hand
-        self.numbers, self.all_samples = OwnNumbers(told), AllSamples(mesh, told)
+        self.numbers, self.all_samples = OwnNumbers(told), AllSamples(mesh)
         self._call = _Made(_NOTHING, True, frozenset())  # what the model's outputs are to be taken for
 
     # --- the loop
@@ -152,7 +152,7 @@ class Kept(TorchFunctionMode, Events):
         self.beside = dealt.held
 
     def after_epoch(self) -> None:
-        """The loop over that loader has ended."""
+        """Called when the loop over another loader (`Prepared.split`) has ended."""
         self.beside = None
 
     # --- the model's calls
@@ -182,7 +182,7 @@ class Kept(TorchFunctionMode, Events):
             )
 
     def leave(self, output: Any, of: frozenset[Outside], model: torch.nn.Module) -> None:
-        """It has ended."""
+        """Called when a model's forward has ended: notes whose samples its outputs are of."""
         if self.on:
             self.inside -= 1
             for tensor in tensors_in(output):
@@ -191,7 +191,7 @@ class Kept(TorchFunctionMode, Events):
                     self._given.append((StorageWeakRef(held_of(tensor).untyped_storage()), id(model), self._held))
 
     def entered(self, loss: torch.Tensor) -> frozenset[Outside]:
-        """What `loss` was computed from that comes from outside."""
+        """Returns what `loss` was computed from besides this step's batch, draws and model outputs."""
         found = self._made.get(id(loss))
         return found.of if found is not None and found.tensor() is loss else frozenset()
 

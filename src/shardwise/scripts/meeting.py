@@ -34,7 +34,7 @@ _AT_ONCE = 64
 
 
 class Meeting:
-    """Compares, call by call, which collective call each rank of a prepared model goes on to. Made collectively."""
+    """Checks at each collective call of a prepared script that every rank makes the same call. Made collectively."""
 
     def __init__(self, world: Axis, device: torch.device, wait_s: float = WAIT_S) -> None:
         self.world, self.wait_s = world, wait_s

@@ -233,7 +233,7 @@ class InPlace:
         ]
 
     def check(self) -> None:
-        """Raise `InputError` where another stands there."""
+        """Raise `InputError` where a parameter of the plan was replaced by another object in its module."""
         for child, leaf, name, param, of_unit in self._places:
             found = child._parameters.get(leaf)
             if found is not param and (of_unit is None or found is not getattr(of_unit, "_unsharded_param", None)):

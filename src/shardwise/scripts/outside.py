@@ -122,7 +122,7 @@ def held_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether its elements can be looked at: not a DTensor, a wrapper of torch.func, sparse, quantised or without."""
+    """Returns whether a tensor's elements can be read: no DTensor, torch.func wrapper, meta, sparse or quantised."""
     wrapped = isinstance(tensor, DTensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     return not (wrapped or tensor.is_meta or tensor.is_quantized) and tensor.layout is torch.strided
 

@@ -111,7 +111,7 @@ def standing() -> int:
 
 
 class Generators:
-    """Where the generators of this process and of a loader stand, to go back there; also as JSON."""
+    """The states of this process's and a loader's random generators, to be restored later; also as JSON."""
 
     def __init__(self, loader: Any) -> None:
         self._own = [(generator, generator.get_state()) for generator in _own_generators(loader)]
@@ -168,7 +168,7 @@ def joins_by_itself(loader: DataLoader) -> bool:
 
 
 def part_of_whole(batch: Any, held: Share, samples: int, dim: int = 0) -> Any:
-    """The samples that `held` tells of a whole batch; `InputError` where its dims do not count its `samples`.
+    """Returns the samples `held` cut out of a whole batch; `InputError` unless its dims count `samples`.
 
     dim     which dim of a tensor counts them; of one with fewer dims (lengths, labels) the first
     """

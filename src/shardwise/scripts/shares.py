@@ -83,7 +83,7 @@ class Door:
         self._cuts = {name: cuts for name, cuts in zip(positions.names, positions.cuts, strict=True) if cuts}
 
     def enter(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Call, str]:
-        """(the call with this rank's shares, a notice); what has too few positions for every rank stays whole."""
+        """Returns (the call with this rank's shares, a notice); tensors with too few positions stay whole."""
         paths, spec = tree_flatten_with_path(self._named.of(args, kwargs))
         leaves = [self._share(name_of(path), leaf) for path, leaf in paths]
         notice = ""

@@ -53,7 +53,7 @@ class _OfAllSamples(torch.autograd.Function):
 
 
 class WholeBatch:
-    """Around the training forwards of one model: its samples are dealt at the door, and its outputs put together.
+    """Wraps a model's training forwards: each rank computes its own samples, and outputs are gathered.
 
     dims    of each output, where its samples lie, None where it has none; learnt by the look, else by size
     rows    the samples of the call under way

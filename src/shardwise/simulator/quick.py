@@ -35,7 +35,7 @@ class Estimator:
         self._parts = lru_cache(maxsize=4096)(self._compute_parts)
 
     def memory(self, layout: Layout) -> MemoryLedger:
-        """The ledger of the fullest rank."""
+        """Returns the memory terms of the rank that needs most."""
         layers = stage_layers(self.shape, layout)
         dense = dense_of(self.shape, layers)
         per_rank, fronts = ([sum(each[r :: layout.pp]) for r in range(layout.pp)] for each in (layers, dense))

@@ -32,7 +32,7 @@ class Hooks:
             made.remove(make)
 
     def inside(self, part: Part) -> AbstractContextManager[Any]:
-        """The context in which the step runs a part."""
+        """Returns the context manager that surrounds this part of a step."""
         made = self._around[part]
         if not made:
             return nullcontext()

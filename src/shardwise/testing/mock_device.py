@@ -60,7 +60,7 @@ class MockEvent:
         return True
 
     def elapsed_time(self, other: MockEvent) -> float:
-        """No time: milliseconds."""
+        """Returns 0.0 milliseconds: work on this device takes no time."""
         return 0.0
 
 

@@ -56,7 +56,7 @@ class Leaf:
 
 @dataclass
 class ModuleCall:
-    """One call of a submodule. Times count ops and calls."""
+    """One call of a submodule; `enter` and `exit` count the ops and calls before them."""
 
     path: str
     place: int  # the n-th call of this module in the forward, from 0

@@ -148,7 +148,7 @@ class PassedState:
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
-        """While active, everything holds what it held; afterwards it is as it was before."""
+        """Context: the objects have their recorded contents inside, and their present ones again afterwards."""
         now = [(table, _copy_of(table)) for table, _ in self._tables]
         for table, held in self._tables:
             _refill(table, held)

@@ -1,4 +1,4 @@
-"""What ends a run from outside its code, told in one line: a disk that takes no more, memory that is used up."""
+"""Turn failures outside a run's code into one line: a disk that is full, memory that has run out."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from shardwise.training.job import Job
 
 
 def foresee(job: Job) -> dict[str, Any]:
-    """Step time and memory by class of the job on its cluster; `InputError` where its batch does not divide."""
+    """Returns the job's step time and memory on its cluster; `InputError` where that has too few ranks."""
     config, plan = job.effective.config.train, job.effective.plan
     assert config.cluster is not None
     cluster = Cluster.parse(config.cluster)

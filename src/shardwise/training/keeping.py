@@ -1,4 +1,4 @@
-"""Checkpoints of a run: when one is due, going on from one, and stopping when asked to.
+"""Checkpoints of a run: when to save, how to resume, and how to stop when a signal asks for it.
 
     a step is done -> due by steps?  by time, or asked to stop by a signal? (ranks ask each other about once a second)
                    -> save in the background; when asked to stop: save, wait, leave

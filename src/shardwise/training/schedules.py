@@ -44,7 +44,7 @@ def linear(step: int, total: int, warmup: int = 0, final: float = 0.0) -> float:
 
 
 def wsd(step: int, total: int, decay: int, warmup: int = 0, final: float = 0.0) -> float:
-    """Warm-up, then 1, then a line towards `final` in the last `decay` steps."""
+    """Returns the factor of warm-up, then 1, then linear decay to `final` over the last `decay` steps."""
     done = _progress(step - (total - decay) + 1, decay + 1)
     return warmed_up(step, warmup) * (1 - (1 - final) * done)
 

@@ -16,7 +16,7 @@ from shardwise.trace.deferred import Built, named_tensors
 
 @dataclass
 class StagePlacement:
-    """The stages, and where on the pipeline's axis each parameter and buffer is held (ranks in order, first first)."""
+    """The stages, and which pipeline ranks (ascending) hold each parameter and buffer."""
 
     schedule: Schedule
     stages: list[Stage]
