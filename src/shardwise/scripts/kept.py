@@ -39,7 +39,7 @@ from shardwise.scripts.guard import reads_values
 from shardwise.scripts.loader import Events
 from shardwise.scripts.outside import Digests, Outside, digest, has_memory, held_of, number_of, with_line
 from shardwise.scripts.own_numbers import OwnNumbers
-from shardwise.scripts.rows import OTHER_ROWS, fails_on_part, is_plain, stand_of_generators, told_of
+from shardwise.scripts.rows import OTHER_ROWS, fails_on_part, in_a_forward, is_plain, stand_of_generators, told_of
 from shardwise.scripts.saying import Notices, is_called_by_engine, line_of_script
 from shardwise.scripts.tape import tensors_in, writes
 from shardwise.trace.functional import transforming
@@ -91,6 +91,7 @@ class Kept(TorchFunctionMode, Events):
         self._digests = Digests()
         self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
         self._weights: set[int] = set()  # storages of the parameters
+        self._models: list[weakref.ref[torch.nn.Module]] = []
         self._tensors_alone = self._even = True
         self._transformed = False  # a transform of torch.func, in which operations are not followed, ran in this step
         self._read_at = ""  # where a number was read since the last step that is added up from own samples
@@ -113,6 +114,8 @@ class Kept(TorchFunctionMode, Events):
         self._before = {key: known for key, known in self._before.items() if known.tensor() is not None}
         self._given = [pair for pair in self._given if not pair[0].expired()]
         self._digests.forget()
+        models = list(models)
+        self._models = [weakref.ref(model) for model in models]
         weights = [one for model in models for one in model.parameters()]
         self._parameters = {id(one): weakref.ref(one) for one in weights}
         self._weights = {one.untyped_storage()._cdata for one in weights}
@@ -248,7 +251,12 @@ class Kept(TorchFunctionMode, Events):
         stood = None if given else torch.get_rng_state()
         beside = any(one.beside for one in made)
         try:
-            output = self.all_samples.call(func, args, kwargs, own=lambda one: self._of(one).own, beside=beside)
+            if func is torch.autograd.grad and in_a_forward(
+                self._models
+            ):  # what it gives for a sample is that sample's
+                output = func(*args, **kwargs)
+            else:
+                output = self.all_samples.call(func, args, kwargs, own=lambda one: self._of(one).own, beside=beside)
         except _FAILURES as error:
             if own and self._batches == 1 and self._held.count < self._held.total:
                 raise fails_on_part(error, self._held) from error
@@ -281,9 +289,13 @@ class Kept(TorchFunctionMode, Events):
         return output
 
     def leaves(self) -> list[torch.Tensor]:
-        """Returns what is made of this rank's samples and has a gradient of its own."""
+        """Returns what is made of this rank's samples and has a gradient of its own, as weights have not."""
         made = [(one.tensor(), one) for one in self._made.values()]
-        return [leaf for leaf, one in made if leaf is not None and one.own and leaf.requires_grad and leaf.is_leaf]
+        found = [leaf for leaf, one in made if leaf is not None and one.own and leaf.requires_grad and leaf.is_leaf]
+        return [leaf for leaf in found if not isinstance(leaf, torch.nn.Parameter) and not self._is_weight(leaf)]
+
+    def _is_weight(self, tensor: torch.Tensor) -> bool:
+        return has_memory(tensor) and tensor.untyped_storage()._cdata in self._weights
 
     def _within(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """In the model: what it makes without gradients may be handed out by hooks."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import sys
+import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from shardwise.errors import RefusedPlan
 from shardwise.layout.dealing import Share
@@ -67,3 +70,14 @@ def stand_of_generators() -> int:
     return zlib.crc32(
         repr((place, random.getstate()[2:])).encode() + keys.tobytes(), hash(random.getstate()[1]) & 0xFFFFFFFF
     )
+
+
+def in_a_forward(models: Iterable[weakref.ref[nn.Module]]) -> bool:
+    """Returns whether a module of these models is running, by the frames of this call."""
+    running = {id(child) for known in models if (model := known()) is not None for child in model.modules()}
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_call_impl" and id(frame.f_locals.get("self")) in running:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
