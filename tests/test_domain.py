@@ -71,7 +71,7 @@ def test_every_task_on_every_grid_equals_one_process(pool, task: str, plan: str)
 @pytest.mark.parametrize(
     ("task", "plan", "reason"),
     [
-        ("domain_tasks:singular", "domain=1x2", "fields of 11 x 13 cannot be cut: aten._linalg_svd"),
+        ("domain_tasks:levels", "domain=1x2", "fields of 11 x 13 cannot be cut: aten._unique2"),
         ("domain_tasks:flattened", "domain=2x2", "no tensor has 2 of them behind batch and channel"),
         ("domain_tasks:channels_last", "domain=1x2x2", "Task.spatial names 2: lat"),
         ("domain_tasks:forces_apart", "domain=2,pp=2", "gradients itself (torch.autograd.grad) of what other pipeline"),
@@ -81,7 +81,7 @@ def test_every_task_on_every_grid_equals_one_process(pool, task: str, plan: str)
 def test_what_cannot_be_tiled_is_refused(pool, task: str, plan: str, reason: str) -> None:
     found = verify(task, plan, pool=pool)
     assert not found.parity and reason in found.refused, found.text()
-    if "singular" in task:
+    if "levels" in task:
         assert "domain_tasks.py:" in found.refused and "shardwise.whole(x) gathers it" in found.refused
 
 

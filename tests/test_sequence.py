@@ -501,8 +501,8 @@ def test_a_ring_is_proven_in_float32_where_a_kernel_has_no_float64(pool) -> None
 
 
 def test_what_mixes_positions_in_a_way_unknown_is_done_whole_and_told(pool) -> None:
-    found = verify("sequence_tasks:singular", "cp=2", pool=pool)
-    assert found.parity and "svd reads is gathered over cp=2" in found.text(), found.text()
+    found = verify("sequence_tasks:energy", "cp=2", pool=pool)
+    assert found.parity and "vdot reads is gathered over cp=2" in found.text(), found.text()
 
 
 @pytest.mark.parametrize("plan", ["cp=2", "cp=2,cp_ulysses=2"])

@@ -1,10 +1,12 @@
 """Domain parallelism: fields whose spatial dims are cut into tiles over ranks, and operations on them."""
 
 from shardwise.parallel.domain import (  # noqa: F401 - functions on tiles
+    apart,
     convolve,
     entire,
     fourier,
     linear,
+    matrices,
     norms,
     padding,
     patches,

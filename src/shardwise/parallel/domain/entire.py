@@ -5,14 +5,15 @@
     moved back  d1 cuts W
 
 `TABLE` is which operations these are. What takes the dims away (a median) leaves its result on every rank. Received by
-a rank: (p-1)/p of its share each way. Where an operation needs all dims, the tensor is gathered, and the run says what
-that costs.
+a rank: (p-1)/p of its share each way. Where an operation needs all dims (also those of `ALL`), the tensor is gathered,
+and the run says what that costs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,13 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.parallel.domain.gathers import noted
-from shardwise.parallel.domain.tiles import CutDim, answers, cuts, opened, placed
+from shardwise.parallel.domain.tiles import CutDim, answers, cuts, opened, placed, used_over
 from shardwise.parallel.domain.writes import write
-from shardwise.part import Owners, Uncut
+from shardwise.part import Owners, Sum, Uncut
 from shardwise.part.gathering import share_of
 from shardwise.part.levels import Distributed
-from shardwise.part.moves import from_axis, moved, owners_inside
-from shardwise.part.sums import whole_over_axis
+from shardwise.part.moves import from_axis, moved, owners_inside, replaced_from_axis
+from shardwise.part.sums import redealt, whole_over, whole_over_axis
 from shardwise.part.tensor import FUNCTIONS, Part
 from shardwise.trace.leaves import replaced
 
@@ -40,6 +41,7 @@ class Needs:
     gone: bool = False  # its result has none of them, unless it is asked to keep them
     beside: tuple[str, ...] = ()  # arguments that are dealt as the first tensor is
     behind: bool = False  # dims that its result has more lie behind those that stay, not in front
+    apart: bool = False  # any other dim may be cut too, and each rank has its own of it, or none
 
 
 PUT = Needs("dim index src", beside=("index", "src"))
@@ -48,21 +50,24 @@ TABLE = {
     "sort": Needs("dim descending"), "argsort": Needs("dim descending"), "msort": Needs("", 0),
     "topk": Needs("k dim"), "kthvalue": Needs("k dim keepdim", gone=True), "mode": Needs("dim keepdim", gone=True),
     "median": Needs("dim keepdim", None, gone=True), "nanmedian": Needs("dim keepdim", None, gone=True),
-    "quantile": LEVEL, "nanquantile": LEVEL, "glu": Needs("dim"), "rot90": Needs("k dims", (0, 1)),
+    "quantile": LEVEL, "nanquantile": LEVEL, "glu": Needs("dim"), "rot90": Needs("k dims", (0, 1), apart=True),
     "take_along_dim": Needs("indices dim", None, beside=("indices",)),
     "stft": Needs("n_fft", gone=True, behind=True), "istft": Needs("n_fft", (-2, -1), gone=True, behind=True),
-    "scatter": PUT, "scatter_add": PUT, "scatter_reduce": PUT,
+    "scatter": PUT, "scatter_add": PUT, "scatter_reduce": replace(PUT, apart=True),
 }  # fmt: skip
+
+ALL = ("trace", "diag", "diag_embed", "diagonal_scatter", "masked_scatter", "take", "put", "block_diag", "pdist")
 
 
 def with_whole(
     run: Callable, tensors: Sequence[torch.Tensor], dims: Sequence[int], *, reduces: bool = False, lost: int = 0,
-    behind: bool = False,
+    behind: bool = False, empties: bool = False,
 ) -> Any:  # fmt: skip
     """`run(*tensors)`, of each rank's share, with every cut moved off these dims meanwhile and back afterwards.
 
     tensors  those behind the first are dealt as it is
     reduces  the results have one index along the dims, or, of the first `lost` of them, no dim any more
+    empties  `run` takes tensors without elements
     """
     first, *others = tensors
     afar = []
@@ -77,19 +82,25 @@ def with_whole(
             afar.append((cut, inside))
     now = cuts(first, range(first.dim()))
     shares = [opened(each, now) for each in (first, *(dealt_alike(each, now) for each in others))]
-    empty = [cut.dim for cut in now if not shares[0].shape[cut.dim]]
-    results = run(*(_with_elements(share, empty) for share in shares))
+    empty = [cut.dim for cut in now if not (empties or shares[0].shape[cut.dim])]
+    results = run(*(with_elements(share, empty) for share in shares))
     gone = sorted(dims)[:lost]
 
     def back(result: torch.Tensor) -> torch.Tensor:
         # in front: a result for each of several levels
         added = 0 if behind else result.dim() - (first.dim() - lost)
         places = [cut.dim - sum(dim < cut.dim for dim in gone) + added for cut in now]
+        held = [(place, shares[0].shape[cut.dim]) for cut, place in zip(now, places, strict=True)]
+        if behind and any(place >= result.dim() or result.shape[place] != n for place, n in held):
+            return result  # empty: what was not asked for
         for cut, place in zip(now, places, strict=True):
             result = result.narrow(place, 0, 0) if cut.dim in empty else result
         result = placed(result, [CutDim(cut.axis, d, cut.owners) for cut, d in zip(now, places, strict=True)])
         for cut, inside in reversed(afar):
-            result = whole_over_axis(result, cut.axis) if reduces else _home_again(result, cut, inside)
+            if reduces:
+                result = whole_over_axis(result, cut.axis)
+            elif result.dim() == first.dim():
+                result = _home_again(result, cut, inside)
         return result
 
     made = replaced(torch.Tensor, back, results)
@@ -137,15 +148,20 @@ def dealt_alike(tensor: torch.Tensor, now: list[CutDim]) -> torch.Tensor:
         if _extent(tensor, cut.dim, cut) != cut.owners.size:
             raise Uncut(f"indices of {tuple(tensor.shape)} beside a tensor with {cut.owners.size} along dim {cut.dim}")
         if not isinstance(here, Part) or here.axis is not cut.axis:
-            if tensor.requires_grad:
-                raise Uncut(f"values {tuple(tensor.shape)} that every rank has, beside a tensor that is cut")
-            tensor = placed(share_of(tensor, cut.dim, cut.owners, cut.axis), [cut])
+            if not tensor.requires_grad:
+                share = Part(cut.owners.take(here, cut.dim, cut.axis.index), cut.dim, cut.owners, cut.axis)
+                tensor = replaced_from_axis(tensor, cut.axis, share)
+                continue
+            if cut.dim in [other.dim for other in cuts(tensor, range(tensor.dim()))]:
+                raise Uncut(f"values {tuple(tensor.shape)} that every rank has, beside a dim that is cut over two axes")
+            mine = cut.owners.take(used_over(tensor, (cut.axis,)), cut.dim, cut.axis.index)
+            tensor = placed(mine, [cut])
         elif (here.dim_cut, here.owners) != (cut.dim, cut.owners):
             tensor = moved(tensor, cut.dim, cut.owners, cut.axis)
     return tensor
 
 
-def _with_elements(share: torch.Tensor, empty: list[int]) -> torch.Tensor:
+def with_elements(share: torch.Tensor, empty: list[int]) -> torch.Tensor:
     """A share with one index along its empty dims, since kernels do not take tensors without elements."""
     return share.sum(empty, keepdim=True).to(share.dtype) if empty else share
 
@@ -164,7 +180,7 @@ def _like(whole: torch.Tensor, index: torch.Tensor) -> list[CutDim]:
     ]  # fmt: skip
 
 
-def _answer(plain: Callable, needs: Needs) -> Callable:
+def answer_of(plain: Callable, needs: Needs) -> Callable:
     """The function that answers `plain` on cut tensors."""
     names = needs.names.split()
 
@@ -176,11 +192,13 @@ def _answer(plain: Callable, needs: Needs) -> Callable:
         dims = sorted({d % input.dim() for d in dims}) if isinstance(input, torch.Tensor) and input.dim() else []
         beside = {name: given[name] for name in needs.beside if isinstance(given.get(name), torch.Tensor)}
         # what torch writes in Python (stft) is given tiles, whichever dim is cut
-        read = range(input.dim()) if needs.behind and isinstance(input, torch.Tensor) else dims
-        if not all(cuts(each, read) for each in beside.values() or [input]) or "out" in kwargs:
+        read = range(input.dim()) if (needs.behind or needs.apart) and isinstance(input, torch.Tensor) else dims
+        found = [each for each in (input, *beside.values()) if cuts(each, read)]
+        enough = needs.apart or all(cuts(each, read) for each in beside.values())
+        if not found or not enough or "out" in kwargs:
             return plain(input, *args, **kwargs)
         if not cuts(input, read):  # whole, beside indices that are cut
-            input = dealt_alike(input, _like(input, next(iter(beside.values()))))
+            input = dealt_alike(input, _like(input, found[0]))
 
         def run(first: torch.Tensor, *others: torch.Tensor) -> Any:
             own = dict(zip(beside, others, strict=True))
@@ -190,7 +208,7 @@ def _answer(plain: Callable, needs: Needs) -> Callable:
 
         lost = len(dims) if needs.gone and not given.get("keepdim", False) else 0
         tensors = [input, *beside.values()]
-        return with_whole(run, tensors, dims, reduces=needs.gone, lost=lost, behind=needs.behind)
+        return with_whole(run, tensors, dims, reduces=needs.gone, lost=lost, behind=needs.behind, empties=needs.apart)
 
     return answer
 
@@ -200,7 +218,9 @@ def _into(plain: Callable) -> Callable:
 
     def answer(target: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The target, which holds what `plain` gives of it."""
-        result = plain(target, *args, **kwargs)
+        result = plain(target.clone(), *args, **kwargs)  # which a gradient may read when the target was written over
+        if isinstance(result, Sum):
+            result = result.settled()
         if isinstance(target, Distributed) or not isinstance(result, Distributed):
             return target.copy_(result)
         write(target, slice(None), result)
@@ -209,8 +229,60 @@ def _into(plain: Callable) -> Callable:
     return answer
 
 
+def _of_all(plain: Callable) -> Callable:
+    """The function that answers `plain` by whole tensors on every rank; a result of the first's shape is cut again."""
+
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        """What `plain` gives of tensors of which any dim may be cut."""
+        lead = next((each for each in args if isinstance(each, torch.Tensor)), None)
+        args, kwargs = replaced(Part, partial(_whole, plain.__name__), (args, kwargs))
+        result = plain(*args, **kwargs)
+        found = cuts(lead, range(lead.dim())) if lead is not None else []
+        if not found or result.shape != lead.shape:
+            return result
+        if result.requires_grad:
+            result.register_hook(partial(whole_over, axis=found[0].axis))  # every rank had all of it
+        return redealt(result, lambda whole: _shared(whole, found))
+
+    return answer
+
+
+def _whole(name: str, part: Part) -> torch.Tensor:
+    whole: torch.Tensor = part
+    for cut in reversed(cuts(part, range(part.dim()))):
+        noted(f"a field of which {name} reads all dims", whole, cut)
+        whole = whole_over_axis(whole, cut.axis)
+    return whole
+
+
+def _shared(whole: torch.Tensor, found: list[CutDim]) -> torch.Tensor:
+    """What every rank has, as this rank's share."""
+    for cut in found:
+        whole = placed(share_of(whole, cut.dim, cut.owners, cut.axis), [cut])
+    return whole
+
+
+@answers(torch.cdist, cut_once=False)
+def cdist(x1: torch.Tensor, x2: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`torch.cdist` of points of which coordinates may be cut: these are gathered."""
+    pair = []
+    for points in (x1, x2):
+        for cut in reversed(cuts(points, [-1])):
+            noted("points of which distances are computed", points, cut)
+            points = whole_over_axis(points, cut.axis)
+        pair.append(points)
+    return torch.cdist(*pair, *args, **kwargs)
+
+
 for _name, _needs in TABLE.items():
     for _plain in {getattr(place, _name) for place in (torch, torch.Tensor, F) if hasattr(place, _name)}:
-        answers(_plain)(_answer(_plain, _needs))
+        answers(_plain)(answer_of(_plain, _needs))
     if _needs.beside and hasattr(torch.Tensor, f"{_name}_"):
         answers(getattr(torch.Tensor, f"{_name}_"), cut_once=False)(_into(FUNCTIONS[getattr(torch, _name)]))
+for _name in ALL:
+    for _plain in {getattr(place, _name) for place in (torch, torch.Tensor, F) if hasattr(place, _name)}:
+        answers(_plain, cut_once=False)(_of_all(_plain))
+for _name in ("index_add", "index_copy", "masked_scatter", "put", "scatter", "scatter_add"):
+    if getattr(torch.Tensor, f"{_name}_") not in FUNCTIONS:
+        _plain = FUNCTIONS.get(getattr(torch.Tensor, _name), getattr(torch.Tensor, _name))
+        answers(getattr(torch.Tensor, f"{_name}_"), cut_once=False)(_into(_plain))

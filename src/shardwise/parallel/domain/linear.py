@@ -1,4 +1,4 @@
-"""Linear layers of cut positions: a product of the channels, the same operations on every rank.
+"""Linear and bilinear layers of cut positions: products of the channels, the same operations on every rank.
 
 torch adds the bias inside the product, or after it, by how its input lies in memory; a share of one position, or of
 none, lies in memory in more than one way, so ranks would come to the sums of a weight's and a bias's gradients in
@@ -21,3 +21,12 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     if bias is None or not cut or input.dim() < 3:
         return F.linear(input, weight, bias)
     return F.linear(input, weight) + bias
+
+
+@answers(F.bilinear, cut_once=False)
+def bilinear(
+    input1: torch.Tensor, input2: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:  # fmt: skip
+    """`F.bilinear` of tensors of which any dim but the last may be cut."""
+    output = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
+    return output if bias is None else output + bias

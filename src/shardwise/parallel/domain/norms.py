@@ -162,8 +162,8 @@ def batch_norm(
     weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, training: bool = False,
     momentum: float = 0.1, eps: float = 1e-5,
 ) -> torch.Tensor:  # fmt: skip
-    """`F.batch_norm` of a tensor of which any spatial dim may be cut."""
-    found = cuts(input, range(2, input.dim()))
+    """`F.batch_norm` of a tensor of which any dim but that of channels may be cut."""
+    found = cuts(input, (0, *range(2, input.dim())))
     if not found:
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     if not training:

@@ -177,7 +177,12 @@ def used(tensor: torch.Tensor | None, found: list[CutDim]) -> torch.Tensor | Non
         return None
     if cuts(tensor, range(tensor.dim())):
         raise Uncut(f"a weight that is cut itself, {tensor!r}, beside a tile")
-    return _Used.apply(tensor, tuple(cut.axis for cut in found))
+    return used_over(tensor, tuple(cut.axis for cut in found))
+
+
+def used_over(tensor: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
+    """Differentiable: what every rank of these axes has; its gradient is a summand of a sum over them."""
+    return _Used.apply(tensor, axes)
 
 
 def _inserted(tensor: torch.Tensor, axis: Axis, make: Callable[[Any], torch.Tensor]) -> torch.Tensor:
@@ -284,4 +289,4 @@ def once(answer: Callable, args: tuple, kwargs: dict) -> Any:
     return output
 
 
-__all__ = ["CutDim", "answers", "cuts", "fetched", "once", "opened", "placed", "used", "windowed"]
+__all__ = ["CutDim", "answers", "cuts", "fetched", "once", "opened", "placed", "used", "used_over", "windowed"]

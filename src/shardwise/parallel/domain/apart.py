@@ -1,0 +1,74 @@
+"""Functions that treat samples, or samples and channels, apart: where an axis of positions cuts these, each its own.
+
+    windows of a field (B * rows, C, h, w), samples cut over d0      max_pool2d of a rank's own windows; nothing is sent
+    the same, and w cut over d1                                      on tiles over d1 alone
+
+Dims in front of those that a function reads are kept apart; those that it reads are its own answer's (`pooling`, ...).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from shardwise.parallel.domain import patches, pooling, resize  # noqa: F401 - the answers that are gone round
+from shardwise.parallel.domain.entire import with_elements
+from shardwise.parallel.domain.tiles import answers, cuts, opened, placed
+from shardwise.part import Part, Uncut
+from shardwise.part.tensor import FUNCTIONS
+from shardwise.trace.leaves import replaced
+
+
+def _apart(plain: Callable, lead: Callable[[torch.Tensor], int]) -> None:
+    """Let a function that keeps the first `lead` dims of its input apart be answered where they are cut too."""
+    answer = FUNCTIONS.get(plain, plain)
+
+    def run(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        dims = range(lead(input)) if isinstance(input, torch.Tensor) else range(0)
+        found = cuts(input, dims)
+        if not found:
+            return answer(input, *args, **kwargs)
+        share = opened(input, found)
+        empty = [cut.dim for cut in found if not share.shape[cut.dim]]
+
+        def beside(other: Part) -> torch.Tensor:
+            if [(cut.axis, cut.dim, cut.owners) for cut in cuts(other, dims)] != [
+                (cut.axis, cut.dim, cut.owners) for cut in found
+            ]:
+                raise Uncut(f"{plain.__name__} of tensors that are cut differently ({input!r}, {other!r})")
+            return with_elements(opened(other, found), empty)
+
+        args, kwargs = replaced(Part, beside, (args, kwargs))
+
+        def own(result: torch.Tensor) -> torch.Tensor:
+            for dim in empty:
+                result = result.narrow(dim, 0, 0)
+            return placed(result, found)
+
+        return replaced(torch.Tensor, own, answer(with_elements(share, empty), *args, **kwargs))
+
+    answers(plain, cut_once=False)(run)
+
+
+for _dims in (1, 2, 3):
+    for _name in ("max_pool{}d", "max_pool{}d_with_indices", "avg_pool{}d", "max_unpool{}d", "adaptive_avg_pool{}d",
+                  "adaptive_max_pool{}d", "adaptive_max_pool{}d_with_indices"):  # fmt: skip
+        _apart(getattr(F, _name.format(_dims)), lambda x, dims=_dims: x.dim() - dims)
+_apart(F.interpolate, lambda x: 2)
+for _plain in (F.pixel_shuffle, F.pixel_unshuffle):
+    _apart(_plain, lambda x: x.dim() - 3)
+_apart(F.unfold, lambda x: x.dim() - 3)
+_apart(F.fold, lambda x: x.dim() - 2)
+_apart(torch.isin, lambda x: x.dim())
+
+
+@answers(F.channel_shuffle, cut_once=False)
+def channel_shuffle(input: torch.Tensor, groups: int) -> torch.Tensor:
+    """Channels of groups in turn, of a tensor of which any dim may be cut."""
+    return input.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2)
+
+
+__all__ = ["channel_shuffle"]
