@@ -64,7 +64,8 @@ MATRICES: dict[str, tuple[tuple[int, ...], Operation]] = {
     "svd of fields": (FIELD, lambda x, w: linalg.svdvals(x) + torch.svd(x).S + linalg.matrix_norm(x, "nuc")[..., None]),
     "eigh": (SQUARE, lambda x, w: linalg.eigh(x + x.mT).eigenvalues + linalg.eigvalsh(x + x.mT)),
     "cholesky": (SQUARE, lambda x, w: linalg.cholesky(x @ x.mT + torch.eye(3, dtype=x.dtype))),
-    "others": (SQUARE, lambda x, w: linalg.pinv(_regular(x)) + torch.matrix_exp(x) + linalg.qr(x).R.abs() + linalg.lu_factor(x)[0]),
+    "qr": (SQUARE, lambda x, w: linalg.qr(x).R.abs() + linalg.lu_factor(x)[0]),
+    "others": (SQUARE, lambda x, w: linalg.pinv(_regular(x)) + torch.matrix_exp(x)),
     "householder": (SQUARE, lambda x, w: linalg.householder_product(x, x[..., 0])),
     "cross": (SQUARE, lambda x, w: linalg.cross(x, x.flip(-1) * 2) + linalg.cross(x, x.tanh(), dim=2)),
 }  # fmt: skip
