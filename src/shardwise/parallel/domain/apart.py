@@ -53,16 +53,21 @@ def _apart(plain: Callable, lead: Callable[[torch.Tensor], int]) -> None:
     answers(plain, cut_once=False)(run)
 
 
+def _in_front(dims: int) -> Callable[[torch.Tensor], int]:
+    """How many dims of a tensor lie in front of its last ones."""
+    return lambda x: x.dim() - dims
+
+
+POOLS = ("max_pool{}d", "max_pool{}d_with_indices", "avg_pool{}d", "max_unpool{}d", "adaptive_avg_pool{}d",
+         "adaptive_max_pool{}d", "adaptive_max_pool{}d_with_indices")  # fmt: skip
 for _dims in (1, 2, 3):
-    for _name in ("max_pool{}d", "max_pool{}d_with_indices", "avg_pool{}d", "max_unpool{}d", "adaptive_avg_pool{}d",
-                  "adaptive_max_pool{}d", "adaptive_max_pool{}d_with_indices"):  # fmt: skip
-        _apart(getattr(F, _name.format(_dims)), lambda x, dims=_dims: x.dim() - dims)
+    for _name in POOLS:
+        _apart(getattr(F, _name.format(_dims)), _in_front(_dims))
 _apart(F.interpolate, lambda x: 2)
-for _plain in (F.pixel_shuffle, F.pixel_unshuffle):
-    _apart(_plain, lambda x: x.dim() - 3)
-_apart(F.unfold, lambda x: x.dim() - 3)
-_apart(F.fold, lambda x: x.dim() - 2)
-_apart(torch.isin, lambda x: x.dim())
+for _plain in (F.pixel_shuffle, F.pixel_unshuffle, F.unfold):
+    _apart(_plain, _in_front(3))
+_apart(F.fold, _in_front(2))
+_apart(torch.isin, _in_front(0))
 
 
 @answers(F.channel_shuffle, cut_once=False)

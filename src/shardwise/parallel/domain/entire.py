@@ -27,7 +27,7 @@ from shardwise.part import Owners, Sum, Uncut
 from shardwise.part.gathering import share_of
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import from_axis, moved, owners_inside, replaced_from_axis
-from shardwise.part.sums import redealt, whole_over, whole_over_axis
+from shardwise.part.sums import redealt, whole_over_axis
 from shardwise.part.tensor import FUNCTIONS, Part
 from shardwise.trace.leaves import replaced
 
@@ -237,11 +237,9 @@ def _of_all(plain: Callable) -> Callable:
         lead = next((each for each in args if isinstance(each, torch.Tensor)), None)
         args, kwargs = replaced(Part, partial(_whole, plain.__name__), (args, kwargs))
         result = plain(*args, **kwargs)
-        found = cuts(lead, range(lead.dim())) if lead is not None else []
-        if not found or result.shape != lead.shape:
+        if lead is None or result.shape != lead.shape:
             return result
-        if result.requires_grad:
-            result.register_hook(partial(whole_over, axis=found[0].axis))  # every rank had all of it
+        found = cuts(lead, range(lead.dim()))
         return redealt(result, lambda whole: _shared(whole, found))
 
     return answer
