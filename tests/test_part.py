@@ -359,6 +359,15 @@ def test_reading_a_sum_after_a_view_dealt_apart_was_written_into_is_refused() ->
             read()
 
 
+def test_a_function_of_torch_reads_names_as_they_are_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `torch.autograd.grad` calls is replaced for a while, by a look at a model: it stayed so for good."""
+    axis = Axis("cp", 2, 0, None, (0, 1), rehearsal=Ledger())
+    part = Part(torch.ones(2, 3), 0, Owners.blocks(4, 2), axis)
+    for told in ("first", "second"):
+        monkeypatch.setattr(torch.autograd, "_engine_run_backward", lambda *args, told=told, **kwargs: [told])
+        assert torch.autograd.grad([part.requires_grad_()], [part], part) == [told]
+
+
 def test_an_operation_without_a_rule_is_refused_by_name() -> None:
     with pytest.raises(Uncut, match="linalg_det"):
         torch.linalg.det(_rehearsed((3, 4, 4), 1, soft=False))

@@ -182,13 +182,24 @@ def _made_of_others(function: Any) -> bool:
     return python and bool(_ASKS & set(function.__code__.co_names) & set(function.__globals__))
 
 
+class _Names(dict):
+    """Global names of a function: some of its own, others as its module has them when they are read."""
+
+    def __init__(self, own: dict[str, Any], others: dict[str, Any]):
+        super().__init__(own)
+        self.others = others
+
+    def __missing__(self, name: str) -> Any:
+        return self.others[name]
+
+
 @cache
 def _body(function: FunctionType) -> FunctionType:
     """A function of torch that is written in Python, which does not ask for another answer to itself.
 
     What it calls does ask: attention inside `multi_head_attention_forward`, pooling inside `lp_pool2d`.
     """
-    names = function.__globals__ | dict.fromkeys(_ASKS, lambda *tensors: False)
+    names = _Names(dict.fromkeys(_ASKS, lambda *tensors: False), function.__globals__)
     made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__
     return made
