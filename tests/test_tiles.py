@@ -138,8 +138,9 @@ def _pool(rng: random.Random) -> Case:
         if dims > 1 and rng.random() < 0.2:
             told["divisor_override"] = 3
     plain_op, space = getattr(F, f"{kind}_pool{dims}d"), _space(rng, dims)
-    for d, n in enumerate(space):  # torch's own kernel writes out of its bounds where no window fits
-        if told.get("dilation", [1] * dims)[d] * (kernel[d] - 1) >= n + 2 * told["padding"][d]:
+    for d, n in enumerate(space):  # torch's kernel writes out of its bounds where a window lies in the padding
+        gap = told.get("dilation", [1] * dims)[d]
+        if gap * (kernel[d] - 1) >= n + 2 * told["padding"][d] or (gap > n and told["padding"][d]):
             kernel[d], told["padding"][d] = 1, 0
     return Case(f"{kind}_pool{dims}d", (2, 2, *space), lambda x: plain_op(x, **told), [], dims, told)
 
