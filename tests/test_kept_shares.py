@@ -71,6 +71,10 @@ def made(name: str) -> Task:
     return task(MODULES[name], sequences)
 
 
+def recurrent() -> Task:
+    return made("recurrent")
+
+
 @pytest.mark.parametrize(
     ("name", "plan"),
     [

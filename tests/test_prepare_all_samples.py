@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from test_prepare import BAR, adamw, samples
+from test_prepare import BAR, adamw, samples, stepped
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -21,14 +20,16 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
 
 
+def begun(model: Any, plan: str | None) -> tuple[Any, Any, Any, Any]:
+    """(model, optimizer, loader, what `prepare` gave or None); batches of five, five and four samples."""
+    given: Any = model, adamw(model), DataLoader(samples(14), batch_size=5)
+    prepared: Any = shardwise.prepare(*given, plan=plan) if plan else None
+    return *(prepared or given), prepared
+
+
 def attacked(plan: str | None, kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Trains on inputs that were moved along their gradient: by its size, so that a mean over a part is seen."""
-    model: Any = network()
-    optimizer: Any = adamw(model)
-    loader: Any = DataLoader(samples(14), batch_size=5)
-    prepared: Any = None
-    if plan:
-        prepared = model, optimizer, loader = shardwise.prepare(model, optimizer, loader, plan=plan)
+    model, optimizer, loader, prepared = begun(network(), plan)
     told = []
     for x, y in loader:
         moved = x.clone().requires_grad_()
@@ -48,31 +49,21 @@ def attacked(plan: str | None, kind: str) -> tuple[list[float], dict[str, torch.
         else:
             loss = (model(x + 3 * gradient.detach()) - y).square().mean()
         optimizer.zero_grad()
-        loss = prepared.backward(loss) if prepared else (loss.backward(), loss)[1]
-        optimizer.step()
-        told.append(loss.item())
+        told.append(stepped(loss, optimizer, prepared))
     return told, {name: weight.clone() for name, weight in model.state_dict().items()}
 
 
 def taught(plan: str | None) -> tuple[list[float], dict[str, torch.Tensor]]:
     """A teacher that is in training mode, beside the plan: its batch norm takes statistics of all samples."""
-    torch.manual_seed(1)
-    model: Any = network()
-    teacher = nn.Sequential(copy.deepcopy(model), nn.BatchNorm1d(2)).double()
-    optimizer: Any = adamw(model)
-    loader: Any = DataLoader(samples(14), batch_size=5)
-    prepared: Any = None
-    if plan:
-        prepared = model, optimizer, loader = shardwise.prepare(model, optimizer, loader, plan=plan)
+    teacher = nn.Sequential(network(), nn.BatchNorm1d(2)).double()
+    model, optimizer, loader, prepared = begun(network(), plan)
     told = []
     for x, _ in loader:
         with torch.no_grad():
             aim = teacher(x)
         loss = (model(x) - aim).square().mean()
         optimizer.zero_grad()
-        loss = prepared.backward(loss) if prepared else (loss.backward(), loss)[1]
-        optimizer.step()
-        told.append(loss.item())
+        told.append(stepped(loss, optimizer, prepared))
     told += teacher[1].running_mean.tolist() + teacher[1].running_var.tolist()
     return told, {name: weight.clone() for name, weight in model.state_dict().items()}
 
@@ -103,11 +94,10 @@ def test_a_teacher_in_training_has_the_statistics_of_all_samples(plan: str, pool
 
 def unseen(plan: str) -> None:
     """A gradient by inputs of a loss whose mean is over a number that Python counted of its own."""
-    model = network()
-    prepared: Any = shardwise.prepare(model, adamw(model), DataLoader(samples(14), batch_size=5), plan=plan)
-    for x, y in prepared.loader:
+    model, _, loader, _ = begun(network(), plan)
+    for x, y in loader:
         moved = x.clone().requires_grad_()
-        loss = ((prepared.model(moved) - y).square().sum(1) + 1).log().sum().sqrt()
+        loss = ((model(moved) - y).square().sum(1) + 1).log().sum().sqrt()
         torch.autograd.grad(loss, moved)
 
 

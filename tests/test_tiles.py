@@ -505,22 +505,8 @@ def _written(rng: random.Random) -> Case:
 
 def _edges(rng: random.Random) -> Case:
     """What is written into single rows, columns and cells of a field, as conditions at a boundary are."""
-    kinds = (
-        "row",
-        "rows",
-        "listed",
-        "into",
-        "copied",
-        "added",
-        "cell",
-        "views",
-        "ints",
-        "mask",
-        "both",
-        "line",
-        "kept",
-        "every other",
-    )
+    kinds = ("row", "rows", "listed", "into", "copied", "added", "cell", "views", "ints", "mask", "both", "line",
+             "kept", "every other")  # fmt: skip
     kind, dims, space = rng.choice(kinds), rng.choice((1, 2, 2, 3)), None
     space = tuple(n + 2 for n in _space(rng, dims))
     a, b, d = rng.choice((0, -1, rng.randrange(space[0]))), rng.randrange(space[-1]), rng.randrange(dims)

@@ -37,6 +37,12 @@ class Stopped(RunError):
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message; the name of its class where it has none."""
+    told = str(error).strip()
+    return told.splitlines()[0] if told else type(error).__name__
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word that `word` was probably meant to be, or None. Long words must share more: else any two do."""
     import difflib

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import cross_entropy, pad
 
-from shardwise.errors import InputError
+from shardwise.errors import InputError, first_line
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -50,7 +50,7 @@ def read_config(source: Any) -> Any:
     try:
         return AutoConfig.from_pretrained(str(source), local_files_only=True)
     except Exception as error:  # each configuration class has checks of its own
-        told = str(error).splitlines()[0] if str(error) else type(error).__name__
+        told = first_line(error)
         raise InputError(f"{file} is not a configuration: {told}") from error
 
 

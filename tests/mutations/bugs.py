@@ -318,6 +318,13 @@ MORE = [
         "return whole.index_add_(1, self.read, local)", HERE + "one_key_head", "tp=2"),
     bug("queries read the key heads of other queries", "part.attention:_Heads.read",
         "return mine // self.each", "return mine * 0", M + "decoder", "tp=4"),
+    bug("a weight that is kept in shares has half its gradient", "part.sums:_Uncut.backward",
+        "return gradient, None", "return gradient / 2, None", "test_kept_shares:recurrent", "tp=2"),
+    bug("weights that are kept in shares are gathered in another order", "part.sums:_Uncut.forward",
+        "_uncut(tensor.detach(), axis)", "_uncut(tensor.detach(), axis).roll(1, 0)", "test_kept_shares:recurrent",
+        "tp=2"),
+    bug("what a stage's forward read before its part has no gradient", "part.parameters:read_ahead",
+        "_OWN.ahead = on", "_OWN.ahead = False", "pipeline_tasks:reads_early", "pp=2,tp=2"),
 ]  # fmt: skip
 
 S = "sequence_tasks:"

@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
 
 from shardwise.checkpoint.files import begins_as_pickle
-from shardwise.errors import InputError
+from shardwise.errors import InputError, first_line
 
 METADATA = ".metadata"
 SHARED = 16  # names of one storage: by how much tensors may be more than their file
@@ -149,7 +149,7 @@ def _of_folder(folder: Path) -> dict[str, torch.Tensor]:
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as is meant: one process reads
             dcp.load(state, storage_reader=_Reader(folder, told), no_dist=True)
     except Exception as error:  # what a damaged folder raises in there is anything
-        raise InputError(f"{folder} cannot be read: {str(error).splitlines()[0][:300]}") from error
+        raise InputError(f"{folder} cannot be read: {first_line(error)[:300]}") from error
     return state
 
 

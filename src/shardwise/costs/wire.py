@@ -141,7 +141,7 @@ class Wire:
         return max(far, self._inside("all_to_all", local, size_bytes)) + self.collective("all_to_all", group, 1.0)
 
     def _to_each(self, ranks: int, local: int, size_bytes: float, tier: int) -> float:
-        """Seconds in which a rank sends each of the others its part, `local` of them in its domain; both links work."""
+        """Returns the seconds of an all-to-all across nodes, `local` of its ranks in this one: the slower link's."""
         far = size_bytes * (ranks - local) / ranks / self._rate(tier)
         near = self._inside("all_to_all", local, size_bytes * local / ranks) if local > 1 else 0.0
         return max(far, near)

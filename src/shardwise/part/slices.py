@@ -76,7 +76,7 @@ def _same_way(local: torch.Tensor, dim: int, owners: Owners, ranks: int, start: 
 
 @rule("slice_backward")
 def slice_backward(func: Any, args: tuple, kwargs: dict) -> Part:
-    """The gradient of a slice, zero elsewhere."""
+    """Returns the gradient of what was sliced: that of the slice in its place, and zero elsewhere."""
     part, sizes, dim, start, end, step = args
     dim %= len(sizes)
     local_sizes = list(sizes)

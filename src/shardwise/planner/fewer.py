@@ -22,7 +22,7 @@ def first_devices(cluster: Cluster, count: int) -> Cluster:
 
 
 def counts_that_do(subject: Subject, cluster: Cluster, constraints: Constraints) -> list[int]:
-    """Numbers of devices below all of them for which there are plans: the largest of whole nodes, and a power of two.
+    """Returns smaller numbers of devices that have plans: the largest ones of whole nodes, and a power of two.
 
     For a model by its numbers, of which it is quick to ask, and where no field of the plan was fixed; else none.
     """

@@ -200,7 +200,7 @@ class Traced:
         return self._models[key]
 
     def _sizes(self, micro: int | None) -> tuple[int, int]:
-        """Which numbers of samples tell of a micro-batch: itself alone where it is the smaller of the line, or less."""
+        """Returns the two numbers of samples to trace for a micro-batch: the usual, or its own if no larger."""
         return (micro, micro) if micro is not None and micro <= self.samples[0] else self.samples
 
     def _trace(self, count: int, recompute: str, joined: int, wrap: tuple[str, ...] = ()) -> Counted:

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 import torch
 
+from shardwise.errors import first_line
 from shardwise.proof.oracle import run_oracle
 from shardwise.proof.outcome import KINDS, Parity
 from shardwise.proof.record import Record
@@ -51,8 +52,7 @@ def float32_oracle(task: Task, settings: Settings, failure: Exception, parity: P
     parity.own_bars = {which: _bar(error) for which, error in noise.items()}
     parity.bars = dict.fromkeys(KINDS, LEAST_BAR)
     parity.bars |= {kind: _bar(noise[kind, ""]) for kind in ("loss", "norm")}
-    first_line = str(failure).splitlines()[0] if str(failure) else type(failure).__name__
-    parity.notes.append(f"compared in float32, since in float64 one process fails with: {first_line}")
+    parity.notes.append(f"compared in float32, since in float64 one process fails with: {first_line(failure)}")
     return record, narrow
 
 

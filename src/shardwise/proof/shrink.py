@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.engine.positions import field_dims, runs, tiled_sizes
-from shardwise.errors import RefusedPlan
+from shardwise.errors import RefusedPlan, first_line
 from shardwise.layout import Plan, check
 from shardwise.proof.programs import programs_of
 from shardwise.proof.settings import Settings, global_batch
@@ -240,7 +240,7 @@ def _depth(built: Built, task: Task, small: Plan, batch: Any) -> _Depth:
     try:
         programs = programs_of(built, paths, task.inputs, slice_samples(batch, 0, min(2, samples_in(batch))))
     except Exception as error:  # whatever a forward cannot do without values
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        first = first_line(error)
         return _Depth(told=[f"depth was kept: the forward cannot be followed on shapes alone ({first})"])
     stages = small.pp * small.stages_per_rank
     depth = _Depth()

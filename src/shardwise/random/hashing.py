@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from shardwise.errors import first_line
+
 _GOLDEN = 0x9E3779B97F4A7C15
 _TOP = -(2**63)
 
@@ -134,7 +136,7 @@ def has_kernel(device: torch.device) -> bool:
     try:
         wrong = not gives_the_bits(device)
     except Exception as error:  # whatever a compiler lacks here: the plain operations need none
-        WITHOUT[device.type] = f"a kernel cannot be compiled ({str(error).strip().splitlines()[0]})"
+        WITHOUT[device.type] = f"a kernel cannot be compiled ({first_line(error)})"
         return False
     if wrong:
         WITHOUT[device.type] = "the compiled kernel gives other bits"

@@ -32,7 +32,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import InputError, RunError
+from shardwise.errors import InputError, RunError, first_line
 from shardwise.ranks import pmi
 from shardwise.ranks.launchers import LaunchedPlace
 from shardwise.ranks.mpi import world_communicator
@@ -286,4 +286,4 @@ def _everybody(place: LaunchedPlace, store: Any, until: float) -> Met:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return first_line(error)

@@ -30,7 +30,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwise.engine.samples import COSTLY_BYTES
-from shardwise.errors import InputError, RefusedPlan
+from shardwise.errors import InputError, RefusedPlan, first_line
 from shardwise.part import whole
 from shardwise.scripts.divisor import Divisor, Held, divisor_of
 from shardwise.scripts.lookout import Rows
@@ -246,7 +246,7 @@ class LossLook:
                 try:
                     again, sources = self._given_again(given, by, second)
                 except _NOT_AGAIN as error:
-                    return [f"{_GIVEN} was not checked: it could not be computed again ({str(error).splitlines()[0]})"]
+                    return [f"{_GIVEN} was not checked: it could not be computed again ({first_line(error)})"]
                 for one, other in zip(given, again, strict=True):
                     if other is not one and id(one) not in sources:
                         self._compare_given(one, other, second)
@@ -284,7 +284,7 @@ class LossLook:
                     before = self._again(loss, weight, sources, reached, None, kept)
                     others = [self._again(loss, weight, sources, reached, by, kept) for by in _OTHERS]
             except _NOT_AGAIN as error:
-                return [f"{_UNCHECKED}its operations could not be computed again ({str(error).splitlines()[0]})"]
+                return [f"{_UNCHECKED}its operations could not be computed again ({first_line(error)})"]
             if not (kept or bool(before.gradients.any())) or abs(before.value - value) > bar * max(abs(value), 1.0):
                 return [f"{_UNCHECKED}it is made by operations that could not be followed"]
             for other in others if bool(before.gradients.any()) else []:

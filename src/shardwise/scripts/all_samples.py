@@ -39,7 +39,7 @@ _UNSEEN = (
 
 
 class AllSamples:
-    """Answers such operations in one loop. `divided` reads what a loss is divided by."""
+    """Answers batch norms and input gradients of a script's loop. `divided` reads what a loss is divided by."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh

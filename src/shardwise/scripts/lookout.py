@@ -22,7 +22,7 @@ from shardwise.engine.choices import differs
 from shardwise.engine.engine import Engine
 from shardwise.engine.evaluated import Evaluate
 from shardwise.engine.samples import SAMPLES
-from shardwise.errors import InputError, RefusedPlan
+from shardwise.errors import InputError, RefusedPlan, first_line
 from shardwise.host import put
 from shardwise.parallel.batchnorm import batch_norm_modules
 from shardwise.part import plain
@@ -89,7 +89,7 @@ def look_at_model(
             if count == n or needs_gradients(error):
                 raise
             raise RefusedPlan(
-                f"the model takes {n} samples and fails on {count} of them ({str(error).splitlines()[0]}), of which "
+                f"the model takes {n} samples and fails on {count} of them ({first_line(error)}), of which "
                 f"each rank has a part{_hint(dim)}"
             ) from error
         leaves = tree_flatten(dict(output) if isinstance(output, Mapping) else output)[0]

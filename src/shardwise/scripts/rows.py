@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from shardwise.errors import RefusedPlan
+from shardwise.errors import RefusedPlan, first_line
 from shardwise.layout.dealing import Share
 from shardwise.scripts.outside import with_line
 from shardwise.scripts.saying import line_of_script
@@ -37,18 +37,18 @@ _MODEL_FAILS = (
 
 def fails_on_part(error: Exception, held: Share) -> RefusedPlan:
     """The refusal of a line that fails on a part of the first batch; it may need all of it."""
-    return with_line(_FAILS.format(str(error).splitlines()[0], held.count, held.total), line_of_script())
+    return with_line(_FAILS.format(first_line(error), held.count, held.total), line_of_script())
 
 
 @contextmanager
 def failing_on_part(held: Share | None) -> Iterator[None]:
-    """Context of a call of the model: where it fails on a part of the first batch, it is refused."""
+    """Context: a model's call that fails on a rank's part of the first batch raises `RefusedPlan`."""
     try:
         yield
     except (RuntimeError, ValueError, IndexError) as error:
         if held is None or held.count == held.total:
             raise
-        told = _MODEL_FAILS.format(str(error).splitlines()[0], held.count, held.total)
+        told = _MODEL_FAILS.format(first_line(error), held.count, held.total)
         raise with_line(told, line_of_script()) from error
 
 

@@ -144,9 +144,10 @@ class StepContext:
         )
 
     def _beside_experts(self, times: BlockTimes) -> BlockTimes:
-        """The same where rows of experts travel beside another micro-batch's computing (DeepSeek-AI 2024, section 3.2).
+        """Returns a block's times where rows of experts travel beside another micro-batch.
 
         The part of the device that sends them does not compute meanwhile; what does not fit beside is waited for.
+        Source: DeepSeek-AI 2024, section 3.2.
         """
         share = self.software.overlap_ep
         sent = [m for m in times.forward_messages + times.backward_messages if m.axis == "ep"]

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from shardwise.comm import Axis, gather_json, gather_rows, gathered_alone, receive, send
 from shardwise.device import seed_generators
-from shardwise.errors import InputError, RefusedPlan
+from shardwise.errors import InputError, RefusedPlan, first_line
 from shardwise.host import put, read
 from shardwise.layout.dealing import Share
 from shardwise.layout.schedule_kinds import Op
@@ -199,7 +199,7 @@ class _Row:
         except CheckpointError as error:
             raise RefusedPlan(
                 "a block run again in backward did something else than in forward; use remat=none "
-                f"({str(error).splitlines()[0]})"
+                f"({first_line(error)})"
             ) from error
 
 

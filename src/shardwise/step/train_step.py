@@ -17,7 +17,7 @@ import torch
 from torch.utils.checkpoint import CheckpointError
 
 from shardwise.comm import gather_json
-from shardwise.errors import InputError, RefusedPlan
+from shardwise.errors import InputError, RefusedPlan, first_line
 from shardwise.guard.points import reach
 from shardwise.layout.dealing import Share
 from shardwise.part import forget
@@ -181,7 +181,7 @@ def _micro_batch(state: RankState, index: int, part: Share, tally: Tally, *, las
             raise RefusedPlan(
                 "a block run again in backward did something else than in forward: a block that changes what it "
                 "is given (a key-value cache: use_cache=False) or keeps state outside the module cannot be "
-                f"recomputed; use remat=none ({str(error).splitlines()[0]})"
+                f"recomputed; use remat=none ({first_line(error)})"
             ) from error
         except RuntimeError as error:
             if is_second_backward(error):

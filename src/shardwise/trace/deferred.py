@@ -29,7 +29,7 @@ import xxhash
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from shardwise.errors import InputError, ShardwiseError
+from shardwise.errors import InputError, ShardwiseError, first_line
 from shardwise.task_names import is_own, where
 from shardwise.trace.caches import forget_tables
 from shardwise.trace.double import as_written
@@ -185,7 +185,7 @@ def build(model: Callable[[], nn.Module], seed: int) -> Built:
     except ShardwiseError:
         raise
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = first_line(error)
     return build_for_real(model, seed, reason)
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shardwise.engine.room import is_out_of_memory
-from shardwise.errors import RunError, ShardwiseError
+from shardwise.errors import RunError, ShardwiseError, first_line
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 MORE_ROOM = (
@@ -27,11 +27,11 @@ def told_plainly(folder: Path) -> Iterator[None]:
         raise
     except Exception as error:
         if is_out_of_memory(error):
-            raise RunError(f"out of memory: {str(error).splitlines()[0]}. {MORE_ROOM}") from error
+            raise RunError(f"out of memory: {first_line(error)}. {MORE_ROOM}") from error
         full = isinstance(error, OSError) and error.errno in DISK
         if full or "os error 28" in str(error):  # as safetensors tells
             raise RunError(
-                f"{folder} cannot be written: {str(error).splitlines()[0]} ({_free(folder)} free there). Make room, or "
+                f"{folder} cannot be written: {first_line(error)} ({_free(folder)} free there). Make room, or "
                 "give another folder with --set train.out=FOLDER"
             ) from error
         raise

@@ -24,7 +24,7 @@ from typing import Any
 from shardwise.checkpoint import manifest, publish
 from shardwise.checkpoint.background import ALONE_S
 from shardwise.checkpoint.remote import is_remote, place
-from shardwise.errors import RefusedPlan, RunError
+from shardwise.errors import RefusedPlan, RunError, first_line
 from shardwise.layout.elastic import smaller
 from shardwise.observe import write_json
 from shardwise.training.job import Job
@@ -116,7 +116,7 @@ class _Attempts:
             "lost_steps": 0 if error is None else max(0, reached - saved),
             "reason": "done" if error is None else getattr(error, "reason", "raised"),
             "rank": getattr(error, "rank", None),
-            "what": "" if error is None else str(error).splitlines()[0],
+            "what": "" if error is None else first_line(error),
         }
 
     def write(self, entry: dict[str, Any]) -> None:

@@ -54,7 +54,7 @@ def _apart(plain: Callable, lead: Callable[[torch.Tensor], int]) -> None:
 
 
 def _in_front(dims: int) -> Callable[[torch.Tensor], int]:
-    """How many dims of a tensor lie in front of its last ones."""
+    """Returns a function that counts the dims of a tensor in front of its last `dims`."""
     return lambda x: x.dim() - dims
 
 

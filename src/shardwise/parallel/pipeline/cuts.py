@@ -207,7 +207,7 @@ def choose(flow: Flow, module: nn.Module, count: int, named: Sequence[str], unit
 
 
 def _outside(places: list[CutPoint], units: Sequence[str]) -> list[CutPoint]:
-    """Those that lie inside no unit."""
+    """Returns the places that lie inside none of the units."""
 
     def inside(call: ModuleCall, unit: str) -> bool:
         return call.path.startswith(f"{unit}.") or (call.own is not None and call.path == unit)

@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tree_map, tree_unflatten
 
 from shardwise.device import autocast_states
-from shardwise.errors import RefusedPlan, ShardwiseError
+from shardwise.errors import RefusedPlan, ShardwiseError, first_line
 from shardwise.part import forget
 from shardwise.part.boundary import APART, PartLayout, unwrapped, wrapped
 from shardwise.part.named import keeping
@@ -135,7 +135,7 @@ class _Compiled:
         first = error
         while first.__cause__ is not None:
             first = first.__cause__
-        told = str(first).strip().splitlines()[0] if str(first).strip() else type(first).__name__
+        told = first_line(first)
         return RefusedPlan(
             f"compile=true: '{self.path}' cannot be written down as a program on shares: {told}; use compile=false, or "
             "a plan that cuts neither weights nor positions"

@@ -200,7 +200,7 @@ def find_cuts(
 def _kept(
     stage: TrialModule, ranks: int, sequence: bool, derived: Derived, found: Found, asked: set[str]
 ) -> Derived | None:
-    """Weights kept in shares, where `derived` cuts none that can be; None where that does not run either."""
+    """Returns cuts that only store weights in shares, where no product can be shared; None where that fails too."""
     whole = dict.fromkeys(derived.cuts, "its products are not cut") | derived.whole
     barred = {*asked, *found.written}
     while True:
