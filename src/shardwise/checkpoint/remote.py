@@ -1,4 +1,4 @@
-"""Checkpoints in a store that hosts reach by an address (s3://, gs://, ...), through fsspec. Without torch.
+"""Checkpoints in a store with an address (s3://, gs://), by fsspec; save, publish, resume ask `is_remote`. No torch.
 
     step-00000012-1795400000000000/rank-00003.safetensors    written, read back
                                    rank-00003.json           what is in it, and its digest

@@ -1,4 +1,4 @@
-"""Devices, links and model shapes by name, from the packaged files (data/README.md names sources and licences)."""
+"""Devices, links and shapes by name, from files that tools/compact_catalogue.py writes (sources: data/README.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time of one layer, of the embedding and of the head on one rank, from the kernels they launch.
+"""Time of one layer, the embedding and the head on one rank: kernels launched, recomputed, and a sequence's messages.
 
 For T tokens on a rank, tensor degree t, width h:
 

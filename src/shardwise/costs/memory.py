@@ -1,4 +1,4 @@
-"""Bytes on one rank: states by dtype policy, activations by what backward reads, logits, buffers. Each term by name.
+"""Bytes on one rank of a decoder by its numbers, each term by name. Of any other module: rehearsal/step_trace.
 
     states        weights, gradients, master copy, optimizer, each divided by what shards it
     activations   of a layer, for T tokens of a micro-batch and tensor degree t, s = t under sequence parallelism:

@@ -1,4 +1,4 @@
-"""Other places that a run's numbers go to: TensorBoard, MLflow, Weights & Biases. Rank 0 writes; one run is one record.
+"""Other places for a run's numbers: TensorBoard, MLflow, Weights & Biases; each is an extra in pyproject.toml.
 
 tensorboard   event files in the run folder
 mlflow        MLFLOW_TRACKING_URI, else the SQLite file mlflow.db beside the run folders; the run's name is the folder's

@@ -1,4 +1,4 @@
-"""Operations that keep the dims and read along some of them: flips, rolls, scans, sorting, indexing."""
+"""Operations that keep dims and read along some: flips, rolls, scans, sorts. Labels: trace/axis_rules/reductions."""
 
 from __future__ import annotations
 

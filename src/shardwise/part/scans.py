@@ -1,4 +1,4 @@
-"""Scans along cut positions, running sums, products and extremes: each run by itself, and what went before put to it.
+"""Scans along a cut dim (cumsum, cumprod, cummax): each run by itself, then what went before. Other dims: part/along.
 
     positions   0 1 2 | 3 4 | 5 6 7          runs, each on one rank
     local       the scan of each run

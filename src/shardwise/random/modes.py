@@ -1,4 +1,4 @@
-"""Modes that answer a module's random operations: masks by global index (`global`), or one constant for every draw.
+"""Modes that answer random operations: masks by global index, or a constant. In forecasts: rehearsal/gpu_kernels.
 
 In `global` mode a mask is a function of seed, step, micro-batch, module path, call and global index. Element i of the
 whole micro-batch's tensor is hash(key, i), and a rank computes only its own elements:

@@ -1,4 +1,4 @@
-"""The step's control row: a few numbers from each data rank, gathered once, from which all ranks decide alike."""
+"""The control row: loss, weights and squared norms of each data rank, gathered once; from it all ranks decide."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From sums of gradients to the mean's: the global norm, one division together with clipping, and what is not finite.
+"""From sums of gradients to the mean's: global norm (squares come by step/control), one division with the clip factor.
 
 g <- (sum over ranks and micro-batches of g) * min(1, clip / |g|) / (W * loss scale)
 """

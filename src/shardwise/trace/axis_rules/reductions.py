@@ -1,4 +1,4 @@
-"""Reductions, losses and norms: what they run over lies together, or is summed over ranks in the loss."""
+"""Axis labels of reductions, losses, norms and scans: what they run over lies together, or is summed in the loss."""
 
 from __future__ import annotations
 
