@@ -12,6 +12,7 @@ P is the bytes of the trainable parameters in the dtype that travels, N the rank
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -21,7 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import Plan, Task, parallelize
+from shardwise.cluster import Cluster
 from shardwise.comm import Axis, Ledger, Observer, all_gather, all_reduce, tagged
+from shardwise.costs.block import BlockCosts
+from shardwise.costs.kernels import Kernels
+from shardwise.costs.layout import Layout
+from shardwise.costs.shapes import Shape
+from shardwise.costs.software import software
 from shardwise.models import tasks
 from shardwise.models.mlp import MLP, MLPConfig
 from shardwise.ranks import RankPool
@@ -38,6 +45,7 @@ CASES = [
     (size, f"{plan},accumulate={accumulate}")
     for size, plans in GRIDS.items() for plan in plans for accumulate in (1, 3)
 ] + [(2, f"{plan},precision=bf16") for plan in GRIDS[2]]  # fmt: skip
+NODE = Cluster.parse("8 h100-sxm-80gb")
 WIDE = MLPConfig(features=12, hidden=64, layers=4, outputs=tasks.CLASSES)
 
 
@@ -148,6 +156,31 @@ def test_control_traffic_is_a_few_numbers(ranks: int, measured: Any) -> None:
     for found in measured("mlp", ranks).values():
         assert all(0 < f["control"] < 1024 for f in found)
         assert all(f["tags"] <= {"gradients", "parameters", "control", "torch"} for f in found)
+
+
+def around_rings() -> tuple[int, int]:
+    """Bytes that this rank receives around the rings of a step in bf16, and how many positions it was given in all."""
+    from sequence_tasks import grouped
+
+    task = grouped()
+    engine = parallelize(task, "cp=2,precision=bf16", check_loss=False)
+    batch = task.batch(0)
+    with engine.observe() as ledger:
+        engine.step(batch)
+    rings = sum(row["received_bytes"] for row in ledger.rows() if row["tag"] == "ring")
+    return rings, batch["tokens"].numel()
+
+
+def test_a_ring_moves_what_a_forecast_says(pool: RankPool) -> None:
+    """Keys and values forward; again backward, and the sums of their gradients in float32."""
+    found = pool.run(around_rings, 2)
+    shape = Shape(layers=2, hidden=16, heads=4, kv_heads=2, head_dim=4, ffn=48, vocab=17)
+    costs = BlockCosts(shape, Layout(cp=2, seq=found[0][1]), software("shardwise"), Kernels(NODE.device))
+    told = [sum(m.size_bytes for m in way if m.op == "ring") for way in costs._messages()]
+    assert sum(received for received, _ in found) == shape.layers * sum(told), "each block goes to the one other rank"
+    assert told[1] == 3 * told[0]
+    fused = replace(costs, software=software("megatron-core"))._messages()[1]
+    assert [m.size_bytes for m in fused if m.op == "ring"] == [2 * told[0]]
 
 
 # --- the ledger and the observer by themselves

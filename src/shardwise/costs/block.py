@@ -340,7 +340,9 @@ class BlockCosts:
             wide = max(s.kv_width / lay.tp / lay.ulysses, s.kv_width / s.kv_heads)
             kv = lay.micro_batch * lay.seq * wide * ACT_BYTES
             forward.append(Message("ring", "cp", kv, True))
-            backward.append(Message("ring", "cp", 2 * kv, True))
+            # keys and values pass by again, and sums of their gradients: in float32, or as a fused kernel makes them
+            sums = 4 if self.software.ring == "written" else ACT_BYTES
+            backward.append(Message("ring", "cp", (1 + sums / ACT_BYTES) * kv, True))
         if lay.ulysses > 1:
             dealt = s.query_width + s.kv_width + s.output_width
             qkv = lay.micro_batch * lay.seq / lay.cp * dealt / lay.tp * ACT_BYTES
