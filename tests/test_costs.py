@@ -25,7 +25,7 @@ from shardwise.costs.memory import (
     states,
 )
 from shardwise.costs.shapes import Shape
-from shardwise.costs.software import STATES, software
+from shardwise.costs.software import LOSS_BYTES, STATES, software
 from shardwise.costs.wire import RankGroup, Wire
 from shardwise.errors import InputError
 from shardwise.layout.schedules import Times, make_schedule
@@ -41,6 +41,8 @@ from shardwise.simulator.events import StreamOp, run
 from shardwise.simulator.parts import StepContext
 from shardwise.simulator.pipeline import play_all, schedule
 from shardwise.simulator.quick import Estimator
+from shardwise.simulator.stages import stage_layers
+from shardwise.task import Task
 
 ROOT = Path(__file__).parents[1]
 LLAMA = Shape.from_row(model("llama3-8b"))
@@ -86,6 +88,83 @@ def test_tensor_parallel_divides_and_sequence_parallel_divides_the_rest() -> Non
     assert split["norm inputs"] == whole["norm inputs"]
     assert both["norm inputs"] == whole["norm inputs"] / 8
     assert sum(both.values()) == pytest.approx(sum(whole.values()) / 8)
+
+
+def test_what_reads_the_same_stream_is_summed_at_once() -> None:
+    """Attention and feed-forward of GPT-NeoX: one message forward where they are added first, one a norm backward."""
+    neox, one = Shape.from_row(model("gpt-neox-20b")), Shape.from_row(model("gpt-j-6b"))
+    after = neox.with_(parallel=0)
+
+    def sums(shape: Shape, name: str, **more: bool) -> list[int]:
+        costs = BlockCosts(shape, Layout(tp=8, **more), software(name), Kernels(NODE.device))
+        return [sum(m.op in ("all_reduce", "reduce_scatter") for m in way) for way in costs._messages()]
+
+    assert [sums(shape, "megatron-deepspeed") for shape in (after, neox, one)] == [[2, 2], [1, 2], [1, 1]]
+    assert [sums(shape, "shardwise") for shape in (after, neox, one)] == [[2, 2], [2, 2], [2, 1]]
+    assert sums(one, "nemo", sp=True) == [1, 1]
+    kept = [sum(layer_activations(shape, Layout(), software("megatron-2021")).values()) for shape in (after, neox)]
+    assert kept[0] - kept[1] == 2 * 2048 * neox.hidden, "the stream in front of the feed-forward is that of attention"
+
+
+def test_a_token_further_ahead_costs_a_layer_and_the_output_matrix_again() -> None:
+    """DeepSeek-V3 as it was trained: 11.6B parameters more, of which the embedding and the output matrix are none."""
+    plain, ahead = (Shape.from_row(model(name)) for name in ("deepseek-v3", "deepseek-v3-mtp"))
+    assert ahead.parameters - plain.parameters == plain.layer_parameters + 2 * 7168**2 + 3 * 7168
+    idle = (plain.experts - plain.top_k) * plain.expert_parameters
+    met = plain.layer_parameters - idle + 2 * 7168**2 + 3 * 7168 + 7168 * plain.vocab
+    more = ahead.flops_per_token(4096) - plain.flops_per_token(4096)
+    assert more == pytest.approx(6 * met + 6 * plain.attention_width * 4096)
+    where, layout = Cluster.parse("16x8 h800-sxm-80gb, ib-400"), Layout(pp=16, ep=8, shard=8, zero=1, n_micro=16)
+    assert stage_layers(plain, layout)[-2:] == [3, 3] and stage_layers(ahead, layout)[-2:] == [4, 2]
+    elements = [stage_parameters(s, layout, 4.0, first=False, last=True) for s in (plain, ahead)]
+    assert sum(elements[1].values()) - sum(elements[0].values()) == pytest.approx(
+        sum(stage_parameters(plain, layout, 1.0, first=False, last=False).values()) + 2 * 7168**2 + 3 * 7168
+    )
+    slower = [simulate(shape, layout, where, software("nemo")).step_s for shape in (plain, ahead)]
+    assert 1.0 < slower[1] / slower[0] < 1.15
+
+
+class _VocabParallel(torch.autograd.Function):
+    """Megatron's cross-entropy without its fusion, on one rank: the same operations in place (its cross_entropy.py)."""
+
+    @staticmethod
+    def forward(ctx, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        logits = logits.float()
+        logits -= logits.max(dim=-1)[0].unsqueeze(-1)
+        picked = logits.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+        torch.exp(logits, out=logits)
+        total = logits.sum(-1)
+        logits.div_(total.unsqueeze(-1))
+        ctx.save_for_backward(logits, target)
+        return total.log() - picked
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        softmax, target = ctx.saved_tensors
+        softmax.scatter_add_(-1, target.unsqueeze(-1), torch.full_like(gradient, -1.0).unsqueeze(-1))
+        return softmax.mul_(gradient.unsqueeze(-1)), None
+
+
+def test_bytes_of_a_loss_are_those_of_its_operations() -> None:
+    """Of one logit in Megatron's loss without fusion: what one more column of logits moves in a trace."""
+
+    class Head(torch.nn.Module):
+        def __init__(self, vocab: int) -> None:
+            super().__init__()
+            self.out = torch.nn.Linear(8, vocab, bias=False)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return _VocabParallel.apply(self.out(x).float(), labels).sum()
+
+    def moved(vocab: int) -> float:
+        batch = {"x": torch.zeros(1, 64, 8), "labels": torch.zeros(1, 64, dtype=torch.long)}
+        task = Task(model=lambda: Head(vocab), batch=lambda step: batch, inputs=lambda b: ((b["x"], b["labels"]), {}),
+                    loss=lambda out, b: (out, 64.0), optimizer=lambda p: torch.optim.SGD(p, 0.1))  # fmt: skip
+        return trace(task, 1, "bf16", fused=True).moved
+
+    picks = 4 + 8  # a trace counts all of what a gather and a scatter pick from
+    beside = (moved(1024) - moved(512)) / 512 / 64
+    assert sum(LOSS_BYTES["parallel"]) == pytest.approx(beside - picks, rel=0.01)
 
 
 def test_a_ring_holds_the_scores_that_it_writes_at_a_time() -> None:

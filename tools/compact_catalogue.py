@@ -83,7 +83,10 @@ MORE = [
         "source": "NVIDIA GB300 NVL72 datasheet (recalled)", "notes": "uncertain: recalled; 800 Gb/s ConnectX-8",
     },
 ]  # fmt: skip
-OF_SOME = ["kv_latent", "q_latent", "rope_dim", "value_dim", "dense_layers", "dense_ffn", "window", "windowed"]
+OF_SOME = [
+    "kv_latent", "q_latent", "rope_dim", "value_dim", "dense_layers", "dense_ffn", "window", "windowed", "parallel",
+    "ahead",
+]  # fmt: skip
 MODEL_FIELDS = [
     "name",
     "layers",
@@ -141,11 +144,12 @@ MORE_MODELS = [
              tie_embeddings="1"),
     by_paper("OPT-175B", "96 12288 96 96 128 49152 50272 2048", "ReLU", "learned", "LayerNorm", "arXiv:2205.01068",
              tie_embeddings="1"),
-    by_paper("GPT-NeoX-20B", "44 6144 64 64 96 24576 50432 2048", "GELU", "10000", "LayerNorm", "arXiv:2204.06745"),
+    by_paper("GPT-NeoX-20B", "44 6144 64 64 96 24576 50432 2048", "GELU", "10000", "LayerNorm", "arXiv:2204.06745",
+             parallel="2"),
     by_paper("Falcon-40B", "60 8192 128 8 64 32768 65024 2048", "GELU", "10000", "LayerNorm", "arXiv:2311.16867",
-             tie_embeddings="1"),
+             tie_embeddings="1", parallel="2"),
     by_paper("Falcon-180B", "80 14848 232 8 64 59392 65024 2048", "GELU", "10000", "LayerNorm", "arXiv:2311.16867",
-             tie_embeddings="1"),
+             tie_embeddings="1", parallel="2"),
     by_paper("Nemotron-4-340B", "96 18432 96 8 192 73728 256000 4096", "squared ReLU", "10000", "LayerNorm no bias",
              "arXiv:2406.11704"),
     by_paper("OLMo-7B", "32 4096 32 32 128 11008 50304 2048", "SwiGLU", "10000", "LayerNorm no bias",
@@ -153,6 +157,21 @@ MORE_MODELS = [
     by_paper("LLaMA-65B", "80 8192 64 64 128 22016 32000 2048", "SwiGLU", "10000", "RMSNorm", "arXiv:2302.13971"),
     by_paper("Mixtral-8x22B", "56 6144 48 8 128 16384 32768 65536", "SwiGLU", "1000000", "RMSNorm",
              "configuration of mistralai/Mixtral-8x22B", n_experts="8", top_k="2", moe_ffn="16384"),
+    by_paper("PaLM-540B", "118 18432 48 1 256 73728 256000 2048", "SwiGLU", "10000", "LayerNorm no bias",
+             "arXiv:2204.02311", tie_embeddings="1", parallel="1"),
+    by_paper("GPT-J-6B", "28 4096 16 16 256 16384 50400 2048", "GELU", "10000", "LayerNorm",
+             "configuration of EleutherAI/gpt-j-6b", parallel="1"),
+    *(by_paper(f"Pythia-{name}", f"{sizes} 50304 2048", "GELU", "10000", "LayerNorm", "arXiv:2304.01373", parallel="2")
+      for name, sizes in (("1.4B", "24 2048 16 16 128 8192"), ("2.8B", "32 2560 32 32 80 10240"),
+                          ("6.9B", "32 4096 32 32 128 16384"), ("12B", "36 5120 40 40 128 20480"))),
+    by_paper("StarCoder", "40 6144 48 1 128 24576 49152 8192", "GELU", "learned", "LayerNorm", "arXiv:2305.06161",
+             tie_embeddings="1"),
+    *(by_paper(f"LLaMA-{name}", f"{sizes} 32000 2048", "SwiGLU", "10000", "RMSNorm", "arXiv:2302.13971")
+      for name, sizes in (("7B", "32 4096 32 32 128 11008"), ("13B", "40 5120 40 40 128 13824"),
+                          ("33B", "60 6656 52 52 128 17920"))),
+    by_paper("TinyLlama-1.1B", "22 2048 32 4 64 5632 32000 2048", "SwiGLU", "10000", "RMSNorm", "arXiv:2401.02385"),
+    by_paper("Nemotron-4-15B", "32 6144 48 8 128 24576 256000 4096", "squared ReLU", "10000", "LayerNorm no bias",
+             "arXiv:2402.16819"),
 ]  # fmt: skip
 
 
@@ -232,7 +251,11 @@ def collectives(folder: Path) -> None:
 
 def models(folder: Path) -> None:
     lines = []
-    for row in [*rows(folder / "models.csv"), *MORE_MODELS]:
+    given = rows(folder / "models.csv")
+    more = [
+        {**row, "model": "DeepSeek-V3-MTP", "ahead": "1"} for row in given if row["model"].startswith("DeepSeek-V3")
+    ]
+    for row in [*given, *MORE_MODELS, *more]:
         name = re.sub(r"-hf$|-v0\.1$| \(.*\)$", "", row["model"]).replace(" ", "-").lower()
         moe = bool(row["n_experts"])
         latent = latent_attention(row)

@@ -253,17 +253,18 @@ class BlockCosts:
         return forward, backward
 
     def _norms(self) -> tuple[float, float]:
-        """Two norms and two residual additions (with dropout where there is one), norms of latents and of heads."""
+        """Norms and two residual additions (with dropout where there is one), norms of latents and of heads."""
         s, lay = self.shape, self.layout
         whole = lay.tokens / (lay.tp if lay.sp else 1) * s.hidden
         latent = lay.tokens * (s.q_latent + s.kv_latent)
         heads = lay.tokens * (s.query_width + s.kv_heads * s.head_dim) / lay.tp if s.qk_norm else 0.0
         norm = "layer_norm" if s.layer_norm else "rms_norm"
         forward, backward = self._moved({
-            norm: 2 * whole + latent + heads,
+            norm: s.norms * whole + latent + heads,
             "residual": 2 * whole,
             "dropout": 2 * whole if s.dropout else 0.0,
-            "shared_input": ((1 if s.kv_latent else 2) + s.gated) * whole,  # queries, keys, values; gate and up
+            # queries, keys, values; gate and up; all of them where one norm is for both
+            "shared_input": ((1 if s.kv_latent else 2) + s.gated + (s.norms == 1)) * whole,
         })  # fmt: skip
         more = 2 * (bool(latent) + bool(heads))
         return self._stream(forward, 4 + more), self._stream(backward, 6 + more)
@@ -321,21 +322,16 @@ class BlockCosts:
         forward: list[Message] = []
         backward: list[Message] = []
         overlapped = self.software.overlap_tp
+        # what is read is gathered norm by norm, and summed in backward; what is added to the stream is summed
+        read, added = s.norms, 1 if s.parallel and self.software.one_sum else 2
         if lay.tp > 1 and lay.sp:
-            for _ in range(2):
-                forward += [
-                    Message("all_gather", "tp", whole, overlapped),
-                    Message("reduce_scatter", "tp", whole, overlapped),
-                ]
-                # the gather of the saved input for the weights' gradient runs beside the input's gradient
-                backward += [
-                    Message("all_gather", "tp", whole, overlapped),
-                    Message("reduce_scatter", "tp", whole, overlapped),
-                    Message("all_gather", "tp", whole, True),
-                ]
+            gather, scatter = (Message(op, "tp", whole, overlapped) for op in ("all_gather", "reduce_scatter"))
+            forward += [gather] * read + [scatter] * added
+            # the gather of the saved input for the weights' gradient runs beside the input's gradient
+            backward += [gather] * added + [scatter] * read + [Message("all_gather", "tp", whole, True)] * read
         elif lay.tp > 1:
-            forward += [Message("all_reduce", "tp", whole, overlapped)] * 2
-            backward += [Message("all_reduce", "tp", whole, overlapped)] * 2
+            forward += [Message("all_reduce", "tp", whole, overlapped)] * added
+            backward += [Message("all_reduce", "tp", whole, overlapped)] * read
         if lay.cp > 1:
             wide = max(s.kv_width / lay.tp / lay.ulysses, s.kv_width / s.kv_heads)
             kv = lay.micro_batch * lay.seq * wide * ACT_BYTES
@@ -356,6 +352,17 @@ class BlockCosts:
 
     # --- the two ends
 
+    def joined(self) -> BlockTimes:
+        """What a layer that predicts further ahead has in front: two normed streams, joined by a matrix."""
+        s, tokens = self.shape, self.layout.tokens
+        k, wide = self.kernels, s.hidden / self.layout.tp
+        forward, backward = self._moved({"layer_norm" if s.layer_norm else "rms_norm": 2 * tokens * s.hidden})
+        return BlockTimes(
+            k.layer_product(tokens, wide, 2 * s.hidden) + self._stream(forward, 2),
+            k.layer_product(tokens, 2 * s.hidden, wide) + self._stream(backward, 2),
+            k.layer_product(wide, 2 * s.hidden, tokens, accumulate=self.software.accumulates),
+        )
+
     def embedding(self) -> BlockTimes:
         """The lookup: a gather of rows, and a scatter into float32 in backward."""
         lay = self.layout
@@ -371,8 +378,7 @@ class BlockCosts:
         s, lay, k = self.shape, self.layout, self.kernels
         tokens, vocab = lay.tokens, s.vocab / lay.tp
         logits = tokens * vocab
-        # fused: read bf16, write float32 once. Unfused: widen, log-softmax, pick; back: fill, softmax, narrow
-        loss_bytes, back_bytes = (6 * logits, 6 * logits) if self.software.fused else (14 * logits, 18 * logits)
+        loss_bytes, back_bytes = (each * logits for each in self.software.loss_bytes)
         times = BlockTimes(
             k.product(tokens, vocab, s.hidden) + k.stream(loss_bytes, 4),
             k.product(tokens, s.hidden, vocab) + k.stream(back_bytes, 3),

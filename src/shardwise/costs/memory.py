@@ -50,11 +50,14 @@ def stage_parameters(
     """
     t = layout.tp
     s = shape
+    if last and s.ahead:
+        found = stage_parameters(s.with_(ahead=0), layout, layers + s.ahead, first=first, last=last, dense=dense)
+        return found | {"dense": found["dense"] + s.ahead * s.joined_parameters / t}
     if dense:
         rest = stage_parameters(s, layout, layers - dense, first=first, last=last)
         front = stage_parameters(s.in_front, layout, dense, first=False, last=False)
         return {kind: rest[kind] + front[kind] for kind in rest}
-    attention = s.attention_share(t) + 2 * s.norm_parameters
+    attention = s.attention_share(t) + s.norms * s.norm_parameters
     if s.experts:
         local = s.experts / layout.ep
         expert_tp = 1 if layout.ep > 1 else t
@@ -107,8 +110,8 @@ def layer_activations(shape: Shape, layout: Layout, software: Software) -> dict[
         return {"layer input": stream}
     kv = max(s.kv_width / t, s.kv_width / s.kv_heads)
     out = {
-        "norm inputs": 2 * stream,
-        "norm outputs": 2 * stream,
+        "norm inputs": (1 if s.parallel else 2) * stream,
+        "norm outputs": s.norms * stream,
         "q k v": tokens * (s.query_width / t + kv) * ACT_BYTES,
         "attention output": tokens * s.output_width / t * ACT_BYTES,
     }
@@ -197,7 +200,8 @@ def rank_memory(
     parameters = stage_parameters(shape, layout, layers, first=first, last=last, dense=dense)
     terms = states(parameters, layout, software, precision)
     copies = terms.pop(COPIES)
-    kept = sum(layer_activations(shape, layout, software).values()) * (layers - dense)
+    like_all = layers - dense + (shape.ahead if last else 0)
+    kept = sum(layer_activations(shape, layout, software).values()) * like_all
     if dense:
         kept += sum(layer_activations(shape.in_front, layout, software).values()) * dense
     passing = {"activations": kept * in_flight}

@@ -17,7 +17,10 @@ from functools import cached_property
 from shardwise.errors import InputError
 
 # of some models, 0 in the catalogue for the others
-OF_SOME = ("kv_latent", "q_latent", "rope_dim", "value_dim", "dense_layers", "dense_ffn", "window", "windowed")
+OF_SOME = (
+    "kv_latent", "q_latent", "rope_dim", "value_dim", "dense_layers", "dense_ffn", "window", "windowed", "parallel",
+    "ahead",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,10 @@ class Shape:
     value_dim         width of a head's value where it is not `head_dim`
     dense_layers      so many layers in front have one feed-forward of `dense_ffn` in place of experts
     windowed          in so many layers a query sees the last `window` positions alone
+    parallel          attention and feed-forward read the same stream and are added to it together, through so many
+                      norms of it, 1 or 2 (GPT-J, PaLM, GPT-NeoX, Falcon); 0: one after the other
+    ahead             so many tokens further on are predicted as well, each by one more layer, behind a matrix that
+                      joins two streams, and the output matrix again (DeepSeek-V3, section 2.2)
     """
 
     layers: int
@@ -63,6 +70,8 @@ class Shape:
     dense_ffn: int = 0
     window: int = 0
     windowed: int = 0
+    parallel: int = 0
+    ahead: int = 0
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -187,24 +196,35 @@ class Shape:
         return self.hidden * (2 if self.layer_norm and self.norm_bias else 1)
 
     @property
+    def norms(self) -> int:
+        """Norms of the stream in one layer: one in front of attention, one of the feed-forward, or one for both."""
+        return self.parallel or 2
+
+    @property
     def layer_parameters(self) -> int:
         """Parameters of one layer, all its experts included."""
         forwards = self.expert_parameters * max(1, self.experts + self.shared_experts)
-        return self.attention_parameters + forwards + self.router_parameters + 2 * self.norm_parameters
+        return self.attention_parameters + forwards + self.router_parameters + self.norms * self.norm_parameters
+
+    @property
+    def joined_parameters(self) -> int:
+        """What a layer that predicts further ahead has beside: the matrix that joins two streams, and three norms."""
+        return 2 * self.hidden**2 + 3 * self.norm_parameters
 
     @cached_property
     def in_front(self) -> Shape:
         """The model whose layers are all like the dense ones in front of this one's experts."""
         return self.with_(
             layers=max(1, self.dense_layers), ffn=self.dense_ffn or self.ffn, experts=0, top_k=0, shared_experts=0,
-            dense_layers=0, dense_ffn=0,
+            dense_layers=0, dense_ffn=0, ahead=0,
         )  # fmt: skip
 
     @property
     def layers_parameters(self) -> int:
-        """All layers."""
+        """All layers, those that predict further ahead among them."""
+        ahead = self.ahead * (self.layer_parameters + self.joined_parameters)
         more = self.dense_layers * (self.in_front.layer_parameters - self.layer_parameters) if self.dense_layers else 0
-        return self.layers * self.layer_parameters + more
+        return self.layers * self.layer_parameters + more + ahead
 
     @property
     def embedding_parameters(self) -> int:
@@ -224,7 +244,7 @@ class Shape:
     def active_parameters(self) -> int:
         """Parameters that one token is multiplied with: of the experts only those it is routed to."""
         idle = max(0, self.experts - self.top_k) * self.expert_parameters
-        return self.parameters - (self.layers - self.dense_layers) * idle
+        return self.parameters - (self.layers + self.ahead - self.dense_layers) * idle
 
     # --- FLOPs
 
@@ -242,7 +262,8 @@ class Shape:
             return 6.0 * self.active_parameters + 12.0 * self.layers * width * seq
         if convention == "6P+6Lhs":
             lookup = self.embedding_parameters - (self.vocab * self.hidden if self.tied else 0)
-            seen = (self.layers - self.windowed) * seq + self.windowed * self.window_keys(seq)
+            lookup -= self.ahead * self.vocab * self.hidden  # the output matrix is met again
+            seen = (self.layers + self.ahead - self.windowed) * seq + self.windowed * self.window_keys(seq)
             return 6.0 * (self.active_parameters - lookup) + 6.0 * width * seen
         h, layers = self.hidden, self.layers
         if convention == "72Blsh2":

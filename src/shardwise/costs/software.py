@@ -78,6 +78,7 @@ class Software:
     ring             attention around the ring of cp: "even" (a fused kernel, causal work dealt evenly) or "written"
                      (each block's scores in float32, causal work dealt evenly: parallel/sequence)
     reorders         what sp gathers of several samples is put in their order by a copy, and so is what it scatters
+    one_sum          attention and feed-forward that read the same stream are added before tp sums them, as one message
     windows          attention leaves out what lies outside of a window; else that is masked, and computed all the same
     split_sends      a stage's message is cut over the tensor ranks and gathered by the next stage
     overlap_p2p      stages send while they compute
@@ -87,6 +88,7 @@ class Software:
                      "after" them (FSDP1's BACKWARD_POST), or "none": when it is needed
     states           the dtype policy, a key of STATES
     launch_us        time a kernel's launch adds on the device
+    loss             which operations make the loss, a key of LOSS_BYTES
     logit_peak_bytes bytes alive for one logit when the loss is made: 2 in bf16, 4 in float32, and what is not in place
     workspace_bytes  what libraries keep for themselves inside the allocator (cuBLAS, Transformer Engine)
     fp8              how inputs of the layers' products are scaled where those are in FP8, a key of FP8, else ""
@@ -111,21 +113,34 @@ class Software:
     unit_bytes: float = 0.0
     selective: str = "attention"
     reorders: bool = False
+    one_sum: bool = True
     windows: bool = False
     split_sends: bool = False
     ring: str = "even"
     states: str = "bf16"
     grad_reduce_bytes: float = 4.0
     launch_us: float = 2.0
+    loss: str = "fused"
     logit_peak_bytes: float = 14.0
     workspace_bytes: float = 0.0
     fp8: str = ""
     source: str = ""
 
+    @property
+    def loss_bytes(self) -> tuple[int, int]:
+        """Bytes that forward and backward move of one logit; compiled blocks leave the loss as it is."""
+        return LOSS_BYTES[self.loss]
+
 
 # The median of what Megatron's tests with Transformer Engine hold beyond the terms of costs/memory, of every other row
 # of megatron_ci_golden.csv; scored on the rows between (benchmarks/forecast.py)
 TE_WORKSPACE = 0.11 * 2**30
+
+# Bytes that forward and backward move of one logit in bf16 until its gradient is there. "fused": read once, float32
+# written once. "torch": widened, log-softmax, picked; filled, softmax, narrowed, as traces have it. "parallel", of
+# Megatron (core/tensor_parallel/cross_entropy.py): widened, largest, subtracted, exponents, sum, divided; multiplied,
+# narrowed
+LOSS_BYTES = {"fused": (6, 6), "torch": (14, 18), "parallel": (2 + 4 + 4 + 8 + 8 + 4 + 8, 8 + 4 + 2)}
 
 # fully_shard copies gathered weights out of its buffer (read and written in bf16, for forward and for backward) and
 # casts gradients to float32 on their way into the buffer that is scattered (torch/distributed/fsdp/_fully_shard)
@@ -146,6 +161,8 @@ SOFTWARE: dict[str, Software] = {
             selective="elementwise",
             reorders=True,
             ring="written",
+            one_sum=False,
+            loss="torch",
             states="bf16",
             logit_peak_bytes=12.0,
             source="this package: eager PyTorch, SDPA's flash kernel, fully_shard",
@@ -156,6 +173,7 @@ SOFTWARE: dict[str, Software] = {
             overlap_dp=False,
             overlap_p2p=False,
             split_sends=True,
+            loss="parallel",
             states="bf16",
             grad_reduce_bytes=2.0,
             source="Narayanan et al. 2021, section 4.2; Korthikanti et al. 2022: fused kernels, no overlap",
@@ -167,6 +185,7 @@ SOFTWARE: dict[str, Software] = {
             overlap_p2p=False,
             split_sends=True,
             accumulates=False,
+            loss="parallel",
             states="bf16-deepspeed",
             source="Megatron-DeepSpeed of 2022, as BLOOM was trained: its pipeline, and a BF16 optimizer that adds "
             "each gradient to its float32 sum by an op of its own",
@@ -188,6 +207,7 @@ SOFTWARE: dict[str, Software] = {
             windows=True,
             overlap_dp=False,
             overlap_p2p=False,
+            loss="parallel",
             states="bf16",
             logit_peak_bytes=6.0,
             workspace_bytes=TE_WORKSPACE,
@@ -224,6 +244,7 @@ SOFTWARE: dict[str, Software] = {
             attention="unfused",
             overlap_dp=True,
             overlap_p2p=False,
+            loss="parallel",
             states="fp16-apex-fp32-grad",
             source="Qi et al. 2024: Megatron-LM of 2023, whose scripts ask for fp16, so gradients are summed in it; "
             "their memory is that of written scores and dropout",
@@ -236,6 +257,7 @@ SOFTWARE: dict[str, Software] = {
             overlap_dp=True,
             prefetch="after",
             accumulates=False,
+            loss="torch",
             states="fsdp-mixed",
             grad_reduce_bytes=2.0,
             source="mosaicml/llm-foundry, FSDP with Composer's BACKWARD_POST, Triton FlashAttention with ALiBi (2023)",
@@ -248,6 +270,7 @@ SOFTWARE: dict[str, Software] = {
             overlap_dp=True,
             accumulates=False,
             selective="elementwise",
+            loss="torch",
             states="fsdp-mixed",
             grad_reduce_bytes=2.0,
             source="PyTorch FSDP with FlashAttention-2 or SDPA",
@@ -271,6 +294,7 @@ SOFTWARE: dict[str, Software] = {
             accumulates=False,
             unit_bytes=FSDP2_BYTES,
             selective="products",
+            loss="torch",
             states="fsdp-mixed",
             grad_reduce_bytes=4.0,
             logit_peak_bytes=12.0,
@@ -285,6 +309,7 @@ SOFTWARE: dict[str, Software] = {
             gathers_again=True,
             copies_us=8.0,
             accumulates=False,
+            loss="parallel",
             states="fp16-apex",
             grad_reduce_bytes=2.0,
             source="ZeRO-3 of DeepSpeed as run in Narayanan et al. 2021, section 5.2",

@@ -20,6 +20,7 @@ class DecoderFamily:
     positions   a learned position table has this many rows beside `max_position_embeddings`; None: no table
     one_kv      without a word on them, queries share one head of keys and values
     latent      keys and values (and queries, where the file has a rank for them) come from narrow latents
+    parallel    attention and feed-forward read the same stream, through so many norms; 0: one after the other
     """
 
     tied: bool = False
@@ -34,6 +35,8 @@ class DecoderFamily:
     positions: int | None = None
     one_kv: bool = False
     latent: bool = False
+    parallel: int = 0
+    parallel_key: str = ""
 
 
 LLAMA = DecoderFamily()
@@ -53,12 +56,16 @@ FAMILIES: dict[str, DecoderFamily] = {
     "gpt_oss": replace(LLAMA, bias=True),
     "arcee": replace(LLAMA, gated=False),
     "phimoe": replace(LLAMA, layer_norm=True),
-    "stablelm": replace(LLAMA, layer_norm=True, qkv_key="use_qkv_bias"),
-    **dict.fromkeys(("cohere", "cohere2"), replace(LLAMA, tied=True, layer_norm=True, norm_bias=False)),
-    **dict.fromkeys(("phi", "persimmon", "gpt_neox"), _PLAIN),
+    "stablelm": replace(LLAMA, layer_norm=True, qkv_key="use_qkv_bias", parallel_key="use_parallel_residual"),
+    **dict.fromkeys(("cohere", "cohere2"), replace(LLAMA, tied=True, layer_norm=True, norm_bias=False, parallel=1)),
+    "persimmon": _PLAIN,
+    "phi": replace(_PLAIN, parallel=1),
+    "gpt_neox": replace(_PLAIN, parallel=2, parallel_key="use_parallel_residual"),
     "starcoder2": replace(_PLAIN, tied=True, bias_key="use_bias"),
     "bloom": replace(_PLAIN, tied=True),
-    "falcon": replace(_PLAIN, tied=True, bias=False, bias_key="bias", one_kv=True),
+    "falcon": replace(
+        _PLAIN, tied=True, bias=False, bias_key="bias", one_kv=True, parallel=1, parallel_key="parallel_attn"
+    ),
     "gpt2": replace(_PLAIN, tied=True, positions=0),
     "gpt_bigcode": replace(_PLAIN, tied=True, positions=0, one_kv=True),
     "opt": replace(_PLAIN, tied=True, positions=2, bias_key="enable_bias"),

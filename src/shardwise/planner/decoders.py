@@ -117,6 +117,7 @@ def _shape(config: Mapping[str, Any], numbers: Mapping[str, int], family: Decode
         vocab=numbers["vocab"],
         **{name: numbers[name] for name in latent},
         dense_layers=dense,
+        parallel=_parallel(config, family),
         **_windows(config),
         dense_ffn=numbers["ffn"] if dense else 0,
         gated=family.gated,
@@ -139,6 +140,15 @@ def _shape(config: Mapping[str, Any], numbers: Mapping[str, int], family: Decode
         shared = f"shared_expert_intermediate_size={numbers['shared_ffn']} is not a multiple of the experts' {ffn}"
         raise NotByNumbers(_not_described(where, shared))
     return shape
+
+
+def _parallel(config: Mapping[str, Any], family: DecoderFamily) -> int:
+    """Norms through which attention and feed-forward read the same stream; 0 where one reads what the other gave."""
+    if family.one_kv and config.get("new_decoder_architecture"):  # Falcon of 40B and 180B
+        return int(config.get("num_ln_in_parallel_attn") or 2)
+    if not config.get(family.parallel_key, family.parallel):
+        return 0
+    return family.parallel or 1
 
 
 def _windows(config: Mapping[str, Any]) -> dict[str, int]:

@@ -73,7 +73,10 @@ def layer_times(step: StepContext) -> LayerTimes:
     layer = step.timed(block.layer())
     front = replace(block, shape=step.shape.in_front) if step.shape.dense_layers else None
     dense = step.timed(front.layer()) if front else layer
-    return LayerTimes(layer, dense, step.timed(block.embedding()), step.timed(block.head()))
+    last = head = step.timed(block.head())
+    if step.shape.ahead:
+        last = head.plus(layer.plus(step.timed(block.joined())).plus(head).times(step.shape.ahead))
+    return LayerTimes(layer, dense, step.timed(block.embedding()), last)
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,17 @@ BLOCKED_US = 400.0  # (assumed)
 
 
 def stage_layers(shape: Shape, layout: Layout) -> list[float]:
-    """Layers of each model stage: as given, or even; what does not divide goes to the stages in the middle."""
+    """Layers of each model stage: as given, or even; what does not divide goes to the stages in the middle.
+
+    Those that predict further ahead stand on the last one, and count there.
+    """
     stages = layout.pp * layout.chunks
     if layout.stage_layers:
         return [float(n) for n in layout.stage_layers]
-    each, rest = divmod(shape.layers, stages)
+    each, rest = divmod(shape.layers + shape.ahead, stages)
     start = (stages - rest) // 2
-    return [float(each + (1 if start <= index < start + rest else 0)) for index in range(stages)]
+    dealt = [float(each + (1 if start <= index < start + rest else 0)) for index in range(stages)]
+    return [*dealt[:-1], max(0.0, dealt[-1] - shape.ahead)]
 
 
 def dense_of(shape: Shape, layers: list[float]) -> list[float]:

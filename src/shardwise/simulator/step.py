@@ -173,6 +173,7 @@ class _Zero3:
             for dense in (0.0, 1.0)
         )
         parameters = shape.embedding_parameters + shape.head_parameters + shape.norm_parameters
+        parameters += shape.ahead * (shape.layer_parameters + shape.joined_parameters)
         self._root = links.of({"dense": parameters / step.layout.tp})
         self._computed: list[int] = []  # of this micro-batch, one for each unit
         self._last = -1  # what was computed last
