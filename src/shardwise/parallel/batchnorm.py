@@ -36,6 +36,7 @@ from shardwise.part import Part, plain
 from shardwise.precision import Precision
 
 _TAG = "batch_norm"
+NORMALISED = "batch norm over ranks"  # in the metadata of the node of autograd that gave one's output
 
 
 class _SumOfShares(torch.autograd.Function):
@@ -94,7 +95,10 @@ def synced_batch_norm(
         y = y * _over_channels(weight.to(y.dtype), x)
     if bias is not None:
         y = y + _over_channels(bias.to(y.dtype), x)
-    return y.to(x.dtype)
+    y = y.to(x.dtype)
+    if y.grad_fn is not None:
+        y.grad_fn.metadata[NORMALISED] = True
+    return y
 
 
 class _MeetsBatchNorm(TorchFunctionMode, ABC):

@@ -34,7 +34,7 @@ from shardwise.errors import InputError, RefusedPlan, first_line
 from shardwise.part import whole
 from shardwise.scripts.divisor import Divisor, Held, divisor_of
 from shardwise.scripts.lookout import Rows
-from shardwise.scripts.tape import LossTape, tensors_in
+from shardwise.scripts.tape import ALIASED, LossTape, aliased, tensors_in
 
 _NODES = 4000  # of a graph that are followed
 _FEW = 4  # samples, below which either half is kept in turn: one alone may hide what the others change
@@ -45,6 +45,7 @@ _OTHERS: tuple[_Choice, ...] = (  # which samples of the kept half are in the ot
     lambda first: first[-1:],
 )
 _NOT_AGAIN = (RuntimeError, IndexError, ValueError)  # of operations on other samples
+_BETWEEN = ("ViewBackward", "AliasBackward", ALIASED)  # modules, as a look itself puts there
 _GIVEN = "what the model is given for some samples"
 _UNCHECKED = "that the loss adds up over samples was not checked: "
 
@@ -194,7 +195,7 @@ class LossLook:
         def view(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.requires_grad or not tensor.dim() or tensor.is_leaf or hasattr(tensor, "is_weight"):
                 return tensor
-            kept.append(tensor.view_as(tensor))
+            kept.append(aliased(tensor))
             rows = told.get(id(tensor))
             if rows is not None and rows.dim < tensor.dim():
                 self._dims[id(kept[-1])] = (kept[-1], rows.dim)
@@ -408,7 +409,9 @@ def _walk(nodes: list[Any], is_end: Callable[[Any], bool]) -> tuple[list[str], l
         if is_end(node):
             found.append(node)
             continue
-        if not node.name().startswith(("ViewBackward", "AliasBackward")):  # as a look itself puts between modules
+        if not node.name().startswith(
+            ("ViewBackward", "AliasBackward", ALIASED)
+        ):  # as a look itself puts between modules
             names.append(node.name())
         for child, _ in node.next_functions:
             if child is not None and child not in seen:

@@ -75,10 +75,7 @@ class AllSamples:
 
     def _joined(self, func: Any, args: tuple, kwargs: dict, dealt: Dealt | None) -> Any:
         """A batch norm over all ranks' samples, unless every rank has the same. Collective."""
-        flat = plain(args[0].detach()).cpu().contiguous().reshape(-1)
-        check = zlib.crc32(flat.view(torch.uint8).numpy()) if flat.numel() else 0
-        table = gather_rows(row_of([float(check)], self._mesh.device), self._mesh.data)
-        if bool((table == table[0]).all()):
+        if same_on_all([args[0]], self._mesh):
             return func(*args, **kwargs)
         phase = Phase(stand_in=dealt is not None and dealt.part.count == 0)
         return JoinBatchNorm(self._mesh.data, phase).__torch_function__(func, (), args, kwargs)
@@ -99,6 +96,16 @@ class AllSamples:
             raise with_line(_UNSEEN, line_of_script())
         total = sum(row[1] for row in table)
         return mine / total if kind and total else 1.0
+
+
+def same_on_all(tensors: Sequence[torch.Tensor], mesh: Mesh) -> bool:
+    """Returns whether every rank of the data axis has these tensors alike. Collective."""
+    check = 0
+    for tensor in tensors:
+        flat = plain(tensor.detach()).cpu().contiguous().reshape(-1)
+        check = zlib.crc32(flat.view(torch.uint8).numpy(), check) if flat.numel() else check
+    table = gather_rows(row_of([float(check)], mesh.device), mesh.data)
+    return bool((table == table[0]).all())
 
 
 @contextmanager

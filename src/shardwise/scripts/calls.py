@@ -16,21 +16,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.comm import gather_json, gather_rows
 from shardwise.device import seed_generators
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.guard.points import reach
-from shardwise.host import put
 from shardwise.layout.dealing import Share
 from shardwise.memory.chunk_waiting import whole
 from shardwise.mesh import Mesh
 from shardwise.parallel.batchnorm import sync_module
-from shardwise.part import plain
+from shardwise.parallel.full import FullShard
 from shardwise.part.tensor import Gathers
 from shardwise.scripts.additive import LossLook
 from shardwise.scripts.agreement import same_samples
-from shardwise.scripts.all_samples import weakly_divided
+from shardwise.scripts.all_samples import same_on_all, weakly_divided
 from shardwise.scripts.arrivals import Heard, weakly
 from shardwise.scripts.dealt import Dealt, deal
 from shardwise.scripts.divisor import Held
@@ -48,7 +46,7 @@ from shardwise.scripts.saying import Notices, line_of_script, names_line
 from shardwise.scripts.shares import Door
 from shardwise.scripts.spread import refuse_transform, seen_outside, tensors_of, thawed
 from shardwise.scripts.start import is_compiled
-from shardwise.scripts.tape import tensors_in
+from shardwise.scripts.tape import aliased, tensors_in
 from shardwise.scripts.whole_batch import WholeBatch
 from shardwise.trace.deferred import seed_of
 
@@ -69,6 +67,7 @@ class Calls(Heard, Events):
         self.gathers = False  # every call needs all ranks
         self._gate = Gate()
         self.inside = 0  # the model's forward, how deep
+        self.methods = 0  # of the model's, under way, in which its modules are called one by one
         self._away = False  # the model's own forward runs, as if nobody followed it
         self.told: Notices = leader.told if leader is not None else Notices(mesh.rank)
         self.leader = leader or self  # the first of the models that one loop trains
@@ -121,6 +120,11 @@ class Calls(Heard, Events):
         """Returns whether the script's own code runs: not the model's forward or methods, nor a backward."""
         return not (self._away or self.inside) and torch._C._current_graph_task_id() == -1
 
+    @property
+    def in_forward(self) -> bool:
+        """Returns whether a module of the model runs: between the calls of a method no weight is taken up for one."""
+        return self.inside > self.methods or self.entries.depth > 0
+
     def _routes(self) -> bool:
         """Whether a module that the script calls by itself is to run within a call of the model."""
         if self._away or self.inside or self._gate.is_open:
@@ -147,21 +151,19 @@ class Calls(Heard, Events):
 
     def before_epoch(self) -> None:
         """Every rank continues from rank 0's generators, so that samplers and datasets draw alike."""
-        if self._meeting is not None:
-            self._meeting.passes("an epoch over the loader")
+        self._passes("an epoch over the loader")
         if self.mesh.world.size > 1:
             share_generators(self.mesh.world, self.mesh.device)
         self._comes_to("input")
+
+    def _passes(self, what: str) -> None:
+        if self._meeting is not None:
+            self._meeting.passes(what)
 
     def _comes_to(self, point: str) -> None:
         """A point of the script's step, for the rank's record and for faults on purpose."""
         engine = self.engine
         reach(point, 0 if engine is None else engine.steps_done, None if engine is None else engine.state)
-
-    def samples_of_rank_0(self) -> int | None:
-        """How many samples its model is given, on every rank, where that is known. Collective."""
-        held = self.dealt.held.count if self.dealt is not None and self.whole is None else None
-        return gather_json(held, self.mesh.world, self.mesh.device)[0]
 
     def wants_look(self) -> bool:
         """Returns whether the model or the loss is to be checked against one process on the next batch."""
@@ -170,6 +172,10 @@ class Calls(Heard, Events):
     def wants_uneven(self) -> bool:
         """Whether draws of the script's may hang on the number of a rank's samples."""
         return self._watched is not None and self.whole is None and self._watched.unsure
+
+    def goes_beside(self) -> bool:
+        """Whether losses are of another loader's samples too."""
+        return self.kept is not None and self.kept.goes_beside()
 
     def before_first(self, look: list[float], checksum: int) -> None:
         """Every rank must read the same dataset, unless each draws for itself."""
@@ -288,8 +294,8 @@ class Calls(Heard, Events):
         if self.kept is not None and self.inside == 1:
             self._entering = self.kept.enter((args, kwargs), self.model)
         trains = self._trains(module)
-        if self._meeting is not None and (self.gathers or trains):
-            self._meeting.passes(f"a forward {'in training' if trains else 'without gradients'}")
+        if self.gathers or trains:
+            self._passes(f"a forward {'in training' if trains else 'without gradients'}")
         precision = self.engine.state.precision
         if precision.mixed:
             args, kwargs = precision.cast_inputs((args, kwargs))
@@ -350,10 +356,9 @@ class Calls(Heard, Events):
         return call
 
     def _gathers_outside(self, operation: str, size: int) -> None:
-        line = line_of_script()
+        line, cost = line_of_script(), f"{size / 1e6:.3g} MB on every rank"
         if (operation, line) not in self._gathered:
             self._gathered.add((operation, line))
-            cost = f"{size / 1e6:.3g} MB on every rank"
             self.told.say([f"{operation} has no rule for what is cut here, and gathers it: {cost} [{line}]"])
 
     @names_line
@@ -383,6 +388,8 @@ class Calls(Heard, Events):
                     tensor.register_hook(weakly(self._returns))
             if self.loss_look is not None:
                 output = self.loss_look.leave(output, self._look_now.dims)
+            elif isinstance(self.engine.technique, FullShard):
+                output = aliased(output)
             self._ends += [tensor.grad_fn for tensor in tensors_of(output) if tensor.grad_fn is not None]
         if self.kept is not None and not self.inside:
             self.kept.leave(output, self._entering, self.model)
@@ -402,19 +409,16 @@ class Calls(Heard, Events):
         In a loop it is asked where the arguments hold another number of samples than this rank's part.
         """
         assert self.engine is not None
-        dealt = self.dealt
-        found = tensors_in((args, kwargs))
-        rows = {tensor.shape[0] for tensor in found if tensor.dim()}
+        dealt, found = self.dealt, tensors_in((args, kwargs))
         in_loop = torch.is_grad_enabled() and self.leader._in_loop
-        if in_loop and dealt is not None and dealt.even and dealt.part.count in rows:
+        if (
+            dealt is not None
+            and in_loop
+            and dealt.even
+            and any(tensor.dim() and tensor.shape[0] == dealt.part.count for tensor in found)
+        ):
             return
-        check = 0
-        for tensor in found:
-            flat = plain(tensor.detach()).cpu().contiguous().reshape(-1)
-            check = zlib.crc32(flat.view(torch.uint8).numpy(), check) if flat.numel() else check
-        row = put([float(check)], self.engine.device)
-        table = gather_rows(row, self.mesh.data)
-        self.engine.state.phase.same = bool((table == table[0]).all())
+        self.engine.state.phase.same = same_on_all(found, self.mesh)
 
     @contextmanager
     def _looking_away(self) -> Iterator[None]:
@@ -427,9 +431,9 @@ class Calls(Heard, Events):
     def _look(self, engine: Engine, args: tuple, kwargs: dict) -> None:
         """On the first batch: does each sample's output depend on that sample alone?"""
         self.suspend()
-        held = self.dealt.held.count if self.dealt is not None else 0
-        if self.whole is not None and self.dealt is not None:
-            held = self.dealt.part.total
+        held = 0
+        if self.dealt is not None:
+            held = self.dealt.held.count if self.whole is None else self.dealt.part.total
         known = self.loss_look.places((args, kwargs)) if self.loss_look is not None else {}
         phase = engine.state.phase
         with self._gate.open(), thawed(self.model, engine.state.names):

@@ -6,7 +6,8 @@
     1 sample                           0  |  0  |  0  |  0       only rank 0 counts it
 
 Of one sample by itself nothing shows whether others would change what is asked of it. So a batch on which model and
-loss are looked at is dealt two to a rank where it has too few: the sum over ranks stays what it is.
+loss are looked at is dealt two to a rank where it has too few: the sum over ranks stays what it is. So is a batch that
+is smaller than others before it (an epoch's last): a script's squeeze() would take away the dim of one sample.
 """
 
 from __future__ import annotations
@@ -65,21 +66,26 @@ class Dealer:
     """Deals the batches of one pass over a loader; asks `wanted` whether one is to be looked at."""
 
     def __init__(
-        self, ranks: int, rank: int, wanted: Callable[[], bool], uneven: Callable[[], bool] = bool
+        self, ranks: int, rank: int, wanted: Callable[[], bool], uneven: Callable[[], bool] = bool,
+        beside: Callable[[], bool] = bool,
     ) -> None:  # fmt: skip
-        self.ranks, self.rank, self._wanted, self._uneven = ranks, rank, wanted, uneven
+        """`beside`: losses are of another loader's samples too, so that every rank should count some of this one's."""
+        self.ranks, self.rank, self._wanted, self._uneven, self._beside = ranks, rank, wanted, uneven, beside
         self._promised = False  # a batch that was dealt for a look is on its way (workers read ahead)
+        self._most = 0  # samples of a batch
 
     def deal(self, total: int) -> Dealt:
         """Returns how the next batch is dealt; the same on every rank."""
         few = self.ranks > 1 and 2 <= total < 2 * self.ranks
-        several = few and not self._promised and self._wanted()
-        self._promised |= several
+        looked_at = few and not self._promised and self._wanted()
+        several = looked_at or (few and total < self._most and not self._beside())
+        self._promised |= looked_at
+        self._most = max(self._most, total)
         if self.ranks > 1 and total >= 2 * self.ranks and self._uneven():
             return deal(total, self.ranks, self.rank, uneven=True)
         return deal(total, self.ranks, self.rank, several=several)
 
     def handed_out(self, dealt: Dealt) -> None:
         """The script has gone through that batch."""
-        if dealt.several:
+        if dealt.several and dealt.part.total >= self._most:
             self._promised = False

@@ -27,9 +27,21 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.errors import InputError
+from shardwise.parallel.batchnorm import NORMALISED
 
 _MEAN, _SUM = 1, 2  # torch's numbers for `reduction`
-_SHAPE_ONLY = {"View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Clone", "ToCopy", "Alias", "Neg"}
+_SHAPE_ONLY = {
+    "View",
+    "UnsafeView",
+    "ReshapeAlias",
+    "Squeeze",
+    "Unsqueeze",
+    "Clone",
+    "ToCopy",
+    "Alias",
+    "_Aliased",
+    "Neg",
+}
 _DEPTH, _MOST = 64, 2000
 _CONTRACTS = {"Mm", "Bmm", "Mv", "Dot", "Vdot", "Addmm", "Addmv", "Addbmm", "Baddbmm", "Linear", "Convolution"}
 
@@ -158,13 +170,18 @@ def _beneath(node: Any, held: Held, asked: Callable[[Any, Held], bool]) -> bool:
     waiting, seen = [child for child, _ in node.next_functions], set[Any]()
     while waiting:
         one = waiting.pop()
-        if one is None or one in seen or one in held.ends:
+        if one is None or one in seen or one in held.ends or _normalises(one):
             continue
         if len(seen) == _MOST or asked(one, held):
             return True
         seen.add(one)
         waiting += [child for child, _ in one.next_functions]
     return False
+
+
+def _normalises(node: Any) -> bool:
+    """Whether a node gave a batch norm's output, whose size no number of samples behind it changes."""
+    return _name(node).endswith("BatchNorm") or NORMALISED in node.metadata
 
 
 def _reduces_samples(node: Any, held: Held) -> bool:

@@ -28,13 +28,14 @@ class Several(nn.ModuleList):
 
 
 class Entries:
-    """Where calls of a model's modules come in. `now` is the module that the model's call under way stands for."""
+    """Where calls of a model's modules come in. `now` is the module that the model's call under way stands for, `depth`
+    how many of its modules run one within the other."""
 
     def __init__(self, model: nn.Module, routes: Callable[[], bool]) -> None:
         """`routes`: whether a call by itself is to be one of the model, where the script's own code runs."""
         self._model, self._routes = model, routes
         self.now: nn.Module | None = None
-        self._depth, self._paused, self._running = 0, False, False
+        self.depth, self._paused, self._running = 0, False, False
         if type(model).forward is nn.Module.forward:  # FSDP2 takes no list of modules without one
             model.__class__ = unannounced(type(model), {"forward": _nothing})
         for module in model.modules():
@@ -59,16 +60,16 @@ class Entries:
 
     def _is_outermost(self) -> bool:
         backward = torch._C._current_graph_task_id() != -1
-        return not (self._depth or self._paused or backward) and self._routes()
+        return not (self.depth or self._paused or backward) and self._routes()
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """A module is called."""
         if module is self._model or not self._is_outermost():
-            self._depth += 1
+            self.depth += 1
             try:
                 return module._call_impl(*args, **kwargs)
             finally:
-                self._depth -= 1
+                self.depth -= 1
         held = self._model.__dict__["forward"]
         self.now, self._model.__dict__["forward"] = module, self._standing_for(module, held)
         try:

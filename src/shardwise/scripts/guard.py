@@ -39,10 +39,6 @@ TAKEN = (
     "of the batch, and no rank has one process's: weigh losses by their values (prepared.sum), or read param.grad "
     "after prepared.backward(loss, retain_graph=True) of each"
 )
-_LEFT = (
-    "a parameter is used ({}) that was the model's before prepare and is no more: the plan put another in its place. "
-    "Take model.parameters() anew in each step"
-)
 Answer = Callable[[Any, tuple, dict], Any]  # (function of torch, args, kwargs) -> its result
 
 
@@ -60,7 +56,6 @@ class WholeGradients(Protocol):
 
 
 Known = Callable[[], WholeGradients | None]
-_COPYING = 4  # the protocol of copy.deepcopy; torch.save has a lower one
 
 
 class Gate:
@@ -219,27 +214,42 @@ def _count_once(
             param.__class__ = Once
 
 
-def retire(left: Iterable[nn.Parameter], gate: Gate) -> None:
-    """Make parameters raise that the model had before the plan replaced them, and what was computed of them."""
+def retire(left: Iterable[tuple[nn.Parameter, nn.Parameter]], gate: Gate) -> None:
+    """Let parameters that the model had before the plan put others in their place answer as those: a script may have
+    kept them in a list. What was computed of them before cannot be followed, and raises.
+    """
 
     class Left(nn.Parameter):
         @property
         def grad(self) -> torch.Tensor | None:
-            if not gate.is_open:
-                _raise(_LEFT.format("grad"))
-            return torch.Tensor.grad.__get__(self)
+            held = self.__dict__.get("successor")
+            return torch.Tensor.grad.__get__(self) if held is None or gate.is_open else held.grad
+
+        @grad.setter
+        def grad(self, value: torch.Tensor | None) -> None:
+            held = self.__dict__.get("successor")
+            if held is None or gate.is_open:
+                torch.Tensor.grad.__set__(self, value)
+            else:
+                held.grad = value
+
+        @grad.deleter
+        def grad(self) -> None:
+            torch.Tensor.grad.__delete__(self)
 
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
-            if not gate.is_open and reads_values(func):
-                _raise(_LEFT.format(getattr(func, "__name__", func)))
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+            if gate.is_open or getattr(func, "__name__", "") == "__hash__":
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **(kwargs or {}))
+            args, kwargs = replaced(cls, lambda param: param.__dict__["successor"], (args, kwargs or {}))
+            return func(*args, **kwargs)
 
-    for param in left:
+    for param, successor in left:
         if type(param) is nn.Parameter:
             if param.requires_grad:
                 param.register_hook(_refuse_left)
+            param.__dict__["successor"] = successor
             param.__class__ = Left
 
 
@@ -337,23 +347,6 @@ def _add_up(hooks: list[Callable[[torch.Tensor], torch.Tensor | None]], param: t
     with torch.no_grad():
         pairs = [(hooked(one) + hooked(other), hooked(one + other)), (hooked(one * 8) / 8, hooked(one))]
     return all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in pairs)
-
-
-def guard_copies(model: nn.Module, plan: Plan, *, in_pieces: bool) -> None:
-    """Make `torch.save(model)` raise, and `copy.deepcopy(model)` where a copy would hold this rank's pieces."""
-
-    def reduce(module: nn.Module, protocol: Any) -> Any:
-        if in_pieces or protocol < _COPYING:
-            raise RefusedPlan(
-                f"pickling or copying the model itself, or a module of it: prepared under plan {plan}, it belongs to "
-                "this run and its ranks: save model.state_dict() (of every rank, written by one) and load it into a "
-                "new model; make copies before prepare, and average by average.update_parameters(prepared)"
-            )
-        return object.__reduce_ex__(module, protocol)
-
-    vars(model)["__reduce_ex__"] = types.MethodType(reduce, model)
-    for module in model.modules() if in_pieces else ():
-        vars(module)["__deepcopy__"] = types.MethodType(lambda module, memo: reduce(module, _COPYING), module)
 
 
 def guard_conversion(model: nn.Module) -> None:

@@ -40,6 +40,7 @@ class WeightAccess(ABC):
     _state_gate: Gate
     meeting: Meeting | None  # where there are other ranks
     _pieces: bool  # ranks hold pieces of weights or state
+    _copied_from: Engine | None  # where the model's own tensors are not the whole weights in full precision
 
     @property
     @abstractmethod
@@ -50,6 +51,17 @@ class WeightAccess(ABC):
     def held_in_pieces(self) -> Engine | None:
         """The engine, where ranks hold pieces of weights and state."""
         return self._engine if self._pieces else None
+
+    @property
+    def in_pieces(self) -> Engine | None:
+        """The engine, where the model's own tensors are not the whole weights in full precision."""
+        return self._copied_from
+
+    def whole_state(self, what: str) -> dict[str, torch.Tensor]:
+        """Whole weights and buffers, on the CPU of every rank. Collective."""
+        self.meet(what)
+        with self._reading():
+            return self.engine.state_dict()
 
     def meet(self, what: str, *, always: bool = False) -> None:
         """Wait until every rank makes this call (`always`: on replicas too); raises `RunError` where some do not."""

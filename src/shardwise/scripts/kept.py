@@ -39,7 +39,15 @@ from shardwise.scripts.guard import reads_values
 from shardwise.scripts.loader import Events
 from shardwise.scripts.outside import Digests, Outside, digest, has_memory, held_of, number_of, with_line
 from shardwise.scripts.own_numbers import OwnNumbers
-from shardwise.scripts.rows import OTHER_ROWS, fails_on_part, in_a_forward, is_plain, stand_of_generators, told_of
+from shardwise.scripts.rows import (
+    FAILURES,
+    OTHER_ROWS,
+    fails_on_part,
+    in_a_forward,
+    is_plain,
+    stand_of_generators,
+    told_of,
+)
 from shardwise.scripts.saying import Notices, is_called_by_engine, line_of_script
 from shardwise.scripts.tape import tensors_in, writes
 from shardwise.trace.functional import transforming
@@ -49,7 +57,6 @@ _STEERS = (
     "a number is read that the script adds up over steps from this rank's samples alone: where it steers the run (a "
     "learning rate by tokens seen, a stop), one process has that of all samples: add up prepared.sum(n)[0] instead"
 )
-_FAILURES = (RuntimeError, ValueError, IndexError)
 _NOTHING: Any = lambda: None  # noqa: E731
 _OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"}
 
@@ -83,7 +90,7 @@ class Kept(TorchFunctionMode, Events):
         self.beside: Share | None = None  # held of another loader's batch (`Prepared.split`), in a loop over it
         self.inside = 0  # the model's own forward, how deep
         self._entered = False
-        self._batches = 0
+        self._usual = 0  # samples that this rank held of the first batch, once it is the one before
         self._made: dict[int, _Made] = {}
         self._before: dict[int, _Made] = {}  # of earlier steps
         self._others: dict[int, weakref.ref[torch.Tensor]] = {}  # of other loaders' batches
@@ -109,7 +116,7 @@ class Kept(TorchFunctionMode, Events):
         self.end()
         self.numbers.begin(dealt)
         self.all_samples.begin(dealt)
-        self._batches += 1
+        self._usual = self._usual or self._held.count
         self._before |= self._made
         self._before = {key: known for key, known in self._before.items() if known.tensor() is not None}
         self._given = [pair for pair in self._given if not pair[0].expired()]
@@ -205,6 +212,10 @@ class Kept(TorchFunctionMode, Events):
         found = self._made.get(id(value))
         return self.on and found is not None and found.tensor() is value and found.fresh
 
+    def goes_beside(self) -> bool:
+        """Whether the loop is over another loader's batches too."""
+        return bool(self._others)
+
     def is_of_other(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is known to be of another loader's batch."""
         known, other = self._made.get(id(tensor)), self._others.get(id(tensor))
@@ -257,8 +268,8 @@ class Kept(TorchFunctionMode, Events):
                 output = func(*args, **kwargs)
             else:
                 output = self.all_samples.call(func, args, kwargs, own=lambda one: self._of(one).own, beside=beside)
-        except _FAILURES as error:
-            if own and self._batches == 1 and self._held.count < self._held.total:
+        except FAILURES as error:
+            if own and self._held.count < self._held.total and self._held.count != self._usual:
                 raise fails_on_part(error, self._held) from error
             raise
         results = tensors_in(output)

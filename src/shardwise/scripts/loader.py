@@ -136,7 +136,9 @@ class PartLoader:
 
     def _first_way(self) -> Iterator[BatchPart]:
         """Parts, read in the way that is tried next."""
-        self._dealer = Dealer(self._ranks, self._rank, self.events.wants_look, self.events.wants_uneven)
+        self._dealer = Dealer(
+            self._ranks, self._rank, self.events.wants_look, self.events.wants_uneven, self.events.goes_beside
+        )
         return self._ways[0]()
 
     def _batches(self, began: Generators, batches: Iterator[BatchPart]) -> Iterator[BatchPart]:
@@ -265,6 +267,10 @@ class Events:
 
     def wants_uneven(self) -> bool:
         """Whether the next batch is to be dealt so that ranks hold other numbers of samples than before."""
+        return False
+
+    def goes_beside(self) -> bool:
+        """Whether losses are of another loader's samples too."""
         return False
 
     def before_first(self, look: list[float], checksum: int) -> None:

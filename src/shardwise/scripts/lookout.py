@@ -26,6 +26,7 @@ from shardwise.errors import InputError, RefusedPlan, first_line
 from shardwise.host import put
 from shardwise.parallel.batchnorm import batch_norm_modules
 from shardwise.part import plain
+from shardwise.scripts.rows import FAILURES
 from shardwise.step.batching import samples_in, slice_samples
 from shardwise.step.loss import Loss
 from shardwise.trace.stand_in import standing_in
@@ -85,7 +86,7 @@ def look_at_model(
         try:
             with made.listening(engine.module, at):
                 output = engine.module(*given_args, **given_kwargs)
-        except (RuntimeError, ValueError, IndexError) as error:
+        except FAILURES as error:
             if count == n or needs_gradients(error):
                 raise
             raise RefusedPlan(

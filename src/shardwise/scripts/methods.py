@@ -2,7 +2,8 @@
 
     z = model.encode(x)     with gradients: as the script's own code; the modules that it calls are gathered for
                             (`entries`)
-                            under torch.no_grad(): on every rank, with all weights gathered once
+                            under torch.no_grad(): on every rank, with the weights outside of units gathered once
+    model.move_target()     what such a method writes into weights comes to this rank's pieces of them
 
 What a method gives is whole.
 """
@@ -13,6 +14,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +26,7 @@ from torch.utils._pytree import tree_map_only
 from shardwise.part import plain
 from shardwise.part.tensor import Gathers
 from shardwise.scripts.calls import Calls
+from shardwise.scripts.pieces import written_back
 from shardwise.scripts.saying import names_line
 
 
@@ -35,6 +38,9 @@ class Piecewise(Protocol):
 
     def meet(self, what: str) -> None:
         """All ranks are needed for this call."""
+
+    def may_have_written(self) -> None:
+        """The script's own code may have written into weights."""
 
 
 def guard_methods(prepared: Piecewise) -> None:
@@ -86,14 +92,19 @@ def _wrapped(prepared: Piecewise, name: str, method: Callable[..., Any]) -> Call
             root._get_fsdp_state()._lazy_init()  # no unit is to take itself for the root
             root.unshard()
         prepared.calls.inside += 1
+        prepared.calls.methods += 1
         Gathers.all = True  # what a method draws from a cut row of scores, or sorts, it does to the whole
         try:
-            found = tree_map_only(torch.Tensor, plain, method(module, *args, **kwargs))
+            with written_back(root) if root is not None else nullcontext():
+                found = tree_map_only(torch.Tensor, plain, method(module, *args, **kwargs))
         finally:
             Gathers.all = False
             prepared.calls.inside -= 1
+            prepared.calls.methods -= 1
             if root is not None:
                 root.reshard()
+        if root is not None:
+            prepared.may_have_written()
         if kept is not None:
             kept.leave(found, of, module)
         return found

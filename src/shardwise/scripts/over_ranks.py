@@ -131,6 +131,11 @@ class OverRanks(WeightAccess):
                 self._take_written()
             self._stale = Stale(self.model, self._gate, self.settle)
 
+    def may_have_written(self) -> None:
+        """The script's own code may have written into sharded weights."""
+        if isinstance(self.engine.technique, FullShard):
+            self.engine.technique.written = True
+
     def _take_written(self) -> None:
         """Let the optimizer's own tensors follow what the script wrote into the model's weights."""
         if self._engine is None or self._stale is not None:

@@ -14,7 +14,8 @@ tp or ep cut too (reading one of those is refused).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -216,6 +217,33 @@ def _reset(held: Any) -> None:
     held.reset_sharded_param()
     if not stands:
         del within[leaf]
+
+
+@contextmanager
+def written_back(unit: FSDPModule) -> Iterator[None]:
+    """Context, in which a unit's weights are gathered: what is written into them comes to this rank's pieces, at the
+    end, or before the unit's own forward inside, after which its weights are given back.
+    """
+    groups = unit._get_fsdp_state()._fsdp_param_groups
+    gathered = [(one, one._unsharded_param.data) for group in groups for one in group.fsdp_params]
+
+    @torch.no_grad()
+    def take(*_: Any) -> None:
+        for one, memory in gathered:
+            now, into = one._unsharded_param.detach(), one.sharded_param
+            one._unsharded_param.data = memory  # `p.data = x` has put another in its place
+            if not now.untyped_storage().size():
+                continue  # given back
+            piece = distribute_tensor(now, into.device_mesh, into.placements, src_data_rank=None).to_local()
+            if not torch.equal(piece, into._local_tensor.to(piece.dtype)):
+                into._local_tensor.copy_(piece)
+
+    before = unit.register_forward_pre_hook(take, prepend=True)
+    try:
+        yield
+        take()
+    finally:
+        before.remove()
 
 
 def _asked(known: weakref.ref[Pieces]) -> Pieces | None:

@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.optimizers import options_of
-from shardwise.comm import gather_rows
+from shardwise.comm import gather_json, gather_rows
 from shardwise.device import on_host
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer import refuse, shares_of
@@ -43,6 +43,7 @@ from shardwise.scripts import optimizer as optimizers
 from shardwise.scripts.agreement import same_given
 from shardwise.scripts.arrivals import techniques_of
 from shardwise.scripts.calls import Calls
+from shardwise.scripts.copies import Copies
 from shardwise.scripts.cut_weights import CutWeights, answer_of
 from shardwise.scripts.entries import Several
 from shardwise.scripts.gradients import Gradients
@@ -50,7 +51,6 @@ from shardwise.scripts.guard import (
     Gate,
     LaterHooks,
     guard_conversion,
-    guard_copies,
     guard_gradients,
     refuse_hooks,
     retire,
@@ -180,6 +180,8 @@ class Prepared(Stepping):
     ) -> None:  # fmt: skip
         self.plan = plan = with_dtype(plan, model)
         self.model = model
+        self._copied_from: Engine | None = None
+        self._copies = Copies(model, self)
         self.mesh = on_common_axes(build_mesh(plan, device))
         self.seed, self.branches, self._spatial = seed, branches, spatial
         self._shapes = {name: param.shape for name, param in trainable(model)}
@@ -288,9 +290,11 @@ class Prepared(Stepping):
         refuse_hooks(model, plan)  # put on since prepare
         Gathers.told = None  # what is tried is the model, in which nothing is gathered
         call = shared_call(args, kwargs or {}, mesh.world, mesh.device) if waits_for_call(plan) else None
-        samples = self.calls.samples_of_rank_0() if call is not None else None
+        dealt = self.calls.dealt if self.calls.whole is None else None
+        samples = dealt.held.count if dealt is not None else None
+        samples = gather_json(samples, mesh.world, mesh.device)[0] if call is not None else None  # as rank 0's call
         training = {child: child.training for child in model.modules()}
-        whole = list(model.parameters())
+        whole = dict(model.named_parameters(remove_duplicate=False))
         before = states_of(self.optimizer, self.all_names)
         if mesh.world.size > 1:
             same_given("prepare: the optimizer's state", before, mesh.world, mesh.device)
@@ -316,7 +320,7 @@ class Prepared(Stepping):
         self._gate = guard_gradients(
             model, engine.technique, all=self._shares or mixed, shares=cuts, summed=mesh.inner,
             beside=(calls.whole is not None and (mesh.data,)) or (),
-            inside=lambda: calls.inside > 0, gradients=lambda: known.gradients if (known := me()) is not None else None,
+            inside=lambda: calls.in_forward, gradients=lambda: known.gradients if (known := me()) is not None else None,
             whole=answer_of(weakref.ref(self)) if cuts and not isinstance(engine.technique, FullShard) else None,
             later=plan.accumulate > 1 and mesh.world.size > 1,
         )  # fmt: skip
@@ -335,13 +339,13 @@ class Prepared(Stepping):
         self._hooks = LaterHooks(model, plan, shards)
         self._in_place = InPlace(model, cuts) if in_pieces else None
         guard_conversion(model)
-        guard_copies(model, plan, in_pieces=in_pieces or bool(mesh.inner))
+        self._copied_from = engine if in_pieces or mixed else None
         hold(self, whole=not (in_pieces or mixed))
         for buckets in buckets_of(engine):
             buckets.asleep = True
         self._first = FirstSteps(engine, self._groups)
-        now = {id(param) for param in model.parameters()}
-        retire((param for param in whole if id(param) not in now), self._gate)
+        now = dict(model.named_parameters(remove_duplicate=False))
+        retire(((one, now[name]) for name, one in whole.items() if now[name] is not one), self._gate)
         self.built = options_of(engine)
         if in_pieces or mesh.inner:
             guard_methods(self)
@@ -367,7 +371,7 @@ class Prepared(Stepping):
 
         beside = (mesh.data,) if calls.whole is not None else ()
         self._held_pieces = Pieces(
-            technique, self._gate, inside=lambda: calls.inside > 0, meet=meet,
+            technique, self._gate, inside=lambda: calls.in_forward, meet=meet,
             summed=(*beside, *mesh.inner), holders=mesh.gradients, shares=cuts,
             draws_apart=calls.randomness == "fast", gradients=self._whole_gradients,
         )  # fmt: skip

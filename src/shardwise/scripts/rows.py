@@ -18,14 +18,15 @@ from shardwise.layout.dealing import Share
 from shardwise.scripts.outside import with_line
 from shardwise.scripts.saying import line_of_script
 
+FAILURES = (RuntimeError, ValueError, IndexError, AssertionError)  # of a line that is given other samples
 OTHER_ROWS = (
     "the model is given a tensor of shape {} that it gave in an earlier step (a hidden state) for {}, and this rank's "
     "part of this batch is {}: its rows go with other samples. Where ranks would have one sample of a batch, those on "
     "which the loss is looked at are dealt two to a rank: prepare(..., check_loss=False) leaves that out"
 )
 _FAILS = (
-    "an operation fails ({}) on the {} of the first batch's {} samples that this rank is given: a line that needs the "
-    "whole batch (an episode of classes, a shape by the batch's size) is given it by "
+    "an operation fails ({}) on the {} of the batch's {} samples that this rank is given: a line that needs the whole "
+    "batch (an episode of classes, a shape by the batch's size) is given it by "
     'prepare(..., loss_scope="global")'
 )
 _MODEL_FAILS = (
@@ -36,7 +37,7 @@ _MODEL_FAILS = (
 
 
 def fails_on_part(error: Exception, held: Share) -> RefusedPlan:
-    """The refusal of a line that fails on a part of the first batch; it may need all of it."""
+    """The refusal of a line that fails on a part of a batch; it may need all of it."""
     return with_line(_FAILS.format(first_line(error), held.count, held.total), line_of_script())
 
 
@@ -45,7 +46,7 @@ def failing_on_part(held: Share | None) -> Iterator[None]:
     """Context: a model's call that fails on a rank's part of the first batch raises `RefusedPlan`."""
     try:
         yield
-    except (RuntimeError, ValueError, IndexError) as error:
+    except FAILURES as error:
         if held is None or held.count == held.total:
             raise
         told = _MODEL_FAILS.format(first_line(error), held.count, held.total)

@@ -119,6 +119,33 @@ class LossTape(TorchFunctionMode):
         return found[::-1]
 
 
+class _Aliased(torch.autograd.Function):
+    """The same tensor, which a script may write into: of a view, autograd would leave out the hooks on what it shows,
+    by which units of zero=3 gather for their backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.data
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+ALIASED = "_AliasedBackward"
+
+
+def aliased(output: Any) -> Any:
+    """Returns a model's output, its tensors of the same memory and with nodes of their own in the graph."""
+
+    def alias(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.requires_grad or tensor.is_leaf:
+            return tensor
+        return tensor.view_as(tensor) if isinstance(tensor, Distributed | DTensor) else _Aliased.apply(tensor)
+
+    return tree_map_only(torch.Tensor, alias, output)
+
+
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors of a call's arguments, of its result, or of a batch."""
     found: list[torch.Tensor] = []
