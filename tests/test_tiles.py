@@ -814,9 +814,18 @@ def _looked_up(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return torch.gather(x.flatten(2) * w, 2, place.expand(-1, 2, -1)).view_as(x) * x
 
 
+def _both_ways(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """A field's cells in two orders side by side, row by row and column by column, as scans go over it."""
+    n, c, height, width = x.shape
+    orders = torch.stack([x.flatten(2), x.transpose(2, 3).flatten(2)], 1) * w
+    rows, columns = (orders * orders.cumsum(-1)).unbind(1)
+    return rows.view(n, c, height, width) + columns.view(n, c, width, height).transpose(2, 3)
+
+
 FEW = {  # of which a rank further out has one row or none: by that, others found a tensor repeated, or none cut
     "crossed": (_crossed, (2, 4, 1, 9), (4, 1, 1), (2, 2)),
     "looked up": (_looked_up, (2, 2, 1, 7, 6), (2, 1), (2, 2, 1)),
+    "both ways": (_both_ways, (1, 1, 2, 3), (1, 1, 1), (2, 2)),
 }
 
 

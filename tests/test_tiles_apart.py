@@ -35,6 +35,14 @@ def _low_rank(x: torch.Tensor) -> torch.Tensor:
     return (u[..., :2] * s[..., None, :2]) @ v[..., :2, :]
 
 
+def _by_cell(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Attention within each cell, of which queries, keys or values are learned and the same in all."""
+    cells = x.flatten()[:, None, None] * w
+    learned = w.expand(len(cells), 3, 3)
+    attend = F.scaled_dot_product_attention
+    return attend(learned, cells, cells.tanh()) + attend(cells, learned, learned.sin()) + attend(cells, cells, learned)
+
+
 # of x and a weight (3, 3) that every rank has
 KEPT_APART: dict[str, tuple[tuple[int, ...], Operation]] = {
     "max": (FIELD, lambda x, w: F.max_pool2d(x, 2, 1)),
@@ -50,6 +58,7 @@ KEPT_APART: dict[str, tuple[tuple[int, ...], Operation]] = {
        for mode in ("nearest", "bilinear", "bicubic", "area")},
     "batch norm": (FIELD, lambda x, w: F.batch_norm(x, None, None, training=True)),
     "turned": (FIELD, lambda x, w: torch.rot90(x, 1, (2, 3))),
+    "both ways": (FIELD, lambda x, w: tiles._both_ways(x, w[0, 0])),
     "shuffled": (FIELD, lambda x, w: F.channel_shuffle(x, 2)),
     "known": (FIELD, lambda x, w: x * torch.isin(x.round(), torch.tensor([0.0, 1.0], dtype=x.dtype))),
 }  # fmt: skip
@@ -84,6 +93,7 @@ OF_ALL: dict[str, tuple[tuple[int, ...], Operation]] = {
     "mean of bins": (ROWS, lambda x, w: x.new_zeros(4, 5).scatter_reduce(1, BINS.expand(4, 12), x, "mean")),
     "blocks": (ROWS, lambda x, w: torch.block_diag(x, w).tanh()),
     "distances": (ROWS, lambda x, w: F.pdist(x) + torch.cdist(x, x.tanh()).sum()),
+    "attention of cells": (ROWS, _by_cell),
     "pairs": (ROWS, lambda x, w: F.bilinear(x, x.tanh(), w[:, :1, None].expand(3, 12, 12), w[0])),
 }  # fmt: skip
 OPERATIONS = KEPT_APART | MATRICES | OF_ALL

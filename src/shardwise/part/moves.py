@@ -23,7 +23,7 @@ import torch
 
 from shardwise.comm import Axis, all_to_all
 from shardwise.host import to_device
-from shardwise.part.cuts import REMEMBERED, Owners, Uncut
+from shardwise.part.cuts import REMEMBERED, Owners, Uncut, in_whole_groups
 from shardwise.part.gathering import gather, gathered, share_of
 from shardwise.part.levels import Distributed
 from shardwise.part.sums import redealt, whole_over_axis
@@ -83,15 +83,18 @@ def _among(owners: Owners, indices: np.ndarray) -> Owners:
     return Owners.of(owners.array[indices], owners.ranks)
 
 
-def reowned(part: Part, owners: Owners) -> Part:
-    """The same tensor cut along the same dim, dealt by other owners. Collective; not differentiable (see `moved`)."""
+def reowned(part: Part, owners: Owners, each: int = 1) -> Part:
+    """The same tensor cut along the same dim, dealt by other owners. Collective; not differentiable (see `moved`).
+
+    each  indices that an axis further in, which cuts the dim too, keeps together
+    """
     if owners == part.owners:
         return part
     if owners.size != part.owners.size:
         raise Uncut(f"{part!r} has other indices than those that are asked for ({owners!r})")
     inner = part.local.settled() if isinstance(part.local, Distributed) else None
     if isinstance(inner, Part) and inner.dim_cut == part.dim_cut and inner.axis.positions:
-        return _reowned_inside(part, inner, owners)
+        return _reowned_inside(part, inner, owners, each)
     wanted = tuple(_ranges(owners.indices(rank)) for rank in range(owners.ranks))
     return part.with_local(fetch(part, wanted), part.dim_cut, owners)
 
@@ -132,15 +135,18 @@ def _axes_inside(part: Part) -> list[str]:
     return [inner.axis.name, *_axes_inside(inner)] if isinstance(inner, Part) else []
 
 
-def _reowned_inside(part: Part, inner: Part, owners: Owners) -> Part:
+def _reowned_inside(part: Part, inner: Part, owners: Owners, each: int) -> Part:
     """`reowned` of a dim that an axis further in cuts too: whole over that one on the way, then in blocks again.
 
     Which indices its ranks have differs between those of this axis, and a rank knows its own alone.
     """
     found = reowned(part.with_local(gathered(inner)), owners)
-    again = Owners.blocks(owners.counts[part.axis.index], inner.axis.size)
+    again = in_whole_groups(Owners.blocks(owners.counts[part.axis.index], inner.axis.size), each)
     mine = again.take(found.local, inner.dim_cut, inner.axis.index).contiguous()
-    return found.with_local(inner.with_local(mine, owners=again))
+    dealt = inner.with_local(mine, owners=again)
+    if each > 1:  # a rank that has one group, or none, cannot tell it from its own indices
+        dealt.factors = 1, owners.size // each, each
+    return found.with_local(dealt)
 
 
 @lru_cache(REMEMBERED)

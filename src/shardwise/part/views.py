@@ -120,7 +120,7 @@ def _in_whole_groups(part: Part, whole: WholeView) -> Part | None:
         each = group_size(whole.before, part.dim_cut, whole.after)
     except Uncut:  # none of whole indices
         each = part.owners.size
-    return None if each == part.owners.size else reowned(part, in_whole_groups(part.owners, each))
+    return None if each == part.owners.size else reowned(part, in_whole_groups(part.owners, each), each)
 
 
 def _in_other_rows(part: Part, whole: WholeView, shape: list[int]) -> Part | None:
