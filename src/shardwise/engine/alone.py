@@ -1,4 +1,4 @@
-"""Tell an error of the task from one of the plan: the task runs in one process, without a plan, before it is blamed."""
+"""Tell a task's error from a plan's: before the task is blamed, it runs in one process without a plan."""
 
 from __future__ import annotations
 

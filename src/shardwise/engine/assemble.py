@@ -1,4 +1,4 @@
-"""A `RankState` from a task, a plan and a seed: the recipe, then the forward of this rank, then the optimizer.
+"""Build a `RankState` from a task, a plan and a seed (recipe, forward, optimizer), and look at a few samples (check).
 
 build       the module without weights                                                        recipe.py
 blocks      recompute, then compile, each block

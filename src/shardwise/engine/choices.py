@@ -1,4 +1,4 @@
-"""Whether choices that a forward makes by values it reads in Python come out otherwise on a part of the batch.
+"""Check in float64 that choices which a forward makes by values it reads are the same on a part of the batch.
 
 A solver that takes the size of its steps from the largest error of its batch gives, on a rank's part, what it gives on
 the whole batch up to its own tolerance: less than a look in the plan's precision can tell from rounding. So where a

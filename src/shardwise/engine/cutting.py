@@ -1,4 +1,4 @@
-"""Which pipeline stage holds which parameters and buffers: the forward is recorded and cut into stages.
+"""Cut the recorded forward into pipeline stages: which stage holds which parameters and buffers.
 
 A parameter belongs to each stage whose part of the forward uses it. One that was not used in the look (an expert that
 got no token) belongs where the module that holds it ran.

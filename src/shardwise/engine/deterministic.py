@@ -1,4 +1,4 @@
-"""What the plan field `deterministic` needs beside its order of sums: one thread, and samples that share nothing."""
+"""What `deterministic` needs beside a fixed order of sums (comm/tree): one thread, samples that share nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluate a loss and leave the module as it was, noting what ran and which weights were written to."""
+"""Evaluate a loss and put the module back as it was; note what ran and which weights were written to. For check."""
 
 from __future__ import annotations
 

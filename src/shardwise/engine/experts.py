@@ -1,4 +1,4 @@
-"""Expert parallelism when an engine is built: which modules hold experts, found by one forward."""
+"""Find the modules of experts when an engine is built, by one forward (parallel/expert does the rest)."""
 
 from __future__ import annotations
 

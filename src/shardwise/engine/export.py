@@ -1,4 +1,4 @@
-"""Whole weights out of a running plan, and the bytes that it holds."""
+"""Whole weights out of a running plan (`state_dict`, `save_weights`), and the bytes that this rank holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights into the module: each full value is made (or received), rounded and put in its place, one at a time."""
+"""Put weights into the module: each full value is made or received, rounded and put in its place, one at a time."""
 
 from __future__ import annotations
 

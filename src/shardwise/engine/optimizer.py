@@ -1,4 +1,4 @@
-"""The optimizer over whole parameters or over pieces of them, and finding out by trial which pieces it bears.
+"""The optimizer over whole tensors or pieces, by a trial (`Nature`). A new kind: also step/owners, scripts/optimizer.
 
 `Task.optimizer` always sees parameters in their full shapes, so that it may choose by shape. Under ZeRO its groups
 are then pointed at this rank's pieces. That equals one process only if each element's update depends on that

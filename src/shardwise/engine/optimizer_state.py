@@ -1,4 +1,4 @@
-"""Whole optimizer state out of ranks that hold pieces of it, parameter by parameter.
+"""Gather whole optimizer state from ranks that hold pieces of it. Into checkpoints: checkpoint/optimizers.
 
     replicas          every rank has all of it
     zero=1, 2, 3      pieces like the parameter's own, gathered over dp_shard (experts: over the ranks that share them)

@@ -1,4 +1,4 @@
-"""Which dims of a batch the inner axes cut, found by trying, by rank 0 for all: a sequence's positions, or space.
+"""Find which dims of a batch the axes of positions cut (cp, cp_ulysses, domain), by trying; rank 0 for all ranks.
 
 What may be cut is proposed by the axes' own room; it is cut if a rehearsal of forward and backward on shares of it,
 without values and without sending, comes to its end. Of a sequence the module must also run on half.

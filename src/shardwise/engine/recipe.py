@@ -1,4 +1,4 @@
-"""The order of application: build, prepare blocks, shard, and put the weights in place. Reads top to bottom."""
+"""The order in which a plan is applied to a module: build, prepare blocks, make the technique, put weights in place."""
 
 from __future__ import annotations
 

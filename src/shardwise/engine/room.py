@@ -1,4 +1,4 @@
-"""Whether a rank's device can hold what the plan puts there, before any of it is made."""
+"""Check that weights, gradients and masks fit a rank's device, before any of them is made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which samples the look before the first step takes, and whether every rank is given the same ones."""
+"""Read the few samples that are looked at before the first step; check that every rank is given the same ones."""
 
 from __future__ import annotations
 

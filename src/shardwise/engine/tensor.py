@@ -1,4 +1,4 @@
-"""Tensor parallelism when an engine is built: cuts derived from one forward without values."""
+"""Derive the cuts of tensor parallelism when an engine is built, by one forward without values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole tensors from ranks that hold shares: parameters, gradients, buffers. Collective; small ones travel together."""
+"""Put whole tensors together from ranks' shares: parameters, gradients, buffers. Collective; small ones in one go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program of recorded operations, run for one chunk of positions after the other, and again in backward.
+"""Run a recorded program of operations for one chunk of positions after the other, and again in backward.
 
     chunk i of the inputs     a part over an axis of turns: Part[cp] of Part[chunks], or Part[chunks]
     its results               shares, put side by side; or summands, added up

@@ -1,4 +1,4 @@
-"""What an operation does with positions: found by running it on tensors without values, cut as chunks are.
+"""Find what an operation does with positions, by running it on tensors without values, cut as chunks are.
 
     "waits"    results in which positions are apart
     "ends"     results that are no larger than the rows that came in, or a sum over positions

@@ -1,4 +1,4 @@
-"""Tensors that are not computed yet: calls wait for one whose results are narrow, and run as one program.
+"""`Waiting` tensors: calls are put off until one whose results are narrow, then run as one program, in chunks.
 
     x @ A -> act -> @ B        two calls wait, and the third runs all of them, chunk by chunk of positions
 

@@ -1,4 +1,4 @@
-"""Wide tensors in chunks of positions, computed again in backward: `position_chunks=N`.
+"""`position_chunks=N`: which wide products are computed in chunks of positions, and again in backward.
 
     y = act(x @ A) @ B           (B, S, H) -> (B, S, 4H) -> (B, S, H)      a feed-forward network
     l = cross_entropy(x @ W)     (B, S, H) -> (B, S, V)  -> ()             a head and its loss

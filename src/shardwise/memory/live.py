@@ -1,4 +1,4 @@
-"""Live bytes: storages that ops returned in this process and that are not freed yet, each counted once.
+"""Count live bytes: storages that ops returned and that are not freed yet, each once, those on the host included.
 
 What this does not do: see memory that kernels use inside themselves, or that an allocator keeps in reserve.
 """

@@ -1,4 +1,4 @@
-"""Recompute in backward (activation checkpointing), block by block.
+"""Recompute blocks in backward (`remat`). A new mode: also layout/plan, costs/layout, memory, block; bytes: live.
 
     full        keep each block's inputs; its forward runs again in backward
     selective   keep the results of matrix products, convolutions and attention too; recompute the rest

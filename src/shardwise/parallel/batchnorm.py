@@ -1,4 +1,4 @@
-"""Batch normalisation over the whole micro-batch, whatever the number of ranks.
+"""Batch normalisation over a micro-batch on all its ranks. Cut channels: part/channels; tiles: domain/norms.
 
 Each rank sums over its samples; two small all-reduces give the mean and then the variance of all of them:
 

@@ -1,4 +1,4 @@
-"""ZeRO-1 and ZeRO-2: optimizer state (and gradients) sharded flat, so that every rank holds the same number of bytes.
+"""ZeRO-1 and ZeRO-2 (made in engine/recipe): optimizer state, and gradients, sharded as equal flat pieces.
 
 Parameters lie end to end in flat buckets; rank r owns the r-th N-th of each bucket and updates only that.
 

@@ -1,4 +1,4 @@
-"""ZeRO-3: parameters, gradients and optimizer state sharded; FSDP2 (`fully_shard`) underneath.
+"""ZeRO-3 by FSDP2's `fully_shard` (made in engine/recipe): weights, gradients and optimizer state sharded.
 
     forward    block i: all-gather w_i . compute . free
     backward   block i: all-gather w_i . compute g_i . reduce-scatter -> g_i,r . free

@@ -1,4 +1,4 @@
-"""Data parallelism by replicas (DDP): every rank holds everything and gradients are summed.
+"""Replicas (DDP; made in engine/recipe): every rank holds everything, gradients are summed, by buckets (comm/buckets).
 
     rank 0   samples 0..3 -> g0 \\
                                  all-reduce -> g0 + g1 -> the same update on both

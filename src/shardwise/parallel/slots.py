@@ -1,4 +1,4 @@
-"""The interface of a data-parallel technique: what the engine calls on each of them.
+"""The interface of data-parallel techniques, which step/ calls: replicate, flat, full, expert/reduce implement it.
 
 A `Slot` is one trainable parameter as the optimizer sees it on this rank: the whole of it, or a piece.
 """

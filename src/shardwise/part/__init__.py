@@ -1,4 +1,4 @@
-"""Tensors of which each rank holds a share, and what every operation does on them."""
+"""Tensors of which each rank holds a share: `part/` has a rule for each operation; for labels: trace/axis_rules."""
 
 from shardwise.part import (  # noqa: F401 - the rules
     aligned,

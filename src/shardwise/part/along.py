@@ -1,4 +1,4 @@
-"""Operations that keep dims and read along some: flips, rolls, scans, sorts. Labels: trace/axis_rules/reductions."""
+"""Rules of flips, scans, sorts, index and scatter: they keep dims and read along some. Labels: trace/axis_rules."""
 
 from __future__ import annotations
 

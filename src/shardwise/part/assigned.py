@@ -1,4 +1,4 @@
-"""`tensor.data = value` where either is distributed: the tensor stands for the value from then on.
+"""`tensor.data = value` where either is distributed: from then on the tensor stands for the value.
 
     part.data = whole * 0.5       the part becomes what the value is: a part dealt in another way, a sum, or whole
     self.weight.data = value      the weight, of which the module reads a view, gets the values

@@ -1,4 +1,4 @@
-"""Which bin each element lies in, and how many lie in each: a rank's own elements, counts added up over ranks."""
+"""Rules of bucketize, histc and bincount: each rank takes its own elements, counts are added up over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules for `new_zeros`, `zeros_like` and the like of a distributed tensor, and for its values in Python."""
+"""Rules of `new_zeros`, `zeros_like` and the like of a distributed tensor, and of reading its values in Python."""
 
 from __future__ import annotations
 

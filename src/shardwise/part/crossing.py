@@ -1,4 +1,4 @@
-"""Send a distributed tensor to a rank of another stage that holds the same positions: taken apart and put together.
+"""Take a distributed tensor apart to send it to another stage, and put it together where positions are held alike.
 
     Part[cp, dim 1] of (B, S/cp, H)  --taken_apart-->  (B, S/cp, H) and its cuts  ==> ... --put_together-->  the part
 

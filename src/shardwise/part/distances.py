@@ -1,4 +1,4 @@
-"""Distances of two sets of points (`torch.cdist`): each rank those of its own points, or of its own samples.
+"""Rule of `torch.cdist`: each rank has the distances of its own points, or of its own samples.
 
 x1 (..., P, M)  x2 (..., R, M)   d (..., P, R)          cut along P: a rank's own rows;  along R: its own columns
 both P and R cut over positions                         x2 is gathered, and the run says what that costs

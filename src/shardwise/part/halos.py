@@ -1,4 +1,4 @@
-"""Halos on their way: what ranks want around their own indices of a cut dim, while they compute what needs none of it.
+"""`Halo`: indices around a rank's own ones of a cut dim, sent while it computes what does not need them.
 
     forward     halo = Halo(part, wanted)      own indices alone      front, behind = halo.wait()
     backward    back = HaloBack(front, ...)    own indices alone      back.add_into(gradient)

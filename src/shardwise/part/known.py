@@ -1,4 +1,4 @@
-"""In a rehearsal on values: what one process would have beside what a rank's share gives.
+"""In a rehearsal on values, keep the whole tensor of one process beside a rank's share, for what Python reads.
 
 A rehearsal sends nothing, so a number that is reduced over ranks is that of one share: `mask.all()` is true where the
 padding lies on another rank, and a module that branches on it goes another way than in a run. So tensors of a batch,

@@ -1,4 +1,4 @@
-"""Tensors that are distributed over an axis, and the axis for which a rule is being applied.
+"""`Distributed`, the base of `Part` and `Sum`; the axis for which a rule is applied, the outermost first.
 
 An operation may meet tensors distributed over several axes. It is answered for the outermost of them first, by a rule
 that knows of no other axis: to it, a tensor that is distributed over axes further in alone is a plain one.

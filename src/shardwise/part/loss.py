@@ -1,4 +1,4 @@
-"""Losses over classes that are cut: the target's entry lies on one rank, and nobody gathers the others."""
+"""Rules of losses, embeddings and `gather` over cut classes: the target's entry lies on one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moving the indices of a cut dim between ranks: the two exchanges that everything else is made of, and their adjoints.
+"""Move the indices of a cut dim between ranks: `recut`, `fetch` and their adjoints, of which all else is made.
 
     recut   from a cut along one dim to a cut along another, over one axis: an all-to-all
               rank 0  (S/2, H)  ->  (S, H/2)          (Ulysses: positions to heads and back)

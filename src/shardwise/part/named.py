@@ -1,4 +1,4 @@
-"""Objects that a compiled program names by number, since its constants can be numbers and tensors alone.
+"""Numbers that stand for objects in a compiled program, whose constants can be numbers and tensors alone.
 
 The number of an object is good as long as the program is: whoever writes it down keeps the object (`keeping`), and what
 the compiler remembers beyond that holds numbers.

@@ -1,4 +1,4 @@
-"""A module's parameters as its code reads them: `self.weight` gives a part of the whole weight.
+"""A module's parameters as its code reads them: `self.weight` gives a `Part` of the whole weight.
 
 The parameter itself is this rank's share, a plain tensor, so that data parallelism, recompute and the optimizer need
 to know nothing. What its gradient is, however activations are cut, is settled where it was read:

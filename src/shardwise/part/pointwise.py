@@ -1,4 +1,4 @@
-"""Operations that treat each element alike: local, once everybody's shares lie beside each other."""
+"""Rules of elementwise and random operations (draws by index: random/draws). Labels: trace/axis_rules/pointwise."""
 
 from __future__ import annotations
 

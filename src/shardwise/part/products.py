@@ -1,4 +1,4 @@
-"""Matrix products and convolutions: local along outer dims, a sum over ranks along contracted ones."""
+"""Rules of matrix products and convolutions. Labels: trace/axis_rules/products; tiles: parallel/domain/convolve."""
 
 from __future__ import annotations
 

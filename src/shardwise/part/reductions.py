@@ -1,4 +1,4 @@
-"""Operations over whole dims: local along others, and over the cut dim a reduction of what each rank found."""
+"""Rules of reductions, softmax and norms over whole dims. Labels: trace/axis_rules/reductions; tiles: domain/norms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole tensors with some of their indices replaced: each rank replaces those that it owns.
+"""Rules of whole tensors with some indices replaced (index_fill, slice_scatter): each rank replaces its own.
 
 index_fill, index_copy      as `index_put` along one dim
 slice_scatter, select_scatter   a copy, into a slice of which is written

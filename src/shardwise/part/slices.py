@@ -1,4 +1,4 @@
-"""Operations that take some of a dim's indices: slices, single ones and splits, and their gradients.
+"""Rules of operations that take some indices of a dim (slices, splits, one index), and their gradients.
 
 What a rank keeps of a cut dim is what it owns of the slice; nothing is sent. One index of a dim that is cut over
 positions is a sum to which its owner alone adds.

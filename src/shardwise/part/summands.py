@@ -1,4 +1,4 @@
-"""Gradients of whole weights that stay summands: what this rank adds to a sum that is taken once for a step."""
+"""Leave gradients of whole weights as summands: each rank adds to a sum that is taken once for a step."""
 
 from __future__ import annotations
 

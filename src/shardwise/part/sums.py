@@ -1,4 +1,4 @@
-"""`Sum`: a whole tensor of which every rank holds one summand. The sum over ranks is taken when it is needed.
+"""`Sum`: a whole tensor of which each rank holds a summand; the sum over ranks is taken when it is needed.
 
     y = Sum(x_r @ W_r)        views and additions of sums stay sums: dx_q + dx_k + dx_v is one collective, not three
     y + residual              anything else takes the sum first, once for all who read it

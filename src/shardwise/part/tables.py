@@ -1,4 +1,4 @@
-"""Tables of positions: what a module makes of `arange(S)` alone, such as angles of rotary positions, held in shares.
+"""Hold tables of positions (rotary angles and other functions of `arange(S)`) in shares, without messages.
 
 Inside a module whose batch is cut, `torch.arange` and `torch.linspace` of as many numbers as a cut dim has give a part,
 dealt as that dim is. What is computed of such parts and of small tensors beside them is a part too, and remembers how

@@ -1,4 +1,4 @@
-"""`Part`: a tensor of which this rank holds some indices of one dim.
+"""`Part`: a tensor of which a rank holds some indices of one dim; `rule` and `FUNCTIONS` register operations.
 
 Its shape is the whole tensor's; its storage holds this rank's share. An operation on parts is answered by a rule that
 gives exactly what the whole tensors would: local where indices stay apart, with a collective where they meet. Since

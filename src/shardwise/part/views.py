@@ -1,4 +1,4 @@
-"""Operations that rearrange: the owners of the cut dim are rearranged alike."""
+"""Rules of views, permutations, concatenation: owners are rearranged alike. Labels: trace/axis_rules/views."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the cut of a tensor lies after a view, decided by the shapes that one process sees.
+"""Where the cut of a tensor lies after a view, decided by the shapes that one process has.
 
 A view is answered for one axis after the other. For an axis further in, dims have been cut by those further out, and
 may be ones or zeros on some ranks: by such shapes ranks would come to different answers, and wait for each other.

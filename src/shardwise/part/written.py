@@ -1,4 +1,4 @@
-"""A whole tensor that became a part when parts were written into it: the object stays, what it stands for does not."""
+"""`Written`: a whole tensor into which parts were written; it stays the same object and stands for a part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random draws as functions of a key and an index: element i is hash(key, i), whoever computes it.
+"""`DRAWS`: random ops as functions of key and index. A new op: also part/pointwise, trace/axis_rules, scripts/kept.
 
 `DRAWS` has, for each random op of ATen that can be answered so, a function of (source, args, kwargs).
 """

@@ -1,4 +1,4 @@
-"""Modes that answer random operations: masks by global index, or a constant. In forecasts: rehearsal/gpu_kernels.
+"""Modes that answer random ops by global index, by `DRAWS` (draws.py). In forecasts: rehearsal/gpu_kernels.
 
 In `global` mode a mask is a function of seed, step, micro-batch, module path, call and global index. Element i of the
 whole micro-batch's tensor is hash(key, i), and a rank computes only its own elements:

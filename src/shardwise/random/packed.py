@@ -1,4 +1,4 @@
-"""Which sequence and which time each row of a packed sequence is.
+"""Which sequence and which time each row of a packed sequence has, for draws by index.
 
 torch packs sequences of different lengths by time: first the first words of all, then the second words of those that
 have one, so which row is whose hangs on the lengths of all sequences that lie together. A draw for such rows (dropout

@@ -1,4 +1,4 @@
-"""Whether a step's random ops are followed, so that a module that draws nothing pays nothing.
+"""Decide whether a step's random ops are followed, so that a module that draws nothing pays nothing.
 
 A mode that sees each operation costs time. Whether the module draws is known from the look at a few samples, and held
 against torch's generators, which any draw moves:

@@ -1,4 +1,4 @@
-"""From a global batch to this rank's parts: every tensor in the batch is cut along its first dimension.
+"""Cut a global batch into this rank's parts: every tensor along its first dimension, as layout/dealing deals.
 
 How: the batch is flattened as a pytree (dicts, lists, tuples, named tuples, dataclasses registered with
 torch), its tensors and numpy arrays are sliced by the dealing of `layout.dealing`, and the tree is put

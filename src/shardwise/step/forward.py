@@ -1,4 +1,4 @@
-"""The model and its loss on one part of a micro-batch, the same under every plan."""
+"""Run the model and its loss on one part of a micro-batch, under every plan without a pipeline (that: staged)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contexts around parts of a step, for profiles that name them in a trace and benchmarks that time them.
+"""Contexts around parts of a step, by which profiles name them and benchmarks time them.
 
 micro_batch   forward and backward of one micro-batch; under a pipeline one op of this rank's row of the schedule
 reduce        gradients completed, control rows exchanged, the division

@@ -1,4 +1,4 @@
-"""What `Task.loss` returned: a sum, a weight and named extra terms, checked and added up."""
+"""Check and add up what `Task.loss` returned: a sum, a weight and named extra terms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random draws of a micro-batch: seeded by step, place and rank, or dealt by global index."""
+"""Seed a micro-batch's random draws by step, place and rank, or have them dealt by global index (random/modes)."""
 
 from __future__ import annotations
 

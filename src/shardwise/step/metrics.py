@@ -1,4 +1,4 @@
-"""Metrics as sums and weights, divided once over all ranks, like the loss.
+"""Add up `Task.metrics` as sums and weights; they are divided once over all ranks, like the loss.
 
     Task.metrics(output, batch) -> {"accuracy": (right, count), "rmse": (squares (V,), count, "sqrt")}
 

@@ -1,4 +1,4 @@
-"""What is differentiated: the loss's sum, and what else the task adds to it."""
+"""What backward differentiates: the loss's sum, extra terms of the task, times the loss scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers that need whole tensors (LAMB, Muon) under ZeRO, found by engine/optimizer: one owner each.
+"""Optimizers that need whole tensors (LAMB, Muon; found by engine/optimizer) under ZeRO: owners. Bytes: simulator/held.
 
     pieces of g_i on every rank --all-to-all--> whole g_i on its owner
     owner: optimizer state and master of its parameters alone, about 1/N of them all

@@ -1,4 +1,4 @@
-"""A pipeline's part of the step: this rank's row of the schedule, executed; and what all stages must know alike.
+"""A step under a pipeline: run this rank's row of the schedule; agree over stages. Forecasts: rehearsal/rank_row.
 
     for each op of the row:
         F    receive hidden states . forward of the stage . send on; the last stage computes the loss

@@ -1,4 +1,4 @@
-"""The model and its loss under a pipeline: this rank's stages, without a schedule or called by one."""
+"""Run the model and its loss on this rank's pipeline stages, called by a schedule (pipelined) or alone."""
 
 from __future__ import annotations
 

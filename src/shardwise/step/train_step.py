@@ -1,4 +1,4 @@
-"""One optimizer step of one rank: micro-batches, gradients completed and divided, the update. Functions of the state.
+"""One optimizer step of one rank (its rows under pp: pipelined). A change of it: also proof/oracle and plain_run.
 
     train_step      gradients ......................... update
                     micro-batches, then `complete`      collect, the optimizer's own step, hand out, publish

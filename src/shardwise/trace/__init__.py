@@ -1,1 +1,1 @@
-"""Looking into a module nobody prepared: how it is built, and of which blocks."""
+"""Look into a module that nobody prepared: how it is built, of which blocks, and what its forward does."""

@@ -1,4 +1,4 @@
-"""Which modules write into a tensor that they are given."""
+"""Find modules whose forward writes into a tensor that they are given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which indices of a module's weights must lie together, derived from one forward. No names, no shapes by heart.
+"""Label the indices of weights by what must lie together, from one forward. Rules by operation: axis_rules/.
 
 Every index of every weight's dims gets a label. One forward runs on tensors without values while each operation says
 which labels meet: elementwise operations unite them one by one, a contraction unites an activation's labels with those

@@ -1,4 +1,4 @@
-"""What functions of a module's classes remember (`functools.lru_cache`): forgotten after a forward that was no run's.
+"""Empty caches (`functools.lru_cache`) of a module's functions after a forward that was none of the run's.
 
 A table of positions that a forward on tensors without values has made, or on shares, would be handed to the run's own
 forward, on the rank alone that tried.

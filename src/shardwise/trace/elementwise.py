@@ -1,4 +1,4 @@
-"""Whether an operation treats each element alone, found by trying it on small random tensors.
+"""Find whether an operation treats each element alone, by trying it on small random tensors.
 
 PyTorch tags most such operations; it does not tag those that were written without its iterators (`hardshrink_backward`,
 `_prelu_kernel_backward`, `log_sigmoid_forward`). An operation is elementwise if, along every dim of its result, what it

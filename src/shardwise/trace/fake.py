@@ -1,4 +1,4 @@
-"""Tensors without values, made quickly: what an operation gives is remembered by what it was given.
+"""`Fake`: tensors without values, faster than torch's, since results are remembered by what an op was given.
 
 torch's `FakeTensorMode` spends a tenth of a millisecond on each operation, most of it to describe the arguments to a
 cache of its own and to build the answer again. A plan of a large module asks for hundreds of thousands. `Fake` gives

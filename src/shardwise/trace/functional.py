@@ -1,4 +1,4 @@
-"""Transforms of `torch.func` (vmap, grad, jacrev, ...): whether code runs inside one, and what its tensors wrap.
+"""Whether code runs inside a transform of `torch.func` (vmap, grad, ...), and which tensors its wrappers hold.
 
 Inside a transform a module is given wrappers, and what it does is one operation of whoever called the transform: it
 cannot be left there for another rank, and a wrapper has no storage.

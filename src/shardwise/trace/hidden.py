@@ -1,4 +1,4 @@
-"""Tensors in objects that torch's tree functions do not look into: a distribution, an instance of a class of one's own.
+"""Find tensors in objects that torch's tree functions do not look into, such as a distribution.
 
     return Normal(mean, deviation)      a leaf to a tree function; two tensors to this one
 

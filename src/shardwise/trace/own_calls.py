@@ -1,4 +1,4 @@
-"""Functions of torch that a module's own code calls, counted apart from those of the modules that it calls.
+"""Number the calls of torch's functions in a module's own code, apart from those of its submodules.
 
     def forward(self, x):
         h = self.first(x)            what `first` calls is its own

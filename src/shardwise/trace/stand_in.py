@@ -1,4 +1,4 @@
-"""A module whose tensors are replaced for a while, by ones without values or by small ones."""
+"""Replace a module's tensors for a while, by ones without values or by small ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a forward leaves behind in a module: buffers, plain attributes and hooks, kept so that they can be put back.
+"""Keep what a forward may change in a module (buffers, attributes, hooks) or its arguments, to put it back.
 
 A forward that runs more often than one process would run it (a look at a few samples, recompute in backward) must
 leave counters, running statistics and lists as if it had not. Hooks that it adds go with the attribute that says so:

@@ -1,4 +1,4 @@
-"""The tape of a constructor: which ops wrote which storage, and on what each depends."""
+"""`Tape` of a constructor, for trace/deferred: which ops wrote which storage, and on what each depends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Backwards that have no derivative of their own, and what is said where one is asked for.
+"""Raise where a second derivative is asked of a backward that has none of its own.
 
 torch's `once_differentiable` marks a gradient only where the one that arrived has a derivative. A product's gradient
 depends on what was multiplied, even where a constant arrives (the sum of what a convolution gives): there a second

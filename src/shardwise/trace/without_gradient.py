@@ -1,4 +1,4 @@
-"""Which calls of a forward run where it switches gradients off itself."""
+"""Find the calls in a forward that run while it has switched gradients off itself."""
 
 from __future__ import annotations
 

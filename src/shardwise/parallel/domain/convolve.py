@@ -1,4 +1,4 @@
-"""Convolutions of tiles, plain and transposed, over one to three spatial dims."""
+"""Convolutions of tiles, plain and transposed, over one to three spatial dims. Paddings by a boundary: boundary.py."""
 
 from __future__ import annotations
 

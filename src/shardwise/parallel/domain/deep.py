@@ -1,4 +1,4 @@
-"""Deep halos: one exchange that serves several convolutions, whose rows next to a tile are computed on two ranks.
+"""Deep halos (`domain_depth`): one exchange serves several convolutions; rows at borders are computed on two ranks.
 
     domain_depth=3, kernel 3        tile
     fetched                     3 | 8 | 3      one exchange in place of three

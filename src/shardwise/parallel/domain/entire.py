@@ -1,4 +1,4 @@
-"""Operations that need dims whole: the cuts move to other dims, the plain operation runs, and they move back.
+"""`TABLE` of operations that need dims whole: cuts move to other dims, the plain operation runs, they move back.
 
     x (B, C, H, W) cut along H over d0, along W over d1; sorted along W
     moved       d1 cuts channels (or samples)               whole rows, which the operation of one process sorts

@@ -1,4 +1,4 @@
-"""What backward keeps of a tile and its halo: the halo alone, beside the tile that other operations keep anyway.
+"""Keep for backward only a tile's halo, beside the tile, which other operations keep anyway.
 
     forward     window = halo of others | tile, one tensor              the operation reads it and is done
     kept        the halo's strips, and the tile as it lies in memory    the window is gone

@@ -1,4 +1,4 @@
-"""Linear and bilinear layers of cut positions: products of the channels, the same operations on every rank.
+"""Linear and bilinear layers on cut positions: products of the channels, in the same order of sums on every rank.
 
 torch adds the bias inside the product, or after it, by how its input lies in memory; a share of one position, or of
 none, lies in memory in more than one way, so ranks would come to the sums of a weight's and a bias's gradients in

@@ -1,4 +1,4 @@
-"""Which inputs each output of an operation along one dim reads, and from that what each rank fetches. Pure arithmetic.
+"""Which inputs each output of an operation along one dim reads, hence what each rank fetches. Pure arithmetic.
 
     convolution, kernel 3, stride 2, padding 1, 10 inputs on two ranks
 

@@ -1,4 +1,4 @@
-"""Linear algebra of many matrices (`torch.linalg`): each rank its own, where dims in front of them are cut.
+"""Linear algebra (`torch.linalg`) of many matrices on tiles: each rank its own, where dims in front of them are cut.
 
 covariances of cells (B, H, W, 3, 3), H cut over d0        inverses of a rank's own cells; nothing is sent
 fields as matrices (B, C, H, W), H cut over d0             the cut moves to channels meanwhile, as in `entire`

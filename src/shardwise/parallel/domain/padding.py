@@ -1,4 +1,4 @@
-"""Padding along cut dims: each rank fetches what its share of the padded dim shows of the dim."""
+"""`F.pad` of tiles: each rank fetches the indices that its share of the padded dim shows. Boundaries: boundary.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Windows of tiles as dims of their own: `Tensor.unfold`, `F.unfold` (columns of patches) and its adjoint `F.fold`."""
+"""Windows of tiles as dims: `Tensor.unfold`, `F.unfold`, its adjoint `F.fold`. Paddings by a boundary: boundary.py."""
 
 from __future__ import annotations
 

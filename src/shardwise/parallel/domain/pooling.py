@@ -1,4 +1,4 @@
-"""Pooling of tiles over one to three spatial dims: sliding windows, and windows that divide a dim (adaptive)."""
+"""Pooling of tiles over one to three spatial dims, sliding or adaptive windows. Paddings by a boundary: boundary.py."""
 
 from __future__ import annotations
 

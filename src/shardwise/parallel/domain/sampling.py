@@ -1,4 +1,4 @@
-"""Reading a field of tiles at places that are computed (`grid_sample`, indices): every tile gathers the field.
+"""Read a field of tiles at computed places (`grid_sample`, indices): every tile gathers the whole field.
 
 x (B, C, H, W) over d0, d1     grid (B, H', W', 2)     each rank: all of x, its own places, its own outputs
 tokens as samples (B H W, C, h, w), a grid for each    each rank: its own samples, nothing is sent

@@ -1,4 +1,4 @@
-"""Operations along one dim whose outputs each read a few inputs with fixed weights: resizing, and adaptive windows.
+"""Operations along one dim whose outputs each read a few inputs with fixed weights: resizing, adaptive windows.
 
     bilinear, 4 -> 8     output 3 = 0.75 * input 1 + 0.25 * input 2
     adaptive, 7 -> 3     outputs are over inputs 0..2, 2..4, 4..6

@@ -1,4 +1,4 @@
-"""A whole tensor into which tiles are written: it becomes a tile itself, where nobody else holds its memory.
+"""Turn a whole tensor into a tile when tiles are written into it, where nobody else holds its memory.
 
     kept = torch.zeros(B, C, H, W // 2 + 1, dtype=torch.cfloat)     whole, on every rank
     kept[:, :, :m, :m] = spectrum[:, :, :m, :m] * weight            a tile from here on: dealt in blocks, and written to

@@ -1,4 +1,4 @@
-"""Rows to the ranks that hold their experts, and back: an all-to-all whose adjoint is the all-to-all the other way.
+"""Send rows to the ranks that hold their experts, and back, by all-to-alls whose adjoints are all-to-alls.
 
     rank 0   pairs by expert |e0 e1|e2 e3|  --counts, then rows-->  rank 0: e0, e1 of all   rank 1: e2, e3 of all
 

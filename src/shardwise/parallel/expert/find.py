@@ -1,4 +1,4 @@
-"""Which modules hold experts that can lie on different ranks: found by how they are called, decided by a trial.
+"""Find which modules hold experts that can lie on different ranks: by how they are called, then by a trial.
 
 A candidate holds parameters that share a first dim E, and is called with one float tensor (T, H), one integer tensor
 (T, k) and one float tensor (T, k). On random values in its parameters' place it must then show

@@ -1,4 +1,4 @@
-"""Two data-parallel techniques as one: experts are reduced over other ranks than the rest.
+"""Combine two data-parallel techniques (slots.py): experts are reduced over other ranks than the rest.
 
     the rest      reduced over dp_shard and dp_replicate, as `zero` says
     experts       on each rank of ep others, whose gradients hold the tokens of all of ep already: reduced over the

@@ -1,4 +1,4 @@
-"""A backward in two parts: I, the gradient of a stage's input, and W, the gradients of its weights.
+"""Split a backward in two: I, the gradient of a stage's input, and W, the gradients of its weights (zero bubble).
 
     I   output gradient -> ... -> N -> ... -> input gradient     at each N with a weight's branch M: what N was given
     W   at each N:  what it was given -> M -> weight gradient

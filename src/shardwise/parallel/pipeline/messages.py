@@ -1,4 +1,4 @@
-"""Hidden states to the next stage and their gradients back, between the ranks that hold the stages.
+"""Send hidden states to the next stage and their gradients back, between the ranks that hold the stages.
 
     stage s    F: hidden states ------------------------------> stage s + 1
                B: gradients of those that need one <-----------

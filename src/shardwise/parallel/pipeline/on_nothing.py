@@ -1,4 +1,4 @@
-"""Functions of torch that fail on made-up values: what lies before a pipeline stage is right in shape alone.
+"""Answer functions before a pipeline stage that fail on made-up values: again without values, by shape alone.
 
     chosen = x.gather(1, (x > 0).sum(1, keepdim=True) - 1)     x is NaN: index -1
     half = torch.linalg.cholesky(a)                            a is NaN: not positive definite

@@ -1,4 +1,4 @@
-"""`StagePlacement`: the stages of a forward, and which rank of the pipeline holds which parameter and buffer."""
+"""`StagePlacement`: the stages of a forward, and which pipeline rank holds which parameter and buffer."""
 
 from __future__ import annotations
 

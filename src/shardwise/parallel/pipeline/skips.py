@@ -1,4 +1,4 @@
-"""Calls before a pipeline stage that it leaves out, and the shapes of the results that are made up for them."""
+"""Find calls before a stage that it can leave out, and the shapes of the results made up for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The module that runs one stage's part of its own forward.
+"""`StagedModule`: runs one stage's part of the module's own forward.
 
 Every rank keeps the whole module object, with the parameters of its own stages alone. Its outermost forward runs as
 it was written; on the way

@@ -1,4 +1,4 @@
-"""Which dims of a batch may be positions of a sequence.
+"""Propose which dims of a batch are positions of a sequence (tried by engine/positions).
 
 Those of one size, over all tensors, of which a batch can lose half and still be a batch for the module: names and
 kinds of modules play no part. Where the task names the dims (`Task.sequence`), those, whatever their sizes.

@@ -1,4 +1,4 @@
-"""`CutBlocks`: cuts a sequence whose length is born inside the module, from its first repeated block to the last.
+"""`CutBlocks`: cut a sequence that is made inside the module (patches), from its first repeated block to the last.
 
     pictures -> patches (B, S, E), whole  |  blocks on shares (B, S/p, E)  |  (B, S, E), whole -> loss
     backward                   gathered  <|                                |<  shares taken

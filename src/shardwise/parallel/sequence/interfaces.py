@@ -1,4 +1,4 @@
-"""transformers' models by their own doors: `AttentionMaskInterface` and `AttentionInterface`, set at run time.
+"""transformers' attention and masks on cut positions, by its `AttentionInterface` and `AttentionMaskInterface`.
 
     mask functions     causal, window, packed, padding, as the model composes them: a `PairMask`, never (S, S)
     keys and values    as few as they are, not repeated for each query head

@@ -1,4 +1,4 @@
-"""Queries, keys and values as a ring's axis and one axis further in cut them, taken apart and put together again."""
+"""Take apart queries, keys and values that a ring's axis and one axis further in cut, and put them together again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A ring as one operation of a compiled program, `shardwise::ring`, and its backward as another.
+"""A ring and its backward as operations of a compiled program: `shardwise::ring`.
 
 A program knows no messages between two ranks, and a compiler may drop and move what it knows. So a ring stands in a
 program as it is, alike on all ranks, and runs with values as it does without a compiler: which blocks a mask leaves is

@@ -1,4 +1,4 @@
-"""`PairMask`: a boolean mask (B, 1, S, T) known by a function of indices, of which some rows and columns are made.
+"""`PairMask`: a mask (B, 1, S, T) given as a function of indices, of which blocks are made when they are read.
 
     function(sample, head, query, key) -> bool, on tensors of indices that broadcast
     block((0, 4), (8, 12))             the function on rows 0..3 and columns 8..11, made when a kernel asks for rows

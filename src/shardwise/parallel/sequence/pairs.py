@@ -1,4 +1,4 @@
-"""Which runs of queries and keys meet in a ring, and what of a mask lies between them: the same on all ranks.
+"""Plan a ring: which runs of queries meet which runs of keys, and what of a mask lies between them.
 
 A block of keys is split along the runs of indices that its rank owns, and so are queries. A pair of runs is empty by
 the mask (nothing is computed or sent), full, on the causal diagonal, or masked.

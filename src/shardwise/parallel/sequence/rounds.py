@@ -1,4 +1,4 @@
-"""What each rank of a ring computes: its queries with the blocks that pass by, merged; and all gradients.
+"""Compute one rank's part of a ring: its queries with each block that passes by, merged; and the gradients.
 
 How blocks are merged, and what is sent, stands in `ring`.
 """

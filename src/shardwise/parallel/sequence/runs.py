@@ -1,4 +1,4 @@
-"""Indices of queries and keys that attention takes together."""
+"""Types for the indices of queries and keys that attention takes together: a range, or single ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled blocks whose weights or activations are cut: the program that a block is on this rank's shares.
+"""Compile blocks whose weights or activations are cut: as a program on this rank's plain shares.
 
 Activations are parts, which the compiler does not know. But what their rules do is a program of plain operations on
 shares, with collectives between them, and its backward is one too. The block is run once on shares without values

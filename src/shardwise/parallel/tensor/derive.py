@@ -1,4 +1,4 @@
-"""Which weights are cut, along which dim, and who holds which index.
+"""Choose which weights are cut, along which dim, and who holds which index, from the labels of trace/axes.
 
 The labels of `trace/axes` say which indices of which weights must lie together. A *family* is a set of weight dims
 that share classes: the rows of Wq, Wk, Wv and the columns of Wo, or gate, up and down of an MLP. A family can be cut

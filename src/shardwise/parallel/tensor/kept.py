@@ -1,4 +1,4 @@
-"""Where no product of a module can be shared by ranks: weights that are kept in shares, and gathered to be read.
+"""Weights of modules whose products cannot be shared: kept in shares, and gathered whenever they are read.
 
     rank 0   W_0 \\
                   all-gather -> W -> the module's own code, on every rank -> dW -> this rank's rows

@@ -1,4 +1,4 @@
-"""Weights kept in shares that a forward computes with without reading them as attributes of their module.
+"""Detect weights kept in shares (`kept`) that a forward reads otherwise than as attributes of their module.
 
     self.weight.square()                            the whole weight, gathered: exact
     for p in self.parameters(): p.square()          the parameter itself, which is this rank's share: cannot be kept so

@@ -1,4 +1,4 @@
-"""One forward on tensors without values, from which the cuts are derived."""
+"""Run one forward on tensors without values, from which the cuts are derived."""
 
 from __future__ import annotations
 

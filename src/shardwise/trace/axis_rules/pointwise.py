@@ -1,4 +1,4 @@
-"""Operations that treat each element alike: labels meet element by element."""
+"""Axis labels of elementwise operations: labels meet element by element. On shares: part/pointwise."""
 
 from __future__ import annotations
 

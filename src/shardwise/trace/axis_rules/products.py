@@ -1,4 +1,4 @@
-"""Contractions: an activation's labels meet a weight's inner dim, and its outer dim gives the result's."""
+"""Axis labels of contractions: an activation's labels meet a weight's inner dim. On shares: part/products."""
 
 from __future__ import annotations
 

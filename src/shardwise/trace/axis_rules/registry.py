@@ -1,4 +1,4 @@
-"""The registry of rules, and what they share."""
+"""The registry of axis rules (`RULES`, `rule`), and helpers that they share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Views, and what puts tensors side by side: labels are rearranged as elements are."""
+"""Axis labels of views and concatenation: labels are rearranged as elements are. On shares: part/views."""
 
 from __future__ import annotations
 
