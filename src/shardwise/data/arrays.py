@@ -1,4 +1,4 @@
-"""NumPy arrays as a source: files stay on disk and are mapped, arrays in memory are taken as they are."""
+"""NumPy arrays as a source: files stay on disk and are memory-mapped, arrays in memory are taken as they are."""
 
 from __future__ import annotations
 

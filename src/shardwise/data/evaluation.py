@@ -1,4 +1,4 @@
-"""Held-out data: every sample once, in the order of the source, as this rank's parts.
+"""Read held-out data: every sample once, in the order of the source, as this rank's parts.
 
 How: the batches of an unshuffled epoch, one micro-batch each; the last may be short. Every rank takes the
 same number of steps; one without a sample in a step gets a stand-in that counts 0.

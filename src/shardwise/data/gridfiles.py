@@ -1,4 +1,4 @@
-"""netCDF files and zarr stores as one kind of thing: variables with named dims, read by index, NaN where missing.
+"""Read netCDF files and zarr stores alike: variables with named dims, by index, NaN where a value is missing.
 
 netCDF 3 and 4 are read by netCDF4, zarr 2 and 3 by zarr, each imported when such a file is met. Packed values are
 unpacked (CF conventions 8.1), `_FillValue` and `missing_value` become NaN (2.5.1). Several files are one series: a

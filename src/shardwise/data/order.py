@@ -1,4 +1,4 @@
-"""The sample order: which sample stands at a position, as a function of seed and position alone.
+"""The sample order: which sample stands at a position, computed from the seed and the position alone.
 
 Position p belongs to epoch p // length, and within an epoch every sample stands at exactly one position. So
 the order knows nothing of ranks, batches or workers, and a run can continue from any position.

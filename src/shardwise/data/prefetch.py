@@ -1,4 +1,4 @@
-"""Reading ahead: one background thread runs an iterator, a bounded number of items before its consumer.
+"""Read ahead: a background thread runs an iterator, at most so many items before its consumer.
 
 How: thread and consumer share a `Channel`, a short queue under one condition. The thread knows the channel
 and the iterator but never the consumer, so dropping the consumer closes the channel and the thread ends. An

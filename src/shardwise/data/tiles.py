@@ -1,4 +1,4 @@
-"""Sources and outputs by tiles: a rank of a plan with `domain` reads its own tile alone, and writes it alone."""
+"""Fields by tiles under `domain`: each rank reads its own; `predict_to` writes each to a .npy file or .zarr store."""
 
 from __future__ import annotations
 

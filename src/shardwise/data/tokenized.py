@@ -1,4 +1,4 @@
-"""Text files and JSON lines through a tokenizer, once, into a file of tokens that `TokenSource` maps.
+"""Tokenize text files and JSON lines once, into a file of tokens that `TokenSource` (data/tokens) maps.
 
 A text file is one document, and so is the text of a JSON line; each ends with the tokenizer's end-of-text token. The
 tokens of all documents stand one after another, in the order of the paths. The file lies in the user's cache under a

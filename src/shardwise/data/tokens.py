@@ -1,4 +1,4 @@
-"""Token files, memory-mapped: what a tokenizer wrote once, read by window.
+"""`TokenSource`: a memory-mapped file of tokens, read by window.
 
 A file is `.npy` (a vector of whole numbers) or raw numbers of a dtype that is given (`.bin`). Window i holds the
 tokens [i L, i L + L]: L inputs and, one further, L targets, so every token but the first is a target once.

@@ -1,4 +1,4 @@
-"""Reading in worker processes: torch's `DataLoader` runs them, and knows nothing but which steps to read.
+"""Read in worker processes by torch's `DataLoader`, which is told nothing but which steps to read.
 
     loader      steps 7, 8, 9, 10, ...  ->  worker 0 reads 7, worker 1 reads 8, worker 2 reads 9, worker 0 ...
     consumer    7, 8, 9, 10, in order, whichever was read first

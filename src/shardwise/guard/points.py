@@ -1,4 +1,4 @@
-"""Named points of a run (forward, reduce, update, save): written into the rank's record, and places to inject faults.
+"""Named points of a run, for ranks' records and injected faults. A new phase: also training/stragglers, diagnose.
 
     start -> (input -> forward -> reduce -> update -> [evaluate] -> [save]) for each step -> end
 

@@ -1,4 +1,4 @@
-"""Python stacks of another process, without its help: its interpreter may be locked, but it must not be stopped."""
+"""Python stacks of another process without its help; it may hold its interpreter's lock, but must not be stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process that watches the ranks of one host that a launcher started. Without torch.
+"""The process that watches the ranks of one host where a launcher started them. Without torch.
 
     join -> each rank: record-N, stacks-N in a folder in memory; the first of them starts this process
     here -> looks twice a second; on a hang: one report on stderr with all stacks, then the ranks are ended

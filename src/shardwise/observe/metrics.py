@@ -1,4 +1,4 @@
-"""The metrics file: one JSON object on each line, written and flushed at once, so a run that dies keeps them."""
+"""The metrics file: one JSON object a line, written at once. Numbers of a step: training/loop; charts: report/page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a few steps went: a trace of each rank for Chrome or Perfetto, and a table.
+"""Profile a few steps: a trace of each rank for Chrome or Perfetto, and a table of where the time went.
 
     input          waiting for the batch
     compute        operations of forward, loss and backward

@@ -1,4 +1,4 @@
-"""Which steps a run profiles."""
+"""Read which steps a run profiles, from a text such as "10:12"."""
 
 from __future__ import annotations
 

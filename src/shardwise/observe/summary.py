@@ -1,4 +1,4 @@
-"""The final table of a run, as text."""
+"""The final table of a run as text, from its `summary.json` (made in training/loop)."""
 
 from __future__ import annotations
 

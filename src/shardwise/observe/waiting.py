@@ -1,4 +1,4 @@
-"""Does a run wait for its input? The share of each step that ranks spent waiting for the next batch.
+"""Tell whether a run waits for its input: the share of steps that ranks spent waiting for the next batch.
 
 share = waiting / (waiting + step), over the steps since the last look, of the rank that waited most: with gradients
 summed over ranks, the others then wait for it.

@@ -1,4 +1,4 @@
-"""What a rank on a CPU does with memory that it frees: it keeps it.
+"""Let ranks on a CPU keep memory that they free (malloc settings), since to ask for it again is slow.
 
 glibc hands freed memory back to the system from 128 KiB on, so every step of a training loop asks for the same pages
 again, and each first touch is a fault: on virtual machines an expensive one. With two ranks, a step of six linear

@@ -1,4 +1,4 @@
-"""Attempts of one job under torchrun, whose agent keeps one store for all of them.
+"""Attempts of one job under torchrun, whose agent keeps one store: each uses a part of it of its own.
 
     attempt 1   ranks write their addresses into the agent's store, and one of them dies
     attempt 2   the store still has those addresses: a rank that looks too early finds where nobody listens any more

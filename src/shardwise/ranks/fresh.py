@@ -1,4 +1,4 @@
-"""torch's global switches at their defaults, for a process that runs one job after another.
+"""Put torch's global switches back to their defaults, for a process that runs one job after another.
 
 A job that fails leaves what it had entered by hand: modes that see every operation, a default dtype, saved-tensor
 hooks. The next job would be computed under them. Nothing here imports what the job did not.

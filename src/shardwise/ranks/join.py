@@ -1,4 +1,4 @@
-"""`join`: take this process's place in a run that somebody else started, or be a run of one.
+"""`join`: take this process's place in a run that somebody else started (launchers, mpi), or be a run of one.
 
 torchrun, srun, OpenMPI's and MPICH's mpirun, PALS and mpi4py are recognised (`launchers`, `mpi`); ranks without a
 master address agree on one (`meet`).

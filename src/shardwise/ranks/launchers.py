@@ -1,4 +1,4 @@
-"""Which launcher started this process, and which of its ranks this is: read from the environment, without torch.
+"""Which launcher started this process, and its rank, from the environment. A new one: also meet, join, cli/doctor.
 
     torchrun      RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT
     OpenMPI       OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE

@@ -1,4 +1,4 @@
-"""How ranks that somebody else started find each other without a fixed port.
+"""How ranks that a launcher started without a master address find each other without a fixed port.
 
     rank 0    listens on a port that the system chooses ---> (addresses, port, token)
               hands that on: mpi4py's broadcast | PMI's key-value space | a file that all ranks see

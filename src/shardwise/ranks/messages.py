@@ -1,4 +1,4 @@
-"""What travels between the calling process and its ranks: jobs one way, reports the other, always by value."""
+"""Messages between the calling process and its ranks: jobs one way, reports the other, always by value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mpi4py, where the user's script has it running, or where the environment names a rank but not how many there are."""
+"""Find this rank by mpi4py, where the script has it running, or where the environment gives no size."""
 
 from __future__ import annotations
 

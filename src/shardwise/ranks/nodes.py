@@ -1,4 +1,4 @@
-"""Which ranks share a node, and `apart`, which makes each node's ranks the default process group for a while.
+"""Which ranks share a node; `apart` makes each node's ranks the default process group for a while.
 
     world    0 1 2 3          one group
     apart    0 1 | 0 1        the same processes, a group for each node

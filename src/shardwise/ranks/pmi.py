@@ -1,4 +1,4 @@
-"""A few words of PMI-1, the text protocol by which MPICH's and Intel's mpirun serve their ranks over PMI_FD.
+"""PMI-1, the text protocol by which MPICH's and Intel's mpirun serve ranks over PMI_FD: what `meet` needs of it.
 
     cmd=init ... -> cmd=put key=value -> cmd=barrier_in (all ranks) -> cmd=get -> cmd=finalize
 

@@ -1,4 +1,4 @@
-"""How ranks that share CPU cores are scheduled.
+"""Set the scheduling policy of ranks that share CPU cores, so that threads that wake do not preempt.
 
 A blocking collective of gloo passes through four threads, each woken by the one before. Under Linux's default policy
 a thread that wakes may take the core from one that it should wait for, or wait for its time slice of 3 to 4 ms:

@@ -1,4 +1,4 @@
-"""A script of one's own on local ranks, supervised as a run is: `shardwise run script.py`.
+"""`shardwise run script.py`: run a script on local ranks, supervised as a run is.
 
 Each rank runs the whole script as `python script.py` would, with a process group that `prepare` and `parallelize` find.
 """

@@ -1,4 +1,4 @@
-"""Ranks that a launcher started are watched by a process of their host (`guard.watcher`)."""
+"""Start the process that watches this host's ranks where a launcher started them (`guard.watcher`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rank's side: a process that waits for jobs, runs each inside a process group, and reports.
+"""A rank's process: it waits for jobs, runs each inside a process group, and reports.
 
 It leaves by `os._exit`: tearing down gloo's threads in a regular interpreter exit can abort.
 """

@@ -1,4 +1,4 @@
-"""Charts as SVG text: lines over steps, and bars dealt to parts. Colours are the page's, so that both looks fit."""
+"""Charts as SVG text: lines over steps, and stacked bars. Their colours are those of the page."""
 
 from __future__ import annotations
 

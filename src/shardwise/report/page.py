@@ -1,4 +1,4 @@
-"""The page: several runs side by side, one colour each; what every figure is, and where every setting came from."""
+"""The report's page: several runs side by side, each figure explained, each setting with its source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks must agree on in a step before its gradients are divided: their samples, their draws, their means."""
+"""Check what ranks must agree on before a step's gradients are divided: samples, draws, means, changes."""
 
 from __future__ import annotations
 

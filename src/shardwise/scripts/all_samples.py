@@ -1,4 +1,4 @@
-"""Operations of a script's own that hang on all samples of a batch, of which this rank has a part: as of all of them.
+"""A script's operations that depend on all samples of a batch (batch norm, means), answered as of all of them.
 
     teacher(x)                      a batch norm in training of a module that no plan has: statistics of all samples
     autograd.grad(loss.mean(), x)   one process's mean is over all samples: this rank's gradient times n_r / sum n_r

@@ -1,4 +1,4 @@
-"""Gradients that come to a prepared model's parameters and outputs, heard of one by one.
+"""Hear of each gradient that arrives at a prepared model's parameters and outputs: its own, or a stray one.
 
 prepared.backward(loss)             its own: counted
 another model's backward            a GAN's: they belong to no step of this model

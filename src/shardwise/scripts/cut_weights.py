@@ -1,4 +1,4 @@
-"""Weights that tp cuts, as a script's own code beside the model's forward reads, draws and sets them: whole.
+"""Weights that tp cuts, as a script's code beside the forward reads, draws and sets them: whole. zero=3: pieces.
 
     0.9 * t + 0.1 * p    the whole weight, gathered; with gradients each rank takes its share of what comes back
     p.clamp_(-c, c)      element by element: on this rank's share; nothing is sent

@@ -1,4 +1,4 @@
-"""Which samples of a batch a rank counts, and which it holds: in most batches the same ones.
+"""Which samples of a batch a rank counts and which it holds; in most batches the same ones.
 
     8 samples, 4 ranks                0 1 | 2 3 | 4 5 | 6 7
     4 samples                          0  |  1  |  2  |  3

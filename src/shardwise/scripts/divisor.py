@@ -1,4 +1,4 @@
-"""What a loss was divided by, read from its autograd graph: a mean over a rank's samples hides the weight it needs.
+"""Read from a loss's autograd graph what it was divided by: the weight that a mean over samples hides.
 
     cross_entropy(...)            NllLoss, reduction mean, total weight 512        a mean over 512
     (a - b).pow(2).mean()         Mean of 4096                                     a mean over 4096

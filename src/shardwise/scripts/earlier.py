@@ -1,4 +1,4 @@
-"""Gradients of a step's earlier backwards, to which a later one adds its own, as `.grad` does in one process.
+"""Keep the gradients of a step's earlier backwards; a later one is added, as to `.grad` in one process.
 
     prepared.backward(loss)      summed over ranks and divided: whole, to be read and changed
     prepared.backward(again)     the same for itself; then added to what was there

@@ -1,4 +1,4 @@
-"""Modules of a model that its script calls by themselves: each such call is one of the model, which runs that module.
+"""Calls of a model's submodules by the script itself: each is run as a call of the whole model.
 
     h = model.encoder(x)           model(x), in which the encoder alone runs: units gather, draws are followed,
     model.log_prob(x)              positions are cut; likewise the modules that a method of the model's calls

@@ -1,4 +1,4 @@
-"""What a script gives `prepared.backward`: one number that depends on the weights, and what it is divided by."""
+"""Check what a script gives `prepared.backward`: the loss, its weight, or what it is a mean over."""
 
 from __future__ import annotations
 

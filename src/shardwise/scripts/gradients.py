@@ -1,4 +1,4 @@
-"""Gradients of a step as a script's own code reads, changes and sets them, where ranks hold pieces: whole ones.
+"""Whole gradients for a script's code that reads, changes and sets them, where ranks hold pieces.
 
     p.grad               gathered, once in a step, on every rank; None before the first backward
     p.grad.mul_(0.5)     into the whole, of which each rank takes its piece back before the optimizer steps

@@ -1,4 +1,4 @@
-"""What a script reads from its model where this rank holds pieces: whole gradients and weights, or a refusal.
+"""Guard a script's model where a rank holds pieces: gradients and weights are gathered, or reading is refused.
 
 Under zero=1 and 2 (and with masters of their own) a parameter has no gradient that a script could use, and torch's
 `clip_grad_norm_` would find none and do nothing. Reading `param.grad` therefore gathers (`gradients`).

@@ -1,4 +1,4 @@
-"""What a script takes from its prepared model and gives it: whole weights, which this rank holds in pieces.
+"""`state_dict` and `load_state_dict` of a prepared model, and other whole weights that a rank holds in pieces.
 
     model.state_dict()        whole tensors under the plain module's names, on the CPU; a submodule's likewise
     model.load_state_dict()   whole tensors, of which each rank takes its pieces

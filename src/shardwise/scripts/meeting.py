@@ -1,4 +1,4 @@
-"""The order of a script's calls for which every rank is needed; ranks whose order differs are named, with both lines.
+"""Check that every rank makes the script's collective calls in the same order; both lines are named if not.
 
     rank 0   1 forward  2 step  3 model.state_dict()  waits until all have come
     rank 1   1 forward  2 step  3 forward  <- "rank 0 calls model.state_dict() [line 12], rank 1 a forward [line 9]"

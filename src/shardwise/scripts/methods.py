@@ -1,4 +1,4 @@
-"""Methods of a model other than `forward` (decode, encode, generate), called by a script where ranks hold pieces.
+"""Calls of a model's other methods (decode, encode, generate) by a script where ranks hold pieces.
 
     z = model.encode(x)     with gradients: as the script's own code; the modules that it calls are gathered for
                             (`entries`)

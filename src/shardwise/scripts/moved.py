@@ -1,4 +1,4 @@
-"""Check a prepared script's first steps: its weights move, are the model's own, and are equal on ranks that share them.
+"""Check a script's first steps: weights move, are the model's own, and are equal on ranks that share them.
 
     gradient and learning rate are not zero, and nothing moves     the optimizer holds other tensors than the plan
     the model's parameter is not the one that the plan trains      converted, replaced or unfrozen after `prepare`

@@ -1,4 +1,4 @@
-"""A script's optimizer, made anew from its class and groups over this rank's pieces, in the same object.
+"""A script's optimizer over this rank's pieces, in the same object, which schedulers hold. Its `step`: stepping.
 
 Schedulers and logging hold the object and its groups, so both stay; what the groups hold becomes the pieces that the
 plan gives this rank. Which pieces the optimizer bears is found by trial, as for a task (`engine/optimizer`).

@@ -1,4 +1,4 @@
-"""What entered a script's losses from outside of their step (`kept`): told by digests, compared over ranks."""
+"""Digests of what entered a script's losses from outside of their step (`kept`), compared over ranks."""
 
 from __future__ import annotations
 

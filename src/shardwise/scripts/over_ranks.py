@@ -1,4 +1,4 @@
-"""What a prepared script asks of all ranks beside a step: sums, rows of all samples, weights that it changed by hand.
+"""`prepared.sum`, `prepared.gather`; publish weights that a script changed by hand.
 
 prepared.sum(a, b)          each value's sum over the ranks that hold different samples
 prepared.gather(keys)       the rows of all samples of a batch

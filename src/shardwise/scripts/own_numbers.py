@@ -1,4 +1,4 @@
-"""Tell where a script reads numbers of its rank's samples alone, which one process reads of the whole batch.
+"""Tell where a script reads a number (a scheduler's metric, say) of its rank's samples alone; `prepared.sum` adds.
 
     correct += (out.argmax(1) == y).sum().item()     on two ranks half of the batch each: told, with the line
     n = mask.sum().item(); backward(loss * n, n)      a weight, which is added up over ranks: not told

@@ -1,4 +1,4 @@
-"""What a script does to the tensors in `optimizer.param_groups`, which are this rank's pieces of weights.
+"""Watch what a script does to the tensors in `optimizer.param_groups`, which are this rank's pieces.
 
     fast = group["params"][0]         an optimizer around another one (slow weights, an average, noise)
     slow += 0.5 * (fast.data - slow)  element by element: right on a piece

@@ -1,4 +1,4 @@
-"""Weights sharded by FSDP2 (zero=3), as a script's own code beside the model's forward reads, draws and sets them.
+"""Weights sharded by FSDP2 (zero=3), as a script's code beside the forward reads and sets them. tp: cut_weights.
 
     p.data = x           the piece of x becomes the weight, in the parameter, in FSDP2's unit, and for the optimizer
     p.uniform_()         drawn for the whole weight, alike on every rank, which keeps its piece

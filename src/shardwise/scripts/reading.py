@@ -1,4 +1,4 @@
-"""Whether a rank may read its samples alone: what reading draws, and what a batch's other samples change.
+"""Find whether a rank may read its samples alone: whether reading draws, or depends on a batch's other samples.
 
 A dataset that draws (a random crop) gives other samples where another process draws before it; a collate function of
 the script's own may pad to the longest of the batch, or draw masks. Then a part that was read by itself is not the

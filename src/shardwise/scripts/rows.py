@@ -1,4 +1,4 @@
-"""What is said of rows of samples that a script's operations are given, and how such rows are told from shapes."""
+"""Messages on rows of samples in a script's operations, and how such rows are told from shapes."""
 
 from __future__ import annotations
 

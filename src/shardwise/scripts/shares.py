@@ -1,4 +1,4 @@
-"""The model's door where a plan cuts positions (`cp`, `cp_ulysses`, `domain`): whole tensors in, parts out.
+"""Calls of a script's model where a plan cuts positions: whole tensors in, parts of this rank inside and out.
 
     script               x (B, S), whole on every rank of the axis, as its loader gives it
     model(x)             this rank's share of x          which arguments are cut: found in the first call in training

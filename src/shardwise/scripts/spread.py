@@ -1,4 +1,4 @@
-"""The first training forward of a script, from which tensor and expert parallelism are derived.
+"""The first training forward of a script's model: from its arguments tp and ep are derived, then it is spread.
 
     prepare(model, ...)      ranks meet; the model waits, whole
     model(x)  in training    rank 0's arguments to all ranks -> cuts derived and tried -> weights cut -> the forward

@@ -1,4 +1,4 @@
-"""Before a script is prepared: what cannot be is refused, and the engine is made over the model that exists."""
+"""Before a script is prepared: refuse what cannot be, fix the precision; make its engine over the model that exists."""
 
 from __future__ import annotations
 

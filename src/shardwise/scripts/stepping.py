@@ -1,4 +1,4 @@
-"""One step of a prepared script: its `backward`s, its clipping, and what `optimizer.step()` and `zero_grad()` become.
+"""One step of a prepared script: `backward`, `clip_grad_norm_`, and the optimizer's `step` and `zero_grad`.
 
 prepared.backward(loss, weight)     this rank's gradients; with the plan's last micro-batch, those of all ranks
 prepared.clip_grad_norm_(1.0)       by the norm over all ranks

@@ -1,4 +1,4 @@
-"""What a script computes between its batch and its loss, written down so that it can be computed again on other values.
+"""Record what a script computes between its batch and its loss, to compute it again on other values.
 
     batch  --->  [ model ]  --->  outputs  --->  the script's own operations  --->  loss
     source                        source                  the tape

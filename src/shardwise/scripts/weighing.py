@@ -1,4 +1,4 @@
-"""What a loss counts for in its step: the weight that the script gives, or an equal part of one.
+"""How much a loss counts in its step: by the weight that the script gives, or as an equal part.
 
 backward(sum, weight)       divided by the weights of all ranks and micro-batches
 backward(mean, mean_over)   the mean over all ranks, of this micro-batch

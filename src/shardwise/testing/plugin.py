@@ -1,4 +1,4 @@
-"""A pytest fixture for tests that need ranks. In a `conftest.py`:
+"""A pytest fixture, `rank_pool`, for tests that need ranks. In a `conftest.py`:
 
     from shardwise.testing.plugin import rank_pool  # noqa: F401
 

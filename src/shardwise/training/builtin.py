@@ -1,4 +1,4 @@
-"""The built-in tasks, made from a `[task]` section: a decoder on text, a vision transformer on digits.
+"""The built-in tasks (names and defaults: config/schema): a decoder on text, a vision transformer on digits.
 
 text    the next byte of Python's standard library, or the next token of text files, 5 % of them held out
 digits  scikit-learn's handwritten digits, a fifth of them held out

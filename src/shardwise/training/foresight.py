@@ -1,4 +1,4 @@
-"""A run's forecast, made before it starts, and the two side by side when it is over."""
+"""Forecast a run before it starts; put forecast and measurement side by side when it is over."""
 
 from __future__ import annotations
 

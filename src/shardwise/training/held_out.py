@@ -1,4 +1,4 @@
-"""Part of a held-out source, spread evenly over it."""
+"""`Spread`: some samples of a held-out source, spread evenly over it."""
 
 from __future__ import annotations
 

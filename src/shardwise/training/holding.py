@@ -1,4 +1,4 @@
-"""One process at a time in a run's folder: a lock that the system lets go of when the process ends, however it ends."""
+"""Lock a run's folder for one process; the system releases the lock however the process ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a configuration and its task to a `Job`: how many steps, of how many samples, at which learning rate.
+"""Make a `Job` from a configuration and its task: steps, samples of each, learning rate, checked before the start.
 
 What only the task can tell is checked here, before any process is started: options that this task would not use
 are refused, as `config` refuses those that no task would.

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: when to save, how to resume, and how to stop when a signal asks for it.
+"""When a run saves checkpoints, resumes and stops on a signal; ranks exchange rows for stragglers about once a second.
 
     a step is done -> due by steps?  by time, or asked to stop by a signal? (ranks ask each other about once a second)
                    -> save in the background; when asked to stop: save, wait, leave

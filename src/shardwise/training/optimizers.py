@@ -1,4 +1,4 @@
-"""From an `[optimizer]` section to the function that a `Task` wants: named parameter groups -> optimizer."""
+"""Make the function that a `Task` wants from an `[optimizer]` section (names and options: config/schema)."""
 
 from __future__ import annotations
 

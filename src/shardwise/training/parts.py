@@ -1,4 +1,4 @@
-"""What a rank's run is put together from, for the run itself and for steps that are taken again."""
+"""Make a rank's engine, loader and batches, for the run (loop) and for steps that are taken again (replay)."""
 
 from __future__ import annotations
 

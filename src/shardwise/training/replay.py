@@ -1,4 +1,4 @@
-"""Which of two ranks that differ is right: the steps since the last checkpoint, taken again in exchanged places.
+"""Find which of two ranks that differ is right: take the steps since the last checkpoint again in other places.
 
     place      0 1 2 3             who differs: 0 and 2
     first      rank 0 1 2 3

@@ -1,4 +1,4 @@
-"""A run that goes on after a failure: which failures are worth it, from which checkpoint, on how many ranks.
+"""Start a run again after a failure: which failures are worth it, from which checkpoint, on how many ranks.
 
     launch -> done
            -> a rank died, hung or raised -> journal -> wait -> launch anew from the newest checkpoint, in its folder

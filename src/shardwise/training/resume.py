@@ -1,4 +1,4 @@
-"""Which run a new one goes on from, and what is different since. Without torch."""
+"""Which run a new one goes on from (job arrays by the environment's variables), and what differs. Without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: pure functions from an optimizer step, counted from 0, to a factor.
+"""Learning-rate schedules as functions of the optimizer step, counted from 0 (names: config/schema).
 
     factor
       1 |      ________          warm-up: (step + 1) / (warmup + 1), so that step `warmup` has factor 1

@@ -1,4 +1,4 @@
-"""Ranks that work longer than the others between collectives, told once each with the phase of a step that is slow.
+"""Name ranks that work longer than others between collectives, once each, with the phase. Times: guard/records.
 
 A rank's own time is that of its steps without what it waited in collectives. It is compared, phase by phase and as a
 whole, with the median of the ranks that do the same work: those of its pipeline stage.

@@ -1,4 +1,4 @@
-"""A few lines that the text model writes at the end of a run."""
+"""Let the text model write a few lines at the end of a run."""
 
 from __future__ import annotations
 
