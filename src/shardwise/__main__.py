@@ -1,4 +1,4 @@
-"""The command line's first lines: `python -m shardwise`, and what the program `shardwise` calls."""
+"""Entry point of the command line: `python -m shardwise`, and the program `shardwise`. Commands: cli/main."""
 
 import signal
 

@@ -1,4 +1,4 @@
-"""The device room: everything that asks which kind of device this is, of torch's own registry of accelerators.
+"""Everything that depends on the kind of device, asked of torch's registry of accelerators. Mock: testing/mock_device.
 
 CUDA, ROCm, XPU, NPU and any other that `torch.accelerator` knows are treated alike. Other rooms call these functions
 instead of naming a kind.

@@ -1,4 +1,4 @@
-"""Of a tensor: a digest of dtype, shape and every bit of its values; a hash of its bits, made where it lies."""
+"""Digests of a tensor: of its dtype, shape and every bit of its values; and a hash computed on its own device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every error a user can meet. A message says what happened, where, why, and what to do.
+"""Every error a user can meet, each with its exit code. A message says what happened, where, why, and what to do.
 
 The exit codes of the command line are properties of the errors: 1 the run failed, 2 bad input, 3 refused plan, 75
 stopped when asked to, to be started again.

@@ -1,4 +1,4 @@
-"""transformers' models by their heads: how each is built and called, and its loss.
+"""transformers' models by head: how each is built and called, its loss. Made-up samples: planner/configured_task.
 
 A head is one of transformers' Auto classes with what its labels are. Losses are sums with the number of labels that
 count as their weight, whatever the model itself would return. Importing this does not import transformers.

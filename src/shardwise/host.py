@@ -1,4 +1,4 @@
-"""What Python reads of tensors' values: each read makes the host wait until the device has come that far.
+"""Reads of tensors' values in Python (`read`): each makes the host wait until the device has come that far.
 
 Everything in a step that needs a number in Python (the control row, counts of rows for experts, shapes of messages)
 calls `read`. So reads can be counted, and a rehearsal on tensors without values can answer them in one place.

@@ -1,4 +1,4 @@
-"""Which dtype holds what, from the plan's `precision` and `reduce_dtype`.
+"""Which dtype holds what, by the plan's `precision` and `reduce_dtype`. Its bytes in a forecast: costs/software.
 
 | precision | compute | master and optimizer state | gradients summed in |
 |---|---|---|---|

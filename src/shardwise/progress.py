@@ -1,4 +1,4 @@
-"""Show on stderr what a command is doing: one line that the next overwrites on a terminal, plain lines in a log.
+"""Show on stderr what a command is doing, in one line or as a log. The steps of a run: observe/progress.
 
 A line is written by a function that can be pickled, so that rank 0 of a probe writes it itself.
 """

@@ -1,4 +1,4 @@
-"""What to train: a model, its data, its loss and its optimizer, in ordinary PyTorch.
+"""`Task`: a model, its data, its loss and its optimizer, in ordinary PyTorch. `Domain`: its dims of space.
 
 A `Task` holds callables and no distributed code. The loss is a *sum and a weight*, so that it can be added over
 samples, ranks and micro-batches and divided once, by the global weight.

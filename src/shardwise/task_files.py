@@ -1,4 +1,4 @@
-"""The tasks that a Python file defines, read from its text: nothing of it is imported or run.
+"""Find the tasks that a Python file defines by reading its text: nothing of it is imported or run.
 
 A task is a function that can be called with nothing and returns a value, or a variable that holds `Task(...)`.
 """

@@ -1,4 +1,4 @@
-"""The process that writes a rank's part of a checkpoint while training goes on. Without torch.
+"""The process that writes a rank's part of a checkpoint (for `save`) while training goes on. Without torch.
 
 It is started once, with a descriptor of the memory file that the rank fills, and told what to write as one line of
 JSON; it answers with one line. It ends when the rank does, after what it is writing: a rank that is killed in the

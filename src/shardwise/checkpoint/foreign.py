@@ -1,4 +1,4 @@
-"""Read state dicts that others pickled: files of `torch.save`, folders of `torch.distributed.checkpoint`.
+"""Read others' state dicts: files of `torch.save`, folders of `torch.distributed.checkpoint`. Called by cli/checkpoint.
 
 Nothing in them is executed. Of a file, torch's restricted reader makes tensors and plain containers alone
 (`weights_only`); of a folder's `.metadata` only torch's classes that describe tensors are made, and only tensors are

@@ -1,4 +1,4 @@
-"""What a rank of an engine holds, each tensor as a piece of a whole one.
+"""What a rank's engine holds, each tensor as a piece of a whole one. A new kind of tensor: also save and load.
 
     model/W        masters of trained weights, and frozen ones      pieces as the plan cuts them
     buffer/B       buffers, of the stage that uses them             whole

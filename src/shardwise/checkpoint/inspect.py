@@ -1,4 +1,4 @@
-"""Looking at checkpoints and turning them into other files, without ranks and without torch.
+"""Inspect, convert and compare checkpoints, without ranks and without torch. Their commands: cli/checkpoint.
 
 find      the checkpoint that a path means: itself, or the newest of a run
 summary   what is in it, by kind

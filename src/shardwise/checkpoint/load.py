@@ -1,4 +1,4 @@
-"""A checkpoint's state into an engine, under whatever plan each of them has.
+"""Load a checkpoint's state into an engine, under whatever plan each of them has. Its counterpart: save.
 
     choose    the newest checkpoint that every rank finds whole: digests of all files, each read by one rank
     compare   names, shapes and the kind of the optimizer with the engine's; every rank says alike what differs

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as one JSON file: tensors, their pieces, the files with their digests, all other state.
+"""The manifest of a checkpoint, one JSON file: tensors, their pieces, the files with their digests, all other state.
 
     {"format": "shardwise checkpoint", "version": 1, "digest": xxh3-128 of the content's canonical text, "content":
       {"files":   {"rank-00000.safetensors": {"bytes": 4096, "xxh3_128": "..."}, ...},

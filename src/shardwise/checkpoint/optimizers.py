@@ -1,4 +1,4 @@
-"""Optimizer state as tensors of a checkpoint and a tree of JSON, and back, whatever the optimizer.
+"""Optimizer state of any class as tensors of a checkpoint and a tree of JSON, and back. A script's: scripts/state.
 
 A value of the state of one weight becomes a node:
 

@@ -1,4 +1,4 @@
-"""Which elements of a whole tensor a rank holds, and copying what two such pieces have in common. Without torch.
+"""`Piece`: the elements of a whole tensor that a rank holds; copying what two pieces have in common. Without torch.
 
 A piece is an interval of the row-major flattening of a product of runs of indices, one list of runs for each dim:
 

@@ -1,4 +1,4 @@
-"""From ranks' files to a checkpoint that is whole or not there. Without torch.
+"""Turn the files of all ranks into a checkpoint that is whole or not there, and remove old ones. Without torch.
 
     each rank   step-00000012.tmp-ab12/rank-00003.safetensors    written, synced, read back
                 step-00000012.tmp-ab12/rank-00003.json           what is in it, and its digest

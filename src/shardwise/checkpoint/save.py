@@ -1,4 +1,4 @@
-"""An engine's state into checkpoints, while training goes on.
+"""Save an engine's state as checkpoints while training goes on (writer: background; counterpart: load).
 
     rank     copies its pieces into a buffer that was made before (a memory file), and goes on with the next step
     writer   a process of its own without torch: the buffer -> the rank's file -> (rank 0) the checkpoint

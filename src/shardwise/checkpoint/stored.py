@@ -1,4 +1,4 @@
-"""Tensors that lie in files, read piece by piece: those of a checkpoint, or of anybody's safetensors. Without torch.
+"""Read tensors from files piece by piece: a checkpoint's, or anybody's safetensors. Without torch.
 
 What a rank needs is read with plain reads, at most so much at once: a file that is cut short or overwritten meanwhile
 is an error, where a mapped one would be zeros or the end of the process.

@@ -1,4 +1,4 @@
-"""How a command ends: on stdout what was asked for, on stderr all else, and an exit code.
+"""How a command ends: its answer on stdout, all else on stderr, and an exit code (of errors: errors.py).
 
 0 done, 1 failed or no parity, 2 bad input, 3 refused plan, 75 stopped and saved, 130 interrupted. With `--json`, stdout
 holds exactly one JSON object whatever happens: while a command runs, all that anything writes to stdout goes to stderr.

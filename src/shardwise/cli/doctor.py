@@ -1,4 +1,4 @@
-"""`shardwise doctor`: whether this host can run ranks, in one paste for a report. Secrets are left out."""
+"""`shardwise doctor`: whether this host can run ranks, as text to paste into a report. Secrets are left out."""
 
 from __future__ import annotations
 

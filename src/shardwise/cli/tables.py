@@ -1,4 +1,4 @@
-"""What `shardwise show` prints."""
+"""The tables that `shardwise show tp` and `show ranks` print."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first thing on the screen: what a command is about to do, before anything that takes long is imported."""
+"""Say on a terminal what a command is about to do, before anything that takes long is imported."""
 
 from __future__ import annotations
 

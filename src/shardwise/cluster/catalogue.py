@@ -1,4 +1,4 @@
-"""Devices, links and shapes by name, from files that tools/compact_catalogue.py writes (sources: data/README.md)."""
+"""Devices, links and shapes by name, from files that tools/compact_catalogue.py writes. Fields: `Device` of cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Cluster`: devices and the links between them, tier by tier. Pure data; every number has provenance.
+"""`Cluster`, `Device`, `Tier`: pure data. A new figure is also filled in by catalogue.py and measure/machine.
 
     tier 0  inside a node          8 devices, NVLink
     tier 1  between nodes          16 of them, InfiniBand

@@ -1,4 +1,4 @@
-"""Measured matrix products and collectives, read between their grid points.
+"""Measured matrix products and collectives, interpolated between the sizes that were measured.
 
 Both are interpolated in the logarithm of the sizes. Outside its grid a matrix product keeps the rate of the nearest
 edge, and a collective the bandwidth of its largest message.

@@ -1,4 +1,4 @@
-"""Gradients gathered into flat buckets as backward makes them, each bucket sent off once it is whole.
+"""Gather gradients into flat buckets as backward makes them; each bucket is sent once it is whole (zero < 3).
 
     backward:  g4 -> |g4|g3|  full: launch ~~~~~~~~> reduced, while backward goes on with g2, g1
                          |g2|g1|  full: launch ~~~>

@@ -1,4 +1,4 @@
-"""Our collectives, each tagged with its call site. Gradients: parallel/replicate, flat, full (FSDP2's own).
+"""Our collectives. A new one: also ledger, observe, recording, guard/diagnose; its time: costs/wire.
 
 An `Axis` is this rank's group along a mesh axis. With one rank in it every collective is the identity and no
 process group is touched.

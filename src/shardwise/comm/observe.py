@@ -1,4 +1,4 @@
-"""Observation of every collective that this rank issues, PyTorch's engines' and our own alike.
+"""Enter every collective of this rank, PyTorch's engines' and ours, in the ledger, by op names (also in recording).
 
 A dispatch mode sees `c10d.*` (process groups, FSDP2) and `_c10d_functional.*` (DTensor) as ops. Ours carry the tag
 of their call site; what carries none was issued by a PyTorch engine and stands under "torch".

@@ -1,4 +1,4 @@
-"""Every collective that Python issues, PyTorch's engines' and a user's own among them, in the rank's record.
+"""Write every collective that Python issues into the rank's record, for guard/. By method names: also observe.
 
     dist.all_reduce(...) -> ProcessGroup.allreduce   the number in its group, op, dtype, shape, tag, the user's line
     work.wait()          -> Work.wait                what the rank waits for, while it waits

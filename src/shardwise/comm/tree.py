@@ -1,4 +1,4 @@
-"""Sums over pieces of a batch in one fixed tree: the same bits whichever rank had which pieces.
+"""Sums over pieces of a batch in one fixed tree (layout/pieces): the same bits whichever rank had which pieces.
 
     rank 0   pieces 0..3  -> partial sums of the tree's nodes within 0..3   \\  all-to-all: each rank gets its N-th
     rank 1   pieces 4..7  -> partial sums of the tree's nodes within 4..7   /  of every partial sum, and adds them up

@@ -1,4 +1,4 @@
-"""The sections of a configuration, one pydantic model each: strict types, no unknown keys, all described.
+"""The sections and keys of a configuration, as pydantic models; `without_effect`: keys that would not be used.
 
 `without_effect` is the other half of the schema: the keys that a given configuration would not use, with the
 reason. A key that is set and has no effect is an error, so nothing is read and ignored.

@@ -1,4 +1,4 @@
-"""Configurations as text: a commented starter file, and the effective values with where each came from.
+"""A commented starter file; the effective configuration with sources. `PLAN_HELP`: one line for each key of a plan.
 
 Both are TOML that `load` reads again; what has no effect is commented out, since `load` refuses it when set.
 """

@@ -1,4 +1,4 @@
-"""Where values come from: TOML files with `extends`, `--set key=value`, options of the command line or of `train`.
+"""Read values and where they come from: TOML files with `extends`, `--set key=value`, options of a command.
 
 Everything becomes a list of `Given` (dotted key, value, source), weakest first; mistakes go to a list of
 problems, one line each, so that all of them can be told at once.

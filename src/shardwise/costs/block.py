@@ -1,4 +1,4 @@
-"""Time of one layer, the embedding and the head on one rank: kernels launched, recomputed, and a sequence's messages.
+"""Time of one layer, of the embedding and the head of a decoder on one rank: kernels, recompute, messages.
 
 For T tokens on a rank, tensor degree t, width h:
 

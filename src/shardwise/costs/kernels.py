@@ -1,4 +1,4 @@
-"""How long one kernel takes on one device: matrix products, attention, streams of memory.
+"""How long one kernel takes on one device: matrix products, attention, and ops bound by memory bandwidth.
 
 Products read the measured table of the device, times the share of it that long runs hold. A device without a table
 has one rate for large products, the sustained one if known, else `ROOFLINE_SHARE` of the data sheet: other shapes

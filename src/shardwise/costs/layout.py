@@ -1,4 +1,4 @@
-"""`Layout`: the numbers of a plan that costs depend on, with the batch dealt."""
+"""`Layout`: a plan's numbers that forecasts need. A new one: also `of_plan`, candidates, rehearsal/cut_module."""
 
 from __future__ import annotations
 

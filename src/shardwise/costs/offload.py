@@ -1,4 +1,4 @@
-"""What it costs to keep the optimizer's state in the host's memory, and to let its processor do the update.
+"""Time of keeping the optimizer's state in the host's memory and updating there. A forecast only: no plan runs it.
 
 Once in a step, nothing of it hidden, for the parameters that a rank updates:
 

@@ -1,4 +1,4 @@
-"""What Python and the engine add to the kernels' own time, technique by technique, as a probe measured it.
+"""What Python and the engine add to kernels' time, by technique; measured by measure/overheads.
 
     step   once: control, losses, the optimizer's loop
     call   each op that the host starts, views among them

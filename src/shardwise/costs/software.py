@@ -1,4 +1,4 @@
-"""How an implementation runs a decoder: which kernels, what it keeps, in which dtypes, what it overlaps.
+"""How an implementation runs a decoder: kernels, dtypes (`STATES`: bytes of each), what it keeps and overlaps.
 
 Facts about programs, from their papers and sources; nothing here is a fitted number.
 """

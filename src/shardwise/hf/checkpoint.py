@@ -1,4 +1,4 @@
-"""A checkpoint folder of safetensors files, read one tensor at a time.
+"""Read a checkpoint folder of safetensors files, one tensor at a time.
 
     model.safetensors.index.json   name -> file, where there are several
     model-00001-of-00002.safetensors, ...   or   model.safetensors

@@ -1,4 +1,4 @@
-"""From the tensors of a checkpoint to the parameters of a model: transformers' own renamings and conversions.
+"""Turn tensors of a checkpoint on disk into a model's parameters, by transformers' own renamings and conversions.
 
 transformers keeps, for each kind of model, how names on disk become names of parameters, and which tensors are merged
 or cut on the way (experts into one, a fused projection into three). Its tables and functions are used as they are; a

@@ -1,4 +1,4 @@
-"""Who gets which samples: a global batch is cut into micro-batches, each micro-batch dealt over the data ranks.
+"""Deal samples: a global batch is cut into micro-batches, each micro-batch dealt over the data ranks.
 
 Every cut is contiguous and sizes differ by at most one, so the same global sample is in the same micro-batch on any
 number of ranks. A micro-batch smaller than the ranks leaves some with none; they run a stand-in sample that counts 0.

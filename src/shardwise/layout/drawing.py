@@ -1,4 +1,4 @@
-"""Pipeline schedules as text and as a picture, with what is counted from them."""
+"""Draw pipeline schedules as text and as SVG, with what is counted from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan for fewer ranks: the data degrees shrink, everything else stays."""
+"""Make a plan for fewer ranks (restarts): the data degrees shrink, everything else stays."""
 
 from __future__ import annotations
 

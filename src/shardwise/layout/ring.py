@@ -1,4 +1,4 @@
-"""Collectives around a ring, step by step: who sends which piece to whom, and what each rank then holds.
+"""Collectives around a ring, step by step, for `show ring` and docs: who sends which piece to whom. Runs nothing.
 
     all_reduce       = reduce_scatter, then all_gather      2(n-1) steps, 2(n-1)/n of the bytes
     reduce_scatter     pieces travel around and are added     n-1 steps,   (n-1)/n

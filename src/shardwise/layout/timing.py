@@ -1,4 +1,4 @@
-"""A pipeline schedule in time: seconds of each stage and of each message make a table's ops start and end.
+"""Play a pipeline schedule in time: from seconds of each stage and message to the start and end of each op.
 
 The tables (`schedules`) say in which order a rank works; here every op starts when its rank is free and what it needs
 has arrived.

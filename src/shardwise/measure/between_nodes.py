@@ -1,4 +1,4 @@
-"""Collectives and messages between nodes, timed by kind, size, number of nodes and ranks of each.
+"""Time collectives and messages between nodes, by kind, size, number of nodes and ranks of each.
 
 Two nodes of two ranks:
 

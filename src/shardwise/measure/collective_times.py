@@ -1,4 +1,4 @@
-"""Collectives timed by kind, size and number of ranks, as a step meets them."""
+"""Time collectives inside a node by kind, size and number of ranks, as a step meets them."""
 
 from __future__ import annotations
 

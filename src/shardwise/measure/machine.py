@@ -1,4 +1,4 @@
-"""Measure this machine: products and other ops, memory, collectives, disk, the engine. Ends in a `Cluster`.
+"""`probe`: measure this machine (products, other ops, memory, collectives, disk, the engine); returns a `Cluster`.
 
 All ranks measure at the same time, as they do in a run, and the slower one counts. Each figure says that it was
 measured, with what, when.

@@ -1,4 +1,4 @@
-"""One rank of a plan of any size, run for real on this machine: its shard, its micro-batches, no neighbours.
+"""Run one rank of a plan of any size for real on this machine: its shard, its micro-batches, no neighbours.
 
 The rank's process joins a *fake* process group of the plan's world size: collectives return at once and move nothing.
 So compute time and the peak of live bytes are those of the real rank, down to the byte; what it computes is not, since

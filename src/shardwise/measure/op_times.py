@@ -1,4 +1,4 @@
-"""Ops of a forward and backward on a CPU, timed one by one over sizes, as a step calls them.
+"""Time the ops of a forward and backward on a CPU, one by one over sizes, as a step calls them.
 
 A step keeps what its forward makes, so outputs are held until a dozen megabytes are full and inputs are taken in turn:
 an op that writes into memory still in the cache would look faster than it is.

@@ -1,4 +1,4 @@
-"""What Python and the engine add to a step, technique by technique: small reference modules run as a job would.
+"""Measure what Python and the engine add to a step, by technique, on reference modules (used by costs/overhead).
 
 Their steps are measured, and forecast from the figures of the same probe without any overhead. What is missing is dealt
 to the step, to each op, to each on cut tensors, and to each unit or message (costs/overhead), by non-negative least

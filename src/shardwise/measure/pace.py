@@ -1,4 +1,4 @@
-"""Times as they would have been at one pace: a virtual CPU slows down and speeds up while it is measured.
+"""Correct times for the pace of the CPU while they were measured: a virtual one slows down and speeds up.
 
     pace      . work .  . work .  . work .          a fixed piece of work, a few times, every so often
     steps      |---|----|---|-----|---|----|        of a run or of a reference module, on all ranks at once

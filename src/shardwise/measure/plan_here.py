@@ -1,4 +1,4 @@
-"""A plan run on the ranks of this machine: step time, live bytes, bytes over the wire, loss, for a comparison."""
+"""Run a plan on this machine's ranks, for `compare`: step time, live bytes, bytes over the wire, loss."""
 
 from __future__ import annotations
 

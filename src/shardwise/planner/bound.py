@@ -1,4 +1,4 @@
-"""What no cut of a traced module beats: the least that computing takes, and degrees beyond one that is slower already.
+"""Bounds by which cuts of a traced module are left out of a search: the least time, degrees already slower.
 
 Over t ranks of one axis a step takes about C + K (t - 1) + D / t: the work, what the axis adds (sums of activations,
 turns in which stages wait), and what data ranks, t times fewer, send each other. That is convex in t: where two ranks

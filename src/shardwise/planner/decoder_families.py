@@ -1,4 +1,4 @@
-"""What transformers' decoder families have that a `config.json` does not say, by `model_type`.
+"""What `config.json` does not say of transformers' decoder families, by `model_type` (a new one goes here).
 
 Values are the defaults of each family's configuration class and the modules of its modelling file in transformers:
 published files leave out what is the default there. A norm more or less in a layer is not told apart (below 0.2% of

@@ -1,4 +1,4 @@
-"""From a name or a configuration file to a decoder's numbers."""
+"""Read a decoder's numbers (`Shape`) from a catalogue name or a configuration file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verbs `plan` and `simulate` from Python."""
+"""`plan` and `simulate` from Python; the command line: cli/foresee."""
 
 from __future__ import annotations
 

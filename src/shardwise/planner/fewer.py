@@ -1,4 +1,4 @@
-"""Fewer devices than there are: the counts that a batch divides over, and the part of a cluster that has so many."""
+"""Forecast on fewer devices than there are: which counts a batch divides over, and that part of a cluster."""
 
 from __future__ import annotations
 

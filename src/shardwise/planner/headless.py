@@ -1,4 +1,4 @@
-"""A transformers model without a head known here, for a forecast: what AutoModel builds, with a made-up loss.
+"""A transformers model without a head of heads.py, for a forecast: what AutoModel builds, with a made-up loss.
 
     loss     the sum of squares of what the model gives in floating point: it reaches what a loss of one's own would
     samples  of the main input; beside it what else the forward takes and sizes of the configuration tell

@@ -1,4 +1,4 @@
-"""Which of a data rank's micro-batches are rehearsed when they differ in size; a layout's degrees as text."""
+"""Choose which of a data rank's micro-batches are rehearsed when they differ in size."""
 
 from __future__ import annotations
 

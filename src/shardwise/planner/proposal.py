@@ -1,4 +1,4 @@
-"""`Proposal` and `Search`: what a search found."""
+"""`Proposal` (a plan with its forecast) and `Search` (the result of a search)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a task's input takes to come, timed on the machine that plans."""
+"""Time how long a task's input takes to read, on the machine that plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: what the best plan rests on, why other families lost, why there was nothing to look at."""
+"""Reasons of a search: what the best plan rests on, why other families lost, why there was no candidate."""
 
 from __future__ import annotations
 

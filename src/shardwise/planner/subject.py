@@ -1,4 +1,4 @@
-"""`Subject`: what a search needs to know about a model; a decoder by its numbers as one."""
+"""`Subject`: what a search needs of a model. Made here for decoders by numbers, by traced_task for any task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Proposals and forecasts for a reader."""
+"""Proposals and forecasts as text and tables. Of whole jobs and their cost: worth."""
 
 from __future__ import annotations
 

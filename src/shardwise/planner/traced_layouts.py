@@ -1,4 +1,4 @@
-"""Which layouts of a traced task a search looks at: without recompute where it fits, cut where that may be faster."""
+"""Which layouts a search tries for a traced task: without recompute where it fits, cut where that may be faster."""
 
 from __future__ import annotations
 

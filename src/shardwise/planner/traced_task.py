@@ -1,4 +1,4 @@
-"""A task of one's own as a subject of the search: traced, not described again."""
+"""A task as a `Subject` of the search: its module is traced on tensors without values (rehearsal/)."""
 
 from __future__ import annotations
 

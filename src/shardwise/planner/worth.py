@@ -1,4 +1,4 @@
-"""Is it worth it: hours and cost of a whole job on all devices, on fewer, and on one.
+"""Hours and cost of a whole job (`plan --price`) on all devices, on fewer, and on one: is it worth it.
 
     job seconds on n devices = steps x step on n + start on n        cost = price x n x hours
 

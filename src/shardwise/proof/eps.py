@@ -1,4 +1,4 @@
-"""The eps of Adam-like optimizers, raised for the proof on both sides; and which updates that changes.
+"""Raise the eps of Adam-like optimizers on both sides of a proof; find the updates that this changes.
 
 An update divides by sqrt(v) + eps. Where a true gradient is zero, what arrives is rounding, another one on one process
 and on N ranks; with eps near the rounding it becomes an update of full size and random sign. A proof would find the

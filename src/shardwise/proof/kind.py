@@ -1,4 +1,4 @@
-"""What kind of difference two tensors have, where that can be told: a factor, a sign, an order, one rank's share."""
+"""Say in words how two tensors differ, where it can be told: a factor, a sign, an order, one rank's share."""
 
 from __future__ import annotations
 

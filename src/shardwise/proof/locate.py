@@ -1,4 +1,4 @@
-"""Where a plan first differs from one process: a second run of both, compared module by module.
+"""Find where a plan first differs from one process: both run again and are compared module by module.
 
 Looked at in the order in which a step runs, in the first step in which anything differs:
 

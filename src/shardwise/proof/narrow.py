@@ -1,4 +1,4 @@
-"""Where a kernel has no float64: the proof in float32, with a bar for each tensor taken from one process itself.
+"""The proof in float32 where a kernel has no float64; each tensor's bar is taken from one process itself.
 
 The one process runs again: three times with its weights and inputs moved by one float32 epsilon, and once with each
 micro-batch accumulated in two halves, which is the same sum in another order where no sample looks at another. The

@@ -1,4 +1,4 @@
-"""What a proof found: `Parity`, with the error of each tensor against its bar, and how it reads."""
+"""`Parity`: what a proof found, as text and as a dict. It is filled by compare; a run's proof: run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a block does, written down from one forward, so that blocks can be told apart by what they do.
+"""What a block does, written down from one forward, so that `shrink` can tell unlike blocks apart.
 
 A program is the list of operations that ran inside a block: what each was called with, where its tensors came from
 (the block's input, a parameter by its name in the block, an operation before), shapes, numbers; the nodes that autograd

@@ -1,4 +1,4 @@
-"""What a run leaves for comparison: losses, and every gradient, parameter, buffer and optimizer state of each step."""
+"""`Record`: losses and every gradient, parameter, buffer and optimizer state of each step, for compare."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rounding alone does to one process: it runs again with its weights and inputs moved by one epsilon.
+"""Measure what rounding alone does: one process runs again, weights and inputs moved by one epsilon.
 
     noise of a tensor = its largest difference from the first run, over the runs
 

@@ -1,4 +1,4 @@
-"""`verify CONFIG.toml`: is what `train` does with a configuration what a plain loop in one process does?
+"""`verify CONFIG.toml`: compare what `train` does with a configuration with a plain loop in one process (plain_run).
 
     N ranks       the training loop itself, under the plan, in float64: its loader and workers, schedule, clipping,
                   optimizer, average, evaluations and metrics, over several steps across an epoch's end

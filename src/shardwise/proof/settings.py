@@ -1,4 +1,4 @@
-"""What both sides of a proof share: the batches, the seed, the dtype and the optimizer's eps."""
+"""What both sides of a proof share: batches, seed, dtype, the optimizer's eps, nudged inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every module's outputs and their gradients in one step, by name, micro-batch and samples: for comparison of two runs.
+"""Record every module's outputs and their gradients in one step, by name and samples, for locate.
 
 Both sides of a proof watch alike. A rank's tensors hold the samples that it was dealt, and are compared with those
 rows of one process's. Under tp a part or a sum is gathered, which all ranks of the axis do in the same order.

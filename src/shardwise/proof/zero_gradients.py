@@ -1,4 +1,4 @@
-"""Parameters that the loss does not depend on: their gradient is zero but for rounding, which is no error of a plan.
+"""Recognise parameters on which the loss does not depend: their gradient is rounding, no error of a plan.
 
 A bias in front of a norm has a gradient whose summands cancel. What is left of them is rounding, another one in each
 order of summation, and an optimizer may make an update of it. For such a parameter two other bounds are asked for:

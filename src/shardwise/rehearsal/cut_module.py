@@ -1,4 +1,4 @@
-"""One rank of a module or of its fields that a plan cuts, rehearsed on tensors without values.
+"""Rehearse one rank of a module that a plan cuts. `Cuts`: the plan's keys that matter (a new key: here too).
 
 The cuts are those of a run (`engine/tensor`, `engine/cutting`, `engine/positions`). A rank's share of the weights is
 put into the module, and its row of the schedule is played: nothing is sent, what would arrive is made up in the right

@@ -1,4 +1,4 @@
-"""Values, live bytes and counts of a trace in one dispatch mode.
+"""One dispatch mode for a trace: values that are known, live bytes, counts and random draws.
 
 To hand an operation from one mode to the next costs as much as what the modes do with it.
 """

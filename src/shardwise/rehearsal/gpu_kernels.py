@@ -1,4 +1,4 @@
-"""Attention and dropout in a trace as a GPU's kernels keep them, though it is the ops of a CPU that are traced.
+"""Attention and dropout in a trace as a GPU's kernels keep them, although CPU ops are traced. Called by step_trace.
 
     attention   a CPU writes the scores of attention with dropout, or with values of another width than the keys'; a GPU
                 has a fused kernel for these: FlashAttention without a mask, the memory-efficient one else. As in

@@ -1,4 +1,4 @@
-"""Values where a forward on fake tensors asks for them and they can be had: routing, and what comes from the data.
+"""Values of integer tensors in a forward on fake tensors, where they can be had: routing, and what the data says.
 
 A mixture of experts asks how many tokens each expert got. Fake tensors cannot say; under `Values` an integer tensor
 can carry real values beside it (its *shadow*), and so can a small one of floats that is made of numbers alone:

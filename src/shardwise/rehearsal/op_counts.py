@@ -1,4 +1,4 @@
-"""What a trace counts: products, attention, convolutions and recurrent layers by shape, bytes of all other ops."""
+"""Count a trace's ops: products, attention, convolutions, recurrent layers by shape; bytes of all others."""
 
 from __future__ import annotations
 

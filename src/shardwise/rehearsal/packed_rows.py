@@ -1,4 +1,4 @@
-"""Packed sequences on tensors without values: how many rows each time has, from lengths whose values are known.
+"""Packed sequences on tensors without values: how many rows each time has, from known lengths.
 
 torch reads the lengths in C++, where no mode is asked. So what packing gives beside the rows, the number of sequences
 at each time, is an ordinary tensor with its values: recurrent layers and their backward read it as they do in a run.

@@ -1,4 +1,4 @@
-"""One rank's module on tensors without values: its shares put into it, in the order in which a run applies things."""
+"""One rank's module without values: shares put in, in the same order as engine/recipe applies them."""
 
 from __future__ import annotations
 

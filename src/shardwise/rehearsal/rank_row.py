@@ -1,4 +1,4 @@
-"""One rank's row of a schedule, played on tensors without values: see rehearsal/cut_module.py."""
+"""Play one rank's row of a pipeline schedule without values, as step/pipelined runs it; for cut_module."""
 
 from __future__ import annotations
 

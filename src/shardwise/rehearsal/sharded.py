@@ -1,4 +1,4 @@
-"""zero=3 of one rank, as a run has it: `FullShard`, and FSDP2 under it, on tensors without values. Nothing is sent.
+"""zero=3 of one rank (`FullShard`, FSDP2) on tensors without values: messages are noted, nothing is sent.
 
 What FSDP2 asks of a backend is how many ranks there are and which one this is; a group of torch's that sends nothing
 says so. Its gathers and reductions are ours (`Exchanges`): they note what would be sent, and hold what a backend holds.

@@ -1,4 +1,4 @@
-"""How much of a rank's row has to be rehearsed until nothing new can be seen: a schedule repeats itself.
+"""How much of a rank's row must be rehearsed until nothing new can be seen: a schedule repeats itself.
 
 1f1b, rank 0 of 4    F0 F1 F2 F3 B0 F4 | B1 F5 B2 F6 B3 F7 B4 B5 B6 B7        the rest holds no more than before
 """

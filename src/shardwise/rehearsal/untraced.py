@@ -1,4 +1,4 @@
-"""Why a module could not be traced without values: where it was, in whose line, and what to do."""
+"""Say why a module could not be traced without values: the module, the line, the reason, what to do."""
 
 from __future__ import annotations
 

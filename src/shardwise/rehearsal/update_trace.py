@@ -1,4 +1,4 @@
-"""What an optimizer keeps and does for each element, seen while it updates small tensors."""
+"""Trace an optimizer on small tensors: what it keeps and does for each element."""
 
 from __future__ import annotations
 

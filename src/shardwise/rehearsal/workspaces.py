@@ -1,4 +1,4 @@
-"""What kernels keep and tensors without values do not tell: a recurrent layer's workspace, and what a loss lies in.
+"""Bytes that kernels keep and tensors without values do not show: of recurrent layers, of a loss's terms.
 
 torch's own shape rule says that the workspace is empty. Its size is asked of the kernel itself, run once on zeros: as
 long as it is quick on the layer's own shape, else on fewer steps and sequences, from which it grows in proportion.

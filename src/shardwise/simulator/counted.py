@@ -1,4 +1,4 @@
-"""What forecasts of a traced module rest on: its traces, its optimizer's step, its batch."""
+"""`Model`, `Counted`, `Update`: what forecasts of a traced module need of its traces and its optimizer."""
 
 from __future__ import annotations
 

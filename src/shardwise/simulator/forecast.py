@@ -1,4 +1,4 @@
-"""`Forecast`: what one step of a plan would take, with every figure's basis."""
+"""`Forecast`: time and memory of one step of a plan, each figure with its basis. As text: planner/text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes on one rank of a traced module: what rests, and what comes and goes in a step.
+"""Bytes on one rank of a traced module, what rests and what comes and goes. Of a decoder: costs/memory.
 
     rests     weights, gradients, optimizer state by dtype policy, each divided by what shards it; buffers; the batch
     peak      the largest of what has its own time: a micro-batch, the optimizer's temporaries, a reduction in flight

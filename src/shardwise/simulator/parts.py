@@ -1,4 +1,4 @@
-"""What the parts of a step's simulation share: one layer with its communication, reductions, the update, the sum.
+"""Parts of a decoder's step: a layer with its messages, reductions, the update. A new one: also quick, costs/.
 
 layer        kernels of costs/block.py, plus communication that its own compute does not hide
 data ranks   reductions and gathers on a stream of their own (events.py): what sticks out is exposed

@@ -1,4 +1,4 @@
-"""Pipeline schedules by name in time (`layout/timing`): of very many micro-batches too, and what stages keep."""
+"""Pipeline schedules by name, played in time (`layout/timing`), for very many micro-batches too; what stages keep."""
 
 from __future__ import annotations
 

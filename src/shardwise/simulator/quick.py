@@ -1,4 +1,4 @@
-"""Time and memory of a layout in microseconds of work: what a search prunes by before it simulates.
+"""Estimate a decoder's layout in microseconds of work, with the same parts as step: a search prunes by it.
 
 The same parts as `step.py`, with closed forms for bubbles and with data-parallel communication that hides perfectly
 where the software overlaps it; so a little below the simulation, never far above.

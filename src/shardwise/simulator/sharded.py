@@ -1,4 +1,4 @@
-"""What data ranks add to the time of a traced module's step: gradients reduced, weights gathered."""
+"""Time that data ranks add to a traced module's step: gradients reduced, weights gathered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a shape, a layout and a cluster to the time and memory of one step: a whole model on a rank, or a pipeline."""
+"""`simulate`: time and memory of a decoder's step from shape, layout and cluster. Of a traced module: traced, cut."""
 
 from __future__ import annotations
 

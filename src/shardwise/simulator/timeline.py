@@ -1,4 +1,4 @@
-"""The timeline of a step as a Chrome/Perfetto trace; and scaling curves."""
+"""The timeline of a step as a Chrome/Perfetto trace; tables of weak and strong scaling."""
 
 from __future__ import annotations
 

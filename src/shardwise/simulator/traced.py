@@ -1,4 +1,4 @@
-"""One step of a traced module under replicas or ZeRO, from what its trace counted.
+"""One step of a traced module under replicas or ZeRO, from its traces. With other axes: cut.
 
 Two traces, of one and two samples (or one, of the very micro-batch), give what a micro-batch costs: time and bytes
 follow from shapes on the line through both.
