@@ -19,22 +19,24 @@ _FORWARD = (
 
 
 class _Heads:
-    """Queries (B, H, S, D), keys and values (B, H / g, S, D), cut along heads (or samples); keys may be whole.
+    """Queries (B, H, S, D), keys and values (B, H / g, S, D), cut along heads or samples; some may be whole.
 
-    Whole keys are those of more ranks than key heads: each rank picks the heads that its queries read.
+    Of samples any of the three, as learned queries are: each rank takes its own. Of heads, keys and values of more
+    ranks than key heads: each rank picks those that its queries read.
     """
 
     def __init__(self, func: Any, args: tuple, names: dict[str, Any]):
-        query, self.key, self.value = names["query"], names["key"], names["value"]
-        parts = parts_in([query, self.key, self.value])
-        if not is_part(query) or query.dim_cut not in (0, 1):
+        self.query, self.key, self.value = names["query"], names["key"], names["value"]
+        parts = parts_in([self.query, self.key, self.value])
+        lead = parts[0] if parts else None
+        if lead is None or lead.dim_cut > 1 or (lead.dim_cut == 1 and lead is not self.query):
             raise Uncut(f"attention over cut positions ({no_rule(func, parts_in(args))})")
-        self.func, self.part, self.dim = func, query, query.dim_cut
-        self.each = query.shape[1] // self.key.shape[1] if self.dim == 1 else 1
+        self.func, self.part, self.dim = func, lead, lead.dim_cut
+        self.each = self.query.shape[1] // self.key.shape[1] if self.dim == 1 else 1
         for part in parts[1:]:
-            if part.dim_cut != self.dim or repeated(part.owners, self.each) != query.owners:
+            if part.dim_cut != self.dim or repeated(part.owners, self.each) != lead.owners:
                 raise Uncut(f"attention of queries and keys whose heads are cut differently ({no_rule(func, parts)})")
-        if isinstance(self.key, Part) != isinstance(self.value, Part):
+        if self.dim == 1 and isinstance(self.key, Part) != isinstance(self.value, Part):
             raise Uncut(f"attention of cut keys and whole values ({no_rule(func, parts)})")
 
     @property
@@ -47,10 +49,8 @@ class _Heads:
         """The share of an input; masks that are the same for all heads stay."""
         if is_part(tensor):
             return tensor.local
-        if tensor is self.key or tensor is self.value:
-            if self.dim == 1:
-                return tensor.index_select(1, self.read)
-            return self.part.share(tensor, self.dim)
+        if self.dim == 1 and (tensor is self.key or tensor is self.value):
+            return tensor.index_select(1, self.read)
         if (
             isinstance(tensor, torch.Tensor)
             and tensor.dim() >= 3
@@ -114,7 +114,7 @@ def backward(func: Any, args: tuple, kwargs: dict) -> tuple:
     """Gradients of queries, keys and values, cut along heads."""
     heads = _Heads(func, args, _names(func, args, kwargs))
     output = heads.run(args, kwargs)
-    inputs = (heads.part, heads.key, heads.value)
+    inputs = (heads.query, heads.key, heads.value)
     gradients = [heads.gradient(of, each) for of, each in zip(inputs, output, strict=False)]
     if any(each is not None and each.numel() for each in output[3:]):
         raise Uncut("a trained attention bias beside cut heads inside a fused kernel")
