@@ -13,6 +13,10 @@ from shardwise.cluster import device as devices
 from shardwise.costs.layout import Layout
 from shardwise.costs.software import FP8, Software, software
 
+# Runs with DeepSpeed's pipeline under Megatron's layers
+DEEPSPEED_PIPELINES = (
+    "megatron-deepspeed", "deepspeed+megatron", "gpt-neox", "pythia", "bloom (", "bigscience", "mt-nlg", "glm-130b",
+)  # fmt: skip
 # Which software a row was run with: the first word found in the file's name, the source or the notes.
 SOFTWARE = (
     ("korthikanti", "megatron-2021"),
@@ -20,10 +24,15 @@ SOFTWARE = (
     ("zero bubble", "zero-bubble"),
     ("llm-foundry", "llm-foundry"),
     ("torchtitan", "torchtitan"),
+    *((word, "megatron-deepspeed") for word in DEEPSPEED_PIPELINES),
+    *((word, "megatron-flash") for word in ("starcoder", "falcon", "megascale", "--use-flash-attn")),
+    ("herd of models", "megatron-core"),
     ("nemo", "nemo"),
     ("megatron-bridge", "nemo"),
     ("fused cross-entropy", "megatron-core"),
     ("megatron-lm ci", "megatron-core-unfused-loss"),
+    ("deepseek-v2", "deepseek-v2"),
+    ("deepseek-v3", "deepseek"),
     ("megatron", "megatron-core-unfused-loss"),
     ("fsdp", "fsdp"),
     ("deepspeed", "deepspeed-2021"),
@@ -54,6 +63,12 @@ def cluster_of(gpu: str, n: int, notes: str = "") -> Cluster:
         return Cluster.parse(f"{n} {name}")
     link = "roce" if "roce" in notes else "ib"
     return Cluster.parse(f"{-(-n // 8)}x8 {name}, {link}-{PORTS.get(name.split('-')[0], OTHERS)}")
+
+
+def as_run(gpu: str, text: str) -> str:
+    """The device that a row ran on where its source says more: torchtitan's docs/performance.md of 2024 names H100 with
+    HBM2e and less power, in tables that say H100."""
+    return "H100-SXM-96GB" if "torchtitan" in text.lower() and gpu.lower().startswith("h100") else gpu
 
 
 def software_name(file: str, row: Mapping[str, str]) -> str:

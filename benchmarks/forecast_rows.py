@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from forecast_cells import Row, Skip, number, real
-from forecast_ran_on import cluster_of, device_name, fp8_suffix, software_name, software_of
+from forecast_ran_on import as_run, cluster_of, device_name, fp8_suffix, software_name, software_of
 
 from shardwise.cluster import Cluster, model
 from shardwise.cluster import device as devices
@@ -34,6 +34,8 @@ FAR = 0.2  # a shape whose parameters are this far from the published count is a
 OTHER_MODELS = r"\b(bert|roberta|t5|ul2|bart|vit|clip|mamba|rwkv|whisper|resnet|unet|swin|dit|sdxl|dlrm)\b|diffusion"
 EXPERTS = r"\d+x\d+(\.\d+)?b|moe\b|mixture of experts|\d+b-?a\d+(\.\d+)?b"
 EXPERT_COLUMNS = ("num_experts", "n_experts", "experts", "moe_ffn")
+# Models by name whose attention and feed-forward read the same stream, and through how many norms
+PARALLEL = {"neox": 2, "pythia": 2, "falcon": 2, "gpt-j": 1, "palm": 1}
 OTHER_WORK = r"\b(q?lora|inference|decoding|cpu offload(ing)?|offload(ing)? on)\b"
 
 
@@ -60,6 +62,8 @@ class Case:
 def case_of(file: str, cells: Mapping[str | None, object]) -> Case:
     """The case of a row; raises `Skip` with the reason."""
     row = _first(Row(cells))
+    if row["gpu"]:
+        row["gpu"] = as_run(row["gpu"], row["source"] + row["notes"])
     notes = row["notes"].lower()
     for word in UNSURE:
         if word in notes:
@@ -185,6 +189,7 @@ def _shape(file: str, row: Mapping[str, str]) -> Shape:
         layer_norm=not llama,
         norm_bias=not mpt,
         dropout=software_name(file, row) in ("megatron-2021", "zero-bubble", "deepspeed-2021"),
+        parallel=next((norms for word, norms in PARALLEL.items() if word in name), 0),
         name=row["model"],
     )
     return _by_count(shape, real(row, "params_b") * 1e9) if row["params_b"] else shape
@@ -321,6 +326,11 @@ def _measured(
             * tokens
             / (real(row, "tflops_per_gpu") * 1e12 * layout.world_size)
         )
+    if seconds is None and row["mfu_pct"]:  # of the data sheet's rate, as PaLM counts where the row does not say how
+        name = device_name(row["gpu"])
+        rate = real(row, "mfu_pct") / 100 * devices(name)[0].bf16_tflops.value * 1e12
+        counted = shape.flops_per_token(layout.seq, _convention(row, "6P+12Lhs"))
+        seconds = counted * tokens / (rate * layout.world_size)
     by_rank = re.search(r"max_alloc_MB=\{(.*?)\}", row["notes"])
     memory = row["mem_gb_per_gpu"]
     if by_rank:
@@ -334,8 +344,8 @@ def _measured(
     return seconds, (), False
 
 
-def _convention(row: Mapping[str, str]) -> str:
-    """How the row's TFLOP/s were counted; its notes say so, or its source is known to."""
+def _convention(row: Mapping[str, str], otherwise: str = "") -> str:
+    """How the row's FLOPs were counted; its notes say so, or its source is known to."""
     text = (row["source"] + row["notes"]).lower()
     if "hardware" in text or "incl. recompute" in text or "96*" in text:
         return "96Blsh2"
@@ -343,6 +353,8 @@ def _convention(row: Mapping[str, str]) -> str:
         return "6P+12Lhs"
     if "nemo" in text or "causal" in text:
         return "6P+6Lhs"
+    if otherwise:
+        return otherwise
     raise Skip("only TFLOP/s are published, and not by which convention")
 
 

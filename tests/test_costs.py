@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -38,7 +39,7 @@ from shardwise.rehearsal.op_counts import StepTrace
 from shardwise.rehearsal.step_trace import one_sample, trace
 from shardwise.simulator import simulate
 from shardwise.simulator.events import StreamOp, run
-from shardwise.simulator.parts import StepContext
+from shardwise.simulator.parts import StepContext, reduction_seconds
 from shardwise.simulator.pipeline import play_all, schedule
 from shardwise.simulator.quick import Estimator
 from shardwise.simulator.stages import stage_layers
@@ -219,6 +220,27 @@ def test_a_group_that_nodes_split_unevenly_is_as_slow_as_its_fewest_ports() -> N
     assert wire.tier(RankGroup(3)) == 1, "the third of them has ranks on both sides of a border"
     assert Wire(wire.cluster, 6).tier(RankGroup(3)) == 0, "no border is met by six ranks"
     assert wire.tier(RankGroup(4, 2)) == 0 and wire.inside(RankGroup(6, 4)) == 2
+
+
+def test_gradients_in_buckets_wait_for_their_hops_bucket_by_bucket() -> None:
+    """This package and DDP send 25 MiB at a time, FSDP a layer, Megatron a million elements a rank or 40 million."""
+    ours, fsdp, nemo = (software(name) for name in ("shardwise", "fsdp", "nemo"))
+    assert ours.pieces(25 * 2**20, 1024, 32) == 4 and fsdp.pieces(1e12, 1024, 32) == 32
+    assert [nemo.pieces(1e9, ranks, 32) for ranks in (8, 128)] == [25, 8]
+    assert software("megatron-core").pieces(1e12, 1024, 32) == 1, "nothing overlaps by default: all at once"
+    many = Cluster.parse("64x8 h100-sxm-80gb, ib-400")
+    layout = Layout(shard=512, zero=1)
+    elements = stage_parameters(LLAMA, layout, LLAMA.layers, first=True, last=True)
+    step = StepContext(LLAMA, layout, many, ours)
+    whole = StepContext(LLAMA, layout, many, replace(ours, bucket=(math.inf, 0.0)))
+    n = ours.pieces(elements["dense"], 512, 32)
+    for one, at_once in zip(*(reduction_seconds(s, elements, 32) for s in (step, whole)), strict=True):
+        assert one - at_once == pytest.approx((n - 1) * many_hops(many), rel=0.05)
+
+
+def many_hops(cluster: Cluster) -> float:
+    """Seconds of the smallest message around a ring of all devices."""
+    return Wire(cluster).collective("reduce_scatter", RankGroup(cluster.world_size), 1.0)
 
 
 def test_what_a_rank_sends_to_each_other_rank_goes_by_its_own_port() -> None:

@@ -72,6 +72,25 @@ def test_a_run_in_fp8_is_scored_by_the_first_of_its_figures(precision: str, tmp_
     assert narrow["measured_s"] == pytest.approx(32 * 8192 / 8 / 9000)
 
 
+def test_what_a_row_leaves_out_follows_from_its_source(tmp_path: Path) -> None:
+    """Utilisation as PaLM counts it; DeepSpeed's pipeline by the run's name; torchtitan's H100 with less power; tokens
+    further ahead by the FLOPs of a token, and the layers of stages by the recipe."""
+    (used,) = score(published(tmp_path, step_time_s="", mfu_pct="50"))["lines"]
+    assert used["measured_s"] == pytest.approx(LLAMA.flops_per_token(8192, "6P+12Lhs") * 32 * 8192 / 8 / 494.5e12)
+    lines = [score(published(tmp_path, source=text))["lines"][0] for text in ("FSDP", "torchtitan-like FSDP")]
+    assert lines[1]["forecast_s"] != lines[0]["forecast_s"]
+    scoring()
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        from forecast_ran_on import as_run, software_name
+        from forecast_rows import _bridge
+    finally:
+        sys.path.pop(0)
+    assert as_run("H100", "torchtitan docs") == "H100-SXM-96GB" and as_run("A100", "torchtitan") == "A100"
+    assert software_name("papers", {"source": "MT-NLG 530B (DeepSpeed+Megatron)", "notes": ""}) == "megatron-deepspeed"
+    assert _bridge(61, 16) == (*[4] * 15, 1) and _bridge(61, 32) == (1, *[2] * 30, 0) and _bridge(61, 8)[-1] == 5
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [

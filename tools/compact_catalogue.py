@@ -49,7 +49,7 @@ OF_GENERATION = {
     "A100-PCIE-80GB": "a100_sxm", "H100-PCIE-80GB": "h100_sxm", "H100-NVL-94GB": "h100_sxm",
     "H200-SXM-141GB": "h100_sxm", "B300-SXM": "b200_sxm", "GB200": "b200_sxm", "GB300": "b200_sxm",
     "A800-SXM-80GB": "a100_sxm", "H800-SXM-80GB": "h100_sxm", "H20-SXM-96GB": "h100_sxm", "A40": "a100_sxm",
-    "A10": "a100_sxm", "RTX-3090": "a100_sxm", "RTX-A6000": "a100_sxm",
+    "A10": "a100_sxm", "RTX-3090": "a100_sxm", "RTX-A6000": "a100_sxm", "H100-SXM-96GB": "h100_sxm",
 }  # fmt: skip
 
 
@@ -70,6 +70,8 @@ MORE = [
     by_sheet("A800-SXM-80GB", "312", "80 2.039", "200 8 32 25", "400", "an A100 with NVLink of 400 GB/s in all"),
     by_sheet("H800-SXM-80GB", "989 1979", "80 3.35", "200 8 64 50", "700", "an H100 with NVLink of 400 GB/s in all"),
     by_sheet("H20-SXM-96GB", "148 296", "96 4.0", "450 8 64 50", "400", "Hopper with few multiprocessors"),
+    by_sheet("H100-SXM-96GB", "912 1824", "96 2.4", "450 8 64 50", "500",
+             "Meta's with HBM2e and 500 W; by torchtitan its rate lies between SXM's and NVL's, here in the middle"),
     by_sheet("A40", "149.7", "48 0.696", "32 none 32 12.5", "300", "NVLink bridges of pairs are not counted"),
     by_sheet("A10", "125", "24 0.6", "32 none 32 12.5", "150", "no NVLink"),
     by_sheet("L4", "121 242", "24 0.3", "16 none 16 12.5", "72", "no NVLink; PCIe of 8 lanes"),

@@ -5,6 +5,7 @@ Facts about programs, from their papers and sources; nothing here is a fitted nu
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from shardwise.costs.layout import Layout
@@ -46,6 +47,7 @@ STATES: dict[str, States] = {
     for s in (
         States("fp32", 4, 4, 0, 8),  # shardwise fp32; PyTorch's default
         States("bf16", 2, 4, 4, 8),  # shardwise bf16, Megatron's main_grad in float32: 18
+        States("bf16-grads", 2, 2, 4, 8),  # gradients in bf16, masters and moments in float32
         States("bf16-full", 2, 2, 0, 4),  # everything in bf16
         States("fp16-apex", 2, 2, 4, 8),  # ZeRO paper, DeepSpeed: 16
         States("fp16-apex-fp32-grad", 2, 2, 4, 8, 4),  # a float32 copy of gradients at the step: 20
@@ -71,6 +73,8 @@ class Software:
     copies_us        time of one copy, where a collective hands out one tensor for each rank and copies them one by one
     accumulates      a weight's gradient is added into a float32 buffer by the product that makes it
     buckets          gradients are copied into buckets that are sent, or added to what lies there
+    bucket           elements that are summed over data ranks, or gathered, as one message, and how many more for each
+                     of those ranks, the larger of the two; inf: all at once. `by_unit`: a layer, as FSDP shards them
     unit_bytes       bytes that ZeRO-3 moves for each weight in a micro-batch beside what is sent: out of the buffer of
                      gathered weights, twice, and of gradients into the buffer that is scattered
     selective        what remat=selective computes again: "attention" (scores, or the kernel: Korthikanti et al. 2022),
@@ -110,6 +114,8 @@ class Software:
     copies_us: float = 0.0
     accumulates: bool = True
     buckets: bool = False
+    bucket: tuple[float, float] = (math.inf, 0.0)
+    by_unit: bool = False
     unit_bytes: float = 0.0
     selective: str = "attention"
     reorders: bool = False
@@ -126,6 +132,12 @@ class Software:
     fp8: str = ""
     source: str = ""
 
+    def pieces(self, elements: float, ranks: int, layers: float, *, by_unit: bool = False) -> int:
+        """In how many messages so many weights of so many layers are summed over data ranks, or gathered."""
+        if self.by_unit or by_unit:
+            return max(1, round(layers))
+        return max(1, math.ceil(elements / max(self.bucket[0], self.bucket[1] * ranks)))
+
     @property
     def loss_bytes(self) -> tuple[int, int]:
         """Bytes that forward and backward move of one logit; compiled blocks leave the loss as it is."""
@@ -135,6 +147,11 @@ class Software:
 # The median of what Megatron's tests with Transformer Engine hold beyond the terms of costs/memory, of every other row
 # of megatron_ci_golden.csv; scored on the rows between (benchmarks/forecast.py)
 TE_WORKSPACE = 0.11 * 2**30
+
+BUCKET = 25 * 2**20  # bytes of gradients that this package and DistributedDataParallel send at a time
+# What Megatron sends at a time where it overlaps that (core/distributed/distributed_data_parallel.py): 40M elements, or
+# a million for each data rank
+MEGATRON_BUCKET = (40e6, 1e6)
 
 # Bytes that forward and backward move of one logit in bf16 until its gradient is there. "fused": read once, float32
 # written once. "torch": widened, log-softmax, picked; filled, softmax, narrowed, as traces have it. "parallel", of
@@ -157,6 +174,7 @@ SOFTWARE: dict[str, Software] = {
             overlap_dp=True,
             accumulates=False,
             buckets=True,
+            bucket=(BUCKET / 4, 0.0),
             unit_bytes=FSDP2_BYTES,
             selective="elementwise",
             reorders=True,
@@ -191,6 +209,16 @@ SOFTWARE: dict[str, Software] = {
             "each gradient to its float32 sum by an op of its own",
         ),
         Software(
+            "megatron-flash",
+            attention="flash2",
+            overlap_dp=False,
+            overlap_p2p=False,
+            loss="parallel",
+            states="bf16",
+            logit_peak_bytes=6.0,
+            source="Megatron-LM of 2023 with --use-flash-attn, before Transformer Engine: nothing overlaps",
+        ),
+        Software(
             "megatron-core",
             attention="cudnn",
             windows=True,
@@ -218,13 +246,16 @@ SOFTWARE: dict[str, Software] = {
             "nemo",
             attention="cudnn",
             windows=True,
+            bucket=MEGATRON_BUCKET,
             overlap_dp=True,
             overlap_gathers=True,
             overlap_tp=True,
             overlap_p2p=True,
             rows_per_node=True,
-            states="bf16",
-            source="NeMo and Megatron-Bridge recipes: gradients, gathers and tensor-parallel messages overlap",
+            states="bf16-grads",
+            grad_reduce_bytes=2.0,
+            source="NeMo and Megatron-Bridge recipes of their performance tables: gradients in bf16 "
+            "(grad_reduce_in_fp32 off); they, gathers and tensor-parallel messages overlap",
         ),
         Software(
             "deepseek",
@@ -238,6 +269,18 @@ SOFTWARE: dict[str, Software] = {
             logit_peak_bytes=6.0,
             source="DeepSeek-V3 (DeepSeek-AI 2024, sections 3.2 and 3.3): rows of experts go once to a node and travel "
             "beside another micro-batch, for which 20 of 132 processors do not compute; moments in bf16",
+        ),
+        Software(
+            "deepseek-v2",
+            attention="flash2",
+            selective="elementwise",
+            overlap_gathers=True,
+            overlap_p2p=True,
+            rows_per_node=True,
+            states="bf16-deepseek",
+            logit_peak_bytes=6.0,
+            source="DeepSeek-V2 (DeepSeek-AI 2024, section 3.1.3): a FlashAttention-2 of their own; rows of experts "
+            "are waited for (what their shared experts hide of it is not counted)",
         ),
         Software(
             "zero-bubble",
@@ -256,6 +299,7 @@ SOFTWARE: dict[str, Software] = {
             fused_adam=False,
             overlap_dp=True,
             prefetch="after",
+            by_unit=True,
             accumulates=False,
             loss="torch",
             states="fsdp-mixed",
@@ -268,6 +312,7 @@ SOFTWARE: dict[str, Software] = {
             fused=False,
             fused_adam=False,
             overlap_dp=True,
+            by_unit=True,
             accumulates=False,
             selective="elementwise",
             loss="torch",
@@ -279,6 +324,7 @@ SOFTWARE: dict[str, Software] = {
             "torchtitan",
             attention="flash2",
             fused=True,
+            by_unit=True,
             accumulates=False,
             unit_bytes=FSDP2_BYTES,
             selective="products",
@@ -291,6 +337,7 @@ SOFTWARE: dict[str, Software] = {
             "torchtitan-eager",
             attention="flash2",
             fused=False,
+            by_unit=True,
             accumulates=False,
             unit_bytes=FSDP2_BYTES,
             selective="products",

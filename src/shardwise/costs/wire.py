@@ -129,6 +129,10 @@ class Wire:
         near = self.cluster.tiers[0].latency_us.value * 1e-6  # a ring meets every rank in turn
         return base + (nodes - 1) * hop + (group.size - nodes) * near + on_link / rate
 
+    def pieces(self, op: str, group: RankGroup, size_bytes: float, pieces: int) -> float:
+        """The same in so many pieces of one size, one after the other: each waits for all its hops."""
+        return pieces * self.collective(op, group, size_bytes / pieces)
+
     def rows(self, group: RankGroup, size_bytes: float, copies: int) -> float:
         """An all-to-all of rows of which a rank has `copies` each, for experts dealt at random over the group: one copy
         goes to each node that has some of them, and is passed on inside it."""

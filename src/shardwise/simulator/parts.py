@@ -254,20 +254,21 @@ def sharing(step: StepContext, kind: str) -> RankGroup:
     return data
 
 
-def reduction_seconds(step: StepContext, parameters: dict[str, float]) -> tuple[float, float]:
-    """Seconds of (gradient reduction, weight gathering) of a step without ZeRO-3."""
+def reduction_seconds(step: StepContext, parameters: dict[str, float], layers: float) -> tuple[float, float]:
+    """Seconds of (gradient reduction, weight gathering) of a step without ZeRO-3, of so many layers."""
     lay, wire = step.layout, step.wire
     reduce_s = gather_s = 0.0
     replicas = step.group("replicas")
     for kind, count in parameters.items():
         group = sharing(step, kind)
         grads = count * step.software.grad_reduce_bytes
+        n = step.software.pieces(count, group.size * lay.replicas, layers, by_unit=lay.zero >= 3)
         if lay.zero:
-            reduce_s += wire.collective("reduce_scatter", group, grads)
-            reduce_s += wire.collective("all_reduce", replicas, grads / max(1, group.size))
-            gather_s += wire.collective("all_gather", group, count * 2.0)
+            reduce_s += wire.pieces("reduce_scatter", group, grads, n)
+            reduce_s += wire.pieces("all_reduce", replicas, grads / max(1, group.size), n)
+            gather_s += wire.pieces("all_gather", group, count * 2.0, n)
         else:
-            reduce_s += wire.collective("all_reduce", RankGroup(group.size * lay.replicas, group.stride), grads)
+            reduce_s += wire.pieces("all_reduce", RankGroup(group.size * lay.replicas, group.stride), grads, n)
     return reduce_s, gather_s
 
 

@@ -75,7 +75,7 @@ class Estimator:
             seconds = layout.rounds * (n * max(work) + bubble)
         front = self.shape.dense_layers if p == 1 else 0
         parameters = stage_parameters(self.shape, layout, self.shape.layers / p, first=p == 1, last=True, dense=front)
-        reduce_s, gather_s = reduction_seconds(step, parameters)
+        reduce_s, gather_s = reduction_seconds(step, parameters, self.shape.layers / p)
         if layout.zero >= 3 and layout.shard_ranks > 1:
             wire = every * (2 * gather_s + reduce_s)
             seconds = max(seconds, wire) if self.software.prefetch != "none" else seconds + wire

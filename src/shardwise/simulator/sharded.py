@@ -17,7 +17,10 @@ FORWARD_SHARE = 1 / 3
 def data_seconds(
     model: Model, layout: Layout, micro: float, wire: Wire, states: States, software: Software
 ) -> tuple[float, list[tuple[str, str, float, float]]]:
-    """What data ranks add to a step in which a micro-batch takes `micro` seconds; under ZeRO-3 a timeline too."""
+    """What data ranks add to a step in which a micro-batch takes `micro` seconds; under ZeRO-3 a timeline too.
+
+    What sending in buckets adds is among what a probe measures of this package.
+    """
     count, inside = model.trained - model.one.experts, layout.tp  # ranks of tp lie inside
     alike = RankGroup(layout.gradient_ranks // layout.ep, inside * layout.ep)  # ranks that hold the same experts
     experts_s = wire.collective("all_reduce", alike, model.one.experts * states.on_wire)
@@ -32,15 +35,14 @@ def data_seconds(
             return experts_s + wire.collective("all_reduce", replicas, count * states.on_wire / shard.size), []
         total, timeline = _gathered(model, layout, micro, wire, states, shard, replicas)
         return experts_s + max(0.0, total - layout.n_micro * micro), timeline
+    n = 1 if wire.cluster.device.overheads else software.pieces(count, layout.gradient_ranks, len(model.units))
     if layout.zero:
-        reduce_s = wire.collective("reduce_scatter", shard, count * states.on_wire)
-        reduce_s += wire.collective("all_reduce", replicas, count * states.on_wire / shard.size)
-        gather_s = wire.collective("all_gather", shard, count * states.weight)
+        reduce_s = wire.pieces("reduce_scatter", shard, count * states.on_wire, n)
+        reduce_s += wire.pieces("all_reduce", replicas, count * states.on_wire / shard.size, n)
+        gather_s = wire.pieces("all_gather", shard, count * states.weight, n)
     else:
-        reduce_s, gather_s = (
-            wire.collective("all_reduce", RankGroup(layout.gradient_ranks, inside), count * states.on_wire),
-            0.0,
-        )
+        alike = RankGroup(layout.gradient_ranks, inside)
+        reduce_s, gather_s = wire.pieces("all_reduce", alike, count * states.on_wire, n), 0.0
     hidden = 1 - FORWARD_SHARE if software.overlap_dp and not on_cores(wire) else 0.0
     pieces = max(1, len(model.units))
     times = layout.n_micro * layout.rounds if layout.zero == 2 else 1  # ZeRO-2 reduces after every micro-batch

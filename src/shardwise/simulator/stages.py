@@ -117,9 +117,9 @@ def _data_waits(
     inner = replace(step, layout=lay.with_(replicas=1))  # replicas are summed once
     for stage, (held, front) in enumerate(zip(layers, dense, strict=True)):
         own = stage_parameters(shape, lay, 1.0, first=False, last=False, dense=front / held if held else 0.0)
-        scatter, gather = reduction_seconds(inner, own)
+        scatter, gather = reduction_seconds(inner, own, 1.0)
         ends = stage_parameters(shape, lay, 0.0, first=stage == 0, last=stage == len(layers) - 1)
-        end_scatter, end_gather = reduction_seconds(inner, ends)
+        end_scatter, end_gather = reduction_seconds(inner, ends, 1.0)
         units = max(1, round(held))
         if lay.zero == 2:
             window = weight[stage] if KINDS[lay.schedule].split else backward[stage] + weight[stage]
@@ -148,10 +148,10 @@ def _gathered(seconds: float, units: int, gather: float, scatter: float, *, ahea
 def _once(step: StepContext, parameters: dict[str, float], layers: float, backward: float, forward: float) -> float:
     """Exposed seconds of what a stage's data ranks do once in a step, beside one backward and one forward."""
     lay, overlap = step.layout, step.software.overlap_dp
-    reduce_s, gather_s = reduction_seconds(step, parameters)
+    reduce_s, gather_s = reduction_seconds(step, parameters, layers)
     buckets = max(1, int(layers))
     if lay.zero < 2:
         reduced = beside(backward, reduce_s, buckets, overlap)
     else:  # over dp_shard they were summed by then
-        reduced = reduce_s - reduction_seconds(replace(step, layout=lay.with_(replicas=1)), parameters)[0]
+        reduced = reduce_s - reduction_seconds(replace(step, layout=lay.with_(replicas=1)), parameters, layers)[0]
     return reduced + (beside(forward, gather_s, buckets, step.software.overlap_gathers) if lay.zero < 3 else 0.0)

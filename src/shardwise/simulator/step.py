@@ -81,7 +81,7 @@ def _one_stage(step: StepContext, times: LayerTimes) -> Forecast:
         total, timeline = _gathered(step, times)
         data = max(0.0, total - n * compute)
     else:
-        reduce_s, gather_s = reduction_seconds(step, parameters)
+        reduce_s, gather_s = reduction_seconds(step, parameters, shape.layers)
         overlap = step.software.overlap_dp
         backward, forward = layers.backward + layers.weight, layers.forward
         # ZeRO-2 keeps sums of its own part alone, so it reduces after every micro-batch
