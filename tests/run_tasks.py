@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from shardwise import Task
+from shardwise.data import as_source
 
 
 class Samples:
@@ -44,16 +47,43 @@ def metrics(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> dict[str, t
     return {"accuracy": (right, len(output)), "size": (output.square().sum(0), len(output), "sqrt")}
 
 
+def inputs(batch: dict[str, torch.Tensor]) -> tuple:
+    return (batch["x"],), {}
+
+
 def classified() -> Task:
     return Task(
         model=Net,
         loss=loss,
-        inputs=lambda batch: ((batch["x"],), {}),
-        optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-2),
+        inputs=inputs,
+        optimizer=partial(torch.optim.AdamW, lr=1e-2),
         data=Samples(40, 1),
         eval_data=Samples(11, 2),
         metrics=metrics,
     )
+
+
+class Noisy(Samples):
+    """The same samples, with noise of every generator drawn as each is fetched."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[index] + torch.randn(6) + random.random() + float(np.random.rand()), self.y[index]
+
+    read = None  # type: ignore[assignment]
+
+
+def joined(samples: list) -> dict[str, torch.Tensor]:
+    return {"x": torch.stack([x for x, _ in samples]), "y": torch.stack([y for _, y in samples])}
+
+
+def dropped(samples: list) -> dict[str, torch.Tensor]:
+    """Joins samples, and zeros some of their numbers."""
+    batch = joined(samples)
+    return batch | {"x": batch["x"] * (torch.rand_like(batch["x"]) < 0.8)}
+
+
+def noisy() -> Task:
+    return classified().with_(data=as_source(Noisy(40, 1), dropped), eval_data=as_source(Noisy(11, 2), joined))
 
 
 def layered() -> Task:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from mutations.bugs import RUNS
 from mutations.run import try_bug
+from run_tasks import noisy
 
+from shardwise import verify
 from shardwise.config import Given, load
 from shardwise.proof.run import verify_run
 from shardwise.ranks import RankPool
@@ -18,8 +20,8 @@ NARROW = CONFIG.with_name("narrow.toml")
 BY_NAME = {bug.name: bug for bug in RUNS}
 
 
-def proof(plan: str, pool: RankPool, **values: Any) -> Any:
-    given = [Given("plan", plan, "the test")] + [
+def proof(plan: str, pool: RankPool, task: str = "run_tasks:classified", **values: Any) -> Any:
+    given = [Given("plan", plan, "the test"), Given("task.name", task, "the test")] + [
         Given(f"train.{key}", value, "the test") for key, value in values.items()
     ]
     return verify_run(load(CONFIG, values=given), pool=pool, timeout_s=60)
@@ -62,6 +64,17 @@ def test_batches_are_drawn_as_the_task_draws_them(pool: RankPool, tmp_path: Path
     config = 'plan = "domain=2"\n[task]\nname = "domain_tasks:point_wise"\n[train]\nsteps = 2\n'
     (tmp_path / "run.toml").write_text(config)
     parity = verify_run(load(tmp_path / "run.toml"), steps=2, pool=pool, timeout_s=60)
+    assert parity.parity, parity.text()
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_what_a_dataset_and_its_collate_function_draw_is_one_process_s(workers: int, pool: RankPool) -> None:
+    parity = proof("dp_shard=2,zero=2,accumulate=2", pool, workers=workers, task="run_tasks:noisy")
+    assert parity.parity, parity.text()
+
+
+def test_nor_does_a_proof_of_the_task_alone_see_other_draws(pool: RankPool) -> None:
+    parity = verify(noisy(), "dp_replicate=2", pool=pool, timeout_s=60)
     assert parity.parity, parity.text()
 
 

@@ -144,21 +144,11 @@ def test_a_blend_continues_with_other_weights() -> None:
 # --- order
 
 
-class Augmented:
-    """A dataset that draws while it reads."""
-
-    def __len__(self) -> int:
-        return 23
-
-    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
-        return index, torch.rand(2)
-
-
 def source_of(kind: str, folder: str) -> Any:
     if kind == "blend":
         paths = [Path(folder) / name for name in ("one.bin", "two.npy")]
         return Blend({path.stem: (TokenSource(path, 4), weight) for path, weight in zip(paths, (5, 2), strict=True)})
-    return JsonlSource(Path(folder) / "lines.jsonl", 12) if kind == "packed" else as_source(Augmented())
+    return JsonlSource(Path(folder) / "lines.jsonl", 12)
 
 
 def sequence(kind: str, folder: str, ranks: int, workers: int, steps: int = 7) -> list[str]:
@@ -201,23 +191,6 @@ def test_the_order_does_not_depend_on_ranks(kind: str, folder: str) -> None:
 )  # fmt: skip
 def test_nor_on_workers(kind: str, ranks: int, workers: int, folder: str) -> None:
     assert sequence(kind, folder, ranks, workers) == sequence(kind, folder, 1, 0)
-
-
-def drawn(ranks: int, workers: int) -> list[float]:
-    loaders = [Loader(as_source(Augmented()), 3, 6, data_rank=rank, data_ranks=ranks, workers=workers)
-               for rank in range(ranks)]  # fmt: skip
-    try:
-        steps = [[next(loader)[0] for loader in loaders] for _ in range(5)]
-        return [x for parts in steps for part in parts for x in part.batch[1][: part.count].flatten().tolist()]
-    finally:
-        for loader in loaders:
-            loader.close()
-
-
-def test_what_a_dataset_draws_does_not_depend_on_who_reads_it() -> None:
-    first = drawn(1, 1)
-    assert len(set(first)) == len(first)  # the second epoch draws anew
-    assert drawn(2, 2) == first
 
 
 def test_a_worker_that_fails_is_told_as_itself(tmp_path: Path) -> None:

@@ -1,12 +1,10 @@
 """A map-style torch `Dataset` as a `Source`.
 
 How: the samples asked for are fetched one by one (or together, where the dataset has `__getitems__`) and
-joined by torch's `default_collate`, or by a function of the user's. In worker processes every sample is fetched
-with generators seeded by (seed, epoch, index), so that what a dataset draws does not depend on who fetches it.
+joined by torch's `default_collate`, or by a function of the user's. Who reads seeds the generators before each sample
+(`random.reading`), so that what a dataset draws does not depend on who fetches it.
 
-What it does not do: tame randomness without workers. A dataset that draws random numbers in `__getitem__` gives
-a sample that depends on more than its index, and the run is then no longer equal to that of one process: use
-workers, or draw from a generator seeded by the index. Iterable-style datasets have no indices and cannot be wrapped.
+What it does not do: wrap iterable-style datasets, which have no indices.
 """
 
 from __future__ import annotations
@@ -14,12 +12,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 from shardwise.errors import InputError
 from shardwise.task import Source
 
-BEFORE_SAMPLE: ContextVar[Callable[[int], None] | None] = ContextVar("BEFORE_SAMPLE", default=None)  # in a worker
+
+class Seeds(Protocol):
+    """Who reads, told what comes next: a sample, or what is given several of them."""
+
+    def sample(self, index: int) -> None: ...
+    def samples(self) -> None: ...
+
+
+READING: ContextVar[Seeds | None] = ContextVar("READING", default=None)
 
 
 class DatasetSource:
@@ -37,6 +43,9 @@ class DatasetSource:
         from torch.utils.data import default_collate
 
         samples = self._fetch(indices)
+        reading = READING.get()
+        if reading is not None:
+            reading.samples()
         if self.collate is None:
             self._compare(indices, samples)
         try:
@@ -54,9 +63,9 @@ class DatasetSource:
         return [self._sample(index) for index in indices]
 
     def _sample(self, index: int) -> Any:
-        before = BEFORE_SAMPLE.get()
-        if before is not None:
-            before(index)
+        reading = READING.get()
+        if reading is not None:
+            reading.sample(index)
         try:
             return self.dataset[index]
         except (LookupError, OSError, ValueError) as error:

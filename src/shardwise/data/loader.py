@@ -9,7 +9,8 @@ stand-in that counts 0), or dropped with `drop_last`. A batch of fewer samples t
 sample in each micro-batch and so fewer micro-batches, the same number on every rank.
 
 Without workers one thread reads ahead, which hides reads that release the interpreter lock (files, decoding,
-numpy, torch). With `workers` processes read, in turn, and what they draw is theirs (`workers`).
+numpy, torch). The caller waits for the first step, and for every one where that draws random numbers: the thread has
+no generators of its own. With `workers` processes read, in turn.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class Loader:
     ) -> None:
         length = length_of(source)
         self.order = order if isinstance(order, Order) else order_of(source, order)
-        self._steps = Steps(source, self.order, batch_size, accumulate, data_rank, data_ranks, drop_last)
+        draws = getattr(source, "draws", None)  # a source may say so itself
+        self._steps = Steps(source, self.order, batch_size, accumulate, data_rank, data_ranks, drop_last, draws)
         _check(self._steps, length, start, epochs, prefetch, workers)
         self._workers = workers
         self._end = None if epochs is None else epochs * length
@@ -100,22 +102,46 @@ class Loader:
         return parts
 
     def _next(self) -> tuple[list[Share], int]:
-        if self._prefetch == 0 and self._workers == 0:
-            return next(self._steps.walk(self._position, self._end))
+        if self._workers == 0 and (self._prefetch == 0 or self._steps.draws is not False):
+            return self._in_turn()
         if self._ahead is None:
-            self._ahead = Prefetch(
-                self._reading(),
-                max(1, self._prefetch),
-                timeout_s=self._read_timeout_s,
-                what=f"{type(self._steps.source).__name__}.read",
-            )
+            self._ahead = self._read_ahead(self._position)
         return next(self._ahead)
 
-    def _reading(self) -> Iterator[tuple[list[Share], int]]:
+    def _read_ahead(self, position: int) -> Prefetch[tuple[list[Share], int]]:
+        return self._thread(self._reading(position), max(1, self._prefetch))
+
+    def _thread(self, items: Iterator[tuple[list[Share], int]], ahead: int) -> Prefetch[tuple[list[Share], int]]:
+        what = f"{type(self._steps.source).__name__}.read"
+        return Prefetch(items, ahead, timeout_s=self._read_timeout_s, what=what)
+
+    def _in_turn(self) -> tuple[list[Share], int]:
+        """The next step, while the caller waits: what it draws moves no generator that somebody else draws from."""
+        start, stop = self._steps.span(self._position)
+        if self._end is not None and stop > self._end:
+            raise StopIteration
+        if self._prefetch == 0:
+            parts, self._steps = self._steps.read(start, stop)
+            return parts, stop
+        one = self._thread(self._looked(start, stop), 1)
+        try:
+            found = next(one)
+        finally:
+            one.close()
+        if self._steps.draws is False:
+            self._ahead = self._read_ahead(stop)
+        return found
+
+    def _looked(self, start: int, stop: int) -> Iterator[tuple[list[Share], int]]:
+        parts, steps = self._steps.read(start, stop)
+        self._steps = steps if steps.draws else replace(steps, draws=False)
+        yield parts, stop
+
+    def _reading(self, position: int) -> Iterator[tuple[list[Share], int]]:
         if self._workers == 0:
-            return self._steps.walk(self._position, self._end)
+            return self._steps.walk(position, self._end)
         return read_in_workers(
-            self._steps, self._position, self._end,
+            self._steps, position, self._end,
             workers=self._workers, ahead=self._prefetch, timeout_s=self._read_timeout_s,
         )  # fmt: skip
 

@@ -2,7 +2,9 @@
 
 How: a step starts at a position and takes a batch from there, at most to the end of the epoch. The batch is
 dealt by `layout.dealing` over micro-batches and ranks; each part is one `source.read` of this rank's samples
-only.
+only. Random draws are those of one process (`random.reading`): a dataset's are made by the sample; where something
+draws that is given several samples (a collate function that masks words), every rank reads the whole batch and
+keeps its parts.
 
 What it does not do: hold a place in the data (`loader`) or read ahead (`prefetch`).
 """
@@ -10,14 +12,15 @@ What it does not do: hold a place in the data (`loader`) or read ahead (`prefetc
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.data.order import Order
 from shardwise.dataset import name_of
 from shardwise.errors import InputError
 from shardwise.layout.dealing import Share, deal
-from shardwise.step.batching import check_ranks, check_samples
+from shardwise.random.reading import ReadDraws, drawing
+from shardwise.step.batching import check_ranks, check_samples, slice_samples
 from shardwise.task import Source
 
 
@@ -32,6 +35,8 @@ class Steps:
     data_rank: int = 0
     data_ranks: int = 1
     drop_last: bool = False
+    draws: bool | None = None  # whether reading draws; False: generators are left alone, as a thread must
+    whole: bool = False  # read the whole batch, and keep this rank's parts
 
     def __post_init__(self) -> None:
         check_ranks(self.data_rank, self.data_ranks)
@@ -50,26 +55,44 @@ class Steps:
 
     def walk(self, position: int, end: int | None) -> Iterator[tuple[list[Share], int]]:
         """(parts, position after them) of each step from `position`, up to `end`."""
+        steps = self
         start, stop = self.span(position)
         while end is None or stop <= end:
-            yield self.parts(start, stop), stop
+            parts, steps = steps.read(start, stop)
+            yield parts, stop
             start, stop = self.span(stop)
 
-    def parts(self, start: int, stop: int) -> list[Share]:
-        """This rank's parts of the batch at positions [start, stop), each read with one call."""
-        samples = stop - start
+    def read(self, start: int, stop: int) -> tuple[list[Share], Steps]:
+        """(parts of the batch at positions [start, stop), how to read the next): whether it draws was seen."""
         now = len(self.source)
         if now != self.order.length:
             raise InputError(
                 f"{name_of(self.source)} had {self.order.length} samples when the run began and has {now} now: a "
                 "source must not change while it is read; start anew with the data as it is"
             )
-        indices = self.order.indices(start, stop)
+        if self.draws is False:
+            return self._dealt(start, stop), self
+        with drawing(self.order.seed, start // self.order.length, start) as drawn:
+            parts = self._dealt(start, stop)
+        following = self._having(drawn)
+        return (parts, following) if following.whole == self.whole else following.read(start, stop)
+
+    def _having(self, drawn: ReadDraws) -> Steps:
+        return replace(
+            self,
+            draws=self.draws or drawn.by_sample or drawn.together or None,
+            whole=self.whole or (drawn.together and self.accumulate * self.data_ranks > 1),
+        )
+
+    def _dealt(self, start: int, stop: int) -> list[Share]:
+        indices = self.order.indices(start, stop).tolist()
+        samples = len(indices)
+        batch = read(self.source, indices) if self.whole else None
         parts = []
         for first, last, offset, total in deal(samples, min(self.accumulate, samples), self.data_ranks, self.data_rank):
             low, high = (first, last) if last > first else (first - offset, first - offset + 1)
-            batch = read(self.source, indices[low:high].tolist())
-            parts.append(Share(batch=batch, count=last - first, start=offset, total=total))
+            part = slice_samples(batch, low, high) if self.whole else read(self.source, indices[low:high])
+            parts.append(Share(batch=part, count=last - first, start=offset, total=total))
         return parts
 
 

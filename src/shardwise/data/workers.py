@@ -3,8 +3,8 @@
     loader      steps 7, 8, 9, 10, ...  ->  worker 0 reads 7, worker 1 reads 8, worker 2 reads 9, worker 0 ...
     consumer    7, 8, 9, 10, in order, whichever was read first
 
-A step is a function of its positions, so order and place in the data do not depend on the number of workers. Random
-draws in a worker do not either: its generators are seeded for each sample (of a `Dataset`) or read (of a `Source`).
+A step is a function of its positions, so order and place in the data do not depend on the number of workers, nor do
+random draws (`random.reading`).
 
 What this does not do: share memory with the workers; parts come as bytes, since /dev/shm is small in many containers.
 """
@@ -13,26 +13,22 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
 from shardwise.data.steps import Steps
-from shardwise.dataset import BEFORE_SAMPLE
 from shardwise.errors import RunError, ShardwiseError
 from shardwise.layout.dealing import Share
 from shardwise.ranks.messages import dumps
-from shardwise.trace.deferred import seed_of
 
 PRELOAD = ["torch", "shardwise.data.workers"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Reader:
     """What a worker holds: reads the step that stands at [start, stop)."""
 
@@ -43,15 +39,11 @@ class _Reader:
 
     def __getitem__(self, span: tuple[int, int]) -> bytes:
         start, stop = span
-        seed, epoch = self.steps.order.seed, start // self.steps.order.length
-        seed_here(seed_of("read", seed, start, self.steps.data_rank))
-        token = BEFORE_SAMPLE.set(lambda index: seed_here(seed_of("sample", seed, epoch, index)))
         try:
-            return dumps((self.steps.parts(start, stop), stop, None))
+            parts, self.steps = self.steps.read(start, stop)
         except ShardwiseError as error:  # as itself, not as a worker's traceback
             return dumps((None, stop, error))
-        finally:
-            BEFORE_SAMPLE.reset(token)
+        return dumps((parts, stop, None))
 
 
 class _Spans:
@@ -65,13 +57,6 @@ class _Spans:
         while self.end is None or stop <= self.end:
             yield start, stop
             start, stop = self.steps.span(stop)
-
-
-def seed_here(seed: int) -> None:
-    """Seed every generator that reading may draw from."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
 
 
 def read_in_workers(

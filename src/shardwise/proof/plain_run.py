@@ -28,6 +28,7 @@ from shardwise.errors import RefusedPlan
 from shardwise.proof.oracle import needs_closure, plain_module
 from shardwise.proof.settings import Settings
 from shardwise.random import BatchDims, GlobalRandom, Samples
+from shardwise.random.reading import drawing
 from shardwise.step.batching import samples_in, slice_samples
 from shardwise.step.loss import read_loss
 from shardwise.task import Task
@@ -134,7 +135,9 @@ def _batches(task: Task, settings: RunSettings) -> Iterator[Any]:
     while True:
         shuffled = order.indices(epoch * length, (epoch + 1) * length).tolist()
         for first in range(0, length, settings.batch):
-            yield task.data.read(shuffled[first : first + settings.batch])
+            with drawing(settings.seed, epoch, epoch * length + first):
+                batch = task.data.read(shuffled[first : first + settings.batch])
+            yield batch
         epoch += 1
 
 
@@ -204,7 +207,8 @@ def _evaluated(task: Task, module: nn.Module, settings: RunSettings) -> Numbers:
     total = weight = 0.0
     module.eval()
     for first in range(0, count, settings.batch):
-        part = _double(task.eval_data.read(chosen[first : first + settings.batch]))
+        with drawing(0, 0, first):
+            part = _double(task.eval_data.read(chosen[first : first + settings.batch]))
         with KeepDouble(), default_dtype(torch.float64):
             output, loss = _forward(task, module, part)
         total, weight = total + float(loss.total.detach()), weight + float(loss.weight)

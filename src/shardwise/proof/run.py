@@ -47,17 +47,19 @@ NUMBER_BAR = 1e-9  # of what a run writes: losses, norms, learning rates, metric
 
 @dataclass(frozen=True)
 class First:
-    """A source's samples, evenly spread, as many as a proof reads in an epoch."""
+    """A source's samples, evenly spread, as many as a proof reads in an epoch, drawn as by a task in float32."""
 
     source: Source
     count: int
+    draws: bool = True  # never read beside the step, whose new tensors are float64
 
     def __len__(self) -> int:
         return self.count
 
     def read(self, indices: list[int], region: Any = None) -> Any:
         """Those samples of the source."""
-        return self.source.read([cut(len(self.source), self.count, index)[0] for index in indices], region)
+        with as_written(), default_dtype(torch.float32):
+            return self.source.read([cut(len(self.source), self.count, index)[0] for index in indices], region)
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,10 @@ class Proving:
 
     def task(self, task: Task) -> Task:
         """Fewer samples, and an optimizer whose eps is not below that of proofs; batches as the task draws them."""
-        if task.data is not None and self.samples:
-            task = task.with_(data=First(task.data, self.samples))
+        if task.data is not None:
+            task = task.with_(data=First(task.data, self.samples or len(task.data)))
+        if task.eval_data is not None:
+            task = task.with_(eval_data=First(task.eval_data, len(task.eval_data)))
         if task.batch is not None:
             task = task.with_(batch=_AsDrawn(task.batch))
         return task.with_(optimizer=_Raised(task.optimizer))

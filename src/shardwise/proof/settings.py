@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardwise.random.reading import drawing
 from shardwise.task import Task
 
 LEAST_EPS = 1e-4  # below it, Adam-family updates turn rounding of near-zero gradients into sign flips
@@ -35,7 +36,8 @@ def global_batch(task: Task, settings: Settings, step: int) -> Any:
     assert task.data is not None
     length = len(task.data)
     count = min(settings.batch_samples, length)
-    return task.data.read([(step * count + i) % length for i in range(count)])
+    with drawing(settings.seed, step * count // length, step * count):
+        return task.data.read([(step * count + i) % length for i in range(count)])
 
 
 def raise_eps(optimizer: torch.optim.Optimizer) -> list[float]:
