@@ -1,4 +1,4 @@
-"""A map-style torch `Dataset` as a `Source`.
+"""Wrap a map-style torch `Dataset` as a `Source`.
 
 How: the samples asked for are fetched one by one (or together, where the dataset has `__getitems__`) and
 joined by torch's `default_collate`, or by a function of the user's. Who reads seeds the generators before each sample

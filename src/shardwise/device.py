@@ -243,7 +243,7 @@ def generators_kept() -> Iterator[None]:
 
 
 def attention_as_ops(yes: bool = True) -> AbstractContextManager[None]:
-    """A context in which an accelerator's attention takes the composite path, whose dropout is an op that can be met.
+    """Returns a context in which an accelerator's attention runs as single ops, so that modes see its dropout.
 
     Where there is none nothing changes: on a CPU, attention with dropout takes that path anyway.
     """

@@ -55,7 +55,7 @@ def read_config(source: Any) -> Any:
 
 
 def parts_of(config: Any) -> list[Any]:
-    """A configuration and those inside it."""
+    """Returns a configuration and all configurations inside it."""
     inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
     return [config, *(part for one in inner if one is not None for part in parts_of(one))]
 
@@ -101,7 +101,7 @@ def model_class(config: Any, head: str) -> Any:
 
 
 def heads_of(config: Any) -> list[str]:
-    """Those that transformers has a model for."""
+    """Returns the heads for which transformers has a model of this configuration."""
     return [head for head in HEADS if model_class(config, head) is not None]
 
 
@@ -128,7 +128,7 @@ def build_model(config: Any, head: str) -> nn.Module:
 
 
 def inputs(batch: dict[str, Tensor]) -> tuple[tuple, dict]:
-    """All but the labels."""
+    """Returns the model's arguments for a batch: all of it but the labels, by keyword."""
     return (), {name: value for name, value in batch.items() if name != "labels"}
 
 

@@ -77,7 +77,7 @@ class Mesh:
 
 
 def overlap_from(plan: Plan, host: bool) -> float:
-    """Products of a convolution of tiles from which the halo it reads is on its way while it computes.
+    """Returns from how many multiplications on a tile's convolution computes while its halo is on its way.
 
     By default as many as take a fraction of a millisecond, on the host or an accelerator: smaller ones are over before
     a message has come, and cost more operations for nothing.

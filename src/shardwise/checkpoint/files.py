@@ -1,4 +1,4 @@
-"""Write files that survive a crash (sync, then rename), and read and write safetensors' layout. Without torch.
+"""Write files that survive a crash (sync, then rename); read and write safetensors. In a store: remote. Without torch.
 
 Every change goes through a `Disk`, one method each, so that a test can end the process before any of them, or keep a
 log of them and lose what was not yet synced.
@@ -93,7 +93,7 @@ class Disk:
             os.close(handle)
 
     def withdraw(self, path: Path, why: str) -> Path:
-        """Make a checkpoint none, by another name, which is returned."""
+        """Rename a checkpoint's folder so that it is no checkpoint any more; returns the new path."""
         to = path.with_name(f"{path.name}.{why}")
         self.rename(path, to)
         return to

@@ -51,7 +51,7 @@ class Holding:
 
     @property
     def dtype(self) -> str:
-        """Its name in a file."""
+        """Returns the name that the tensor's dtype has in a safetensors file."""
         return dtype_code(self.key, self.tensor.dtype)
 
     def flat(self) -> torch.Tensor:

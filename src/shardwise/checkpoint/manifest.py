@@ -108,7 +108,7 @@ def sealed(content: Mapping[str, Any]) -> bytes:
 
 
 def canonical(value: Any) -> bytes:
-    """The one text of a JSON value."""
+    """Returns a JSON value as canonical bytes: equal values give the same ones."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -179,7 +179,7 @@ def _manifest(content: dict[str, Any]) -> Manifest:
 
 
 def check_parts(name: str, tensor: Tensor, files: Mapping[str, File]) -> None:
-    """Every element lies somewhere, once, inside of its file."""
+    """Raise `ValueError` unless each element of a tensor lies in exactly one part, inside its file."""
     item = ITEM_BYTES[tensor.dtype]
     for part in tensor.parts:
         if part.begin + part.piece.count * item > files[part.file].size_bytes:

@@ -65,7 +65,7 @@ class Work:
 
 
 def write_rank(work: Work, parts: Iterable[bytes | memoryview], disk: Disk) -> None:
-    """This rank's file, and what is in it."""
+    """Write this rank's file, and a JSON file that says what is in it."""
     name = rank_file(work.rank)
     disk.folder(work.at)
     path = work.at / name
@@ -203,7 +203,7 @@ def _free_name(folder: Path, step: int) -> Path:
 def write_and_publish(
     work: Work, parts: Iterable[bytes | memoryview], disk: Disk, going: Callable[[], bool] = lambda: True
 ) -> Path:
-    """A rank's part, and on rank 0 the checkpoint. Returns its folder (on other ranks: the one being written)."""
+    """Write a rank's part; on rank 0 publish the checkpoint. Returns its folder (other ranks: that being written)."""
     try:
         write_rank(work, parts, disk)
         return publish(work, disk, going=going) if work.rank == 0 else work.at
@@ -228,7 +228,7 @@ def give_up(work: Work, error: Exception, disk: Disk) -> None:
 
 
 def scan(folder: Path) -> list[Path]:
-    """Published checkpoints below a folder, newest first. That one loads is not said: reading it tells."""
+    """Returns published checkpoints below a folder, newest first; whether each can be read is not checked."""
     found = []
     for name in names_in(folder):
         match = _STEP.fullmatch(name)
@@ -251,7 +251,7 @@ def _is_published(path: Path) -> bool:
 
 
 def under_way(folder: Path) -> list[Path]:
-    """Saves that go on, or did not end."""
+    """Returns the folders of saves that are under way, or that never ended."""
     if not is_remote(folder):
         return sorted(folder.glob("step-*.tmp-*"))
     named = [folder / name for name in names_in(folder) if _STEP.fullmatch(name)]

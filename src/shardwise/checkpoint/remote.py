@@ -171,7 +171,7 @@ class RemoteDisk(Disk):
                 path.store.rm(path.path, recursive=True)  # type: ignore[attr-defined]
 
     def withdraw(self, path: Path, why: str) -> Path:
-        """Make a checkpoint none: its manifest gets another name."""
+        """Rename a checkpoint's manifest, so that it is no checkpoint any more; returns its folder."""
         text = (path / "manifest.json").read_bytes()
         self.file(path / f"manifest.json.{why}", [text])
         self.remove(path / "manifest.json")
@@ -180,7 +180,7 @@ class RemoteDisk(Disk):
 
 @contextmanager
 def told(path: Any) -> Iterator[None]:
-    """What a store fails with, as an `OSError` with the address."""
+    """Context: what a store raises becomes an `OSError` that names the address."""
     try:
         yield
     except OSError as error:
@@ -218,5 +218,5 @@ def is_remote(path: Path) -> bool:
 
 
 def disk_of(path: Path) -> Disk:
-    """What changes files there."""
+    """Returns the `Disk` that changes files at a path: a store's, or the file system's."""
     return RemoteDisk() if is_remote(path) else Disk()

@@ -1,4 +1,4 @@
-"""Compare bit for bit what several ranks hold copies of: weights, optimizer state, buffers.
+"""Compare bit for bit what several ranks hold copies of: weights, state, buffers. Who is wrong: training/replay.
 
 A rank's piece of a tensor has a place in the whole one (`holdings`); ranks with the same piece must hold the same. Each
 takes a hash of integers (exact, in any order), and all see all hashes: the majority tells which rank is wrong.
@@ -45,7 +45,7 @@ class ReplicasDiffer(RunError):
         super().__init__(_told(held, step, blamed))
 
     def judged(self, blamed: list[int], why: str) -> ReplicasDiffer:
-        """The same, after the steps were taken again; `blamed` and `why` of `verdict`."""
+        """Returns this error with a verdict from steps taken again; `blamed` and `why` are those of `verdict`."""
         error = ReplicasDiffer(self.step, self.held)
         error.rank = blamed[0] if blamed else None
         said = "another rank that took the steps in its place came to what the others have"
@@ -148,7 +148,7 @@ def _told(wrong: Held, step: int, blamed: list[int], why: str = "the other ranks
 
 
 def verdict(first: Held, again: Held) -> tuple[list[int], str]:
-    """(ranks at fault, why) from what ranks had, and what others came to in their place; ([], why not) where open.
+    """Returns (ranks at fault, why) from hashes of steps and of the same steps taken again; ([], why not) where open.
 
     first   name -> rank -> hash
     again   name -> rank that took the steps in the place of one of those -> hash

@@ -327,7 +327,7 @@ class Saver:
         self.last = place(told[0][0])
 
     def close(self) -> None:
-        """Let the writer end, after the save under way; what becomes of that is not looked at."""
+        """Let the writer end after the save under way, whose outcome is not checked."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()

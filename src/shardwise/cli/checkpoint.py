@@ -1,4 +1,4 @@
-"""The commands `checkpoint inspect | verify | convert | diff`: each parses its arguments and calls what does it."""
+"""The commands `checkpoint inspect | verify | convert | diff`: arguments and answers. The work: checkpoint/inspect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `compare`: forecasts of several plans side by side, and what they take on this machine."""
+"""The command `compare`: forecasts of several plans side by side (planner/door), and runs here (measure/plan_here)."""
 
 from __future__ import annotations
 

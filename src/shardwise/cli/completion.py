@@ -1,4 +1,4 @@
-"""Completion of a command line in bash, zsh and fish: commands, options, keys and values of plans, names, tasks.
+"""Shell completion (bash, zsh, fish) of commands, options, a plan's keys and values, names and tasks.
 
 A shell hands over the words up to the cursor; `candidates` answers for the last one. Nothing heavy is imported: tasks
 are read from the text of a file, names of models and devices from the catalogue's own tables.

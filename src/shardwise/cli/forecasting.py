@@ -1,4 +1,4 @@
-"""What the commands that forecast share: options for the cluster and the batch, a task as a subject, files written."""
+"""What commands that forecast share: options for the cluster and the batch, TASK as a subject, writing files."""
 
 from __future__ import annotations
 

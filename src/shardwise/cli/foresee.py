@@ -1,4 +1,4 @@
-"""The commands `plan` and `simulate`: each parses its arguments and calls what does it."""
+"""The commands `plan` and `simulate`: arguments and answers; planner/ and simulator/ do the work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `shardwise`: train, verify, show, config. Each parses its arguments and calls the code that does it.
+"""The commands train, verify and config, and the list of all commands: arguments and answers. No torch until needed.
 
 Importing this module does not import torch, so that help and mistakes are quick.
 """

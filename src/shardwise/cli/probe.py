@@ -1,4 +1,4 @@
-"""The command `probe`: this machine measured, as a cluster file."""
+"""The command `probe`: measure this machine (measure/machine) and write a cluster file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `report`: runs as one HTML page."""
+"""The command `report`: write runs as one HTML page (report/)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `run`: a script of one's own on local ranks."""
+"""The command `run`: run a user's script on local ranks (ranks/script)."""
 
 from __future__ import annotations
 

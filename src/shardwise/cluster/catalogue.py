@@ -112,7 +112,7 @@ def link(name: str, count: int, below: int, own: Tier) -> Tier:
 
 
 def key_of(name: str) -> str:
-    """Spellings of one model meet here: `Llama-3.1-405B`, `llama3-405b`."""
+    """Returns a key that spellings of one model share: `Llama-3.1-405B` and `llama3-405b` have the same."""
     text = re.sub(r"(?<=\d)\.\d+(?=-)", "", name.lower().replace("_", "-"))
     return re.sub(r"[^a-z0-9.]", "", text)
 

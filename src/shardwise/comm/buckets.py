@@ -97,7 +97,7 @@ class Bucket:
         self._views = [shaped(sums[e.start : e.stop], p.shape, as_complex=p.is_complex()) for e, p in entries]
 
     def forget_views(self) -> None:
-        """After the buffer was taken away: they would keep it alive."""
+        """Drop the views of the buffer, which would keep its memory alive after it was taken away."""
         self._views = []
 
     def complete(self) -> torch.Tensor:

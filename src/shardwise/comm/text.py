@@ -1,4 +1,4 @@
-"""Text between ranks, as bytes in tensors: nothing is pickled, so nothing received can run."""
+"""Send text and JSON between ranks as bytes in tensors: nothing is pickled, so nothing received can run."""
 
 from __future__ import annotations
 

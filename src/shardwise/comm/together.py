@@ -33,12 +33,12 @@ def ready(value: Any) -> Gathering:
 
 
 def gathered_alone(gathering: Gathering) -> Any:
-    """What one gathering comes to. Collective."""
+    """Returns the result of one gathering. Collective."""
     return next(gathered_together([gathering]))
 
 
 def gathered_together(gatherings: Iterable[Gathering]) -> Iterator[Any]:
-    """What each comes to, in order. Collective."""
+    """Yields the results of these gatherings, in order; their messages travel together. Collective."""
     begun: list[_Begun] = []
     held = 0
     for gathering in gatherings:

@@ -1,4 +1,4 @@
-"""The `[plan]` section: a table or a text, from several sources, checked key by key, every mistake told."""
+"""Merge the `[plan]` section (a table or a text) from several sources, checked key by key, every mistake told."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def from_file(path: Path, problems: list[str], seen: tuple[Path, ...] = ()) -> l
 
 
 def located(given: Given) -> Given:
-    """Paths made absolute: in a file they are relative to it, and a run's own copy lies elsewhere."""
+    """Returns a value with its paths made absolute: in a file they are relative to that file."""
     if given.key == "task.name":
         return _beside(given)
     if given.key not in PATHS:

@@ -168,7 +168,7 @@ class Kernels:
 
     @property
     def deeper(self) -> float:
-        """How many times the elements of bf16 a device multiplies in FP8; raises `InputError` where it has none."""
+        """Returns the device's FP8 rate over its bf16 rate; raises `InputError` where it has no FP8."""
         if self.device.fp8_tflops is None:
             raise InputError(f"{self.device.name} has no FP8 products (H100, L40S and later devices have)")
         return self.device.fp8_tflops.value / self.device.bf16_tflops.value

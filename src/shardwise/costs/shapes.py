@@ -1,4 +1,4 @@
-"""A decoder described by numbers: parameters by component, and FLOPs by a named convention.
+"""`Shape`: a decoder by numbers, its parameters by component, its FLOPs. Families: planner/decoder_families.
 
 The shapes of GPT, Llama and mixtures of experts are the same few matrices; what differs is data in `Shape`.
 
@@ -213,7 +213,7 @@ class Shape:
 
     @cached_property
     def in_front(self) -> Shape:
-        """The model whose layers are all like the dense ones in front of this one's experts."""
+        """Returns a model of this one's dense layers alone, those in front of its layers with experts."""
         return self.with_(
             layers=max(1, self.dense_layers), ffn=self.dense_ffn or self.ffn, experts=0, top_k=0, shared_experts=0,
             dense_layers=0, dense_ffn=0, ahead=0,

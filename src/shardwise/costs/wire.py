@@ -195,7 +195,7 @@ class Wire:
         return SKEW_US * 1e-6 * (min(ranks, self.cluster.sizes[0]) - 1)
 
     def exchange(self, came: Mapping[int, float], group: RankGroup, calls: float) -> float:
-        """Seconds of `calls` exchanges in which a rank is sent `came` bytes in all by the ranks so far away from it.
+        """Returns the seconds of `calls` exchanges; `came`: bytes sent to a rank in all, by distance of the sender.
 
         Links of different tiers work at the same time; of all ranks of the axis, that which has most to wait for.
         """
@@ -212,7 +212,7 @@ class Wire:
         return calls * (10e-6 + self.cluster.tiers[far].latency_us.value * 1e-6) + sent
 
     def by_tier(self, came: Mapping[int, float], group: RankGroup) -> dict[int, float]:
-        """Bytes over each tier, of the rank of the axis that waits longest for what ranks so far away send it."""
+        """Returns bytes by tier for the rank that waits longest; `came`: bytes by how far off their sender is."""
         return _worst(self, tuple(sorted(came.items())), group)
 
     def _rate(self, tier: int) -> float:

@@ -1,4 +1,4 @@
-"""The handwritten digits that come with scikit-learn: 1797 images of 8 x 8 pixels, nothing to download.
+"""scikit-learn's handwritten digits as a source: 1797 images of 8 x 8 pixels, nothing to download.
 
 How: the pixels, 0 to 16 in the original, are scaled to [0, 1] and held in memory (half a megabyte). The split
 is drawn by the keyed order, so it is the same on every rank and machine.

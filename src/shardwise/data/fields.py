@@ -1,4 +1,4 @@
-"""Fields from netCDF files and zarr stores: pairs t -> t + lead, normalised, with static and forcing fields.
+"""`FieldSource`: fields from netCDF files and zarr stores, pairs t -> t + lead, normalised, static and forcing fields.
 
     "inputs"   (B, C, y, x)  the state at t
     "forcing"  (B, F, y, x)  what is known of t + lead: forcing variables, then sine and cosine of each cycle

@@ -1,4 +1,4 @@
-"""The loader: an endless or counted run of steps over a source, each a list of this rank's parts.
+"""`Loader`: an endless or counted run of steps over a source, each a list of this rank's parts.
 
 How: the only state is a position, the samples of the global order handed out so far. A step takes the next
 `batch_size` positions, at most to the end of the epoch, and `steps.Steps` reads this rank's share of them.

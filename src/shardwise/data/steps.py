@@ -1,4 +1,4 @@
-"""One step's samples: which positions a step covers, and this rank's parts of them, read from a source.
+"""Which positions a step covers, and this rank's parts of them, read from a source.
 
 How: a step starts at a position and takes a batch from there, at most to the end of the epoch. The batch is
 dealt by `layout.dealing` over micro-batches and ranks; each part is one `source.read` of this rank's samples

@@ -128,7 +128,7 @@ def _own(task: Task) -> nn.Module:
 
 
 def reason(error: Exception) -> str:
-    """The error, with a hint where a batch seems to hold more than the model's arguments."""
+    """Returns an error as text, with a hint where a batch seems to hold more than the model's arguments."""
     if isinstance(error, ShardwiseError):
         return str(error)
     hint = inputs_hint(error)

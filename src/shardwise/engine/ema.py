@@ -39,7 +39,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self) -> None:
-        """After each step."""
+        """Take the weights into the average; to be called after each step."""
         if self._held:
             torch._foreach_lerp_(self._averages, [master.detach() for master in self._held], 1 - self.decay)
 

@@ -1,4 +1,4 @@
-"""`parallelize(task, plan)`, and the `Engine` that it returns: the functions of `step` and of this room over one state.
+"""`parallelize(task, plan)` and the `Engine` that it returns; its methods call functions of step/ and engine/.
 
 The order in which a plan is applied stands in `assemble` and `recipe`, what a step does in `step/train_step`.
 """

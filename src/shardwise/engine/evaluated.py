@@ -171,7 +171,7 @@ class Seen(TorchDispatchMode):
                 self.ever_written.add(name)
 
     def keep_data(self, tensor: torch.Tensor) -> None:
-        """Before `tensor.data = ...`, which no operation tells of."""
+        """Keep a parameter's memory before `tensor.data = ...`, an assignment that no dispatch mode sees."""
         for name, param in self.module.named_parameters():
             if param is tensor:
                 self.replaced.setdefault(name, (tensor, tensor.data))
@@ -179,7 +179,7 @@ class Seen(TorchDispatchMode):
                 self.ever_written.add(name)
 
     def repeats(self, sizes: tuple[int, int, int]) -> str:
-        """Which module's calls are more on some samples than on others, as text; "" where none's are."""
+        """Returns as text which module runs more often on some samples than on others; "" where none does."""
         if len(self.calls) < len(sizes):
             return ""
         for path in self.calls[0]:
@@ -202,7 +202,7 @@ class Seen(TorchDispatchMode):
         return values
 
     def problems(self) -> list[str]:
-        """What zero=3 could not do right."""
+        """Returns what zero=3 could not do right, a line of text for each problem."""
         if not isinstance(self.module, FSDPModule):
             return []
         found = [

@@ -80,7 +80,7 @@ def _not_here(old: torch.Tensor, dtype: torch.dtype, device: torch.device) -> to
 def fill_parameters(
     module: nn.Module, value_of: ValueOf, dtype: torch.dtype, device: torch.device, absent: Container[str] = ()
 ) -> None:
-    """Whole parameters on the device, floating-point ones in `dtype`; the `absent` ones are other ranks'."""
+    """Put whole parameters on the device, floating-point ones in `dtype`; `absent` ones are held by other ranks."""
 
     def make(name: str, old: torch.Tensor) -> torch.Tensor:
         if name in absent:
@@ -102,7 +102,7 @@ def fill_only(
     module: nn.Module, names: Container[str], frozen: Container[str], value_of: ValueOf, dtype: torch.dtype,
     device: torch.device,
 ) -> None:  # fmt: skip
-    """These parameters whole on the device, the others as they are."""
+    """Put these parameters whole on the device; the others stay as they are."""
 
     def make(name: str, old: torch.Tensor) -> torch.Tensor:
         if name not in names:
@@ -115,7 +115,7 @@ def fill_only(
 
 
 def empty_parameters(module: nn.Module, dtype: torch.dtype, device: torch.device, absent: Container[str] = ()) -> None:
-    """Parameters on the meta device: shapes alone; the `absent` ones are other ranks'."""
+    """Put parameters on the meta device (shapes alone); `absent` ones are held by other ranks."""
 
     def make(name: str, old: torch.Tensor) -> torch.Tensor:
         if name in absent:
@@ -127,7 +127,7 @@ def empty_parameters(module: nn.Module, dtype: torch.dtype, device: torch.device
 
 
 def fill_buffers(module: nn.Module, value_of: ValueOf, precision: Precision, device: torch.device) -> None:
-    """Buffers and plain tensor attributes made anew on the device."""
+    """Make buffers and plain tensor attributes anew on the device."""
 
     def make(name: str, old: torch.Tensor) -> torch.Tensor:
         value = value_of(name)

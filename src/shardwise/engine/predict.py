@@ -1,4 +1,4 @@
-"""Outputs of the model in sample order, on rank 0, under any plan.
+"""`Engine.predict`: the model's outputs in sample order, on rank 0. Into files, by tiles: data/tiles.
 
     every rank    forward of its part of the batch, in eval mode; shares and summands are put together
     all           what each rank holds, as one small message: where its samples start, structure, shapes, dtypes

@@ -348,7 +348,7 @@ def scripted(module: nn.Module) -> str | None:
 
 
 def refuse_scripted(module: nn.Module, plan: Plan) -> None:
-    """Hooks, cuts and recompute go into a module's own forward, which a compiled one does not have."""
+    """Raise `RefusedPlan` for a `torch.jit` module where the plan must change forwards (tp, pp, ep, zero=3, remat)."""
     path = scripted(module)
     inside = [name for name in ("tp", "pp", "ep") if getattr(plan, name) > 1]
     inside += ["zero=3"] * (plan.zero == 3) + ["remat"] * (plan.remat != "none")
@@ -410,7 +410,7 @@ def _refuse_shared_memory(module: nn.Module) -> None:
 
 
 def make_gradients_dense(module: nn.Module) -> None:
-    """Embeddings whose gradients would be sparse make dense ones of the same values: buckets and shards are dense."""
+    """Make embeddings with sparse gradients give dense ones of the same values, as buckets and shards need."""
     for child in module.modules():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag):
             child.sparse = False

@@ -101,7 +101,7 @@ def together(state: RankState, name: str, piece: Gathering) -> Gathering:
 
 
 def put_together(state: RankState, name: str, share: Any) -> Any:
-    """The same of what is a share, and no piece of one. Collective."""
+    """Returns the whole tensor of this rank's share over tp and ep, itself no piece by ZeRO. Collective."""
     return gathered_alone(together(state, name, ready(share)))
 
 

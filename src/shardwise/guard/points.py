@@ -28,7 +28,7 @@ class _Here:
 
 
 def have(record: RankRecord | None) -> None:
-    """Write to this record from now on, and listen as the environment says now."""
+    """Set this process's record (None: none is written) and the listener that the environment names."""
     _Here.record, _Here.step = record, -1
     listen_as_asked()
 

@@ -40,7 +40,7 @@ def start(folder: str, deadlines: Deadlines | None) -> None:
 
 
 def serve(folder: str, told: str) -> None:
-    """The process's own side."""
+    """Run the watcher's process: look at the ranks' records until all have ended; on a hang report, then end them."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # it ends with its ranks
     limits = json.loads(told)

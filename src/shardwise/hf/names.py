@@ -32,7 +32,7 @@ class Recipe:
         return self.convert({key: checkpoint.read(key) for key, _ in self.sources}, model)[name]
 
     def convert(self, tensors: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
-        """Every tensor that these sources make."""
+        """Returns the tensors, by name, that the converter makes of these sources."""
         converter = copy.deepcopy(self.converter)
         for key, pattern in self.sources:
             converter.add_tensor(self.target, key, pattern, tensors[key])

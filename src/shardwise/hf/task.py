@@ -1,4 +1,4 @@
-"""`task(source, head, ...)`: a `Task` around a transformers model.
+"""`task(source, head, ...)`: a `Task` around a transformers model (heads: heads.py; weights: hf/checkpoint).
 
 The model is built by the configuration without its weights; each weight is then read from the checkpoint when its
 place is made, or drawn from the seed where there is no checkpoint. Losses are sums with the number of labels that

@@ -1,4 +1,4 @@
-"""What a pipeline schedule is, one row for each: plans, rules, forecasts and the search read `KINDS`.
+"""`KINDS`: a row for each pipeline schedule, which plans, rules, forecasts and the search read; a new one goes here.
 
 A new schedule is a function that writes a rank's ops and one row of the table at the end of this file.
 

@@ -176,7 +176,7 @@ LONG = 16  # micro-batches for each model stage; more repeat what is between fil
 
 
 def few_microbatches(ranks: int, microbatches: int, chunks: int, each: int = LONG) -> int:
-    """As many, or where there are very many, fewer that show the same: filling, repeating, emptying.
+    """Returns the number of micro-batches, or a smaller one that shows the same filling, repeating and emptying.
 
     each   of them for each model stage
     """

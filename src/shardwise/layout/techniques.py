@@ -1,4 +1,4 @@
-"""What each technique splits, sends and needs, and when to use it: one row each, for docs/techniques/table.md."""
+"""Facts on each technique (what it splits, sends, needs) for docs/techniques/table.md: a row each. Costs: costs/."""
 
 from __future__ import annotations
 

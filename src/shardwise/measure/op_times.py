@@ -177,7 +177,7 @@ def typical(call: Callable[[], object], budget_s: float = BUDGET_S) -> float:
 
 
 def held(inputs: Callable[[], Made], call: Callable[..., object]) -> tuple[float, Callable[[], object], int]:
-    """Bytes that one call moves, a round of calls whose outputs are kept while inputs change, and how many they are."""
+    """Returns (bytes that one call moves, a function that makes a round of calls and keeps outputs, their number)."""
     first = inputs()
     out = call(*first)
     made = [t for t in (out if isinstance(out, tuple | list) else (out,)) if torch.is_tensor(t)]

@@ -147,7 +147,7 @@ def over_ranks(value: float, device: torch.device | None = None) -> float:
 
 
 def slower(ranks: Sequence[Sequence[tuple]]) -> tuple[tuple, ...]:
-    """Rows of all ranks, alike but for the time that each ends in, as those of the slowest rank.
+    """Returns one list of rows from those of all ranks, equal but for the time at the end: that of the slowest rank.
 
     Times are the mean of the ranks', times what the slowest takes longer on the whole. The largest of each row would be
     that of a rank that was late just then, and in sum too slow.

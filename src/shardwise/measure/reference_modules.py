@@ -1,4 +1,4 @@
-"""The small modules whose steps a probe measures: tiny ones for what the host adds, larger ones for what ops take.
+"""Small modules whose steps `measure/overheads` times: tiny ones for the host's share, larger ones for the ops'.
 
 None of them is a model that anyone trains: forecasts of those are not fitted to themselves.
 """

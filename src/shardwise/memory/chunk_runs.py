@@ -114,7 +114,7 @@ class Program:
         return found
 
     def gathered(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The inputs, those that are cut into chunks whole over axes that keep shares of them between products (`sp`).
+        """Returns the inputs; those that are cut into chunks are gathered over axes that keep shares of them (`sp`).
 
         Once for all chunks. Collective.
         """

@@ -1,4 +1,4 @@
-"""How many floating-point operations a sample costs, and how many the device could do.
+"""FLOPs of a sample, by one of two conventions, and the peak rate of a device, for MFU.
 
 Two conventions, and each number is shown with the one it follows:
 

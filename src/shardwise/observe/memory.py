@@ -1,4 +1,4 @@
-"""Memory of one rank: the engine's account, and the process's peak where the device keeps none."""
+"""Memory of one rank of a run: by the engine's account, and the process's peak where the device keeps none."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class PartLayout:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> PartLayout | None:
-        """That of a part, or of a sum's value (which is taken: collective the first time); None for a plain tensor."""
+        """Returns the layout of a part, or of a sum's value (collective the first time); None for a plain tensor."""
         value = tensor.value() if isinstance(tensor, Sum) else tensor
         if not isinstance(value, Part):
             return None
@@ -47,7 +47,7 @@ class PartLayout:
 
     @property
     def key(self) -> tuple:
-        """Equal where layouts are."""
+        """Returns a tuple that is equal where layouts are."""
         return self.dim, self.owners, id(self.axis), self.soft, self.inside and self.inside.key
 
     @property

@@ -32,7 +32,7 @@ def note_known(tensor: Distributed, whole: torch.Tensor) -> None:
 
 
 def with_known(func: Any, args: tuple, kwargs: dict, given: list[Distributed], answer: Callable[[], Any]) -> Any:
-    """What `answer` gives, which is the rule's; the values of one process, where all inputs have them, beside it."""
+    """Returns what the rule's `answer` gives, with the values of one process beside it where all inputs have them."""
     whole = _of_whole(func, args, kwargs, given)
     output = answer()
     if whole is None:

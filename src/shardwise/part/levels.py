@@ -44,7 +44,7 @@ class Distributed(torch.Tensor):
 
     @property
     def held(self) -> torch.Tensor:
-        """What keeps the memory."""
+        """Returns the tensor that has this rank's memory."""
         return self.local
 
     def settled(self) -> torch.Tensor:
@@ -61,7 +61,7 @@ class Distributed(torch.Tensor):
 
 
 def written_back(tensor: Distributed) -> None:
-    """What was written into a copy of one index, into the tensor of which it is a view. Every rank has the copy."""
+    """Copy what was written into a copy of one index back into the tensor of which it is a view."""
     while tensor.source is not None:
         if tensor.source.put is not None:
             tensor.source.put(tensor.settled())

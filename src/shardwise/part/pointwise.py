@@ -259,5 +259,5 @@ def _own_draws(part: Part) -> Iterator[None]:
 
 @rule("_local_scalar_dense", "equal", "is_nonzero")
 def value(func: Any, args: tuple, kwargs: dict) -> Any:
-    """What Python reads is read from the whole tensor."""
+    """Returns what Python reads of a tensor, from the whole of it."""
     return func(*replaced(Part, gather, args), **kwargs)

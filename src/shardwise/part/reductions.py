@@ -24,7 +24,7 @@ def _dims(part: Part, dim: Any) -> set[int]:
 
 
 def arguments_of(func: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
-    """What an operation is given, and what it takes where it is not, by name."""
+    """Returns an operation's arguments by name, defaults included."""
     names = [argument.name for argument in func._schema.arguments]
     found = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
     return found | dict(zip(names, args, strict=False)) | kwargs

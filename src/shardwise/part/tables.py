@@ -69,7 +69,7 @@ def is_table(part: Distributed) -> bool:
 
 
 def note_table(func: Any, args: tuple, kwargs: dict, given: list[Distributed], output: Any) -> None:
-    """Let what an operation made of tables, and of small plain tensors, be a table."""
+    """Mark an operation's result as a table where it was made of tables and small plain tensors alone."""
     if not isinstance(output, Distributed) or func._schema.is_mutable or not all(map(is_table, given)):
         return
     if torch.Tag.nondeterministic_seeded in func.tags:

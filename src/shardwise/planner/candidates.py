@@ -65,7 +65,7 @@ class Constraints:
         return all(_written(getattr(plan, name)) == _written(value) for name, value in self.fixed)
 
     def applied(self, layout: Layout) -> Layout:
-        """A layout with what is fixed and nothing enumerates."""
+        """Returns the layout with the fixed values of keys that the search does not vary (`SWITCHES`)."""
         values = {name: value for name, value in self.fixed if name in SWITCHES}
         tiled = layout.tiles > 1
         needs = {"tp_overlap": layout.tp > 1, "domain_overlap": tiled, "domain_depth": tiled, "wrap": layout.zero == 3}
@@ -191,7 +191,7 @@ def _schedules(
 
 
 def plan_of(layout: Layout, precision: str) -> Plan:
-    """The plan that a layout is."""
+    """Returns the plan with a layout's degrees and choices."""
     values: dict[str, object] = {
         "tp": layout.tp, "sp": layout.sp, "cp": layout.cp, "cp_ulysses": layout.ulysses, "pp": layout.pp,
         "dp_shard": layout.shard, "zero": layout.zero, "dp_replicate": layout.replicas, "remat": layout.recompute,
@@ -225,7 +225,7 @@ def family(layout: Layout) -> str:
 
 
 def axes(layout: Layout) -> int:
-    """How many things a plan asks a reader to know; fewer is simpler."""
+    """Returns how complicated a layout is, by axes and techniques in use: less is simpler to a reader."""
     count = sum(getattr(layout, name) > 1 for name in ("tp", "cp", "ulysses", "ep", "pp", "replicas")) + (
         layout.shard > 1
     )

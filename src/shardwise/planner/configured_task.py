@@ -1,4 +1,4 @@
-"""A transformers configuration as a task with made-up data: what `config.json` describes, built by transformers.
+"""A transformers `config.json` as a task with made-up samples, its model built by transformers (heads: heads.py).
 
     head     the one whose model `architectures` names, else the first that transformers offers, else none (`headless`)
     sample   by the model's main input, its forward's arguments and sizes of the configuration; labels by the head

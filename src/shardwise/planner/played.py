@@ -19,7 +19,7 @@ def dealt(layout: Layout, batch: int, data_rank: int) -> tuple[int, ...]:
 
 
 def played(key: Cuts, layout: Layout, batch: int, data_rank: int) -> tuple[Sizes, Beside]:
-    """Which of a data rank's micro-batches are played, and with it those of its neighbours in ep."""
+    """Returns which of a data rank's micro-batches are rehearsed, and those of its neighbours in ep beside them."""
     place = data_rank % layout.ep
     group = [dealt(layout, batch, data_rank - place + other) for other in range(layout.ep)]
     chosen = _chosen(key, layout, place, group)

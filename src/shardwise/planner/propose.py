@@ -1,4 +1,4 @@
-"""Search for the fastest plan that fits: enumerate, prune by memory, rank by simulated time, say why others lost.
+"""`search` for the fastest plan that fits: enumerate, prune by memory, rank by simulated time, say why others lost.
 
     every layout ── memory ──> those that fit ── estimate ──> the best few of each family ── simulate ──> ranked
 

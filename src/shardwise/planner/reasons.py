@@ -95,7 +95,7 @@ def _alone(subject: Subject, like: Layout, capacity: float) -> tuple[Layout, flo
 
 
 def never(subject: Subject, cluster: Cluster, seen: dict[str, tuple[float, Layout]], best: Proposal) -> dict[str, str]:
-    """Families of data parallelism alone that had no layout at all."""
+    """Returns, for each family of data parallelism that had no layout at all, why."""
     world, batch = cluster.world_size, subject.global_batch
     if world == 1:
         return {}
@@ -152,7 +152,7 @@ def _recomputes(proposal: Proposal) -> int:
 
 
 def nothing(subject: Subject, cluster: Cluster, constraints: Constraints) -> str:
-    """Why there was nothing to look at, and the nearest batch for which there would be."""
+    """Returns why a search had no layout to look at, and the nearest batch for which there would be one."""
     why = "no plan has the degrees asked for: the devices, the batch, the heads or the layers do not divide by them"
     world, batch = cluster.world_size, subject.global_batch
     other = subject.with_batch
@@ -171,7 +171,7 @@ def nothing(subject: Subject, cluster: Cluster, constraints: Constraints) -> str
 
 
 def contradiction(world: int, constraints: Constraints) -> str:
-    """What the fixed fields say against each other, against a limit, or against the devices; empty where nothing."""
+    """Returns how fixed fields contradict each other, a limit or the devices, as text; "" where they do not."""
     if not constraints.fixed:
         return ""
     try:

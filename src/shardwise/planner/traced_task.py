@@ -352,7 +352,7 @@ class Traced:
         return self._model(one, one)
 
     def known(self, layout: Layout, batch: int) -> bool:
-        """Whether its ranks were rehearsed already."""
+        """Returns whether a layout's ranks were rehearsed already."""
         return (*self._key(layout, batch), None) in self._ranks
 
     def can_hold(self, layout: Layout, batch: int) -> bool:
@@ -371,7 +371,7 @@ class Traced:
         refuse_optimizer(self.nature, zero, shares_of(layout.tp, layout.ep), layout.pp)
 
     def can_cut(self, layout: Layout, batch: int) -> bool:
-        """Whether a search may have it; a remark where not."""
+        """Returns whether a search may try a cut layout; where not, a remark says why."""
         try:
             self._refuse(layout)
             if self._cuts(layout).differ:

@@ -1,4 +1,4 @@
-"""One rank's side of a proof: the engine under the plan, in float64, and every rank's answers after every step.
+"""One rank's side of a proof: steps of the engine in float64; each rank compares what it holds with rank 0's record.
 
 Rank 0 records whole tensors. Every rank then answers for what it has itself: parameters as its module computes with
 them, gradients, the buffers that its stages use, the optimizer's state. It tells digests; where one differs from that

@@ -1,4 +1,4 @@
-"""A small proof of a large plan: the same structure with the least ranks, blocks and samples that keep it.
+"""Make a small proof of a large plan: the fewest ranks, blocks and samples that keep its structure.
 
     dp_replicate, dp_shard above 1   2; dp_shard 3 where the plan's cuts are uneven and 2 would be even
     accumulate above 3               3

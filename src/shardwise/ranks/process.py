@@ -116,7 +116,7 @@ class RankProcess:
         return os.pread(self._stacks.fileno(), size, 0).decode(errors="replace")
 
     def stack(self) -> str:
-        """The same without the frames of this room."""
+        """Returns the stacks of `dump` for a reader, without frames of the rank's own machinery."""
         return readable(self.dump(), (_WORKER_FILE,), ("in _end_with_caller",), ("shardwise/comm/recording.py",))
 
     def crash(self) -> str:

@@ -59,7 +59,7 @@ LARGE_BYTES = 16 * 2**20  # of a sample, from which a few more are not worth rea
 
 
 def alone(microbatches: int) -> Schedule:
-    """Returns the schedule of `count` micro-batches without a pipeline."""
+    """Returns the schedule of so many micro-batches without a pipeline."""
     ops = [Op(kind, 0, index) for index in range(microbatches) for kind in "FB"]
     return Schedule("alone", microbatches, (0,), (tuple(ops),))
 
@@ -107,7 +107,7 @@ class Cuts:
 
     @classmethod
     def of(cls, layout: Layout, precision: str, *, gloo: bool = False) -> Cuts:
-        """Those of a layout; a long step is played for a few rounds of micro-batches."""
+        """Returns the cuts of a layout; a long step is played for a few rounds of micro-batches."""
         played = layout.shard_ranks > 1 and (
             layout.zero >= 3 or (layout.zero == 2 and (gloo or layout.pp * layout.ep > 1))
         )
@@ -147,7 +147,7 @@ class Cuts:
 
     @property
     def differ(self) -> bool:
-        """Whether what a rank does and holds is not what a trace of the whole module says."""
+        """Whether a rank does or holds something else than a trace of the whole module shows."""
         return self.tp * self.pp * self.ep * self.cut_positions * self.position_chunks > 1 or self.zero > 0
 
     @property
@@ -248,7 +248,7 @@ class Looks:
 
 
 def once(known: dict[Any, Any], key: tuple, make: Callable[[], Any]) -> Any:
-    """What `make` gives for a key, or its refusal: each is found once."""
+    """Returns `make()` for a key, or raises its refusal; each is computed once."""
     if key not in known:
         try:
             known[key] = make()
@@ -295,7 +295,7 @@ class Shares:
 
     @property
     def places(self) -> list[Place]:
-        """The shares that tell of all, by their place along each axis: at either end, and one between."""
+        """Returns places that stand for all shares: along each axis both ends, and one between."""
         return [*product(*(sorted({0, min(1, size - 1), size - 1}) for _, size in self.cuts.inner))]
 
     @property

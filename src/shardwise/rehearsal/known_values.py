@@ -157,7 +157,7 @@ class Values(TorchDispatchMode):
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """What an op gives."""
+        """Returns an op's result, with its values where they can be known."""
         leaves = tensors_in((args, kwargs))
         if func is _ATEN.embedding.default:
             _look_up(*args[:2])

@@ -46,7 +46,7 @@ def workspace_bytes(args: tuple) -> int:
 
 
 def behind_one_number(func: Any, args: tuple, kwargs: dict) -> int:
-    """Elements that the storage of an op's one number has: 1, or those of all its terms."""
+    """Returns the elements in the storage of an op's one number: 1, or those of all terms that it was summed from."""
     tensors = [one for one in args if isinstance(one, torch.Tensor)]
     if len(tensors) < 2 or kwargs or not all(one.is_floating_point() for one in tensors):
         return 1

@@ -1,4 +1,4 @@
-"""Read the files of a run's folder for a report, of a run under way too; what is missing stays empty."""
+"""Read the files of a run's folder for a report, also of a run under way; what is missing stays empty."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ class FirstSteps:
 
 @names_line
 def refuse_replaced(name: str) -> None:
-    """Another parameter or tensor in the place of one that the plan trains."""
+    """Raise `InputError`: another parameter or tensor stands in the place of one that the plan trains."""
     raise InputError(_REPLACED.format(name))
 
 

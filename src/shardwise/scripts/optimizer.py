@@ -181,7 +181,7 @@ def refuse_other(nature: Nature, other: Nature, optimizer: Optimizer) -> None:
 
 
 def retire(optimizer: Optimizer) -> None:
-    """An optimizer that another one took the place of can step no more."""
+    """Make an optimizer's `step` raise, since another one took its place."""
 
     @names_line
     def step(self: Optimizer, closure: Any = None) -> None:

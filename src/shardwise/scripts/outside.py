@@ -61,7 +61,7 @@ class Digests:
         self._looked: dict[int, _Looked] = {}
 
     def forget(self) -> None:
-        """Those that are no more."""
+        """Forget the digests of tensors that no longer exist."""
         self._looked = {key: one for key, one in self._looked.items() if one.tensor() is not None}
 
     def of(self, tensor: torch.Tensor, held: torch.Tensor) -> tuple[int, tuple[float, float]]:
@@ -115,7 +115,7 @@ def number_of(where: str, value: float, *, read: bool = False) -> Outside:
 
 
 def held_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of it."""
+    """Returns the plain tensor that this rank holds of a distributed one."""
     while isinstance(tensor, Distributed):
         tensor = tensor.local
     return tensor
@@ -172,7 +172,7 @@ def _differs(where: str, what: str, theirs: str, trained: bool, first: int, rank
 
 
 def with_line(told: str, where: str) -> RefusedPlan:
-    """The refusal of a line of the script."""
+    """Returns a `RefusedPlan` with this text and a line of the script."""
     error = RefusedPlan(f"{told} [{where}]")
     error.names_line = True  # type: ignore[attr-defined]
     return error

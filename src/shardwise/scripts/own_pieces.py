@@ -67,7 +67,7 @@ class OwnPieces:
             master.__class__ = self._kind
 
     def leave(self) -> None:
-        """The optimizer itself runs, to which they are plain parameters."""
+        """Stop watching the pieces while the optimizer itself runs, to which they are plain parameters."""
         for master in self._masters:
             master.__class__ = nn.Parameter
         self._masters = []
@@ -92,7 +92,7 @@ class OwnPieces:
         return replaced(torch.Tensor, lambda tensor: self.seen(tensor, whole), made)
 
     def seen(self, tensor: torch.Tensor, whole: bool) -> torch.Tensor:
-        """What was made of pieces, as the script has it."""
+        """Returns what was made of pieces as a tensor that is watched in the script's hands."""
         if type(tensor) is not torch.Tensor:
             return tensor
         seen = tensor.as_subclass(_PieceData)
@@ -158,7 +158,7 @@ class Stale:
             param.__class__ = kinds[kind]
 
     def end(self) -> None:
-        """They are up to date."""
+        """Note that the model's parameters are up to date again."""
         for param, kind in self._held:
             param.__class__ = kind
         self._held = []

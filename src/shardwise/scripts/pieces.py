@@ -179,7 +179,7 @@ class Pieces:
             self.technique.set_gradient(self._index[id(param)], value)
 
     def reached(self, piece: DTensor) -> None:
-        """A gradient comes to a parameter beside its unit's forward."""
+        """Note that a gradient comes to a parameter outside of its unit's forward."""
         if id(piece) in self._index:
             self.technique._used_now.add(self._index[id(piece)])
             self.technique.heard(piece)
@@ -305,7 +305,7 @@ class _Lost(torch.Tensor):
 
 
 def for_reading(made: Any, wholes: Collection[int]) -> Any:
-    """What was made of whole weights (by their storages), of which views, and NumPy's, are for reading alone."""
+    """Returns what was made of whole weights (known by their storages) so that views of it can only be read."""
     if isinstance(made, np.ndarray):
         made.setflags(write=False)
     return replaced(

@@ -112,7 +112,7 @@ def _value_of(node: Node) -> Any:
 
 
 def put(prepared: Prepared, folder: Path) -> dict[str, Any]:
-    """Weights and state into the engine; returns what was saved beside them. Collective."""
+    """Load a checkpoint's weights and state into the engine; returns what was saved beside them. Collective."""
     with prepared._gate.open(), prepared._state_gate.open(), generators_kept():
         restored = restore(prepared.engine, folder)
     prepared.engine.notices.extend(restored.notices)

@@ -127,7 +127,7 @@ def put(
     state: RankState, optimizer: Optimizer, states: States, options: list[dict[str, Any]] | None = None,
     rest: Mapping[Any, Any] | None = None,
 ) -> None:  # fmt: skip
-    """Whole state by parameter into an optimizer that holds this rank's pieces. Nothing is sent between ranks."""
+    """Put whole state, given by parameter, into an optimizer that holds this rank's pieces. Nothing is sent."""
     names = {id(slot.master): (slot.name, slot.whole) for slot in state.technique.slots}
     if state.owners is not None:
         names = {id(master): (state.names[index], True) for index, master in state.owners.masters.items()}

@@ -1,4 +1,4 @@
-"""One step as one HTML page with SVG, without outside resources: where time goes, who runs what when, memory over time.
+"""One step as an HTML page with SVG: where time goes, who runs what when, memory over time. Runs: report/page.
 
     step's time   one bar, dealt to its parts
     timeline      a lane for each rank of a pipeline, or for each stream

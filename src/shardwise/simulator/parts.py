@@ -131,7 +131,7 @@ class StepContext:
         return open_s + max(0.0, hidden - beside), CONTENTION * min(hidden, beside)
 
     def timed(self, times: BlockTimes) -> StageTimes:
-        """A part with its communication."""
+        """Returns the seconds of a part of the step, its messages included."""
         if self.software.overlap_ep:
             times = self._beside_experts(times)
         waits, slowed = self.exposed(times.forward_messages, times.attention_forward or times.forward)

@@ -35,7 +35,7 @@ SCORES = (
 
 
 def taken(ranks: Sequence[Model]) -> dict[str, str]:
-    """What was taken to be so where the course of a forward hung on values."""
+    """Returns the assumptions that were made where a forward's course depends on values, by name."""
     seen = {
         "routing": (BALANCED, any(rank.one.balanced for rank in ranks)),
         "batch": (BY_BATCH, any(rank.one.by_batch for rank in ranks)),
@@ -107,7 +107,7 @@ def host_calls(trace: Counted, kernels: Kernels) -> float:
 
 
 def compute_seconds(trace: Counted, kernels: Kernels, software: Software) -> float:
-    """All ops of a trace, one after another."""
+    """Returns the seconds of all ops of a trace, one after another."""
     seconds = host_calls(trace, kernels)
     for (kind, shape, times, _, _), count in _pairs(trace, trace).items():
         seconds += count * op_seconds(kind, shape, times, kernels, software)
@@ -115,7 +115,7 @@ def compute_seconds(trace: Counted, kernels: Kernels, software: Software) -> flo
 
 
 def op_seconds(kind: str, shape: Sequence[float], times: float, kernels: Kernels, software: Software) -> float:
-    """One op of a trace (see rehearsal/op_counts); `times`: the batch of a batched product."""
+    """Returns the seconds of one op of a trace (see rehearsal/op_counts); `times`: the batch of a batched product."""
     return kernels.factor(kind) * _alone(kind, shape, times, kernels, software)
 
 
@@ -251,7 +251,7 @@ def optimizer_seconds(model: Model, layout: Layout, kernels: Kernels, states: St
 
 
 def switches(layout: Layout, *, eager: bool) -> dict[str, str]:
-    """What a forecast makes of a plan's switches. `eager`: on a device whose ops were timed one by one."""
+    """Returns, by key, what a forecast makes of a plan's switches. `eager`: ops of the device were timed one by one."""
     found = {}
     if layout.compile:
         found["compile"] = (

@@ -198,7 +198,7 @@ def slice_samples(batch: Any, low: int, high: int) -> Any:
 
 
 def fields_of(batch: Any) -> dict[str, str]:
-    """By the name of each of a batch's leaves, what it is: a tensor's dtype and its sizes behind the samples."""
+    """Returns, by name, what each leaf of a batch is: a tensor's dtype and its sizes behind the samples."""
     keyed, _ = pytree.tree_flatten_with_path(batch, is_leaf=_is_leaf)
     return {"batch" + pytree.keystr(path): _kind(leaf) for path, leaf in keyed}
 

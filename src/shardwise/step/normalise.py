@@ -1,4 +1,4 @@
-"""From sums of gradients to the mean's: global norm (squares come by step/control), one division with the clip factor.
+"""Divide summed gradients by the global weight and clip them, once; the norm's squares come by step/control.
 
 g <- (sum over ranks and micro-batches of g) * min(1, clip / |g|) / (W * loss scale)
 """

@@ -59,7 +59,7 @@ class OwnedMasters:
 
     @torch.no_grad()
     def collect_gradients(self, used: set[int]) -> None:
-        """Whole gradients of the owned parameters, from everybody's pieces."""
+        """Gather whole gradients of the owned parameters from everybody's pieces. Collective."""
         ranks, me = self.axis.size, self.axis.index
         sent = [
             self._slot[i].master.grad.reshape(-1)
@@ -83,7 +83,7 @@ class OwnedMasters:
 
     @torch.no_grad()
     def hand_out(self, used: set[int]) -> None:
-        """Everybody's pieces, from the owners' updated masters."""
+        """Send the pieces of the owners' updated masters to the ranks that hold them. Collective."""
         ranks, me = self.axis.size, self.axis.index
         mine = self._owned_by(me, used)
         sent = [self.technique.select(i, self.masters[i], r).reshape(-1) for r in range(ranks) for i in mine]

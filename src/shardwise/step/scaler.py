@@ -30,7 +30,7 @@ class LossScale:
         return self.value
 
     def update(self, *, overflow: bool) -> None:
-        """After each step."""
+        """Adapt the scale after a step: halved on an overflow, doubled after many good steps."""
         self._good_steps = 0 if overflow else self._good_steps + 1
         if overflow:
             self.value /= 2

@@ -1,4 +1,4 @@
-"""Faults on purpose: a chosen rank dies, stops, errs or is corrupted at a chosen step and point of a run.
+"""Inject faults in tests: a chosen rank dies, stops, errs or is corrupted at a chosen step and point (guard/points).
 
     from shardwise.testing import faults
 

@@ -1,4 +1,4 @@
-"""`train`: the door to a run from Python. It settles the job, starts the ranks and brings back their summary."""
+"""`train` from Python: settle the job, start the ranks, bring back their summary. A rank's loop: loop."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Margin:
 
 
 def margin_of(tensor: Any) -> Margin | None:
-    """That of a part which was not written into since."""
+    """Returns a part's margin; None where it has none, or was written into since."""
     margin = tensor.margin if isinstance(tensor, Part) else None
     return margin if margin is not None and margin.version == tensor._version else None
 

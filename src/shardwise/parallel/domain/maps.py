@@ -115,7 +115,7 @@ class Reads:
 
 @lru_cache(REMEMBERED)
 def reads(owners: Owners, along: Map) -> Reads:
-    """The plan of an operation whose inputs are dealt by `owners`.
+    """Returns who owns which output and what each rank fetches, where `owners` have the inputs.
 
     A rank without outputs wants inputs outside the dim, which are zeros: its local operation gives something, of which
     nothing is kept, so that it is a node of the graph and meets the collectives of backward.

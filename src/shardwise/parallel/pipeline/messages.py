@@ -85,7 +85,7 @@ class Mail:
                 self._coming.setdefault((tag, rank), deque()).append((op.stage, goal, first + op.microbatch))
 
     def send_forward(self, stage: int, batch: int, key: Hashable, tensors: Sequence[torch.Tensor]) -> None:
-        """Hidden states that stage `stage` made, to the next."""
+        """Send the hidden states that stage `stage` made to the next stage."""
         told = [Told(tuple(taken_apart(t).shape), t.dtype, t.requires_grad, cuts_of(t)) for t in tensors]
         before = self._known.setdefault((stage, key), told)
         if before != told:
@@ -99,7 +99,7 @@ class Mail:
         self._send(FORWARD, stage, stage + 1, batch, tensors)
 
     def receive_forward(self, stage: int, batch: int, key: Hashable) -> list[tuple[torch.Tensor, bool]]:
-        """What the stage before made, and whether each needs a gradient."""
+        """Returns what the stage before made, and whether each tensor needs a gradient. Waits."""
         boundary = stage - 1
         tensors = self._fetch(FORWARD, boundary, stage, batch, key)
         told = self._known[boundary, key]
@@ -109,7 +109,7 @@ class Mail:
         ]
 
     def send_backward(self, stage: int, batch: int, inputs: Sequence[torch.Tensor]) -> None:
-        """Gradients (`.grad`) of what stage `stage` was sent and that needs one, to the stage before.
+        """Send gradients (`.grad`) of what stage `stage` was sent, where they are needed, to the stage before.
 
         Which of several backward came to goes with them: what it did not reach has no gradient in one process, and an
         optimizer leaves it alone, which it would not do for zeros.
@@ -128,7 +128,7 @@ class Mail:
         self._send(BACKWARD, stage, stage - 1, batch, gradients)
 
     def receive_backward(self, stage: int, batch: int, key: Hashable) -> list[torch.Tensor | None]:
-        """Gradients of what stage `stage` sent, None for what needs none and for what backward did not reach."""
+        """Returns gradients of what stage `stage` sent; None where none is needed or backward did not reach. Waits."""
         found = self._fetch(BACKWARD, stage + 1, stage, batch, key)
         known = self._known[stage, key]
         reached = iter(read(found[-1], "gradients reached") if sum(one.needs_gradient for one in known) > 1 else [True])

@@ -27,7 +27,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def finite(lse: torch.Tensor) -> torch.Tensor:
-    """Rows that may read nothing have a log-sum-exp of -inf: 0 in its place, where differences are taken."""
+    """Returns the log-sum-exp with 0 in place of -inf (of rows that may read nothing), for differences."""
     return torch.where(lse.isinf(), torch.zeros_like(lse), lse)
 
 

@@ -1,6 +1,6 @@
-"""How each operation of ATen carries labels. A rule returns whether it applied; if not, its inputs stay whole.
+"""How each operation of ATen carries labels (trace/axes). An operation may need its rule on shares, in part/, too.
 
-What an operation does on shares, once weights are cut, is told by its rule in `part/`: an operation may need both.
+A rule returns whether it applied; if not, the inputs stay whole. Rules in `part/` act once weights are cut.
 """
 
 from shardwise.trace.axis_rules import pointwise, products, reductions, views  # noqa: F401 - they register

@@ -1,4 +1,4 @@
-"""Axis labels of reductions, losses, norms and scans: what they run over lies together, or is summed in the loss."""
+"""Axis labels of reductions, losses, norms, scans: what they run over lies together. On shares: part/reductions."""
 
 from __future__ import annotations
 
