@@ -1,4 +1,4 @@
-"""Time of one layer, of the embedding and the head of a decoder on one rank: kernels, recompute, messages.
+"""Time of a decoder's layer, embedding and head on one rank. Kernels: kernels; an implementation's facts: software.
 
 For T tokens on a rank, tensor degree t, width h:
 

@@ -1,4 +1,4 @@
-"""Bytes on one rank of a decoder, term by term. Of a traced module: simulator/held, from rehearsal/step_trace.
+"""Bytes on one rank of a decoder, term by term (facts: software). Of a traced module: simulator/held.
 
     states        weights, gradients, master copy, optimizer, each divided by what shards it
     activations   of a layer, for T tokens of a micro-batch and tensor degree t, s = t under sequence parallelism:

@@ -1,4 +1,4 @@
-"""From the records of all ranks to the rank at fault: in or before which collective, and why.
+"""From records of all ranks to the rank at fault, the collective and why. Ops whose sizes must agree: `_EVEN`.
 
 Certain at once, whatever the deadlines are:
     differ    two ranks issued different collectives under one number of a group

@@ -1,4 +1,4 @@
-"""Which dims of a batch are cut, over which axes, and each rank's share of them.
+"""`Positions`: which dims of a batch are cut, over which axes, and this rank's shares. Found by engine/positions.
 
     sequence  input_ids (B, S), labels (B, S)   S=10 over cp=2 × cp_ulysses=2
               cp 0: 0..4   of which cp_ulysses 0: 0 1 2, 1: 3 4

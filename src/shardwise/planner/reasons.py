@@ -1,4 +1,4 @@
-"""Reasons of a search: what the best plan rests on, why other families lost, why there was no candidate."""
+"""Reasons of a search (propose): what the best plan rests on, why other families lost, why there was no candidate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check a script's loss: one sample's part of it must not depend on the other samples. A task's: engine/check.
+"""Check a script's loss (calls begins it): one sample's part must not depend on other samples. A task's: engine/check.
 
 The loss is the script's own code, so it cannot be run on parts of a batch, as a task's loss is. But its operations are
 known (`tape`), and can be computed again on a batch of the same shape whose second half holds samples of the first,

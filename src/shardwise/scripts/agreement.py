@@ -1,4 +1,4 @@
-"""Check what ranks must agree on before a step's gradients are divided: samples, draws, means, changes."""
+"""Check what ranks must agree on before a step's gradients are divided: samples, draws, means. For stepping, calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random numbers that a script draws itself, the same for each sample as in one process. In modules: random/modes.
+"""Random numbers that a script draws itself, the same for each sample as in one process. Told by calls; modes: random/.
 
 Between a batch and its backward, an op that draws for this rank's samples (the batch's sample dim, mostly the first,
 counts them; inside the model, any dim that alone has as many) draws for all samples of the batch and keeps this rank's:

@@ -1,4 +1,4 @@
-"""Guard a script's model where a rank holds pieces: gradients and weights are gathered, or reading is refused.
+"""Guard a script's model where a rank holds pieces: to read gradients or weights gathers, or is refused.
 
 Under zero=1 and 2 (and with masters of their own) a parameter has no gradient that a script could use, and torch's
 `clip_grad_norm_` would find none and do nothing. Reading `param.grad` therefore gathers (`gradients`).

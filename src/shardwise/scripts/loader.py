@@ -1,4 +1,4 @@
-"""A script's loader, cut so that it yields this rank's part of each batch.
+"""A script's loader, cut so that it yields this rank's part of each batch. It tells of batches by `Events` (calls).
 
     script's batches     [7 2 9 4] [0 5 1 3] [6 8]
     rank 0 of 2 reads     7 2       0 5       6

@@ -1,4 +1,4 @@
-"""Check a script's model on its first batch: each sample's output must not depend on other samples.
+"""Check a script's model on its first batch: an output must not depend on other samples. Called by calls.
 
 The engine's own look needs a loss. Here a fixed weighted sum of the outputs that have a batch dim stands for it, so
 that a module that mixes samples shows as it would in a task's loss.

@@ -1,4 +1,4 @@
-"""Which tensor flows where in one forward: every op, every call of a submodule, and what depends on parameters.
+"""Record which tensor flows where in one forward (ops, submodules, parameters): parallel/pipeline/cuts reads it.
 
 The forward runs once on fake tensors (shapes without values) under a dispatch mode that writes down, for each op,
 the tensors it reads and makes, and for each module call what goes in and comes out. From it follows
