@@ -1,4 +1,4 @@
-"""Shell completion (bash, zsh, fish) of commands, options, a plan's keys and values, names and tasks.
+"""Completion in bash, zsh, fish: commands, options, plans' keys, names, tasks. Of a new option's values: `_values`.
 
 A shell hands over the words up to the cursor; `candidates` answers for the last one. Nothing heavy is imported: tasks
 are read from the text of a file, names of models and devices from the catalogue's own tables.

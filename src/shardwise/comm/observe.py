@@ -1,4 +1,4 @@
-"""Enter every collective of this rank, PyTorch's engines' and ours, in the ledger, by op names (also in recording).
+"""Enter every collective of this rank in the ledger, by op names (also in recording). Opened by engine/engine.
 
 A dispatch mode sees `c10d.*` (process groups, FSDP2) and `_c10d_functional.*` (DTensor) as ops. Ours carry the tag
 of their call site; what carries none was issued by a PyTorch engine and stands under "torch".

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, held in the pieces that the plan gives this rank.
+"""A moving average of the weights, in pieces as the plan has them. A change: also training/loop, proof/plain_run, run.
 
     e <- decay e + (1 - decay) w        after each step, on every element once: no communication, 1/N of the bytes
 

@@ -1,4 +1,4 @@
-"""Rules of bucketize, histc and bincount: each rank takes its own elements, counts are added up over ranks."""
+"""Rules of bucketize, searchsorted, histc, bincount: each rank takes its own elements, counts are added up."""
 
 from __future__ import annotations
 

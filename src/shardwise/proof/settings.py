@@ -1,4 +1,4 @@
-"""What both sides of a proof share: batches, seed, dtype, the optimizer's eps, nudged inputs."""
+"""What both sides of a proof share. A new setting: also parity, oracle, own_precision; of a run: plain_run, run."""
 
 from __future__ import annotations
 

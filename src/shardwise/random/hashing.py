@@ -1,4 +1,4 @@
-"""Random bits of elements by their global index: splitmix64's finaliser (Steele, Lea and Flood, OOPSLA 2014).
+"""Random bits (dropout's masks) by global index: splitmix64's finaliser; in one Triton kernel where a device has it.
 
     value = index * golden + key         index of element (i, j): rows[i] + columns[j]
     value = (value ^ value >> 30) * a
@@ -8,6 +8,8 @@
 Over memory these are fifteen operations on eight bytes for each element, of which a mask keeps one bit. Where the
 device has Triton, one kernel computes all of it, and writes what is asked for alone: eight bytes, or the one of a
 mask. It is used once it has given the plain operations' bits on that device.
+
+Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One optimizer step of one rank (its rows under pp: pipelined). A change of it: also proof/oracle and plain_run.
+"""One optimizer step of one rank (its rows under pp: pipelined). A change: also proof/oracle, plain_run, settings.
 
     train_step      gradients ......................... update
                     micro-batches, then `complete`      collect, the optimizer's own step, hand out, publish

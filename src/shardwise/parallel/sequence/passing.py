@@ -1,4 +1,4 @@
-"""Pass blocks of keys and values around a ring, and sums of their gradients on to their owners.
+"""Pass keys and values around a ring, and sums of their gradients back. A plan's key would come by `Axis` (mesh).
 
 A block goes from one rank that reads any of it to the next, past those that do not; the next one comes while the one
 at hand is computed. The sum of its gradients goes the same way, then to its owner.
