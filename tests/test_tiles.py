@@ -842,6 +842,31 @@ def test_fewer_rows_than_ranks_go_one_way_on_all_ranks(pool, kind: str) -> None:
     assert max(pool.run(_of_few, 4, kind)) <= BAR
 
 
+NORMS: dict[str, Callable] = {
+    "layer": lambda x, w: F.layer_norm(x, x.shape[2:], w, w.sin()),
+    "rms": lambda x, w: F.rms_norm(x, x.shape[2:], w),
+}
+
+
+def _rounded(kind: str, held: torch.dtype) -> list[tuple[torch.dtype, float]]:
+    """(dtype, mean error) of a norm of a bf16 field over cut dims, with weights of this dtype: whole, and on tiles."""
+    (axis,) = Meshes()[(2,)]
+    draws = torch.Generator().manual_seed(0)
+    x, w = torch.randn(2, 4, 16, 15, generator=draws).bfloat16(), torch.randn(16, 15, generator=draws).to(held)
+    owners = Owners.blocks(16, 2)
+    tile = to_part(owners.take(x, 2, axis.index), 2, owners, axis)
+    exact = NORMS[kind](x.double(), w.double())
+    found = NORMS[kind](x, w), plain(NORMS[kind](tile, w))
+    return [(each.dtype, float((each.double() - exact).abs().mean())) for each in found]
+
+
+@pytest.mark.parametrize("held", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", list(NORMS))
+def test_norms_over_cut_dims_round_once(pool, kind: str, held: torch.dtype) -> None:
+    whole, tiles = pool.run(_rounded, 2, kind, held)[0]
+    assert tiles[0] == whole[0] and tiles[1] < 1.05 * whole[1]
+
+
 def _one_column() -> str:
     _, tile = _tile(torch.ones(2, 2, 6, 3, dtype=DOUBLE), Meshes()[(2, 1)], 2)
     with pytest.raises(Uncut) as said:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.comm import Axis, sum_over
-from shardwise.parallel.domain.tiles import CutDim, answers, cuts, opened, placed, used
+from shardwise.parallel.domain.tiles import CutDim, answers, cuts, opened, placed, taken, used
 from shardwise.part.cuts import Uncut
 from shardwise.part.gathering import all_sum
 from shardwise.part.levels import Distributed
@@ -207,11 +207,11 @@ def layer_norm(
     found = cuts(input, dims)
     if not found:
         return F.layer_norm(input, list(normalized_shape), weight, bias, eps)
-    axes = tuple(cut.axis for cut in found)
-    y, _, _ = _Standardised.apply(opened(input, found), None, None, dims, axes, math.prod(normalized_shape), eps)
-    y = placed(y, found)
-    y = y if weight is None else y * weight
-    return y if bias is None else y + bias
+    axes, lead = tuple(cut.axis for cut in found), input.dim() - len(dims)
+    own = [CutDim(cut.axis, cut.dim - lead, cut.owners) for cut in found]
+    tile, w, b = opened(input, found), taken(weight, own), taken(bias, own)
+    y, _, _ = _Standardised.apply(tile, w, b, dims, axes, math.prod(normalized_shape), eps)
+    return placed(y, found)
 
 
 @answers(F.rms_norm, torch.rms_norm, cut_once=False)
@@ -224,8 +224,8 @@ def rms_norm(
         return F.rms_norm(input, list(normalized_shape), weight, eps)
     wide = input.to(torch.promote_types(input.dtype, torch.float32))
     least = torch.finfo(wide.dtype).eps if eps is None else eps
-    y = (wide * torch.rsqrt(wide.square().mean(dims, keepdim=True) + least)).to(input.dtype)
-    return y if weight is None else y * weight
+    y = wide * torch.rsqrt(wide.square().mean(dims, keepdim=True) + least)
+    return (y if weight is None else y * weight).to(input.dtype)
 
 
 __all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm"]

@@ -143,6 +143,13 @@ def placed(local: torch.Tensor, found: list[CutDim]) -> torch.Tensor:
     return local
 
 
+def taken(tensor: torch.Tensor | None, found: list[CutDim]) -> torch.Tensor | None:
+    """Differentiable: a rank's shares, by these cuts, of a weight that has an element for each index of a cut dim."""
+    for cut in found if tensor is not None else []:
+        tensor = _Taken.apply(tensor, cut, ())
+    return tensor
+
+
 class _Used(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
@@ -289,4 +296,4 @@ def once(answer: Callable, args: tuple, kwargs: dict) -> Any:
     return output
 
 
-__all__ = ["CutDim", "answers", "cuts", "fetched", "once", "opened", "placed", "used", "used_over", "windowed"]
+__all__ = ["CutDim", "answers", "cuts", "fetched", "once", "opened", "placed", "taken", "used", "used_over", "windowed"]
