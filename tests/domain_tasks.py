@@ -809,7 +809,7 @@ class Reading(ArraySource):
         return found
 
 
-def from_files(folder: str, kind: type[ArraySource] = Reading) -> Task:
+def from_files(folder: str, kind: type[ArraySource] = Reading, spatial: Domain | None = None) -> Task:
     """Fields in mapped `.npy` files, with labels that have no space."""
     source = kind({name: f"{folder}/{name}.npy" for name in ("x", "y", "scale")}, global_shape=(ROWS, COLUMNS))
 
@@ -817,7 +817,7 @@ def from_files(folder: str, kind: type[ArraySource] = Reading) -> Task:
         each = (output - batch["y"]).square().mean((1, 2, 3)) * batch["scale"]
         return each.sum(), float(output.shape[0])
 
-    return _task(lambda: UNet("group", 2), None, loss, data=source)
+    return _task(lambda: UNet("group", 2), None, loss, data=source, spatial=spatial)
 
 
 class ScaledRow(nn.Module):

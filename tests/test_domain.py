@@ -11,7 +11,7 @@ import torch
 import zarr
 from mutations.plant import Bug, planted
 
-from shardwise import Domain, parallelize, verify
+from shardwise import Domain, Task, parallelize, verify
 from shardwise.checkpoint.load import restore
 from shardwise.checkpoint.save import Saver
 from shardwise.comm import Axis
@@ -68,12 +68,18 @@ def test_every_task_on_every_grid_equals_one_process(pool, task: str, plan: str)
     assert found.parity, found.text()
 
 
+def elsewhere() -> Task:
+    """A task whose dims of space are not those of its fields."""
+    return domain_tasks.weighted().with_(spatial=Domain((4, 5), ("row", "col")))
+
+
 @pytest.mark.parametrize(
     ("task", "plan", "reason"),
     [
         ("domain_tasks:levels", "domain=1x2", "fields of 11 x 13 cannot be cut: aten._unique2"),
         ("domain_tasks:flattened", "domain=2x2", "no tensor has 2 of them behind batch and channel"),
         ("domain_tasks:channels_last", "domain=1x2x2", "Task.spatial names 2: lat"),
+        ("test_domain:elsewhere", "domain=2", "names row (4), col (5), and no tensor of the batch has these"),
         ("domain_tasks:forces_apart", "domain=2,pp=2", "gradients itself (torch.autograd.grad) of what other pipeline"),
         ("domain_tasks:point_wise", "domain=12", "11 positions of a field over domain0=12 leave some rank with 0"),
     ],
@@ -270,6 +276,7 @@ def test_tiles_draw_their_own_masks(pool) -> None:
     [
         (lambda: Domain(dims=(0, 1)), "dims behind the samples"),
         (lambda: Domain(dims=(-2, -1), names=("lat",)), "names each of 2 dims"),
+        (lambda: Domain(dims=(-2, -1), names=("lat", "lat")), "names each of 2 dims"),
         (lambda: Domain(dims=(-1,), names=("lon",), boundary={"lat": "zeros"}), "no dim is called 'lat'"),
         (lambda: Domain(dims=(-1,), names=("lon",), boundary={"lon": "round"}), "lon='round' is none of zeros"),
         (lambda: Domain(dims=(-1,), names=("lon",), boundary={"lon": "pole"}), "one other dim that is 'periodic'"),
@@ -281,9 +288,11 @@ def test_bad_domains_are_named(made, message: str) -> None:
         made()
 
 
-def _from_files(folder: str, plan: str, kind: type = domain_tasks.Reading) -> tuple[list[float], Any, set]:
+def _from_files(
+    folder: str, plan: str, kind: type = domain_tasks.Reading, dims: tuple[int, ...] = (-2, -1)
+) -> tuple[list[float], Any, set]:  # fmt: skip
     """Losses of three steps read by a loader, the outputs of a last batch, and the extents that were read."""
-    task = domain_tasks.from_files(folder, kind)
+    task = domain_tasks.from_files(folder, kind, Domain(dims))
     engine = parallelize(task, f"{plan},precision=fp64")
     source: Any = task.data
     source.seen = set()
@@ -324,6 +333,16 @@ def test_a_rank_reads_its_own_tile_alone(pool, tmp_path, plan: str) -> None:
     store = zarr.open_group(str(tmp_path / f"{plan}.zarr"), mode="r")["output"]
     np.testing.assert_array_equal(store[:], written[1])
     assert store.chunks == ((1, 2, 6, 7) if plan == "domain=2x2" else (1, 2, 11, 7))
+
+
+def test_tiles_are_read_in_the_order_of_a_tensors_dims(pool, tmp_path) -> None:
+    """A task that names its dims from the last one on: degrees follow its order, what is read follows the files'."""
+    _write_fields(tmp_path)
+    (losses, outputs, _), *_ = pool.run(_from_files, 1, str(tmp_path), "accumulate=1")
+    ranks = pool.run(_from_files, 2, str(tmp_path), "domain=2", domain_tasks.Reading, (-1, -2))
+    assert set.union(*(seen for _, _, seen in ranks)) == {(11, 7), (11, 6)}
+    assert ranks[1][0] == pytest.approx(losses, rel=1e-12)
+    torch.testing.assert_close(ranks[0][1], outputs, rtol=1e-12, atol=1e-12)
 
 
 BUGS = (

@@ -25,7 +25,8 @@ class Source(Protocol):
 
     `read(indices, region)` returns a batch (a pytree, batch dim first) of the samples at `indices`. A source with a
     `global_shape`, the extents of space, is asked for a rank's own tile where a plan cuts space: `region` is then
-    (start, stop) along each of its dims. It is None for whole samples, and always for sources without one.
+    (start, stop) along each of its dims. Both are in the order in which a sample's tensors have these dims. It is None
+    for whole samples, and always for sources without one.
     """
 
     def __len__(self) -> int: ...
@@ -97,8 +98,8 @@ class Domain:
         right = isinstance(self.dims, tuple) and all(isinstance(d, int) and d != 0 for d in self.dims)
         if not right or not 1 <= len(self.dims) <= 3 or len(set(self.dims)) < len(self.dims):
             raise InputError(f"Domain.dims are one to three different dims behind the samples, got {self.dims!r}")
-        if self.names and len(self.names) != len(self.dims):
-            raise InputError(f"Domain.names names each of {len(self.dims)} dims, got {self.names!r}")
+        if self.names and (len(self.names) != len(self.dims) or len(set(self.names)) < len(self.names)):
+            raise InputError(f"Domain.names names each of {len(self.dims)} dims, no two alike, got {self.names!r}")
         for name, kind in self.boundary.items():
             if name not in self.names:
                 raise InputError(f"Domain.boundary: no dim is called {name!r} (names: {', '.join(self.names)})")

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path
 
 from shardwise.comm import Axis, Ledger, gather_rows, of_first
-from shardwise.errors import InputError, RefusedPlan, ShardwiseError
+from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.host import put, read
 from shardwise.layout import Plan
 from shardwise.layout.grid import SPACE
@@ -70,11 +70,11 @@ def find_positions(
         met = (None, found["met"][ends.index(place)]) if place in ends else trial(positions, place, _Noted())
         _agree(mesh, place, *met)
     shape, size_bytes = found["mask"]
-    return replace(
+    positions = replace(
         positions, routes=tuple(found["routes"]), mask=(tuple(shape), size_bytes),
         results={(path, call): tuple(map(_along, leaves)) for path, call, leaves in found["results"]},
-        shapes=_shapes_of_fields(task, plan, batch, positions),
     )  # fmt: skip
+    return domain.as_read(positions, task, batch) if plan.tiles > 1 else positions
 
 
 def _along(cuts: Sequence[Sequence[Any]]) -> Along:
@@ -124,7 +124,7 @@ def _search(
             found, stopped = _first_through(task, plan, inner, precision, built, batch, samples, trial)
         if found is not None:
             return found
-    raise _nothing(plan, inner, batch, stopped)
+    raise _nothing(task, plan, inner, batch, stopped)
 
 
 def _first_through(
@@ -207,38 +207,18 @@ def _tried(
     return positions, *_at_both_ends(positions, trial, noted)
 
 
-def _nothing(plan: Plan, inner: tuple[Axis, ...], batch: Any, stopped: list[str]) -> RefusedPlan:
+def _nothing(task: Task, plan: Plan, inner: tuple[Axis, ...], batch: Any, stopped: list[str]) -> RefusedPlan:
     """The refusal where no candidate can be cut; `stopped`: why not, for each."""
     axes, what = ",".join(f"{axis.name}={axis.size}" for axis in inner), "sequence"
     nothing = "no tensor has a dim behind the samples"
     if plan.tiles > 1:
         axes, what = f"domain={'x'.join(map(str, plan.domain))}", "field"
-        nothing = f"no tensor has {len(plan.domain)} of them behind batch and channel (spatial=Domain(...) names them)"
+        nothing = domain.without_space(task.spatial, len(plan.domain), batch, _names(batch))
     elif any(isinstance(leaf, torch.Tensor) and leaf.dim() > 3 for leaf in tree_flatten(batch)[0]):
         stopped = [*stopped, "domain= cuts space"]
     elif stopped and all(why.endswith(ON_HALF) for why in stopped):
         stopped = [*stopped[:-1], f"{stopped[-1]} ({BY_NAME})"]
     return RefusedPlan(f"{axes}: no dim of the batch can be cut as a {what}: " + ("; ".join(stopped) or nothing))
-
-
-def _shapes_of_fields(
-    task: Task, plan: Plan, batch: Any, positions: Positions
-) -> tuple[tuple[int, ...] | None, ...]:  # fmt: skip
-    """The shape of each leaf behind the samples, where the task's source reads tiles (it has a `global_shape`)."""
-    whole = getattr(task.data, "global_shape", None)
-    if plan.tiles == 1 or whole is None:
-        return ()
-    leaves = tree_flatten(batch)[0]
-    for leaf, cuts, name in zip(leaves, positions.cuts, positions.names, strict=True):
-        for dim, (axis,) in cuts:
-            place = SPACE.index(axis.name)
-            if place >= len(whole) or leaf.shape[dim] != whole[place]:
-                raise InputError(
-                    f"Task.data has global_shape={tuple(whole)}, and {name} of a sample read whole is "
-                    f"{tuple(leaf.shape[1:])}, of which dim {dim - 1} is cut over {axis.name}: a rank would read "
-                    "another tile than it computes"
-                )
-    return tuple(tuple(leaf.shape[1:]) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
 
 
 def _candidates(

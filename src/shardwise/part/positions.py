@@ -67,6 +67,7 @@ class Positions:
     stopped: str = ""
     results: Mapping[tuple[str, int], tuple[Along, ...]] = field(default_factory=dict)
     shapes: tuple[tuple[int, ...] | None, ...] = ()  # of each leaf behind the samples, where ranks may read tiles alone
+    space: tuple[str, ...] = SPACE  # the axis of each dim of space, in the order in which tensors have these
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -76,10 +77,10 @@ class Positions:
         return tuple(sorted(found.values(), key=lambda axis: axis.depth))
 
     def region(self, global_shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """This rank's tile of a field: (start, stop) along each dim of space."""
+        """This rank's tile of a field: (start, stop) along each dim of space, in the order of a tensor's dims."""
         axes = {axis.name: axis for axis in self.axes}
         found = []
-        for name, n in zip(SPACE, global_shape, strict=False):
+        for name, n in zip(self.space, global_shape, strict=False):
             axis = axes.get(name)
             start, count = (Owners.blocks(n, axis.size).span(axis.index) or (0, 0)) if axis is not None else (0, n)
             found.append((start, start + count))

@@ -15,7 +15,7 @@ from shardwise.parallel.domain import (  # noqa: F401 - functions on tiles
     sampling,
 )
 from shardwise.parallel.domain.gathers import Gather, explained, watching, whole
-from shardwise.parallel.domain.inputs import candidates
+from shardwise.parallel.domain.inputs import as_read, candidates, without_space
 from shardwise.parallel.domain.writes import watch
 
-__all__ = ["Gather", "candidates", "explained", "watch", "watching", "whole"]
+__all__ = ["Gather", "as_read", "candidates", "explained", "watch", "watching", "whole", "without_space"]

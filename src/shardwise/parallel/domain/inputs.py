@@ -12,15 +12,17 @@ tiles the first ones.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten
 
 from shardwise.comm import Axis
-from shardwise.errors import RefusedPlan
+from shardwise.errors import InputError, RefusedPlan
+from shardwise.layout.grid import SPACE
 from shardwise.part.positions import Candidate, Cuts, Positions
-from shardwise.task import Domain
+from shardwise.task import Domain, Task
 
 
 def candidates(
@@ -47,6 +49,52 @@ def candidates(
         dims = [_dims(leaf, extents, spatial) if _is_field(leaf, samples) else () for leaf in leaves]
         cuts = tuple(_cuts(along, tiles) for along in dims)
         yield Candidate(Positions(cuts, names, "field"), f"fields of {' x '.join(map(str, extents))}")
+
+
+def without_space(spatial: Domain | None, tiled: int, batch: Any, names: tuple[str, ...]) -> str:
+    """Why no tensor of a batch has dims that may be cut, for people."""
+    if spatial is None:
+        return f"no tensor has {tiled} of them behind batch and channel (spatial=Domain(...) names them)"
+    leaves = zip(names, tree_flatten(batch)[0], strict=True)
+    told = ", ".join(f"{name} {tuple(leaf.shape)}" for name, leaf in leaves if isinstance(leaf, torch.Tensor))
+    return f"Task.spatial names {spatial.told()}, and no tensor of the batch has these behind its samples: {told}"
+
+
+def as_read(positions: Positions, task: Task, batch: Any) -> Positions:
+    """The positions, told how a rank reads its own tile, where the task's source reads tiles: it has a `global_shape`.
+
+    Its extents are those of space in the order in which tensors have them; `Domain.dims` may have another one.
+    Raises `InputError` where a field that is cut has other extents there.
+    """
+    whole = getattr(task.data, "global_shape", None)
+    if whole is None:
+        return positions
+    leaves = tree_flatten(batch)[0]
+    space = _in_order([leaf for leaf, cuts in zip(leaves, positions.cuts, strict=True) if cuts], task.spatial)
+    for leaf, cuts, name in zip(leaves, positions.cuts, positions.names, strict=True):
+        for dim, (axis,) in cuts:
+            place = space.index(axis.name)
+            if place >= len(whole) or leaf.shape[dim] != whole[place]:
+                raise InputError(
+                    f"Task.data has global_shape={tuple(whole)}, and {name} of a sample read whole is "
+                    f"{tuple(leaf.shape[1:])}, of which dim {dim - 1} is cut over {axis.name}: a rank would read "
+                    "another tile than it computes"
+                )
+    shapes = tuple(tuple(leaf.shape[1:]) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+    return replace(positions, shapes=shapes, space=space)
+
+
+def _in_order(fields: list[torch.Tensor], spatial: Domain | None) -> tuple[str, ...]:
+    """The axes of the dims of space, in the order in which tensors have these."""
+    if spatial is None:
+        return SPACE
+    orders = {tuple(axis for _, axis in sorted(zip(_declared(leaf, spatial), SPACE, strict=False))) for leaf in fields}
+    if len(orders) > 1:
+        raise InputError(
+            f"Task.spatial names {spatial.told()}, which lie in one order in some tensors of the batch and in another "
+            "one in others, and a rank reads its tile of all alike: count all dims from the front or all from the back"
+        )
+    return next(iter(orders), SPACE)
 
 
 def _is_field(leaf: Any, samples: int) -> bool:
