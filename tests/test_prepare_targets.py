@@ -13,6 +13,7 @@ from torch.nn.functional import cosine_similarity
 from torch.utils.data import DataLoader
 
 import shardwise
+from shardwise.errors import InputError
 from shardwise.ranks import RankPool
 
 
@@ -168,3 +169,96 @@ def test_outputs_are_written_into_and_one_sample_is_never_squeezed(check: bool, 
         assert theirs == pytest.approx(losses, rel=BAR)
         for name, value in weights.items():
             torch.testing.assert_close(state[name], value, rtol=BAR, atol=BAR)
+
+
+def beside(plan: str | None, what: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Penalties by hand, and parameters of a loss that the optimizer trains beside the model."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    own = [torch.zeros(2, dtype=torch.float64, requires_grad=True), nn.Parameter(torch.zeros(1, dtype=torch.float64))]
+    optimizer = adamw(nn.ParameterList([*model.parameters()]))
+    if what == "own":
+        optimizer = torch.optim.AdamW([{"params": model.parameters()}, {"params": own, "weight_decay": 0.0}], lr=0.01)
+    loader = DataLoader(samples(10), batch_size=4)
+    prepared: Any = shardwise.prepare(model, optimizer, loader, plan=plan) if plan else None
+    model, optimizer, loader = prepared or (model, optimizer, loader)
+    losses = []
+    for x, y in loader:
+        each = (model(x) - y).square()
+        penalty = 0.1 * sum(param.abs().sum() for param in model.parameters()) + model[0].weight.norm()
+        if what == "own":
+            loss = (each * torch.exp(-own[0]) + own[0]).mean() + own[1].square().sum()
+        elif what in ("sum", "weighed"):
+            loss = each.sum() + penalty
+        else:
+            loss = each.mean() + penalty
+        optimizer.zero_grad()
+        if prepared:
+            loss = prepared.backward(loss, len(x)) if what == "weighed" else prepared.backward(loss)
+        else:
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    kept = {f"own {at}": value.detach().clone() for at, value in enumerate(own)} if what == "own" else {}
+    return losses, {**{name: value.clone() for name, value in model.state_dict().items()}, **kept}
+
+
+BESIDE = [("mean", "dp_shard=2,zero=2"), ("own", "dp_replicate=2"), ("own", "dp_shard=2,zero=3"), ("own", "tp=2")]
+
+
+@pytest.mark.parametrize(("what", "plan"), BESIDE)
+def test_penalties_and_parameters_of_a_loss_count_once(what: str, plan: str, pool: RankPool) -> None:
+    losses, weights = beside(None, what)
+    for theirs, state in pool.run(beside, 2, plan, what):
+        assert theirs == pytest.approx(losses, rel=BAR)
+        assert state.keys() == weights.keys()
+        for name, value in weights.items():
+            torch.testing.assert_close(state[name], value, rtol=BAR, atol=BAR)
+
+
+def test_a_penalty_that_each_rank_would_add_to_a_sum_is_refused(pool: RankPool) -> None:
+    for what in ("sum", "weighed"):
+        with pytest.raises(InputError, match=r"a sum over samples plus a penalty on weights.*line \d+"):
+            pool.run(beside, 2, "dp_replicate=2", what)
+
+
+def thawed(plan: str | None, how: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """A body that is frozen at `prepare` and trained from the second epoch on."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(body(), nn.Linear(4, 2)).double()
+    model[0].requires_grad_(False)
+    optimizer, loader = adamw(model[1]), DataLoader(samples(8), batch_size=4)
+    prepared: Any = None
+    if plan:
+        prepared = shardwise.prepare(model, optimizer, loader, plan=plan, thaws=how != "refused")
+    model, optimizer, loader = prepared or (model, optimizer, loader)
+    losses = []
+    for epoch in range(2):
+        if epoch:
+            model[0].requires_grad_(True)
+            if how == "group":
+                optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.002})
+            else:
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+                optimizer = prepared.replace_optimizer(optimizer) if prepared else optimizer
+        for x, y in loader:
+            loss = (model(x) - y).square().mean()
+            optimizer.zero_grad()
+            prepared.backward(loss) if prepared else loss.backward()
+            optimizer.step()
+            losses.append(prepared.loss.item() if prepared else loss.item())
+    return losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(("how", "plan"), [("group", "dp_shard=2,zero=3"), ("another", "dp_replicate=2")])
+def test_what_is_frozen_at_prepare_may_be_trained_later(how: str, plan: str, pool: RankPool) -> None:
+    losses, weights = thawed(None, how)
+    for theirs, state in pool.run(thawed, 2, plan, how):
+        assert theirs == pytest.approx(losses, rel=BAR)
+        for name, value in weights.items():
+            torch.testing.assert_close(state[name], value, rtol=BAR, atol=BAR)
+
+
+def test_what_is_thawed_without_a_word_is_refused_with_the_remedy(pool: RankPool) -> None:
+    with pytest.raises(InputError, match=r"'0.0.weight', which was frozen at prepare.*thaws=True"):
+        pool.run(thawed, 2, "dp_replicate=2", "refused")

@@ -39,17 +39,19 @@ def state_dict(state: RankState, *, rank_0_only: bool = False) -> dict[str, torc
     return found
 
 
-def save_weights(state: RankState, path: str | Path, spare: str | Path | None = None) -> Path:
+def save_weights(state: RankState, path: str | Path, spare: str | Path | None = None, *, under: str = "") -> Path:
     """Whole weights and buffers as one safetensors file, written by rank 0 and published whole. Collective.
 
     Its metadata has the step.
 
+    under   only what has names that begin so, without that
     spare   where they go if `path` cannot be written; the notices tell so
     Returns where they are (on rank 0).
     """
     weights, written = state_dict(state, rank_0_only=True), Path(path)
     if state.mesh.rank == 0:
-        unshared = {name: tensor.clone().contiguous() for name, tensor in weights.items()}
+        own = {name.removeprefix(under): tensor for name, tensor in weights.items() if name.startswith(under)}
+        unshared = {name: tensor.clone().contiguous() for name, tensor in own.items()}
         try:
             _write(unshared, written, state.steps_done)
         except Exception as error:  # what a full disk raises here is the library's own

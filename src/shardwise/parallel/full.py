@@ -91,6 +91,8 @@ class FullShard:
         self._holders, self._shards = mesh.gradients, mesh.shard
         held = [param for param in module.parameters() if param not in self._absent]
         self._whole = {id(param) for param in held if param.dim() == 0 or param.numel() == 0}
+        self._whole |= {id(param) for child in module.modules() if getattr(child, "held_whole", False)
+                        for param in child.parameters(recurse=False)}  # fmt: skip
         self._whole_gradients: dict[int, torch.Tensor] = {}
         self._used_now: set[int] = set()
         self._used: set[int] = set()

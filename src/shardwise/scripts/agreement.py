@@ -107,14 +107,16 @@ def _by_samples(forms: list[tuple[Divisor, int]]) -> list[float]:
     The first: over the same numbers, of as many samples. The others: over numbers in proportion to the samples; one
     that stands in the script may be a constant (4 micro-batches).
     """
-    checks = [[(form.numbers, 0 if form.kind == "sum" else held) for form, held in forms]]
+    checks = [[(form.numbers, 0 if form.kind == "sum" else held, form.beside) for form, held in forms]]
     for way in range(1, _WAYS):
-        checks.append([(_each(form, held, way), 0) for form, held in forms])
+        checks.append([(_each(form, held, way), 0, form.beside) for form, held in forms])
     return [float(zlib.crc32(repr(each).encode())) for each in checks]
 
 
 def _each(form: Divisor, held: int, way: int) -> tuple[float, ...]:
     """The numbers for one sample; of those in the script, bit by bit of `way`, or as they are."""
+    if not form.numbers:
+        return ()  # a penalty on weights alone
     counts = [number not in form.written or way >> min(at, _NUMBERS - 1) & 1 for at, number in enumerate(form.numbers)]
     if not any(counts):
         return (float(held), *form.numbers)

@@ -411,12 +411,8 @@ class Calls(Heard, Events):
         assert self.engine is not None
         dealt, found = self.dealt, tensors_in((args, kwargs))
         in_loop = torch.is_grad_enabled() and self.leader._in_loop
-        if (
-            dealt is not None
-            and in_loop
-            and dealt.even
-            and any(tensor.dim() and tensor.shape[0] == dealt.part.count for tensor in found)
-        ):
+        rows = {tensor.shape[0] for tensor in found if tensor.dim()}
+        if dealt is not None and in_loop and dealt.even and dealt.part.count in rows:
             return
         self.engine.state.phase.same = same_on_all(found, self.mesh)
 

@@ -4,7 +4,8 @@
     (a - b).pow(2).mean()         Mean of 4096                                     a mean over 4096
     nll.sum() / len(x)            Div(Sum of (8, 4), 8)                            a mean over 8
     nll.sum() / 37                Div(Sum of (8, 4), 37)                           unknown: no size of what is summed
-    ce * 0.5 + penalty.mean()     Add of both                                      both
+    ce * 0.5 + other.mean()       Add of both                                      both
+    ce + w.square().sum()         a penalty on weights beside a mean               what the mean is over
     (a - b).pow(2).sum()          Sum of (8, 4), of 8 samples                      nothing
     (a - b).pow(2).mean(0).sum()  Sum of (4,)                                      unknown: a mean lies beneath
 
@@ -18,9 +19,8 @@ What this does not do: guess. A graph that ends in anything else is unknown, and
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.errors import InputError
 from shardwise.parallel.batchnorm import NORMALISED
+from shardwise.scripts.penalties import name_of, of_weights, terms_of
 
 _MEAN, _SUM = 1, 2  # torch's numbers for `reduction`
 _SHAPE_ONLY = {
@@ -48,17 +49,20 @@ _CONTRACTS = {"Mm", "Bmm", "Mv", "Dot", "Vdot", "Addmm", "Addmv", "Addbmm", "Bad
 
 @dataclass(frozen=True)
 class Divisor:
-    """`kind` is "mean", "sum" or "unknown"; `numbers` are what the terms were divided by, the largest first; `written`
-    are those of them that stand in the script as divisions of the whole loss; `sizes` may count what a sum is over:
-    samples, their positions, all elements."""
+    """`kind` is "mean", "sum", "penalised" (a sum and a penalty on weights) or "unknown"; `numbers` are what the terms
+    were divided by, the largest first; `written` are those of them that stand in the script as divisions of the whole
+    loss; `sizes` may count what a sum is over: samples, their positions, all elements; `beside` are numbers in
+    penalties on weights."""
 
     kind: str
     numbers: tuple[float, ...] = ()
     written: tuple[float, ...] = ()
     sizes: frozenset[float] = frozenset()
+    beside: tuple[float, ...] = ()
 
 
 UNKNOWN = Divisor("unknown")
+PENALISED = Divisor("penalised")
 
 
 @dataclass(frozen=True)
@@ -106,12 +110,13 @@ def refuse_division(loss: torch.Tensor, weight: float, accumulate: int) -> None:
 def _of(node: Any, depth: int, held: Held | None) -> Divisor:
     if node is None or depth == 0:
         return UNKNOWN
-    name = _name(node)
+    name = name_of(node)
     children = [child for child, _ in node.next_functions if child is not None]
     if name == "Mean" and not hasattr(node, "_saved_dim"):
         return _of_mean(node, children, depth, held)
     if name == "Sum" and not hasattr(node, "_saved_dim"):
-        return _of_sum(node, held)
+        penalty = of_weights(node)
+        return _of_sum(node, held) if penalty is None else Divisor("mean", beside=penalty)
     if hasattr(node, "_saved_reduction"):
         return _of_loss(node, held)
     if name in _SHAPE_ONLY and len(children) == 1:
@@ -125,8 +130,19 @@ def _of(node: Any, depth: int, held: Held | None) -> Divisor:
             return UNKNOWN  # a count of something else, or a constant
         return _divided(inner, by)
     if name in ("Add", "Sub"):
-        return _together([_of(child, depth - 1, held) for child in children])
-    return UNKNOWN
+        return _of_terms(terms_of(node), depth, held)
+    penalty = of_weights(node)
+    return UNKNOWN if penalty is None else Divisor("mean", beside=penalty)
+
+
+def _of_terms(terms: list[Any], depth: int, held: Held | None) -> Divisor:
+    """Terms that are added up; penalties on weights are as they are beside a mean, and too many beside a sum."""
+    penalties = {term: numbers for term in terms if (numbers := of_weights(term)) is not None}
+    found = _together([_of(term, depth - 1, held) for term in terms if term not in penalties] or [Divisor("mean")])
+    if not penalties or found.kind == "unknown":
+        return found
+    beside = tuple(number for numbers in penalties.values() for number in numbers)
+    return PENALISED if found.kind == "sum" else replace(found, beside=(*found.beside, *sorted(beside)))
 
 
 def _of_mean(node: Any, children: list[Any], depth: int, held: Held | None) -> Divisor:
@@ -181,7 +197,7 @@ def _beneath(node: Any, held: Held, asked: Callable[[Any, Held], bool]) -> bool:
 
 def _normalises(node: Any) -> bool:
     """Whether a node gave a batch norm's output, whose size no number of samples behind it changes."""
-    return _name(node).endswith("BatchNorm") or NORMALISED in node.metadata
+    return name_of(node).endswith("BatchNorm") or NORMALISED in node.metadata
 
 
 def _reduces_samples(node: Any, held: Held) -> bool:
@@ -193,22 +209,18 @@ def _reduces_samples(node: Any, held: Held) -> bool:
 
 def _adds(node: Any, held: Held) -> bool:
     """Whether what a node gives may be a sum over samples."""
-    name = _name(node)
+    name = name_of(node)
     return getattr(node, "_saved_reduction", 0) == _SUM or (name == "Sum" and _reduces_samples(node, held))
 
 
 def _divides(node: Any, held: Held) -> bool:
     """Whether what a node gives may be divided by the number of samples."""
-    name = _name(node)
+    name = name_of(node)
     if name in _CONTRACTS or getattr(node, "_saved_reduction", 0) == _MEAN:
         return True
     if name == "Mean":
         return _reduces_samples(node, held)
     return name in ("Mul", "Div") and _counts(node, held)
-
-
-def _name(node: Any) -> str:
-    return re.sub(r"Backward\d*$", "", node.name())
 
 
 def _signed(dim: int) -> int:
@@ -225,11 +237,11 @@ def _counts(node: Any, held: Held) -> bool:
         number = float(value.reshape(-1)[0])
         if number and bool((value == value.reshape(-1)[0]).all()):
             count = abs(number) if divides else abs(1 / number)
-            if (_name(node), number) in held.constants:
+            if (name_of(node), number) in held.constants:
                 continue
             if round(count) >= held.samples and abs(count - round(count)) < 1e-6 and round(count) % held.samples == 0:
                 return True
-            held.constants.add((_name(node), number))
+            held.constants.add((name_of(node), number))
     return False
 
 
@@ -249,7 +261,7 @@ def _divided(inner: Divisor, by: float | None) -> Divisor:
         return UNKNOWN
     if inner.kind not in ("sum", "mean"):
         return UNKNOWN
-    return Divisor("mean", (*inner.numbers, by), (*inner.written, by))
+    return Divisor("mean", (*inner.numbers, by), (*inner.written, by), beside=inner.beside)
 
 
 def _together(terms: list[Divisor]) -> Divisor:
@@ -257,7 +269,8 @@ def _together(terms: list[Divisor]) -> Divisor:
     if len(kinds) != 1 or "unknown" in kinds:
         return UNKNOWN
     numbers = sorted({number for term in terms for number in term.numbers}, reverse=True)
-    return Divisor(kinds.pop(), tuple(numbers), sizes=frozenset[float]().union(*(term.sizes for term in terms)))
+    sizes = frozenset[float]().union(*(term.sizes for term in terms))
+    return Divisor(kinds.pop(), tuple(numbers), sizes=sizes, beside=tuple(n for term in terms for n in term.beside))
 
 
 def _one_number(value: Any) -> float | None:

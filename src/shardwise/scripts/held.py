@@ -20,11 +20,13 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from shardwise.engine import export
 from shardwise.engine.engine import Engine
 from shardwise.engine.load import load_state_dict
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.mesh import Mesh
 from shardwise.scripts.agreement import same_given
+from shardwise.scripts.entries import Several
 from shardwise.scripts.guard import Gate
 from shardwise.scripts.meeting import Meeting
 from shardwise.scripts.saying import names_line
@@ -71,11 +73,18 @@ class WeightAccess(ABC):
     @names_line
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The model's whole weights and buffers, on the CPU of every rank. Collective."""
-        self.meet("state_dict()")
         if self._engine is None:
-            return {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
-        with self._reading():
-            return self.engine.state_dict()
+            self.meet("state_dict()")
+            found = {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
+        else:
+            found = self.whole_state("state_dict()")
+        under = self._prefix
+        return {name.removeprefix(under): value for name, value in found.items() if name.startswith(under)}
+
+    @property
+    def _prefix(self) -> str:
+        """What the names of the script's one model begin with, where parameters of its own stand beside it."""
+        return "0." if isinstance(self.model, Several) and isinstance(self.model.given, nn.Module) else ""
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -134,6 +143,8 @@ class WeightAccess(ABC):
         self.settle()
         self._take_written()
         for name, param in list(self.model.named_parameters()):
+            if not name.startswith(self._prefix):
+                continue
             with self._gate.open():
                 whole = param.detach() if self._engine is None else self.engine.full_parameter(name)
             yield whole
@@ -147,7 +158,7 @@ class WeightAccess(ABC):
         """Whole weights and buffers as one safetensors file, written by rank 0. Collective."""
         self.meet("save_weights(...)")
         with self._reading():
-            self.engine.save_weights(path)
+            export.save_weights(self.engine.state, path, under=self._prefix)
 
     def memory(self) -> dict[str, int | None]:
         """Bytes on this rank, as `Engine.memory`."""

@@ -38,7 +38,7 @@ from shardwise.scripts.dealt import Dealt
 from shardwise.scripts.guard import reads_values
 from shardwise.scripts.loader import Events
 from shardwise.scripts.outside import Digests, Outside, digest, has_memory, held_of, number_of, with_line
-from shardwise.scripts.own_numbers import OwnNumbers
+from shardwise.scripts.own_numbers import OwnNumbers, Steered
 from shardwise.scripts.rows import (
     FAILURES,
     OTHER_ROWS,
@@ -53,10 +53,6 @@ from shardwise.scripts.tape import tensors_in, writes
 from shardwise.trace.functional import transforming
 
 _COUNTS = {"__len__", "numel", "nelement", "ndimension", "__format__", "__repr__", "__str__"}  # no elements in them
-_STEERS = (
-    "a number is read that the script adds up over steps from this rank's samples alone: where it steers the run (a "
-    "learning rate by tokens seen, a stop), one process has that of all samples: add up prepared.sum(n)[0] instead"
-)
 _NOTHING: Any = lambda: None  # noqa: E731
 _OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"}
 
@@ -83,7 +79,7 @@ class Kept(TorchFunctionMode, Events):
 
     def __init__(self, mesh: Mesh, told: Notices) -> None:
         super().__init__()
-        self._mesh, self._told = mesh, told
+        self._mesh = mesh
         self.on = False  # between a batch and the next
         self.after = False  # its backward is over
         self.draws_for: set[bool] = set()  # whether what the operation under way is given is another loader's
@@ -101,8 +97,7 @@ class Kept(TorchFunctionMode, Events):
         self._models: list[weakref.ref[torch.nn.Module]] = []
         self._tensors_alone = self._even = True
         self._transformed = False  # a transform of torch.func, in which operations are not followed, ran in this step
-        self._read_at = ""  # where a number was read since the last step that is added up from own samples
-        self._settings: Any = None  # of the optimizer, in the last step
+        self.steered = Steered(told)
         self._read = False  # a number was read from this rank's samples
         self._held, self._dim, self._generators = Share(None, 0, 0, 0), 0, 0
         self.shapes: list[list[int]] = []  # of the tensors of the batch at hand
@@ -325,8 +320,7 @@ class Kept(TorchFunctionMode, Events):
         for tensor in tensors_in(output) if given else []:
             self._add(tensor, True, since=since, beside=beside)
         if since and isinstance(output, bool | int | float) and name not in _COUNTS:
-            self._read_at = line_of_script()
-            self._told.say([f"{_STEERS} [{self._read_at}]"])
+            self.steered.read()
         self._tell_own(name, output, given)
         return output
 
@@ -354,6 +348,7 @@ class Kept(TorchFunctionMode, Events):
         self._made[id(tensor)] = _Made(weakref.ref(tensor), own, of, since, beside, read)
 
     def _of(self, tensor: torch.Tensor) -> _Made:
+        tensor = tensor.__dict__.get("successor", tensor)  # of a parameter that a plan put another in the place of
         known = self._made.get(id(tensor))
         if known is not None and known.tensor() is tensor:
             return known
@@ -445,12 +440,3 @@ class Kept(TorchFunctionMode, Events):
     def _counts(self, shape: tuple[int, ...], held: Share) -> bool:
         """Whether a tensor of this shape may have a row for each of these samples."""
         return any(dim < len(shape) and shape[dim] == held.count for dim in (self._dim, 0, 1))
-
-    def refuse_steered(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise `RefusedPlan` where the script set a learning rate or the like after it had read such a number."""
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        settings, read_at, self._read_at = repr(groups), self._read_at, ""
-        before, self._settings = self._settings, settings
-        scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")  # which sets them by its own count of steps
-        if read_at and before not in (None, settings) and not scheduled:
-            raise with_line(f"the optimizer's settings were changed, and {_STEERS}", read_at)

@@ -26,6 +26,7 @@ from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.host import put
 from shardwise.parallel.slots import Slot
 from shardwise.part.levels import Distributed
+from shardwise.scripts.optimizer import THAWS
 from shardwise.scripts.saying import names_line
 
 _STEPS = 3
@@ -119,7 +120,7 @@ class FirstSteps:
         if more:
             raise InputError(
                 f"parameter '{more[0]}' was frozen, or not there, when the model was prepared, and would not be "
-                "trained: freeze it after prepare instead of before, which holds it still as long as the script wants"
+                f"trained: {THAWS}"
             )
         if self.engine.state.precision.mixed:
             return

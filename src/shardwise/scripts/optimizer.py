@@ -28,6 +28,10 @@ from shardwise.scripts.saying import names_line
 from shardwise.step.owners import OwnedMasters, PieceSlots
 
 _ORDER = ("elementwise", "per tensor", "joint")
+THAWS = (
+    "what is trained later is in the plan from the start by prepare(..., thaws=True), or where the script freezes it "
+    "after prepare instead of before"
+)
 _OWN = ("param_groups", "state", "defaults")
 _NOT_TAKEN = (*_OWN, "_step_supports_amp_scaling")  # which prepare has set to refuse GradScaler
 
@@ -103,11 +107,12 @@ def _flat(optimizer: Optimizer, settings: dict[str, Any]) -> Callable[[list[dict
 
 
 def adopt(
-    optimizer: Optimizer, groups: list[list[str]], technique: DataParallel, names: list[str],
-    shapes: dict[str, torch.Size], shard: Axis, nature: Nature, *, zero: int, whole: bool,
+    optimizer: Optimizer, groups: list[list[str]], all_names: list[list[str]], technique: DataParallel,
+    names: list[str], shapes: dict[str, torch.Size], shard: Axis, nature: Nature, *, zero: int, whole: bool,
 ) -> OwnedMasters | None:  # fmt: skip
     """Point the optimizer at this rank's pieces, in place. Raises `RefusedPlan` for one that bears none.
 
+    all_names   by group, of what was frozen at `prepare` too
     whole   every piece is a whole parameter
     """
     owners = None
@@ -119,9 +124,10 @@ def adopt(
     held = held_pieces(technique, owners, names)
     pieces = [[piece for name in group for piece in held.get(name, [])] for group in groups]
     state: dict[Any, Any] = {}
+    in_plan = [[name in shapes for name in group] for group in all_names]
     if whole:
-        pairs = zip(optimizer.param_groups, pieces, strict=True)
-        pieces = [_with_frozen(group["params"], of_group) for group, of_group in pairs]
+        triples = zip(optimizer.param_groups, pieces, in_plan, strict=True)
+        pieces = [_with_frozen(group["params"], of_group, mine) for group, of_group, mine in triples]
         olds = [param for group in optimizer.param_groups for param in group["params"]]
         news = [param for group in pieces for param in group]
         state = {new: optimizer.state[old] for old, new in zip(olds, news, strict=True) if old in optimizer.state}
@@ -161,12 +167,9 @@ def names_to_add(
     for name in names:
         if name in shapes and name not in held:
             continue
-        why = "is in another group" if name in held else "was frozen then" if name else "is not the prepared model's"
-        raise InputError(
-            f"optimizer.add_param_group: '{name or 'a tensor'}' {why}, and a group after prepare takes parameters that "
-            "were trained then and that no group has: freeze after prepare instead of before, which holds still as "
-            "long as the script wants"
-        )
+        why = "is in another group" if name in held else "is not the prepared model's"
+        why = f"was frozen at prepare: {THAWS}" if name and name not in shapes else why
+        raise InputError(f"optimizer.add_param_group: '{name or 'a tensor'}' {why}")
     return names
 
 
@@ -190,7 +193,15 @@ def retire(optimizer: Optimizer) -> None:
     vars(optimizer)["step"] = types.MethodType(step, optimizer)
 
 
-def _with_frozen(given: list[nn.Parameter], trained: list[nn.Parameter]) -> list[nn.Parameter]:
-    """A group's parameters in their order: what is trained, and between them the frozen ones as they are."""
-    masters = iter(trained)
-    return [next(masters) if param.requires_grad else param for param in given]
+def _with_frozen(given: list[nn.Parameter], pieces: list[nn.Parameter], in_plan: list[bool]) -> list[nn.Parameter]:
+    """A group's parameters in their order: what is in the plan, and between them the frozen ones as they are."""
+    masters = iter(pieces)
+    return [next(masters) if mine else param for param, mine in zip(given, in_plan, strict=True)]
+
+
+def refuse_thawed(optimizer: Optimizer, groups: list[list[str]], shapes: dict[str, torch.Size]) -> None:
+    """Raise `InputError` for a parameter that is to be trained and was frozen at `prepare`."""
+    for group, names in zip(optimizer.param_groups, groups, strict=True):
+        for param, name in zip(group["params"], names, strict=True):
+            if param.requires_grad and name not in shapes:
+                raise InputError(f"the optimizer is given '{name}', which was frozen at prepare: {THAWS}")

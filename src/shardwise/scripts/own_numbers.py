@@ -12,7 +12,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from shardwise.scripts.dealt import Dealt
+from shardwise.scripts.outside import with_line
 from shardwise.scripts.saying import Notices, line_of_script
 
 _READS = {"item", "__float__", "__int__", "tolist", "numpy", "__array__", "__complex__"}
@@ -20,6 +23,10 @@ _SHOWS = {"__format__", "__repr__", "__str__"}
 _REMEDY = "a sum over ranks is prepared.sum(n)[0], a mean total / n of total, n = prepared.sum(mean * n, n)"
 _READ = "a number is read of this rank's samples alone, where one process reads it of the whole batch: "
 _SUMMED = "what is of this rank's samples alone is added up over steps, where one process adds up that of all: "
+_STEERS = (
+    "a number is read that the script adds up over steps from this rank's samples alone: where it steers the run (a "
+    "learning rate by tokens seen, a stop), one process has that of all samples: add up prepared.sum(n)[0] instead"
+)
 _TWICE = (
     ". Beside that some ranks hold samples in this batch that count on others (it has few, or is looked at): count "
     "them where loader.part.count is not 0"
@@ -83,3 +90,26 @@ class OwnNumbers:
             return False
         count = self._dealt.held.count
         return value == count or value in self._read or value in {one * count for one in self._read}
+
+
+class Steered:
+    """A number that is added up over steps from this rank's samples alone, once the script has read it."""
+
+    def __init__(self, told: Notices) -> None:
+        self._told = told
+        self._read_at = ""  # where, since the last step
+        self._settings = ""  # of the optimizer, in the last step
+
+    def read(self) -> None:
+        """One is read."""
+        self._read_at = line_of_script()
+        self._told.say([f"{_STEERS} [{self._read_at}]"])
+
+    def refuse(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise `RefusedPlan` where the script set a learning rate or the like after it had read such a number."""
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        settings, read_at, self._read_at = repr(groups), self._read_at, ""
+        before, self._settings = self._settings, settings
+        scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")  # which sets them by its own count of steps
+        if read_at and before not in ("", settings) and not scheduled:
+            raise with_line(f"the optimizer's settings were changed, and {_STEERS}", read_at)

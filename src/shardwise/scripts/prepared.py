@@ -19,7 +19,6 @@ from typing import Any, Literal
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -37,7 +36,6 @@ from shardwise.parallel.full import FullShard
 from shardwise.part.parameters import read_outside
 from shardwise.part.tensor import Gathers
 from shardwise.random import Randomness
-from shardwise.ranks import here, join
 from shardwise.ranks.launchers import own_device
 from shardwise.scripts import optimizer as optimizers
 from shardwise.scripts.agreement import same_given
@@ -45,7 +43,7 @@ from shardwise.scripts.arrivals import techniques_of
 from shardwise.scripts.calls import Calls
 from shardwise.scripts.copies import Copies
 from shardwise.scripts.cut_weights import CutWeights, answer_of
-from shardwise.scripts.entries import Several
+from shardwise.scripts.entries import Several, with_own
 from shardwise.scripts.gradients import Gradients
 from shardwise.scripts.guard import (
     Gate,
@@ -66,11 +64,23 @@ from shardwise.scripts.saved import put as put_saved
 from shardwise.scripts.saying import names_line
 from shardwise.scripts.shares import on_common_axes
 from shardwise.scripts.spread import check_cuts, shared_call, thawed, wait_for_call
-from shardwise.scripts.start import check_given, generators_kept, is_compiled, make_engine, waits_for_call, with_dtype
+from shardwise.scripts.start import (
+    check_given,
+    generators_kept,
+    is_compiled,
+    join_ranks,
+    make_engine,
+    waits_for_call,
+    with_dtype,
+)
 from shardwise.scripts.state import States, holds_pieces, put, states_of
 from shardwise.scripts.stepping import Stepping, buckets_of
 from shardwise.task import Domain
 
+_OWN = (
+    "the optimizer trains parameters beside the model, which every rank holds whole: prepare((model, loss), ...) "
+    "spreads them too"
+)
 _PREPARED: WeakSet[nn.Module] = WeakSet()  # what a plan has changed in place
 
 
@@ -90,6 +100,7 @@ def prepare(
     check_loss: bool = True,
     spatial: Domain | None = None,
     loss_scope: Literal["sample", "global"] = "sample",
+    thaws: bool = False,
 ) -> Prepared:
     """Spread a script's model, optimizer and loader over the ranks of this run, as the plan says. Collective.
 
@@ -112,6 +123,8 @@ def prepare(
     loss_scope  "sample": the loss adds up over samples, which ranks take parts of. "global": it does not (dice of a
                 batch, a contrastive pair, mixup): every rank reads whole batches, the model runs on its samples, and
                 its outputs are gathered for the loss
+    thaws       what is frozen now is in the plan too, with memory for its gradients, and may be trained later
+                (requires_grad, add_param_group)
 
     Returns a `Prepared`, which unpacks into model, optimizer and loader:
 
@@ -121,14 +134,27 @@ def prepare(
     script's own loop cannot follow.
     """
     plan = Plan.parse(plan)
-    if isinstance(model, tuple | list):
-        model = Several(model)
     _refuse_twice(model)
+    model = with_own(model, optimizer)
     check_given(model, optimizer, plan, randomness, loss_scope)
-    _join_ranks(plan)
-    given = (plan, randomness, branches, reads, batch_dim, seed, own_device(device), check_loss, spatial, loss_scope)
+    join_ranks(plan)
+    given = (
+        plan,
+        randomness,
+        branches,
+        reads,
+        batch_dim,
+        seed,
+        own_device(device),
+        check_loss,
+        spatial,
+        loss_scope,
+        thaws,
+    )
     prepared = Prepared(model, optimizer, loader, *given)
     _PREPARED.add(model)
+    if isinstance(model, Several) and isinstance(model.given, nn.Module):
+        _PREPARED.add(model.given)
     return prepared
 
 
@@ -139,18 +165,6 @@ def _refuse_twice(model: Any) -> None:
             f"prepare: this model ({type(model).__name__}) was prepared before, and two plans would sum its gradients "
             "twice: call prepare once for each model; of a model with parts that have optimizers of their own, prepare "
             "each part with its own"
-        )
-
-
-def _join_ranks(plan: Plan) -> None:
-    """Join the ranks that a launcher started; `InputError` where the plan needs several and none did."""
-    if not dist.is_initialized() and here() is not None:
-        join()
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if world == 1 and plan.world_size > 1:
-        raise InputError(
-            f"plan {plan} needs {plan.world_size} ranks, but this script was started as one process: start it with "
-            f"torchrun --nproc-per-node {plan.world_size} (or srun or mpirun -n {plan.world_size})"
         )
 
 
@@ -176,7 +190,7 @@ class Prepared(Stepping):
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, loader: Any, plan: Plan, randomness: str, branches: Any,
         reads: Reads, batch_dim: int | None, seed: int, device: torch.device, check_loss: bool,
-        spatial: Domain | None, loss_scope: str,
+        spatial: Domain | None, loss_scope: str, thaws: bool,
     ) -> None:  # fmt: skip
         self.plan = plan = with_dtype(plan, model)
         self.model = model
@@ -184,7 +198,8 @@ class Prepared(Stepping):
         self._copies = Copies(model, self)
         self.mesh = on_common_axes(build_mesh(plan, device))
         self.seed, self.branches, self._spatial = seed, branches, spatial
-        self._shapes = {name: param.shape for name, param in trainable(model)}
+        frozen = [pair for pair in model.named_parameters() if thaws and pair[1].is_floating_point()]
+        self._shapes = {name: param.shape for name, param in frozen or trainable(model)}
         self._shares = plan.tp > 1 or plan.ep > 1
         self._take(optimizer)
         ranks = self.mesh.gradients.size
@@ -217,6 +232,7 @@ class Prepared(Stepping):
         optimizers.refuse_lost(optimizer)
         self.optimizer = optimizer
         self.all_names = optimizers.names_in_groups(optimizer, self.model)
+        optimizers.refuse_thawed(optimizer, self.all_names, self._shapes)
         self._groups = [[name for name in group if name in self._shapes] for group in self.all_names]
         with generators_kept():
             shapes = [[self._shapes[name] for name in group] for group in self._groups]
@@ -227,7 +243,7 @@ class Prepared(Stepping):
         """Point the optimizer at this rank's pieces; `before` is the state that it has. Collective."""
         mesh, plan, optimizer = self.mesh, self.plan, self.optimizer
         engine.state.owners = optimizers.adopt(
-            optimizer, self._groups, engine.technique, engine.state.names, self._shapes, mesh.shard,
+            optimizer, self._groups, self.all_names, engine.technique, engine.state.names, self._shapes, mesh.shard,
             self._nature, zero=plan.zero if mesh.shard.size > 1 else 0, whole=not holds_pieces(plan),
         )  # fmt: skip
         engine.state.optimizer, engine.state.needs_closure = optimizer, self._nature.needs_closure
@@ -394,6 +410,7 @@ class Prepared(Stepping):
         return [
             *(self._engine.notices if self._engine is not None else []),
             *self.loader.notices,
+            *([_OWN] if self._prefix else []),
             *(said if followed else []),
         ]
 
@@ -408,7 +425,7 @@ class Prepared(Stepping):
         return self._engine
 
     def __iter__(self) -> Iterator[Any]:
-        model = tuple(self.model) if isinstance(self.model, Several) else self.model
+        model = self.model.given if isinstance(self.model, Several) else self.model
         return iter((model, self.optimizer, self.loader))
 
     def split(self, loader: Any, *, trains: bool = False) -> PartLoader:

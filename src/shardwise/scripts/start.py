@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -20,6 +21,7 @@ from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan, check
 from shardwise.mesh import Mesh
+from shardwise.ranks import here, join
 from shardwise.scripts.entries import Way
 from shardwise.scripts.guard import refuse_hooks
 from shardwise.scripts.shares import Named
@@ -88,6 +90,18 @@ def _refuse_wrapped(model: nn.Module, optimizer: Optimizer) -> None:
                 f"prepare: the optimizer is {type(optimizer).__name__} around {type(value).__name__} (its '{name}') "
                 "and steps when a library of its own says so: leave the wrapper out and give prepare the inner one"
             )
+
+
+def join_ranks(plan: Plan) -> None:
+    """Join the ranks that a launcher started; `InputError` where the plan needs several and none did."""
+    if not dist.is_initialized() and here() is not None:
+        join()
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world == 1 and plan.world_size > 1:
+        raise InputError(
+            f"plan {plan} needs {plan.world_size} ranks, but this script was started as one process: start it with "
+            f"torchrun --nproc-per-node {plan.world_size} (or srun or mpirun -n {plan.world_size})"
+        )
 
 
 def waits_for_call(plan: Plan) -> bool:

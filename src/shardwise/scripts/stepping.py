@@ -299,7 +299,7 @@ class Stepping(Weighing):
         assert self._tally is not None
         engine, tally = self.engine, self._tally
         if self.calls.kept is not None:
-            self.calls.kept.refuse_steered(self.optimizer)
+            self.calls.kept.steered.refuse(self.optimizer)
         if engine.world_size > 1:
             compare(
                 engine, self._forms, tally, self.calls.checksum, self._over,

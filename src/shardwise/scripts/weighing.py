@@ -16,6 +16,7 @@ from shardwise.scripts.all_samples import scaled
 from shardwise.scripts.divisor import Divisor, divisor_of, refuse_division
 from shardwise.scripts.earlier import Earlier
 from shardwise.scripts.over_ranks import OverRanks
+from shardwise.scripts.penalties import IN_A_SUM, refuse_in_sum
 
 
 class Weighing(OverRanks):
@@ -56,6 +57,8 @@ class Weighing(OverRanks):
             form = "given"
             if self._earlier is not None:
                 self._refuse_weights()
+            if self._apart > 1:
+                refuse_in_sum(loss, float(weight))
             if self.engine.plan.accumulate > 1:
                 refuse_division(loss, float(weight), self.engine.plan.accumulate)
         elif mean:
@@ -69,6 +72,8 @@ class Weighing(OverRanks):
             dealt = self.calls.of_loss
             held = self.calls.held_by(loss)
             divisor = divisor_of(loss, held) if self._apart > 1 else Divisor("mean")
+            if divisor.kind == "penalised":
+                raise InputError(IN_A_SUM)
             if not self._of_whole_batches:
                 self._forms.append((divisor, dealt.held.count if dealt is not None else 1))
             form = divisor.kind
