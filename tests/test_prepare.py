@@ -575,10 +575,6 @@ def once(plan: str, case: str) -> None:
             prepared.backward(loss * len(x), torch.ones(len(x)))
         if case == "unseen":
             loss = loss.exp()
-        if case == "scaler":
-            scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-            prepared.backward(scaler.scale(loss))
-            scaler.step(optimizer)
         prepared.backward(loss)
         if case == "divided twice":
             prepared.backward(loss / 2 * len(x), len(x))
@@ -618,7 +614,6 @@ class LateDraws(TensorDataset):
         ("other loader", "dp_replicate=2", InputError, "has handed out no batch"),
         ("mixes", "dp_shard=2,zero=3", RefusedPlan, "mixes samples"),
         ("joint", "dp_shard=2,zero=1", RefusedPlan, "LBFGS's update of one tensor depends on the others"),
-        ("scaler", "dp_replicate=2", RefusedPlan, "GradScaler"),
         ("pipeline", "pp=2", RefusedPlan, r"pp > 1 in prepare.*shardwise.parallelize\(task, plan\).step"),
     ],
 )

@@ -25,18 +25,17 @@ from shardwise.scripts.saying import names_line
 from shardwise.scripts.shares import Door
 
 
-def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """The method as a hook that holds a weak reference to its object, and so does not keep it alive.
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method as a function, or a hook, that holds a weak reference to its object, and so does not keep it alive.
 
     A script keeps its last output, and through autograd's hooks, which Python's collector cannot see through, that
     would keep the engine and its process groups.
     """
     known = weakref.WeakMethod(method)
 
-    def hook(*told: Any) -> None:
+    def hook(*told: Any) -> Any:
         called = known()
-        if called is not None:
-            called(*told)
+        return called(*told) if called is not None else None
 
     return hook
 

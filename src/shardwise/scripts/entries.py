@@ -23,6 +23,11 @@ from torch.optim import Optimizer
 
 from shardwise.part.parameters import unannounced
 
+OWN = (
+    "the optimizer trains parameters beside the model, which every rank holds whole: prepare((model, loss), ...) "
+    "spreads them too"
+)
+
 
 class Several(nn.ModuleList):
     """Modules that one optimizer trains, as one model. Each is called by itself. `given`: as the script gave them."""

@@ -366,13 +366,3 @@ def guard_conversion(model: nn.Module) -> None:
         return module
 
     vars(model)["_apply"] = types.MethodType(apply, model)
-
-
-class RefusedScaler:
-    """Stands where `torch.amp.GradScaler` looks before it steps: it would skip steps on one rank alone."""
-
-    def __bool__(self) -> bool:
-        raise RefusedPlan(
-            "GradScaler looks at this rank's gradients alone, so ranks would skip different steps: drop the scaler and "
-            "autocast, and give precision=fp16 or precision=bf16 in the plan"
-        )

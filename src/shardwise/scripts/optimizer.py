@@ -33,7 +33,6 @@ THAWS = (
     "after prepare instead of before"
 )
 _OWN = ("param_groups", "state", "defaults")
-_NOT_TAKEN = (*_OWN, "_step_supports_amp_scaling")  # which prepare has set to refuse GradScaler
 
 
 def names_in_groups(optimizer: Optimizer, module: nn.Module) -> list[list[str]]:
@@ -139,7 +138,7 @@ def adopt(
     optimizer.state.clear()
     if made is not None:
         optimizer.state.update({**made.state, **state})
-        kept = {key: value for key, value in vars(made).items() if key not in _NOT_TAKEN and "hook" not in key}
+        kept = {key: value for key, value in vars(made).items() if key not in _OWN and "hook" not in key}
         vars(optimizer).update(kept)
     return owners
 

@@ -7,9 +7,12 @@ optimizer.param_groups      what the script writes into its pieces is published 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.comm import gather_rows, gather_samples
@@ -30,6 +33,8 @@ class OverRanks(WeightAccess):
 
     optimizer: Optimizer
     calls: Calls
+    _nothing: dict[str, nn.Parameter]  # a piece without elements, of parameters of which this rank holds none
+    _groups: list[list[str]]  # names of what the plan trains, by the optimizer's groups
     _own_pieces: OwnPieces
     _some_without: bool  # a rank holds no piece of any weight, and cannot tell whether the script changes them
     _in_place: InPlace | None  # where another parameter in a weight's place would not be seen
@@ -116,9 +121,44 @@ class OverRanks(WeightAccess):
         with self._gate.open():
             cuts = engine.state.tensor.cuts if engine.state.tensor is not None else {}
             whole = [slot.master for slot in engine.technique.slots if slot.whole and slot.name not in cuts]
-            self._own_pieces.watch(self.optimizer, self.model, whole)
+            self._own_pieces.watch(self.optimizer, self.model, whole, self._listed())
         if self._some_without:
             self._changed()
+
+    def _listed(self) -> list[list[nn.Parameter]]:
+        """What the optimizer's groups list for the script: a piece of each parameter, on every rank."""
+        state = self.engine.state
+        if not self._pieces or state.owners is not None or state.tensor is not None or state.experts is not None:
+            return []
+        held: dict[str, list[nn.Parameter]] = {}
+        for slot in state.technique.slots:
+            held.setdefault(slot.name, []).append(slot.master)
+        like = next(iter(state.technique.slots), None)
+        for name in {name for group in self._groups for name in group} - held.keys():
+            if name not in self._nothing:
+                self._nothing[name] = nn.Parameter(torch.empty(0) if like is None else like.master.new_empty(0))
+            held[name] = [self._nothing[name]]
+        return [[piece for name in group for piece in held[name]] for group in self._groups]
+
+    def _rows_of_pieces(self, row: Sequence[float]) -> list[list[float]]:
+        """Numbers of the ranks whose pieces make up whole tensors. Collective."""
+        self._passes("a norm, a sum or the like of tensors in optimizer.param_groups")
+        found: list[list[float]] = gather_rows(row_of(list(row), self.mesh.device), self.mesh.shard).tolist()
+        return found
+
+    def _reaches(self, piece: nn.Parameter) -> bool:
+        """Whether a piece without elements is one of a parameter that has a gradient in this step."""
+        state = self.engine.state
+        held = [(slot.name, slot.master) for slot in state.technique.slots] + list(self._nothing.items())
+        return any(one is piece and state.names.index(name) in state.used for name, one in held)
+
+    @contextmanager
+    def plainly(self) -> Iterator[None]:
+        """Context: the optimizer finds its own pieces in its groups."""
+        if self._engine is not None:
+            self._own_pieces.leave()
+        yield
+        self._watch_pieces()
 
     def _fresh(self) -> None:
         stale, self._stale = self._stale, None

@@ -3,7 +3,11 @@
     fast = group["params"][0]         an optimizer around another one (slow weights, an average, noise)
     slow += 0.5 * (fast.data - slow)  element by element: right on a piece
     fast.data.copy_(slow)             told: the weights are published again before anybody reads them
-    fast.data.norm()                  of a piece: refused
+    fast.grad.norm()                  of the whole tensor, over ranks (`reductions`); what else hangs on all elements,
+                                      and any such number of shares under tp, is refused
+
+While the script's own code runs, groups list a piece of every parameter, so that ranks come to the same calls; the
+optimizer itself, and the engine, find those with elements.
 
 What this does not do: let a rank alone change them; every rank's script does the same.
 """
@@ -11,7 +15,7 @@ What this does not do: let a rank alone change them; every rank's script does th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from typing import Any
 
@@ -22,6 +26,7 @@ from torch.optim import Optimizer
 from shardwise.errors import RefusedPlan
 from shardwise.scripts.guard import Gate, reads_values
 from shardwise.scripts.pieces import writes_into
+from shardwise.scripts.reductions import answered
 from shardwise.scripts.saying import names_line
 from shardwise.trace.leaves import replaced, tensors_in
 
@@ -47,18 +52,34 @@ def answered_by_elements(name: str) -> bool:
 class OwnPieces:
     """The pieces that a prepared optimizer holds, while the script's own code runs."""
 
-    def __init__(self, gate: Gate, changed: Callable[[], None]) -> None:
-        """`changed`: called when the script writes into a piece."""
+    def __init__(
+        self, gate: Gate, changed: Callable[[], None], gather: Callable[[Sequence[float]], list[list[float]]] | None,
+        reached: Callable[[nn.Parameter], bool],
+    ) -> None:  # fmt: skip
+        """
+        changed  called when the script writes into a piece
+        gather   numbers of the ranks whose pieces make up a whole tensor; None: what they hold does not
+        reached  whether a piece without elements is one of a parameter that has a gradient in this step
+        """
         self._gate, self._changed = gate, weakref.WeakMethod(changed)
+        self._gather, self._reached = gather, reached
+        self._groups: list[tuple[dict[str, Any], list[nn.Parameter]]] = []  # and what the optimizer itself finds there
         self._kind = _kind_of(weakref.ref(self))
         self._masters: list[nn.Parameter] = []
         self._whole: set[int] = set()  # of those that are whole weights, beside narrower ones in the model
 
-    def watch(self, optimizer: Optimizer, model: nn.Module, whole: Collection[nn.Parameter]) -> None:
+    def watch(
+        self, optimizer: Optimizer, model: nn.Module, whole: Collection[nn.Parameter],
+        listed: Sequence[list[nn.Parameter]] = (),
+    ) -> None:  # fmt: skip
         """Look at what is done to the pieces from here on; the model's own parameters are looked at elsewhere.
 
         whole   those that are no pieces: only writing into them is noticed
+        listed  what groups have while they are looked at; none: what they have anyway
         """
+        for group, pieces in zip(optimizer.param_groups, listed, strict=False):
+            self._groups.append((group, group["params"]))
+            group["params"] = pieces
         self._whole = {id(master) for master in whole}
         own = {id(param) for param in model.parameters()}
         held = [param for group in optimizer.param_groups for param in group["params"]]
@@ -68,6 +89,9 @@ class OwnPieces:
 
     def leave(self) -> None:
         """Stop watching the pieces while the optimizer itself runs, to which they are plain parameters."""
+        for group, pieces in self._groups:
+            group["params"] = pieces
+        self._groups = []
         for master in self._masters:
             master.__class__ = nn.Parameter
         self._masters = []
@@ -81,6 +105,10 @@ class OwnPieces:
         whole = all(one.whole if isinstance(one, _PieceData) else id(one) in self._whole for one in given)
         data = name in ("__get__", "__set__")
         each = name.removeprefix("_foreach_")
+        if not (whole or data or self._gather is None):
+            number = answered(name, args, kwargs, self._gather)
+            if number is not NotImplemented:
+                return number
         if not (whole or data or each in _LIKE or answered_by_elements(each)):
             names_line(_refuse)(name)
         target = kwargs["out"] if "out" in kwargs else (*args, *kwargs.values())[0]
@@ -122,6 +150,8 @@ def _kind_of(known: weakref.ref[OwnPieces]) -> type[nn.Parameter]:
         @property
         def grad(self) -> torch.Tensor | None:
             pieces, found = known(), own.__get__(self)
+            if found is None and pieces is not None and not self.numel() and pieces._reached(self):
+                found = torch.empty_like(self).detach()
             if pieces is None or found is None or pieces._gate.is_open:
                 return found
             return pieces.seen(found, id(self) in pieces._whole)

@@ -39,11 +39,11 @@ from shardwise.random import Randomness
 from shardwise.ranks.launchers import own_device
 from shardwise.scripts import optimizer as optimizers
 from shardwise.scripts.agreement import same_given
-from shardwise.scripts.arrivals import techniques_of
+from shardwise.scripts.arrivals import techniques_of, weakly
 from shardwise.scripts.calls import Calls
 from shardwise.scripts.copies import Copies
 from shardwise.scripts.cut_weights import CutWeights, answer_of
-from shardwise.scripts.entries import Several, with_own
+from shardwise.scripts.entries import OWN, Several, with_own
 from shardwise.scripts.gradients import Gradients
 from shardwise.scripts.guard import (
     Gate,
@@ -77,10 +77,6 @@ from shardwise.scripts.state import States, holds_pieces, put, states_of
 from shardwise.scripts.stepping import Stepping, buckets_of
 from shardwise.task import Domain
 
-_OWN = (
-    "the optimizer trains parameters beside the model, which every rank holds whole: prepare((model, loss), ...) "
-    "spreads them too"
-)
 _PREPARED: WeakSet[nn.Module] = WeakSet()  # what a plan has changed in place
 
 
@@ -212,6 +208,7 @@ class Prepared(Stepping):
         self.loader = self._cut(loader, self.calls, reads) if leader is None else loader
         self._begin()
         self._engine: Engine | None = None
+        self._nothing = {}
         self.gradients = None
         self._gate, self._state_gate = Gate(), Gate()
         self._in_place = None
@@ -349,7 +346,10 @@ class Prepared(Stepping):
             if not isinstance(engine.technique, FullShard):
                 gate = self._gate
                 read_outside(model, lambda: not gate.is_open and calls.is_outside, refuse_replaced)
-        self._own_pieces = OwnPieces(self._gate, self._changed)
+        reduces = engine.state.owners is None and engine.state.tensor is None and engine.state.experts is None
+        self._own_pieces = OwnPieces(
+            self._gate, self._changed, weakly(self._rows_of_pieces) if reduces else None, weakly(self._reaches)
+        )
         units = engine.technique if isinstance(engine.technique, FullShard) else None
         shards = zip(engine.state.names, units.params, strict=True) if units is not None else ()
         self._hooks = LaterHooks(model, plan, shards)
@@ -410,7 +410,7 @@ class Prepared(Stepping):
         return [
             *(self._engine.notices if self._engine is not None else []),
             *self.loader.notices,
-            *([_OWN] if self._prefix else []),
+            *([OWN] if self._prefix else []),
             *(said if followed else []),
         ]
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -47,6 +48,10 @@ class Whole(Protocol):
     def add_group(self, group: dict[str, Any]) -> None:
         """The script adds parameters to its optimizer."""
 
+    def plainly(self) -> AbstractContextManager[None]:
+        """Context: the optimizer finds its own pieces in its groups."""
+        ...
+
 
 def open_doors(prepared: Whole) -> None:
     """`state_dict`, `load_state_dict` and `add_param_group` of the script's optimizer do what they say, or raise."""
@@ -70,7 +75,8 @@ def open_doors(prepared: Whole) -> None:
         engine = prepared.held_in_pieces
         if engine is None:
             return kind.load_state_dict(self, dict(state))
-        return put(engine.state, self, *_named(state, prepared.all_names))
+        with prepared.plainly():
+            return put(engine.state, self, *_named(state, prepared.all_names))
 
     for door in (add_param_group, state_dict, load_state_dict):
         vars(optimizer)[door.__name__] = types.MethodType(door, optimizer)

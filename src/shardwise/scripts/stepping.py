@@ -32,7 +32,7 @@ from shardwise.scripts.divisor import Divisor, divisor_of
 from shardwise.scripts.earlier import Earlier
 from shardwise.scripts.given import check_loss, check_number
 from shardwise.scripts.gradients import Gradients
-from shardwise.scripts.guard import LaterHooks, RefusedScaler
+from shardwise.scripts.guard import LaterHooks
 from shardwise.scripts.moved import FirstSteps
 from shardwise.scripts.outside import Outside
 from shardwise.scripts.saying import Notices, names_line
@@ -40,7 +40,8 @@ from shardwise.scripts.state import open_doors
 from shardwise.scripts.weighing import Weighing
 from shardwise.step.control import Tally
 from shardwise.step.loss import Loss
-from shardwise.step.normalise import held_gradients, sum_of_squares
+from shardwise.step.normalise import held_gradients, norm_of_gradients, not_finite, sum_of_squares
+from shardwise.step.result import StepResult
 from shardwise.step.train_step import complete, update
 
 
@@ -72,6 +73,7 @@ class Stepping(Weighing):
         self._given: str | None = None
         self._over: tuple[Divisor, float] | None = None  # of the step's first loss with a weight
         self._entered: list[Outside] = []  # the losses of this step, from outside of it
+        self._result: StepResult | None = None  # of the gradients that are whole
         self._square: torch.Tensor | None = None  # of this rank's gradients, when they were whole
         self._stale = None
         self.loss = torch.tensor(float("nan"))  # of the last whole step, over all ranks
@@ -218,9 +220,11 @@ class Stepping(Weighing):
         self._flush()
         if self._tally is None:
             raise InputError("prepared.clip_grad_norm_: there are no gradients yet: call prepared.backward first")
-        factor = min(1.0, max_norm / (self.grad_norm + 1e-6))
         with self._gate.open():
+            self._whole_gradients.put_back()
+            self.grad_norm = norm_of_gradients(self.engine.state)  # the script may have changed them
             gradients = held_gradients(self.engine.state)
+        factor = min(1.0, max_norm / (self.grad_norm + 1e-6))
         if gradients and factor < 1.0:
             torch._foreach_mul_(gradients, factor)
             self._whole_gradients.scaled(factor)
@@ -307,7 +311,9 @@ class Stepping(Weighing):
                 whole=self._of_whole_batches, kept=self.calls.kept, entered=self._entered,
             )  # fmt: skip
         with self._gate.open():
+            engine.state.on_nonfinite = "skip"  # until a step is asked for: a GradScaler leaves it out
             result, self._usable = complete(engine.state, tally)
+            self._result = result
             self.grad_norm = result.grad_norm
             if self._earlier is not None:
                 self.grad_norm, self._usable = self._earlier.add(), self._usable and self._earlier.usable
@@ -339,6 +345,9 @@ class Stepping(Weighing):
             self._flush()
             with self._gate.open():
                 self._whole_gradients.put_back()
+            if self._tally is not None and not self._usable and self._result is not None:
+                with self._gate.open():
+                    not_finite(engine.state, self._result)
             if self._square is not None:
                 with self._gate.open():
                     same_change(engine, self._square, sum_of_squares(engine.state, engine.technique.slots))
@@ -404,7 +413,6 @@ class Stepping(Weighing):
         vars(self.optimizer).update(
             step=types.MethodType(step, self.optimizer),
             zero_grad=types.MethodType(zero_grad, self.optimizer),
-            _step_supports_amp_scaling=RefusedScaler(),  # what GradScaler asks an optimizer first
         )
         vars(self.model)["zero_grad"] = types.MethodType(
             lambda module, set_to_none=True: prepared._discard(), self.model

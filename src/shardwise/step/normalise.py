@@ -116,7 +116,8 @@ def normalise(state: RankState, agreed: Agreement) -> tuple[StepResult, bool]:
     if scale is not None:
         scale.update(overflow=math.isfinite(loss) and not math.isfinite(norm))
     if not finite:
-        _not_finite(state, result)
+        if state.on_nonfinite != "skip":
+            not_finite(state, result)
         return result, False
     clip = min(1.0, state.clip_norm / (norm + 1e-6)) if state.clip_norm is not None else 1.0
     gradients = held_gradients(state)
@@ -125,9 +126,9 @@ def normalise(state: RankState, agreed: Agreement) -> tuple[StepResult, bool]:
     return result, True
 
 
-def _not_finite(state: RankState, result: StepResult) -> None:
-    """Raise `NotFinite`, unless skipping was asked for or the loss scaler expects this."""
-    if state.on_nonfinite == "skip" or (state.scale is not None and math.isfinite(result.loss)):
+def not_finite(state: RankState, result: StepResult) -> None:
+    """Raise `NotFinite`, unless the loss scaler expects this. Collective."""
+    if state.scale is not None and math.isfinite(result.loss):
         return
     what = f"loss {result.loss}" if not math.isfinite(result.loss) else f"gradient norm {result.grad_norm}"
     if result.weight == 0:
