@@ -1,4 +1,4 @@
-"""The ledger: bytes received by this rank, by tag, op and axis. Filled by observe; a subclass: observe/profile.
+"""The ledger: bytes received by this rank, by tag, op (`FACTORS`), axis. Filled by observe; subclass: observe/profile.
 
 all-reduce 2n(p-1)/p; all-gather, reduce-scatter and all-to-all n(p-1)/p with n the full tensor (an all-to-all of
 uneven parts: what the others sent); broadcast and point to point n. Control traffic (a few numbers a step) stands

@@ -81,7 +81,7 @@ class LossLook:
         self._blind = False  # which dim counts them is not known
 
     def begin(self, batch: Any, samples: int, dim: int | None, *, every: bool) -> None:
-        """A batch is handed out; `dim` counts its samples, None where that is not known.
+        """Get ready to check the loss of the batch just handed out; `dim` counts its samples, None where not known.
 
         every   each rank holds two samples or more: ranks must do alike, since a graph's nodes order its collectives
         """
@@ -112,7 +112,7 @@ class LossLook:
             self._tape.__enter__()
 
     def end(self) -> None:
-        """The loop asks for the next."""
+        """Stop recording what the script computes, since its loop asks for the next batch."""
         if self._recording:
             self._recording = False
             self._tape.__exit__(None, None, None)
@@ -124,7 +124,7 @@ class LossLook:
             kept.clear()
 
     def places(self, call: Any) -> dict[int, int]:
-        """By id, the dim along which a tensor that the model is given has the samples: where it changes with them."""
+        """Returns, by a given tensor's id, the dim along which it has the samples: where it changes with them."""
         given = [one for one in tensors_in(call) if type(one) is torch.Tensor and one.dim() > 1]
         given = [one for one in given if self._dims.get(id(one), (None,))[0] is not one]
         if not (self._on and given):
@@ -146,7 +146,7 @@ class LossLook:
         return {key: at for key, (_, at) in self._dims.items()}
 
     def enter(self, module: nn.Module, call: Any, inside: Mapping[nn.Module, list[Rows | None]]) -> list[str]:
-        """The model's forward begins, on these arguments. Raises where other samples change them; returns notices.
+        """Check what a model's forward is given as it begins. Raises where other samples change it; returns notices.
 
         inside  where the outputs of modules inside have their samples, as far as that is known
         """
@@ -168,7 +168,7 @@ class LossLook:
         return notices
 
     def leave(self, output: Any, dims: list[Rows | None] | None = None) -> Any:
-        """It has ended; returns the output as the script is given it.
+        """Note that the model's forward has ended; returns its output as the script is given it.
 
         dims    of each of its tensors, where its samples lie, as far as that is known
         """

@@ -32,7 +32,7 @@ def compare(
     over: tuple[Divisor, float] | None, *, generators: bool, look: LossLook | None,
     whole: bool, kept: Kept | None = None, entered: Sequence[Outside] = (),
 ) -> None:  # fmt: skip
-    """Raise what would differ from one process. One small collective.
+    """Raise an error where this step would differ from one process. One small collective.
 
     forms       by micro-batch: what the loss without a weight was divided by, and how many samples this rank held
     tally       what this rank counted and added up
@@ -226,7 +226,7 @@ def same_samples(look: list[float], checksum: int, world: Axis, device: torch.de
 
 
 def same_change(engine: Engine, before: torch.Tensor, now: torch.Tensor) -> None:
-    """Whatever a script did to its gradients must have scaled those of every rank alike. One small collective.
+    """Raise `RefusedPlan` where a script scaled its gradients differently on some ranks. One small collective.
 
     Where parameters are FSDP's shares of shares, torch's own clipping sees a norm that differs between ranks.
     """

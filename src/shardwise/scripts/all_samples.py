@@ -48,11 +48,11 @@ class AllSamples:
         self.divided: Callable[[torch.Tensor], Divisor] = lambda loss: UNKNOWN
 
     def begin(self, dealt: Dealt) -> None:
-        """A batch is handed out."""
+        """Note which samples of the batch just handed out this rank holds."""
         self._dealt, self._beside = dealt, None
 
     def begin_beside(self, dealt: Dealt) -> None:
-        """Another loader's batch is handed out."""
+        """Note which samples of another loader's batch this rank holds."""
         self._beside = dealt
 
     def call(self, func: Any, args: tuple, kwargs: dict, *, own: Callable[[Any], bool], beside: bool) -> Any:

@@ -139,7 +139,7 @@ class Calls(Heard, Events):
 
     @property
     def draws(self) -> SampleDraws | None:
-        """What watches draws, one for all models of a loop."""
+        """Returns what follows random draws, one object for all models of a loop."""
         return self.leader._watched
 
     def _held_beside(self) -> tuple[Share | None, set[bool]]:
@@ -150,7 +150,7 @@ class Calls(Heard, Events):
     # --- the loop
 
     def before_epoch(self) -> None:
-        """Every rank continues from rank 0's generators, so that samplers and datasets draw alike."""
+        """Set every rank's generators to rank 0's, so that samplers and datasets draw alike."""
         self._passes("an epoch over the loader")
         if self.mesh.world.size > 1:
             share_generators(self.mesh.world, self.mesh.device)
@@ -178,12 +178,12 @@ class Calls(Heard, Events):
         return self.kept is not None and self.kept.goes_beside()
 
     def before_first(self, look: list[float], checksum: int) -> None:
-        """Every rank must read the same dataset, unless each draws for itself."""
+        """Raise an error where ranks read other samples than each other, unless each draws for itself. Collective."""
         if self.mesh.world.size > 1 and self.randomness == "global":
             same_samples(look, checksum, self.mesh.world, self.mesh.device)
 
     def before_batch(self, batch: Any, dealt: Dealt, checksum: int, dim: int | None) -> None:
-        """A batch is handed to the script."""
+        """Begin to follow a batch that is handed to the script: its samples, its draws, its loss."""
         if self.whole is not None:
             dealt = deal(dealt.part.total, self.mesh.data.size, self.mesh.data.index)
         for each in self.together:
@@ -207,14 +207,14 @@ class Calls(Heard, Events):
         self._comes_to("forward")
 
     def after_batch(self) -> None:
-        """The script asks for the next."""
+        """Stop following draws and losses, since the script asks for its next batch."""
         self._in_loop = False
         self._no_look()
         self.suspend()
         self._comes_to("input")
 
     def after_epoch(self) -> None:
-        """The loop has ended."""
+        """Stop following draws and losses, since the loop has ended."""
         self._in_loop = False
         self._no_look()
         self.suspend()
@@ -226,7 +226,7 @@ class Calls(Heard, Events):
             self.kept.end()
 
     def resume(self) -> None:
-        """Watch draws for the samples of the batch at hand."""
+        """Begin dealing draws over the samples of the batch at hand."""
         lead = self.leader
         if lead._watched is not None and lead.dealt is not None and not lead._draws_on:
             lead._watched.part, lead._watched.whole = lead.dealt.held, lead.whole is not None
@@ -234,7 +234,7 @@ class Calls(Heard, Events):
             lead._draws_on = True
 
     def suspend(self) -> None:
-        """Draw as the script says, alike on every rank."""
+        """Stop dealing draws over samples: the script's own draws are alike on every rank."""
         lead = self.leader
         if lead._watched is not None and lead._draws_on:
             lead._watched.part = None
@@ -242,7 +242,7 @@ class Calls(Heard, Events):
             lead._draws_on = False
 
     def after_backward(self) -> None:
-        """Draws after the backward of every model in the loop are the script's own business."""
+        """Stop dealing draws over samples once every model in the loop has had its backward."""
         self._done = self._spent = True
         self._ends.clear()
         if all(each._done for each in self.together):
@@ -255,7 +255,7 @@ class Calls(Heard, Events):
     def watch(
         self, engine: Engine, meeting: Meeting | None, gate: Gate, *, gathers: bool, settle: Callable[[], None]
     ) -> None:  # fmt: skip
-        """The model's weights are in place: follow its calls from here on.
+        """Follow the model's calls from here on; its weights are in place.
 
         gate     opened where the engine reads parameters
         gathers  every forward needs all ranks, not only one in training
@@ -396,7 +396,7 @@ class Calls(Heard, Events):
         return output
 
     def held_by(self, loss: torch.Tensor) -> Held:
-        """The samples that a loss is computed from, and the outputs of the loop's models that it may be made of."""
+        """Returns what a loss may be made of: this rank's samples and the outputs of the loop's models."""
         ends = {end for each in self.together for end in each._ends} - {loss.grad_fn}
         samples = max(1, self.of_loss.held.count if self.of_loss is not None else 1)
         looks = [look for each in self.together for look in each._looked.values()]

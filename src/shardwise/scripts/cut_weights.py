@@ -159,7 +159,7 @@ class CutWeights:
         return put_together(self._state, self._path(tensor), local).clone()
 
     def share(self, path: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's share of a whole weight."""
+        """Returns this rank's share of the whole weight at `path`."""
         return share_of(self._state, path, whole)
 
     # --- operations

@@ -86,6 +86,6 @@ class Dealer:
         return deal(total, self.ranks, self.rank, several=several)
 
     def handed_out(self, dealt: Dealt) -> None:
-        """The script has gone through that batch."""
+        """Note that the script has gone through a batch dealt so."""
         if dealt.several and dealt.part.total >= self._most:
             self._promised = False

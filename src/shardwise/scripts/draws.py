@@ -88,11 +88,11 @@ class SampleDraws(TorchDispatchMode):
         return output
 
     def enter(self, *, first: bool) -> None:
-        """The model's forward begins; `first`: what it is given and gives has samples in the first dim."""
+        """Note that the model's forward begins; `first`: what it is given and gives has samples in the first dim."""
         self.inside, self._first, self._stands = True, first, generators(current_device())
 
     def leave(self) -> None:
-        """It has ended. Raises `RefusedPlan` where something drew that was not seen."""
+        """Note that the forward has ended. Raises `RefusedPlan` where something drew that was not seen."""
         if self.inside:
             self.inside = False
             self._check()
@@ -194,7 +194,7 @@ class SampleDraws(TorchDispatchMode):
         return self._tries < _TRIES and any(even for _, _, even in self._sizes.values())
 
     def tried(self) -> None:
-        """A batch is handed out of which ranks hold other numbers of samples than of those before."""
+        """Count a batch of which ranks hold other numbers of samples than before."""
         self._tries += any(even for _, _, even in self._sizes.values())
 
     def _note(self, size: int, rows: int) -> None:

@@ -33,7 +33,7 @@ class Earlier:
 
     @torch.no_grad()
     def add(self) -> float:
-        """Add them to what the backward has left; returns the norm of all. Collective."""
+        """Add the earlier gradients to those of the last backward; returns the norm of all. Collective."""
         for technique, (gradients, uncut) in zip(techniques_of(self._engine), self._kept, strict=True):
             for index, gradient in enumerate(gradients):
                 if gradient is not None:

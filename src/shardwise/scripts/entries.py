@@ -85,7 +85,7 @@ class Entries:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside it modules run by themselves: the engine tries them."""
+        """Context: calls of modules run as they are, since the engine makes them."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -97,7 +97,7 @@ class Entries:
         return not (self.depth or self._paused or backward) and self._routes()
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """A module is called."""
+        """Run a call of a module; one by the script itself, of a submodule, runs as a call of the whole model."""
         if module is self._model or not self._is_outermost():
             self.depth += 1
             try:

@@ -11,7 +11,7 @@ from shardwise.errors import InputError
 
 
 def check_loss(loss: Any) -> None:
-    """Raise `InputError` for what is no loss."""
+    """Raise `InputError` unless a loss is one number that depends on the model's parameters."""
     what = "prepared.backward: the loss must be one number that depends on the model's parameters"
     if not isinstance(loss, torch.Tensor):
         raise InputError(f"{what}, got {type(loss).__name__}: give the tensor, before .item()")
@@ -22,7 +22,7 @@ def check_loss(loss: Any) -> None:
 
 
 def check_number(given: Any, name: str) -> None:
-    """Raise `InputError` for what counts nothing."""
+    """Raise `InputError` unless a weight is one number, and not below 0."""
     shape = tuple(given.shape) if isinstance(given, torch.Tensor) else ()
     if math.prod(shape) != 1:
         raise InputError(f"prepared.backward: {name} must be one number, got shape {shape}: give its .sum()")

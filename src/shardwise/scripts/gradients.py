@@ -76,7 +76,7 @@ class Gradients:
 
     @names_line
     def set(self, param: nn.Parameter, value: torch.Tensor | None) -> None:
-        """`param.grad = value`, which every rank gives alike."""
+        """Set `param.grad = value`, the same value on every rank."""
         name = self._names.get(id(param))
         if name is None or (value is None and self._is_none(name)):
             return
@@ -121,12 +121,12 @@ class Gradients:
 
     @torch.no_grad()
     def scaled(self, factor: float) -> None:
-        """The engine has multiplied all gradients by a number."""
+        """Multiply the whole gradients that the script has seen by a factor, as the engine did its own."""
         for value in self._seen.values():
             if value is not None:
                 value.mul_(factor)
 
     def forget(self) -> None:
-        """A new step begins."""
+        """Forget the whole gradients of the last step."""
         self._seen.clear()
         self.gathered_bytes = 0

@@ -66,12 +66,12 @@ class Gate:
 
     @property
     def is_open(self) -> bool:
-        """Whether reading is the engine's."""
+        """Whether it is the engine that reads parameters now, and not the script."""
         return self._opened > 0
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Open inside."""
+        """Context: the engine reads parameters, so that it gets this rank's pieces."""
         self._opened += 1
         try:
             yield
@@ -295,7 +295,7 @@ class LaterHooks:
         self._known: set[tuple[str, tuple[int, ...]]] = set()  # those that were tried
 
     def check(self) -> None:
-        """Raise `RefusedPlan` for one that would not give what it gives one process."""
+        """Raise `RefusedPlan` for a new gradient hook whose effect would differ from that in one process."""
         model = self._model()
         assert model is not None
         for name, param in (*model.named_parameters(), *self._sharded):

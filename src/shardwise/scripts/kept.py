@@ -107,7 +107,7 @@ class Kept(TorchFunctionMode, Events):
     # --- the loop
 
     def begin(self, batch: Any, dealt: Dealt, dim: int | None, *, models: Iterable[torch.nn.Module]) -> None:
-        """A batch is handed out, of which this rank holds `dealt.held`."""
+        """Begin to follow what is made of a batch, of which this rank holds `dealt.held`."""
         self.end()
         self.numbers.begin(dealt)
         self.all_samples.begin(dealt)
@@ -133,7 +133,7 @@ class Kept(TorchFunctionMode, Events):
         self._entered = self.on = True
 
     def end(self) -> None:
-        """The loop asks for the next."""
+        """Stop following operations until the next batch, and print which numbers were read."""
         self.on, self.after, self.inside = False, False, 0
         if self._entered:
             self._entered = False
@@ -141,15 +141,15 @@ class Kept(TorchFunctionMode, Events):
             self.numbers.end()
 
     def pause(self) -> None:
-        """The engine runs the model for itself."""
+        """Stop following operations while the engine runs the model for itself."""
         self.on = False
 
     def go_on(self) -> None:
-        """It is the script's turn again."""
+        """Follow operations again where a batch is at hand: the script computes."""
         self.on = self._entered
 
     def before_batch(self, batch: Any, dealt: Any, checksum: int, dim: int | None) -> None:
-        """Another loader's part of a batch (`Prepared.split`): it is of this rank's samples, as the loop's own is."""
+        """Note another loader's part of a batch (`Prepared.split`), whose samples are this rank's too."""
         self._others = {key: known for key, known in self._others.items() if known() is not None}
         self._others |= {id(tensor): weakref.ref(tensor) for tensor in tensors_in(batch)}
         self.numbers.counts_others()
@@ -163,7 +163,7 @@ class Kept(TorchFunctionMode, Events):
     # --- the model's calls
 
     def enter(self, call: Any, model: torch.nn.Module) -> frozenset[Outside]:
-        """A forward begins: what of its arguments comes from outside, but for its own samples' rows."""
+        """Note that a forward begins; returns what of its arguments is from outside, beside its own samples' rows."""
         if not self.on:
             return frozenset()
         given = tensors_in(call)

@@ -124,7 +124,7 @@ class PartLoader:
         return None if self._began is None else [self._out, self._began.as_json()]
 
     def go_on(self, position: list[Any] | None) -> None:
-        """The next epoch is the rest of the one that `position` tells."""
+        """Let the next epoch be the rest of the one that `position` tells."""
         self._place = None if position is None else (position[0], position[1])
 
     def _dim_in(self, batch: Any, dealt: Dealt) -> int | None:
@@ -259,7 +259,7 @@ class Events:
     """What a loop does between batches; here nothing."""
 
     def before_epoch(self) -> None:
-        """The script asks for an iterator."""
+        """Called when the script asks for an iterator."""
 
     def wants_look(self) -> bool:
         """Whether the next batch is to be looked at, so that every rank should hold several of its samples."""
@@ -277,16 +277,16 @@ class Events:
         """The first batch of all is about to be handed out; `look` is of samples that every rank read."""
 
     def before_batch(self, batch: Any, dealt: Dealt, checksum: int, dim: int | None) -> None:
-        """A batch is handed out; `checksum` is the same on every rank that was given parts of the same samples.
+        """Called with each batch handed out; `checksum` is equal on ranks that have parts of the same samples.
 
         dim     of its tensors that counts the samples, where known
         """
 
     def after_batch(self) -> None:
-        """The script asks for the next."""
+        """Called when the script asks for the next batch."""
 
     def after_epoch(self) -> None:
-        """The loop has ended, or was left."""
+        """Called when the loop has ended, or was left."""
 
 
 class PartSampler:

@@ -100,7 +100,7 @@ def refuse_apart(mesh: Mesh, shapes: list[list[int]], found: Sequence[Outside]) 
 
 
 def checksum(found: Sequence[Outside]) -> int:
-    """A number that is the same where the same entered the losses."""
+    """Returns one number for what entered the losses: equal on ranks where the same did."""
     return zlib.crc32(repr([(one.where, one.check) for one in sorted(found, key=_order)]).encode()) if found else 0
 
 
@@ -109,7 +109,7 @@ def _order(one: Outside) -> tuple[str, int]:
 
 
 def number_of(where: str, value: float, *, read: bool = False) -> Outside:
-    """A number of Python's that entered at a line of the script."""
+    """Returns the record of a Python number that entered a loss at a line of the script."""
     check = zlib.crc32(repr(value).encode())
     return Outside(where, f"the number {value:.6g}", check, (value, abs(value)), number=True, read=read)
 
@@ -128,7 +128,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def digest(tensor: torch.Tensor) -> tuple[int, tuple[float, float]]:
-    """A number for its elements, not zero; a projection of them and their norm."""
+    """Returns a checksum of a tensor's elements (never 0), and a projection of them with their norm."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     flat = flat[:: max(1, flat.numel() // _MOST)].cpu().contiguous()
     if not flat.numel():

@@ -172,7 +172,7 @@ class OverRanks(WeightAccess):
             self._stale = Stale(self.model, self._gate, self.settle)
 
     def may_have_written(self) -> None:
-        """The script's own code may have written into sharded weights."""
+        """Note that the script's own code may have written into sharded weights."""
         if isinstance(self.engine.technique, FullShard):
             self.engine.technique.written = True
 

@@ -45,16 +45,16 @@ class OwnNumbers:
         self._others = False  # numbers may be of another loader's batches
 
     def begin(self, dealt: Dealt) -> None:
-        """A batch is handed out."""
+        """Forget the numbers read of the last batch, since a new one is handed out."""
         self._dealt, self._others = dealt, False
         self._read.clear()
 
     def counts_others(self) -> None:
-        """Another loader hands out a batch in this step."""
+        """Note that another loader hands out a batch in this step."""
         self._others = True
 
     def read(self, name: str, value: Any) -> None:
-        """An operation gave `value`, which is no tensor, of this rank's samples."""
+        """Note that the script read `value`, which is no tensor, of this rank's samples."""
         if name not in _READS | _SHOWS or isinstance(value, bool):
             return
         number = float(value) if isinstance(value, int | float) else None
@@ -64,7 +64,7 @@ class OwnNumbers:
         self._lines.setdefault(line_of_script(), _READ)
 
     def summed(self) -> None:
-        """A tensor that adds up over steps takes what is of this rank's samples."""
+        """Note that a tensor that adds up over steps takes something of this rank's samples."""
         self._found.setdefault(line_of_script(), []).append(None)
         self._lines[line_of_script()] = _SUMMED
 
@@ -75,7 +75,7 @@ class OwnNumbers:
             self._found = {line: read for line, read in self._found.items() if not of & set(read)}
 
     def end(self) -> None:
-        """The loop asks for the next batch: tell what was read."""
+        """Print the script's lines that read numbers of this rank's samples, before the next batch."""
         few = self._dealt is not None and self._dealt.elsewhere
         self._told.say(f"{self._lines[line]}{_REMEDY}{_TWICE if few else ''} [{line}]" for line in self._found)
         self._found, self._lines = {}, {}

@@ -80,7 +80,7 @@ class Collated:
 
 
 def look_of(samples: Any) -> list[float]:
-    """A few numbers of samples, by which ranks see whether they have the same ones."""
+    """Returns a few numbers of samples, by which ranks compare whether they have the same ones."""
     found: list[float] = []
     for leaf in tree_flatten(dict(samples) if isinstance(samples, Mapping) else samples)[0]:
         if isinstance(leaf, torch.Tensor):
@@ -104,7 +104,7 @@ def _some(flat: Any) -> Any:
 
 
 def standing() -> int:
-    """A number that differs where this process's generators stand elsewhere."""
+    """Returns a number that differs where this process's generators are in another state."""
     check = zlib.crc32(torch.get_rng_state().numpy().tobytes())
     numpys: Any = np.random.get_state(legacy=True)
     return hash((check, zlib.crc32(numpys[1].tobytes()), numpys[2], random.getstate()))
@@ -118,7 +118,7 @@ class Generators:
         self._state = torch.get_rng_state(), np.random.get_state(legacy=True), random.getstate()
 
     def restore(self) -> None:
-        """Put them back."""
+        """Put all generators back in the states noted."""
         for generator, state in self._own:
             generator.set_state(state)
         torch.set_rng_state(self._state[0])
@@ -138,7 +138,7 @@ class Generators:
 
     @classmethod
     def from_json(cls, loader: Any, found: dict[str, Any]) -> Generators:
-        """Where they stood when `as_json` was called, in this run or in another."""
+        """Returns the states of generators that `as_json` gave, in this run or another."""
         told = cls(loader)
         told._own = [(g, _bytes(text)) for g, text in zip(_own_generators(loader), found["loader"], strict=False)]
         name, keys, *rest = found["numpy"]

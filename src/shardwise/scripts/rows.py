@@ -37,7 +37,7 @@ _MODEL_FAILS = (
 
 
 def fails_on_part(error: Exception, held: Share) -> RefusedPlan:
-    """The refusal of a line that fails on a part of a batch; it may need all of it."""
+    """Returns the refusal of a script's line that fails on a part of a batch and may need all of it."""
     return with_line(_FAILS.format(first_line(error), held.count, held.total), line_of_script())
 
 
@@ -58,14 +58,14 @@ def told_of(held: Share) -> str:
 
 
 def is_plain(value: Any, function: str) -> bool:
-    """Whether it is an array of NumPy's, or a list of elements or indices: elsewhere a list is a shape."""
+    """Whether a value is a NumPy array, or a list of elements or indices: elsewhere a list is a shape."""
     if isinstance(value, np.ndarray):
         return value.ndim > 0
     return isinstance(value, list) and function in ("tensor", "as_tensor", "asarray", "__getitem__")
 
 
 def stand_of_generators() -> int:
-    """A number for where NumPy's and Python's generators stand."""
+    """Returns a number for the states of NumPy's and Python's generators."""
     state: Any = np.random.get_state(legacy=True)
     _, keys, *place = state
     return zlib.crc32(

@@ -30,7 +30,7 @@ class Notices:
         self._said: set[str] = set()
 
     def say(self, notices: Iterable[str]) -> None:
-        """Print those that are new."""
+        """Print, on rank 0, the notices that were not printed before."""
         for notice in notices:
             if notice not in self._said and self._rank == 0:
                 sys.stderr.write(f"shardwise: {notice}\n")
@@ -38,7 +38,7 @@ class Notices:
 
 
 def names_line(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose errors end in the script's line that called it: "[train.py, line 12: loss.backward()]"."""
+    """Wrap a function so that its errors end in the script's line: "[train.py, line 12: loss.backward()]"."""
 
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:

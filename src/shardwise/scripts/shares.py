@@ -44,13 +44,13 @@ class Named:
         self._names = [one.name for one in found if one.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
 
     def of(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments, positional ones first; those beyond the names that are known by their number."""
+        """Returns a call's arguments by name, positional ones first; those beyond the names by their number."""
         numbered = [*self._names, *(f"argument {n}" for n in range(len(self._names), len(args)))]
         return dict(zip(numbered, args, strict=False)) | dict(kwargs)
 
     @staticmethod
     def back(named: Mapping[str, Any], positional: int) -> Call:
-        """(args, kwargs) again, of which the first `positional` had no keyword."""
+        """Returns (args, kwargs) of arguments by name, of which the first `positional` had no keyword."""
         items = list(named.items())
         return tuple(value for _, value in items[:positional]), dict(items[positional:])
 
@@ -111,7 +111,7 @@ class Door:
 
 
 def let_out(output: Any) -> Any:
-    """A training forward's output, whose parts any operation of the script's may gather."""
+    """Returns a training forward's output, whose parts any of the script's operations may gather."""
     return tree_map_only(Part, _let_out, output)
 
 

@@ -135,7 +135,7 @@ def tensors_of(output: Any) -> Iterator[torch.Tensor]:
 
 
 def total_of(output: Any) -> torch.Tensor:
-    """One number that every floating-point output enters: stands for the script's loss where cuts are tried."""
+    """Returns one number made of every floating-point output, in place of the script's loss where cuts are tried."""
     found = [t for t in tensors_of(output) if t.is_floating_point()]
     if not found:
         raise InputError(
@@ -146,7 +146,7 @@ def total_of(output: Any) -> torch.Tensor:
 
 
 def seen_outside(output: Any) -> Any:
-    """A model's output as its script may use it: nothing in it is bound to stay in parts."""
+    """Returns a model's output as the script may use it: its parts may be gathered, its sums are taken."""
     if not torch.is_grad_enabled():
         return tree_map_only(torch.Tensor, plain, output)
     for tensor in tensors_of(output):

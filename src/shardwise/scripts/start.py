@@ -133,7 +133,7 @@ def with_dtype(plan: Plan, model: nn.Module) -> Plan:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """What is drawn inside does not move the script's generators."""
+    """Context: random draws inside leave the script's generators as they were."""
     state, plain = random.getstate(), np.random.get_state()
     with device.generators_kept():
         yield

@@ -58,7 +58,7 @@ class LossTape(TorchFunctionMode):
         self.inside = False
 
     def module_returned(self) -> None:
-        """A module inside the model has returned a tensor that the loss may be computed from."""
+        """Forget the last operations recorded inside the model, since a module of it has returned their result."""
         while self.operations and self.operations[-1].inside:
             self.operations.pop()
 
@@ -81,7 +81,7 @@ class LossTape(TorchFunctionMode):
         return output
 
     def again(self, wanted: list[Any], values: dict[int, torch.Tensor]) -> list[Any]:
-        """`wanted` computed again, where the tensors with these ids have other values. The script's own stay."""
+        """Compute `wanted` again with other values for the tensors of these ids; the script's own tensors stay."""
         known = dict(values)
 
         def now(tree: Any) -> Any:

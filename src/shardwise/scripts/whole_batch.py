@@ -69,7 +69,7 @@ class WholeBatch:
         self._compared = False
 
     def enter(self, args: tuple, kwargs: dict[str, Any], samples: int, dim: int) -> tuple[tuple, dict]:
-        """The call on this rank's samples; it may hold another number of them than the batch (two views of each)."""
+        """Returns the call on this rank's samples, which may be more or fewer than the batch's (two views of each)."""
         call = (args, kwargs)
         try:
             total, places = samples_in(call, name="the model's arguments"), Places(None, 0)
