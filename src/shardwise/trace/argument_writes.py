@@ -31,20 +31,20 @@ class ArgumentWrites:
                 child.register_forward_hook(lambda m, a, o: self.leave(m), always_call=True)
 
     def enter(self, child: nn.Module, path: str, args: tuple, kwargs: dict) -> None:
-        """A module's forward begins."""
+        """Note which memory a module is given as its forward begins."""
         self._given.append((child, path, _memory(tensors_in((args, kwargs)))))
 
     def leave(self, child: nn.Module) -> None:
-        """Its forward is over."""
+        """Forget what a module was given, since its forward is over."""
         if self._given and self._given[-1][0] is child:
             self._given.pop()
 
     def clear(self) -> None:
-        """No module runs: a forward begins, whatever became of the last one."""
+        """Forget every module that was running, since a new forward of the model begins."""
         self._given.clear()
 
     def note(self, func: Any, args: tuple, kwargs: dict) -> None:
-        """An operation writes."""
+        """Add to `paths` the running modules that were given memory into which this operation writes."""
         if self._given:
             memory = _memory(written_tensors(func, args, kwargs))
             self.paths |= {path for _, path, given in self._given if memory & given}

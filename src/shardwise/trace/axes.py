@@ -42,7 +42,7 @@ class Merged:
 
 
 def base(entry: int | Merged) -> int:
-    """The parameter's dim along which an entry may be cut."""
+    """Returns the parameter's dim along which an entry may be cut."""
     return entry.dim if isinstance(entry, Merged) else entry
 
 
@@ -94,7 +94,7 @@ class Axes(TorchDispatchMode):
     # --- what rules use ---
 
     def unite(self, a: np.ndarray, b: np.ndarray) -> None:
-        """Labels of the two arrays, broadcast, lie together."""
+        """Note that the labels at the same places of two arrays (broadcast) must lie on one rank."""
         a, b = np.broadcast_arrays(a, b)
         a, b = a.ravel(), b.ravel()
         differ = a != b
@@ -107,7 +107,7 @@ class Axes(TorchDispatchMode):
         return np.repeat(labels, entry.repeat) if isinstance(entry, Merged) else labels
 
     def unite_along(self, labels: np.ndarray, dims: Any) -> np.ndarray:
-        """All labels along these dims lie together; returns them with size one there."""
+        """Note that all labels along these dims must lie on one rank; returns the labels with size one there."""
         for dim in dims:
             first = np.take(labels, [0], axis=dim)
             self.unite(first, labels)
@@ -115,7 +115,7 @@ class Axes(TorchDispatchMode):
         return labels
 
     def keep_whole(self, labels: np.ndarray, reason: str) -> None:
-        """These must be on every rank."""
+        """Note that every rank must hold all of what these labels stand for, and why."""
         where = f" in '{self.modules[-1]}'" if self.modules and self.modules[-1] else ""
         for label in np.unique(labels)[:1]:
             self.because.setdefault(int(label), reason + where)
@@ -144,12 +144,12 @@ class Axes(TorchDispatchMode):
         return None
 
     def chosen(self, labels: np.ndarray, dim: int) -> None:
-        """One index was taken out of `dim`; where only that dim has labels, the one would have to reach all ranks."""
+        """Note that one index of `dim` was taken: the labels are kept whole where only that dim has any."""
         if all(size == 1 for d, size in enumerate(labels.shape) if d != dim):
             self.keep_whole(labels, "one of its indices is taken alone")
 
     def give(self, tensor: Any, labels: np.ndarray | None) -> None:
-        """Set a result's labels."""
+        """Set the labels of a result; without labels, or with a single one, it has none."""
         if isinstance(tensor, torch.Tensor) and labels is not None and labels.size > 1:
             tensor._axis_labels = labels
 
@@ -182,7 +182,7 @@ class Axes(TorchDispatchMode):
 
     @contextmanager
     def watching(self, module: nn.Module, *, gradients: bool = False) -> Iterator[None]:
-        """Active around a forward and a loss; `gradients`: autograd is on."""
+        """Context: follow labels through a forward and a loss; `gradients`: autograd is on."""
         handles = []
         self.in_loss = False
         for path, child in module.named_modules():
@@ -201,7 +201,7 @@ class Axes(TorchDispatchMode):
             self.in_loss = True
 
     def found(self) -> Found:
-        """The classes, once the forward is over."""
+        """Returns which labels must lie together, with reasons for what stays whole, once the forward is over."""
         root = components(self.count, self.edges)
         classes = {key: np.where(root[labels] == root[WHOLE], 0, root[labels]) for key, labels in self.seeds.items()}
         reasons: dict[str, str] = {}
@@ -227,7 +227,7 @@ def param_of(tensor: Any) -> tuple[str, tuple[Any, ...]] | None:
 
 
 def components(count: int, edges: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-    """The smallest label connected with each label."""
+    """Returns, for each label, the smallest label that it is connected with."""
     root = np.arange(count)
     if not edges:
         return root

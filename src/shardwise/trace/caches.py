@@ -60,7 +60,7 @@ def _within(value: Any) -> Iterator[Any]:
 
 
 def forget_tables(module: nn.Module) -> None:
-    """Empty the caches in which tensors are: of a module that was here before, or of a constructor's without values."""
+    """Empty a module's caches that hold tensors, which may be another module's or have no values."""
     for cache in caches_of(module):
         if any(_has_tensor(held) for held in gc.get_referents(cache)):
             cache.cache_clear()
@@ -81,7 +81,7 @@ class CacheState:
         self._before = [(cache, cache.cache_info()) for cache in caches_of(module)]
 
     def restore(self) -> None:
-        """Empty those in which something was entered since."""
+        """Empty the caches in which something was entered since this state was noted."""
         for cache, before in self._before:
             if cache.cache_info().misses != before.misses:
                 cache.cache_clear()

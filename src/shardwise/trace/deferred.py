@@ -211,7 +211,7 @@ def build_for_real(model: Callable[[], nn.Module], seed: int, reason: str) -> Bu
 
 
 def told_of_constructor(error: BaseException) -> str:
-    """What a constructor raised and where; and what to leave out of one that chooses a device or spreads the model."""
+    """Returns what a constructor raised and where, with what to leave out of one that picks a device or spreads."""
     told, frames = where(error, own_alone=True), traceback.extract_tb(error.__traceback__)
     if of_a_device(error):
         return f"{told.rstrip('.')}. {LEAVE_OUT}"
@@ -235,7 +235,7 @@ _PLAIN = "Give the plain module: the plan spreads it"
 
 
 def checked(module: Any) -> nn.Module:
-    """What a constructor gave; `InputError` where it is no module, or has weights without a shape."""
+    """Returns the module that a constructor gave; `InputError` for anything else, or for weights without a shape."""
     if not isinstance(module, nn.Module):
         got = type(module).__name__
         if inspect.isclass(module):

@@ -71,7 +71,7 @@ class ModuleCall:
 
     @property
     def told(self) -> str:
-        """What is said of the place where it is entered."""
+        """Returns how a message names the place where this call is entered."""
         return f"'{self.path}'" if self.own is None else f"'{self.own[1]}' in '{self.path or 'the outermost forward'}'"
 
     def below(self) -> Iterator[ModuleCall]:

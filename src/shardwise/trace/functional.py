@@ -32,7 +32,7 @@ def differentiating() -> bool:
 
 
 def innermost(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that the wrappers of any transforms stand for; itself where there are none."""
+    """Returns the tensor inside the wrappers of `torch.func`'s transforms; itself where there are none."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor

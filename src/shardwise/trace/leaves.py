@@ -39,7 +39,7 @@ def _gather(nest: Any, kind: type, found: list[Any]) -> None:
 
 
 def replaced(kind: type, make: Callable[[Any], Any], tree: Any) -> Any:
-    """The same with `make(tensor)` for each tensor of a kind, or other leaf of one."""
+    """Returns the same tree with `make(leaf)` in the place of each leaf of `kind` (a tensor, say)."""
     if isinstance(tree, kind):
         return make(tree)
     if isinstance(tree, dict):

@@ -72,7 +72,7 @@ class ModuleState:
         self._hooks = [(hooks, set(hooks)) for hooks in (_hooks(module) if only is None else ())]
 
     def changed(self) -> list[tuple[dict[str, Any], str]]:
-        """What is not as it was: (table, key)."""
+        """Returns (table, key) of everything that differs from the state noted."""
         found = [
             (table, key)
             for table, key, value, copied in self._kept
@@ -84,7 +84,7 @@ class ModuleState:
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
-        """While active, what has changed is as it was, in other objects; afterwards it is as it was before."""
+        """Context: what has changed has its old values inside, in other objects; afterwards it is put back."""
         places = self.changed() + [(table, key) for table, key in self._absent if key in table]
         now = [(table, key, table[key]) for table, key in places if key in table]
         kept = {(id(table), key): (value, copied) for table, key, value, copied in self._kept}

@@ -57,7 +57,7 @@ class ConstructorTape:
             self.writers.setdefault(key, []).append(len(self.ops) - 1)
 
     def slice(self, storage: int) -> list[int]:
-        """Ops, in order, that the content of a storage depends on."""
+        """Returns the ops, in order, that a storage's content depends on."""
         needed: set[int] = set()
         queue = [(storage, len(self.ops))]
         horizon: dict[int, int] = {}
@@ -82,7 +82,7 @@ class ConstructorTape:
         return storage not in made and storage not in self.constants
 
     def refuse_reading(self, tensor: torch.Tensor, how: str) -> None:
-        """Control flow that looks at a value which replay will draw anew (or that is not there) cannot be followed."""
+        """Raise `NotReplayable` where the constructor reads values that are random, or not made yet."""
         key = storage_key(tensor)
         if key in self.deferred or any(self.ops[op].random for op in self.slice(key)):
             raise NotReplayable(f"the constructor reads a random or large tensor's values through {how}")
@@ -93,7 +93,7 @@ def _refs(op: TapedOp) -> list[Ref]:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """The storage that a tensor lies in."""
+    """Returns a number that names the storage of a tensor."""
     return tensor.untyped_storage()._cdata
 
 

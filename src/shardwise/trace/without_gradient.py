@@ -17,7 +17,7 @@ Place = tuple[str, int, int | None]  # (path, the how-manieth call of it, which 
 
 @contextmanager
 def switched_off(module: nn.Module) -> Iterator[set[Place]]:
-    """The calls that are entered while gradients are off: under no_grad, or in a reentrant checkpoint."""
+    """Context: yields a set of the calls that are entered while gradients are off (no_grad, say)."""
     off: set[Place] = set()
     counts: dict[int, int] = {}
     seen: set[int] = {id(module)}

@@ -18,7 +18,7 @@ from shardwise.trace.leaves import tensors_in
     "rand_like", "randn_like", "copy_", "contiguous",
 )  # fmt: skip
 def elementwise(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels of all inputs meet element by element."""
+    """Rule: labels that meet in one element lie together; the result has them."""
     tensors = tensors_in((args, kwargs))
     if len(tensors) == 1 and param_of(tensors[0]) and not func._schema.is_mutable:
         for each in tensors_in(output):  # a weight made of one weight: 1 + w, exp(w), w in another dtype

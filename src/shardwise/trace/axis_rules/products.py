@@ -80,13 +80,13 @@ def _by_whole_weight(axes: Axes, x: torch.Tensor, output: torch.Tensor, k_of_x: 
 
 @rule("mm", "bmm")
 def mm(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Matrix products."""
+    """Rule of matrix products: of one by a weight, the labels of the activation meet those of its inner dim."""
     return _product(axes, args[0], args[1], output)
 
 
 @rule("addmm", "baddbmm")
 def addmm(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """A product and a bias."""
+    """Rule of a product with a bias, whose labels are united with the product's."""
     done = _product(axes, args[1], args[2], output)
     bias, product = axes.labels(args[0]), getattr(output, "_axis_labels", None)
     if bias is not None and product is not None:
@@ -107,7 +107,7 @@ def grouped(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bo
 
 @rule("embedding")
 def embedding(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Rows are found on their rank; columns are the result's last dim."""
+    """Rule of table lookups: rows may lie on different ranks; the columns' labels go to the result's last dim."""
     param = _weight(args[0])
     if param is None or getattr(args[1], "_axis_labels", None) is not None:
         return False
@@ -155,7 +155,7 @@ def convolution(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -
 @rule("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d", "upsample_nearest2d", "upsample_bilinear2d",
       "upsample_nearest1d", "max_pool3d_with_indices", "avg_pool3d", "reflection_pad2d")  # fmt: skip
 def spatial(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Operations over space keep channels apart, once parts have rules for them."""
+    """Rule of operations over space: applies only where the input has no labels, else the input stays whole."""
     return axes.labels(args[0]) is None
 
 

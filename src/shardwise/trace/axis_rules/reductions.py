@@ -75,7 +75,7 @@ def _of_weight(axes: Axes, x: torch.Tensor, dims: list[int], short: str, output:
 
 @rule("glu")
 def glu(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """An index lies together with the one of the other half that gates it."""
+    """Rule of `glu`: each index lies together with the one of the other half that gates it."""
     labels = axes.labels(args[0])
     if labels is not None:
         dim = (args[1] if len(args) > 1 else kwargs.get("dim", -1)) % args[0].dim()
@@ -89,7 +89,7 @@ def glu(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
 
 @rule("gather")
 def gather(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Entries along the one dim that has labels are found on their rank (a target's logit)."""
+    """Rule of `gather`: done along the one dim that has labels, since an entry is found on its rank."""
     labels = axes.labels(args[0])
     if labels is None or axes.labels(args[2]) is not None:
         return labels is None
@@ -98,7 +98,7 @@ def gather(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> boo
 
 @rule("_softmax", "_log_softmax", "_safe_softmax")
 def softmax(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Along cut classes, two small reductions: nothing has to lie together.
+    """Rule of softmax: classes of a loss may be cut, since two small reductions over ranks do the rest.
 
     A softmax inside the model that is no loss (routing, attention over labelled keys) keeps what it runs over together.
     """
@@ -114,7 +114,7 @@ def softmax(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bo
 
 @rule("nll_loss_forward", "nll_loss2d_forward")
 def nll_loss(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """The target's entry is found on its rank."""
+    """Rule of the loss by class: classes may be cut, since one rank has the target's entry."""
     labels = axes.labels(args[0])
     classes = 0 if args[0].dim() == 1 else 1
     return labels is None or all(n == 1 for d, n in enumerate(labels.shape) if d != classes)

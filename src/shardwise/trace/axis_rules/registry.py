@@ -31,7 +31,7 @@ def is_free(tensor: torch.Tensor) -> bool:
 
 
 def slim(labels: np.ndarray) -> np.ndarray:
-    """Dims along which labels are the same, at size one."""
+    """Returns the labels with size one along dims where they are all the same."""
     for dim in range(labels.ndim):
         if labels.shape[dim] > 1:
             first = np.take(labels, [0], axis=dim)

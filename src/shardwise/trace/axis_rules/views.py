@@ -15,7 +15,7 @@ from shardwise.trace.axis_rules.registry import rule, slim
 
 
 def relabel(labels: np.ndarray, before: tuple[int, ...], after: tuple[int, ...]) -> np.ndarray:
-    """A view of the labels, with dims that have none left at size one."""
+    """Returns the labels after a view of these shapes, with size one along dims that have none."""
     out = labels
     place = 0
     for run, to in groups(before, after):
@@ -36,7 +36,7 @@ def relabel(labels: np.ndarray, before: tuple[int, ...], after: tuple[int, ...])
     "view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy", "squeeze", "unsqueeze", "squeeze_", "unsqueeze_"
 )
 def view(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """By shapes: a view keeps the order of elements."""
+    """Rule of views: labels are regrouped as the shapes are, since elements keep their order."""
     x = args[0]
     if param_of(x) is not None:
         kept = _param_view(axes, x, output)
@@ -83,7 +83,7 @@ def _permuted(axes: Axes, x: Any, output: Any, dims: list[int]) -> bool:
 
 @rule("transpose", "t", "numpy_T")
 def transpose(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Two dims change places."""
+    """Rule of a transpose: the labels of two dims change places."""
     x = args[0]
     dims = list(range(x.dim()))
     a, b = (d % x.dim() for d in args[1:3]) if len(args) > 2 else (0, x.dim() - 1)
@@ -93,7 +93,7 @@ def transpose(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> 
 
 @rule("permute")
 def permute(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Dims change places."""
+    """Rule of permutations: the labels' dims are permuted alike."""
     return _permuted(axes, args[0], output, [d % args[0].dim() for d in args[1]])
 
 
@@ -114,7 +114,7 @@ def expand(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> boo
 
 @rule("select")
 def select(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """One index of a dim."""
+    """Rule of one index of a dim: the result has the labels at that index."""
     x, dim, index = args
     dim %= x.dim()
     if param_of(x) is not None and x.dim() > 1:
@@ -139,7 +139,7 @@ def _take(axes: Axes, x: torch.Tensor, output: torch.Tensor, dim: int, index: in
 
 @rule("unbind")
 def unbind(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Every index of a dim."""
+    """Rule of `unbind`: each result has the labels at its index, as by `select`."""
     x = args[0]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % x.dim()
     return all(select(axes, func, (x, dim, i), {}, each) for i, each in enumerate(output))
@@ -147,7 +147,7 @@ def unbind(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> boo
 
 @rule("slice")
 def slice_(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """A range of a dim."""
+    """Rule of slices: the result has the labels of its range of the dim."""
     x = args[0]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % x.dim()
     start, end = (args[2] if len(args) > 2 else None), (args[3] if len(args) > 3 else None)
@@ -169,7 +169,7 @@ def _ranged(axes: Axes, x: torch.Tensor, output: torch.Tensor, dim: int, which: 
 
 @rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")
 def split(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Ranges of a dim."""
+    """Rule of splits: each piece has the labels of its range of the dim."""
     x = args[0]
     dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % x.dim()
     low = 0
@@ -181,7 +181,7 @@ def split(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool
 
 @rule("cat", "stack")
 def cat(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Side by side. Beside a tensor without labels, the others' must not vary along the dim."""
+    """Rule of `cat` and `stack`: labels are joined; beside a tensor without, they may not vary along the dim."""
     tensors = [t for t in args[0] if not (t.dim() == 1 and t.numel() == 0)]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % output.dim()
     every = [axes.labels(t) for t in tensors]
@@ -211,7 +211,7 @@ def cat(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
 
 @rule("repeat")
 def repeat(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Copies behind each other."""
+    """Rule of `repeat`: labels are repeated as the elements are."""
     x, times = args[0], list(args[1])
     labels = axes.labels(x)
     if labels is not None:
