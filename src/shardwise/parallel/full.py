@@ -231,7 +231,7 @@ class FullShard:
             unit.register_forward_pre_hook(lambda m, a, held=held: self._hook_gathered(held))
 
     def inside(self, unit: nn.Module) -> list[tuple[nn.Module, str, str]]:
-        """(module, attribute, name) of each parameter in a unit that no unit inside it has."""
+        """Returns (module, attribute, name) of each parameter of a unit that is in no unit inside it."""
         within = set(unit.modules())
         nested = [other for other in self.units if other is not unit and other in within]
         own = within.difference(*(set(other.modules()) for other in nested))
@@ -309,13 +309,13 @@ class FullShard:
                 slot.master.grad = param.grad.to_local()
 
     def set_gradient(self, index: int, value: DTensor | None) -> None:
-        """A parameter has another gradient from here on, or none in this step, as a script sets it."""
+        """Replace a parameter's gradient for this step, as a script does; None: it has none."""
         torch.Tensor.grad.__set__(self.params[index], value)
         (self._used.discard if value is None else self._used.add)(index)
         self.slots[index].master.grad = None if value is None else value.to_local()
 
     def take_uncut(self) -> None:
-        """Masters' gradients of what is not cut, from what its parameters have now."""
+        """Set the masters' gradients of parameters that are not cut to what those parameters have now."""
         for index in self._whole_gradients:
             found, slot = self.params[index].grad, self.slots[index]
             (self._used.discard if found is None else self._used.add)(index)
@@ -337,7 +337,7 @@ class FullShard:
         """Nothing to do: the shards are the masters."""
 
     def gradient_buffers(self) -> list[torch.Tensor | None]:
-        """None beside the parameters' own."""
+        """Returns an empty list: gradients are in the parameters' own `.grad` alone."""
         return []
 
     def select(self, index: int, whole: torch.Tensor, shard_rank: int) -> torch.Tensor:
@@ -406,7 +406,7 @@ class OutsideReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def answered(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Arguments of an operation, with the whole of each weight that is read; its unit is noted."""
+        """Returns an operation's arguments with each sharded weight whole; notes the units of those."""
         return replaced(DTensor, self._whole, (args, kwargs))
 
     def _whole(self, leaf: DTensor) -> torch.Tensor:
@@ -423,7 +423,7 @@ class ReduceInOrder:
         self.order = order
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A fresh tensor."""
+        """Returns a new tensor without values."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

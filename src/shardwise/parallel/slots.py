@@ -128,12 +128,12 @@ def joined(technique: PieceSlots, index: int, shape: torch.Size, piece: torch.Te
 
 
 def follow(master: torch.Tensor, weight: torch.Tensor) -> None:
-    """Give a master its weight's elements where they are not its own, rounded. Nothing is read."""
+    """Copy into a master, in place, the weight's elements that are not the master's own, rounded."""
     master.copy_(torch.where(weight == master.to(weight.dtype), master, weight.to(master.dtype)))
 
 
 def is_away(tensor: torch.Tensor, place: torch.Tensor) -> bool:
-    """Whether a tensor's memory is not that of its place."""
+    """Whether a tensor's memory is elsewhere than its place."""
     return tensor.numel() > 0 and tensor.data_ptr() != place.data_ptr()
 
 

@@ -29,7 +29,7 @@ from shardwise.trace.leaves import replaced, tensors_in
 
 @rule("_ctc_loss", "_pack_padded_sequence")
 def whole_sequences(func: Any, args: tuple, kwargs: dict) -> Any:
-    """The operation on whole tensors, on every rank, where what is cut are positions."""
+    """Rule: the operation is done on whole tensors, on every rank, where what is cut are positions."""
     return func(*_whole(func, args), **kwargs)
 
 
@@ -59,7 +59,7 @@ def _of_a_sequence(part: Part) -> bool:
 
 
 def done_whole(func: Any, args: tuple, kwargs: dict) -> Any:
-    """What an operation without a rule gives of whole tensors; cut as the first part where it has its shape."""
+    """Run an operation without a rule on whole tensors; results of the first part's shape are cut as it is."""
     lead = parts_in((args, kwargs))[0]
     args, kwargs = _whole(func, args), _whole(func, kwargs)
     if facts(func).name == "as_strided":  # reads memory, in which the tensor lies as the module was told

@@ -99,7 +99,7 @@ def _names(func: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
 
 @rule(*_FORWARD)
 def forward(func: Any, args: tuple, kwargs: dict) -> tuple:
-    """Output and log-sum-exp are cut along heads; generator states are the same on all ranks."""
+    """Rule: output and log-sum-exp are cut along heads; generator states are the same on all ranks."""
     names = _names(func, args, kwargs)
     if names.get("dropout_p"):
         raise Uncut("dropout inside a fused attention kernel draws for a rank's heads alone: randomness='global' draws "
@@ -111,7 +111,7 @@ def forward(func: Any, args: tuple, kwargs: dict) -> tuple:
 
 @rule(*(f"{name}_backward" for name in _FORWARD))
 def backward(func: Any, args: tuple, kwargs: dict) -> tuple:
-    """Gradients of queries, keys and values, cut along heads."""
+    """Rule: gradients of queries, keys and values are cut along heads."""
     heads = _Heads(func, args, _names(func, args, kwargs))
     output = heads.run(args, kwargs)
     inputs = (heads.query, heads.key, heads.value)

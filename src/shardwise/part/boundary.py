@@ -60,7 +60,7 @@ class PartLayout:
         return uneven or (self.inside is not None and self.inside.uneven_weights)
 
     def part(self, local: torch.Tensor) -> Part:
-        """A share as a part."""
+        """Returns the part of which `local` is this rank's share."""
         local = local if self.inside is None else self.inside.part(local)
         return Part(local, self.dim, self.owners, self.axis, self.soft, self.origin)
 
@@ -98,7 +98,7 @@ class _Wrapped(torch.autograd.Function):
 
 
 def unwrapped(tensor: torch.Tensor) -> tuple[torch.Tensor, PartLayout | None]:
-    """This rank's share of a part (of a sum: of its value), or the plain tensor itself; and how it was cut."""
+    """Returns (this rank's share of a part or of a sum's total, how it was cut); a plain tensor as it is, and None."""
     layout = PartLayout.of(tensor)
     if layout is None and not isinstance(tensor, Sum):
         return tensor, None
@@ -106,7 +106,7 @@ def unwrapped(tensor: torch.Tensor) -> tuple[torch.Tensor, PartLayout | None]:
 
 
 def wrapped(local: torch.Tensor, layout: PartLayout | None) -> torch.Tensor:
-    """The part of which this is a share; a plain tensor as it is, whose gradient arrives whole."""
+    """Returns the part of which `local` is a share; without a layout itself, and its gradient arrives whole."""
     if layout is None:
         return whole_gradient(local)
     if not local.requires_grad or not torch.is_grad_enabled():

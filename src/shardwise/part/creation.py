@@ -14,7 +14,7 @@ from shardwise.part.tensor import FUNCTIONS, rule, strides_in_the_order_of
 
 @rule("new_zeros", "new_ones", "new_empty", "new_full")
 def new(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """`x.new_zeros(shape)`: whole and plain, since only dtype and device are the part's."""
+    """Rule of `x.new_zeros(shape)` and the like: a whole plain tensor of the part's dtype, on its device."""
     plain = torch.empty((), dtype=args[0].dtype, device=args[0].device)
     return func(plain, *args[1:], **kwargs)
 

@@ -72,14 +72,14 @@ def settled(tensor: Any) -> Any:
 
 
 def taken_apart(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a settled tensor."""
+    """Returns this rank's plain share of a settled tensor."""
     while isinstance(tensor, Distributed):
         tensor = tensor.settled_local()
     return tensor
 
 
 def put_together(payload: torch.Tensor, cuts: Cuts, axes: Iterable[Axis]) -> torch.Tensor:
-    """The tensor of which this rank holds `payload`, cut over `axes` as `cuts` says."""
+    """Returns the tensor, cut over `axes` as `cuts` says, of which this rank holds `payload`."""
     by_name = {axis.name: axis for axis in axes}
     for name, dim, owners in reversed(cuts):
         payload = Part(payload, dim, owners, by_name[name], soft=not payload.is_floating_point())

@@ -62,7 +62,7 @@ def gathered(part: Part) -> torch.Tensor:
 
 
 def rows_of(share: torch.Tensor, dim: int, owners: Owners, *, repeat: bool = False) -> torch.Tensor:
-    """A share with `dim` in front, in memory order, as long as the longest one.
+    """Returns a share with `dim` in front, in memory order, padded to the longest rank's length.
 
     repeat  what is added is the last index again, whose values stand for those of other ranks
     """
@@ -87,7 +87,7 @@ def whole_of(table: torch.Tensor, dim: int, owners: Owners) -> torch.Tensor:
 
 
 def packed(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in memory order, with the strides that go with it even where a dim has one index.
+    """Returns the tensor in memory order, with the strides that go with it even where a dim has one index.
 
     `contiguous` leaves the stride of such a dim as it is. Ranks with one index and with several would go other ways.
     """
@@ -138,7 +138,7 @@ class Scatter:
         self.pending = reduce_scatter(self.share.view(-1), self.sent.view(-1), axis, "activations", wait=False)
 
     def wait(self) -> torch.Tensor:
-        """The share."""
+        """Wait for the messages; returns this rank's share of the sum."""
         self.pending.wait()
         return packed(self.share[: self.owners.counts[self.axis.index]].movedim(0, self.dim))
 

@@ -35,7 +35,7 @@ class Halo:
         self.passing = Passing(blocks, self.shape, dim, self.way.counts, axis, self.way.alone)
 
     def wait(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(in front, behind), zeros where it lies outside the dim; None where no other rank has any of it."""
+        """Returns the indices (in front, behind), zeros outside the dim; None where no other rank has any of it."""
         pieces, (before, after) = self.passing.pieces(), self.way.around
         mine = pieces[self.me]
         front, behind = pieces[: self.me], pieces[self.me + 1 :]

@@ -26,7 +26,7 @@ MOST = 1 << 24  # elements that are computed whole beside a share
 
 
 def note_known(tensor: Distributed, whole: torch.Tensor) -> None:
-    """Let a share of a batch keep the whole tensor, in a rehearsal on values."""
+    """In a rehearsal on values, keep the whole tensor beside this rank's share of a batch."""
     if tensor.axis.rehearsal is not None and has_values(whole) and whole.numel() <= MOST:
         tensor.known = whole.clone()
 

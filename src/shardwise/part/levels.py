@@ -56,7 +56,7 @@ class Distributed(torch.Tensor):
         return self.local
 
     def like(self, local: torch.Tensor) -> torch.Tensor:
-        """Another tensor over the same axis, which is what this one is (a share along the same dim, or a summand)."""
+        """Returns another tensor over the same axis: as this one, a share along the same dim, or a summand."""
         raise NotImplementedError
 
 

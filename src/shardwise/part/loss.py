@@ -28,7 +28,7 @@ def _place_of(part: Part, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 
 def with_one_more(local: torch.Tensor, dim: int) -> torch.Tensor:
-    """A share with one more index behind its own, of zeros: for what other ranks have."""
+    """Returns a share with one more index of zeros behind its own, which stands for what other ranks have."""
     return torch.ops.aten.constant_pad_nd.default(local, [0, 0] * (local.dim() - 1 - dim) + [0, 1])
 
 

@@ -151,7 +151,7 @@ def _reowned_inside(part: Part, inner: Part, owners: Owners, each: int) -> Part:
 
 @lru_cache(REMEMBERED)
 def shown(owners: Owners, source: tuple[int, ...]) -> Wanted:
-    """What each rank wants of a dim, for a result whose index j shows index `source[j]` and belongs to owner j."""
+    """Returns which indices each rank fetches for a result whose index j shows index `source[j]`, on owner j."""
     places = np.asarray(source, dtype=np.int64)
     return tuple(_ranges(places[owners.indices(rank)]) for rank in range(owners.ranks))
 
@@ -292,14 +292,14 @@ def moved(
 
 
 def from_axis(tensor: Any, axis: Axis) -> Any:
-    """What a tensor is from `axis` on inwards, a sum over it taken."""
+    """Returns what a tensor is from `axis` on inwards, with a sum over it taken."""
     while isinstance(tensor, Distributed) and tensor.axis.depth < axis.depth:
         tensor = tensor.settled_local()
     return tensor.settled() if isinstance(tensor, Distributed) else tensor
 
 
 def replaced_from_axis(tensor: Any, axis: Axis, inner: torch.Tensor) -> Any:
-    """The tensor with another one from `axis` on inwards."""
+    """Returns the tensor with `inner` in the place of what it is from `axis` on inwards."""
     if isinstance(tensor, Distributed) and tensor.axis.depth < axis.depth:
         return tensor.like(replaced_from_axis(tensor.settled_local(), axis, inner))
     return inner

@@ -53,7 +53,7 @@ def read_ahead(on: bool) -> None:
 
 @contextmanager
 def own_rows(axes: tuple[Axis, ...]) -> Iterator[None]:
-    """While it lasts, what is computed is of this rank's share over `axes`, as plain tensors.
+    """Context: what is computed is of this rank's share over `axes`, as plain tensors.
 
     A weight that is read then gets a gradient that is this rank's summand over them as it comes.
     """

@@ -63,13 +63,13 @@ def mm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 @rule("bmm")
 def bmm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """(b, m, k) @ (b, k, n)."""
+    """Rule of batched products, (b, m, k) @ (b, k, n)."""
     return _product(func, args[0], args[1], 1)
 
 
 @rule("mv", "dot")
 def vectors(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Products with vectors, as matrices of one column."""
+    """Rule of products with vectors: done as with matrices of one column."""
     a, b = args
     if func._schema.name == "aten::dot":
         return torch.mm(a.unsqueeze(0), b.unsqueeze(1)).view(())

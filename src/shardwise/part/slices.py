@@ -26,7 +26,7 @@ _SLICES = 1 << 16
 
 @rule("slice")
 def slice_(func: Any, args: tuple, kwargs: dict) -> Part:
-    """`slice(x, dim, start, end, step)`."""
+    """Rule of `slice(x, dim, start, end, step)`: each rank keeps its own of the indices."""
     part, dim, start, end, step = _slice_arguments(*args, **kwargs)
     if dim != part.dim_cut:
         return part.with_local(torch.ops.aten.slice.Tensor(part.local, dim, start, end, step))
@@ -104,7 +104,7 @@ def slice_backward(func: Any, args: tuple, kwargs: dict) -> Part:
 
 @rule("select")
 def select(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """`select(x, dim, index)` along a dim that is not cut."""
+    """Rule of `select(x, dim, index)`; along a cut dim of positions, a sum to which the owner alone adds."""
     part, dim, index = args
     dim %= part.dim()
     if dim == part.dim_cut and part.axis.positions:

@@ -67,7 +67,7 @@ class Sum(Distributed):
         cls, local: torch.Tensor, axis: Axis, origin: str = "", *, spread: bool = True,
         rows: tuple[int, int] | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """The sum of what a product gave; where the axis asks for it, begun at once (an all-reduce in place).
+        """Returns the sum over ranks of what a product gave; where the axis says so, it begins at once, in place.
 
         Of tiles that another axis cuts it is taken at once: functions on tiles are asked of parts, not of sums.
 
@@ -99,13 +99,13 @@ class Sum(Distributed):
 
     @classmethod
     def taken(cls, total: torch.Tensor, axis: Axis, source: ViewOf) -> Sum:
-        """A sum that was taken, of what other memory holds too: what is written into it is written back there."""
+        """Returns a sum already taken, of memory that others hold too: writes into it are written back there."""
         made = cls(total, axis)
         made.total, made.source = total, source
         return made
 
     def tolist(self) -> Any:
-        """What Python reads is the sum. Collective, the first time."""
+        """Returns the total over ranks as Python numbers. Collective, the first time."""
         return plain(self).tolist()
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +127,7 @@ class Sum(Distributed):
         return self.local if self.untaken else self.value()
 
     def settled(self) -> torch.Tensor:
-        """The sum, taken. Collective."""
+        """Returns the total over ranks. Collective."""
         return self.value()
 
     def settled_local(self) -> torch.Tensor:
@@ -325,7 +325,7 @@ def _like(first: Sum, local: torch.Tensor, added: torch.Tensor | None) -> Sum:
 
 
 def plain(tensor: Any) -> Any:
-    """A tensor as every rank holds it whole. Collective where it is a part or a sum."""
+    """Returns a tensor whole, as every rank holds it. Collective where it is a part or a sum."""
     while isinstance(tensor, Distributed):
         tensor = tensor.settled()
         tensor = gathered(tensor) if isinstance(tensor, Part) else tensor
@@ -343,7 +343,7 @@ class _Whole(torch.autograd.Function):
 
 
 def whole(tensor: Any) -> Any:
-    """Differentiable: what every rank holds whole. Collective where the tensor is a part or a sum."""
+    """Differentiable: returns a tensor whole on every rank. Collective where it is a part or a sum."""
     return _Whole.apply(tensor) if isinstance(tensor, Distributed) else tensor
 
 
@@ -389,7 +389,7 @@ class _Redealt(torch.autograd.Function):
 
 
 def redealt(tensor: torch.Tensor, how: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Differentiable: `how(tensor)`, which is the same tensor over all ranks, dealt otherwise.
+    """Differentiable: returns `how(tensor)`, which must be the same tensor over all ranks, dealt otherwise.
 
     A backward that deals its gradient anew says so by this, that a second derivative is not lost where shares are read.
     """

@@ -135,11 +135,11 @@ class Part(Distributed):
             raise
 
     def like(self, local: torch.Tensor) -> Part:
-        """Another tensor dealt alike along the same dim."""
+        """Returns another tensor dealt alike along the same dim."""
         return self.with_local(local)
 
     def with_local(self, local: torch.Tensor, dim: int | None = None, owners: Owners | None = None) -> Part:
-        """Another tensor dealt alike; a `dim` without `owners` is where the same dim lies in it."""
+        """Returns another tensor dealt alike; a `dim` without `owners` is where the same dim lies in it."""
         same = owners is None or (dim in (None, self.dim_cut) and owners.size == self.owners.size)
         dim, owners = self.dim_cut if dim is None else dim, self.owners if owners is None else owners
         made = Part(local, dim, owners, self.axis, self.soft, self.origin)
@@ -149,7 +149,7 @@ class Part(Distributed):
         return made
 
     def shell(self) -> Part:
-        """The same part without its memory, one element repeated: what a backward asks of it beside its values.
+        """Returns the same part without its memory: what a backward asks of it beside its values.
 
         What a `Function` keeps on its context, and not by `save_for_backward`, recompute cannot let go of.
         """
@@ -211,7 +211,7 @@ def is_part(tensor: Any) -> bool:
 
 
 def answer(func: Any, args: tuple, kwargs: dict) -> Any:
-    """`func` on parts and sums, by its rule, applied for the outermost of their axes."""
+    """Run an operation on parts and sums, by its rule, applied for the outermost of their axes."""
     given = tensors_in((args, kwargs), Distributed)
     with answering(given):
         if any(each.known is not None for each in given):
@@ -272,7 +272,7 @@ class LastGathered:
 
 
 def forget() -> None:
-    """Let go of the last gathered tensor."""
+    """Drop the tensor that was gathered last, which is kept to be read again."""
     LastGathered.key = LastGathered.held = None
 
 
@@ -410,7 +410,7 @@ def _held(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def strides_of(local: torch.Tensor, shape: list[int]) -> tuple[int, ...]:
-    """Strides of the whole tensor in the memory order of the share."""
+    """Returns the whole tensor's strides, in the memory order of the share."""
     return strides_in_the_order_of(local.stride(), tuple(local.shape), tuple(shape))
 
 

@@ -153,7 +153,7 @@ def _in_other_rows(part: Part, whole: WholeView, shape: list[int]) -> Part | Non
 
 @rule("view_as_real", "view_as_complex", "_conj", "resolve_conj", "_neg_view", "resolve_neg", "_conj_physical")
 def of_complex(func: Any, args: tuple, kwargs: dict) -> Part:
-    """Complex numbers as pairs along a last dim, and back; conjugates, written out since what is sent is memory."""
+    """Rule of complex numbers as pairs in a last dim, and back; conjugates are written out, to be sent as memory."""
     part = args[0]
     local = part.local
     if func._schema.name == "aten::view_as_complex":
@@ -181,7 +181,7 @@ def _lying(made: Part, part: Part, dims: list[int]) -> Part:
 
 @rule("t", "numpy_T")
 def t(func: Any, args: tuple, kwargs: dict) -> Part:
-    """A matrix's transpose."""
+    """Rule of a matrix's transpose."""
     part = args[0]
     return part.with_local(part.local.t(), 1 - part.dim_cut if part.dim() == 2 else part.dim_cut)
 
@@ -259,7 +259,7 @@ def repeat(func: Any, args: tuple, kwargs: dict) -> Part:
 
 @rule("as_strided")
 def as_strided(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """The gradient of a whole tensor into which parts were written: autograd reads a slice of it, and writes it."""
+    """Rule, in backward alone, of the gradient of a whole tensor into which parts were written."""
     part, sizes, strides, offset = args[0], args[1], args[2], args[3] if len(args) > 3 else 0
     if not part.axis.positions or not in_backward():
         raise Uncut(no_rule(func, [part]))

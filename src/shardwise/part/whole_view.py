@@ -83,7 +83,7 @@ WHOLE = _Whole()
 
 
 def goal_of(part: Part, whole: WholeView) -> int | None:
-    """The dim along which a view's result is cut, where the part's own shapes may not tell. Alike on all ranks."""
+    """Returns the dim along which a view's result is cut, where the part's shapes may not tell. Alike on all ranks."""
     goal = _taken_apart(part, whole)
     if goal is not None or not whole.outer:
         return goal

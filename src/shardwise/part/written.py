@@ -26,7 +26,7 @@ class Written(torch.Tensor):
 
 
 def now_of(tensor: Any) -> Any:
-    """What a tensor stands for."""
+    """Returns the tensor that a `Written` one stands for; any other as it is."""
     return tensor.__dict__["now"] if isinstance(tensor, Written) else tensor
 
 

@@ -72,7 +72,7 @@ _apart(torch.isin, _in_front(0))
 
 @answers(F.channel_shuffle, cut_once=False)
 def channel_shuffle(input: torch.Tensor, groups: int) -> torch.Tensor:
-    """Channels of groups in turn, of a tensor of which any dim may be cut."""
+    """Shuffle channels: one of each group in turn, of a tensor of which any dim may be cut."""
     return input.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2)
 
 

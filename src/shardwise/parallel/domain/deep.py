@@ -216,7 +216,7 @@ def _may_be_alone(func: Callable) -> bool:
 
 
 def widened(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """A function of parts with margins, done on their windows, where it treats each element alone; else None."""
+    """Run a function of single elements on parts with their margins; None where it is none, or margins differ."""
     parts = [each for each in args if isinstance(each, Distributed)]
     margins = [margin_of(part) for part in parts]
     first = margins[0] if margins else None

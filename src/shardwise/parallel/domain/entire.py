@@ -63,7 +63,7 @@ def with_whole(
     run: Callable, tensors: Sequence[torch.Tensor], dims: Sequence[int], *, reduces: bool = False, lost: int = 0,
     behind: bool = False, empties: bool = False,
 ) -> Any:  # fmt: skip
-    """`run(*tensors)`, of each rank's share, with every cut moved off these dims meanwhile and back afterwards.
+    """Run `run` on each rank's share, with every cut moved off these dims meanwhile and back afterwards.
 
     tensors  those behind the first are dealt as it is
     reduces  the results have one index along the dims, or, of the first `lost` of them, no dim any more
@@ -142,7 +142,7 @@ def _home_again(result: torch.Tensor, cut: CutDim, inside: Owners | None) -> tor
 
 
 def dealt_alike(tensor: torch.Tensor, now: list[CutDim]) -> torch.Tensor:
-    """A tensor cut in these ways too, however it is dealt. Collective where it is cut otherwise."""
+    """Returns a tensor cut as `now` says, however it is dealt. Collective where it is cut otherwise."""
     for cut in now:
         here = from_axis(tensor, cut.axis)
         if _extent(tensor, cut.dim, cut) != cut.owners.size:
@@ -162,7 +162,7 @@ def dealt_alike(tensor: torch.Tensor, now: list[CutDim]) -> torch.Tensor:
 
 
 def with_elements(share: torch.Tensor, empty: list[int]) -> torch.Tensor:
-    """A share with one index along its empty dims, since kernels do not take tensors without elements."""
+    """Returns a share with one index along its empty dims, since kernels take no tensors without elements."""
     return share.sum(empty, keepdim=True).to(share.dtype) if empty else share
 
 
@@ -181,7 +181,7 @@ def _like(whole: torch.Tensor, index: torch.Tensor) -> list[CutDim]:
 
 
 def answer_of(plain: Callable, needs: Needs) -> Callable:
-    """The function that answers `plain` on cut tensors."""
+    """Returns a function that does what `plain` does, on cut tensors too."""
     names = needs.names.split()
 
     def answer(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -29,16 +29,16 @@ class Map(Hashable, Protocol):
 
     @property
     def size(self) -> int:
-        """Outputs in all."""
+        """Returns how many outputs there are in all."""
 
     def reach(self, start: int, stop: int) -> tuple[int, int]:
-        """(first, behind the last) input that outputs `start` to `stop` read, at least one; some may lie outside."""
+        """Returns (first, last + 1) input that outputs `start` to `stop` read, at least one; some may lie outside."""
 
     def centre(self, outputs: np.ndarray) -> np.ndarray:
-        """The input, possibly outside, in the middle of what each output reads."""
+        """Returns the input, possibly outside, in the middle of what each output reads."""
 
     def first(self, low: int) -> int:
-        """The first output that the operation gives on inputs from `low` on, without padding."""
+        """Returns the first output that the operation gives on inputs from `low` on, without padding."""
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def interpolate(
 
 
 def along_each(input: torch.Tensor, found: list[CutDim], tables: list[Table]) -> torch.Tensor:
-    """Each spatial dim (the last ones) by its table; cut ones fetch what they read."""
+    """Resize each of the last dims by its table; ranks fetch what they read of a cut dim."""
     first, after, todo = input.dim() - len(tables), [], {}
     for cut in found:  # once it is no more cut, operations along its dims are plain ones
         table = tables[cut.dim - first]

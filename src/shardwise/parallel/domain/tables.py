@@ -46,7 +46,7 @@ class Table:
 
     @property
     def same(self) -> bool:
-        """Whether outputs are the inputs."""
+        """Whether the outputs along the dim are just the inputs."""
         return self.size == self.n and (self.scale in (None, 1.0) or self.kind.endswith("-antialias"))
 
     def reach(self, start: int, stop: int) -> tuple[int, int]:
@@ -214,7 +214,7 @@ def _on(places: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def output_size(n: int, scale: float) -> int:
-    """Outputs along a dim that is resized by a factor."""
+    """Returns the number of outputs along a dim of `n` that is resized by a factor."""
     return math.floor(n * scale)
 
 

@@ -137,7 +137,7 @@ class _Taken(torch.autograd.Function):
 
 
 def placed(local: torch.Tensor, found: list[CutDim]) -> torch.Tensor:
-    """Differentiable: what each rank has, as its share of one tensor, cut in these ways (the outermost first)."""
+    """Differentiable: returns the tensor, cut in these ways (the outermost first), of which `local` is a share."""
     for cut in reversed(found):
         local = _Placed.apply(local, cut)
     return local
@@ -179,7 +179,7 @@ class _Summed(torch.autograd.Function):
 
 
 def used(tensor: torch.Tensor | None, found: list[CutDim]) -> torch.Tensor | None:
-    """Differentiable: a weight for this rank's tile; its gradient is a summand of a sum over the axes of the cuts."""
+    """Differentiable: returns a weight for this rank's tile; its gradient is summed over the cuts' axes later."""
     if tensor is None:
         return None
     if cuts(tensor, range(tensor.dim())):
@@ -188,7 +188,7 @@ def used(tensor: torch.Tensor | None, found: list[CutDim]) -> torch.Tensor | Non
 
 
 def used_over(tensor: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
-    """Differentiable: what every rank of these axes has; its gradient is a summand of a sum over them."""
+    """Differentiable: returns a tensor that all ranks of these axes have; its gradient is summed over them later."""
     return _Used.apply(tensor, axes)
 
 

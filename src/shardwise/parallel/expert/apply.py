@@ -58,7 +58,7 @@ class ExpertCall:
         return found[0], found[1], found[2]
 
     def made(self, args: tuple, kwargs: dict, *values: torch.Tensor) -> tuple[list, dict]:
-        """The same call with other rows, experts and weights."""
+        """Returns the call's arguments with other rows, experts and weights in their places."""
         new_args, new_kwargs = list(args), dict(kwargs)
         for key, value in zip((self.rows, self.index, self.weight), values, strict=True):
             if isinstance(key, int):
@@ -92,7 +92,7 @@ class ExpertParallel:
         return {name: stack.experts for stack in self.stacks for name in stack.names}
 
     def here(self, absent: Collection[str]) -> ExpertParallel:
-        """The stacks of which this rank's pipeline stages hold something."""
+        """Returns the experts of this rank's pipeline stages alone."""
         held = [stack for stack in self.stacks if not absent or set(stack.names) - set(absent)]
         return replace(self, stacks=held)
 
@@ -105,7 +105,7 @@ class ExpertParallel:
         ]
 
     def local_values(self, value_of: ValueOf) -> ValueOf:
-        """Initial values of this rank's experts."""
+        """Returns a function that gives a parameter's initial value, of experts those of this rank alone."""
         experts = self.experts
 
         def value(name: str) -> torch.Tensor:
@@ -118,14 +118,14 @@ class ExpertParallel:
         return value
 
     def whole(self, name: str, share: torch.Tensor | None) -> Gathering:
-        """All experts of a parameter or gradient."""
+        """Gather all experts of a parameter or gradient; any other is returned as it is."""
         if share is None or name not in self.experts:
             return share
         table = yield share.detach().reshape(-1), self.axis
         return table.view(share.shape[0] * self.axis.size, *share.shape[1:])
 
     def full_shape(self, name: str, share: torch.Size) -> torch.Size:
-        """The shape of all experts together."""
+        """Returns the shape of a parameter with all its experts."""
         return torch.Size([self.experts[name], *share[1:]]) if name in self.experts else share
 
 
@@ -199,7 +199,7 @@ def _of_own_rows(own: Callable[..., Any], stack: Stack) -> Callable[..., Any]:
 
 @contextmanager
 def counting(child: nn.Module, counters: tuple[str, ...], experts: int) -> Iterator[None]:
-    """The module's counters at the number of experts held here, for a while."""
+    """Context: the module's counters are the number of experts held here."""
     before = {name: vars(child)[name] for name in counters}
     vars(child).update(dict.fromkeys(counters, experts))
     try:

@@ -56,7 +56,7 @@ class WithExperts:
         self.experts.start_step()
 
     def start_micro_batch(self, *, last: bool) -> None:
-        """Before each forward."""
+        """Start a micro-batch in both techniques, before its forward."""
         self.rest.start_micro_batch(last=last)
         self.experts.start_micro_batch(last=last)
 
@@ -74,12 +74,12 @@ class WithExperts:
         return used
 
     def finish_step(self, used: set[int]) -> None:
-        """Wait for both reductions."""
+        """Wait for the reductions of both techniques."""
         for technique in (self.rest, self.experts):
             technique.finish_step({p for p, i in enumerate(self._indices[id(technique)]) if i in used})
 
     def take_weights(self) -> None:
-        """Masters follow what was written into the weights."""
+        """Set the masters to what was written into the weights, in both techniques."""
         self.rest.take_weights()
         self.experts.take_weights()
 
@@ -89,7 +89,7 @@ class WithExperts:
         self.experts.publish()
 
     def gradient_buffers(self) -> list[torch.Tensor | None]:
-        """Those of both."""
+        """Returns the gradient buffers of both techniques."""
         return self.rest.gradient_buffers() + self.experts.gradient_buffers()
 
     def load_masters(self, index: int, value: torch.Tensor) -> None:
@@ -109,7 +109,7 @@ class WithExperts:
         return technique.full_parameter(place)
 
     def full_gradient(self, index: int) -> Gathering:
-        """The gradient likewise, None where unused."""
+        """Returns a gradient (of experts, this rank's), gathered; None where the parameter was not used."""
         technique, place = self._home[index]
         return technique.full_gradient(place)
 

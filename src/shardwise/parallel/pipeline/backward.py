@@ -40,7 +40,7 @@ class Later:
 
 
 def whole(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-    """B: everything at once, into `.grad` of inputs and weights."""
+    """The whole backward of a stage (B): adds to `.grad` of its inputs and its weights."""
     pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
     if pairs:
         torch.autograd.backward([_root(o) for o, _ in pairs], [g for _, g in pairs])
@@ -56,7 +56,7 @@ def _root(tensor: torch.Tensor) -> torch.Tensor | GradientEdge:
 def of_input(
     outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]
 ) -> Later:
-    """I: set `.grad` of the inputs (leaves); what W needs is returned."""
+    """The first half of a stage's backward (I): sets `.grad` of its inputs; returns what the second half (W) needs."""
     pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
     if not inputs or not pairs:
         return Later(roots=pairs)
@@ -95,7 +95,7 @@ def of_input(
 
 
 def of_weights(later: Later) -> None:
-    """W: add to `.grad` of the weights."""
+    """The second half of a stage's backward (W): adds to `.grad` of its weights."""
     if later.roots:
         whole([o for o, _ in later.roots], [g for _, g in later.roots])
         return

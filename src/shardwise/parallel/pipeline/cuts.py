@@ -45,7 +45,7 @@ class CutPoint:
 
     @property
     def clean(self) -> bool:
-        """Whether the call is given all that crosses."""
+        """Whether all that crosses the cut is given to the call as arguments."""
         return set(self.numbers) <= set(self.call.arguments)
 
 

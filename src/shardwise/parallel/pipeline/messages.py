@@ -72,7 +72,7 @@ class Mail:
         self._at_home: dict[tuple[str, int, int], list[torch.Tensor]] = {}
 
     def expect(self, schedule: Schedule, first: int, key_of: Callable[[int], Hashable]) -> None:
-        """Before a schedule runs: `first` is the number of its micro-batch 0, `key_of` gives a micro-batch's key."""
+        """Note which messages a schedule brings; `first` numbers its micro-batch 0, `key_of` gives one's key."""
         me = self.axis.index
         self._key_of = key_of
         self._coming = {}

@@ -54,7 +54,7 @@ class StagePlacement:
         return Blocks(tuple(held), blocks.warnings)
 
     def values(self, built: Built, value_of: ValueOf) -> ValueOf:
-        """`value_of`, asked for this rank's names alone; where asking is collective, everybody asks for all."""
+        """Returns `value_of` for this rank's parameters; where asking is collective, all are asked for now."""
         if not built.notice:
             return value_of
         kept = {}

@@ -55,11 +55,11 @@ class CutBlocks:
         return undo
 
     def over(self, swap: Callable[[Axis], Axis]) -> CutBlocks:
-        """The same cut over other axes."""
+        """Returns the same cut over other axes."""
         return replace(self, axes=tuple(map(swap, self.axes)))
 
     def told(self, stopped: str = "") -> str:
-        """One line for the user; `stopped`: why what the batch has of positions could not be cut."""
+        """Returns one line for the user; `stopped`: why what the batch has of positions could not be cut."""
         axes, ranks = " x ".join(f"{a.name}={a.size}" for a in self.axes), math.prod(a.size for a in self.axes)
         return (
             f"{axes} cuts the sequence that '{self.first}' is given along dim {DIM}, until '{self.last}' has run: "

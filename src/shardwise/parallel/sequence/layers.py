@@ -27,12 +27,12 @@ class Layers:
     payload: torch.Tensor
 
     def shell(self) -> Layers:
-        """How the tensor is cut, without its memory."""
+        """Returns the same description of the cuts, without the tensor's memory."""
         part, inner = (None if each is None else each.shell() for each in (self.part, self.inner))
         return Layers(part, inner, self.axis, self.payload.new_empty(()).expand(self.payload.shape))
 
     def like(self, payload: torch.Tensor) -> torch.Tensor:
-        """Another payload, distributed alike."""
+        """Returns another payload as a tensor that is distributed alike."""
         local = payload if self.inner is None else self.inner.with_local(payload)
         return local if self.part is None else self.part.with_local(local)
 
@@ -60,7 +60,7 @@ class Layers:
 
 
 def from_axis(tensor: torch.Tensor, axis: Axis) -> Layers:
-    """Takes a tensor apart; the axis must be its outermost."""
+    """Split a tensor into its cut over `axis`, which must be the outermost, one further in, and this rank's payload."""
     part = inner = None
     tensor = tensor.detach()
     if isinstance(tensor, Distributed):

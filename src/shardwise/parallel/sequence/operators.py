@@ -61,7 +61,7 @@ def backward_written(
     ring: Rounds, gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
     output: torch.Tensor, lse: torch.Tensor, wants_mask: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """`backward_around`, as an operation of the program that is being written down."""
+    """Returns what `backward_around` does, by one operation of the program being compiled."""
     tensors, number = _taken(ring, mask)
     *found, of_mask = torch.ops.shardwise.ring_backward(gradient, q, k, v, tensors, output, lse, number, wants_mask)
     return *found, of_mask if wants_mask else None

@@ -50,12 +50,12 @@ class Call:
         return tuple(tuple(r for r in others[source] if reads_any(self, r, source)) for source in ranks)
 
     def before(self, source: int) -> int | None:
-        """The rank from which this one gets a rank's keys; None where it needs none of them."""
+        """Returns the rank from which this one gets the keys of `source`; None where it needs none of them."""
         way = (source, *self.ways[source])
         return way[way.index(self.axis.index) - 1] if self.axis.index in way[1:] else None
 
     def after(self, source: int) -> int | None:
-        """The rank to which this one sends them on."""
+        """Returns the rank to which this one sends on the keys of `source`; None where it is the last to read them."""
         way = (source, *self.ways[source])
         place = way.index(self.axis.index) + 1
         return way[place] if place < len(way) else None
@@ -172,7 +172,7 @@ def _look(mask: torch.Tensor, runs: list[Range], others: list[Range]) -> Mapping
 
 
 def tile_of(queries: int, keys: int) -> int:
-    """Positions of a run that are taken at a time, where a mask is made as it is read."""
+    """Returns how many positions of a run are taken at a time, where a mask is made as it is read."""
     return max(LEAST_TILE, -(-max(queries, keys) // MOST_RUNS))
 
 

@@ -62,7 +62,7 @@ class TensorParallel:
         return whole if cut is None else cut.owners.take(whole, cut.dim, self.axis.index)
 
     def local_values(self, value_of: ValueOf) -> ValueOf:
-        """Initial values of the shares."""
+        """Returns a function that gives this rank's share of a parameter's initial value."""
         return lambda name: self.share(name, value_of(name))
 
     def whole(self, name: str, share: torch.Tensor | None) -> Gathering:

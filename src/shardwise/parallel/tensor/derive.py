@@ -75,7 +75,7 @@ class LinkedDims:
     lead: np.ndarray  # classes along the node with the most of them
 
     def order(self) -> np.ndarray:
-        """Its classes in the order in which the lead holds them."""
+        """Returns the classes in the order in which the lead dim has them."""
         _, first = np.unique(self.lead, return_index=True)
         ordered = self.lead[np.sort(first)]
         return np.concatenate([ordered, np.setdiff1d(self.classes, ordered)])

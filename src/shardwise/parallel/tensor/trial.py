@@ -51,7 +51,7 @@ class TrialModule:
         self.fake: FakeTensorMode | None = Fake()
 
     def make(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """What stands in for a parameter or buffer."""
+        """Returns the tensor that stands in for a parameter or buffer."""
         if self.fake is None:
             return self.built.value(name).to(self.dtype_of(tensor), copy=True)
         with self.fake:
@@ -59,7 +59,7 @@ class TrialModule:
 
     @contextmanager
     def playing(self, make: Make) -> Iterator[tuple[dict[str, torch.Tensor], Any]]:
-        """The module with other tensors, in training mode; yields its parameters and the batch."""
+        """Context: the module has other tensors and is in training mode; yields its parameters and the batch."""
         module = self.built.module
         state = ModuleState(module)
         training = {child: child.training for child in module.modules()}
@@ -75,7 +75,7 @@ class TrialModule:
             state.restore()
 
     def follow(self, whole: set[str]) -> Found:
-        """Follow labels through one forward and loss."""
+        """Run one forward and loss; returns the labels found, by which cuts are derived."""
         if self.fake is not None:
             try:
                 with unlogged():
@@ -101,7 +101,7 @@ class TrialModule:
             return axes.found()
 
     def ways(self) -> Iterator[None]:
-        """Once; where chance or values may decide which way a forward takes, several times with other draws."""
+        """Yields once; several times, with other draws, where chance or values may decide which way a forward takes."""
         for way in range(WAYS):
             torch.default_generator.manual_seed(way)
             seed_python(way)
@@ -113,7 +113,7 @@ class TrialModule:
     def rehearse(
         self, derived: Derived, ranks: int, sequence: bool, summed: tuple[Axis, ...] = ()
     ) -> Uncut | None:  # fmt: skip
-        """Forward and backward with shares and parts, nothing sent: the first operation that cannot be done.
+        """Run a forward and backward with shares, nothing sent; returns the first operation that cannot be done.
 
         summed  axes, rehearsed too, over which the run itself cuts activations
         """
