@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -52,6 +54,22 @@ def test_channels_that_are_cut_have_their_statistics(plan: str, pool: RankPool) 
     parity = verify("test_batchnorm:normed", plan, pool=pool)
     assert parity.parity, parity.text()
     assert f"{plan[:4]} cuts" in parity.text()
+
+
+def of_groups() -> Task:
+    """Its norm's groups of channels are dealt over ranks."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(2, 8, 3), nn.GroupNorm(4, 8), nn.ReLU(), nn.Conv2d(8, 3, 3))
+
+    return replace(normed(), model=model, loss=lambda out, b: (out.square().sum(), len(out)))
+
+
+@pytest.mark.parametrize(("task", "begins"), [("normed", "body.1"), ("of_groups", "1")])
+def test_a_stage_that_begins_with_a_norm_deals_what_it_is_sent(task: str, begins: str, pool: RankPool) -> None:
+    """What crosses is whole, and the norm's weights are cut."""
+    parity = verify(f"test_batchnorm:{task}", f"tp=2,pp=2,stages={begins}", pool=pool)
+    assert parity.parity, parity.text()
 
 
 def _layer(affine: bool, running: bool) -> nn.BatchNorm2d:

@@ -15,7 +15,7 @@ import torch
 
 from shardwise.part.cuts import Uncut
 from shardwise.part.gathering import gathered
-from shardwise.part.reductions import beside
+from shardwise.part.reductions import as_weights, beside
 from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
 
 
@@ -40,7 +40,7 @@ def _lead(func: Any, x: Any, args: tuple) -> Part:
 def batch_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
     """Returns (output cut like x, mean and inverse deviation cut along channels), and renews running statistics."""
     x, weight, bias, mean, var, training, momentum, eps = args
-    x = _lead(func, x, args)
+    x = _lead(func, as_weights(x, weight, bias), args)
     own = [_of_channels(x, each) for each in (weight, bias)]
     kept = [None if each is None else _of_channels(x, each) for each in (mean, var)]
     kept = [each.clone() if training and each is not None else each for each in kept]
@@ -57,7 +57,7 @@ def batch_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
 def batch_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
     """Returns gradients of a batch norm's input, weight and bias, cut along channels."""
     dy, x, weight, mean, var, save_mean, save_inverse, training, eps, mask = args
-    x = _lead(func, x, args)
+    x = _lead(func, as_weights(x, weight), args)
     statistics = [_of_channels(x, each) for each in (weight, mean, var)]
     saved = [each if each is None or not each.numel() else _of_channels(x, each) for each in (save_mean, save_inverse)]
     found = func(beside(func, dy, x), x.local, *statistics, *saved, training, eps, mask)

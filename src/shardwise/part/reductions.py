@@ -356,11 +356,18 @@ def group_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
         rows = x.owners.counts[x.axis.index]
         found = func(x.local.contiguous(), w, b, rows, channels, area, count, eps)
         return tuple(x.with_local(each) for each in found)
+    x = as_weights(x, w, b)
     groups = _group_owners(func, x, channels, count, args)
     rank = x.axis.index
     wl, bl = (None if t is None else t.local if is_part(t) else x.share(t, 0) for t in (w, b))
     y, mean, rstd = func(x.local.contiguous(), wl, bl, n, x.owners.counts[rank], area, groups.counts[rank], eps)
     return x.with_local(y), x.with_local(mean, 1, groups), x.with_local(rstd, 1, groups)
+
+
+def as_weights(x: Any, *weights: Any) -> Any:
+    """x (N, C, ...) as it is where it is cut; a whole one (as a pipeline stage is sent it) cut as weights of C are."""
+    lead = next(iter(parts_in(weights)), None)
+    return x if is_part(x) or lead is None else lead.with_local(lead.share(x, 1), 1, lead.owners)
 
 
 def _of_rows(x: Any, *weights: Any) -> bool:
@@ -388,6 +395,7 @@ def group_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
         dx, *others = func(dy, x.local.contiguous(), mean, rstd, w, rows, channels, area, count, mask)
         sums = (None if o is None else Sum.of(o, x.axis, x.origin, spread=False) for o in others)
         return (None if dx is None else x.with_local(dx), *sums)
+    x = as_weights(x, w)
     groups = _group_owners(func, x, channels, count, args)
     rank = x.axis.index
     dy = beside(func, dy, x)
