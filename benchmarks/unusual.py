@@ -97,8 +97,9 @@ KINDS = [
     "pipelines hold parts of the weights and refuse both: make the mask a parametrization |",
     "| averages over the batch that are kept (codebooks that move) | each data rank would keep its own: refused there, "
     "equal under `tp` and pipelines |",
-    "| an energy whose gradient is in the loss (`torch.autograd.grad` in the forward) | replicas, `zero` up to 2, "
-    "`tp`; `zero=3` has freed the weights that the second backward needs |",
+    "| an energy whose gradient is in the loss (`torch.autograd.grad` in the forward) | replicas, `zero`, `tp`; "
+    "under `zero=3` all weights are one unit, gathered from the forward until the backward, and a gradient that the "
+    "*loss* takes to be differentiated is refused |",
     "| collectives in the forward (mixtures and codebooks that are written for data ranks) | run as they are under "
     "data ranks; refused with the line of the call under plans in which ranks run parts of the forward or of the same "
     "samples (`tp`, `pp`, `ep`, `cp`, `domain`) |",

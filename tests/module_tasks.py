@@ -551,6 +551,68 @@ def penalised() -> Task:
     return task(Penalised)
 
 
+class Hooked(nn.Module):
+    """Asks, without looking whether there is a gradient, that it be scaled, held to a size, and kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.head = nn.Linear(WIDTH, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            x.register_hook(lambda gradient: (gradient * 0.5).clamp(-0.1, 0.1))
+            x.retain_grad()
+        return self.head(x)
+
+
+def hooked() -> Task:
+    return task(Hooked)
+
+
+class _Reversed(torch.autograd.Function):
+    """y1 = x1 + f(x2), y2 = x2 + g(y1), whose backward finds x1 and x2 again; weights are among its arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, x1: Tensor, x2: Tensor, f: nn.Module, g: nn.Module, *weights: Tensor) -> tuple:
+        y1 = x1 + f(x2)
+        y2 = x2 + g(y1)
+        ctx.modules = f, g
+        ctx.save_for_backward(y1, y2)
+        return y1, y2
+
+    @staticmethod
+    def backward(ctx: Any, d1: Tensor, d2: Tensor) -> tuple:
+        (f, g), (y1, y2) = ctx.modules, (each.detach().requires_grad_() for each in ctx.saved_tensors)
+        with torch.enable_grad():
+            inner = g(y1)
+            more, *of_g = torch.autograd.grad(inner, [y1, *g.parameters()], d2)
+            x2 = (y2 - inner).detach().requires_grad_()
+            d1 = d1 + more
+            more, *of_f = torch.autograd.grad(f(x2), [x2, *f.parameters()], d1)
+        return d1, d2 + more, None, None, *of_f, *of_g
+
+
+class Reversible(nn.Module):
+    """A reversible net (RevNet), whose function is given the weights of the blocks that it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.g = (nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)]) for _ in range(2))
+        self.head = nn.Linear(2 * WIDTH, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = x.sin(), x.cos()
+        for f, g in zip(self.f, self.g, strict=True):
+            a, b = _Reversed.apply(a, b, f, g, *f.parameters(), *g.parameters())
+        return self.head(torch.cat([a, b], -1))
+
+
+def reversible() -> Task:
+    return task(Reversible)
+
+
 class SharedModule(nn.Module):
     """One layer that lies in two of its blocks."""
 

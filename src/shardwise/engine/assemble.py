@@ -24,6 +24,7 @@ from shardwise.comm import gather_json, of_first
 from shardwise.engine.alone import Untried, blame
 from shardwise.engine.check import Findings, explained, look
 from shardwise.engine.choices import task_differs
+from shardwise.engine.evaluated import TakesGradients
 from shardwise.engine.optimizer import make_optimizer, shares_of
 from shardwise.engine.optimizer import refuse as refuse_optimizer
 from shardwise.engine.recipe import Applied, apply_plan, trainable
@@ -170,7 +171,7 @@ def look_at_task(state: RankState, *, masks: bool) -> Findings:
                 dtype=state.precision.compute, strict=state.data_ranks > 1, masks=masks, share=share, again=again,
                 staged=state.staged is not None,
             )  # fmt: skip
-    except ShardwiseError:
+    except (ShardwiseError, TakesGradients):
         raise
     except Exception as error:
         what = f"under plan {state.plan} the forward fails on {n} samples"
@@ -199,10 +200,8 @@ def assemble_and_look(make: Callable[[Collection[str]], RankState], *, masks: bo
     enclosed: dict[str, str] = {}
     while True:
         state = make(enclosed)
-        findings = look_at_task(state, masks=masks)
-        new = dict.fromkeys(findings.into_arguments, "writes into what it is given, which its hooks wrap")
-        new |= dict.fromkeys(findings.outside, "has weights that are read outside its forward")
-        if not new:
+        new, findings = _looked(state, masks)
+        if findings is not None and not new:
             break
         enclosed |= new
         del state, findings
@@ -214,6 +213,17 @@ def assemble_and_look(make: Callable[[Collection[str]], RankState], *, masks: bo
             "with what lies around it, and stay whole while that runs"
         )
     return state, findings
+
+
+def _looked(state: RankState, masks: bool) -> tuple[dict[str, str], Findings | None]:
+    """(units of zero=3 that belong into what lies around them, with reasons; findings, None if it did not end)."""
+    try:
+        findings = look_at_task(state, masks=masks)
+    except TakesGradients:
+        units = [path for path, child in state.module.named_modules() if path and isinstance(child, FSDPModule)]
+        return dict.fromkeys(units, "lies in a forward that takes gradients itself (torch.autograd.grad)"), None
+    new = dict.fromkeys(findings.into_arguments, "writes into what it is given, which its hooks wrap")
+    return new | dict.fromkeys(findings.outside, "has weights that are read outside its forward"), findings
 
 
 def follow_draws(state: RankState, findings: Findings) -> None:

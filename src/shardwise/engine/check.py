@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from shardwise.engine.alone import Untried, needs_gradients
 from shardwise.engine.choices import Again
-from shardwise.engine.evaluated import STAGES_APART, WEIGHTS_FREED, Evaluate, Runner, Seen
+from shardwise.engine.evaluated import STAGES_APART, Evaluate, Runner, Seen, refuse_units
 from shardwise.errors import RefusedPlan
 from shardwise.parallel.batchnorm import batch_norm_modules
 from shardwise.parallel.full import USED_OUTSIDE
 from shardwise.random import EACH_ITS_OWN, BatchDims, GlobalRandom, Samples
 from shardwise.step.loss import Loss
+from shardwise.trace.without_gradient import HooksLeftOut
 
 
 @dataclass
@@ -59,19 +59,20 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
     again    the same in float64 in one process: what differs, as text; asked for where values were read in Python,
              whose choices may differ by less than this look tells from rounding. Collective, asked or not
     staged   the module runs in pipeline stages: this rank's may fail where others do not
+
+    Raises `TakesGradients` where units of zero=3 are to be put together first.
     """
 
     settings = {"joined": joined, "dtype": dtype, "strict": strict, "masks": masks, "share": share, "again": again}
     try:
-        with torch.no_grad():
+        with torch.no_grad(), HooksLeftOut():
             return _look(module, evaluate, whole, parts, sizes, **settings)
     except RuntimeError as error:
         if not needs_gradients(error):
             raise
     if staged:
         raise RefusedPlan(STAGES_APART)
-    if any(isinstance(child, FSDPModule) for child in module.modules()):
-        raise RefusedPlan(WEIGHTS_FREED)
+    refuse_units(module)
     with torch.enable_grad():
         return _look(module, evaluate, whole, parts, sizes, **settings)
 

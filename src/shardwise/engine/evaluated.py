@@ -29,13 +29,17 @@ from shardwise.trace.state import ModuleState
 
 Evaluate = Callable[[Any], Loss]
 WEIGHTS_FREED = (
-    "the forward takes gradients itself (torch.autograd.grad), whose own backward needs weights that zero=3 has freed "
-    "by then: use zero=2"
+    "the loss takes gradients through the model itself (torch.autograd.grad with create_graph=True), whose own "
+    "backward needs weights that zero=3 has freed by then: take them in the model's forward, or use zero=2"
 )
 STAGES_APART = (
     "the forward takes gradients itself (torch.autograd.grad) of what other pipeline stages compute: put the part that "
     "does so into one submodule, under torch.enable_grad(), which a stage runs whole; or leave pp out"
 )
+
+
+class TakesGradients(Exception):
+    """A forward takes gradients itself through units of zero=3, which free their weights before its second backward."""
 
 
 class Runner:
@@ -141,12 +145,18 @@ class Seen(TorchDispatchMode):
 
         torch_checkpoint.CheckpointFunction.apply = reentrant
         try:
-            with self, _Functions(self), _inner_gradients(isinstance(self.module, FSDPModule)):
+            with self, _Functions(self), _inner_gradients(self._refuse_freed):
                 yield
         finally:
             del torch_checkpoint.CheckpointFunction.apply
             for handle in handles:
                 handle.remove()
+
+    def _refuse_freed(self) -> None:
+        """Second derivatives find the weights of the outermost unit alone, which runs from before them until after."""
+        if isinstance(self.module, FSDPModule) and not self.running:
+            raise RefusedPlan(WEIGHTS_FREED)
+        refuse_units(self.module)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._schema.is_mutable and func.namespace == "aten":
@@ -227,14 +237,20 @@ def _refuse_differentiated(path: str) -> None:
         )
 
 
+def refuse_units(module: nn.Module) -> None:
+    """Raise `TakesGradients` where a module has units of zero=3 beside the outermost one."""
+    if any(isinstance(child, FSDPModule) for child in module.modules() if child is not module):
+        raise TakesGradients
+
+
 @contextmanager
-def _inner_gradients(refused: bool) -> Iterator[None]:
-    """Inside, gradients that a forward takes to be differentiated themselves are refused."""
+def _inner_gradients(refuse: Callable[[], None]) -> Iterator[None]:
+    """Inside, `refuse` is called before gradients are taken that are to be differentiated themselves."""
     run = torch.autograd._engine_run_backward  # what torch.autograd.grad calls, whoever holds that function
 
     def checked(outputs: Any, gradients: Any, keep: bool, create_graph: bool, *rest: Any, **more: Any) -> Any:
-        if refused and create_graph and not transforming():
-            raise RefusedPlan(WEIGHTS_FREED)
+        if create_graph and not transforming():
+            refuse()
         return run(outputs, gradients, keep, create_graph, *rest, **more)
 
     torch.autograd._engine_run_backward = checked

@@ -39,6 +39,7 @@ from shardwise.task_names import is_own, where
 from shardwise.trace.blocks import find_blocks
 from shardwise.trace.deferred import Built, seed_of
 from shardwise.trace.fake import unlogged
+from shardwise.trace.without_gradient import HooksLeftOut
 
 
 def find_positions(
@@ -415,7 +416,7 @@ def _noting(module: nn.Module, results: dict[tuple[str, int], tuple[Along, ...]]
 def _runs(stage: TrialModule) -> bool:
     """Whether the module runs on a batch at all."""
     try:
-        with unlogged(), torch.no_grad(), stage.playing(stage.make) as (_, batch):
+        with unlogged(), torch.no_grad(), HooksLeftOut(), stage.playing(stage.make) as (_, batch):
             stage.run(stage.built.module, batch)
     except ShardwiseError:
         raise

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import Function
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -115,19 +116,16 @@ class FullShard:
             even = [dim for dim, size in enumerate(param.shape) if size % ranks == 0 and size > 0]
             return Shard(even[0]) if even and even[0] != 0 else None
 
-        def policy(root: bool) -> MixedPrecisionPolicy:
-            return MixedPrecisionPolicy(
-                param_dtype=precision.compute if precision.mixed else None,
-                reduce_dtype=precision.reduce if precision.reduce != precision.compute else None,
-                cast_forward_inputs=False,
-            )
-
+        policy = MixedPrecisionPolicy(
+            param_dtype=precision.compute if precision.mixed else None,
+            reduce_dtype=precision.reduce if precision.reduce != precision.compute else None,
+            cast_forward_inputs=False,
+        )
         whole = {param for param in module.parameters() if id(param) in self._whole}
         options = {"mesh": device_mesh, "reshard_after_forward": True, "shard_placement_fn": placement}
-        options["ignored_params"] = whole | self._absent
-        for unit in inner_first(units):
-            fully_shard(unit, mp_policy=policy(False), **options)
-        fully_shard(module, mp_policy=policy(True), **options)
+        options |= {"mp_policy": policy, "ignored_params": whole | self._absent}
+        for unit in [*inner_first(units), module]:
+            fully_shard(unit, **options)
         shards = [child for child in module.modules() if isinstance(child, FSDPModule)]
         for shard in shards:
             shard.set_gradient_divide_factor(1.0)
@@ -399,6 +397,20 @@ class OutsideReads(TorchDispatchMode):
             unit_of |= {id(inner): own for inner in child.children()}
             params = child._parameters.values() if own else ()
             self._held |= {id(param): (param, own) for param in params if isinstance(param, DTensor)}
+
+    def __enter__(self) -> OutsideReads:
+        kept = self._apply = Function.__dict__["apply"]
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:  # its backward gives gradients of what it was given
+            self.units |= {self._held[id(each)][1] for each in args if id(each) in self._held}
+            return kept.__func__(cls, *args, **kwargs)
+
+        Function.apply = classmethod(apply)
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        Function.apply = self._apply
+        super().__exit__(*raised)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):

@@ -14,7 +14,6 @@ from shardwise.cluster import Cluster
 from shardwise.costs.layout import RECOMPUTES, Layout
 from shardwise.costs.memory import CONTEXT_BYTES, MemoryLedger
 from shardwise.costs.software import Software, as_planned
-from shardwise.engine.evaluated import WEIGHTS_FREED
 from shardwise.engine.optimizer import Nature, shares_of, try_out
 from shardwise.engine.optimizer import refuse as refuse_optimizer
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
@@ -279,12 +278,10 @@ class Traced:
         return once(self._ranks, (key, sizes, beside, place), lambda: self._rehearsed(key, sizes, beside, place))
 
     def _rehearsed(self, key: Cuts, sizes: Sizes, beside: Beside, place: Place | None) -> list[Model]:
-        if key.zero == 3 and self.model("none").one.own_backward:
-            raise RefusedPlan(WEIGHTS_FREED)
         self.say(f"{self.task.name}: deriving the cuts of {key.plan}")
         shares = Shares(self.looks, key)
         if key.zero == 3:
-            self.looks.enclosed.setdefault(key.wrap, set(self.model("none").one.into_arguments))
+            self.looks.enclosed.setdefault(key.wrap, set(self.model("none").one.enclosed))
         found = []
         all_places = shares.places if self.samples[0] == self.samples[1] else shares.telling_places
         for at, tp, pp in shares.ranks(all_places if place is None else [place]):

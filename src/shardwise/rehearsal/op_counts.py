@@ -67,7 +67,8 @@ class StepTrace:
     follows      random ops were answered as a run does that follows them
     wrote_scores attention met dropout whose numbers no fused kernel draws: those of one process
     own_backward the forward takes gradients itself
-    into_arguments  paths of the modules that write into a tensor that they are given
+    enclosed     paths of modules that are no units of zero=3: they write into what they are given, or the forward takes
+                 gradients through them
     batch_norms  of a forward, where they are not joined over data ranks
     alone        one of them has one value for each channel, of which there is no variance
     joined       what joined ones send: (op, bytes of the whole tensor) -> times
@@ -104,7 +105,7 @@ class StepTrace:
     follows: bool = False
     wrote_scores: bool = False
     own_backward: bool = False
-    into_arguments: set[str] = field(default_factory=set)
+    enclosed: set[str] = field(default_factory=set)
     batch_norms: int = 0
     alone: bool = False
     joined: Counter[tuple[str, float]] = field(default_factory=Counter)

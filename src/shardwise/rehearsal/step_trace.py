@@ -245,7 +245,8 @@ def trace(
                 del output
                 total.backward()
             found.final, found.idle, found.own_backward = arrivals.final, arrivals.idle, seen.met
-            found.peak, found.into_arguments = live.peak - base, writes.paths
+            through = {path for path, _ in model.named_modules() if path} if seen.met else set()
+            found.peak, found.enclosed = live.peak - base, writes.paths | through
             routed.tell(found)
             found.follows = draws is not None and draws.met
             found.wrote_scores = isinstance(kernels, Fused) and kernels.wrote_scores

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.trace.elementwise import is_elementwise
 from shardwise.trace.leaves import tensors_in, written_tensors
+from shardwise.trace.without_gradient import HooksLeftOut
 
 WHOLE = 0
 
@@ -189,7 +190,7 @@ class Axes(TorchDispatchMode):
             handles.append(child.register_forward_pre_hook(lambda m, a, p=path: self.modules.append(p)))
             handles.append(child.register_forward_hook(lambda m, a, o: self._leave(m is module), always_call=True))
         try:
-            with torch.set_grad_enabled(gradients), self:
+            with torch.set_grad_enabled(gradients), HooksLeftOut(), self:
                 yield
         finally:
             for handle in handles:

@@ -34,7 +34,7 @@ from shardwise.trace.leaves import tensors_in, written_tensors
 from shardwise.trace.own_calls import OwnCalls
 from shardwise.trace.stand_in import standing_in
 from shardwise.trace.state import ModuleState
-from shardwise.trace.without_gradient import Place, switched_off
+from shardwise.trace.without_gradient import HooksLeftOut, Place, switched_off
 
 _aten = torch.ops.aten
 ELEMENT_COST = 50.0  # floating-point operations in the time that one element of an op's result takes in memory
@@ -362,14 +362,14 @@ def _flow(module: nn.Module, run: Callable[[], Any], known: dict[str, int]) -> F
         functions.append(ModuleCall(whose.path, whose.place, begun, [], [], recorder.time, own=(place, name)))
 
     own = OwnCalls(note, root, before)
-    with torch.no_grad(), recorder, own, _calls(module, recorder, root, own):
+    with torch.no_grad(), HooksLeftOut(), recorder, own, _calls(module, recorder, root, own):
         output = run()
     recorder.time += 1
     root.exit = end = recorder.time
     returned = [recorder.number(leaf) for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
     for number in returned:
         recorder.last_use[number] = end
-    with torch.enable_grad(), switched_off(module) as off:
+    with torch.enable_grad(), HooksLeftOut(), switched_off(module) as off:
         run()  # the ops are written down without gradients, which hides where the forward itself does without
     return Flow(
         root, recorder.ops, recorder.made, recorder.depends, recorder.drawn, recorder.last_use,

@@ -1,18 +1,44 @@
-"""Find the calls in a forward that run while it has switched gradients off itself."""
+"""Where a forward does without gradients: calls that it switches them off for, and hooks that wait for none.
+
+A look at a forward runs it without gradients, which its own code does not know: `x.register_hook(...)` raises there.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.trace.functional import transforming
 from shardwise.trace.own_calls import OwnCalls
 
 Place = tuple[str, int, int | None]  # (path, the how-manieth call of it, which function its own code calls or None)
+
+
+class HooksLeftOut(TorchFunctionMode):
+    """While entered, hooks on gradients of tensors that have none are left out.
+
+    To be entered before modes that look at who calls a function.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if hooks_nothing(func, args):
+            return RemovableHandle(OrderedDict())
+        return func(*args, **(kwargs or {}))
+
+
+def hooks_nothing(func: Any, args: tuple) -> bool:
+    """Whether a function of torch asks for the gradient of a tensor that has none."""
+    return func in _HOOKS and not args[0].requires_grad
+
+
+_HOOKS = (torch.Tensor.register_hook, torch.Tensor.retain_grad)
 
 
 @contextmanager

@@ -235,6 +235,11 @@ def _too_few(flow: Flow, places: list[CutPoint], others: list[tuple[ModuleCall, 
             f". Elsewhere a module keeps to itself what is read later: at '{call.path}', {_made_in(flow, number)} is "
             "used again, and no module is given it or gives it"
         )
+    if any(call.own is not None and call.own[1] == "grad" for call in flow.functions):
+        why = (
+            ". It takes gradients itself (torch.autograd.grad), and what they are taken of is computed, and "
+            "differentiated, in one stage"
+        )
     if any(owner is flow.root for _, owner in _decisions(flow)):
         why = (
             ". The outermost forward decides by a value that depends on parameters or on chance: stages cannot share it"
@@ -242,7 +247,10 @@ def _too_few(flow: Flow, places: list[CutPoint], others: list[tuple[ModuleCall, 
     needed = "a place" if count == 2 else f"{count - 1} places"
     known = f"{len(places)}: " + ", ".join(f"'{place.call.path}'" for place in places)
     if not places:
-        known = "none: a stage begins where a submodule is called with what submodules before it gave"
+        known = (
+            "none: a stage begins where a submodule, or a function of torch by a module's own code, is called with "
+            "what was computed before"
+        )
     return f"{count} stages need {needed} to cut the forward, and it has {known}{why}"
 
 

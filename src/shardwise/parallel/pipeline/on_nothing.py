@@ -2,6 +2,7 @@
 
     chosen = x.gather(1, (x > 0).sum(1, keepdim=True) - 1)     x is NaN: index -1
     half = torch.linalg.cholesky(a)                            a is NaN: not positive definite
+    x.register_hook(...)                                       x has no gradient, and the hook is left out
 
 Where a function raises before the stage's part begins, it is called again on tensors without values, and its result
 is made up too. A forward runs so once it has failed otherwise, since a mode costs time at every function.
@@ -11,15 +12,18 @@ What this does not do: help where Python decides by such a value, or a kernel on
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import ShardwiseError
 from shardwise.part.levels import Distributed
 from shardwise.trace.leaves import replaced, tensors_in
+from shardwise.trace.without_gradient import hooks_nothing
 
 RAISED = (IndexError, RuntimeError)  # by kernels, `LinAlgError` among them
 
@@ -33,6 +37,8 @@ class OnNothing(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if hooks_nothing(func, args) and not self.begun():
+            return RemovableHandle(OrderedDict())
         try:
             return func(*args, **kwargs)
         except ShardwiseError:
