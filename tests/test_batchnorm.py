@@ -35,6 +35,24 @@ class Normed(nn.Module):
         return self.head(self.body(x).mean((2, 3)))
 
 
+class Apart(nn.Module):
+    """Layers and their norms in two lists: each norm is a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(2, 2, 1) for _ in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(2) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = norm(layer(x)).tanh()
+        return x.mean((2, 3))
+
+
+def apart() -> Task:
+    return normed().with_(model=Apart)
+
+
 def normed() -> Task:
     def batch(step: int) -> dict[str, torch.Tensor]:
         g = torch.Generator().manual_seed(step)
@@ -69,6 +87,12 @@ def of_groups() -> Task:
 def test_a_stage_that_begins_with_a_norm_deals_what_it_is_sent(task: str, begins: str, pool: RankPool) -> None:
     """What crosses is whole, and the norm's weights are cut."""
     parity = verify(f"test_batchnorm:{task}", f"tp=2,pp=2,stages={begins}", pool=pool)
+    assert parity.parity, parity.text()
+
+
+@pytest.mark.parametrize("remat", ["full", "selective"])
+def test_norms_that_are_computed_again_have_the_statistics_of_all_ranks(remat: str, pool: RankPool) -> None:
+    parity = verify("test_batchnorm:apart", f"dp_replicate=2,remat={remat}", pool=pool)
     assert parity.parity, parity.text()
 
 

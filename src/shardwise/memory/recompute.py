@@ -85,7 +85,8 @@ def _contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
 def recompute_block(block: nn.Module, policy: str, by_value: bool = False) -> None:
     """Make the block's forward run again in backward instead of keeping its intermediate results.
 
-    The block object and its names stay as they are. `policy` is "full" or "selective".
+    The block object and its names stay as they are. `policy` is "full" or "selective". `block.forward.inside(wrap)`
+    wraps what runs both times: a mode that is entered around this forward is not there in backward.
     by_value  look for buffers that change by their values, once: of a plain module with torch's own batch norm
     """
     options = {} if policy == "full" else {"context_fn": _contexts}
@@ -103,6 +104,11 @@ def recompute_block(block: nn.Module, policy: str, by_value: bool = False) -> No
             changing = before.changed()
         return output
 
+    def inside(wrap: Callable[[Callable], Callable]) -> None:
+        nonlocal forward
+        forward = wrap(forward)
+
+    recomputed.inside = inside  # type: ignore[attr-defined]
     block.forward = recomputed
 
 

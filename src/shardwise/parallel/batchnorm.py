@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import types
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -194,19 +195,24 @@ def joins_batch_norms(data_ranks: int, plan: Plan) -> bool:
 
 
 def sync_module(module: nn.Module, axis: Axis, phase: Phase) -> None:
-    """Make this module's forward use statistics over all ranks."""
+    """Make this module's forward use statistics over all ranks, each time that it runs."""
+
+    def synced(forward: Callable) -> Callable:
+        def run(*args, **kwargs):
+            if phase.looked_at:
+                return forward(*args, **kwargs)
+            with JoinBatchNorm(axis, phase):
+                return forward(*args, **kwargs)
+
+        return run
+
     if isinstance(module, SyncBatchNorm):
-        forward = types.MethodType(_BatchNorm.forward, module)
+        module.forward = types.MethodType(_BatchNorm.forward, module)
+    inside = getattr(module.forward, "inside", None)  # of one that is computed again in backward
+    if inside is not None:
+        inside(synced)
     else:
-        forward = module.forward
-
-    def synced(*args, **kwargs):
-        if phase.looked_at:
-            return forward(*args, **kwargs)
-        with JoinBatchNorm(axis, phase):
-            return forward(*args, **kwargs)
-
-    module.forward = synced
+        module.forward = synced(module.forward)
 
 
 def batch_norm_modules(module: nn.Module) -> list[nn.Module]:
