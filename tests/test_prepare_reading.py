@@ -17,7 +17,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import shardwise
 from shardwise.errors import InputError, RefusedPlan
+from shardwise.layout.dealing import Share
 from shardwise.ranks import RankPool
+from shardwise.scripts.reading import part_of_whole
 
 WORDS = 9
 
@@ -166,3 +168,11 @@ def test_a_loss_is_of_the_batch_of_its_forward(plan: str, loss_of: str, pool: Ra
         assert all(float((held[name] - weight).abs().max()) < BAR for name, weight in weights.items())
     with pytest.raises(RefusedPlan, match="no sum or mean over samples"):
         pool.run(read_ahead, 2, plan, "all")
+
+
+def test_a_list_of_one_number_for_each_sample_is_cut_with_them() -> None:
+    x, held = torch.arange(8.0).view(4, 2), Share(None, 2, 1, 4)
+    given = (x, [5, 6, 7, 8], {"names": ["a", "b", "c", "d"], "size": (3, 4, 5, 6), "two": [1, 2]})
+    part = part_of_whole(given, held, 4)
+    assert torch.equal(part[0], x[1:3])
+    assert part[1:] == ([6, 7], {"names": ["b", "c"], "size": (3, 4, 5, 6), "two": [1, 2]})

@@ -37,7 +37,7 @@ from shardwise.scripts.all_samples import AllSamples, scaled
 from shardwise.scripts.dealt import Dealt
 from shardwise.scripts.guard import reads_values
 from shardwise.scripts.loader import Events
-from shardwise.scripts.outside import Digests, Outside, digest, has_memory, held_of, number_of, with_line
+from shardwise.scripts.outside import AHEAD, Digests, Outside, digest, has_memory, held_of, number_of, with_line
 from shardwise.scripts.own_numbers import OwnNumbers, Steered
 from shardwise.scripts.rows import (
     FAILURES,
@@ -86,6 +86,8 @@ class Kept(TorchFunctionMode, Events):
         self.beside: Share | None = None  # held of another loader's batch (`Prepared.split`), in a loop over it
         self.inside = 0  # the model's own forward, how deep
         self._entered = False
+        self._met = True  # a model was given something of the batch at hand
+        self._unmet: set[int] = set()  # what was made of the batch before, where none was: it is read ahead
         self._usual = 0  # samples that this rank held of the first batch, once it is the one before
         self._made: dict[int, _Made] = {}
         self._before: dict[int, _Made] = {}  # of earlier steps
@@ -112,6 +114,8 @@ class Kept(TorchFunctionMode, Events):
         self.numbers.begin(dealt)
         self.all_samples.begin(dealt)
         self._usual = self._usual or self._held.count
+        self._unmet = set() if self._met else set(self._made)
+        self._met = False
         self._before |= self._made
         self._before = {key: known for key, known in self._before.items() if known.tensor() is not None}
         self._given = [pair for pair in self._given if not pair[0].expired()]
@@ -166,7 +170,7 @@ class Kept(TorchFunctionMode, Events):
         """Note that a forward begins; returns what of its arguments is from outside, beside its own samples' rows."""
         if not self.on:
             return frozenset()
-        given = tensors_in(call)
+        given, self._met = tensors_in(call), True
         for tensor in given:
             self._refuse_other_rows(tensor, model)
         made = [self._of(tensor) for tensor in given]
@@ -365,7 +369,8 @@ class Kept(TorchFunctionMode, Events):
             if array:
                 self._refuse_drawn([len(tensor)] if tensor.dim() else [])
             if not (array and (self._read or not self._even)):
-                own, of = False, frozenset(self._from_outside(tensor, number=array))
+                ahead = kept and id(tensor) in self._unmet
+                own, of = False, frozenset(self._from_outside(tensor, number=array, ahead=ahead))
         self._add(tensor, own, of, since=before is not None and kept and before.own)
         return self._made[id(tensor)]
 
@@ -373,7 +378,7 @@ class Kept(TorchFunctionMode, Events):
         """Whether what no operation of this step was seen to make is from outside of it."""
         return self._tensors_alone and not self._transformed
 
-    def _from_outside(self, tensor: torch.Tensor, *, number: bool) -> list[Outside]:
+    def _from_outside(self, tensor: torch.Tensor, *, number: bool, ahead: bool) -> list[Outside]:
         held = held_of(tensor)
         storage = StorageWeakRef(held.untyped_storage())
         model = next((model for known, model, _ in self._given if known == storage), 0)
@@ -383,6 +388,7 @@ class Kept(TorchFunctionMode, Events):
         trained = tensor.requires_grad and tensor.is_leaf
         shape = tuple(tensor.shape)
         what = f"a tensor of shape {shape}" if shape else "a tensor"
+        what = f"{what} {AHEAD}" if ahead else what
         return [Outside(line_of_script(), what, check, like, number, trained=trained, model=model, shape=shape)]
 
     def _numbers(self, numbers: list[float]) -> list[Outside]:

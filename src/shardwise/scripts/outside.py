@@ -19,6 +19,7 @@ from shardwise.part.levels import Distributed
 
 _MOST = 2**20  # elements of a tensor that are looked at
 _APART = 1e-6  # of a tensor's norm
+AHEAD = "of the batch before the one at hand"
 _OFTEN = 4  # times that a tensor is looked at each time it has changed; then at every power of two
 
 
@@ -158,6 +159,12 @@ def _differs(where: str, what: str, theirs: str, trained: bool, first: int, rank
             f"between rank {first} and rank {rank}: its .grad is what this rank's samples ask for. Make it a parameter "
             "of the model before prepare; or prepare its module and optimizer too, and give them to "
             "prepared.backward(loss, also=[of_other])"
+        )
+    elif what.endswith(AHEAD):
+        told = (
+            f"the loss is computed from {what}: the script reads a batch ahead (a prefetcher), so draws and means "
+            "would be taken for the wrong samples: go through the loader itself, and let it read ahead (num_workers, "
+            "prefetch_factor)"
         )
     else:
         named = what if what == theirs else f"{what} on rank {first} and {theirs} on rank {rank}"

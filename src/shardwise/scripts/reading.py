@@ -28,6 +28,7 @@ from shardwise.layout.dealing import Share
 from shardwise.step.batching import check_samples, samples_in, slice_samples
 
 _LOOKED_AT = 16  # elements of a tensor
+_ATOMS = (int, float, str, bytes, type(None))
 
 
 class Unfit(Exception):
@@ -170,17 +171,28 @@ def joins_by_itself(loader: DataLoader) -> bool:
 def part_of_whole(batch: Any, held: Share, samples: int, dim: int = 0) -> Any:
     """Returns the samples `held` cut out of a whole batch; `InputError` unless its dims count `samples`.
 
+    A list of as many numbers or strings (lengths, names) has one of each sample, too.
     dim     which dim of a tensor counts them; of one with fewer dims (lengths, labels) the first
     """
     plain = _plain(batch, dim)
     check_samples(plain, samples)
     part = _moved(slice_samples(plain, held.start, held.start + held.count), 0, dim)
+    part = _lists_cut(part, held, samples)
     if not isinstance(batch, Mapping) or type(batch) is dict:
         return part
     kept: Any = copy.copy(batch)  # a mapping of a class of its own, as tokenizers return
     for name, value in part.items():
         kept[name] = value
     return kept
+
+
+def _lists_cut(tree: Any, held: Share, samples: int) -> Any:
+    kind = type(tree)
+    if kind is list and len(tree) == samples and all(isinstance(one, _ATOMS) for one in tree):
+        return tree[held.start : held.start + held.count]
+    if kind in (list, tuple):
+        return kind(_lists_cut(one, held, samples) for one in tree)
+    return {key: _lists_cut(one, held, samples) for key, one in tree.items()} if kind is dict else tree
 
 
 def samples_of(batch: Any, dim: int = 0) -> int:
