@@ -288,3 +288,10 @@ def test_equal_to_one_process(case: Callable[..., Found], plan: str, pool: RankP
 def test_refused(case: Callable[..., Found], plan: str, kind: Any, words: str, pool: RankPool) -> None:
     with pytest.raises(kind, match=words):
         pool.run(run, 2, plan, case, 9)
+
+
+def test_all_ranks_deal_alike_where_a_draw_looks_like_one_for_samples(pool: RankPool) -> None:
+    """Of full batches alone: a rank whose samples do not divide the draw's size must not ask again by itself."""
+    losses, _, _ = run(None, points, 12)
+    for theirs, _, _ in pool.run(run, 2, "dp_replicate=2", points, 12):
+        assert theirs == pytest.approx(losses, rel=BAR)

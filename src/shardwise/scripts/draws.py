@@ -16,6 +16,7 @@ What this does not do: follow a draw whose sample dim has the size of the part b
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -70,8 +71,9 @@ class SampleDraws(TorchDispatchMode):
         self.whole = False  # the script has whole batches, and the model's forward alone some samples
         self.followed = ""  # the first op of the model whose draws were dealt to samples
         self.even = False  # every rank holds as many samples
-        self._sizes: dict[str, tuple[int, int, bool]] = {}  # by line: numbers, samples, whether all ranks had as many
-        self._tries = 0
+        self._suspects: dict[str, tuple[int, int]] = {}  # by line: numbers, samples, where all ranks had as many
+        self._seen: set[str] = set()  # lines that drew where ranks had other numbers of samples
+        self._tries: Counter[str] = Counter()  # by line, such batches since it is known
         self._stands: list[bytes] = []  # where the generators were left by what was seen
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -191,22 +193,28 @@ class SampleDraws(TorchDispatchMode):
 
         The same on every rank. Ranks with other numbers of samples tell: see `_note`.
         """
-        return self._tries < _TRIES and any(even for _, _, even in self._sizes.values())
+        return any(line not in self._seen and self._tries[line] < _TRIES for line in self._suspects)
 
     def tried(self) -> None:
         """Count a batch of which ranks hold other numbers of samples than before."""
-        self._tries += any(even for _, _, even in self._sizes.values())
+        for line in self._suspects:
+            self._tries[line] += 1
 
     def _note(self, size: int, rows: int) -> None:
-        """Raise `RefusedPlan` where as much more is drawn in a line as there are more samples."""
-        if rows < 1 or size < 2 * rows or size % rows:
-            self._sizes.pop(line_of_script(), None)
-            return
+        """Raise `RefusedPlan` where as much more is drawn in a line as there are more samples.
+
+        What ranks know alike is kept alone: of batches of which each has as many samples.
+        """
         line = line_of_script()
-        before, of, even = self._sizes.get(line, (size, rows, self.even))
+        if not self.even:
+            self._seen.add(line)
+        if rows < 1 or size < 2 * rows or size % rows:
+            return
+        before, of = self._suspects.get(line, (size, rows))
         if of != rows and before != size and before * rows == size * of:
             raise RefusedPlan(_HANGS.format(before, of, size, rows))
-        self._sizes[line] = (size, rows, even and of == rows)
+        if self.even:
+            self._suspects[line] = (size, rows)
 
     def _told(self, func: Any, given: dict, sized: set[str], rows: int) -> str:
         return (

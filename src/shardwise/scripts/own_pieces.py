@@ -65,6 +65,7 @@ class OwnPieces:
         self._gather, self._reached = gather, reached
         self._groups: list[tuple[dict[str, Any], list[nn.Parameter]]] = []  # and what the optimizer itself finds there
         self._kind = _kind_of(weakref.ref(self))
+        self._standing: list[tuple[Optimizer, nn.Parameter]] = []  # pieces without elements in an optimizer's state
         self._masters: list[nn.Parameter] = []
         self._whole: set[int] = set()  # of those that are whole weights, beside narrower ones in the model
 
@@ -79,6 +80,7 @@ class OwnPieces:
         """
         for group, pieces in zip(optimizer.param_groups, listed, strict=False):
             self._groups.append((group, group["params"]))
+            self._stand_in(optimizer, [piece for piece in pieces if not piece.numel()], group["params"])
             group["params"] = pieces
         self._whole = {id(master) for master in whole}
         own = {id(param) for param in model.parameters()}
@@ -87,11 +89,25 @@ class OwnPieces:
         for master in self._masters:
             master.__class__ = self._kind
 
+    def _stand_in(self, optimizer: Optimizer, without: list[nn.Parameter], held: list[nn.Parameter]) -> None:
+        """What the optimizer keeps of pieces without elements, by what it keeps of others: tensors without elements."""
+        like = next((one for one in held if one.numel() and one in optimizer.state), None)
+        if like is None:
+            return
+        for piece in without:
+            optimizer.state[piece] = {
+                key: value.new_empty(0) if isinstance(value, torch.Tensor) and value.shape == like.shape else value
+                for key, value in optimizer.state[like].items()
+            }
+            self._standing.append((optimizer, piece))
+
     def leave(self) -> None:
         """Stop watching the pieces while the optimizer itself runs, to which they are plain parameters."""
         for group, pieces in self._groups:
             group["params"] = pieces
-        self._groups = []
+        for optimizer, piece in self._standing:
+            optimizer.state.pop(piece, None)
+        self._groups, self._standing = [], []
         for master in self._masters:
             master.__class__ = nn.Parameter
         self._masters = []
