@@ -329,6 +329,7 @@ FILES = {
     "odd.json": '{"model_type": 3}',
     "folder.toml/inner.py": "",
     "empty.safetensors": "",
+    "done/model.safetensors": "",
 }
 
 H100 = ["--cluster", "1x8 h100-sxm-80gb", "--global-batch", "8", "--seq", "1k"]
@@ -504,6 +505,7 @@ IN_WORDS = [
     # what is on the disk
     (["train", "mine:good", "--resume", "nowhere"], 2, "there is no such folder"),
     (["train", "mine:good", "--init-from", "nowhere"], 2, "there is no such folder"),
+    (["train", "mine:good", "--resume", "done"], 2, "with its weights by --init-from done, and let it save by "),
     (["train", "mine:good", "--resume", "named"], 2, "holds a checkpoint: give a run's folder, or new"),
     (["train", "mine:good", "--init-from", "named"], 2, ": give a .safetensors file, or a run's folder"),
     (["train", "mine:good", "--init-from", "empty.safetensors"], 2, "fetch it again"),
@@ -519,7 +521,7 @@ IN_TASKS = [
     (["train", "mine:breaks"], 2, "ValueError: no data here"),
     (["train", "mine:leaves"], 2, "SystemExit: 3"),
     (["train", "mine:bad_loss"], 2, "Task.loss must be callable"),
-    (["train", "mine:misspelt"], 2, "unexpected keyword argument 'modle'"),
+    (["train", "mine:misspelt"], 2, "did you mean 'model'?"),
     (["train", "mine:no_data"], 2, "give `batch` (step -> global batch) or `data` (a Source)"),
     (["train", "mine:steps_fail"], 2, "the task's batch(0) failed: "),
     (["train", "mine:an_instance"], 2, "(model=Net, not model=Net())"),
@@ -563,7 +565,11 @@ IN_TASKS = [
     (["train", "mine:empty"], 2, "its tensors have 0 samples"),
     (["train", "mine:uneven"], 2, "batch['x'] has 3 samples but batch['y'] has 16"),
     (["train", "mine:an_object"], 2, "give the batch as dicts, lists or tuples of tensors"),
-    (["train", "mine:no_rows"], 2, "Task.data is empty"),
+    (["train", "mine:no_rows"], 2, "look at the folder, pattern or filter that it reads by"),
+    (["verify", "mine:no_rows", "--plan", "dp_replicate=2"], 2, "Task.data is empty: Rows has no samples"),
+    (["plan", "mine:no_rows", *ONE], 2, "Task.data is empty: Rows has no samples"),
+    (["verify", "mine:detached", "--plan", "dp_replicate=2"], 2, "without .item(), .detach()"),
+    (["verify", "mine:huge", "--plan", "dp_replicate=2"], 2, "`shardwise plan` says where this one fits"),
     (["train", "mine:broken_rows"], 2, "KeyError: 'x.npy'"),
     (["train", "mine:huge"], 2, "parameters are 670.6 GiB of weights"),
     (["train", "mine:no_parameters"], 2, "there is nothing to train"),
@@ -626,7 +632,7 @@ IN_TASKS = [
     (["plan", "mine:misspelt_optimizer", *ONE], 2, "did you mean 'Adam'?"),
     (["train", "mine:a_batch"], 2, "Task.batch must be callable, got Tensor"),
     (["train", "mine:a_path"], 2, "it is a path; give an object that reads it by index"),
-    (["train", "mine:no_held_out"], 2, "Task.eval_data is empty: give it samples, or leave it out"),
+    (["train", "mine:no_held_out"], 2, "look at the folder, pattern or filter that it reads by, or leave it out"),
     (["train", "mine:other_fields", "--steps", "2"], 2, "batch['target'] was absent, now float32 (B, 1)"),
     (["verify", "mine:other_fields", "--plan", "dp_replicate=2"], 2, "batch['y'] was float64 (B, 1), now absent"),
     (["train", "mine:other_width", "--steps", "2"], 2, "batch['x'] was float32 (B, 8), now float32 (B, 7)"),

@@ -48,7 +48,7 @@ def test_every_device_survives_a_file(name: str, tmp_path: Path) -> None:
     [
         ("8 h100", "did you mean 'h100-sxm-80gb'"),
         ("8 h200-sxm-141g", "did you mean 'h200-sxm-141gb'"),
-        ("2x8 h100-sxm-80gb", "2x8 has 2 tiers, so 1 links"),
+        ("2x8 h100-sxm-80gb", 'write "2x8 h100-sxm-80gb, ib-400"'),
         ("2x8 h100-sxm-80gb, ibx-400", "did you mean 'ib'"),
         ("2x8 h100-sxm-80gb, ib-0", "above 0"),
         ("0x8 h100-sxm-80gb, ib-400", "at least 1"),

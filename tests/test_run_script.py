@@ -100,6 +100,16 @@ def test_options_behind_the_script_are_the_script_s_own_and_told(folder, capfd):
     assert "['--nproc', '4']" in out and "--nproc stands behind short.py" in err
 
 
+def test_a_script_that_asks_for_no_plan_is_told_so(folder):
+    """In a process of its own: ranks of the tests share one that has imported all of shardwise."""
+    (folder / "plain.py").write_text("print('trained')\n")
+    command = [sys.executable, "-m", "shardwise", "run", "--nproc", "2", "plain.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.split() == ["trained"] * 2
+    told = "plain.py ended without shardwise.prepare or parallelize: each of 2 ranks did all of its work"
+    assert done.stderr.count(told) == 1
+
+
 @pytest.mark.long
 def test_a_script_gives_what_torchrun_gives(folder):
     assert call(["run", "--nproc", "2", "--show-ranks", "script.py", "run.json"]) == 0

@@ -31,6 +31,7 @@ _HOME = {
     "RefusedPlan": "shardwise.errors",
     "RunError": "shardwise.errors",
 }
+_ROOMS = ("data", "ranks")  # as `shardwise.data.as_source`, without an import of their own
 __all__ = sorted(_HOME)
 __version__ = "0.1.0"
 
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str):
+    if name in _ROOMS:
+        return importlib.import_module(f"shardwise.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

@@ -19,6 +19,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -147,7 +148,14 @@ def _told(task: str, what: str, error: BaseException) -> ShardwiseError:
     """Our own errors keep their class; any other becomes one line."""
     if isinstance(error, ShardwiseError):
         return type(error)(f"task {task!r}: {error}")
-    return InputError(f"task {task!r}: {what}: {where(error)}")
+    return InputError(f"task {task!r}: {what}: {where(error)}{_meant(error)}")
+
+
+def _meant(error: BaseException) -> str:
+    """The field of a `Task` that a misspelt keyword is nearest to."""
+    found = re.search(r"^Task\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    names = [field.name for field in fields(Task)]
+    return (did_you_mean(found[1], names) or f" (known: {', '.join(names)})") if found else ""
 
 
 def where(error: BaseException, *, own_alone: bool = False) -> str:

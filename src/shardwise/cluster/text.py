@@ -28,9 +28,11 @@ def parse(text: str) -> Cluster:
         counts.pop()  # one node has no neighbour to be linked to
     found, own = device(words[1])
     if len(links) != len(counts) - 1:
+        needed = [*links, *["ib-400"] * len(counts)][: len(counts) - 1]
         raise InputError(
-            f"cluster: {words[0]} has {len(counts)} tiers, so {len(counts) - 1} links between them are named after the "
-            f"device, innermost first; got {len(links)} ({', '.join(links) or 'none'})"
+            f"cluster: {words[0]} has {len(counts)} tiers, and links between them: {len(needed)}, behind the device, "
+            f"innermost first; got {len(links)} ({', '.join(links) or 'none'}): write "
+            f'"{", ".join([" ".join(words), *needed])}"'
         )
     domain = own.count
     tiers = [Tier(own.name, counts[0], own.gbps, own.latency_us)]

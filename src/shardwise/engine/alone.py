@@ -26,7 +26,7 @@ from shardwise.precision import Precision
 from shardwise.random import python_restored
 from shardwise.step.batching import path_of, samples_in
 from shardwise.step.forward import run_alone
-from shardwise.step.loss import TWICE, is_second_backward
+from shardwise.step.loss import NO_GRAPH, TWICE, is_second_backward
 from shardwise.task import Task
 from shardwise.task_names import inputs_hint, where
 from shardwise.trace.deferred import LEAVE_OUT, named_tensors, of_a_device
@@ -134,6 +134,8 @@ def reason(error: Exception) -> str:
     hint = inputs_hint(error)
     if isinstance(error, IndexError) and str(error).startswith("Target "):
         hint = " A label is beyond the model's outputs: give the head one output for each class, or mend the labels"
+    if "does not require grad and does not have a grad_fn" in str(error):
+        return NO_GRAPH
     if is_second_backward(error):
         return TWICE
     if of_a_device(error):

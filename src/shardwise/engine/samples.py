@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from shardwise.comm import Axis, gather_rows
+from shardwise.dataset import name_of
 from shardwise.errors import InputError, ShardwiseError
 from shardwise.host import put
 from shardwise.layout import Plan
@@ -21,6 +22,17 @@ from shardwise.trace.double import as_written
 
 COSTLY_BYTES = 2**30
 SAMPLES = 5  # looked at, where the batch has as many
+
+
+def check_data(task: Task) -> None:
+    """Raises `InputError` where there is nothing to train on."""
+    for field in ("data", "eval_data"):
+        source = getattr(task, field)
+        if source is not None and len(source) == 0:
+            raise InputError(
+                f"Task.{field} is empty: {name_of(source)} has no samples: look at the folder, pattern or filter that "
+                "it reads by" + ("" if field == "data" else ", or leave it out")
+            )
 
 
 def few_samples(task: Task, plan: Plan, data: Axis, device: torch.device) -> Any:
@@ -36,9 +48,8 @@ def few_samples(task: Task, plan: Plan, data: Axis, device: torch.device) -> Any
         count = samples_in(batch)
     else:
         assert task.data is not None
+        check_data(task)
         count = len(task.data)
-        if count == 0:
-            raise InputError("Task.data is empty")
         batch = read_samples(task, list(range(min(count, SAMPLES))))
     enough_samples(count, plan)
     return batch

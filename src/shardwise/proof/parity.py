@@ -20,6 +20,11 @@ from shardwise.proof.outcome import Parity
 from shardwise.task import Task
 from shardwise.task_names import resolve_task
 
+NO_ROOM = (
+    ". A proof holds the whole model in one process, in float64: prove one of fewer blocks (--shrink) or a narrower "
+    "one; `shardwise plan` says where this one fits"
+)
+
 
 def verify(
     task: Task | str | Callable[[], Task],
@@ -41,6 +46,7 @@ def verify(
     say    is told what is being done
     Raises `InputError` for a task that fails in one process too.
     """
+    from shardwise.engine.samples import check_data
     from shardwise.proof.settings import Settings
 
     if steps < 1:
@@ -55,6 +61,7 @@ def verify(
         parity.refused = str(refusal)
         return parity
     resolved = resolve_task(task)
+    check_data(resolved)
     if shrink:
         small = _shrunk(task, resolved, chosen)
         task, chosen, resolved = small.task, small.plan, small.task()
@@ -161,13 +168,15 @@ def _oracle(task: Task, settings: Any, parity: Parity) -> Any:
 def _blamed(task: Task, settings: Any, error: Exception) -> ShardwiseError:
     """What to raise where the oracle fails: the task is wrong if a step in plain PyTorch fails on the batch too."""
     from shardwise.engine.alone import failure_alone, reason, remedy
+    from shardwise.engine.room import is_out_of_memory
     from shardwise.precision import Precision
     from shardwise.proof.settings import global_batch
 
     precision, batch = Precision.of(Plan()), global_batch(task, settings, 0)
     alone = failure_alone(task, precision, batch)
     if alone is not None:
-        return InputError(f"the task fails in one process too: {reason(alone)}{remedy(task, precision, batch, alone)}")
+        cure = NO_ROOM if is_out_of_memory(alone) else remedy(task, precision, batch, alone)
+        return InputError(f"the task fails in one process too: {reason(alone)}{cure}")
     return RefusedPlan(f"the proof's one process fails, though a step in plain PyTorch does not: {reason(error)}")
 
 

@@ -24,6 +24,7 @@ def run_script(path: str, arguments: Sequence[str], shown: bool) -> None:
     shown   RANK and the like stay in the environment, as under torchrun
     Raises what the script raises, and `RunError` where it ends itself with a code other than 0.
     """
+    rank, ranks = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
     for name in () if shown else HIDDEN:
         os.environ.pop(name, None)
     sys.argv = [path, *arguments]
@@ -33,6 +34,10 @@ def run_script(path: str, arguments: Sequence[str], shown: bool) -> None:
     except SystemExit as done:
         if done.code not in (None, 0):
             raise RunError(f"{path} ended itself: sys.exit({done.code!r})") from None
+    if rank == "0" and ranks not in ("", "1") and not _JOINS & sys.modules.keys():
+        sys.stderr.write(
+            f"run: {path} ended without shardwise.prepare or parallelize: each of {ranks} ranks did all of its work\n"
+        )
 
 
 def of_script(trace: str, path: str) -> str:
@@ -61,3 +66,4 @@ def stacks_first(message: str) -> tuple[str, str]:
 
 
 _OURS = f"{RunError.__module__}."
+_JOINS = {"shardwise.scripts.prepared", "shardwise.engine.engine"}  # imported where a script asks for them

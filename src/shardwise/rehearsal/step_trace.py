@@ -27,6 +27,7 @@ from shardwise.comm.ledger import FACTORS
 from shardwise.device import generators_kept
 from shardwise.engine.alone import MOST_ELEMENTS, Untried, told_alone
 from shardwise.engine.recipe import make_gradients_dense, refuse, scripted
+from shardwise.engine.samples import check_data, read_samples
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.memory.live import LiveBytes
@@ -148,8 +149,8 @@ def _as_parameter(was: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 def one_sample(task: Task) -> Any:
     """A batch of one sample, from the task's own data."""
     if task.batch is None:
-        assert task.data is not None
-        return task.data.read([0])
+        check_data(task)
+        return read_samples(task, [0])
     batch = task.batch(0)
     return parts_of(batch, data_ranks=samples_in(batch))[0].batch
 

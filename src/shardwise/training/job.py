@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.config import Effective
+from shardwise.engine.samples import check_data
 from shardwise.errors import InputError, ShardwiseError
 from shardwise.layout.dealing import enough_samples, micro_batches
 from shardwise.observe.profile_steps import read_steps
@@ -87,10 +88,7 @@ def make_job(effective: Effective, given: Task | Callable[[], Task] | None = Non
         said = f"the data have {batch} samples, fewer than a batch of {asked}: every step takes all {batch}"
         effective = replace(effective, notes=(*effective.notes, said))
     steps = _steps(effective, task, batch)
-    if task.data is not None and len(task.data) == 0:
-        raise InputError("Task.data is empty")
-    if task.eval_data is not None and len(task.eval_data) == 0:
-        raise InputError("Task.eval_data is empty: give it samples, or leave it out")
+    check_data(task)
     enough_samples(batch if task.data is None else len(task.data), effective.plan)
     micro_batches(batch, effective.plan.step_microbatches)
     make_schedule(effective.config.schedule, steps)

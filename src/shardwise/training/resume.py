@@ -92,6 +92,9 @@ def find_run(asked: str | None, effective: Effective, name: str) -> tuple[Path |
         why = (
             "there is no such folder"
             if not path.exists()
+            else "it is a run that wrote no checkpoint (by default every 15 minutes, and then at the end too): begin a "
+            f"new run with its weights by --init-from {asked}, and let it save by --checkpoint-every"
+            if (path / "model.safetensors").exists()
             else "neither it nor its `checkpoints` holds a checkpoint: give a run's folder, or new"
         )
         raise InputError(f"--resume {asked}: {why}")
