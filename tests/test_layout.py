@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import AXES, RULES, Grid, Plan, check
-from shardwise.layout.buckets import lay_out
+from shardwise.layout.buckets import lay_out, most_elements
 from shardwise.layout.dealing import cut, deal, micro_batches
 from shardwise.layout.plan import OFFLOADS, PRECISIONS, REDUCE_DTYPES, REMATS, SCHEDULES
 from shardwise.layout.rules import as_markdown
@@ -268,6 +268,12 @@ def test_too_few_samples_for_the_micro_batches() -> None:
 
 
 # --- flat buckets
+
+
+def test_a_bucket_is_larger_where_more_ranks_sum_it() -> None:
+    """A message around a ring of 1,000 ranks takes 1,998 hops: of 25 MiB each would carry 26 KB."""
+    assert [most_elements(4, ranks) for ranks in (1, 6, 7, 1000)] == [6_553_600, 6_553_600, 7_000_000, 1_000_000_000]
+    assert most_elements(2, 8) == 13_107_200
 
 
 @given(

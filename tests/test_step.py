@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import shardwise
 from shardwise import Plan, Task, parallelize
 from shardwise.comm import Axis, gather_json
+from shardwise.comm.buckets import GradientBuckets
 from shardwise.host import HostReads, answered, read, require, row_of
 from shardwise.models import tasks
 from shardwise.ranks import RankPool
@@ -177,3 +178,13 @@ def parts_met(plan: str) -> list[str]:
 @pytest.mark.parametrize(("plan", "ops"), [("dp_replicate=2,accumulate=2", 2), ("pp=2,microbatches=2", 4)])
 def test_contexts_around_parts_of_a_step(plan: str, ops: int, pool: RankPool) -> None:
     assert pool.run(parts_met, 2, plan)[1] == ["(micro_batch", ")"] * ops + ["(reduce", ")", "(update", ")"]
+
+
+@pytest.mark.parametrize(
+    ("keep", "summing", "wanted"), [(True, 8, [1, 2]), (True, 4, [1, 1, 1]), (False, 8, [1, 1, 1])]
+)
+def test_more_ranks_are_sent_larger_buckets_where_whole_gradients_stay(keep: bool, summing: int, wanted: list) -> None:
+    """Of three weights the first to be sent goes alone, so that something is on its way early."""
+    named = [(str(i), torch.nn.Parameter(torch.empty(4_000_000, device="meta"))) for i in range(3)]
+    made = GradientBuckets(named, dtype=torch.float32, ranks=1, summing=summing, keep=keep, launch=lambda bucket: None)
+    assert [len(bucket.params) for bucket in made.buckets] == wanted

@@ -19,10 +19,8 @@ from torch import nn
 
 from shardwise.comm.tree import FixedOrder
 from shardwise.errors import RunError
-from shardwise.layout.buckets import BucketLayout, lay_out
+from shardwise.layout.buckets import FIRST_BUCKET_BYTES, BucketLayout, lay_out, most_elements
 
-BUCKET_BYTES = 25 * 2**20
-FIRST_BUCKET_BYTES = 2**20
 LINE_BYTES = 64  # kernels may add in another order where weights begin elsewhere in a line of the cache
 _small: ContextVar[list[int] | None] = ContextVar("small buckets", default=None)
 
@@ -41,12 +39,12 @@ def small_buckets() -> Iterator[list[int]]:
         _small.reset(token)
 
 
-def _caps(sizes: list[int], width: int) -> tuple[int, int]:
+def _caps(sizes: list[int], width: int, summing: int) -> tuple[int, int]:
     """Most elements of a bucket, and of the first."""
     if _small.get() is not None:
         third = max(1, sum(sizes) // 3)
         return third, third
-    return BUCKET_BYTES // width, FIRST_BUCKET_BYTES // width
+    return most_elements(width, summing), FIRST_BUCKET_BYTES // width
 
 
 def numbers_in(tensor: torch.Tensor) -> int:
@@ -111,6 +109,8 @@ class Bucket:
 class GradientBuckets:
     """Hooks the parameters; `launch(bucket)` is called for each bucket, in order, when it may be reduced.
 
+    ranks   each bucket's size is a multiple of it
+    summing ranks that sum a gradient: more of them are sent larger buckets, where these are there anyway (`keep`)
     keep    buffers outlive the reduction and are the parameters' gradients (accumulation happens in them);
             otherwise `launch` takes the buffer away and each micro-batch makes a new one
     order   sums are taken over pieces in it: buckets are given to it, and none is launched
@@ -122,6 +122,7 @@ class GradientBuckets:
         *,
         dtype: torch.dtype,
         ranks: int,
+        summing: int,
         keep: bool,
         launch: Callable[[Bucket], None],
         order: FixedOrder | None = None,
@@ -130,7 +131,7 @@ class GradientBuckets:
         params = [param for _, param in named]
         width = torch.empty((), dtype=dtype).element_size()
         sizes = [numbers_in(param) for param in params]
-        cap, first_cap = _caps(sizes, width)
+        cap, first_cap = _caps(sizes, width, summing if keep else 1)
         layouts = lay_out(sizes, cap, ranks, first_cap, align=2 if order is None else LINE_BYTES // width)
         made = _small.get()
         if made is not None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.costs.layout import Layout
 from shardwise.errors import InputError, did_you_mean
+from shardwise.layout.buckets import BUCKET_BYTES, ELEMENTS_PER_RANK
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,9 @@ class Software:
     copies_us        time of one copy, where a collective hands out one tensor for each rank and copies them one by one
     accumulates      a weight's gradient is added into a float32 buffer by the product that makes it
     buckets          gradients are copied into buckets that are sent, or added to what lies there
-    bucket           elements that are summed over data ranks, or gathered, as one message, and how many more for each
-                     of those ranks, the larger of the two; inf: all at once. `by_unit`: a layer, as FSDP shards them
+    bucket           elements that are summed over data ranks, or gathered, as one message, and how many for each of
+                     those ranks, the larger of the two (under ZeRO-2 the first alone); inf: all at once. `by_unit`: a
+                     layer, as FSDP shards them
     unit_bytes       bytes that ZeRO-3 moves for each weight in a micro-batch beside what is sent: out of the buffer of
                      gathered weights, twice, and of gradients into the buffer that is scattered
     selective        what remat=selective computes again: "attention" (scores, or the kernel: Korthikanti et al. 2022),
@@ -132,11 +134,12 @@ class Software:
     fp8: str = ""
     source: str = ""
 
-    def pieces(self, elements: float, ranks: int, layers: float, *, by_unit: bool = False) -> int:
+    def pieces(self, elements: float, ranks: int, layers: float, *, zero: int) -> int:
         """In how many messages so many weights of so many layers are summed over data ranks, or gathered."""
-        if self.by_unit or by_unit:
+        if self.by_unit or zero >= 3:
             return max(1, round(layers))
-        return max(1, math.ceil(elements / max(self.bucket[0], self.bucket[1] * ranks)))
+        grown = self.bucket[1] * ranks if zero < 2 else 0.0  # where whole gradients stay, no memory speaks against it
+        return max(1, math.ceil(elements / max(self.bucket[0], grown)))
 
     @property
     def loss_bytes(self) -> tuple[int, int]:
@@ -148,7 +151,6 @@ class Software:
 # of megatron_ci_golden.csv; scored on the rows between (benchmarks/forecast.py)
 TE_WORKSPACE = 0.11 * 2**30
 
-BUCKET = 25 * 2**20  # bytes of gradients that this package and DistributedDataParallel send at a time
 # What Megatron sends at a time where it overlaps that (core/distributed/distributed_data_parallel.py): 40M elements, or
 # a million for each data rank
 MEGATRON_BUCKET = (40e6, 1e6)
@@ -174,7 +176,7 @@ SOFTWARE: dict[str, Software] = {
             overlap_dp=True,
             accumulates=False,
             buckets=True,
-            bucket=(BUCKET / 4, 0.0),
+            bucket=(BUCKET_BYTES / 4, float(ELEMENTS_PER_RANK)),
             unit_bytes=FSDP2_BYTES,
             selective="elementwise",
             reorders=True,

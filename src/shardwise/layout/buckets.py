@@ -11,6 +11,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel's
+FIRST_BUCKET_BYTES = 2**20
+ELEMENTS_PER_RANK = 10**6  # as Megatron's
+
+
+def most_elements(width: int, ranks: int) -> int:
+    """Returns how many elements of `width` bytes a bucket may have whose gradients so many ranks sum.
+
+    Around a ring a message takes as many hops as it has ranks, so what it carries grows with them.
+    """
+    return max(BUCKET_BYTES // width, ELEMENTS_PER_RANK * ranks)
+
 
 @dataclass(frozen=True)
 class BucketEntry:

@@ -84,8 +84,9 @@ class Flat:
         self.shapes = [param.shape for _, param in named]
         self.complex = [param.is_complex() for _, param in named]
         self.buckets = GradientBuckets(
-            named, dtype=precision.reduce, ranks=shard.size, keep=stage == 1, launch=self._reduce, order=order
-        )
+            named, dtype=precision.reduce, ranks=shard.size, summing=shard.size * replicate.size, keep=stage == 1,
+            launch=self._reduce, order=order,
+        )  # fmt: skip
         self.shards = [_Shard(bucket, shard, precision) for bucket in self.buckets.buckets]
         self.slots: list[Slot] = []
         self._places: list[tuple[_Shard, int, int, int]] = []  # for each slot: shard, index, [first, last) within it

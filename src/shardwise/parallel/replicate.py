@@ -45,7 +45,7 @@ class Replicate:
         self._summed = False  # in order, in this step
         ranks = 1 if order is None else axis.size
         self.buckets = GradientBuckets(
-            named, dtype=precision.reduce, ranks=ranks, keep=True, launch=self._reduce, order=order
+            named, dtype=precision.reduce, ranks=ranks, summing=axis.size, keep=True, launch=self._reduce, order=order
         )
 
     def _master(self, param: nn.Parameter) -> nn.Parameter:

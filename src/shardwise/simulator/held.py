@@ -13,11 +13,12 @@ from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger
 from shardwise.costs.software import States
 from shardwise.layout import Plan
+from shardwise.layout.buckets import BUCKET_BYTES
 from shardwise.precision import Precision
 from shardwise.simulator.counted import Counted, Model
 from shardwise.step.owners import choose_owners
 
-IN_FLIGHT_BYTES = 2 * 25 * 2**20  # of gradients: two buckets, as comm/buckets.py cuts them
+IN_FLIGHT_BYTES = 2 * BUCKET_BYTES  # of gradients: two buckets, as comm/buckets.py cuts them
 
 
 def policy(precision: str, state_elements: float, layout: Layout) -> States:

@@ -262,7 +262,7 @@ def reduction_seconds(step: StepContext, parameters: dict[str, float], layers: f
     for kind, count in parameters.items():
         group = sharing(step, kind)
         grads = count * step.software.grad_reduce_bytes
-        n = step.software.pieces(count, group.size * lay.replicas, layers, by_unit=lay.zero >= 3)
+        n = step.software.pieces(count, group.size * lay.replicas, layers, zero=lay.zero)
         if lay.zero:
             reduce_s += wire.pieces("reduce_scatter", group, grads, n)
             reduce_s += wire.pieces("all_reduce", replicas, grads / max(1, group.size), n)
@@ -270,6 +270,16 @@ def reduction_seconds(step: StepContext, parameters: dict[str, float], layers: f
         else:
             reduce_s += wire.pieces("all_reduce", RankGroup(group.size * lay.replicas, group.stride), grads, n)
     return reduce_s, gather_s
+
+
+def sent_beside(step: StepContext, parameters: dict[str, float], layers: float) -> int:
+    """In how many pieces a pass over so many layers and what their gradients are sent in can overlap, at most."""
+    lay = step.layout
+    counts = (
+        step.software.pieces(count, sharing(step, kind).size * lay.replicas, layers, zero=lay.zero)
+        for kind, count in parameters.items()
+    )
+    return max(1, min(int(layers), sum(counts)))
 
 
 def beside(window: float, seconds: float, buckets: int, overlap: bool) -> float:

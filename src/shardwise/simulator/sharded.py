@@ -35,7 +35,10 @@ def data_seconds(
             return experts_s + wire.collective("all_reduce", replicas, count * states.on_wire / shard.size), []
         total, timeline = _gathered(model, layout, micro, wire, states, shard, replicas)
         return experts_s + max(0.0, total - layout.n_micro * micro), timeline
-    n = 1 if wire.cluster.device.overheads else software.pieces(count, layout.gradient_ranks, len(model.units))
+    n, pieces = 1, max(1, len(model.units))
+    if not wire.cluster.device.overheads:
+        n = software.pieces(count, layout.gradient_ranks, pieces, zero=layout.zero)
+        pieces = min(n, pieces)
     if layout.zero:
         reduce_s = wire.pieces("reduce_scatter", shard, count * states.on_wire, n)
         reduce_s += wire.pieces("all_reduce", replicas, count * states.on_wire / shard.size, n)
@@ -44,7 +47,6 @@ def data_seconds(
         alike = RankGroup(layout.gradient_ranks, inside)
         reduce_s, gather_s = wire.pieces("all_reduce", alike, count * states.on_wire, n), 0.0
     hidden = 1 - FORWARD_SHARE if software.overlap_dp and not on_cores(wire) else 0.0
-    pieces = max(1, len(model.units))
     times = layout.n_micro * layout.rounds if layout.zero == 2 else 1  # ZeRO-2 reduces after every micro-batch
     return times * max(reduce_s / pieces, reduce_s - hidden * micro) + gather_s + experts_s, []
 

@@ -15,7 +15,15 @@ from shardwise.costs.wire import RankGroup
 from shardwise.layout.schedule_kinds import KINDS
 from shardwise.simulator.events import StreamOp, run
 from shardwise.simulator.forecast import Forecast
-from shardwise.simulator.parts import LayerTimes, StepContext, beside, finished, optimizer_seconds, reduction_seconds
+from shardwise.simulator.parts import (
+    LayerTimes,
+    StepContext,
+    beside,
+    finished,
+    optimizer_seconds,
+    reduction_seconds,
+    sent_beside,
+)
 from shardwise.simulator.pipeline import live_layers, play_all, stages_of
 from shardwise.simulator.sharded import play_units
 
@@ -149,7 +157,7 @@ def _once(step: StepContext, parameters: dict[str, float], layers: float, backwa
     """Exposed seconds of what a stage's data ranks do once in a step, beside one backward and one forward."""
     lay, overlap = step.layout, step.software.overlap_dp
     reduce_s, gather_s = reduction_seconds(step, parameters, layers)
-    buckets = max(1, int(layers))
+    buckets = sent_beside(step, parameters, layers)
     if lay.zero < 2:
         reduced = beside(backward, reduce_s, buckets, overlap)
     else:  # over dp_shard they were summed by then

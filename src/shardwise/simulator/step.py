@@ -24,6 +24,7 @@ from shardwise.simulator.parts import (
     offload_basis,
     optimizer_seconds,
     reduction_seconds,
+    sent_beside,
     sharing,
 )
 from shardwise.simulator.stages import pipelined
@@ -82,11 +83,11 @@ def _one_stage(step: StepContext, times: LayerTimes) -> Forecast:
         data = max(0.0, total - n * compute)
     else:
         reduce_s, gather_s = reduction_seconds(step, parameters, shape.layers)
-        overlap = step.software.overlap_dp
+        overlap, pieces = step.software.overlap_dp, sent_beside(step, parameters, shape.layers)
         backward, forward = layers.backward + layers.weight, layers.forward
         # ZeRO-2 keeps sums of its own part alone, so it reduces after every micro-batch
-        data = (n if lay.zero == 2 else 1) * beside(backward, reduce_s, shape.layers, overlap)
-        data += beside(forward, gather_s, shape.layers, step.software.overlap_gathers)
+        data = (n if lay.zero == 2 else 1) * beside(backward, reduce_s, pieces, overlap)
+        data += beside(forward, gather_s, pieces, step.software.overlap_gathers)
     parts = {
         "compute": n * (compute - inside),
         "tensor, context and expert communication": n * inside,
