@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from copy import deepcopy
 from typing import Any
 
@@ -611,6 +612,41 @@ class Reversible(nn.Module):
 
 def reversible() -> Task:
     return task(Reversible)
+
+
+def _over_neighbours(block, x):
+    """Each sample's features added to their neighbours', by a sparse matrix that the forward makes."""
+    at, size = torch.arange(x.numel()), (x.numel(), x.numel())
+    ones = torch.ones(x.numel(), dtype=x.dtype)
+    near = torch.sparse_coo_tensor(torch.stack([at, at - at % WIDTH]), ones, size, check_invariants=False)
+    return torch.tanh(block(x) + torch.sparse.mm(near.coalesce(), x.reshape(-1, 1)).view(x.shape))
+
+
+def sparse_graph() -> Task:
+    return task(lambda: Blocks(step=_over_neighbours))
+
+
+def _gated(x: Tensor, y: Tensor) -> Tensor:
+    return torch.tanh(x) * torch.sigmoid(y) + x
+
+
+class Scripted(Blocks):
+    """Blocks joined by a function that torch.jit compiles, and changes in its first runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = lambda block, x: gated(block(x), x)
+        with warnings.catch_warnings(action="ignore"):
+            gated = torch.jit.script(_gated)
+
+
+def scripted() -> Task:
+    return task(Scripted)
+
+
+def drops_a_single_sample() -> Task:
+    """Without its batch dim, where the batch has one sample."""
+    return task(lambda: Blocks(step=lambda block, x: torch.tanh(torch.stack(block(x).squeeze().unbind(1), 1))))
 
 
 class SharedModule(nn.Module):

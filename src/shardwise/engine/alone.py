@@ -6,7 +6,7 @@ import copy
 import inspect
 import re
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -41,20 +41,21 @@ class Untried(Exception):
 
 def blame(
     error: Exception, what: str, task: Task, precision: Precision, module: nn.Module, batch: Any,
-    device: torch.device = CPU,
+    device: torch.device = CPU, parts: Sequence[Any] = (),
 ) -> ShardwiseError:  # fmt: skip
     """What to raise where a forward failed under a plan: `InputError` only if one process fails on `batch` too.
 
     what    what could not be done, as the message begins; it names the part of the plan
     module  the task's, for its size alone
     device  where the forward failed: a tensor that the loss makes on the CPU fails on an accelerator alone
+    parts   of the batch, on which it ran too: one process may fail on one of them alone
     """
     told = f"{type(error).__name__}: {error}"
     elements = sum(param.numel() for param in module.parameters())
     if elements > MOST_ELEMENTS:
         return RefusedPlan(f"{what}: {told} (not tried in one process: {elements:.2g} parameters are many to hold)")
     try:
-        alone = told_alone(task, precision, batch, device)
+        alone = told_alone(task, precision, batch, device) or _told_of(parts, batch, task, precision, device)
     except Untried as why:
         return RefusedPlan(f"{what}: {told} (not tried in one process: {why})")
     return alone or RefusedPlan(f"{what}, though one process runs on them: {told}")
@@ -67,6 +68,21 @@ def told_alone(task: Task, precision: Precision, batch: Any, device: torch.devic
         return None
     cure = remedy(task, precision, batch, alone, device)
     return InputError(f"the task fails on {samples_in(batch)} samples in one process too: {reason(alone)}{cure}")
+
+
+def _told_of(
+    parts: Sequence[Any], batch: Any, task: Task, precision: Precision, device: torch.device
+) -> RefusedPlan | None:  # fmt: skip
+    """What is said where one process fails on fewer samples than those on which it runs."""
+    for part in parts:
+        if (alone := failure_alone(task, precision, part, device)) is not None:
+            count = samples_in(part)
+            return RefusedPlan(
+                f"the task fails on {count} sample{'s'[: count != 1]} in one process too, though not on "
+                f"{samples_in(batch)}: {reason(alone)}. A rank may be given as few of a batch: let the forward run on "
+                "them (squeeze() without a dim drops that of a single sample too)"
+            )
+    return None
 
 
 def failure_alone(task: Task, precision: Precision, batch: Any, device: torch.device = CPU) -> Exception | None:

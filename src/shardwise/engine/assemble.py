@@ -175,9 +175,8 @@ def look_at_task(state: RankState, *, masks: bool) -> Findings:
         raise
     except Exception as error:
         what = f"under plan {state.plan} the forward fails on {n} samples"
-        raise (
-            explained(error) or blame(error, what, task, state.precision, state.module, whole, state.device)
-        ) from error
+        of = (task, state.precision, state.module, whole, state.device, parts or ())
+        raise (explained(error) or blame(error, what, *of)) from error
     if state.plan.zero == 3:
         found = gather_json([sorted(reads.units), findings.into_arguments], state.mesh.world, state.device)
         findings.outside, findings.into_arguments = (

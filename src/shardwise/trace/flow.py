@@ -266,7 +266,8 @@ class _Recorder(TorchDispatchMode):
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    """What is one number for tensors that share memory; a sparse one has none to share."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def _cost(func, args, kwargs, output, outputs: list[torch.Tensor]) -> float:
@@ -362,7 +363,8 @@ def _flow(module: nn.Module, run: Callable[[], Any], known: dict[str, int]) -> F
         functions.append(ModuleCall(whose.path, whose.place, begun, [], [], recorder.time, own=(place, name)))
 
     own = OwnCalls(note, root, before)
-    with torch.no_grad(), HooksLeftOut(), recorder, own, _calls(module, recorder, root, own):
+    as_written = torch.jit.optimized_execution(False)  # else a scripted function does other operations every time
+    with as_written, torch.no_grad(), HooksLeftOut(), recorder, own, _calls(module, recorder, root, own):
         output = run()
     recorder.time += 1
     root.exit = end = recorder.time
