@@ -31,7 +31,8 @@ MODELS = {
     "rollout": "a rollout of 4 steps", "interpolated": "other grids and a mesh, by tables",
     "axial": "attention along rows, then columns", "bounded": "conditions at the boundary, written in place",
     "frames": "steps of time, a state carried on", "patchwise": "overlapping patches, read by index",
-    "plain_stack": "convolutions without norms",
+    "plain_stack": "convolutions without norms", "columns": "levels of each cell read by learned queries",
+    "scanned": "scans row by row and column by column", "spectra": "a loss of spectra by radius",
 }  # fmt: skip
 TABLE = ROOT / "docs" / "tables" / "tiles.md"
 

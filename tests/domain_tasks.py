@@ -756,6 +756,69 @@ def axial() -> Task:
     return _task(Axial, _fields(3, 9, 10))
 
 
+class Columns(nn.Module):
+    """Levels (B, 4, H, W) of each cell, read by learned queries, and given back by others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.mix, self.head = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1), nn.Linear(8, 1)
+        self.encode, self.decode = nn.Parameter(torch.randn(2, 8) / 3), nn.Parameter(torch.randn(4, 8) / 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, levels, h, w = x.shape
+        cells = self.stem(x.reshape(b * levels, 1, h, w)).view(b, levels, 8, h, w).permute(0, 3, 4, 1, 2)
+        cells = cells.reshape(b * h * w, levels, 8)
+        few = F.scaled_dot_product_attention(self.encode.expand(len(cells), -1, -1), cells, cells)
+        few = few.view(b, h, w, 16).permute(0, 3, 1, 2)
+        few = (few + self.mix(few).tanh()).permute(0, 2, 3, 1).reshape(b * h * w, 2, 8)
+        found = F.scaled_dot_product_attention(self.decode.expand(len(cells), -1, -1), few, few)
+        return self.head(found).view(b, h, w, levels).permute(0, 3, 1, 2)
+
+
+def columns() -> Task:
+    return _task(Columns, _fields(4, 9, 10, samples=2, out=4))
+
+
+class Scanned(nn.Module):
+    """A linear recurrence over cells, row by row and column by column and both backwards, as running sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.step, self.into, self.head = (
+            nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, 4), nn.Linear(4, 4), nn.Conv2d(4, 2, 1)
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        field = self.stem(x)
+        b, c, h, w = field.shape
+        orders = torch.stack([field.flatten(2), field.transpose(2, 3).flatten(2)], 1)
+        orders = torch.cat([orders, orders.flip(-1)], 1).transpose(2, 3)
+        decay = F.softplus(self.step(orders)).mul(0.1).cumsum(2)
+        state = ((-decay).exp() * (decay.exp() * self.into(orders)).cumsum(2)).transpose(2, 3)
+        rows, lines = (state[:, :2] + state[:, 2:].flip(-1)).unbind(1)
+        return self.head(field + rows.view(b, c, h, w) + lines.view(b, c, w, h).transpose(2, 3))
+
+
+def scanned() -> Task:
+    return _task(Scanned, _fields(3, 9, 10, samples=2))
+
+
+def _spectra(output: torch.Tensor, batch: dict) -> tuple:
+    """Power by radius of the wave number, over that of the target."""
+    h, w = output.shape[-2:]
+    radius = torch.hypot(torch.fft.fftfreq(h)[:, None] * h, torch.fft.rfftfreq(w) * w).long().flatten()
+
+    def power(field: torch.Tensor) -> torch.Tensor:
+        each = torch.fft.rfft2(field, norm="ortho").abs().square().flatten(2)
+        return each.new_zeros(*each.shape[:2], h + w).index_add_(2, radius, each) + 1e-3
+
+    return (power(output).log() - power(batch["y"]).log()).abs().mean((1, 2)).sum(), float(output.shape[0])
+
+
+def spectra() -> Task:
+    return _task(PointWise, _fields(3, 9, 10), _spectra)
+
+
 class OnLand(nn.Module):
     """Features of cells on land alone; what is no number is set to zero."""
 

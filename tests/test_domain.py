@@ -46,10 +46,13 @@ CASES = (
     ("plain_stack", "domain=2x2,domain_depth=4"), ("plain_stack", "domain=1x3,domain_depth=2,zero=3,remat=full"),
     ("on_land", "domain=2x2,dp_shard=2,zero=3"), ("interpolated", "domain=2x2"), ("axial", "domain=2x2"),
     ("mesh_edges", "domain=2x2"), ("pyramid", "domain=2x2"), ("bounded", "domain=2x2"), ("frames", "domain=2x2"),
-    ("patchwise", "domain=2x2"), ("forces", "domain=2x2"),
+    ("patchwise", "domain=2x2"), ("forces", "domain=2x2"), ("columns", "domain=2x2"), ("scanned", "domain=2x2"),
 )  # fmt: skip
 # in `long` alone: batch norm on a grid is resnet's above, stages of tiles likewise
-REST = (("unet_batch", "domain=2x2"), ("vit", "domain=2,pp=2"), ("pyramid", "domain=2"), ("fno", "domain=2x2,tp=2"))
+REST = (
+    ("unet_batch", "domain=2x2"), ("vit", "domain=2,pp=2"), ("pyramid", "domain=2"), ("fno", "domain=2x2,tp=2"),
+    ("spectra", "domain=2x2"),
+)  # fmt: skip
 FLAT = [name for name in dict.fromkeys(name for name, _ in CASES + REST) if name != "unet_3d"]
 
 
@@ -89,6 +92,24 @@ def test_what_cannot_be_tiled_is_refused(pool, task: str, plan: str, reason: str
     assert not found.parity and reason in found.refused, found.text()
     if "levels" in task:
         assert "domain_tasks.py:" in found.refused and "shardwise.whole(x) gathers it" in found.refused
+
+
+def growing() -> Task:
+    """Fields of other extents in each step; targets have a column less, and so are whole on every rank."""
+
+    def batch(step: int) -> dict[str, torch.Tensor]:
+        draws, rows = torch.Generator().manual_seed(step), 9 - 2 * step
+        return {"x": torch.randn(2, 3, rows, 12, generator=draws), "y": torch.randn(2, 2, rows, 11, generator=draws)}
+
+    def loss(output: torch.Tensor, batch: dict) -> tuple:
+        return (output[..., :-1] - batch["y"]).square().mean((1, 2, 3)).sum(), float(len(output))
+
+    return domain_tasks.point_wise().with_(batch=batch, loss=loss)
+
+
+def test_extents_may_differ_from_step_to_step_and_between_tensors(pool) -> None:
+    found = verify("test_domain:growing", "domain=2", steps=3, pool=pool)
+    assert found.parity and "cuts the field of x along dim 2" in found.text(), found.text()
 
 
 def test_a_kernel_wider_than_the_periodic_field_is_named_with_its_field(pool) -> None:
