@@ -521,6 +521,34 @@ def _pairs(returned: str, dims: tuple[int, ...]) -> Task:
     return task(lambda: Pairs(returned, dims), loss=loss, loss_scope="global", inputs=lambda b: ((b["x"], b["y"]), {}))
 
 
+class _GivesViews(nn.Module):
+    """A block that returns a view of what it computes, and one of what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.b(self.a(x).tanh())[None].squeeze(0), x.view(-1, WIDTH)
+
+
+def adds_to_views() -> Task:
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(_GivesViews() for _ in range(3))
+            self.head = nn.Linear(WIDTH, OUT)
+
+        def forward(self, x):
+            for block in self.blocks:
+                y, same = block(x)
+                y += same
+                x = y.mul_(0.5)
+            return self.head(x)
+
+    return Task(model=Net, batch=vectors, loss=squares, inputs=lambda b: ((b["x"],), {}), optimizer=sgd)
+
+
 def pairs() -> Task:
     return _pairs("embeddings", ())
 

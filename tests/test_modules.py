@@ -51,6 +51,7 @@ EQUAL = [
     ("distributions", FULL), ("distributions", "pp=2,tp=2"),
     ("writes_into_products", "dp_replicate=2,remat=selective"), ("writes_into_products", "tp=2"),
     ("assigns_data", "tp=2"), ("shared_module", FULL),
+    ("adds_to_views", FULL), ("adds_to_views", "dp_shard=2,zero=3,remat=full"),
     ("pairs", REPLICAS), ("pairs", FULL), ("pairs", HYBRID),
     ("pairs_with_as_many_scales", REPLICAS), ("pairs_with_as_many_scales", FLAT), ("pairs_with_as_many_scales", FULL),
 ]  # fmt: skip

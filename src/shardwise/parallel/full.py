@@ -18,6 +18,7 @@ What this does not do: hold a parameter that two units share in one of them (it 
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.comm import Gathering, Trail, all_reduce, all_to_all, broadcast, ready
 from shardwise.comm.tree import FixedOrder
@@ -62,10 +63,20 @@ def _noting(owner: Callable[[], FullShard | None], index: int) -> Callable[[torc
     return note
 
 
-def _await_hidden(unit: FSDPModule, output: Any) -> None:
-    """Let a gradient that comes by a tensor in an object of one's own gather the unit's weights, as others do."""
-    if waits := [tensor for tensor in hidden(output) if tensor.requires_grad]:
+def _await(unit: FSDPModule, given: Any, output: Any) -> None:
+    """Let gradients gather the unit's weights that FSDP2 does not wait for.
+
+    Those of tensors in an object of one's own, and, where an output is a view, of what it is a view of: an operation
+    in place on a view (`y = block(x); y += x`) drops the hook that the view has.
+    """
+    theirs = {id(one) for leaf in _tensors(given) for one in (leaf, leaf._base)}
+    bases = [leaf._base for leaf in _tensors(output) if leaf.requires_grad and id(leaf._base) not in theirs]
+    if waits := [one for one in (*hidden(output), *bases) if one is not None and one.requires_grad]:
         unit._get_fsdp_state()._register_pre_backward_hook(waits)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 class FullShard:
@@ -141,7 +152,8 @@ class FullShard:
         module.register_forward_hook(lambda m, a, o: self._trail.mark(_END))
         module.register_forward_hook(lambda m, a, o: self._outlive(o), prepend=True)
         for unit in self.units:
-            unit.register_forward_hook(lambda m, a, output: _await_hidden(m, output))
+            unit.register_forward_hook(lambda m, a, k, output: _await(m, (a, k), output), with_kwargs=True)
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # `_await` waits for its base
 
     def _outlive(self, output: Any) -> Any:
         """Outputs that are parameters (a learned temperature) as copies: the gathered ones are about to be freed."""

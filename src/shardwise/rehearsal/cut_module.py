@@ -16,7 +16,6 @@ shapes. So products, bytes moved, messages, and the peak of live bytes are those
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -331,8 +330,7 @@ class Shares:
         """
         enclosed = self.looks.enclosed.setdefault(self.cuts.wrap, set())
         try:
-            with as_real(), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # a run tells it once
+            with as_real():
                 while True:  # as a run does: all anew, until no unit's weights are read while it does not run
                     rehearsal = Rehearsal(self, tp, pp, sizes, beside, place)
                     found = rehearsal.run(enclosed)
