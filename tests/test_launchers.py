@@ -198,6 +198,18 @@ def test_a_master_address_is_used_as_it_is(job: str) -> None:
     assert not any(isinstance(each, Exception) for each in meeting(places([0, 1], 2, job, master=("127.0.0.1", port))))
 
 
+def test_a_master_port_in_use_is_told_with_what_to_do() -> None:
+    """Where the environment alone tells the place, as a launcher of one's own sets it."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        joining = "from shardwise.ranks import join; join()"
+        command = [sys.executable, "-c", joining]
+        done = subprocess.run(command, env={**os.environ, **told}, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert f"MASTER_PORT={port}" in done.stderr and "Give all ranks another MASTER_PORT" in done.stderr
+
+
 def own_place() -> tuple | None:
     from shardwise.ranks import here
 

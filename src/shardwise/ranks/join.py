@@ -16,7 +16,7 @@ from shardwise.guard.diagnose import Deadlines
 from shardwise.ranks import attempts
 from shardwise.ranks.allocation import keep_freed_memory
 from shardwise.ranks.launchers import LaunchedPlace
-from shardwise.ranks.meet import MEET_S, meet
+from shardwise.ranks.meet import MEET_S, meet, not_met
 from shardwise.ranks.mpi import here
 from shardwise.ranks.scheduling import take_turns
 from shardwise.ranks.watching import be_watched
@@ -62,7 +62,12 @@ def _open_group(timeout_s: float | None, meet_s: float) -> None:
         if attempts.has_agent():
             agent = attempts.agent_store(place.rank, place.world_size)
             options["store"] = attempts.fresh(agent, place.rank, place.world_size, meet_s)
-        dist.init_process_group(_backend(local_rank), **options)
+        try:
+            dist.init_process_group(_backend(local_rank), **options)
+        except dist.DistNetworkError as error:
+            raise not_met(
+                place, error, "Give all ranks another MASTER_PORT, one that is free on rank 0's host"
+            ) from error
     else:
         _meet(place, options, meet_s)
 

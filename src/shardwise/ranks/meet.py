@@ -102,11 +102,16 @@ def _at_master(place: LaunchedPlace, until: float) -> Any:
     try:
         return dist.TCPStore(host, port, place.world_size, place.rank == 0, **options)
     except (dist.DistError, RuntimeError) as error:
-        what = "listen on" if place.rank == 0 else "reach"
-        raise RunError(
-            f"rank {place.rank} cannot {what} MASTER_ADDR={host} MASTER_PORT={port}: {_first_line(error)}. Unset both, "
-            "and the ranks agree on a free port by themselves"
-        ) from error
+        raise not_met(place, error, "Unset both, and the ranks agree on a free port by themselves") from error
+
+
+def not_met(place: LaunchedPlace, error: Exception, remedy: str) -> RunError:
+    """What to raise where this rank's store cannot be had at the place that the environment tells."""
+    host, port = place.master or (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
+    what = "listen on" if place.rank == 0 else "reach"
+    return RunError(
+        f"rank {place.rank} cannot {what} MASTER_ADDR={host} MASTER_PORT={port}: {_first_line(error)}. {remedy}"
+    )
 
 
 def _exchanged(place: LaunchedPlace, until: float, exchange: Callable[[str], str]) -> Any:
