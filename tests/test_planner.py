@@ -407,6 +407,16 @@ def test_a_plan_that_does_not_fit_ends_with_3_and_a_name_is_forecast_in_bf16() -
     assert (code, found["fits"]) == (0, True)
 
 
+def test_devices_that_a_plan_leaves_out_are_told(capsys: pytest.CaptureFixture) -> None:
+    from shardwise.cli.main import call
+
+    words = ["--cluster", "8 h100-sxm-80gb", "--global-batch", "16", "--seq", "4k"]
+    assert call(["simulate", "llama3-8b", "--plan", "dp_shard=4", *words]) == 3
+    out = capsys.readouterr().out
+    assert "the plan has 4 ranks: 4 of 8 devices stand idle" in out
+    assert out.rstrip().endswith("`shardwise plan` with the same words looks for plans that do")
+
+
 def test_a_cluster_has_an_end() -> None:
     with pytest.raises(InputError, match="up to 1,048,576 are planned for"):
         Cluster.parse("100000000x8 h100-sxm-80gb, ib-400")

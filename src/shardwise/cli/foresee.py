@@ -198,13 +198,17 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
     answer.fields["runnable"] = lacks or True
     lines = [
         f"{subject.name} under {parsed} on {cluster}, {batch}",
+        *_idle(parsed.world_size, cluster.world_size),
         *subject.remarks,
         *forecast_lines(forecast),
         *rank_map(layout, cluster),
     ]
     if not answer.fields["fits"]:
         answer.code = 3
-        lines.append(f"DOES NOT FIT: {forecast.needed_bytes / 1e9:.1f} GB of {capacity / 1e9:.1f} GB")
+        lines.append(
+            f"DOES NOT FIT: {forecast.needed_bytes / 1e9:.1f} GB of {capacity / 1e9:.1f} GB; `shardwise plan` with the "
+            "same words looks for plans that do"
+        )
     if lacks:
         lines.append(f"this version does not run the plan: {lacks}")
     if words["measure_rank"] is not None:
@@ -249,6 +253,15 @@ def _fixed(words: tuple[str, ...]) -> tuple[tuple[str, object], ...]:
     parsed = Plan.parse(",".join(words))
     names = [part.partition("=")[0].strip() for word in words for part in word.split(",")]
     return tuple((name, getattr(parsed, name)) for name in names if name)
+
+
+def _idle(ranks: int, devices: int) -> list[str]:
+    """Returns what to say of devices that the plan leaves out."""
+    return (
+        [f"the plan has {ranks:,} ranks: {devices - ranks:,} of {devices:,} devices stand idle"]
+        if ranks < devices
+        else []
+    )
 
 
 def _measured(answer: Answer, task: str, plan: Plan, words: dict[str, Any], forecast: Forecast) -> list[str]:
