@@ -61,7 +61,7 @@ class AllSamples:
         own     whether a tensor is made of this rank's samples
         beside  whether they are another loader's
         """
-        if func in _NORMS and own(args[0]):
+        if takes_statistics(func, args, kwargs) and own(args[0]):
             return self._joined(func, args, kwargs, self._beside if beside else self._dealt)
         if func is torch.autograd.grad:
             inputs = args[1] if len(args) > 1 else kwargs["inputs"]
@@ -96,6 +96,11 @@ class AllSamples:
             raise with_line(_UNSEEN, line_of_script())
         total = sum(row[1] for row in table)
         return mine / total if kind and total else 1.0
+
+
+def takes_statistics(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Returns whether a function is a batch norm in training."""
+    return func in _NORMS and bool(args[5] if len(args) > 5 else kwargs.get("training", False))
 
 
 def same_on_all(tensors: Sequence[torch.Tensor], mesh: Mesh) -> bool:

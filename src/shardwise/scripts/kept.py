@@ -33,7 +33,7 @@ from shardwise.layout.dealing import Share
 from shardwise.mesh import Mesh
 from shardwise.part.levels import Distributed
 from shardwise.scripts import tape
-from shardwise.scripts.all_samples import AllSamples, scaled
+from shardwise.scripts.all_samples import AllSamples, scaled, takes_statistics
 from shardwise.scripts.dealt import Dealt
 from shardwise.scripts.guard import reads_values
 from shardwise.scripts.loader import Events
@@ -309,6 +309,8 @@ class Kept(TorchFunctionMode, Events):
 
     def _within(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """In the model: what it makes without gradients may be handed out by hooks."""
+        if takes_statistics(func, args, kwargs):  # of a module that the model has made since it was looked at
+            return self.all_samples.call(func, args, kwargs, own=lambda _: True, beside=self._call.beside)
         output = func(*args, **kwargs)
         if isinstance(output, torch.Tensor) and not output.requires_grad:
             self._add(output, True)
