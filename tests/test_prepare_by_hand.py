@@ -155,8 +155,8 @@ def asked(plan: str, case: str) -> None:
         ("dp_shard=2,zero=3", "parameter", InputError, r"'head.weight' was replaced after prepare.*line \d+"),
         ("tp=2", "parameter", InputError, r"'head.weight' was replaced after prepare.*line \d+"),
         ("dp_shard=2,zero=1", "shape", InputError, r"'head.weight' is a tensor of \(3, 3\) now.*line \d+: optimizer"),
-        ("dp_shard=2,zero=3", "array", Exception, "read-only"),
-        ("tp=2", "array", Exception, "read-only"),
+        ("dp_shard=2,zero=3", "array", RefusedPlan, r"NumPy's multiply into a view of a weight.*line \d+: array"),
+        ("tp=2", "array", RefusedPlan, r"NumPy's multiply into a view of a weight.*line \d+: array"),
     ],
 )
 def test_what_would_be_lost_is_refused(plan: str, case: str, kind: Any, words: str, pool: RankPool) -> None:

@@ -308,9 +308,23 @@ def for_reading(made: Any, wholes: Collection[int]) -> Any:
     """Returns what was made of whole weights (known by their storages) so that views of it can only be read."""
     if isinstance(made, np.ndarray):
         made.setflags(write=False)
+        return made.view(_ForReading)
     return replaced(
         torch.Tensor, lambda one: one.as_subclass(_Lost) if one.untyped_storage()._cdata in wholes else one, made
     )
+
+
+class _ForReading(np.ndarray):
+    """A whole weight as NumPy has it: what is written into it would not come to any rank's piece."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        names_line(_refuse_lost)("NumPy writes")
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if any(isinstance(one, _ForReading) for one in kwargs.get("out", ())):
+            names_line(_refuse_lost)(f"NumPy's {ufunc.__name__}")
+        plain = [one.view(np.ndarray) if isinstance(one, _ForReading) else one for one in inputs]
+        return getattr(ufunc, method)(*plain, **kwargs)
 
 
 def _refuse_lost(name: str) -> None:
