@@ -28,6 +28,8 @@ class Bootstrap(nn.Module):
         super().__init__()
         self.online, self.head = body(), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
         self.target = copy.deepcopy(self.online).requires_grad_(False)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 4))  # in no unit of zero=3 but the whole
+        self.follows = nn.Parameter(torch.ones(4), requires_grad=False)
 
     @torch.no_grad()
     def move(self, x: torch.Tensor) -> float:
@@ -36,14 +38,16 @@ class Bootstrap(nn.Module):
                 theirs.data = 0.9 * theirs.data + 0.1 * mine.data
             else:
                 theirs.data.mul_(0.9).add_(mine.data, alpha=0.1)
+        self.follows.data = 0.9 * self.follows.data + 0.1 * self.scale.data
         moved = float(self.eval()(x, x))  # the model itself, whose units are gathered and given back
         self.train().target[0].bias.data.add_(0.1)
+        self.follows.data.add_(0.01)
         return moved
 
     def forward(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            goal = self.target(two)
-        return -cosine_similarity(self.head(self.online(one)), goal, dim=-1).mean()
+            goal = self.target(two) * self.follows
+        return -cosine_similarity(self.head(self.online(one) * self.scale), goal, dim=-1).mean()
 
 
 class Lazy(Bootstrap):
@@ -159,11 +163,22 @@ def test_parameters_kept_in_lists_are_the_model_s(plan: str, pool: RankPool) -> 
     test_a_network_that_follows_another_is_one_process_s(kept_in_lists, plan, pool)
 
 
+class Scaled(nn.Module):
+    """Its last weight is in no unit of zero=3 but the whole, which gathers for its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+        self.out = nn.Parameter(torch.linspace(-1.0, 1.0, 48).view(8, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.net(x) @ self.out).flatten().view(-1, 6)
+
+
 def written_outputs(plan: str | None, check: bool = True) -> tuple[list[float], dict[str, torch.Tensor]]:
     """What the model gives is written into; in a last batch of two a `squeeze()` would find one sample on a rank."""
     torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.Flatten(0), nn.Unflatten(0, (-1, 6)))
-    model = model.double()
+    model: Any = Scaled().double()
     optimizer, loader = adamw(model), DataLoader(samples(10), batch_size=4)
     prepared: Any = shardwise.prepare(model, optimizer, loader, plan=plan, check_loss=check) if plan else None
     model, optimizer, loader = prepared or (model, optimizer, loader)

@@ -231,7 +231,9 @@ def written_back(unit: FSDPModule) -> Iterator[None]:
     def take(*_: Any) -> None:
         for one, memory in gathered:
             now, into = one._unsharded_param.detach(), one.sharded_param
-            one._unsharded_param.data = memory  # `p.data = x` has put another in its place
+            if now.data_ptr() != memory.data_ptr() and memory.untyped_storage().size():
+                memory.copy_(now)  # `p.data = x` has put another in its place
+            one._unsharded_param.data = memory
             if not now.untyped_storage().size():
                 continue  # given back
             piece = distribute_tensor(now, into.device_mesh, into.placements, src_data_rank=None).to_local()
