@@ -223,7 +223,7 @@ def test_a_group_that_nodes_split_unevenly_is_as_slow_as_its_fewest_ports() -> N
 
 
 def test_gradients_in_buckets_wait_for_their_hops_bucket_by_bucket() -> None:
-    """FSDP sends a layer at a time, Megatron 40 million elements or a million a rank, this package 25 MiB or so many."""
+    """FSDP sends a layer at a time, Megatron 40 million elements or a million a rank, this package that or 25 MiB."""
     ours, fsdp, nemo = (software(name) for name in ("shardwise", "fsdp", "nemo"))
     assert [ours.pieces(100 * 2**20, ranks, 32, zero=1) for ranks in (4, 25, 1024)] == [16, 5, 1]
     assert ours.pieces(100 * 2**20, 1024, 32, zero=2) == 16, "of larger ones more gradients would be whole"
