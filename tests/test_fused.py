@@ -211,3 +211,66 @@ def test_a_mask_of_one_process_is_one_kernel_on_a_gpu_and_a_dozen_elsewhere() ->
         assert found.kernels - own.kernels <= kernels, found.order
         assert (found.moved - own.moved) / 2000 <= moved, found.order
     assert (found.moved - own.moved) / 2000 > 100 and found.kernels - own.kernels > 10
+
+
+KINDS: list[tuple[type[nn.RNNBase], int]] = [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)]
+
+
+def _recur(kind: type[nn.RNNBase], steps: int, **options: Any) -> tuple[StepTrace, nn.RNNBase, Any]:
+    """Forward and backward of 3 sequences of 5 numbers in two layers of 8: what was counted, and the output."""
+    seen = StepTrace(1)
+    with Fake(), Fused():
+        layers = kind(5, 8, num_layers=2, batch_first=True, **options)
+        x = torch.zeros(3, steps, 5, requires_grad=True)
+        with Count(seen):
+            out, end = layers(x)
+            out.sum().backward()
+    assert x.grad is not None and all(weight.grad is not None for weight in layers.parameters())
+    return seen, layers, (out, end)
+
+
+@pytest.mark.parametrize(("kind", "gates"), KINDS)
+def test_a_recurrent_layer_is_one_call_whatever_its_steps(kind: type[nn.RNNBase], gates: int) -> None:
+    """What goes step by step is a product of its own kind; all else is as many kernels of 7 steps as of 70."""
+    seen, _, (out, end) = _recur(kind, 7)
+    assert seen.kernels == _recur(kind, 70)[0].kernels
+    by_steps = [(shape, times) for name, shape, times in seen.order if name == "recurrence"]
+    assert by_steps == [((3, gates * 8, 8), 7)] * 2 + [((3, 8, gates * 8), 7)] * 2
+    flops = sum(2 * m * n * k * times for (m, n, k), times in seen.products.items())
+    assert flops == 3 * sum(2 * 3 * 7 * gates * 8 * wide for wide in (5, 8, 8, 8)), "of inputs and of states"
+    states = end if kind is nn.LSTM else (end,)
+    assert [tuple(state.shape) for state in states] == [(2, 3, 8)] * len(states)
+    assert tuple(out.shape) == (3, 7, 8)
+
+
+def test_recurrent_layers_in_both_directions_with_dropout_and_projected_states() -> None:
+    seen, _, (out, (end, cell)) = _recur(nn.LSTM, 7, bidirectional=True, dropout=0.5, bias=False)
+    assert tuple(out.shape) == (3, 7, 16) and tuple(end.shape) == tuple(cell.shape) == (4, 3, 8)
+    assert sum(name == "native_dropout" for name, *_ in seen.order) == 1
+    seen, _, (out, _) = _recur(nn.LSTM, 7, proj_size=4)
+    assert tuple(out.shape) == (3, 7, 4) and not any(name == "recurrence" for name, *_ in seen.order)
+
+
+class _Packed(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layers = kind(5, 8, num_layers=2, batch_first=True)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        rows = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return nn.utils.rnn.pad_packed_sequence(self.layers(rows)[0], batch_first=True)[0]
+
+
+@pytest.mark.parametrize(("kind", "gates"), KINDS)
+def test_packed_rows_go_through_one_call_too(kind: type[nn.RNNBase], gates: int) -> None:
+    """Two sequences of 7 steps: 14 rows at once for what goes in, 2 in each step."""
+
+    def batch(step: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.zeros(2, 7, 5), "lengths": torch.tensor([7, 7])}
+
+    task = Task(model=lambda: _Packed(kind), batch=batch, inputs=lambda b: ((b["x"], b["lengths"]), {}),
+                loss=lambda out, b: (out.square().sum(), len(out)))  # fmt: skip
+    found = trace(task, 2, fused=True)
+    by_steps = [(shape, times) for name, shape, times in found.order if name == "recurrence"]
+    assert by_steps == [((2, gates * 8, 8), 7)] * 2 + [((2, 8, gates * 8), 7)] * 2
+    assert found.products[14, gates * 8, 5] == 1 and not found.idle

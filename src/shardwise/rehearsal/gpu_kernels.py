@@ -6,10 +6,11 @@
                 "global")
     cut         positions go their own ways (parallel/sequence); a ring writes the scores of a block on a GPU
     dropout     a CPU keeps a mask in the dtype of its input, a GPU one byte for each element
+    recurrence  a CPU runs an op for each step, a GPU a layer in one call (rehearsal/recurrent)
 
 Source: which kernel torch takes, `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`.
 
-*What this does not do*: cuDNN's kernels, for attention and for recurrent layers.
+*What this does not do*: cuDNN's kernels for attention.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.parallel.sequence import kernels
 from shardwise.part.levels import Distributed
+from shardwise.rehearsal.recurrent import RECURRENT, as_one_call
 
 _ATEN = torch.ops.aten
 _ATTENTION = functional.scaled_dot_product_attention
@@ -64,6 +66,10 @@ class Fused(TorchFunctionMode):
             return self._attend(*args, **kwargs)
         if func is _DROPOUT or func is torch.dropout:
             return _dropout(func, *args, **kwargs)
+        if func in RECURRENT:
+            found = as_one_call(func, args, kwargs, partial(_dropout, _DROPOUT))
+            if found is not None:
+                return found
         return func(*args, **kwargs)
 
     def _attend(

@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.rehearsal.recurrent import recurrent, recurrent_backward
 from shardwise.trace.leaves import tensors_in
 
 _ATEN = torch.ops.aten
@@ -26,6 +27,7 @@ _SDPA_BACK = {
 _FFT = {_ATEN._fft_c2c, _ATEN._fft_r2c, _ATEN._fft_c2r}
 DEVICE = torch.ops.prim.device.default
 _RNN = {_ATEN.mkldnn_rnn_layer, _ATEN.mkldnn_rnn_layer_backward}
+_CALL, _CALL_BACK = (op._opoverload._overloadpacket for op in (recurrent, recurrent_backward))
 # of new memory into which nothing is written, or of a tensor whose owner is gone
 _NOTHING_MOVES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
 
@@ -33,6 +35,7 @@ _NOTHING_MOVES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empt
 # product                (m, n, k), times the batch of a batched one
 # attention              (batch x heads, queries, keys, width, backward?, causal?)
 # conv, conv_backward    (cells, channels out, inputs of a cell, bytes moved)
+# recurrence             (m, n, k) of the product of one step; its times are steps, one after another
 # the name of an op      (bytes moved,)
 Entry = tuple[str, tuple[float, ...], int]
 
@@ -185,6 +188,9 @@ class Count(TorchDispatchMode):
         elif packet in _RNN:
             self._recur(args, packet is _ATEN.mkldnn_rnn_layer_backward)
             self._stream(packet.__name__, args, out)
+        elif packet in (_CALL, _CALL_BACK):
+            self._recur_in_one(args, packet is _CALL_BACK)
+            self._stream(packet.__name__, args, out)
         elif packet.__name__ not in _NOTHING_MOVES and not (may_view(func) and _lies_in(out, args)):
             self._stream(packet.__name__, args, out)
 
@@ -222,6 +228,18 @@ class Count(TorchDispatchMode):
         for _ in range(2 if back else 1):  # for what went in, and for the weights
             self._product(1, steps * batch, args[1].shape[0], wide)
             self._product(steps, batch, args[2].shape[0], args[2].shape[1])
+
+    def _recur_in_one(self, args: tuple, back: bool) -> None:
+        """The same as one call of a GPU's kernel; gradients of weights are one product over all rows."""
+        x, _, weights = args[1:4] if back else args[:3]
+        rows, steps = x.numel() // x.shape[-1], args[-1]
+        (gates, wide), (_, hidden) = weights[0].shape, weights[1].shape
+        one = (-(-rows // steps), hidden, gates) if back else (-(-rows // steps), gates, hidden)
+        self._product(1, rows, *((wide, gates) if back else (gates, wide)))
+        for deep in (wide, hidden) if back else ():
+            self._product(1, gates, deep, rows)
+        self.trace.products[one] += steps
+        self.trace.order.append(("recurrence", one, steps))
 
     def _convolve(self, packet: Any, args: tuple, out: Any) -> None:
         self.trace.kernels += 1

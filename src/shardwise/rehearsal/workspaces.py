@@ -6,8 +6,7 @@ long as it is quick on the layer's own shape, else on fewer steps and sequences,
 Some losses (mse_loss, smooth_l1_loss, binary_cross_entropy) sum into a tensor that was made for all terms: the one
 number that they give holds the memory of all as long as it lives. Which do is asked of the kernel too.
 
-What this does not do: see memory that a kernel frees before it returns; know another device's kernels (the recurrent
-layers of a GPU keep about as much, in another form).
+What this does not do: see memory that a kernel frees before it returns; know another device's kernels.
 """
 
 from __future__ import annotations

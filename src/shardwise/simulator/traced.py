@@ -123,6 +123,8 @@ def _alone(kind: str, shape: Sequence[float], times: float, kernels: Kernels, so
     if kind == "product":
         m, n, k = shape
         return _product(m, n, k, times, kernels)
+    if kind == "recurrence":  # a step is a product and what is done to its result: two kernels that wait for each other
+        return times * (kernels.product(*shape) + kernels.launch_us * 1e-6)
     if kind == "attention":
         return _attention(shape, kernels, software)
     if kind in ("conv", "conv_backward"):
