@@ -632,7 +632,7 @@ def test_more_ranks_than_this_run_has() -> None:
     ("make", "words"),
     [
         (
-            lambda model: torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(3))], 0.1),
+            lambda model: torch.optim.SGD([nn.Parameter(torch.zeros(3))], 0.1),
             r"shape \(3,\).*no pa",
         ),
         (lambda model: Forgetful(model.parameters(), power=3), "'power' is 3, and would be 2"),

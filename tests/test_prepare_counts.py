@@ -156,7 +156,7 @@ def episodes(plan: str | None, options: dict[str, Any]) -> tuple[list[float], di
 
 
 def test_episodes_are_whole_or_refused(pool: RankPool) -> None:
-    with pytest.raises(RefusedPlan, match=r"batch_size.*on the 4 of the first batch's 8 samples.*line \d+: loss = "):
+    with pytest.raises(RefusedPlan, match=r"batch_size.*on the 4 of the batch's 8 samples.*line \d+: loss = "):
         pool.run(episodes, 2, "dp_replicate=2", {})
     expected = episodes(None, {})
     for losses, weights in pool.run(episodes, 2, "dp_shard=2,zero=2", {"loss_scope": "global"}):

@@ -105,7 +105,7 @@ def test_a_script_that_asks_for_no_plan_is_told_so(folder):
     (folder / "plain.py").write_text("print('trained')\n")
     command = [sys.executable, "-m", "shardwise", "run", "--nproc", "2", "plain.py"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and done.stdout.split() == ["trained"] * 2
+    assert done.returncode == 0 and done.stdout.count("trained") == 2  # whose lines may run together
     told = "plain.py ended without shardwise.prepare or parallelize: each of 2 ranks did all of its work"
     assert done.stderr.count(told) == 1
 

@@ -50,6 +50,8 @@ def state_of(engine: Engine) -> tuple[dict[str, dict[str, Node]], list[Holding]]
     known = optimized(engine)
     for param, state in engine.optimizer.state.items():
         if id(param) not in known:
+            if isinstance(param, torch.Tensor) and not param.numel():
+                continue  # of a weight of which this rank has no element, as a script is shown it
             tree.setdefault(BESIDE, {})[str(param)] = _beside(param, state)
             continue
         name, piece, master = known[id(param)]
