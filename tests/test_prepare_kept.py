@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import shardwise
+from shardwise.engine.engine import Engine
 from shardwise.errors import RefusedPlan
 from shardwise.layout.dealing import Share
 from shardwise.ranks import RankPool
@@ -454,3 +456,27 @@ def test_draws_into_a_tensor_follow_its_order_in_memory(order: str, count: int) 
         watched.part = Share(None, count, 2, 6)
         with watched:
             assert torch.equal(draw(make(count)), expected[2 : 2 + count])
+
+
+def ended(plan: str) -> int:
+    """Engines that are alive after a script's loop has ended and its names are gone."""
+
+    def script() -> None:
+        model = net()
+        prepared = model, optimizer, loader = shardwise.prepare(
+            model, adamw(model), DataLoader(samples(16), batch_size=8), plan=plan
+        )
+        for x, y in loader:
+            optimizer.zero_grad()
+            prepared.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+
+    script()
+    gc.collect()
+    return sum(isinstance(one, Engine) for one in gc.get_objects())
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=3"])
+def test_a_script_that_has_ended_leaves_nothing_behind(plan: str, pool: RankPool) -> None:
+    """Its last outputs held the graph, that the weights, and these their groups: in every job of a process one more."""
+    assert pool.run(ended, 2, plan) == [0, 0]

@@ -29,6 +29,7 @@ from shardwise.ranks.messages import IDLE, READY, Failure, RankCall, Report, dum
 from shardwise.ranks.scheduling import take_turns
 
 BEAT_S = 1.0
+MOST_THREADS = 24  # of an idle process: a job whose groups are all gone leaves five
 
 
 class HandedFd:
@@ -182,7 +183,7 @@ def _backend_for(job: RankCall) -> str:
 
 
 def _clean() -> bool:
-    """Leave nothing of a job behind that the next one could notice; False when this torch does not let us."""
+    """Leave nothing of a job behind that the next one could notice; False where that cannot be."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -193,7 +194,15 @@ def _clean() -> bool:
         return False
     gc.collect()
     _freeze_imports()
-    return True
+    return not _is_crowded()
+
+
+def _is_crowded() -> bool:
+    """Whether groups that a job left behind still have their threads here: each of them would slow every later job."""
+    try:
+        return len(os.listdir("/proc/self/task")) > MOST_THREADS
+    except OSError:  # not Linux
+        return False
 
 
 _imported = 0  # modules, when what they made was last set aside

@@ -117,6 +117,12 @@ class LossLook:
             self._recording = False
             self._tape.__exit__(None, None, None)
 
+    def after_epoch(self) -> None:
+        """Stop recording; let go of the last batch's outputs, whose graph would keep a model and its groups alive."""
+        self.end()
+        if not self._awaited:
+            self._forget()
+
     def _forget(self) -> None:
         self.end()
         self._on, self._awaited, self._next = False, False, None

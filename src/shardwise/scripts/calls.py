@@ -216,6 +216,8 @@ class Calls(Heard, Events):
     def after_epoch(self) -> None:
         """Stop following draws and losses, since the loop has ended."""
         self._in_loop = False
+        if self.loss_look is not None:
+            self.loss_look.after_epoch()
         self._no_look()
         self.suspend()
 
