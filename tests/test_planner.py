@@ -22,7 +22,7 @@ from shardwise.planner import Constraints
 from shardwise.planner import search as search_plans
 from shardwise.planner.candidates import decoder_layouts, family, plan_of
 from shardwise.planner.decoders import decoder_by_name
-from shardwise.planner.door import layout_of
+from shardwise.planner.door import layout_of, plan
 from shardwise.planner.proposal import Proposal, senseless
 from shardwise.planner.propose import _sorted as sorted_by_worth
 from shardwise.planner.subject import decoder
@@ -150,6 +150,14 @@ def test_where_nothing_fits_on_all_devices_fewer_that_divide_more_are_named() ->
     """72 leaves a sample of 2**20 positions eight shares at most; 64 leaves it as many beside tp."""
     with pytest.raises(InputError, match=r"Every plan has all 72 devices; on 64 of them .*cp_ulysses=.* fits"):
         search("llama3-8b", "1x72 gb200", 1, 2**20)
+
+
+def test_a_precision_that_is_fixed_is_the_one_that_is_searched() -> None:
+    """Whatever is given beside it."""
+    for name in ("fp16", "bf16-full"):
+        found = plan("llama3-8b", "1x8 h100-sxm-80gb", global_batch=8, seq=2048,
+                     constraints=Constraints(fixed=(("precision", name),)), precision="bf16")  # fmt: skip
+        assert found.best.plan.precision == name
 
 
 def test_a_batch_that_no_plan_takes_names_the_nearest_that_would() -> None:

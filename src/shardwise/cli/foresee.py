@@ -100,13 +100,14 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
         words["max_tp"], words["max_pp"], words["max_cp"], fixed, words["min_memory_headroom"],
         check if words["runnable"] else None,
     )  # fmt: skip
+    precision = constraints.precision(words["precision"])
     with timing(not answer.as_json) as say:
-        subject, batch = subject_and_batch(task, cluster, words, words["precision"], say=say)
+        subject, batch = subject_and_batch(task, cluster, words, precision, say=say)
         found = search_plans(
-            subject, cluster, constraints, precision=words["precision"], say=say,
+            subject, cluster, constraints, precision=precision, say=say,
             show=None if answer.as_json else lambda first, looked_at: block(first_text(first, looked_at)),
         )  # fmt: skip
-        job = jobs(subject, cluster, found, constraints, words["precision"], asked)
+        job = jobs(subject, cluster, found, constraints, precision, asked)
     best, cluster = found.best, found.cluster or cluster
     named = task if subject.own and not subject.head else "MODULE:TASK"  # a shape or a configuration has no data
     written = str(best.plan)

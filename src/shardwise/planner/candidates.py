@@ -74,6 +74,10 @@ class Constraints:
     def value(self, name: str) -> object | None:
         return dict(self.fixed).get(name)
 
+    def precision(self, asked: str) -> str:
+        """Returns the precision that is fixed, else the one that was asked for beside the fixed fields."""
+        return str(self.value("precision") or asked)
+
 
 def _written(value: object) -> object:
     """A grid of tiles without dims of one tile at its end: 2x1 is 2."""

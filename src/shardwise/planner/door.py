@@ -196,6 +196,7 @@ def plan(
     Raises `InputError` where no plan fits, with the nearest.
     """
     where = Cluster.parse(cluster)
+    precision = (constraints or Constraints()).precision(precision)
     subject = subject_of(
         task, where, global_batch=global_batch, seq=seq, precision=precision, software_name=software,
         randomness=randomness,
