@@ -154,7 +154,7 @@ def test_operations_with_any_dim_cut_equal_those_of_the_whole(pool, kind: dict) 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_operations_with_any_dims_cut_equal_those_of_the_whole(pool, ranks: int) -> None:
-    found = pool.run(_found, ranks, list(OPERATIONS), timeout_s=200)
+    found = pool.run(_found, ranks, list(OPERATIONS), timeout_s=900)
     wrong = {name: result for rank in found for name, result in rank.items() if not _equal(result)}
     assert not wrong
 

@@ -344,7 +344,7 @@ def both(pool, name: str, text: str, even: bool = False) -> tuple[list[float], l
     layout = of_plan(plan, global_batch=samples, seq=1, uneven=True)
     traced = Traced(task, HERE, software("shardwise"), plan.precision, (layout.micro_batch,) * 2, cuts=True)
     forecast = [ledger.allocated for ledger in traced.every_rank(layout, samples)]
-    return forecast, [peak for peak, _ in pool.run(live_peak, plan.world_size, name, text, even)]
+    return forecast, [peak for peak, _ in pool.run(live_peak, plan.world_size, name, text, even, timeout_s=240)]
 
 
 def beyond(pool, name: str, plans: list[str], within: float = 0.02) -> list[str]:

@@ -147,10 +147,15 @@ def test_some_operations_equal_those_of_the_whole(pool, ranks: int, grid: tuple[
     _all_equal(pool.run(_found, ranks, drawn, grid, timeout_s=60))
 
 
+def test_a_rank_that_is_dealt_no_signal_comes_to_the_same_collectives(pool) -> None:
+    """Two signals for three ranks, the third of which computes a stand-in."""
+    _all_equal(pool.run(_found, 3, ["short transforms"], (3, 1), (1, 2, 7, 9), timeout_s=60))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("ranks", "grid"), [(2, (2, 1)), (3, (1, 3)), (4, (2, 2)), (6, (3, 2)), (6, (6, 1))])
 def test_all_operations_equal_those_of_the_whole(pool, ranks: int, grid: tuple[int, int]) -> None:
-    _all_equal(pool.run(_found, ranks, list(OPERATIONS), grid, timeout_s=240))
+    _all_equal(pool.run(_found, ranks, list(OPERATIONS), grid, timeout_s=600))
 
 
 def _extremes_with_an_empty_tile() -> list[float | str]:

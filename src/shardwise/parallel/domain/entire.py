@@ -83,7 +83,8 @@ def with_whole(
     now = cuts(first, range(first.dim()))
     shares = [opened(each, now) for each in (first, *(dealt_alike(each, now) for each in others))]
     empty = [cut.dim for cut in now if not (empties or shares[0].shape[cut.dim])]
-    results = run(*(with_elements(share, empty) for share in shares))
+    shares = [with_elements(share, empty) for share in shares]  # one, where a rank has none
+    results = run(*shares)
     gone = sorted(dims)[:lost]
 
     def back(result: torch.Tensor) -> torch.Tensor:
