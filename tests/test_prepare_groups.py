@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 import shardwise
 from shardwise.errors import RunError
 from shardwise.ranks import RankPool
+from shardwise.scripts.reductions import answered
 
 
 class Sharpness(torch.optim.Optimizer):
@@ -138,3 +139,11 @@ def never_finite(plan: str) -> None:
 def test_a_step_by_what_is_not_finite_is_refused(pool: RankPool) -> None:
     with pytest.raises(RunError, match=r"not finite in step 0.*optimizer.step\(\)"):
         pool.run(never_finite, 2, "dp_shard=2,zero=2")
+
+
+def test_what_is_not_finite_on_one_rank_is_so_for_all() -> None:
+    """Python's max passes over a NaN that does not come first."""
+    rows = [[1.0], [float("nan")], [2.0]]
+    for name in ("max", "min", "norm"):
+        words = {"p": float("inf")} if name == "norm" else {}
+        assert answered(name, (torch.ones(2),), words, lambda row: rows).isnan()

@@ -38,13 +38,13 @@ class ReadDraws:
         self.samples()
 
     def sample(self, index: int) -> None:
-        """Before a dataset fetches this sample."""
+        """Seed for one sample that a dataset is about to fetch."""
         self.look()
         seed_generators(seed_of("sample", self._seed, self._epoch, index))
         self._of_sample, self._stood = True, None if self.by_sample else generators()
 
     def samples(self) -> None:
-        """Before all that is given several samples."""
+        """Seed for what is given several samples: a collate function, a source's read."""
         self.look()
         seed_generators(seed_of("read", self._seed, self._start))
         self._of_sample, self._stood = False, generators()

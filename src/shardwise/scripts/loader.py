@@ -286,7 +286,7 @@ class Events:
         """Called when the script asks for the next batch."""
 
     def after_epoch(self) -> None:
-        """Called when the loop has ended, or was left."""
+        """Called once when the script's loop over the loader has ended, or was left by `break`."""
 
 
 class PartSampler:

@@ -80,7 +80,8 @@ def _sum(piece: torch.Tensor) -> float:
 
 
 def _column(rows: list[list[float]], merge: Callable[[list[float]], float], at: int = 0) -> float:
-    return float(merge([row[at] for row in rows]))
+    values = [row[at] for row in rows]
+    return math.nan if any(map(math.isnan, values)) else float(merge(values))  # Python's max may pass over one
 
 
 def _number(like: torch.Tensor, value: float) -> torch.Tensor:

@@ -46,7 +46,7 @@ class Table:
 
     @property
     def same(self) -> bool:
-        """Whether the outputs along the dim are just the inputs."""
+        """Returns whether each output along the dim is the input at the same index."""
         return self.size == self.n and (self.scale in (None, 1.0) or self.kind.endswith("-antialias"))
 
     def reach(self, start: int, stop: int) -> tuple[int, int]:
