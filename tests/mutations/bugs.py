@@ -509,7 +509,7 @@ DETERMINISTIC = [
         M + "mlp", "dp_shard=2,zero=1,deterministic=12"),
     bug("pieces are cut from the first sample on", "step.batching:pieces_of",
         "low = first - part.start if last > first else 0", "low = 0", M + "mlp", "dp_replicate=2,deterministic=12"),
-    bug("a unit of zero=3 keeps its last piece alone", "parallel.full:ReduceInOrder.__call__",
+    bug("a unit of zero=3 keeps its last piece alone", "comm.tree:ReduceInOrder.__call__",
         "output_tensor.copy_(total)", "output_tensor.copy_(rows.sum(0))", M + "decoder",
         "dp_shard=2,zero=3,deterministic=12"),
     bug("masks of a piece are those of the batch's first samples", "step.batching:pieces_of",

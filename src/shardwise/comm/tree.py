@@ -10,6 +10,7 @@ number of pieces is a power of two times the ranks and nothing is accumulated.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 
@@ -129,3 +130,27 @@ def positive(value: torch.Tensor | None, like: torch.Tensor | None = None) -> to
         assert like is not None
         return torch.zeros_like(like)
     return value.add_(0.0)
+
+
+class ReduceInOrder:
+    """FSDP2's reduce-scatter of one unit: nothing until the step's last piece, and then the sum over all of them."""
+
+    def __init__(self, order: FixedOrder):
+        self.order = order
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Returns a new tensor without values."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """Deal the unit's gradients of every rank's piece; a step's sum is the only one that is not zero."""
+        ranks = self.order.axis.size
+        rows = torch.empty_like(input_tensor).view(ranks, -1)
+        all_to_all(rows, input_tensor.view(ranks, -1), [1] * ranks, [1] * ranks, self.order.axis, "gradients")
+        total = self.order.add_rows(self, rows)
+        if total is None:
+            output_tensor.zero_()
+        else:
+            output_tensor.copy_(total)

@@ -33,8 +33,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardwise.comm import Gathering, Trail, all_reduce, all_to_all, broadcast, ready
-from shardwise.comm.tree import FixedOrder
+from shardwise.comm import Gathering, Trail, all_reduce, broadcast, ready
+from shardwise.comm.tree import FixedOrder, ReduceInOrder
 from shardwise.errors import RefusedPlan
 from shardwise.mesh import Mesh
 from shardwise.parallel.slots import Slot, ValueOf, bring_back, joined
@@ -438,27 +438,3 @@ class OutsideReads(TorchDispatchMode):
             return leaf
         self.units.add(self._held[id(leaf)][1])
         return self.gather(leaf)
-
-
-class ReduceInOrder:
-    """FSDP2's reduce-scatter of one unit: nothing until the step's last piece, and then the sum over all of them."""
-
-    def __init__(self, order: FixedOrder):
-        self.order = order
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns a new tensor without values."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> None:
-        """Deal the unit's gradients of every rank's piece; a step's sum is the only one that is not zero."""
-        ranks = self.order.axis.size
-        rows = torch.empty_like(input_tensor).view(ranks, -1)
-        all_to_all(rows, input_tensor.view(ranks, -1), [1] * ranks, [1] * ranks, self.order.axis, "gradients")
-        total = self.order.add_rows(self, rows)
-        if total is None:
-            output_tensor.zero_()
-        else:
-            output_tensor.copy_(total)
