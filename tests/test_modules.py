@@ -134,6 +134,15 @@ def test_state_names_what_changed_and_restores_it() -> None:
     assert (module.number, module.history, float(module.calls), hasattr(module, "made_late")) == (0, [], 0.0, False)
 
 
+def test_children_that_a_forward_makes_go_with_it() -> None:
+    module: Any = torch.nn.Sequential()
+    module.register_module("declared", None)
+    state = ModuleState(module)
+    module.declared, module.added = torch.nn.Identity(), torch.nn.Identity()
+    state.restore()
+    assert dict(module._modules) == {"declared": None} and module.declared is None
+
+
 def test_a_buffer_that_was_written_past_autograd_is_restored() -> None:
     """By `.data` torch counts no version, as moving averages are often written."""
     module = torch.nn.BatchNorm1d(2)

@@ -2,7 +2,7 @@
 
 A forward that runs more often than one process would run it (a look at a few samples, recompute in backward) must
 leave counters, running statistics and lists as if it had not. Hooks that it adds go with the attribute that says so:
-otherwise the next forward, which finds no such attribute, would add them a second time.
+otherwise the next forward, which finds no such attribute, would add them a second time. So do children that it makes.
 
 What this does not do: follow objects below the first level of a list, dict or set, or state outside the module.
 """
@@ -30,10 +30,10 @@ _PLAIN = (type(None), bool, int, float, complex, str, tuple, torch.Tensor, *_CON
 
 
 def _tables(module: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """Each module's own buffers and attributes, without what `nn.Module` itself keeps."""
+    """Each module's own buffers, attributes and names of children and parameters."""
     found: list[tuple[nn.Module, dict[str, Any]]] = []
     for child in module.modules():
-        found += [(child, child._buffers), (child, vars(child))]
+        found += [(child, table) for table in (child._buffers, child._modules, child._parameters, vars(child))]
     return found
 
 
@@ -47,9 +47,18 @@ def _hooks(module: nn.Module) -> Iterator[dict[int, Any]]:
 
 
 def _keys(child: nn.Module, table: dict[str, Any]) -> list[str]:
-    if table is child._buffers:
+    if table is not vars(child):
         return list(table)
     return [key for key, value in table.items() if key not in _OWN and isinstance(value, _PLAIN)]
+
+
+def _kept_in(child: nn.Module, table: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    """The places whose values a forward may change; of children and parameters those that have none yet.
+
+    Others are not a forward's to exchange: FSDP2 does so, and what it put there has to stay.
+    """
+    empty = table is child._modules or table is child._parameters
+    return [(table, key) for key in _keys(child, table) if not empty or table[key] is None]
 
 
 class ModuleState:
@@ -65,7 +74,7 @@ class ModuleState:
         self._caches = CacheState(module) if only is None else None
         self._by_value, self._all = by_value, by_value and only is not None
         self.tables = _tables(module) if only is None else []
-        places = [(table, key) for child, table in self.tables for key in _keys(child, table)] if only is None else only
+        places = [place for child, table in self.tables for place in _kept_in(child, table)] if only is None else only
         self._keys = [set(table) for _, table in self.tables]
         self._kept = [(table, key, table[key], _copied(table[key])) for table, key in places if key in table]
         self._absent = [(table, key) for table, key in places if key not in table]
