@@ -169,6 +169,14 @@ def mean_extra(out: Tensor, batch: Pair) -> tuple[Tensor, int, dict[str, Tensor]
     return *tasks.feature_loss(out, batch), {"entropy": out.softmax(-1).square().mean()}
 
 
+def crossed_loss(out: Tensor, batch: Pair) -> tuple[Tensor, int]:
+    return F.mse_loss(out[:, :1], batch[1].float(), reduction="sum"), len(out)
+
+
+def all_pairs() -> Task:
+    return variant(loss=crossed_loss)
+
+
 def a_mean() -> Task:
     return variant(loss=mean_loss)
 
@@ -216,6 +224,7 @@ def own_statistics() -> Task:
         ("a_constant_weight", "does not add up over samples: its weight on 5 samples"),
         ("a_mean_as_extra", "does not add up over samples: its extra 'entropy'"),
         ("mixing_samples", "does not add up over samples: its sum"),
+        ("all_pairs", "(5, 1) meets (5,), which makes all pairs of samples: bring both to one shape"),
         ("own_statistics", "'running' is computed from the samples of a micro-batch, by other means than batch norm"),
     ],
 )  # fmt: skip

@@ -299,6 +299,9 @@ def _sums() -> dict[str, float]:
                 assert (made.pending is not None, made.coming is not None) == begun
                 return made
 
+            def turned(on=on) -> Sum:
+                return Sum(shares[axis.index].reshape(10, 4).t(), on)
+
             checks = {
                 "alone": (new(), whole),
                 "sum of sums": (new() + new() - new(), whole),
@@ -315,6 +318,7 @@ def _sums() -> dict[str, float]:
                 "another shape, in place": (new().transpose_(1, 2).mul_(2), 2 * whole.transpose(1, 2)),
                 "writes another argument": (F.rrelu(new(), 0.2, 0.4), F.rrelu(whole, 0.2, 0.4)),
                 "beside plain": (whole + new(), 2 * whole),
+                "as it lay in memory": (turned().t().view(-1) * 1, whole.reshape(-1)),
             }
             if not sequence:  # where views are dealt by themselves, it is refused below
                 written, seen, other = (new() for _ in range(3))

@@ -93,6 +93,14 @@ def test_a_rank_that_ends_is_the_last_word(how, told, folder, capfd):
     assert how != "--abort" or re.search(r"rank 1 was here:\n.*Aborted\n\n.*\n.*script.py\", line \d+", err), err
 
 
+def test_an_error_of_ours_that_names_the_line_is_told_without_frames(folder, capfd):
+    (folder / "plain.py").write_text(SCRIPT.replace("prepared.backward(loss)", "loss.backward()"))
+    assert call(["run", "--nproc", "2", "plain.py", "out.json"]) == 2
+    err = capfd.readouterr().err
+    assert "Traceback" not in err and "plain.py, line " in err.strip().splitlines()[-1]
+    assert "call prepared.backward(loss), of what prepare returns" in err
+
+
 def test_options_behind_the_script_are_the_script_s_own_and_told(folder, capfd):
     (folder / "short.py").write_text("import sys; print(sys.argv[1:])\n")
     assert call(["run", "--nproc", "1", "short.py", "--nproc", "4"]) == 0

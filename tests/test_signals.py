@@ -63,8 +63,8 @@ def steps(text: str, folder: Path, leader: int) -> bool:
 
 
 def saved(text: str, folder: Path, leader: int) -> bool:
-    """Whether a checkpoint is being written."""
-    return any(folder.glob("runs/*/checkpoints/*"))
+    """Whether a checkpoint is being written; a file is there earlier, to see whether ranks share disks."""
+    return any(path.is_dir() for path in folder.glob("runs/*/checkpoints/*"))
 
 
 def ranks_start(text: str, folder: Path, leader: int) -> bool:

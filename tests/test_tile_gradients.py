@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from dataclasses import replace
 
 import pytest
@@ -30,6 +31,7 @@ from shardwise.part.summands import with_summed_gradient
 
 STEPS = (1e-6, 1e-8)  # the second where a kink, or a place that is rounded, may lie within the first
 BAR = 1e-5
+TORCH = "torch refuses it"
 
 
 def _slopes(case: tiles.Case, axes: tuple[Axis, ...], seed: int) -> float | str:
@@ -39,7 +41,7 @@ def _slopes(case: tiles.Case, axes: tuple[Axis, ...], seed: int) -> float | str:
     """
     expected = tiles._whole(case, seed)
     if expected is None:
-        return "torch refuses it"
+        return TORCH
     x, params, output, weight, gradients = expected
     weight[..., output.shape[-1] - case.buffers :] = 0
     draws = torch.Generator().manual_seed(seed + 1)
@@ -88,11 +90,12 @@ def _checked(seed: int, kinds: tuple[str, ...], each: int) -> list[tuple[str, fl
 
 
 def _judge(found: list[list[tuple[str, float | str]]], seed: int) -> int:
-    """How many slopes agree; every rank has the same number, and few are refused."""
+    """How many slopes agree; every rank has the same number, and few are refused that torch takes."""
+    tried = [row for row in found[0] if row[1] != TORCH]
     checked = [row for row in found[0] if isinstance(row[1], float)]
     wrong = [row for rows in found for row in rows if isinstance(row[1], float) and not row[1] <= BAR]
     assert not wrong, f"seed {seed}: {wrong[:3]}"
-    assert len(checked) >= 0.6 * len(found[0])
+    assert len(checked) >= 0.6 * len(tried)
     return len(checked)
 
 
@@ -105,6 +108,7 @@ def test_gradients_on_tiles_are_slopes(pool) -> None:
 @pytest.mark.parametrize("kind", list(tiles.DRAWS))
 def test_gradients_of_every_kind_are_slopes(pool, kind: str, ranks: int) -> None:
     seed = random.randrange(2**31)
+    sys.stderr.write(f"seed {seed}\n")  # a rank that raises leaves no other trace
     assert _judge(pool.run(_checked, ranks, seed, (kind,), 12, timeout_s=600), seed)
 
 

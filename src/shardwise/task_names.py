@@ -177,7 +177,10 @@ def where(error: BaseException, *, own_alone: bool = False) -> str:
 def inputs_hint(error: BaseException) -> str:
     """What to give where a batch of several tensors seems to be taken for the model's arguments; else nothing."""
     if isinstance(error, TypeError) and "argument" in str(error) and "numpy" not in str(error):
-        return ". If the batch holds more than the model's arguments, give Task.inputs (batch -> args, kwargs)"
+        return (
+            ". If the batch holds more than the model's arguments, give Task.inputs, batch -> (args, kwargs), such as "
+            'inputs=lambda batch: ((batch["x"],), {})'
+        )
     return ""
 
 

@@ -157,7 +157,7 @@ def reason(error: Exception) -> str:
     if of_a_device(error):
         hint = f". {LEAVE_OUT}"
     notes = "".join(f". {note}" for note in getattr(error, "__notes__", ()))  # of what the loss was given
-    return f"{where(error)}{hint or notes or _given_to(error)}"
+    return f"{where(error, own_alone=True)}{hint or notes or _given_to(error)}"
 
 
 def _given_to(error: Exception) -> str:

@@ -8,7 +8,9 @@ and which dim of each random tensor is the batch; masks dealt by those dims must
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +25,7 @@ from shardwise.parallel.batchnorm import batch_norm_modules
 from shardwise.parallel.full import USED_OUTSIDE
 from shardwise.random import EACH_ITS_OWN, BatchDims, GlobalRandom, Samples
 from shardwise.step.loss import Loss
+from shardwise.trace.all_pairs import AllPairs, told_pairs
 from shardwise.trace.without_gradient import HooksLeftOut
 
 
@@ -65,7 +68,7 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
 
     settings = {"joined": joined, "dtype": dtype, "strict": strict, "masks": masks, "share": share, "again": again}
     try:
-        with torch.no_grad(), HooksLeftOut():
+        with torch.no_grad(), HooksLeftOut(), _unwarned():
             return _look(module, evaluate, whole, parts, sizes, **settings)
     except RuntimeError as error:
         if not needs_gradients(error):
@@ -73,8 +76,16 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
     if staged:
         raise RefusedPlan(STAGES_APART)
     refuse_units(module)
-    with torch.enable_grad():
+    with torch.enable_grad(), _unwarned():
         return _look(module, evaluate, whole, parts, sizes, **settings)
+
+
+@contextmanager
+def _unwarned() -> Iterator[None]:
+    """A warning of the task's is given in its first step: not here, for each number of samples that is looked at."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, Any] | None,
@@ -89,7 +100,8 @@ def _look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, A
         run = Runner(module, evaluate, seen)
         findings.batch_norms = batch_norm_modules(module)
         before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        of_whole, calls, after = run(whole)
+        with AllPairs(sizes[0]) as pairs:
+            of_whole, calls, after = run(whole)
         if anywhere(seen.attends):
             findings.scores = run.scores = True
             seen.calls.clear()
@@ -102,7 +114,8 @@ def _look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, A
             findings.notices.append("a batch of one sample cannot be split: the loss was not checked to add up")
         elif not problems:
             first, _, changed_by_first = run(parts[0])
-            second, part_calls, changed_by_second = run(parts[1])
+            with AllPairs(sizes[2]) as pairs_of_part:
+                second, part_calls, changed_by_second = run(parts[1])
             drawn += part_calls
             findings.dims.learn(calls, part_calls, sizes[0], sizes[2])
             if anywhere(seen.reads_values and (calls or part_calls)):
@@ -114,7 +127,7 @@ def _look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, A
             if not _finite(of_whole, first, second):
                 findings.notices.append("the loss on the first samples is not finite: not checked to add up")
             elif joined is None:
-                problems += _sums_differ(of_whole, first, second, sizes, dtype)
+                problems += _sums_differ(of_whole, first, second, sizes, dtype, told_pairs(pairs, pairs_of_part))
             elif strict:
                 problems += _joined_differs(of_whole, Runner(module, joined, seen)((whole, parts))[0], dtype)
             if masks and strict and joined is None and anywhere(findings.dims.known) and not problems:
@@ -175,7 +188,8 @@ def _finite(*losses: Loss) -> bool:
     return all(math.isfinite(value) for loss in losses for value in loss.numbers().values())
 
 
-def _sums_differ(whole: Loss, first: Loss, second: Loss, sizes: tuple[int, int, int], dtype: torch.dtype) -> list[str]:
+def _sums_differ(whole: Loss, first: Loss, second: Loss, sizes: tuple[int, int, int], dtype: torch.dtype,
+                 pairs: str) -> list[str]:  # fmt: skip
     apart = _apart(whole, first, second, dtype)
     if apart is None:
         return []
@@ -183,6 +197,8 @@ def _sums_differ(whole: Loss, first: Loss, second: Loss, sizes: tuple[int, int, 
     found = f"its {name} on {n} samples and on {a} and {b} of them is {value:.6g} against {parts:.6g} in parts"
     if name.startswith("weight"):
         return [f"the loss does not add up over samples: {found}. The weight must be counted from the samples at hand"]
+    if pairs:
+        return [f"the loss does not add up over samples: {found}; {pairs}"]
     return [
         f"the loss does not add up over samples: {found}. Return (sum, weight), not a mean; a loss over pairs of "
         'samples (contrastive) declares loss_scope="global"; a module that mixes samples other than by batch norm is '

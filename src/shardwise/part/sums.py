@@ -175,7 +175,7 @@ class Sum(Distributed):
                 owners = Owners.blocks(self.shape[1], self.axis.size)
                 self.total = Part(scatter_sum(self.local, 1, owners, self.axis), 1, owners, self.axis, soft=True)
             else:
-                self.total = all_sum(self.local, self.axis)
+                self.total = _laid_as(all_sum(self.local, self.axis), self.local)
             if self.added is not None:
                 self.total = self.total + self.added
             if isinstance(self.total, Part):
@@ -189,6 +189,13 @@ class Sum(Distributed):
         if self.dim() == 3 and self.shape[1] == part.shape[1] and self.shape[2] == part.shape[2]:
             return part
         return gathered(part).view(self.shape)
+
+
+def _laid_as(total: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """The total with the summand's strides: views that can be taken of the one are taken of the other later."""
+    if isinstance(total, Distributed) or isinstance(local, Distributed) or total.stride() == local.stride():
+        return total
+    return torch.empty_like(local, dtype=total.dtype).copy_(total)
 
 
 def is_sum(tensor: Any) -> bool:

@@ -43,12 +43,15 @@ def run_script(path: str, arguments: Sequence[str], shown: bool) -> None:
 def of_script(trace: str, path: str) -> str:
     """A rank's traceback from the script's first frame on: what started the script is left out.
 
-    Nothing where an error of ours, whose message says all, was raised beside the script.
+    Nothing where an error of ours was raised beside the script, or names the script's line in its message.
     """
     lines = trace.rstrip().splitlines()
     start = next((at for at, line in enumerate(lines) if f'File "{path}"' in line), None)
+    ours = lines[-1].startswith(_OURS)
+    if ours and re.search(r"\.py, line \d+(: .*)?\]$", lines[-1]):
+        return ""
     if start is None:
-        return "" if lines[-1].startswith(_OURS) else trace
+        return "" if ours else trace
     return "\n".join([lines[0], *lines[start:]])
 
 

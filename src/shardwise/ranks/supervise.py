@@ -161,7 +161,7 @@ def describe_exit(code: int | None) -> str:
         return f"left with exit code {code} before it reported"
     name = signal.Signals(-code).name
     hint = {
-        "SIGKILL": " (the system may have run out of memory)",
+        "SIGKILL": " (the system may have run out of memory: see `dmesg`; accumulate=, zero=3, remat=full need less)",
         "SIGABRT": " (a collective whose ranks disagree on shapes aborts; TORCH_DISTRIBUTED_DEBUG=DETAIL tells)",
         "SIGBUS": " (shared memory may be full)",
     }.get(name, "")

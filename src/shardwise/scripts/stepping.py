@@ -282,9 +282,10 @@ class Stepping(Weighing):
         if self.calls.stray:
             raise InputError(
                 f"{call}: loss.backward() or another model's backward has left gradients in this one since its last "
-                "zero_grad(), which belong to no step of the plan: call prepared.backward(loss) for its own loss, "
-                "zero_grad() of its optimizer before that, and step() before the other's backward; of models that "
-                "one loss trains together: prepared.backward(loss, also=[of_other])"
+                "zero_grad(), which belong to no step of the plan: for its own loss call prepared.backward(loss), of "
+                "what prepare returns (prepared = model, optimizer, loader = shardwise.prepare(...)); where two models "
+                "are trained, zero_grad() of its optimizer before that, and step() before the other's backward; of "
+                "models that one loss trains together: prepared.backward(loss, also=[of_other])"
             )
 
     def _flush(self) -> None:

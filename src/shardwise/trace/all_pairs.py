@@ -1,0 +1,62 @@
+"""Find where a function of torch meets (n, 1) with (n,): broadcasting gives (n, n), every sample with every other one.
+
+    prediction   (n, 1)
+    target       (n,)        prediction - target is (n, n), and so is what `mse_loss` sums
+
+It is a mistake so common that torch warns of it in losses; the numbers that it gives look like any others.
+"""
+
+from __future__ import annotations
+
+import sys
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from shardwise.task_names import is_own
+from shardwise.trace.leaves import tensors_in
+
+
+class AllPairs(TorchFunctionMode):
+    """While entered, notes the calls in which two tensors of `samples` samples meet along different dims."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        self.samples = samples
+        self.found: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []  # file and line, the two shapes
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        if self.samples > 1 and len(args) > 1:
+            self._look(tensors_in(args, torch.Tensor))
+        return output
+
+    def _look(self, given: list[torch.Tensor]) -> None:
+        for first, second in pairwise(given):
+            if _crosses(tuple(first.shape), tuple(second.shape), self.samples):
+                frame: Any = sys._getframe(2)
+                while frame is not None and not is_own(frame.f_code.co_filename):
+                    frame = frame.f_back
+                place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+                self.found.append((place, tuple(first.shape), tuple(second.shape)))
+
+
+def _crosses(first: tuple[int, ...], second: tuple[int, ...], samples: int) -> bool:
+    """Whether two shapes broadcast to one with two dims of all samples, each of which one of the two has alone."""
+    dims = max(len(first), len(second))
+    pairs = list(zip((1,) * (dims - len(first)) + first, (1,) * (dims - len(second)) + second, strict=True))
+    return all(a == b or 1 in (a, b) for a, b in pairs) and pairs.count((samples, 1)) == pairs.count((1, samples)) == 1
+
+
+def told_pairs(whole: AllPairs, part: AllPairs) -> str:
+    """Returns the first such call on a batch that happens on a part of it too, as text; "" where there is none.
+
+    A size that merely happens to be the number of samples does not change with it.
+    """
+    for place, first, second in whole.found:
+        if any(place == other for other, *_ in part.found):
+            line = f"at {place} " if place else ""
+            return f"{line}{first} meets {second}, which makes all pairs of samples: bring both to one shape"
+    return ""
