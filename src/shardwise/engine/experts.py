@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from shardwise.comm import of_first
-from shardwise.errors import RefusedPlan
 from shardwise.layout import Plan
 from shardwise.mesh import Mesh
 from shardwise.parallel.expert import ExpertParallel, find_experts, find_row_wise
 from shardwise.parallel.expert.apply import ExpertCall, Stack
-from shardwise.parallel.tensor import TensorParallel
-from shardwise.parallel.tensor.derive import WeightCut
 from shardwise.precision import Precision
 from shardwise.step.forward import run_alone
 from shardwise.task import Task
@@ -20,11 +17,10 @@ from shardwise.trace.deferred import Built
 
 
 def spread_experts(
-    task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built, tensor: TensorParallel | None, batch: Any
+    task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built, batch: Any
 ) -> ExpertParallel:
     """The experts over the plan's ep axis, found by rank 0 for all. `batch`: a few samples. Collective."""
-    cuts = tensor.cuts if tensor is not None else {}
-    return ExpertParallel(_told(lambda: look_for_experts(task, plan, precision, built, cuts, batch), mesh), mesh.ep)
+    return ExpertParallel(_told(lambda: look_for_experts(task, plan, precision, built, batch), mesh), mesh.ep)
 
 
 def own_row_experts(task: Task, mesh: Mesh, precision: Precision, built: Built, batch: Any) -> list[Stack]:
@@ -49,18 +45,14 @@ def _told(find: Callable[[], list[Stack]], mesh: Mesh) -> list[Stack]:
     ]
 
 
-def look_for_experts(
-    task: Task, plan: Plan, precision: Precision, built: Built, cuts: Mapping[str, WeightCut], batch: Any
-) -> list[Stack]:
-    """The modules of experts that can be dealt over `plan.ep` ranks, beside what tp cuts.
+def look_for_experts(task: Task, plan: Plan, precision: Precision, built: Built, batch: Any) -> list[Stack]:
+    """The modules of experts that can be dealt over `plan.ep` ranks.
 
     Raises `RefusedPlan` where there are none, or where they cannot be spread, with the reason.
     """
-    stacks = find_experts(built, batch, run_alone(task, precision), plan.ep, precision.held)
-    for name in (name for stack in stacks for name in stack.names):
-        if name in cuts and cuts[name].dim == 0:
-            raise RefusedPlan(
-                f"tp={plan.tp} cuts '{name}' by experts, and so does ep={plan.ep}: keep it whole under tp "
-                f"(tp_whole={name}), or use one of the two"
-            )
-    return stacks
+    return find_experts(built, batch, run_alone(task, precision), plan.ep, precision.held)
+
+
+def names_of(stacks: list[Stack]) -> frozenset[str]:
+    """The stacked weights of modules of experts."""
+    return frozenset(name for stack in stacks for name in stack.names)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from shardwise.comm.recording import refusing_others
 from shardwise.comm.tree import FixedOrder
 from shardwise.engine.cutting import StagePlacement, cut_module
-from shardwise.engine.experts import own_row_experts, spread_experts
+from shardwise.engine.experts import names_of, own_row_experts, spread_experts
 from shardwise.engine.materialise import (
     build_everywhere,
     empty_parameters,
@@ -182,10 +182,11 @@ def _spread(
 ) -> _Spread:  # fmt: skip
     """What the plan spreads of the module, found from a few samples. Collective."""
     found = _Spread()
-    if plan.tp > 1:
-        found.tensor = cut_tensors(task, plan, mesh, precision, built, few)
     if plan.ep > 1:
-        found.experts = spread_experts(task, plan, mesh, precision, built, found.tensor, few)
+        found.experts = spread_experts(task, plan, mesh, precision, built, few)
+    if plan.tp > 1:
+        dealt = names_of(found.experts.stacks) if found.experts is not None else frozenset()
+        found.tensor = cut_tensors(task, plan, mesh, precision, built, few, dealt)
     if mesh.inner:
         experts = found.experts
         found.row_wise = experts.stacks if experts else own_row_experts(task, mesh, precision, built, few)

@@ -22,22 +22,29 @@ from shardwise.trace.deferred import Built, build
 
 
 def cut_tensors(
-    task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built, batch: Any
+    task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built, batch: Any,
+    dealt: frozenset[str] = frozenset(),
 ) -> TensorParallel:  # fmt: skip
     """The cuts of the plan's tp axis, found by rank 0 for all. `batch`: a few samples. Collective.
 
+    dealt  stacked weights whose experts ep deals: tp cuts the inside of each
+
     Raises `RefusedPlan` where nothing can be cut, with the reasons.
     """
-    told = of_first(lambda: derive_cuts(task, plan, precision, built, batch).told(), mesh.world, mesh.device)
+    told = of_first(
+        lambda: derive_cuts(task, plan, precision, built, batch, dealt=dealt).told(), mesh.world, mesh.device
+    )
     return TensorParallel(Derived.heard(told), replace(mesh.tp, sequence=plan.sp, early=plan.tp_overlap))
 
 
 def derive_cuts(
-    task: Task, plan: Plan, precision: Precision, built: Built, batch: Any, followed: Followed | None = None
+    task: Task, plan: Plan, precision: Precision, built: Built, batch: Any, followed: Followed | None = None,
+    dealt: frozenset[str] = frozenset(),
 ) -> Derived:  # fmt: skip
     """What `plan.tp` ranks hold of each parameter, from a few samples. Needs no process group.
 
     followed  what earlier calls for this task and precision found, whatever the degree; grows
+    dealt     stacked weights whose experts ep deals: tp cuts the inside of each
     """
     try:
         derived = find_cuts(
@@ -49,6 +56,7 @@ def derive_cuts(
             sequence=plan.sp,
             dtype_of=precision.held,
             followed=followed,
+            dealt=dealt,
         )
     except ShardwiseError:
         raise

@@ -27,7 +27,7 @@ import torch
 from shardwise.comm import Axis
 from shardwise.costs.layout import Layout
 from shardwise.engine.cutting import cut_forward
-from shardwise.engine.experts import look_for_experts, row_wise_experts
+from shardwise.engine.experts import look_for_experts, names_of, row_wise_experts
 from shardwise.engine.positions import find_positions
 from shardwise.engine.recipe import make_gradients_dense
 from shardwise.engine.samples import SAMPLES, a_few, few_samples
@@ -200,10 +200,11 @@ class Looks:
         """The cuts of tp."""
         if plan.tp == 1:
             return None
-        key = plan.tp, plan.sp, plan.tp_whole, plan.precision
+        dealt = names_of(self.stacks(plan))
+        key = plan.tp, plan.sp, plan.tp_whole, plan.precision, dealt
         return once(self._derived, key, lambda: derive_cuts(
             self.task, plan, Precision.of(plan), self.built, a_few(self.few),
-            self._followed.setdefault(plan.precision, {}),
+            self._followed.setdefault(plan.precision, {}), dealt,
         ))  # fmt: skip
 
     def positions(self, plan: Plan) -> Positions | None:
@@ -238,11 +239,8 @@ class Looks:
         """The modules whose experts ep deals."""
         if plan.ep == 1:
             return []
-        key = plan.ep, plan.tp, plan.sp, plan.tp_whole, plan.precision
-        derived = self.derived(plan)
-        cuts = derived.cuts if derived is not None else {}
-        return once(self._stacks, key, lambda: look_for_experts(
-            self.task, plan, Precision.of(plan), self.built, cuts, a_few(self.few)
+        return once(self._stacks, (plan.ep, plan.precision), lambda: look_for_experts(
+            self.task, plan, Precision.of(plan), self.built, a_few(self.few)
         ))  # fmt: skip
 
 

@@ -319,9 +319,8 @@ class Calls(Heard, Events):
             self.whole.dims = self._look_now.dims
             args, kwargs = self._own_samples(self.whole, args, kwargs)
         if self.draws is not None:
-            if self.engine.state.phase.same:
-                self.suspend()  # what is drawn is drawn alike on every rank
-            else:
+            self.draws.alike = self.engine.state.phase.same
+            if not self.draws.alike:
                 self.draws.enter(first=not self._dim and not self._look_now.turned)
         elif self.randomness == "fast" and self.engine.data_ranks > 1:
             self.forwards += 1
@@ -371,8 +370,7 @@ class Calls(Heard, Events):
         self.inside -= 1
         if self.draws is not None:
             self.draws.leave()
-            if self.engine.state.phase.same and not self._done:
-                self.resume()
+            self.draws.alike = False
         self.engine.state.phase.same = False
         output = whole(output)  # which a script's own code is given
         if self.engine.state.precision.mixed:

@@ -67,6 +67,7 @@ class SampleDraws(TorchDispatchMode):
         self.part: Share | None = None
         self.dim = 0  # of a batch's tensors that counts samples
         self.inside = False
+        self.alike = False  # the model is given the same on every rank, which draw alike; positions may be cut
         self._first = True
         self.whole = False  # the script has whole batches, and the model's forward alone some samples
         self.followed = ""  # the first op of the model whose draws were dealt to samples
@@ -80,6 +81,9 @@ class SampleDraws(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.part is None or torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
+        if self.alike:
+            with draws_of_one_process():
+                return func(*args, **kwargs)
         if self.whole and not self.inside and not _in_backward():
             return func(*args, **kwargs)
         if not self.inside:

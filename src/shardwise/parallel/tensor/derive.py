@@ -115,14 +115,22 @@ def families(found: Found) -> list[LinkedDims]:
     return result
 
 
-def derive(found: Found, elements: dict[str, int], ranks: int, blocked: dict[str, str] | None = None) -> Derived:
-    """Choose the families to cut over `ranks`; those with a `blocked` parameter stay whole, for its reason."""
+def derive(
+    found: Found, elements: dict[str, int], ranks: int, blocked: dict[str, str] | None = None, *,
+    dealt: frozenset[str] = frozenset(),
+) -> Derived:  # fmt: skip
+    """Choose the families to cut over `ranks`; those with a `blocked` parameter stay whole, for its reason.
+
+    dealt  stacked weights of experts whose first dim another axis deals: it is not cut here
+    """
     roles = _roles(found.uses)
     derived = Derived(whole=dict(found.whole_because), uses=found.uses)
     total = sum(elements.values())
     ordered = sorted(families(found), key=lambda f: min(_first_use(found.uses, name) for name, _ in f.nodes))
     for number, family in enumerate(ordered):
         barred = next((blocked[name] for name, _ in family.nodes if name in (blocked or {})), "") if blocked else ""
+        if any(dim == 0 and name in dealt for name, dim in family.nodes):
+            barred = "ep deals its experts"
         reason = barred or _unfit(family, roles, elements, total, ranks, derived)
         if reason:
             for name, _ in family.nodes:

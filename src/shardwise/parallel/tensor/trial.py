@@ -168,10 +168,11 @@ def _fails_cut(tensor: TensorParallel, summed: tuple[Axis, ...], error: Exceptio
 
 def find_cuts(
     built: Built, batch: Any, run: Run, ranks: int, keep: tuple[str, ...] = (), *, sequence: bool = False,
-    dtype_of: DtypeOf, followed: Followed | None = None,
+    dtype_of: DtypeOf, followed: Followed | None = None, dealt: frozenset[str] = frozenset(),
 ) -> Derived:  # fmt: skip
     """Derive the cuts over `ranks`; parameters that match a pattern of `keep` stay whole.
 
+    dealt     stacked weights of experts that another axis deals
     sequence  between the pairs, activations will be cut along the sequence
     followed  what earlier calls followed with the same module, batch and dtypes; grows
     """
@@ -180,21 +181,21 @@ def find_cuts(
     stage = TrialModule(built, batch, run, dtype_of)
     asked = matching(list(elements), keep)
     found = _followed(stage, asked, followed)
-    best, best_found, frozen = derive(found, elements, ranks), found, set[str]()
+    best, best_found, frozen = derive(found, elements, ranks, dealt=dealt), found, set[str]()
     for _ in range(4):  # weights that starve their family stay whole, as long as that lets more be cut
         more = set(starved(found, ranks)) - frozen
         if not more:
             break
         frozen |= more
         found = _followed(stage, asked | frozen, followed)
-        tried = derive(found, elements, ranks)
+        tried = derive(found, elements, ranks, dealt=dealt)
         if sum(elements[n] for n in tried.cuts) > sum(elements[n] for n in best.cuts):
             best, best_found, best.frozen = tried, found, set(frozen)
     try:
-        derived = _rehearsed(stage, best, best_found, elements, ranks, sequence)
+        derived = _rehearsed(stage, best, best_found, elements, ranks, sequence, dealt)
     except RefusedPlan as refusal:
-        return _kept(stage, ranks, sequence, best, best_found, asked) or _raised(refusal)
-    return derived if derived.cuts else _kept(stage, ranks, sequence, derived, best_found, asked) or derived
+        return _kept(stage, ranks, sequence, best, best_found, asked | dealt) or _raised(refusal)
+    return derived if derived.cuts else _kept(stage, ranks, sequence, derived, best_found, asked | dealt) or derived
 
 
 def _kept(
@@ -229,7 +230,8 @@ def _followed(stage: TrialModule, whole: set[str], known: Followed) -> Found:
 
 
 def _rehearsed(
-    stage: TrialModule, derived: Derived, found: Found, elements: dict[str, int], ranks: int, sequence: bool
+    stage: TrialModule, derived: Derived, found: Found, elements: dict[str, int], ranks: int, sequence: bool,
+    dealt: frozenset[str],
 ) -> Derived:  # fmt: skip
     """Drop families until a rehearsal goes through."""
     blocked: dict[str, str] = {}
@@ -242,7 +244,7 @@ def _rehearsed(
         if not families:
             raise stopped
         blocked |= {name: str(stopped) for name, cut in derived.cuts.items() if cut.family in families}
-        derived = derive(found, elements, ranks, blocked)
+        derived = derive(found, elements, ranks, blocked, dealt=dealt)
     for name in frozen:
         derived.whole[name] = f"it has fewer groups of outputs than {ranks} ranks, and the others are cut without it"
     derived.frozen = frozen
