@@ -126,7 +126,8 @@ class _Compiled:
             elif isinstance(leaf, _PLAIN):
                 others.append((type(leaf), leaf))
             else:
-                raise self._refused(TypeError(f"it is given a {type(leaf).__name__}"))
+                given = f"it is given a {type(leaf).__name__}, no tensor or plain value"
+                raise self._refused(TypeError(f"{given} (caches of transformers: config.use_cache=False)"))
         described = tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
         mode = (torch.is_grad_enabled(), autocast_states())
         return spec, tuple(others), described, mode, _attributes(self.block)
