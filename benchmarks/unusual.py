@@ -72,7 +72,7 @@ KINDS = [
     "| packed sequences | dropout between the layers of a packed LSTM is one process's: drawn by the sequence and "
     "time of each row. On rows that no module was called with (`packed._replace(data=drop(packed.data))`) it is "
     "refused: drop before packing, or in a module that takes the packed sequence. Where batches have unlike lengths, "
-    "a stage of `pp` begins after the rows are padded again (`stages=`). Under `cp` what is packed is gathered, and "
+    "stages of `pp` tell each other the shapes of every micro-batch. Under `cp` what is packed is gathered, and "
     "every rank computes the recurrence; `Task(sequence=...)` names the dims, since lengths fit the whole sentence "
     "alone. Forecasts take the lengths of the task's first sample, and say so |",
     "| graphs, trees, sets | samples first: a batch is (B, nodes, features) and (B, edges, 2), and the forward may "
@@ -97,7 +97,8 @@ KINDS = [
     "pipelines hold parts of the weights and refuse both: make the mask a parametrization |",
     "| averages over the batch that are kept (codebooks that move) | each data rank would keep its own: refused there, "
     "equal under `tp` and pipelines |",
-    "| an energy whose gradient is in the loss (`torch.autograd.grad` in the forward) | replicas, `zero`, `tp`; "
+    "| an energy whose gradient is in the loss (`torch.autograd.grad` in the forward) | replicas, `zero`, `tp`, "
+    "and `pp`, whose stages [each take their part of it](techniques/pipeline.md) and keep `zero` below 3; "
     "under `zero=3` all weights are one unit, gathered from the forward until the backward, and a gradient that the "
     "*loss* takes to be differentiated is refused |",
     "| collectives in the forward (mixtures and codebooks that are written for data ranks) | run as they are under "

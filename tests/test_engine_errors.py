@@ -220,7 +220,7 @@ def own_statistics() -> Task:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("a_mean", "does not add up over samples: its sum on 5 samples and on 1 and 4 of them"),
+        ("a_mean", "does not add up over samples: its sum on 5 samples and on 2 and 3 of them"),
         ("a_constant_weight", "does not add up over samples: its weight on 5 samples"),
         ("a_mean_as_extra", "does not add up over samples: its extra 'entropy'"),
         ("mixing_samples", "does not add up over samples: its sum"),

@@ -24,7 +24,8 @@ from shardwise.step.batching import slice_samples
 from shardwise.step.forward import output_alone
 from shardwise.step.train_step import dealt
 from shardwise.trace.deferred import Built, build
-from shardwise.trace.flow import Flow, trace_forward
+from shardwise.trace.flow import Flow
+from shardwise.trace.recorded import trace_forward
 
 OURS = "shardwise.models.tasks"
 HERE = "pipeline_tasks"

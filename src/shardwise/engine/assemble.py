@@ -28,7 +28,7 @@ from shardwise.engine.evaluated import TakesGradients
 from shardwise.engine.optimizer import make_optimizer, shares_of
 from shardwise.engine.optimizer import refuse as refuse_optimizer
 from shardwise.engine.recipe import Applied, apply_plan, trainable
-from shardwise.engine.samples import SAMPLES, costly, few_samples
+from shardwise.engine.samples import SAMPLES, costly, few_samples, fewest_samples
 from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.layout.grid import placement
@@ -137,7 +137,8 @@ def look_at_task(state: RankState, *, masks: bool) -> Findings:
     state.notices += [] if task.batch is None else costly(sample)
     n = min(samples_in(sample), SAMPLES)
     whole = slice_samples(sample, 0, n)
-    parts = (slice_samples(sample, 0, 1), slice_samples(sample, 1, n)) if n > 1 else None
+    first = fewest_samples(task, state.plan, sample) if n > 3 else 1
+    parts = (slice_samples(sample, 0, first), slice_samples(sample, first, n)) if n > 1 else None
     joined = None if task.loss_scope == "sample" else state.forward.joined
 
     def share(mine: list[str]) -> list[str]:
@@ -167,9 +168,9 @@ def look_at_task(state: RankState, *, masks: bool) -> Findings:
     try:
         with reads if state.plan.zero == 3 else nullcontext():
             findings = look(
-                state.module, state.forward.local, whole, parts, (n, 1, n - 1), joined=joined,
+                state.module, state.forward.local, whole, parts, (n, first, n - first), joined=joined,
                 dtype=state.precision.compute, strict=state.data_ranks > 1, masks=masks, share=share, again=again,
-                staged=state.staged is not None,
+                staged=None if state.staged is None else state.staged.cut.takes_gradients,
             )  # fmt: skip
     except (ShardwiseError, TakesGradients):
         raise

@@ -19,7 +19,7 @@ from torch import nn
 
 from shardwise.engine.alone import Untried, needs_gradients
 from shardwise.engine.choices import Again
-from shardwise.engine.evaluated import STAGES_APART, Evaluate, Runner, Seen, refuse_units
+from shardwise.engine.evaluated import Evaluate, Runner, Seen, refuse_units
 from shardwise.errors import RefusedPlan
 from shardwise.parallel.batchnorm import batch_norm_modules
 from shardwise.parallel.full import USED_OUTSIDE
@@ -48,7 +48,7 @@ class Findings:
 
 def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, Any] | None,
          sizes: tuple[int, int, int], *, joined: Callable[[Any], Loss] | None, dtype: torch.dtype, strict: bool,
-         masks: bool, share: Callable[[list[str]], list[str]] = list, again: Again, staged: bool = False
+         masks: bool, share: Callable[[list[str]], list[str]] = list, again: Again, staged: bool | None = None
 ) -> Findings:  # fmt: skip
     """Evaluate `whole` and its two `parts` (sizes gives their samples) and compare.
 
@@ -61,20 +61,20 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
     share    what any rank that runs a part of the forward found, so that all go the same way from there
     again    the same in float64 in one process: what differs, as text; asked for where values were read in Python,
              whose choices may differ by less than this look tells from rounding. Collective, asked or not
-    staged   the module runs in pipeline stages: this rank's may fail where others do not
+    staged   of a module that runs in pipeline stages: whether it takes gradients itself, since this rank's part may
+             fail without them where others' do not
 
     Raises `TakesGradients` where units of zero=3 are to be put together first.
     """
 
     settings = {"joined": joined, "dtype": dtype, "strict": strict, "masks": masks, "share": share, "again": again}
     try:
-        with torch.no_grad(), HooksLeftOut(), _unwarned():
-            return _look(module, evaluate, whole, parts, sizes, **settings)
+        if not staged:
+            with torch.no_grad(), HooksLeftOut(), _unwarned():
+                return _look(module, evaluate, whole, parts, sizes, **settings)
     except RuntimeError as error:
-        if not needs_gradients(error):
+        if staged is not None or not needs_gradients(error):
             raise
-    if staged:
-        raise RefusedPlan(STAGES_APART)
     refuse_units(module)
     with torch.enable_grad(), _unwarned():
         return _look(module, evaluate, whole, parts, sizes, **settings)

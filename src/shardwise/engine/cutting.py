@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import gather_rows
-from shardwise.engine.alone import blame, needs_gradients
+from shardwise.engine.alone import blame
 from shardwise.engine.samples import few_samples
 from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.host import put
@@ -28,7 +28,8 @@ from shardwise.step.forward import output_alone
 from shardwise.task import Task
 from shardwise.trace.blocks import Blocks
 from shardwise.trace.deferred import Built, seed_of
-from shardwise.trace.flow import Flow, trace_forward
+from shardwise.trace.flow import Flow
+from shardwise.trace.recorded import trace_forward
 
 UNEVEN = 1.5  # times the mean, from which a stage's share is worth a notice
 
@@ -69,8 +70,11 @@ def cut_forward(
     places = _places(flow, module, schedule.stages, plan, blocks, units)
     stages = make_stages(flow, other, counts, places)
     _refuse_writes(flow, module)
+    _refuse_gradients(plan, schedule, stages)
     holders, buffers = _holders(flow, module, stages, schedule)
-    return StagePlacement(schedule, stages, holders, buffers, rank, _shares_draws(flow, stages)), notice
+    cut = StagePlacement(schedule, stages, holders, buffers, rank, _shares_draws(flow, stages))
+    cut.by_values = bool(notice)  # it could not be followed without
+    return cut, notice
 
 
 def _traced(
@@ -83,11 +87,6 @@ def _traced(
         raise
     except Exception as error:
         what = f"pp={plan.pp}: the forward cannot be followed on {samples_in(sample)} samples to find stages"
-        if needs_gradients(error):
-            what += (
-                " (it takes gradients itself, by torch.autograd.grad, and is followed without: in one submodule, under "
-                "torch.enable_grad(), they are its own)"
-            )
         raise blame(error, what, task, precision, built.module, sample) from error
 
 
@@ -109,6 +108,19 @@ def _refuse_writes(flow: Flow, module: nn.Module) -> None:
                 f"the forward writes into parameter '{names[param]}', which only one pipeline stage may hold: update "
                 "it outside the forward, or keep it in a buffer"
             )
+
+
+def _refuse_gradients(plan: Plan, schedule: Schedule, stages: list[Stage]) -> None:
+    """Gradients that the forward takes itself go back through stages of one rank each, whose weights stay."""
+    if not any(stage.over for stage in stages):
+        return
+    what = "the forward takes gradients itself (torch.autograd.grad) of what other pipeline stages compute, which"
+    if schedule.stages > schedule.ranks:
+        raise RefusedPlan(f"{what} schedule={schedule.name} has on one rank: use schedule=1f1b")
+    if plan.zero == 3:
+        raise RefusedPlan(f"{what} free their weights under zero=3 before the second backward: use zero=2")
+    if plan.cut_positions > 1:
+        raise RefusedPlan(f"{what} hold shares of positions (cp, domain): use one or the other")
 
 
 def _holders(

@@ -32,10 +32,6 @@ WEIGHTS_FREED = (
     "the loss takes gradients through the model itself (torch.autograd.grad with create_graph=True), whose own "
     "backward needs weights that zero=3 has freed by then: take them in the model's forward, or use zero=2"
 )
-STAGES_APART = (
-    "the forward takes gradients itself (torch.autograd.grad) of what other pipeline stages compute: put the part that "
-    "does so into one submodule, under torch.enable_grad(), which a stage runs whole; or leave pp out"
-)
 
 
 class TakesGradients(Exception):

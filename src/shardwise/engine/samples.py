@@ -13,7 +13,7 @@ from shardwise.dataset import name_of
 from shardwise.errors import InputError, ShardwiseError
 from shardwise.host import put
 from shardwise.layout import Plan
-from shardwise.layout.dealing import enough_samples
+from shardwise.layout.dealing import deal, enough_samples
 from shardwise.random.reading import drawing
 from shardwise.step.batching import samples_in, slice_samples
 from shardwise.task import Task
@@ -70,6 +70,17 @@ def read_samples(task: Task, indices: list[int]) -> Any:
 def a_few(batch: Any) -> Any:
     """Returns the first samples of a batch, as many as the look before the first step uses."""
     return slice_samples(batch, 0, min(samples_in(batch), SAMPLES))
+
+
+def fewest_samples(task: Task, plan: Plan, batch: Any) -> int:
+    """Returns 2 where every rank is dealt at least two samples of each micro-batch, else 1.
+
+    A forward may fail on a single sample (`squeeze()` without a dim), which a run then never gives it.
+    """
+    if task.batch is None or samples_in(batch) < plan.step_microbatches:
+        return 1  # how many samples a step takes is not the task's to say
+    dealt = [deal(samples_in(batch), plan.step_microbatches, plan.data_ranks, rank) for rank in range(plan.data_ranks)]
+    return 2 if all(last - first > 1 for rank in dealt for first, last, _, _ in rank) else 1
 
 
 def costly(batch: Any) -> list[str]:

@@ -276,7 +276,13 @@ class Shares:
         built, precision = self.looks.built, Precision.of(self.plan)
         blocks = blocks_of(built.module, self.plan.wrap, nested=self.task.branches == "same")
         apart = [stack.path for stack in self.stacks]
-        return cut_forward(self.task, self.plan, precision, self.looks.few, built, blocks, 0, apart)[0]
+        cut = cut_forward(self.task, self.plan, precision, self.looks.few, built, blocks, 0, apart)[0]
+        if cut.takes_gradients:
+            raise RefusedPlan(
+                f"pp={self.plan.pp}: the forward takes gradients itself (torch.autograd.grad), which a forecast does "
+                "not follow from stage to stage, though a run does"
+            )
+        return cut
 
     def cut(self, rank: int) -> StagePlacement | None:
         """The stages, seen from a rank of the pipeline."""

@@ -29,6 +29,7 @@ from shardwise.layout.dealing import Share
 from shardwise.layout.schedule_kinds import Op
 from shardwise.layout.schedules import plain_schedule
 from shardwise.parallel.pipeline import backward
+from shardwise.parallel.pipeline.tape import Tape
 from shardwise.random import Samples
 from shardwise.step.control import Agreement, Tally, agree
 from shardwise.step.loss import NO_GRAPH, Loss
@@ -49,13 +50,15 @@ def run_schedule(state: RankState, parts: list[Share], tally: Tally) -> None:
         if len(parts) - done < schedule.microbatches:  # the end of an epoch
             schedule = plain_schedule(schedule.owner, len(parts) - done)
         final = schedule.last_backward(staged.axis.index)
-        staged.mail.expect(schedule, done, lambda index: staged.key(parts[index].batch))
+        staged.mail.expect(schedule, done, lambda index: staged.key(parts[index].batch, index))
         ends = done + schedule.microbatches == len(parts)
         for place, op in enumerate(schedule.rows[staged.axis.index]):
             with state.hooks.inside("micro_batch"):
                 row.run(op, done + op.microbatch, last=ends and place == final)
         done += schedule.microbatches
     staged.mail.flush()
+    if staged.serving is not None:
+        staged.serving.clear()
     staged.staged.on_enter = None
 
 
@@ -105,6 +108,7 @@ class _Held:
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
     key: tuple
+    tape: Tape | None = None
     later: backward.Later | None = None
 
 
@@ -130,19 +134,19 @@ class _Row:
         seed_masks(state, index, part, alone=self._first)
         self._first = False
         batch = staged.to_device(part.batch)
-        key = staged.key(batch)
+        key = staged.key(batch, index)
         inbox = staged.mail.receive_forward(stage, index, key) if stage else []
         if state.global_random is None:  # masks of a stage are its own; what is drawn before it, everybody's
             own = seed_of("fast", state.seed, state.steps_done, index, state.data_rank, stage)
             staged.staged.on_enter = lambda: seed_generators(own)
         with drawing(state):
-            output = staged.stage(stage, batch, inbox)
+            output, tape = staged.stage(stage, batch, inbox, index)
             if stage == staged.last:
                 outputs = [self._loss(staged.loss_of(output, batch, part), part)]
             else:
                 outputs = list(output)
                 staged.mail.send_forward(stage, index, key, outputs)
-        self._held[stage, index] = _Held(staged.staged.taken, outputs, key)
+        self._held[stage, index] = _Held(staged.staged.taken, outputs, key, tape)
         staged.staged.taken = []  # or the last of them would live on until the next step
 
     def _loss(self, loss: Loss, part: Share) -> torch.Tensor:
@@ -169,9 +173,16 @@ class _Row:
         self._meet(self.parts[index])
         gradients: list[torch.Tensor | None] = [None]
         if op.stage < self.staged.last:
+            if self.staged.serving is not None:
+                with drawing(self.state):
+                    self.staged.serving.until_end(op.stage, index)
             gradients = mail.receive_backward(op.stage, index, held.key)
             held.outputs = [o for o, g in zip(held.outputs, gradients, strict=True) if g is not None]
             gradients = [gradient for gradient in gradients if gradient is not None]
+        if held.tape is not None and self.staged.serving is not None:
+            with drawing(self.state):
+                held.outputs, gradients = held.tape.last(held.outputs, gradients)
+                self.staged.serving.end(op.stage, index)
         with drawing(self.state):
             if op.kind == "I":
                 held.later = backward.of_input(held.outputs, gradients, held.inputs)
@@ -184,6 +195,8 @@ class _Row:
             mail.send_backward(op.stage, index, held.inputs)
             for leaf in held.inputs:
                 leaf.grad = None
+        if held.tape is not None and self.staged.serving is not None:
+            self.staged.serving.forget(op.stage, index)
 
     @contextmanager
     def _counted(self, last: bool) -> Iterator[None]:

@@ -13,7 +13,9 @@ from shardwise.errors import RefusedPlan
 from shardwise.layout.dealing import Share
 from shardwise.parallel.pipeline.messages import Mail
 from shardwise.parallel.pipeline.placed import StagePlacement
+from shardwise.parallel.pipeline.serving import Serving
 from shardwise.parallel.pipeline.stage import StagedModule
+from shardwise.parallel.pipeline.tape import Tape
 from shardwise.step.forward import Forward
 from shardwise.step.loss import Extra, Loss
 
@@ -33,7 +35,8 @@ class StagedForward(Forward):
                          forward.positions)  # fmt: skip
         self.staged, self.cut, self.axis = staged, cut, axis
         inner = forward.positions.axes if forward.positions is not None else ()
-        self.mail = Mail(axis, cut.schedule.owner, forward.device, inner)
+        self.mail = Mail(axis, cut.schedule.owner, forward.device, inner, lasting=not cut.by_values)
+        self.serving = Serving(cut, axis, forward.device) if cut.talks else None
         self.last = len(cut.stages) - 1
         self.last_owner = cut.schedule.owner[self.last]
         self._passes = 0
@@ -43,8 +46,14 @@ class StagedForward(Forward):
         """Whether the last stage is here."""
         return self.last_owner == self.axis.index
 
-    def stage(self, index: int, batch: Any, inbox: list[tuple[torch.Tensor, bool]]) -> Any:
-        """One stage on a batch that is on the device: what it sends on, or the model's output."""
+    def stage(
+        self, index: int, batch: Any, inbox: list[tuple[torch.Tensor, bool]], number: int = 0
+    ) -> tuple[Any, Tape | None]:  # fmt: skip
+        """One stage on a batch that is on the device: what it sends on, or the model's output.
+
+        Also the tape of gradients that go back to it, where the forward takes some; `number` is the micro-batch's.
+        """
+        tape = self.serving.tape(index, number) if self.serving is not None else None
 
         def run() -> Any:
             args, kwargs = self.task.inputs(batch)
@@ -52,25 +61,35 @@ class StagedForward(Forward):
                 args, kwargs = self.precision.cast_inputs((args, kwargs))
             return self.module(*args, **kwargs)
 
-        output = self.staged.run(index, inbox, run)
-        return self.precision.cast_outputs(output) if index == self.last else output
+        output = self.staged.run(index, inbox, run, tape)
+        if tape is not None and index < self.last:
+            tape.sent(output)
+        return (self.precision.cast_outputs(output) if index == self.last else output), tape
 
-    def key(self, batch: Any) -> tuple:
-        """Returns what a message's shape may depend on, as a key: gradients on, training mode, the batch's shapes."""
+    def key(self, batch: Any, number: int) -> tuple:
+        """Returns what a message's shape may depend on, as a key: gradients on, training mode, the batch's shapes.
+
+        Where it may depend on values, also the micro-batch's number.
+        """
         shapes = tuple(tuple(leaf.shape) for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor))
-        return torch.is_grad_enabled(), self.module.training, shapes
+        return torch.is_grad_enabled(), self.module.training, shapes, number if self.cut.by_values else None
 
     def _output(self, batch: Any) -> Any:
         """All stages in turn, without a schedule; the model's output where the last stage is, else None."""
         number = self._passes % PASSES
         self._passes += 1
-        output, key = None, self.key(batch)
+        output, key = None, self.key(batch, number)
         for stage in self.cut.mine:
             inbox = self.mail.receive_forward(stage.index, number, key) if stage.index else []
-            output = self.stage(stage.index, batch, inbox)
+            output, _ = self.stage(stage.index, batch, inbox, number)
             if stage.index < self.last:
                 self.mail.send_forward(stage.index, number, key, output)
                 output = None
+            if self.serving is not None:
+                self.serving.until_end(stage.index, number)
+                self.serving.end(stage.index, number)
+        if self.serving is not None:
+            self.serving.clear()
         self.mail.flush()
         return output
 

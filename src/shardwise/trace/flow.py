@@ -1,47 +1,27 @@
-"""Record which tensor flows where in one forward (ops, submodules, parameters): parallel/pipeline/cuts reads it.
+"""`Flow`: which tensor goes where in one forward (ops, submodules, parameters). Written by trace/recorded.
 
-The forward runs once on fake tensors (shapes without values) under a dispatch mode that writes down, for each op,
-the tensors it reads and makes, and for each module call what goes in and comes out. From it follows
+For each op it has the tensors that it reads and makes, and for each module call what goes in and comes out. From it
+follows
 
     shared     what does not depend on any parameter (masks, positions, rotary tables): anybody can compute it again
     crossing   at a moment e: what depends on parameters, was made before e and is used after e
 
 so that it can be told whether the forward can be cut where a module is entered: whatever crosses must be among the
 module's arguments. No names are used, and no class is known.
-
-What this does not do: follow a value that leaves PyTorch (`.item()`, numpy) and comes back.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils import flop_counter
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only
+from torch.utils._pytree import TreeSpec
 
-from shardwise.trace.deferred import Built
-from shardwise.trace.fake import Fake, unlogged
-from shardwise.trace.functional import innermost, transforming
-from shardwise.trace.leaves import tensors_in, written_tensors
-from shardwise.trace.own_calls import OwnCalls
-from shardwise.trace.stand_in import standing_in
-from shardwise.trace.state import ModuleState
-from shardwise.trace.without_gradient import HooksLeftOut, Place, switched_off
-
-_aten = torch.ops.aten
-ELEMENT_COST = 50.0  # floating-point operations in the time that one element of an op's result takes in memory
-FEW_ELEMENTS = 2**27  # of parameters, up to which a trace on real tensors uses their values, and else zeros
-
-Run = Callable[[nn.Module, Any], Any]  # (module, batch) -> output
-DtypeOf = Callable[[torch.Tensor], torch.dtype]
+from shardwise.trace.taken import Taken, influenced
+from shardwise.trace.without_gradient import Place
 
 
 @dataclass
@@ -91,6 +71,7 @@ class FlowOp:
     cost: float
     draws: bool
     reads_value: bool
+    inner: bool = False  # of the backward of a gradient that the forward takes: done where its forward was
 
 
 @dataclass(frozen=True)
@@ -121,6 +102,9 @@ class Flow:
     without_gradient: frozenset[Place]  # calls that run where gradients are switched off
     own: dict[int, OwnCall]  # number -> where a forward's own code made it
     functions: list[ModuleCall]  # calls of torch's functions by forwards' own code, in order
+    taken: list[Taken] = field(default_factory=list)  # gradients that the forward takes itself, in order
+    backwards: list[int] = field(default_factory=list)  # when it runs one by other means (`loss.backward()`)
+    _influenced: dict[int, set[int]] = field(default_factory=dict)
 
     def calls(self) -> Iterator[ModuleCall]:
         """Every call below the root, in the order they were entered."""
@@ -140,6 +124,12 @@ class Flow:
                 alive.add(ahead.pop()[1])
             alive = {number for number in alive if self.last_use[number] > call.enter}
             yield call, sorted(alive)
+
+    def influenced_by(self, number: int) -> set[int]:
+        """Numbers of the tensors that follow from one, itself among them."""
+        if number not in self._influenced:
+            self._influenced[number] = influenced(self.ops, (number,))
+        return self._influenced[number]
 
     @cached_property
     def held(self) -> dict[int, list[tuple[ModuleCall, bool, int]]]:
@@ -168,270 +158,3 @@ class Flow:
                 return path
             call = inner[0]
             path = call.path
-
-
-class _Recorder(TorchDispatchMode):
-    """Numbers tensors and writes ops down."""
-
-    def __init__(self, parameters: dict[int, int], buffers: dict[int, int]):
-        super().__init__()
-        self.time = 0
-        self.ops: list[FlowOp] = []
-        self.made: list[int] = []
-        self.depends: list[bool] = []
-        self.drawn: list[bool] = []
-        self.last_use: list[int] = []
-        self.overwritten: dict[int, int] = {}
-        self.number_of: dict[int, int] = {}  # id of a tensor -> number
-        self.on_storage: dict[int, list[int]] = {}  # storage -> ids of tensors on it
-        self.alive: list[Any] = []
-        self.is_parameter, self.is_buffer = parameters, buffers
-        self.parameters: dict[int, int] = {}
-        self.buffers: dict[int, int] = {}
-
-    def number(self, tensor: torch.Tensor) -> int:
-        """The tensor's number; one not met before was there all along, unless it lies on a known storage."""
-        tensor = innermost(tensor)
-        found = self.number_of.get(id(tensor))
-        if found is not None:
-            return found
-        others = self.on_storage.get(_storage(tensor))
-        if others:
-            self.number_of[id(tensor)] = self.number_of[others[-1]]
-            self._keep(tensor)
-            return self.number_of[id(tensor)]
-        return self._new(tensor, made=-1, depends=id(tensor) in self.is_parameter, drawn=False)
-
-    def _new(self, tensor: torch.Tensor, *, made: int, depends: bool, drawn: bool) -> int:
-        number = len(self.made)
-        self.made.append(made)
-        self.depends.append(depends)
-        self.drawn.append(drawn)
-        self.last_use.append(-1)
-        self.number_of[id(tensor)] = number
-        self._keep(tensor)
-        if id(tensor) in self.is_parameter:
-            self.parameters[number] = self.is_parameter[id(tensor)]
-        if id(tensor) in self.is_buffer:
-            self.buffers[number] = self.is_buffer[id(tensor)]
-        return number
-
-    def _keep(self, tensor: torch.Tensor) -> None:
-        self.alive.append(tensor)
-        self.on_storage.setdefault(_storage(tensor), []).append(id(tensor))
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        inputs = tensors_in((args, kwargs))
-        reads = [self.number(tensor) for tensor in inputs]
-        output = func(*args, **kwargs)
-        self.time += 1
-        for number in reads:
-            self.last_use[number] = self.time
-        outputs = tensors_in(output)
-        depends = any(self.depends[number] for number in reads)
-        draws = torch.Tag.nondeterministic_seeded in func.tags
-        drawn = not depends and (draws or any(self.drawn[number] for number in reads))
-        makes = []
-        for tensor in written_tensors(func, args, kwargs) if func._schema.is_mutable else ():
-            makes += self._written(tensor, depends, drawn)
-        for tensor in outputs:
-            if not any(tensor is known for known in inputs):
-                made = self._new(tensor, made=self.time, depends=depends, drawn=drawn)
-                makes.append(made)
-        cost = _cost(func, args, kwargs, output, outputs)
-        reads_value = func is _aten._local_scalar_dense.default
-        self.ops.append(FlowOp(self.time, tuple(reads), tuple(makes), cost, draws, reads_value))
-        return output
-
-    def _written(self, tensor: torch.Tensor, depends: bool, drawn: bool) -> list[int]:
-        """New numbers for everything on a storage that was written to: its content is another."""
-        fresh = []
-        renumbered: dict[int, int] = {}
-        for other in self.on_storage.get(_storage(tensor), []):
-            old = self.number_of[other]
-            if old not in renumbered:
-                self.overwritten[old] = self.time
-                renumbered[old] = len(self.made)
-                fresh.append(len(self.made))
-                self.made.append(self.time)
-                self.depends.append(depends or self.depends[old])
-                self.drawn.append((drawn or self.drawn[old]) and not (depends or self.depends[old]))
-                self.last_use.append(-1)
-                for table in (self.parameters, self.buffers):
-                    if old in table:
-                        table[renumbered[old]] = table[old]
-            self.number_of[other] = renumbered[old]
-        return fresh
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """What is one number for tensors that share memory; a sparse one has none to share."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
-
-
-def _cost(func, args, kwargs, output, outputs: list[torch.Tensor]) -> float:
-    """Floating-point operations, and elements of the result as `ELEMENT_COST` each."""
-    elements = sum(t.numel() for t in outputs) if not _is_view(func) else 0
-    flops = 0.0
-    if func is _aten._scaled_dot_product_flash_attention_for_cpu.default:
-        flops = flop_counter.sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape)
-    elif func._overloadpacket in flop_counter.flop_registry:
-        flops = flop_counter.flop_registry[func._overloadpacket](*args, **kwargs, out_val=output)
-    return float(flops) + ELEMENT_COST * elements
-
-
-def _is_view(func) -> bool:
-    returned = func._schema.returns
-    return bool(returned) and all(r.alias_info is not None and not r.alias_info.is_write for r in returned)
-
-
-@contextmanager
-def _calls(module: nn.Module, recorder: _Recorder, root: ModuleCall, own: OwnCalls) -> Iterator[None]:
-    """Write down every call of a submodule, but for those inside a `torch.func` transform: their caller is one op."""
-    stack = [root]
-    counts: dict[int, int] = {}
-    handles = []
-
-    def enter(child: nn.Module, args: tuple, kwargs: dict, path: str) -> None:
-        if transforming():
-            return
-        recorder.time += 1
-        leaves, _ = tree_flatten((args, kwargs))
-        numbers = [recorder.number(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
-        place = counts.get(id(child), 0)
-        counts[id(child)] = place + 1
-        shapes = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
-        call = ModuleCall(path, place, recorder.time, numbers, shapes)
-        stack[-1].inside.append(call)
-        stack.append(call)
-        own.enter(call)
-
-    def leave(child: nn.Module, args: tuple, output: Any) -> None:
-        if transforming():
-            return
-        own.leave()
-        recorder.time += 1
-        call = stack.pop()
-        call.exit = recorder.time
-        leaves, call.spec = tree_flatten(output)
-        call.leaves = [_leaf(leaf, recorder) for leaf in leaves]
-
-    seen: set[int] = set()
-    for path, child in module.named_modules():
-        if child is module or id(child) in seen:
-            continue
-        seen.add(id(child))
-        handles.append(
-            child.register_forward_pre_hook(lambda m, a, k, path=path: enter(m, a, k, path), with_kwargs=True)
-        )
-        handles.append(child.register_forward_hook(leave))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _leaf(leaf: Any, recorder: _Recorder) -> Leaf:
-    if isinstance(leaf, torch.Tensor):
-        return Leaf(recorder.number(leaf), None, tuple(leaf.shape), leaf.dtype)
-    return Leaf(None, leaf)
-
-
-def _flow(module: nn.Module, run: Callable[[], Any], known: dict[str, int]) -> Flow:
-    """The flow of `run()`; `known`: name -> id under which the flow tells of a parameter or buffer."""
-    recorder = _Recorder(
-        {id(param): known[name] for name, param in module.named_parameters()},
-        {id(buffer): known[name] for name, buffer in module.named_buffers()},
-    )
-    root = ModuleCall("", 0, 0, [], [])
-    made: dict[int, OwnCall] = {}
-    functions: list[ModuleCall] = []
-    begun = 0
-
-    def before(whose: ModuleCall, place: int, name: str) -> None:
-        nonlocal begun
-        recorder.time += 1
-        begun = recorder.time
-
-    def note(whose: ModuleCall, place: int, name: str, output: Any) -> None:
-        for leaf, tensor in enumerate(tree_flatten(output)[0]):
-            number = recorder.number_of.get(id(tensor)) if isinstance(tensor, torch.Tensor) else None
-            if number is not None:
-                made.setdefault(number, OwnCall(whose, place, leaf, name))
-        functions.append(ModuleCall(whose.path, whose.place, begun, [], [], recorder.time, own=(place, name)))
-
-    own = OwnCalls(note, root, before)
-    as_written = torch.jit.optimized_execution(False)  # else a scripted function does other operations every time
-    with as_written, torch.no_grad(), HooksLeftOut(), recorder, own, _calls(module, recorder, root, own):
-        output = run()
-    recorder.time += 1
-    root.exit = end = recorder.time
-    returned = [recorder.number(leaf) for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
-    for number in returned:
-        recorder.last_use[number] = end
-    with torch.enable_grad(), HooksLeftOut(), switched_off(module) as off:
-        run()  # the ops are written down without gradients, which hides where the forward itself does without
-    return Flow(
-        root, recorder.ops, recorder.made, recorder.depends, recorder.drawn, recorder.last_use,
-        recorder.overwritten, recorder.parameters, recorder.buffers, returned, end, frozenset(off), made, functions,
-    )  # fmt: skip
-
-
-def trace_forward(
-    built: Built, run: Run, batch: Any, seed: int = 0, dtype_of: DtypeOf = lambda tensor: tensor.dtype
-) -> tuple[Flow, str]:
-    """The flow of `run(module, batch)` for a module without weights, and a notice where fake tensors did not do.
-
-    dtype_of  the dtype in which a parameter or buffer is held when the module runs
-
-    The module is left as it was. What the forward itself raises is raised.
-    """
-    module = built.module
-    state = ModuleState(module)
-    kept = random.getstate()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            random.seed(seed)
-            try:
-                return _fake(built, run, batch, dtype_of), ""
-            except Exception as error:
-                state.restore()
-                first = str(error).splitlines()[0] if str(error) else ""
-                few = not built.notice and sum(param.numel() for param in module.parameters()) <= FEW_ELEMENTS
-                weights = "" if few else ", with all weights zero"
-                notice = f"traced on real tensors{weights}, since shapes alone do not do: {first}"
-                return _real(built, run, batch, dtype_of, few), notice
-    finally:
-        random.setstate(kept)
-        state.restore()
-
-
-def _known(module: nn.Module) -> dict[str, int]:
-    return {name: id(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-
-
-def _fake(built: Built, run: Run, batch: Any, dtype_of: DtypeOf) -> Flow:
-    module, known = built.module, _known(built.module)
-
-    def make(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype_of(tensor), device="cpu")
-
-    with unlogged(), Fake() as mode, standing_in(module, make):
-        fake = tree_map_only(torch.Tensor, mode.from_tensor, batch)
-        return _flow(module, lambda: run(module, fake), known)
-
-
-def _real(built: Built, run: Run, batch: Any, dtype_of: DtypeOf, few: bool) -> Flow:
-    """On real tensors; `few`: with their values, else with zeros for weights, whose pages are never written to."""
-    module, known = built.module, _known(built.module)
-
-    def make(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, nn.Parameter) and not few:
-            return torch.zeros(tensor.shape, dtype=dtype_of(tensor))
-        return built.value(name).to("cpu", dtype_of(tensor), copy=True)
-
-    with standing_in(module, make):
-        return _flow(module, lambda: run(module, batch), known)

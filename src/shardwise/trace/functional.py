@@ -6,12 +6,35 @@ cannot be left there for another rank, and a wrapper has no storage.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch._C import _functorch
+from torch._functorch import apis, eager_transforms
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters, temporarily_clear_interpreter_stack
+
+_RUN = ((apis, "vmap_impl"), (eager_transforms, "grad_impl"), (eager_transforms, "grad_and_value_impl"),
+        (eager_transforms, "_jvp_with_argnums"), (eager_transforms, "_vjp_with_argnums"))  # fmt: skip
+
+
+def counted_transforms(call: Callable[[str, Callable[..., Any], tuple, dict], Any]) -> Callable[[], None]:
+    """From now on transforms are run by `call(name, run, args, kwargs)`, but inside of others; returns the undoing."""
+    before = [(room, name, getattr(room, name)) for room, name in _RUN]
+
+    def run(name: str, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs) if transforming() else call(name, inner, args, kwargs)
+
+    for room, name, inner in before:
+        setattr(room, name, partial(run, name, inner))
+
+    def undo() -> None:
+        for room, name, inner in before:
+            setattr(room, name, inner)
+
+    return undo
 
 
 def transforming() -> bool:

@@ -6,7 +6,8 @@
         return self.second(h) + kept
 
 So a tensor that a forward keeps to itself can be named, and found again in another run of the same code: whatever
-else hooks, shards and readers of weights do on the way is not counted, since other files call it.
+else hooks, shards and readers of weights do on the way is not counted, since other files call it. What a transform of
+`torch.func` runs is one call.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional
 from torch.overrides import TorchFunctionMode
 
-from shardwise.trace.functional import transforming
+from shardwise.trace.functional import counted_transforms, transforming
 from shardwise.trace.leaves import tensors_in
 
 _TORCH = Path(torch.__file__).parent
@@ -63,14 +64,26 @@ class OwnCalls(TorchFunctionMode):
         """The forward that began last ends."""
         self._forwards.pop()
 
+    def __enter__(self) -> OwnCalls:
+        self._undo = counted_transforms(self._call)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._undo()
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        current = self._forwards[-1]
-        if current[0] is None or transforming() or not by_a_module(sys._getframe(1)):
+        if transforming() or not by_a_module(sys._getframe(1)):
             return func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", str(func))
+        return self._call(getattr(func, "__name__", str(func)), func, args, kwargs or {})
+
+    def _call(self, name: str, func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        current = self._forwards[-1]
+        if current[0] is None:
+            return func(*args, **kwargs)
         if self.before is not None:
             self.before(current[0], current[1], name)
-        output = func(*args, **(kwargs or {}))
+        output = func(*args, **kwargs)
         if tensors_in(output):
             self.note(current[0], current[1], name, output)
             current[1] += 1

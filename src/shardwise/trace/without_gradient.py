@@ -66,7 +66,9 @@ def switched_off(module: nn.Module) -> Iterator[set[Place]]:
         if not torch.is_grad_enabled():
             off.add((*whose, number))
 
-    own = OwnCalls(note, ("", 0))
+    own = OwnCalls(note, None)
+    handles.append(module.register_forward_pre_hook(lambda m, a: own.enter(("", 0))))
+    handles.append(module.register_forward_hook(lambda m, a, o: own.leave()))
     for path, child in module.named_modules():
         if id(child) not in seen:
             seen.add(id(child))

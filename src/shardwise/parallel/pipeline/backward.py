@@ -43,11 +43,11 @@ def whole(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | No
     """The whole backward of a stage (B): adds to `.grad` of its inputs and its weights."""
     pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
     if pairs:
-        torch.autograd.backward([_root(o) for o, _ in pairs], [g for _, g in pairs])
+        torch.autograd.backward([root_of(o) for o, _ in pairs], [g for _, g in pairs])
 
 
-def _root(tensor: torch.Tensor) -> torch.Tensor | GradientEdge:
-    """Where backward begins or ends. Given a tensor with functions of its own (a share), torch would run all of
+def root_of(tensor: torch.Tensor) -> torch.Tensor | GradientEdge:
+    """Returns where backward begins or ends. Given a tensor with functions of its own (a share), torch would run all of
     backward as one of these, in which blocks that run again would meet none.
     """
     return get_gradient_edge(tensor) if has_torch_function((tensor,)) else tensor
@@ -74,7 +74,7 @@ def of_input(
     ]
     try:
         found = torch.autograd.grad(
-            [_root(o) for o, _ in pairs], [_root(leaf) for leaf in inputs], [g for _, g in pairs],
+            [root_of(o) for o, _ in pairs], [root_of(leaf) for leaf in inputs], [g for _, g in pairs],
             retain_graph=True, allow_unused=True,
         )  # fmt: skip
     except RuntimeError as error:

@@ -28,8 +28,10 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from shardwise.errors import InputError, RefusedPlan, did_you_mean
+from shardwise.parallel.pipeline.inner import By, blocked, crossed, crossed_at, found_by
 from shardwise.parallel.pipeline.skips import Skip, skips_before
 from shardwise.trace.flow import Flow, ModuleCall
+from shardwise.trace.taken import Taken
 
 WORTH = 0.8  # of the slowest stage's time, for which tensors travel that the next module is not given
 SLACK = 1.05  # of the best time, within which stages are balanced by their parameters
@@ -81,6 +83,16 @@ class Stage:
     skips: list[Skip] = field(default_factory=list)
     received: list[Holder] = field(default_factory=list)
     sent: list[Holder] = field(default_factory=list)
+    taken: list[Taken] = field(default_factory=list)  # gradients that the forward takes itself, of all stages
+    by: dict[int, By] = field(default_factory=dict)  # of each of them: where this stage has what it is taken by
+    differentiates: bool = False  # whether it takes any, by whatever means
+    over: frozenset[int] = frozenset()  # which go back over the stage's beginning, to the one before
+    answers: bool = False  # whether one comes back over its end
+
+    @property
+    def kept(self) -> list[Holder]:
+        """Where the stage has the tensors by which others take gradients."""
+        return [one for by in self.by.values() for one in by if isinstance(one, Holder)]
 
 
 def find_places(
@@ -95,6 +107,8 @@ def find_places(
     callers = {(call.path, call.place): call for call in (flow.root, *flow.calls())}
     for call, crossing in flow.crossings(functions=functions):
         missing = [number for number in crossing if _holder(flow, call, number, [], own=own) is None]
+        if crossing and not missing and (unknown := blocked(flow, call, crossing)) is not None:
+            missing = [unknown]
         if (call.path, call.place, call.own and call.own[0]) in flow.without_gradient:
             continue  # a stage that began here would switch gradients on in the middle of what does without
         if missing:
@@ -135,7 +149,7 @@ def _kept_by_a_caller(flow: Flow, boundary: ModuleCall, number: int) -> Holder |
 def _usable(flow: Flow, places: list[CutPoint]) -> list[CutPoint]:
     """One place for each moment, the outermost; none where code around it decided by values that a stage lacks."""
     decided = _decisions(flow)
-    costs = _Prefix([op.time for op in flow.ops], [op.cost for op in flow.ops])
+    costs = _costs(flow)
     uses = _Prefix(*_uses(flow))
     kept: list[CutPoint] = []
     for place in places:
@@ -148,21 +162,30 @@ def _usable(flow: Flow, places: list[CutPoint]) -> list[CutPoint]:
 
 
 def _decisions(flow: Flow) -> list[tuple[int, ModuleCall]]:
-    """When code reads a value that depends on parameters or on chance, and the innermost call that does."""
+    """When code reads a value that depends on parameters or on chance, and the innermost call that does.
+
+    Also when it fills `.grad` by a backward: a stage that has nothing to run it on would fail there.
+    """
+    times = [op.time for op in flow.ops if op.reads_value and any(flow.depends[n] or flow.drawn[n] for n in op.reads)]
     found = []
-    for op in flow.ops:
-        if op.reads_value and any(flow.depends[n] or flow.drawn[n] for n in op.reads):
-            owner = flow.root
-            while inner := [c for c in owner.inside if c.enter <= op.time <= c.exit]:
-                owner = inner[0]
-            found.append((op.time, owner))
+    for time in (*times, *flow.backwards):
+        owner = flow.root
+        while inner := [c for c in owner.inside if c.enter <= time <= c.exit]:
+            owner = inner[0]
+        found.append((time, owner))
     return found
 
 
 def _uses(flow: Flow) -> tuple[list[int], list[float]]:
     """When parameters are used."""
-    times = [op.time for op in flow.ops if any(number in flow.parameters for number in op.reads)]
+    times = [op.time for op in flow.ops if not op.inner and any(number in flow.parameters for number in op.reads)]
     return times, [1.0] * len(times)
+
+
+def _costs(flow: Flow) -> _Prefix:
+    """Costs of what code computes; the backward of a gradient that it takes costs where its forward did."""
+    forward = [op for op in flow.ops if not op.inner]
+    return _Prefix([op.time for op in forward], [op.cost for op in forward])
 
 
 class _Prefix:
@@ -218,7 +241,8 @@ def _outside(places: list[CutPoint], units: Sequence[str]) -> list[CutPoint]:
 def _best(flow: Flow, module: nn.Module, tiers: list[list[CutPoint]], count: int) -> list[CutPoint]:
     """The best places of several lists, of which each takes in those before it; none where there are too few."""
     most, best = float("inf"), list[CutPoint]()
-    for tier in tiers:
+    apart = [[place for place in tier if not crossed_at(flow, place)] for tier in tiers] if flow.taken else []
+    for tier in (*apart, *tiers):  # places over which no gradient goes back are preferred alike
         reached = _balanced(flow, module, tier, count) if len(tier) >= count - 1 else (most, best)
         if reached[1] and (not best or reached[0] < most * WORTH):
             most, best = reached
@@ -235,14 +259,14 @@ def _too_few(flow: Flow, places: list[CutPoint], others: list[tuple[ModuleCall, 
             f". Elsewhere a module keeps to itself what is read later: at '{call.path}', {_made_in(flow, number)} is "
             "used again, and no module is given it or gives it"
         )
-    if any(call.own is not None and call.own[1] == "grad" for call in flow.functions):
-        why = (
-            ". It takes gradients itself (torch.autograd.grad), and what they are taken of is computed, and "
-            "differentiated, in one stage"
-        )
     if any(owner is flow.root for _, owner in _decisions(flow)):
         why = (
             ". The outermost forward decides by a value that depends on parameters or on chance: stages cannot share it"
+        )
+    if flow.backwards or not all(taken.plain for taken in flow.taken):
+        why = (
+            ". It takes gradients itself by other means than torch.autograd.grad(outputs, inputs), such as "
+            "loss.backward(), and what they are taken of is computed, and differentiated, in one stage"
         )
     needed = "a place" if count == 2 else f"{count - 1} places"
     known = f"{len(places)}: " + ", ".join(f"'{place.call.path}'" for place in places)
@@ -288,11 +312,12 @@ def _balanced(flow: Flow, module: nn.Module, places: list[CutPoint], count: int)
     Returns the slowest stage's cost, and the places; none where a stage would have nothing to train.
     """
     edges = [0, *[place.call.enter for place in places], flow.end]
-    costs = _Prefix([op.time for op in flow.ops], [op.cost for op in flow.ops])
+    costs = _costs(flow)
     trained = {id(p): p.numel() for p in module.parameters() if p.requires_grad}
     uses = [
         (op.time, float(trained[flow.parameters[n]]))
         for op in flow.ops
+        if not op.inner
         for n in op.reads
         if n in flow.parameters and flow.parameters[n] in trained
     ]
@@ -347,7 +372,7 @@ def make_stages(flow: Flow, other: Flow, samples: tuple[int, int], places: list[
     stages = []
     for index in range(len(times) - 1):
         start, stop = times[index], times[index + 1]
-        ops = [op for op in flow.ops if start <= op.time < stop]
+        ops = [op for op in flow.ops if start <= op.time < stop and not op.inner]
         stage = Stage(
             index,
             edges[index],
@@ -363,8 +388,18 @@ def make_stages(flow: Flow, other: Flow, samples: tuple[int, int], places: list[
         stage.skips = skips_before(stage.entry.call, flow, other, samples) if stage.entry is not None else []
         stage.received = _holders(flow, stage, stage.entry)
         stage.sent = _holders(flow, stage, stage.exit)
+        _take_part(flow, stage)
         stages.append(stage)
     return stages
+
+
+def _take_part(flow: Flow, stage: Stage) -> None:
+    """What a stage has to know of gradients that the forward takes itself."""
+    stage.taken, stage.differentiates = flow.taken, bool(flow.taken or flow.backwards)
+    if stage.entry is not None:
+        stage.over = frozenset(crossed(flow, stage.entry.call, stage.entry.numbers))
+    stage.answers = stage.exit is not None and crossed_at(flow, stage.exit)
+    stage.by = found_by(flow, stage.stop, stage.entry, stage.skips, stage.exit)
 
 
 def _holders(flow: Flow, stage: Stage, boundary: CutPoint | None) -> list[Holder]:

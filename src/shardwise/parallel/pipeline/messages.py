@@ -7,7 +7,8 @@ Sends never wait, receives do, so that ranks meet in any order in which the sche
 kind from one rank to another are received in the order in which they were sent, whatever the order in which they are
 needed, since a backend may know no tags; each kind and direction has a process group of its own where the backend
 works through a group's messages one by one (NCCL). What shapes arrive is told once for each shape of the batch, in a
-small message of its own; after that, shapes must stay.
+small message of its own; after that, shapes must stay. Where they follow from values (packed sentences), they are told
+for each micro-batch.
 Bytes on the wire, for each boundary and micro-batch: the hidden states once forward, and those that need a gradient
 once backward, with a byte for each where there are several. Two stages on one rank hand tensors over without a message.
 
@@ -56,11 +57,15 @@ class Told:
 class Mail:
     """The messages of one rank. `owner` gives the rank (on the axis) of each stage.
 
-    inner   axes that cut positions: ranks of one place on them talk to each other
+    inner    axes that cut positions: ranks of one place on them talk to each other
+    lasting  what was told of shapes holds until the end, not until the next `flush`
     """
 
-    def __init__(self, axis: Axis, owner: Sequence[int], device: torch.device, inner: Sequence[Axis] = ()):
-        self.axis, self.inner = axis, inner
+    def __init__(
+        self, axis: Axis, owner: Sequence[int], device: torch.device, inner: Sequence[Axis] = (), *,
+        lasting: bool = True,
+    ):  # fmt: skip
+        self.axis, self.inner, self.lasting = axis, inner, lasting
         self.owner = tuple(owner)
         self.device = device
         self._axes = _directions(axis)
@@ -145,6 +150,8 @@ class Mail:
             pending.wait()
         self._under_way.clear()
         self._key_of = lambda batch: None  # what it was given holds the step's batches
+        if not self.lasting:
+            self._known.clear()
 
     def _number(self, source: int, goal: int, batch: int, place: int) -> int:
         boundary = 2 * min(source, goal) + (goal < source)

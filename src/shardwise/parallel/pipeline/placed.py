@@ -25,11 +25,22 @@ class StagePlacement:
     rank: int
     shared_draws: bool
     notices: list[str] = field(default_factory=list)
+    by_values: bool = False  # shapes of what stages send may follow from values, such as lengths of sentences
 
     @property
     def mine(self) -> list[Stage]:
         """The stages of this rank."""
         return [stage for stage in self.stages if self.schedule.owner[stage.index] == self.rank]
+
+    @property
+    def takes_gradients(self) -> bool:
+        """Whether the forward takes gradients itself."""
+        return self.stages[0].differentiates
+
+    @property
+    def talks(self) -> bool:
+        """Whether such a gradient goes from stage to stage."""
+        return any(stage.over for stage in self.stages)
 
     @cached_property
     def tied(self) -> list[str]:

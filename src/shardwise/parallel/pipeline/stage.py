@@ -40,7 +40,9 @@ from shardwise.comm import Axis
 from shardwise.errors import RefusedPlan
 from shardwise.parallel.pipeline.cuts import Holder, Stage
 from shardwise.parallel.pipeline.on_nothing import RAISED, OnNothing
+from shardwise.parallel.pipeline.shared import SharedGradients
 from shardwise.parallel.pipeline.skips import Skip, made_up_shapes
+from shardwise.parallel.pipeline.tape import Tape
 from shardwise.part.crossing import Along, filled, overwrite, settled
 from shardwise.part.parameters import read_ahead
 from shardwise.trace.functional import transforming
@@ -93,6 +95,9 @@ class StagedModule:
         self._notes: dict[int, dict[tuple[int, int], set[_Key]]] = {}
         self._own: dict[int, dict[tuple[int, int], dict[int, Holder]]] = {}  # (module, its call) -> functions it calls
         self._marks: dict[int, dict[tuple[int, int], dict[tuple[int, str], Action]]] = {}  # functions at which to act
+        self._shared: SharedGradients | None = None  # of a forward that takes gradients itself
+        self._tape: Tape | None = None  # where they go back to other stages
+        self._taken = 0  # gradients that this run of the forward has come by
         self._calls: OwnCalls | None = None  # where something that a forward's own code makes is to be noted
         self.taken: list[torch.Tensor] = []  # by the last run: the leaves whose gradients go back, in order
         self.on_enter: Callable[[], None] | None = None  # called where the stage's own part begins
@@ -126,7 +131,7 @@ class StagedModule:
                 followed += [child, *map(self.module.get_submodule, edge.callees)]
         notes: dict[tuple[int, int], set[_Key]] = {}
         own: dict[tuple[int, int], dict[int, Holder]] = {}
-        for holder in (*stage.received, *stage.sent):
+        for holder in (*stage.received, *stage.sent, *stage.kept):
             child = self.module.get_submodule(holder.path)
             if holder.own is not None:
                 own.setdefault((id(child), holder.place), {})[holder.own[0]] = holder
@@ -154,6 +159,8 @@ class StagedModule:
                 made = action(args, kwargs) if action is not None else None
             with self._inside((id(child), place)):
                 output = inner(*args, **kwargs) if made is None else made[0]
+            if made is not None and self._shared is not None:
+                self._shared.note(output)
             for note in notes:
                 if not note[2]:
                     self._noted[note] = tree_flatten(output)[0]
@@ -169,6 +176,7 @@ class StagedModule:
             if stage is None:
                 raise RefusedPlan("the module is cut into pipeline stages: run it by Engine.step or Engine.evaluate")
             self._grad = torch.is_grad_enabled()
+            self._noted[("", 0, True, None)] = tree_flatten((args, kwargs))[0]
             try:
                 output, left = self._walk(stage, lambda: inner(*args, **kwargs))
             except RAISED as error:
@@ -189,21 +197,36 @@ class StagedModule:
     def _walk(self, stage: Stage, forward: Callable[[], Any]) -> tuple[Any, bool]:
         """One run of the outermost forward. Returns its result, or what is sent on, and whether it was left."""
         self._counts.clear()
-        self._entered, self._running = stage.entry is None, True
+        self._entered, self._running, self._taken = stage.entry is None, True, 0
         watched = self._own[stage.index] or self._marks[stage.index]
         self._calls = OwnCalls(self._note_own, (id(self.module), 0), self._before_own) if watched else None
         careful = OnNothing(lambda: self._entered) if stage.index in self._careful else nullcontext()
+        self._shared = SharedGradients(lambda: self._entered, self._take, self._count) if stage.taken else None
         try:
-            torch.set_grad_enabled(self._grad and self._entered)
+            torch.set_grad_enabled(self._grad and (self._entered or self._shared is not None))
             read_ahead(self._grad and not self._entered)
-            with careful, self._calls or nullcontext():  # who counts functions sees who calls them
+            with self._shared or nullcontext(), careful, self._calls or nullcontext():  # the last sees who calls
                 return forward(), False
         except StageExit as over:
             return tuple(over.leaves), True
         finally:
             torch.set_grad_enabled(self._grad)
             read_ahead(False)
-            self._running, self._calls = False, None
+            self._running, self._calls, self._shared = False, None, None
+
+    def _count(self) -> None:
+        self._taken += 1
+
+    def _take(self, take: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """The gradient that the forward takes by `take(*args, **kwargs)`, of what other stages computed too."""
+        index, self._running = self._taken, False  # blocks that run again in backward are no calls
+        self._count()
+        try:
+            if self._tape is None or index not in self._tape.over:
+                return take(*args, **kwargs)
+            return self._tape.take(index, take, args, kwargs)
+        finally:
+            self._running = True
 
     def _inside(self, call: tuple[int, int] | None) -> AbstractContextManager[None]:
         """Context: functions of torch are called by this call's code; None: by nobody's."""
@@ -242,6 +265,12 @@ class StagedModule:
         )
 
     def _check(self, stage: Stage, left: bool) -> None:
+        expected = sum(one.enter < stage.stop for one in stage.taken)
+        if stage.over and self._taken != expected:
+            raise RefusedPlan(
+                f"the forward takes {self._taken} gradients itself, and took {expected} when it was looked at: one "
+                "that takes different ways cannot be cut into stages"
+            )
         missed = stage.entry if not self._entered else stage.exit if not left else None
         if missed is not None:
             raise RefusedPlan(
@@ -249,22 +278,33 @@ class StagedModule:
                 "it was looked at: a forward that takes different ways cannot be cut into stages"
             )
 
-    def run(self, index: int, inbox: list[tuple[torch.Tensor, bool]], forward: Callable[[], Any]) -> Any:
+    def run(
+        self, index: int, inbox: list[tuple[torch.Tensor, bool]], forward: Callable[[], Any], tape: Tape | None = None
+    ) -> Any:  # fmt: skip
         """The result of `forward` (which calls the module) on one stage.
 
         inbox   what was received, and whether each needs a gradient: `taken` then has the leaves that hold it
+        tape    where gradients that the forward takes itself go from stage to stage
         """
-        self._stage, self._inbox, self.taken = self.stages[index], inbox, []
+        self._stage, self._inbox, self.taken, self._tape = self.stages[index], inbox, [], tape
         try:
-            return forward()
+            output = forward()
+            if tape is not None:
+                tape.have = {
+                    which: [self._held(one) if isinstance(one, Holder) else None for one in by]
+                    for which, by in self._stage.by.items()
+                }
+            return output
         finally:
-            self._stage, self._inbox = None, []
+            self._stage, self._inbox, self._tape = None, [], None
             self._noted.clear()
 
     def _leave_out(self, skip: Skip, along: Sequence[Along], inside: list[int], args: tuple, kwargs: dict) -> Any:
         """The made-up result of a call. The calls inside it count: a module's later ones go by their number."""
+        assert self._stage is not None
         for child in inside:
             self._counts[child] = self._counts.get(child, 0) + 1
+        self._taken += sum(skip.call.enter < one.enter < skip.call.exit for one in self._stage.taken)
         return _made_up(skip, self.dtype, self.axes, along, args, kwargs)
 
     def _exit(self, args: tuple, kwargs: dict) -> Any:
@@ -278,12 +318,18 @@ class StagedModule:
         """What was received takes the place of what the caller holds."""
         stage = self._stage
         assert stage is not None and stage.entry is not None
-        torch.set_grad_enabled(self._grad)
+        if self._shared is None:
+            torch.set_grad_enabled(self._grad)
         read_ahead(False)
         if self.on_enter is not None:
             self.on_enter()
+        on, leaves = torch.is_grad_enabled(), list[torch.Tensor | None]()
         for holder, (received, needs_gradient) in zip(stage.received, self._inbox, strict=True):
-            self._put(self._held(holder), received, needs_gradient and self._grad, holder.written)
+            needed = needs_gradient and on
+            self._put(self._held(holder), received, needed, holder.written)
+            leaves.append(self.taken[-1] if needed else None)
+        if self._tape is not None:
+            self._tape.received(leaves)
         self._entered = True
 
     def _put(self, held: torch.Tensor, received: torch.Tensor, needs_gradient: bool, written: bool) -> None:
@@ -293,6 +339,11 @@ class StagedModule:
                 f"at {self._stage.entry.call.told} a tensor of shape {tuple(received.shape)} arrives, where this "
                 f"stage's own forward has {tuple(held.shape)}: a module before it gives a shape that cannot be told "
                 "from the shapes of its arguments, so the stages would disagree about masks and positions"
+            )
+        if held.grad_fn is not None:
+            raise RefusedPlan(
+                f"at {self._stage.entry.call.told} a tensor arrives for one that this stage's own forward computes of "
+                "the batch with gradients, which it takes itself: name other places with stages="
             )
         overwrite(held, received.detach(), self.axes)
         if not needs_gradient:

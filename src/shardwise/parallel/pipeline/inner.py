@@ -1,0 +1,94 @@
+"""Find which stage boundaries a gradient crosses that the forward takes itself, and what each stage adds to it.
+
+    x . block 0 | block 1 . energy . grad(energy, x)     the gradient by x goes back through block 0, on another stage
+
+A boundary is crossed where x was made before it and something other than x itself that crosses it follows from x. The
+stage after it then asks the stage before it for the rest (tape.py), which knows the same x: an argument of the model,
+or what its own code or a call made. What depends on no parameter, x as a rule, every stage has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from shardwise.trace.flow import Flow, ModuleCall
+
+if TYPE_CHECKING:
+    from shardwise.parallel.pipeline.cuts import CutPoint, Holder
+    from shardwise.parallel.pipeline.skips import Skip
+
+By = tuple["Holder | bool | None", ...]  # for each x: where a stage has it, True where it was sent, None without
+
+
+def crossed(flow: Flow, call: ModuleCall, numbers: Sequence[int]) -> list[int]:
+    """Returns which of the flow's gradients go back over the entry of `call`, which the tensors `numbers` cross."""
+    return [
+        index
+        for index, taken in enumerate(flow.taken)
+        if taken.enter > call.enter
+        and (not taken.plain or any(_leads(flow, x, numbers) for x in taken.by if flow.made[x] < call.enter))
+    ]
+
+
+def _leads(flow: Flow, x: int, numbers: Sequence[int]) -> bool:
+    return any(number != x and number in flow.influenced_by(x) for number in numbers)
+
+
+def blocked(flow: Flow, call: ModuleCall, numbers: Sequence[int]) -> int | None:
+    """Returns the tensor by which a gradient is taken that crosses this place, and that nobody before it has.
+
+    Of a gradient that cannot be taken in parts, the first that crosses.
+    """
+    if any(start > call.enter for start in flow.backwards):
+        return numbers[0]
+    for index in crossed(flow, call, numbers):
+        taken = flow.taken[index]
+        if not taken.plain:
+            return numbers[0]
+        for x in taken.by:
+            if flow.made[x] < call.enter and where(flow, x, call.enter, ()) is None:
+                return x
+    return None
+
+
+def where(flow: Flow, x: int, before: int, skips: Sequence[Skip]) -> Holder | None:
+    """Where a stage that ends at `before`, and leaves out `skips`, has the tensor `x`."""
+    from shardwise.parallel.pipeline.cuts import Holder
+
+    if x in flow.root.arguments:
+        return Holder("", 0, True, flow.root.arguments.index(x))
+    for call, given, leaf in flow.held.get(x, ()):
+        if (call.enter if given else call.exit) <= before and not _hidden(call, skips):
+            return Holder(call.path, call.place, given, leaf)
+    made = flow.own.get(x)
+    if made is None or flow.made[x] > before or _hidden(made.whose, skips):
+        return None
+    callees = tuple(sorted({call.path for call in made.whose.inside}))
+    return Holder(made.whose.path, made.whose.place, False, made.leaf, False, (made.place, made.name), callees)
+
+
+def _hidden(call: ModuleCall, skips: Sequence[Skip]) -> bool:
+    return any(skip.call.enter <= call.enter and call.exit <= skip.call.exit for skip in skips)
+
+
+def found_by(
+    flow: Flow, stop: int, entry: CutPoint | None, skips: Sequence[Skip], last: CutPoint | None
+) -> dict[int, By]:  # fmt: skip
+    """For each gradient that a stage takes, or that crosses its end `last`: where it has the tensors of it."""
+    here = [k for k, taken in enumerate(flow.taken) if taken.enter < stop]
+    if last is not None:
+        here += crossed(flow, last.call, last.numbers)
+    sent = entry.numbers if entry is not None and crossed_at(flow, entry) else ()
+    found: dict[int, By] = {}
+    for index in here:
+        by = flow.taken[index].by
+        found[index] = tuple(
+            True if x in sent else where(flow, x, stop, skips) if flow.made[x] < stop else None for x in by
+        )
+    return found
+
+
+def crossed_at(flow: Flow, place: CutPoint) -> bool:
+    """Whether a gradient that the forward takes crosses this place."""
+    return bool(crossed(flow, place.call, place.numbers))

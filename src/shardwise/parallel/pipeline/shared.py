@@ -1,0 +1,74 @@
+"""What runs before a pipeline stage's part in a forward that takes gradients itself.
+
+    distances = (x[:, None] - x).norm(dim=-1)     of the batch alone: every stage has it, with the way back to x
+    h = self.block(h, distances)                  left out, or made up of what was: no way back
+    grad(h.sum(), x)                              of what was made up: made up
+
+A gradient by x that the stage takes later goes back through what it computes of x alone, so that has gradients although
+nothing else before the stage's part has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardwise.trace.functional import transforming
+from shardwise.trace.leaves import tensors_in
+from shardwise.trace.taken import listed, takes_gradients
+
+Take = Callable[[Callable[..., Any], tuple, dict], Any]
+
+
+class SharedGradients(TorchFunctionMode):
+    """While entered: until `begun()`, gradients for what comes of the batch alone; then `take` takes the forward's own.
+
+    To be entered where gradients are on, or off, as the forward itself has them.
+    count   called at each gradient that the forward takes before
+    """
+
+    def __init__(self, begun: Callable[[], bool], take: Take, count: Callable[[], None]):
+        super().__init__()
+        self.begun, self.take, self.count = begun, take, count
+        self.made_up = WeakIdKeyDictionary()  # tensors that are, or come of some that are
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if transforming():
+            return func(*args, **kwargs)
+        own = takes_gradients(func)
+        if self.begun():
+            return self.take(func, args, kwargs) if own else func(*args, **kwargs)
+        given = tensors_in((args, kwargs))
+        known = not any(isinstance(one, nn.Parameter) or one in self.made_up for one in given)
+        if own:
+            self.count()
+            if not (known and any(one.requires_grad for one in given)):
+                return tuple(self._noted(torch.full_like(one, torch.nan)) for one in listed(_inputs(args, kwargs)))
+        if known:
+            return func(*args, **kwargs)
+        with torch.no_grad():
+            output = func(*args, **kwargs)
+        self.note(output)
+        return output
+
+    def note(self, result: Any) -> None:
+        """Note what stands for the result of a call that was left out."""
+        for one in tensors_in(result):
+            self._noted(one)
+
+    def _noted(self, one: torch.Tensor) -> torch.Tensor:
+        self.made_up[one] = True
+        return one
+
+
+def _inputs(args: tuple, kwargs: dict) -> Any:
+    return kwargs["inputs"] if "inputs" in kwargs else args[1]
+
+
+__all__ = ["SharedGradients"]

@@ -1,0 +1,247 @@
+"""Take a gradient through several stages: each differentiates its part, and asks the stage before it for the rest.
+
+    stage 0   x . block 0 = h ---h--->          <---dE/dh---   d h/d x . dE/dh = the rest  ---->
+    stage 1                     block 1 . E(h, x) . grad(E, x) = dE/dx here + the rest
+
+What arrives is a leaf of a stage's graph, what leaves hangs in it. A `Tape` has both, in the order in which they
+arrived and left, so that any derivative of what a stage has goes back through all of them, last first: a gradient of
+h goes to where h came from, one of "the rest" to who worked it out, who may answer with one of dE/dh. What is worked
+out on the way is on the tape too. So gradients of gradients, and the loss's, go the same way; of the loss, weights
+get their gradients in one backward at the end (`last`).
+
+    asked     a round with the stage before: what was given it, and what it answered
+    answered  a round with the stage after: what came from it, and what it was given
+
+What this does not do: keep two stages of one rank apart, or work out a gradient while a stage runs another forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardwise.errors import RefusedPlan
+from shardwise.parallel.pipeline.backward import root_of
+from shardwise.parallel.pipeline.inner import By
+from shardwise.parallel.pipeline.talk import Talk
+from shardwise.part.crossing import settled
+from shardwise.trace.taken import listed
+
+Some = Sequence["torch.Tensor | None"]
+UNUSED = (
+    "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this is "
+    "the desired behavior."
+)
+
+
+@dataclass(eq=False)
+class Round:
+    """What came from a neighbour (leaves) and what went to it; round 0 is what a stage sends on to the next one."""
+
+    with_next: bool
+    got: list[torch.Tensor | None]
+    gave: list[torch.Tensor | None]
+
+
+@dataclass
+class Walk:
+    """One gradient on its way back through a stage.
+
+    by     the tensors by which it is taken, where this stage has them, and what was found of each
+    until  rounds that were there when it began
+    final  of the loss: every tensor that it was taken through, with the gradient that it was given
+    """
+
+    index: int  # which of the forward's; -1: of the loss
+    create: bool
+    by: list[torch.Tensor | None]
+    until: int
+    final: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+    found: list[torch.Tensor | None] = field(default_factory=list)
+    pending: dict[int, torch.Tensor] = field(default_factory=dict)  # of leaves, by id
+    asked: bool = False
+    more: bool = False  # the stage before has something for a round that it was not asked for
+
+    def __post_init__(self) -> None:
+        self.found = [None] * len(self.by)
+
+
+class Tape:
+    """The rounds of one stage in one micro-batch.
+
+    over      which of the forward's gradients go back over its beginning
+    by        for each of them, where this stage has what it is taken by
+    """
+
+    def __init__(self, talk: Talk, stage: int, batch: int, over: Collection[int], by: dict[int, By]):
+        self.talk, self.stage, self.batch, self.over, self.by = talk, stage, batch, over, by
+        self.rounds: list[Round] = []
+        self.have: dict[int, list[torch.Tensor | None]] = {}  # `by` as tensors, once the stage's forward is over
+        self._walk: Walk | None = None
+
+    def received(self, leaves: Some) -> None:
+        """Note what the stage before sent, as leaves."""
+        self.rounds.insert(0, Round(False, list(leaves), []))
+
+    def sent(self, tensors: Some) -> None:
+        """Note what goes to the stage after."""
+        self.rounds.append(Round(True, [], list(tensors)))
+
+    # --- the forward's own gradient
+
+    def take(self, index: int, take: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """Returns what `take(*args, **kwargs)` would in one process; `take` is `torch.autograd.grad`."""
+        names = dict(zip(("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"), args, strict=False))
+        names |= kwargs
+        outputs, inputs = listed(names["outputs"]), listed(names["inputs"])
+        given = names.get("grad_outputs")
+        gradients = [None] * len(outputs) if given is None else listed(given)
+        if not any(one.requires_grad for one in outputs) or any(
+            gradient is None and one.numel() != 1 for one, gradient in zip(outputs, gradients, strict=False)
+        ):
+            return take(*args, **kwargs)  # which raises
+        ones = [torch.ones_like(o) if g is None else g for o, g in zip(outputs, gradients, strict=True)]
+        sent = self.by.get(index) or (None,) * len(inputs)
+        if len(sent) != len(inputs):
+            raise RefusedPlan(
+                f"gradient {index} of the forward is taken by {len(inputs)} tensors, and was by {len(sent)} when the "
+                "forward was looked at: one that takes different ways cannot be cut into stages"
+            )
+        here = [None if place is True else one for one, place in zip(inputs, sent, strict=True)]
+        walk = Walk(index, bool(names.get("create_graph")), here, len(self.rounds))
+        self._spread(walk, outputs, ones)
+        self._back(walk, 0)
+        if walk.asked:
+            self._collect(walk)
+        found = [self._shaped(one, x, names) for one, x in zip(walk.found, inputs, strict=True)]
+        return tuple(found)
+
+    @staticmethod
+    def _shaped(found: torch.Tensor | None, x: torch.Tensor, names: dict[str, Any]) -> torch.Tensor | None:
+        if found is None and names.get("materialize_grads"):
+            return torch.zeros_like(x)
+        if found is None and not names.get("allow_unused"):
+            raise RuntimeError(UNUSED)
+        return found
+
+    # --- one stage's part
+
+    def _spread(self, walk: Walk, outputs: Some, gradients: Some) -> None:
+        """Differentiate what this stage computed of `outputs`, down to what arrived and to what is asked for."""
+        pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True)
+                 if o is not None and g is not None and o.requires_grad]  # fmt: skip
+        if walk.final is not None:
+            walk.final += pairs
+        leaves = [leaf for one in self.rounds[: walk.until] for leaf in one.got if self._counts(walk, one, leaf)]
+        wanted = [(place, x) for place, x in enumerate(walk.by) if x is not None and x.requires_grad]
+        goals = [leaf for leaf in leaves if leaf is not None] + [x for _, x in wanted]
+        if not pairs or not goals:
+            return
+        found = torch.autograd.grad(
+            [root_of(o) for o, _ in pairs], [root_of(goal) for goal in goals], [g for _, g in pairs],
+            create_graph=walk.create, retain_graph=True, allow_unused=True,
+        )  # fmt: skip
+        for leaf, gradient in zip(leaves, found, strict=False):
+            if gradient is not None:
+                walk.pending[id(leaf)] = _sum(walk.pending.get(id(leaf)), gradient)
+        for (place, _), gradient in zip(wanted, found[len(leaves) :], strict=True):
+            walk.found[place] = _sum(walk.found[place], gradient)
+
+    def _counts(self, walk: Walk, one: Round, leaf: torch.Tensor | None) -> bool:
+        first = one is self.rounds[0] and not one.with_next
+        if leaf is None or not leaf.requires_grad or (first and walk.index not in self.over):
+            return False
+        return not (first and walk.final is not None)  # goes back by the schedule's own message
+
+    def _back(self, walk: Walk, start: int) -> None:
+        """Ask the stage before for what is pending in rounds from `start` on, last first."""
+        asked = [one for one in self.rounds[: walk.until] if not one.with_next]
+        for one in reversed([one for one in self.rounds[start : walk.until] if not one.with_next]):
+            gradients = [walk.pending.pop(id(leaf), None) for leaf in one.got]
+            target = asked.index(one)
+            if (target == 0 and walk.final is not None) or not (walk.more or any(g is not None for g in gradients)):
+                continue
+            told, answer = self._ask(walk, "ask", gradients, target)
+            walk.more = told["more"]
+            self._spread(walk, one.gave, answer)
+
+    def _collect(self, walk: Walk) -> None:
+        """Add what the stages before found of the tensors by which the gradient is taken."""
+        _, answer = self._ask(walk, "collect", [])
+        walk.found = [_sum(here, there) for here, there in zip(walk.found, answer, strict=True)]
+
+    def _ask(self, walk: Walk, kind: str, gradients: Some, target: int = 0) -> tuple[dict, list]:
+        gave = [None if one is None else settled(one) for one in gradients]
+        words = {"kind": kind, "batch": self.batch, "target": target, "index": walk.index, "create": walk.create,
+                 "final": walk.final is not None, "first": not walk.asked}  # fmt: skip
+        walk.asked = True
+        self.talk.say(self.stage, self.stage - 1, words, gave)
+        told, answer = self.talk.hear(self.stage - 1, self.stage)
+        got = _leaves(answer, walk.create)
+        if walk.create:
+            self.rounds.append(Round(False, got, gave))
+        return told, got
+
+    # --- what the stage after asks
+
+    def answer(self, told: dict[str, Any], tensors: Some) -> None:
+        """Do what the stage after asks, and tell it what was found."""
+        if told["first"]:
+            final: list | None = [] if told["final"] else None
+            by = [] if told["final"] else self.have.get(told["index"], [])
+            self._walk = Walk(told["index"], told["create"], by, len(self.rounds), final)
+        walk = self._walk
+        assert walk is not None
+        record = Round(True, _leaves(tensors, told["create"]), [])
+        if told["create"]:
+            self.rounds.append(record)
+        if told["kind"] == "ask":
+            target = [one for one in self.rounds if one.with_next][told["target"]]
+            self._spread(walk, target.gave, record.got)
+            start = self.rounds.index(target) + 1
+            self._back(walk, start)
+            gave: list[torch.Tensor | None] = [walk.pending.pop(id(leaf), None) for leaf in target.got]
+        else:
+            self._back(walk, 0)
+            if walk.asked:
+                self._collect(walk)
+            gave = walk.found
+        record.gave = [None if one is None else settled(one) for one in gave]
+        self.talk.say(self.stage, self.stage + 1, {"more": self._more(walk)}, record.gave)
+
+    def _more(self, walk: Walk) -> bool:
+        """Whether something is pending in a round that lies after what was sent on: the next stage is to ask for it."""
+        first = next(place for place, one in enumerate(self.rounds) if one.with_next)
+        return any(id(leaf) in walk.pending for one in self.rounds[first + 1 : walk.until] for leaf in one.got)
+
+    # --- the loss's gradient
+
+    def last(self, outputs: Sequence[torch.Tensor], gradients: Some) -> tuple[list[torch.Tensor], list]:
+        """(tensors, gradients) of which one backward gives this stage's weights theirs. `outputs`: what it sent."""
+        walk = self._walk
+        if walk is None or walk.final is None:
+            walk = Walk(-1, False, [], len(self.rounds), [])
+        ones = [torch.ones_like(o) if g is None else g for o, g in zip(outputs, gradients, strict=True)]
+        self._spread(walk, outputs, ones)
+        self._back(walk, 0)
+        self._walk = None
+        assert walk.final is not None
+        return [o for o, _ in walk.final], [g for _, g in walk.final]
+
+    def clear(self) -> None:
+        """Forget what backward left in leaves that nobody asks for."""
+        for one in self.rounds[1:]:
+            for leaf in one.got:
+                if leaf is not None:
+                    leaf.grad = None
+
+
+def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    return other if one is None else one if other is None else one + other
+
+
+def _leaves(tensors: Some, create: bool) -> list[torch.Tensor | None]:
+    return [None if one is None else one.requires_grad_(create) for one in tensors]

@@ -1,0 +1,89 @@
+"""Find the gradients that a forward takes itself, and what the tensors influence by which they are taken.
+
+    energy = self.net(x)
+    (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)      one `Taken`: of energy.sum(), by x
+
+The operations of its backward belong to nobody's code: they read what any part of the forward kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from shardwise.trace.functional import transforming
+
+SEVERAL_AT_ONCE = "is_grads_batched"
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One call of `torch.autograd.grad` by a forward: when, and the numbers of the tensors by which it is taken."""
+
+    enter: int
+    exit: int
+    by: tuple[int, ...]
+    plain: bool  # of tensors, one gradient each: what can be taken in parts
+
+
+def listed(tensors: Any) -> list[Any]:
+    """Returns the tensors that an argument of `torch.autograd.grad` names, of which one may stand alone."""
+    return [tensors] if isinstance(tensors, torch.Tensor) or not isinstance(tensors, list | tuple) else list(tensors)
+
+
+def takes_gradients(func: Any) -> bool:
+    """Whether a function of torch is the one with which code takes gradients."""
+    return func is torch.autograd.grad and not transforming()
+
+
+class GradientWatch(TorchFunctionMode):
+    """While entered, `torch.autograd.grad` is called inside `around(args, kwargs)`, but for a call inside another."""
+
+    def __init__(self, around: Callable[[tuple, dict], AbstractContextManager[None]]):
+        super().__init__()
+        self.around = around
+        self.inside = False
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self.inside or not takes_gradients(func):
+            return func(*args, **kwargs)
+        self.inside = True
+        try:
+            with self.around(args, kwargs):
+                return func(*args, **kwargs)
+        finally:
+            self.inside = False
+
+
+@contextmanager
+def other_backwards(around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Context: every backward outside of a transform runs inside `around()`, whatever function asked for it."""
+    run = torch.autograd._engine_run_backward
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if transforming() else around():
+            return run(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = watched
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = run
+
+
+def influenced(ops: Iterable[Any], numbers: Iterable[int]) -> set[int]:
+    """Numbers of all tensors that these influence, themselves among them. `ops`: a flow's, in order."""
+    found = set(numbers)
+    for op in ops:
+        if not found.isdisjoint(op.reads):
+            found.update(op.makes)
+    return found
+
+
+__all__ = ["SEVERAL_AT_ONCE", "GradientWatch", "Taken", "influenced", "listed", "other_backwards", "takes_gradients"]
