@@ -83,7 +83,7 @@ def elsewhere() -> Task:
         ("domain_tasks:flattened", "domain=2x2", "no tensor has 2 of them behind batch and channel"),
         ("domain_tasks:channels_last", "domain=1x2x2", "Task.spatial names 2: lat"),
         ("test_domain:elsewhere", "domain=2", "names row (4), col (5), and no tensor of the batch has these"),
-        ("domain_tasks:forces_apart", "domain=2,pp=2", "gradients itself (torch.autograd.grad) of what other pipeline"),
+        ("domain_tasks:forces_apart", "domain=2,pp=2", "takes itself (torch.autograd.grad) of what other pipeline"),
         ("domain_tasks:point_wise", "domain=12", "11 positions of a field over domain0=12 leave some rank with 0"),
     ],
 )

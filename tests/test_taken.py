@@ -25,7 +25,7 @@ MORE = [
 REFUSED = [
     ("by_backward", "pp=2", "by other means than torch.autograd.grad"),
     ("potential", "pp=2,schedule=zbv", "use schedule=1f1b"),
-    ("potential", "dp_shard=2,zero=3,pp=2", "use zero=2"),
+    ("hamiltonian", "dp_shard=2,zero=3,pp=2", "use zero=2"),
 ]
 
 

@@ -25,6 +25,7 @@ EQUAL = [
     ("final_state_gru", "tp=2"), ("final_state", FULL),
     ("mapped", "pp=2"), ("mapped", FULL), ("mapped", FLAT), ("jacobian", "pp=2"), ("jacobian", REPLICAS),
     ("sensitivity", "pp=2"), ("jacobian_inside", FULL), ("jacobian_inside", "pp=2"),
+    ("jacobian", FULL), ("sensitivity", FULL),
     ("rounded_inside", "pp=2"), ("rounded_inside", "tp=2"), ("rounded_inside", FULL),
     ("loaded", "pp=2"), ("loaded_from_file", REPLICAS), ("loaded_from_file", "tp=2,pp=2"), ("copied", FULL),
     ("own_generator", FULL), ("own_generator", "pp=2"),
@@ -41,12 +42,10 @@ REFUSED = [
     ("complex_weights", "pp=2", "parameter 'weights.0' is complex, and pp works on real ones"),
     ("complex_weights", "dp_replicate=2,precision=bf16", "'weights.0' is complex, and precision=bf16"),
     ("complex_signs", FLAT, "deals complex parameters as pairs of real numbers"),
-    ("jacobian", FULL, "unit 'blocks.0' runs inside a torch.func transform with a backward"),
     ("gathers_when_built", "tp=2", "the forward issues a collective itself (all_gather at"),
     ("gathers_in_forward", "pp=2", "the forward issues a collective itself (all_reduce at"),
     ("gathers_when_built", "tp=2,pp=2", "unlike_tasks.py"),
     ("keeping", "tp=2,pp=2", "something outside of the module keeps what an earlier forward made"),
-    ("sensitivity", FULL, "unit 'net.0' runs inside a torch.func transform with a backward"),
 ]
 
 

@@ -24,7 +24,7 @@ from shardwise.comm import gather_json, of_first
 from shardwise.engine.alone import Untried, blame
 from shardwise.engine.check import Findings, explained, look
 from shardwise.engine.choices import task_differs
-from shardwise.engine.evaluated import TakesGradients
+from shardwise.engine.evaluated import InsideTransform, TakesGradients
 from shardwise.engine.optimizer import make_optimizer, shares_of
 from shardwise.engine.optimizer import refuse as refuse_optimizer
 from shardwise.engine.recipe import Applied, apply_plan, trainable
@@ -217,10 +217,19 @@ def assemble_and_look(make: Callable[[Collection[str]], RankState], *, masks: bo
 
 def _looked(state: RankState, masks: bool) -> tuple[dict[str, str], Findings | None]:
     """(units of zero=3 that belong into what lies around them, with reasons; findings, None if it did not end)."""
+    units = [path for path, child in state.module.named_modules() if path and isinstance(child, FSDPModule)]
     try:
         findings = look_at_task(state, masks=masks)
+    except InsideTransform as inside:
+        if state.staged is not None:  # other stages would wait for this one
+            raise RefusedPlan(
+                f"unit '{inside}' runs inside a torch.func transform with a backward (grad, vjp, jacrev), where zero=3 "
+                "cannot gather its weights: let wrap= name modules whose own forward calls the transform, or use zero=2"
+            ) from None
+        around = str(inside).rpartition(".")[0]
+        beside = [path for path in units if not around or path.startswith(f"{around}.")]
+        return dict.fromkeys(beside, "runs inside a torch.func transform with a backward (grad, vjp, jacrev)"), None
     except TakesGradients:
-        units = [path for path, child in state.module.named_modules() if path and isinstance(child, FSDPModule)]
         return dict.fromkeys(units, "lies in a forward that takes gradients itself (torch.autograd.grad)"), None
     new = dict.fromkeys(findings.into_arguments, "writes into what it is given, which its hooks wrap")
     return new | dict.fromkeys(findings.outside, "has weights that are read outside its forward"), findings

@@ -19,7 +19,7 @@ from torch import nn
 
 from shardwise.engine.alone import Untried, needs_gradients
 from shardwise.engine.choices import Again
-from shardwise.engine.evaluated import Evaluate, Runner, Seen, refuse_units
+from shardwise.engine.evaluated import Evaluate, Runner, Seen, TakesGradients, has_units
 from shardwise.errors import RefusedPlan
 from shardwise.parallel.batchnorm import batch_norm_modules
 from shardwise.parallel.full import USED_OUTSIDE
@@ -75,7 +75,8 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
     except RuntimeError as error:
         if staged is not None or not needs_gradients(error):
             raise
-    refuse_units(module)
+    if has_units(module) if staged is None else share(["units"] if has_units(module) else []):
+        raise TakesGradients
     with torch.enable_grad(), _unwarned():
         return _look(module, evaluate, whole, parts, sizes, **settings)
 

@@ -67,10 +67,10 @@ def cut_forward(
     other, _ = _traced(task, plan, precision, built, slice_samples(sample, 0, counts[1]), 1)
     whole = plan.remat != "none" or plan.compile or plan.zero == 3
     units = [*inseparable, *(blocks.paths if whole else ())]
-    places = _places(flow, module, schedule.stages, plan, blocks, units)
+    apart = _apart(plan, schedule) if flow.taken else ""
+    places = _places(flow, module, schedule.stages, plan, blocks, units, apart)
     stages = make_stages(flow, other, counts, places)
     _refuse_writes(flow, module)
-    _refuse_gradients(plan, schedule, stages)
     holders, buffers = _holders(flow, module, stages, schedule)
     cut = StagePlacement(schedule, stages, holders, buffers, rank, _shares_draws(flow, stages))
     cut.by_values = bool(notice)  # it could not be followed without
@@ -90,14 +90,16 @@ def _traced(
         raise blame(error, what, task, precision, built.module, sample) from error
 
 
-def _places(flow: Flow, module: nn.Module, count: int, plan: Plan, blocks: Blocks, units: list[str]) -> list[CutPoint]:
+def _places(
+    flow: Flow, module: nn.Module, count: int, plan: Plan, blocks: Blocks, units: list[str], apart: str
+) -> list[CutPoint]:  # fmt: skip
     """Between blocks where there are enough of them; inside too where that is in none of `units`."""
     if plan.stages:
-        return choose(flow, module, count, plan.stages, units)
+        return choose(flow, module, count, plan.stages, units, apart)
     try:
-        return choose(flow, module, count, (), [*units, *blocks.paths])
+        return choose(flow, module, count, (), [*units, *blocks.paths], apart)
     except RefusedPlan:
-        return choose(flow, module, count, (), units)
+        return choose(flow, module, count, (), units, apart)
 
 
 def _refuse_writes(flow: Flow, module: nn.Module) -> None:
@@ -110,17 +112,17 @@ def _refuse_writes(flow: Flow, module: nn.Module) -> None:
             )
 
 
-def _refuse_gradients(plan: Plan, schedule: Schedule, stages: list[Stage]) -> None:
-    """Gradients that the forward takes itself go back through stages of one rank each, whose weights stay."""
-    if not any(stage.over for stage in stages):
-        return
-    what = "the forward takes gradients itself (torch.autograd.grad) of what other pipeline stages compute, which"
+def _apart(plan: Plan, schedule: Schedule) -> str:
+    """Why no gradient that the forward takes itself may go from stage to stage, as a sentence; empty where it may."""
+    what = (
+        ". Over other places goes a gradient that the forward takes itself (torch.autograd.grad) of what other "
+        "pipeline stages compute, which"
+    )
     if schedule.stages > schedule.ranks:
-        raise RefusedPlan(f"{what} schedule={schedule.name} has on one rank: use schedule=1f1b")
+        return f"{what} schedule={schedule.name} has on one rank: use schedule=1f1b"
     if plan.zero == 3:
-        raise RefusedPlan(f"{what} free their weights under zero=3 before the second backward: use zero=2")
-    if plan.cut_positions > 1:
-        raise RefusedPlan(f"{what} hold shares of positions (cp, domain): use one or the other")
+        return f"{what} free their weights under zero=3 before its second backward: use zero=2"
+    return f"{what} hold shares of positions (cp, domain): leave out one or the other" if plan.cut_positions > 1 else ""
 
 
 def _holders(

@@ -38,6 +38,10 @@ class TakesGradients(Exception):
     """A forward takes gradients itself through units of zero=3, which free their weights before its second backward."""
 
 
+class InsideTransform(TakesGradients):
+    """A unit of zero=3, named by its path, runs inside a transform of `torch.func` that takes derivatives."""
+
+
 class Runner:
     """Evaluates the loss and leaves the module as it was."""
 
@@ -152,7 +156,8 @@ class Seen(TorchDispatchMode):
         """Second derivatives find the weights of the outermost unit alone, which runs from before them until after."""
         if isinstance(self.module, FSDPModule) and not self.running:
             raise RefusedPlan(WEIGHTS_FREED)
-        refuse_units(self.module)
+        if has_units(self.module):
+            raise TakesGradients
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._schema.is_mutable and func.namespace == "aten":
@@ -226,17 +231,18 @@ class Seen(TorchDispatchMode):
 
 def _refuse_differentiated(path: str) -> None:
     """A unit of zero=3 copies its weights into place when its forward begins, which such a transform forbids."""
+    if differentiating() and path:
+        raise InsideTransform(path)
     if differentiating():
         raise RefusedPlan(
-            f"unit '{path}' runs inside a torch.func transform with a backward (grad, vjp, jacrev), where zero=3 "
-            "cannot gather its weights: let wrap= name modules whose own forward calls the transform, or use zero=2"
+            "the whole model runs inside a torch.func transform with a backward (grad, vjp, jacrev), where zero=3 "
+            "cannot gather its weights: use zero=2"
         )
 
 
-def refuse_units(module: nn.Module) -> None:
-    """Raise `TakesGradients` where a module has units of zero=3 beside the outermost one."""
-    if any(isinstance(child, FSDPModule) for child in module.modules() if child is not module):
-        raise TakesGradients
+def has_units(module: nn.Module) -> bool:
+    """Whether a module has units of zero=3 beside the outermost one."""
+    return any(isinstance(child, FSDPModule) for child in module.modules() if child is not module)
 
 
 @contextmanager

@@ -407,7 +407,7 @@ class _WholeGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor: torch.Tensor, axis: Axis | None) -> torch.Tensor:
         ctx.axis = axis
-        return tensor.view_as(tensor)
+        return tensor.detach()  # no view, whose base nobody could write into afterwards (a table with `max_norm`)
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):

@@ -202,26 +202,30 @@ class _Prefix:
         return self.sums[bisect.bisect_left(self.times, stop)] - self.sums[bisect.bisect_left(self.times, start)]
 
 
-def choose(flow: Flow, module: nn.Module, count: int, named: Sequence[str], units: Sequence[str]) -> list[CutPoint]:
+def choose(
+    flow: Flow, module: nn.Module, count: int, named: Sequence[str], units: Sequence[str], apart: str = ""
+) -> list[CutPoint]:  # fmt: skip
     """The places at which `count` stages begin, all but the first.
 
     named   the user's choice: paths of modules, in order
     units   modules that must not be cut inside (sharded, recomputed or compiled as one)
+    apart   why no gradient that the forward takes itself may go back over a place; empty where it may
     Raises `RefusedPlan` where there are too few places, `InputError` for a name that is none.
     """
     tiers: list[list[CutPoint]] = []
     for own in (False, True):
         places, others = find_places(flow, own=own)
-        places = _outside(places, units)
+        places = [place for place in _outside(places, units) if not (apart and crossed_at(flow, place))]
         if named and (own or {place.call.path for place in places} >= set(named)):
             return _named(flow, module, places, others, named)
         tiers += [places] if own else [[place for place in places if place.clean], places]
     best = _best(flow, module, tiers, count)
     if not best and count > 1:
         between = _outside(find_places(flow, own=True, functions=True)[0], units)
+        between = [place for place in between if not (apart and crossed_at(flow, place))]
         best = _best(flow, module, [between], count)
     if not best and len(places) < count - 1:
-        raise RefusedPlan(_too_few(flow, places, others, count))
+        raise RefusedPlan(_too_few(flow, places, others, count) + apart)
     if not best and count > 1:
         raise RefusedPlan(
             f"{count} stages leave one without a trainable parameter, wherever the forward is cut: use fewer stages"
