@@ -71,6 +71,7 @@ class FlowOp:
     cost: float
     draws: bool
     reads_value: bool
+    leads: bool  # a gradient goes back through it
     inner: bool = False  # of the backward of a gradient that the forward takes: done where its forward was
 
 
@@ -124,6 +125,15 @@ class Flow:
                 alive.add(ahead.pop()[1])
             alive = {number for number in alive if self.last_use[number] > call.enter}
             yield call, sorted(alive)
+
+    @cached_property
+    def led(self) -> set[int]:
+        """Numbers of the tensors to which a gradient of the output goes back."""
+        found = set(self.returned)
+        for op in reversed(self.ops):
+            if op.leads and not found.isdisjoint(op.makes):
+                found.update(op.reads)
+        return found
 
     def influenced_by(self, number: int) -> set[int]:
         """Numbers of the tensors that follow from one, itself among them."""

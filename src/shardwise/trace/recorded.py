@@ -114,8 +114,13 @@ class _Recorder(TorchDispatchMode):
                 makes.append(made)
         cost = _cost(func, args, kwargs, output, outputs)
         reads_value = func is _aten._local_scalar_dense.default
-        inner = self.differentiating
-        self.ops.append(FlowOp(self.time, tuple(reads), tuple(makes), cost, draws, reads_value, inner))
+        written = inputs if func._schema.is_mutable else []
+        leads = func is not _aten.detach.default and any(
+            each.is_floating_point() or each.is_complex() for each in (*outputs, *written)
+        )
+        self.ops.append(
+            FlowOp(self.time, tuple(reads), tuple(makes), cost, draws, reads_value, leads, self.differentiating)
+        )
         return output
 
     def use(self, numbers: Iterable[int]) -> None:

@@ -22,7 +22,7 @@ What this does not do: cut inside a submodule that no other submodule is entered
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -34,6 +34,7 @@ from shardwise.trace.flow import Flow, ModuleCall
 from shardwise.trace.taken import Taken
 
 WORTH = 0.8  # of the slowest stage's time, for which tensors travel that the next module is not given
+Used = Callable[[Flow], list[tuple[int, int]]]
 SLACK = 1.05  # of the best time, within which stages are balanced by their parameters
 
 
@@ -150,7 +151,8 @@ def _usable(flow: Flow, places: list[CutPoint]) -> list[CutPoint]:
     """One place for each moment, the outermost; none where code around it decided by values that a stage lacks."""
     decided = _decisions(flow)
     costs = _costs(flow)
-    uses = _Prefix(*_uses(flow))
+    times = [time for time, _ in _uses(flow)]
+    uses = _Prefix(times, [1.0] * len(times))
     kept: list[CutPoint] = []
     for place in places:
         moment = place.call.enter
@@ -176,10 +178,15 @@ def _decisions(flow: Flow) -> list[tuple[int, ModuleCall]]:
     return found
 
 
-def _uses(flow: Flow) -> tuple[list[int], list[float]]:
-    """When parameters are used."""
-    times = [op.time for op in flow.ops if not op.inner and any(number in flow.parameters for number in op.reads)]
-    return times, [1.0] * len(times)
+def _uses(flow: Flow) -> list[tuple[int, int]]:
+    """When parameters are used, and the id of each."""
+    return [(op.time, flow.parameters[n]) for op in flow.ops if not op.inner for n in op.reads if n in flow.parameters]
+
+
+def _uses_led(flow: Flow) -> list[tuple[int, int]]:
+    """Those of them that a gradient of the output goes back to."""
+    led = {op.time for op in flow.ops if flow.taken or (op.leads and not flow.led.isdisjoint(op.makes))}
+    return [(time, param) for time, param in _uses(flow) if time in led]
 
 
 def _costs(flow: Flow) -> _Prefix:
@@ -244,10 +251,19 @@ def _outside(places: list[CutPoint], units: Sequence[str]) -> list[CutPoint]:
 
 def _best(flow: Flow, module: nn.Module, tiers: list[list[CutPoint]], count: int) -> list[CutPoint]:
     """The best places of several lists, of which each takes in those before it; none where there are too few."""
+    for trained in (_uses_led, _uses):  # a function of one's own may detach, and its backward does not
+        if best := _best_of(flow, module, tiers, count, trained):
+            return best
+    return []
+
+
+def _best_of(
+    flow: Flow, module: nn.Module, tiers: list[list[CutPoint]], count: int, trained: Used
+) -> list[CutPoint]:  # fmt: skip
     most, best = float("inf"), list[CutPoint]()
     apart = [[place for place in tier if not crossed_at(flow, place)] for tier in tiers] if flow.taken else []
     for tier in (*apart, *tiers):  # places over which no gradient goes back are preferred alike
-        reached = _balanced(flow, module, tier, count) if len(tier) >= count - 1 else (most, best)
+        reached = _balanced(flow, module, tier, count, trained) if len(tier) >= count - 1 else (most, best)
         if reached[1] and (not best or reached[0] < most * WORTH):
             most, best = reached
     return best
@@ -310,21 +326,19 @@ def _named(
     return chosen
 
 
-def _balanced(flow: Flow, module: nn.Module, places: list[CutPoint], count: int) -> tuple[float, list[CutPoint]]:
+def _balanced(
+    flow: Flow, module: nn.Module, places: list[CutPoint], count: int, used: Used
+) -> tuple[float, list[CutPoint]]:  # fmt: skip
     """The fastest slowest stage, then within some slack the smallest largest one. Dynamic programming.
+
+    used  when parameters are used, of which each stage is to have some
 
     Returns the slowest stage's cost, and the places; none where a stage would have nothing to train.
     """
     edges = [0, *[place.call.enter for place in places], flow.end]
     costs = _costs(flow)
     trained = {id(p): p.numel() for p in module.parameters() if p.requires_grad}
-    uses = [
-        (op.time, float(trained[flow.parameters[n]]))
-        for op in flow.ops
-        if not op.inner
-        for n in op.reads
-        if n in flow.parameters and flow.parameters[n] in trained
-    ]
+    uses = [(time, float(trained[param])) for time, param in used(flow) if param in trained]
     sizes = _Prefix([t for t, _ in uses], [v for _, v in uses])
 
     def time_of(i: int, j: int) -> float:
