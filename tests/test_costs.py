@@ -636,6 +636,40 @@ def costs_of_attention(name: str, layout: Layout, kernels: Kernels) -> float:
     return costs._attention()[2] / costs._products()[0]
 
 
+def test_a_ring_of_pytorch_sends_all_heads_and_passes_sums_in_float32() -> None:
+    """Keys and values of each head of queries gathered forward and backward; sums go home block by block, the last
+    one beside nothing; compiled blocks wait for each where it stands, others beside one block of the ring."""
+    layout = Layout(cp=4, micro_batch=2, seq=32768)
+    heads = LLAMA.heads * 2 * LLAMA.head_dim
+    whole = 2 * 2 * 32768 * heads
+    for name in ("torchtitan", "torchtitan-eager"):
+        forward, backward = BlockCosts(LLAMA, layout, software(name), Kernels(NODE.device))._messages()
+        assert [(m.op, m.size_bytes) for m in forward] == [("all_gather", whole)]
+        assert [(m.op, m.size_bytes) for m in backward] == [("all_gather", whole), *[("pass", whole / 2)] * 4]
+        hidden = [m.hidden for m in backward]
+        assert hidden == ([False] * 5 if name == "torchtitan" else [True, True, True, True, False])
+        assert all(m.share == 1 / 4 for m in backward if m.hidden)
+    step = StepContext(LLAMA, layout, NODE, software("torchtitan-eager"))
+    gather, beside = forward[0], 2 * step.seconds(forward[0])
+    assert step.exposed([gather], beside)[0] == pytest.approx(beside / 4), "a quarter of it is one block"
+    few = [simulate(LLAMA, layout, NODE, software(name)).step_s for name in ("torchtitan", "torchtitan-eager")]
+    even = [simulate(LLAMA, layout, NODE, replace(software(n), ring="even")).step_s for n in ("torchtitan", "fsdp")]
+    assert 1.03 < few[0] / even[0] < 1.3 and few[1] > even[1]
+
+
+def test_stages_of_fully_shard_stay_whole_in_pytorchs_pipelines() -> None:
+    """Weights are gathered and gradients summed once, so more micro-batches send no more, and both lie whole."""
+    layout = Layout(pp=4, shard=2, zero=3, n_micro=8, seq=8192, recompute="full")
+    titan = software("torchtitan")
+    sent = [simulate(LLAMA, layout.with_(n_micro=n), NODE, titan).exposed["data"] for n in (8, 32)]
+    assert sent[0] == pytest.approx(sent[1])
+    ours = [simulate(LLAMA, layout.with_(n_micro=n), NODE, software("shardwise")).exposed["data"] for n in (8, 32)]
+    assert ours[1] > 2 * ours[0]
+    split = replace(titan, pipelines_whole=False)
+    held = [states({"dense": 1e9, "experts": 0.0}, layout, soft) for soft in (titan, split)]
+    assert held[0]["weights"] - held[1]["weights"] == 2e9 and held[0]["gradients"] - held[1]["gradients"] == 4e9
+
+
 def test_weights_cost_a_micro_batch_what_is_moved_of_them() -> None:
     """Sums of gradients that no product makes; what fully_shard copies; nothing where a product adds into the sum."""
     once, twice, whole = Layout(shard=8, zero=1), Layout(shard=8, zero=1, n_micro=2), Layout(shard=8, zero=3)
@@ -643,6 +677,8 @@ def test_weights_cost_a_micro_batch_what_is_moved_of_them() -> None:
     assert [handled_bytes(ours, layout) for layout in (once, twice, whole)] == [2 + 4, 2 + 4 + 4, 4 + 4 + 6]
     assert [handled_bytes(titan, layout) for layout in (once, twice, whole)] == [0, 10, 14]
     assert [handled_bytes(megatron, layout) for layout in (once, twice, whole)] == [0, 0, 0]
+    assert handled_bytes(software("megatron-deepspeed"), twice) == 2 + 4 + 4 + 4 + 4, "widened, then added"
+    assert handled_bytes(titan, twice.with_(zero=3, pp=2)) == 10, "a pipeline's stage stays whole"
     more = simulate(LLAMA, whole, NODE, ours).parts["compute"]
     more -= simulate(LLAMA, whole, NODE, replace(ours, unit_bytes=0.0)).parts["compute"]
     assert more == pytest.approx(14 * LLAMA.parameters / Kernels(NODE.device).bandwidth, rel=0.01)

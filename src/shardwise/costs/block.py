@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from shardwise.cluster import Device
 from shardwise.costs.kernels import Kernels
 from shardwise.costs.layout import Layout
+from shardwise.costs.rings import ACT_BYTES, Message, merged_bytes, ring_messages
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import FP8, STATES, Software
 
@@ -38,8 +39,8 @@ MOVED = {
     "gated": ((6, 10), (10, 18)),
     "activation": ((4, 6), (4, 6)),
     "rotary": ((4, 4), (20, 32)),
+    "repeated": ((2, 2), (2, 2)),  # keys and values for each head of queries that reads them: written; summed
 }
-ACT_BYTES = 2  # activations in bf16 or fp16
 HOST_US = 10.0  # in which eager PyTorch starts an op of a forward or backward on a GPU (assumed)
 LAYER_OPS = (38, 71)  # that the host starts in a layer's forward and backward: transformers' Llama, as a trace has them
 CASTS = (8, 4)  # more of them where products are in FP8: inputs and weights, gradients of outputs
@@ -54,24 +55,21 @@ def host_seconds(device: Device, software: Software) -> float:
     return 1e-6 * each / (EAGER if software.fused else 1.0)
 
 
+def whole_in_pipeline(software: Software, layout: Layout) -> bool:
+    """Whether ZeRO-3 gathers a stage's weights once in a step, and sums its gradients once, after all micro-batches."""
+    return software.pipelines_whole and layout.zero >= 3 and layout.pp > 1
+
+
 def handled_bytes(software: Software, layout: Layout) -> float:
     """Bytes that move for each weight in a micro-batch beside its products: sums of gradients, ZeRO-3's own copies."""
     gradient = STATES[software.states].on_wire
-    if layout.zero >= 3 and layout.shard_ranks > 1:
+    kept = whole_in_pipeline(software, layout)
+    if layout.zero >= 3 and layout.shard_ranks > 1 and not kept:
         return software.unit_bytes
-    if layout.zero < 2 and layout.n_micro * layout.rounds > 1:
-        return 0.0 if software.accumulates else 2 + 2 * gradient  # read, and the sum read and written
+    if (layout.zero < 2 or kept) and layout.n_micro * layout.rounds > 1:
+        widened = 2 * gradient if software.widens else 0  # a copy in the sum's dtype written, and read to be added
+        return 0.0 if software.accumulates else 2 + 2 * gradient + widened  # read, and the sum read and written
     return 2 + gradient if software.buckets else 0.0
-
-
-@dataclass(frozen=True)
-class Message:
-    """One collective of a layer: op, axis, bytes of the whole tensor, and whether it can run beside compute."""
-
-    op: str
-    axis: str
-    size_bytes: float
-    hidden: bool = False
 
 
 @dataclass
@@ -193,6 +191,13 @@ class BlockCosts:
         if self.is_written_ring:
             forward, backward = self._written_ring(lay.micro_batch * heads)
             return forward + rope[0], backward + rope[1], forward
+        if lay.cp > 1 and self.software.ring == "merged":  # as many blocks as ranks, each of a causal one's FLOPs
+            joined = (self._stream(moved, 6 * (int(lay.cp) - 1)) for moved in merged_bytes(s, lay, self.software))
+            forward, backward = (
+                lay.cp * self._fused(heads, queries, queries, backward=back) + more
+                for back, more in zip((False, True), joined, strict=True)
+            )
+            return forward + rope[0], backward + rope[1], forward
         forward, backward = (self._fused(heads, queries, keys, backward=back) for back in (False, True))
         return forward + rope[0], backward + rope[1], forward
 
@@ -270,11 +275,14 @@ class BlockCosts:
         return self._stream(forward, 4 + more), self._stream(backward, 6 + more)
 
     def _rotary(self) -> tuple[float, float]:
-        """Queries and keys turned by their positions."""
+        """Queries and keys turned by their positions; keys and values repeated where the software does that."""
         s, lay = self.shape, self.layout
-        if s.learned_positions:
+        turned = 0.0 if s.learned_positions else s.query_width + s.kv_heads * s.head_dim
+        copied = s.query_width + s.output_width if self.software.repeats_keys and s.kv_heads < s.heads else 0.0
+        if not turned + copied:
             return 0.0, 0.0
-        forward, backward = self._moved({"rotary": lay.tokens * (s.query_width + s.kv_heads * s.head_dim) / lay.tp})
+        each = lay.tokens / lay.tp
+        forward, backward = self._moved({"rotary": each * turned, "repeated": each * copied})
         return self._stream(forward, 2), self._stream(backward, 2)
 
     def _feed_forward_stream(self) -> tuple[float, float]:
@@ -333,12 +341,9 @@ class BlockCosts:
             forward += [Message("all_reduce", "tp", whole, overlapped)] * added
             backward += [Message("all_reduce", "tp", whole, overlapped)] * read
         if lay.cp > 1:
-            wide = max(s.kv_width / lay.tp / lay.ulysses, s.kv_width / s.kv_heads)
-            kv = lay.micro_batch * lay.seq * wide * ACT_BYTES
-            forward.append(Message("ring", "cp", kv, True))
-            # keys and values pass by again, and sums of their gradients: in float32, or as a fused kernel makes them
-            sums = 4 if self.software.ring == "written" else ACT_BYTES
-            backward.append(Message("ring", "cp", (1 + sums / ACT_BYTES) * kv, True))
+            around = ring_messages(s, lay, self.software)
+            forward += around[0]
+            backward += around[1]
         if lay.ulysses > 1:
             dealt = s.query_width + s.kv_width + s.output_width
             qkv = lay.micro_batch * lay.seq / lay.cp * dealt / lay.tp * ACT_BYTES

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.costs.block import ACT_BYTES
+from shardwise.costs.block import whole_in_pipeline
 from shardwise.costs.layout import Layout
+from shardwise.costs.rings import ACT_BYTES, merged_block
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import STATES, Software
 
@@ -94,6 +95,9 @@ def states(parameters: dict[str, float], layout: Layout, software: Software, pre
         out[COPIES] += count * policy.copies * share
         out["master"] += count * policy.master * (share if zero >= 1 else 1.0)
         out["optimizer"] += count * policy.optimizer * (share if zero >= 1 else 1.0)
+        if whole_in_pipeline(software, layout):
+            out["weights"] += count * 2.0
+            out["gradients"] += count * software.grad_reduce_bytes  # whole until the last micro-batch
         if zero >= 3 and policy.master > policy.weight and layout.offload == "none":
             out["weights"] -= count * policy.weight * share  # FSDP keeps the masters alone at rest
     if layout.offload == "optimizer":
@@ -115,6 +119,8 @@ def layer_activations(shape: Shape, layout: Layout, software: Software) -> dict[
         "q k v": tokens * (s.query_width / t + kv) * ACT_BYTES,
         "attention output": tokens * s.output_width / t * ACT_BYTES,
     }
+    if software.repeats_keys and lay.recompute == "none":
+        out["q k v"] = tokens * (2 * s.query_width + s.output_width) / t * ACT_BYTES
     if s.kv_latent:  # as they are made, and as they are normed
         out["latents"] = tokens * (2 * s.q_latent + 2 * s.kv_latent + s.rope_dim) * ACT_BYTES
     if software.attention == "unfused":
@@ -244,7 +250,10 @@ def transient(shape: Shape, layout: Layout, software: Software) -> float:
         again = sum(layer_activations(shape, layout.with_(recompute="none"), software).values())
     matrix = (2 if shape.gated else 1) * shape.hidden * shape.ffn / layout.tp * 4
     stream = layout.tokens * shape.hidden * ACT_BYTES * max(1, shape.top_k)  # a token has a row for each expert
-    block = ring_block(shape, layout) if layout.cp > 1 and software.ring == "written" else 0.0
+    block = 0.0
+    if layout.cp > 1 and software.ring != "even":
+        written = software.ring == "written"
+        block = ring_block(shape, layout) if written else merged_block(shape, layout, software)
     return again + matrix + 2 * stream + block
 
 
@@ -266,4 +275,6 @@ def buffers(shape: Shape, layout: Layout, software: Software, layers: float, par
     policy = STATES[software.states]
     largest = max(shape.layer_parameters, shape.embedding_parameters) / layout.tp
     whole = 2.0 if policy.weight == 2 or software.states == "fsdp-mixed" else policy.weight
+    if whole_in_pipeline(software, layout):
+        return largest * software.grad_reduce_bytes
     return largest * (2 * whole + software.grad_reduce_bytes)

@@ -81,9 +81,14 @@ class Software:
                      gathered weights, twice, and of gradients into the buffer that is scattered
     selective        what remat=selective computes again: "attention" (scores, or the kernel: Korthikanti et al. 2022),
                      "elementwise" (all but products and attention), or "products" (every second of them too)
-    ring             attention around the ring of cp: "even" (a fused kernel, causal work dealt evenly) or "written"
-                     (each block's scores in float32, causal work dealt evenly: parallel/sequence)
+    ring             attention around the ring of cp, causal work dealt evenly: "even" (a fused kernel), "written"
+                     (each block's scores in float32) or "merged" (PyTorch's): costs/rings
+    repeats_keys     keys and values are copied for each head of queries that reads them
+    waits            what a compiled block sends for cp is waited for where it stands (functional collectives, traced)
     reorders         what sp gathers of several samples is put in their order by a copy, and so is what it scatters
+    pipelines_whole  a pipeline's stage under ZeRO-3 gathers its weights once in a step and keeps them, and sums its
+                     gradients once after the last micro-batch, beside nothing
+    widens           a gradient is copied into the dtype of its sum before it is added
     one_sum          attention and feed-forward that read the same stream are added before tp sums them, as one message
     windows          attention leaves out what lies outside of a window; else that is masked, and computed all the same
     split_sends      a stage's message is cut over the tensor ranks and gathered by the next stage
@@ -125,6 +130,10 @@ class Software:
     windows: bool = False
     split_sends: bool = False
     ring: str = "even"
+    repeats_keys: bool = False
+    waits: bool = False
+    pipelines_whole: bool = False
+    widens: bool = False
     states: str = "bf16"
     grad_reduce_bytes: float = 4.0
     launch_us: float = 2.0
@@ -205,10 +214,11 @@ SOFTWARE: dict[str, Software] = {
             overlap_p2p=False,
             split_sends=True,
             accumulates=False,
+            widens=True,
             loss="parallel",
             states="bf16-deepspeed",
-            source="Megatron-DeepSpeed of 2022, as BLOOM was trained: its pipeline, and a BF16 optimizer that adds "
-            "each gradient to its float32 sum by an op of its own",
+            source="Megatron-DeepSpeed of 2022, as BLOOM was trained: its pipeline, and a BF16 optimizer that copies "
+            "each gradient into float32 and adds that to its sum (deepspeed/runtime/bf16_optimizer.py)",
         ),
         Software(
             "megatron-flash",
@@ -330,6 +340,10 @@ SOFTWARE: dict[str, Software] = {
             accumulates=False,
             unit_bytes=FSDP2_BYTES,
             selective="products",
+            ring="merged",
+            repeats_keys=True,
+            waits=True,
+            pipelines_whole=True,
             states="fsdp-mixed",
             grad_reduce_bytes=4.0,
             logit_peak_bytes=10.0,
@@ -344,6 +358,9 @@ SOFTWARE: dict[str, Software] = {
             unit_bytes=FSDP2_BYTES,
             selective="products",
             loss="torch",
+            ring="merged",
+            repeats_keys=True,
+            pipelines_whole=True,
             states="fsdp-mixed",
             grad_reduce_bytes=4.0,
             logit_peak_bytes=12.0,

@@ -120,6 +120,8 @@ class StepContext:
             share = (group.size - 1) / group.size * message.size_bytes
             far = (group.size - 1) * group.stride  # the slowest link of the ring is the one that closes it
             return self.wire.send(share, 0, far) + (group.size - 2) * self.wire.send(0, 0, far)
+        if message.op == "pass":
+            return self.wire.send(message.size_bytes, 0, (group.size - 1) * group.stride)
         if message.axis == "ep" and self.software.rows_per_node:
             return self.wire.rows(group, message.size_bytes, self.shape.top_k) + self.wire.skew(group.size)
         return self.wire.collective(message.op, group, message.size_bytes) + self.wire.skew(group.size)
@@ -127,8 +129,12 @@ class StepContext:
     def exposed(self, messages: Sequence[Message], beside: float) -> tuple[float, float]:
         """(seconds that compute waits, seconds that compute is slowed) where `beside` can hide the hidden ones."""
         open_s = sum(self.seconds(m) for m in messages if not m.hidden)
-        hidden = sum(self.seconds(m) for m in messages if m.hidden)
-        return open_s + max(0.0, hidden - beside), CONTENTION * min(hidden, beside)
+        hidden = sum(self.seconds(m) for m in messages if m.hidden and m.share == 1)
+        # those that must be over before the next part of the compute can begin
+        parts = [(self.seconds(m), m.share * beside) for m in messages if m.hidden and m.share < 1]
+        late = max(0.0, hidden - beside) + sum(max(0.0, seconds - window) for seconds, window in parts)
+        slowed = min(hidden, beside) + sum(min(part) for part in parts)
+        return open_s + late, CONTENTION * min(slowed, beside)
 
     def timed(self, times: BlockTimes) -> StageTimes:
         """Returns the seconds of a part of the step, its messages included."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.cluster import Cluster
+from shardwise.costs.block import whole_in_pipeline
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger, rank_memory, stage_parameters
 from shardwise.costs.shapes import Shape
@@ -77,7 +78,7 @@ class Estimator:
         parameters = stage_parameters(self.shape, layout, self.shape.layers / p, first=p == 1, last=True, dense=front)
         reduce_s, gather_s = reduction_seconds(step, parameters, self.shape.layers / p)
         if layout.zero >= 3 and layout.shard_ranks > 1:
-            wire = every * (2 * gather_s + reduce_s)
+            wire = (1 if whole_in_pipeline(self.software, layout) else every) * (2 * gather_s + reduce_s)
             seconds = max(seconds, wire) if self.software.prefetch != "none" else seconds + wire
         elif not self.software.overlap_dp:
             seconds += reduce_s + gather_s

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from shardwise.costs.block import whole_in_pipeline
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import rank_memory, stage_parameters
 from shardwise.costs.shapes import Shape
@@ -120,7 +121,7 @@ def _data_waits(
     """Adds to each stage's seconds what it waits for its data ranks in every micro-batch; returns that, by stage."""
     lay, shape, soft = step.layout, step.shape, step.software
     waits = [0.0] * len(layers)
-    if lay.zero < 2 or lay.shard_ranks == 1:
+    if lay.zero < 2 or lay.shard_ranks == 1 or whole_in_pipeline(soft, lay):
         return waits
     inner = replace(step, layout=lay.with_(replicas=1))  # replicas are summed once
     for stage, (held, front) in enumerate(zip(layers, dense, strict=True)):
@@ -158,8 +159,10 @@ def _once(step: StepContext, parameters: dict[str, float], layers: float, backwa
     lay, overlap = step.layout, step.software.overlap_dp
     reduce_s, gather_s = reduction_seconds(step, parameters, layers)
     buckets = sent_beside(step, parameters, layers)
-    if lay.zero < 2:
-        reduced = beside(backward, reduce_s, buckets, overlap)
+    whole = whole_in_pipeline(step.software, lay)
+    if lay.zero < 2 or whole:
+        reduced = beside(backward, reduce_s, buckets, overlap and not whole)
     else:  # over dp_shard they were summed by then
         reduced = reduce_s - reduction_seconds(replace(step, layout=lay.with_(replicas=1)), parameters, layers)[0]
-    return reduced + (beside(forward, gather_s, buckets, step.software.overlap_gathers) if lay.zero < 3 else 0.0)
+    ahead = step.software.overlap_gathers or whole  # fully_shard asks for the next unit while one computes
+    return reduced + (beside(forward, gather_s, buckets, ahead) if lay.zero < 3 or whole else 0.0)

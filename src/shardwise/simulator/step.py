@@ -8,6 +8,7 @@ from shardwise.cluster import Cluster
 from shardwise.costs.block import BlockCosts
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import rank_memory, stage_parameters
+from shardwise.costs.rings import RINGS
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import Software
 from shardwise.costs.wire import RankGroup
@@ -54,11 +55,7 @@ def simulate(
     computes = layer.forward + layer.backward_input + layer.backward_weight
     forecast.basis |= host_basis(step.kernels, layers * sum(block.started), layers * computes)
     if layout.cp > 1:
-        forecast.basis["ring"] = (
-            "a block's scores are written in float32, causal work dealt evenly (zigzag), as this version does"
-            if block.is_written_ring
-            else "a fused kernel for each block, causal work dealt evenly"
-        )
+        forecast.basis["ring"] = RINGS["written" if block.is_written_ring else software.ring.replace("written", "even")]
     return forecast
 
 
