@@ -26,7 +26,7 @@ from shardwise.costs.memory import (
     states,
 )
 from shardwise.costs.shapes import Shape
-from shardwise.costs.software import LOSS_BYTES, STATES, software
+from shardwise.costs.software import LOSS_BYTES, SOFTWARE, STATES, software
 from shardwise.costs.wire import RankGroup, Wire
 from shardwise.errors import InputError
 from shardwise.layout.schedules import Times, make_schedule
@@ -636,6 +636,18 @@ def costs_of_attention(name: str, layout: Layout, kernels: Kernels) -> float:
     return costs._attention()[2] / costs._products()[0]
 
 
+def test_what_is_computed_again_needs_no_more_memory() -> None:
+    """A layer's backward makes again what the policy dropped: beside what was kept, no more than keeping it all."""
+    for name in SOFTWARE:
+        held = [
+            rank_memory(
+                LLAMA, Layout(seq=8192, recompute=how), software(name), layers=32, first=True, last=True, in_flight=1
+            ).allocated
+            for how in ("none", "selective", "full")
+        ]
+        assert held == sorted(held, reverse=True), name
+
+
 def test_a_ring_of_pytorch_sends_all_heads_and_passes_sums_in_float32() -> None:
     """Keys and values of each head of queries gathered forward and backward; sums go home block by block, the last
     one beside nothing; compiled blocks wait for each where it stands, others beside one block of the ring."""
@@ -667,7 +679,7 @@ def test_stages_of_fully_shard_stay_whole_in_pytorchs_pipelines() -> None:
     assert ours[1] > 2 * ours[0]
     split = replace(titan, pipelines_whole=False)
     held = [states({"dense": 1e9, "experts": 0.0}, layout, soft) for soft in (titan, split)]
-    assert held[0]["weights"] - held[1]["weights"] == 2e9 and held[0]["gradients"] - held[1]["gradients"] == 4e9
+    assert held[0]["weights"] - held[1]["weights"] == 2e9 and held[0]["gradients"] == 4e9 == 2 * held[1]["gradients"]
 
 
 def test_weights_cost_a_micro_batch_what_is_moved_of_them() -> None:
@@ -679,6 +691,7 @@ def test_weights_cost_a_micro_batch_what_is_moved_of_them() -> None:
     assert [handled_bytes(megatron, layout) for layout in (once, twice, whole)] == [0, 0, 0]
     assert handled_bytes(software("megatron-deepspeed"), twice) == 2 + 4 + 4 + 4 + 4, "widened, then added"
     assert handled_bytes(titan, twice.with_(zero=3, pp=2)) == 10, "a pipeline's stage stays whole"
+    assert handled_bytes(titan, twice.with_(zero=2)) == 0 == handled_bytes(titan, twice.with_(zero=3, shard=1))
     more = simulate(LLAMA, whole, NODE, ours).parts["compute"]
     more -= simulate(LLAMA, whole, NODE, replace(ours, unit_bytes=0.0)).parts["compute"]
     assert more == pytest.approx(14 * LLAMA.parameters / Kernels(NODE.device).bandwidth, rel=0.01)

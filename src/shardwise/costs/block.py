@@ -56,8 +56,9 @@ def host_seconds(device: Device, software: Software) -> float:
 
 
 def whole_in_pipeline(software: Software, layout: Layout) -> bool:
-    """Whether ZeRO-3 gathers a stage's weights once in a step, and sums its gradients once, after all micro-batches."""
-    return software.pipelines_whole and layout.zero >= 3 and layout.pp > 1
+    """Whether a stage under ZeRO-2 or ZeRO-3 keeps its gradients whole, and sums them once, after all micro-batches;
+    under ZeRO-3 it gathers its weights once."""
+    return software.pipelines_whole and layout.zero >= 2 and layout.pp > 1 and layout.shard_ranks > 1
 
 
 def handled_bytes(software: Software, layout: Layout) -> float:

@@ -95,9 +95,9 @@ def states(parameters: dict[str, float], layout: Layout, software: Software, pre
         out[COPIES] += count * policy.copies * share
         out["master"] += count * policy.master * (share if zero >= 1 else 1.0)
         out["optimizer"] += count * policy.optimizer * (share if zero >= 1 else 1.0)
-        if whole_in_pipeline(software, layout):
-            out["weights"] += count * 2.0
-            out["gradients"] += count * software.grad_reduce_bytes  # whole until the last micro-batch
+        if whole_in_pipeline(software, layout):  # shards of gradients come as whole ones go
+            out["weights"] += count * 2.0 if zero >= 3 else 0.0
+            out["gradients"] += count * (software.grad_reduce_bytes - policy.gradient * share)
         if zero >= 3 and policy.master > policy.weight and layout.offload == "none":
             out["weights"] -= count * policy.weight * share  # FSDP keeps the masters alone at rest
     if layout.offload == "optimizer":
@@ -248,6 +248,8 @@ def transient(shape: Shape, layout: Layout, software: Software) -> float:
     again = 0.0
     if layout.recompute != "none":
         again = sum(layer_activations(shape, layout.with_(recompute="none"), software).values())
+    if layout.recompute == "selective":  # the rest of it was kept
+        again -= sum(layer_activations(shape, layout, software).values())
     matrix = (2 if shape.gated else 1) * shape.hidden * shape.ffn / layout.tp * 4
     stream = layout.tokens * shape.hidden * ACT_BYTES * max(1, shape.top_k)  # a token has a row for each expert
     block = 0.0

@@ -86,8 +86,8 @@ class Software:
     repeats_keys     keys and values are copied for each head of queries that reads them
     waits            what a compiled block sends for cp is waited for where it stands (functional collectives, traced)
     reorders         what sp gathers of several samples is put in their order by a copy, and so is what it scatters
-    pipelines_whole  a pipeline's stage under ZeRO-3 gathers its weights once in a step and keeps them, and sums its
-                     gradients once after the last micro-batch, beside nothing
+    pipelines_whole  a pipeline's stage under ZeRO-2 and 3 keeps its gradients whole, and sums them once after the last
+                     micro-batch, beside nothing; under ZeRO-3 it gathers its weights once in a step
     widens           a gradient is copied into the dtype of its sum before it is added
     one_sum          attention and feed-forward that read the same stream are added before tp sums them, as one message
     windows          attention leaves out what lies outside of a window; else that is masked, and computed all the same
