@@ -636,6 +636,19 @@ def costs_of_attention(name: str, layout: Layout, kernels: Kernels) -> float:
     return costs._attention()[2] / costs._products()[0]
 
 
+@pytest.mark.parametrize("name", ["deepseek-v3-mtp", "llama3-405b", "llama3-8b", "gpt-3-13b"])
+def test_the_fullest_rank_of_an_estimate_is_that_of_the_step(name: str) -> None:
+    """Stages in the middle hold a layer more where layers do not divide: 62 over 36 ranks."""
+    shape, soft = Shape.from_row(model(name)), software("shardwise")
+    for pp in (3, 6, 12, 36):
+        if pp > shape.layers:
+            continue
+        cluster = Cluster.parse(f"{pp}x2 h100-sxm-80gb, ib-400")
+        layout = Layout(pp=pp, shard=2, zero=1, n_micro=2 * pp, seq=4096, recompute="selective")
+        worst = simulate(shape, layout, cluster, soft).worst
+        assert Estimator(shape, cluster, soft).memory(layout).allocated == pytest.approx(worst.allocated), (name, pp)
+
+
 def test_what_is_computed_again_needs_no_more_memory() -> None:
     """A layer's backward makes again what the policy dropped: beside what was kept, no more than keeping it all."""
     for name in SOFTWARE:

@@ -139,6 +139,12 @@ def test_heads_are_dealt_beyond_a_node_for_sequences_that_fit_no_other_way() -> 
     assert seconds_text(1092.3) == "1,092 s"
 
 
+def test_no_plan_is_proposed_that_does_not_fit() -> None:
+    """Of 62 layers over 36 ranks some hold two; the least of them was asked alone, and 323 GB were proposed for 171."""
+    found = search("deepseek-v3-mtp", "1x72 gb200", 576, 4096, Constraints(max_tp=8))
+    assert all(proposal.forecast.fits(found.capacity) for proposal in found.proposals)
+
+
 def test_what_does_not_fit_names_the_nearest() -> None:
     with pytest.raises(
         InputError, match=r"no plan fits of .*: the nearest, .*, needs .* GB of 78.2 GB.*8% is kept free.*not looked"

@@ -276,7 +276,10 @@ def _ranked(subject: Subject, looked: _Looked, precision: str, capacity: float, 
             say(f"simulating {place + 1} of {len(run)}: {plan_of(layout, precision)}")
             result.proposals.append(_proposal(subject.simulate, layout, precision))
         # stages of unlike chunks keep more than the estimate's even ones
-        result.proposals = [p for p in result.proposals if p.forecast.fits(capacity)] or result.proposals
+        fitting = [p for p in result.proposals if p.forecast.fits(capacity)]
+        if not fitting and subject.exact is None:
+            raise _none_fits(result.proposals, capacity)
+        result.proposals = fitting or result.proposals
         result.proposals = _sorted(result.proposals, capacity)
         if subject.exact is not None:
             result.proposals = _exact(subject, result.proposals, precision, capacity, say)
@@ -291,6 +294,12 @@ def _ranked(subject: Subject, looked: _Looked, precision: str, capacity: float, 
     return result
 
 
+def _none_fits(proposals: list[Proposal], capacity: float) -> InputError:
+    """The error that says what the nearest of these needs."""
+    needed = min(p.forecast.needed_bytes for p in proposals)
+    return InputError(f"no plan fits: the nearest needs {bytes_text(needed)} of {bytes_text(capacity)}")
+
+
 def _exact(
     subject: Subject, proposals: list[Proposal], precision: str, capacity: float, say: Say
 ) -> list[Proposal]:  # fmt: skip
@@ -303,8 +312,7 @@ def _exact(
         done |= {p.layout for p in rough}
         left = [*(p for p in out if p not in rough), *(p for p in better if p.forecast.fits(capacity))]
         if not left:
-            needed = min(p.forecast.needed_bytes for p in better)
-            raise InputError(f"no plan fits: the nearest needs {bytes_text(needed)} of {bytes_text(capacity)}")
+            raise _none_fits(better, capacity)
         out = _sorted(left, capacity)
     return out
 

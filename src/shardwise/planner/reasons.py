@@ -55,8 +55,8 @@ def notes(subject: Subject, cluster: Cluster, found: Search, capacity: float) ->
             "with dropout writes its scores; --randomness fast draws as a GPU does, other numbers on other plans"
         )
     if best.layout.recompute == "full":
-        smaller = "a smaller micro-batch or longer accumulation" if best.layout.micro_batch > 1 else "shorter samples"
-        out.append(f"try first: {smaller}, or more devices; the best plan recomputes everything to fit")
+        smaller = "; smaller micro-batches were looked at, and are no faster" if best.layout.micro_batch > 1 else ""
+        out.append(f"try first: shorter samples, or more devices; the best plan recomputes everything to fit{smaller}")
     return out
 
 

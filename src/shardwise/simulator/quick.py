@@ -40,7 +40,9 @@ class Estimator:
         layers = stage_layers(self.shape, layout)
         dense = dense_of(self.shape, layers)
         per_rank, fronts = ([sum(each[r :: layout.pp]) for r in range(layout.pp)] for each in (layers, dense))
-        ends = {0, layout.pp - 1, *([1] if layout.pp > 2 else []), *([fronts.index(0.0)] if 0.0 in fronts else [])}
+        # of ranks that hold the same the first keeps most micro-batches; the second has no embedding, the last the loss
+        kinds = list(zip(per_rank, fronts, strict=True))
+        ends = {0, layout.pp - 1, *(kinds.index(kind, 1) for kind in set(kinds[1:]))}
         return max(
             (
                 rank_memory(
