@@ -228,3 +228,33 @@ class Tangents(nn.Module):
 
 def tangents() -> Task:
     return task(Tangents, _states)
+
+
+class Hessians(nn.Module):
+    """Accelerations of each sample by second derivatives of an energy (`torch.func.hessian` under `vmap`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.energy = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 6), nn.Softplus(), nn.Linear(6, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def moved(row: Tensor) -> Tensor:
+            curves = torch.func.hessian(lambda row: self.energy(row).sum())(row)
+            return torch.linalg.solve(curves + torch.eye(4, dtype=row.dtype), row)
+
+        return torch.func.vmap(moved)(self.first(x))
+
+
+def hessians() -> Task:
+    return task(Hessians, _states)
+
+
+def table() -> Task:
+    """A table whose rows are brought to a norm where they are read."""
+
+    def batch(step: int) -> dict[str, Tensor]:
+        words = torch.randint(9, (SAMPLES, 2), generator=torch.Generator().manual_seed(step))
+        return {"x": words, "y": _draw(step, 4)}
+
+    layers = (lambda: nn.Embedding(9, 4, max_norm=0.5)), nn.Flatten, (lambda: nn.Linear(8, 6)), nn.Tanh
+    return task(lambda: nn.Sequential(*(make() for make in layers), nn.Linear(6, 4)), batch)

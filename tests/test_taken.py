@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import taken_tasks
+import torch
 
 from shardwise import parallelize, verify
+from shardwise.random import ConstantRandom
 from shardwise.ranks import RankPool
+from shardwise.trace.double import KeepDouble
 
 EQUAL = [
     ("residual", "pp=2"),
     ("potential", "pp=2"),
     ("packed", "pp=2"), ("tangents", "pp=2"), ("squeezed", "dp_replicate=2"),
+    ("table", "tp=2"),
 ]  # fmt: skip
 MORE = [
     ("residual", "pp=4,microbatches=2"), ("residual", "tp=2,pp=2"), ("residual", "pp=2,schedule=zbh1,microbatches=3"),
@@ -20,7 +27,7 @@ MORE = [
     ("potential_unused", "pp=2"), ("hamiltonian", "dp_replicate=2,pp=2,microbatches=2"), ("descent", "pp=2"),
     ("descent", "pp=2,stages=energy.2"), ("descent", "pp=3"), ("descent", "dp_shard=2,zero=3,pp=2"),
     ("by_jacobian", "pp=2,stages=energy.2"), ("by_weights", "pp=2"), ("packed", "tp=2,pp=2"),
-    ("tangents", "tp=2,pp=2"), ("squeezed", "pp=2"),
+    ("tangents", "tp=2,pp=2"), ("squeezed", "pp=2"), ("hessians", "dp_replicate=2"), ("hessians", "pp=2"),
 ]  # fmt: skip
 REFUSED = [
     ("by_backward", "pp=2", "by other means than torch.autograd.grad"),
@@ -41,6 +48,13 @@ def test_equal_to_one_process(name: str, plan: str, pool: RankPool) -> None:
 def test_refusals(name: str, plan: str, told: str, pool: RankPool) -> None:
     parity = verify(f"taken_tasks:{name}", plan, pool=pool)
     assert told in parity.refused, parity.text()
+
+
+@pytest.mark.parametrize("mode", [KeepDouble, partial(ConstantRandom, 0.5)])
+def test_zeros_without_memory_have_some_where_modes_look(mode: Any) -> None:
+    """Derivatives forward make them; torch's own kernels end the process on them where a mode is entered."""
+    with mode():
+        assert torch.equal((torch._efficientzerotensor(3) * 2.0).contiguous(), torch.zeros(3))
 
 
 def _evaluated(name: str, plan: str) -> float:

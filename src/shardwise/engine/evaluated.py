@@ -23,7 +23,7 @@ from shardwise.part.levels import Distributed
 from shardwise.random import ConstantRandom, GlobalRandom, Samples
 from shardwise.step.loss import Loss
 from shardwise.trace.argument_writes import ArgumentWrites
-from shardwise.trace.functional import differentiating, transforming
+from shardwise.trace.functional import differentiating, transforming, with_values
 from shardwise.trace.leaves import written_tensors
 from shardwise.trace.state import ModuleState
 
@@ -164,7 +164,7 @@ class Seen(TorchDispatchMode):
             for tensor in written_tensors(func, args, kwargs or {}):
                 self._keep(tensor)
             self.into_arguments.note(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        return with_values(func)(*args, **(kwargs or {}))
 
     def _keep(self, tensor: torch.Tensor) -> None:
         tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -40,6 +40,7 @@ from shardwise.random.draws import DRAWS, BitSource
 from shardwise.random.hashing import below_at, bits_at, has_kernel, hashed, is_below, mix
 from shardwise.random.packed import PackedRows, packed_among
 from shardwise.trace.deferred import seed_of
+from shardwise.trace.functional import with_values
 
 _aten = torch.ops.aten
 
@@ -240,7 +241,7 @@ class GlobalRandom(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        return self.answer(func, args, kwargs) if draws(func, args, kwargs) else func(*args, **kwargs)
+        return self.answer(func, args, kwargs) if draws(func, args, kwargs) else with_values(func)(*args, **kwargs)
 
     def answer(self, func, args, kwargs):
         """Returns the result of a random op, drawn by global index."""
@@ -419,7 +420,7 @@ class ConstantRandom(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         self.reads_values |= func is _aten._local_scalar_dense.default
         if not _is_random(func) or _inert_dropout(func, args, kwargs):
-            return func(*args, **kwargs)
+            return with_values(func)(*args, **kwargs)
 
         def middling(shape, device) -> torch.Tensor:
             self._note(func, tuple(shape))

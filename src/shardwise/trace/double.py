@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.trace.functional import with_values
+
 _WIDE = {
     torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.float16: torch.float64,
     torch.complex64: torch.complex128, torch.complex32: torch.complex128,
@@ -51,7 +53,7 @@ class KeepDouble(TorchDispatchMode):
                 kwargs["dtype"] = wide
             elif torch.get_default_dtype() == torch.float64 and _exact(func, args):
                 kwargs["dtype"] = wide
-        return func(*args, **kwargs)
+        return with_values(func)(*args, **kwargs)
 
 
 def _is_double(args: tuple, wide: torch.dtype) -> bool:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from shardwise.trace.deferred import Built
 from shardwise.trace.fake import Fake, unlogged
 from shardwise.trace.flow import Flow, FlowOp, Leaf, ModuleCall, OwnCall
-from shardwise.trace.functional import innermost, transforming
+from shardwise.trace.functional import innermost, transforming, with_values
 from shardwise.trace.leaves import tensors_in, written_tensors
 from shardwise.trace.own_calls import OwnCalls
 from shardwise.trace.stand_in import standing_in
@@ -94,7 +94,7 @@ class _Recorder(TorchDispatchMode):
         self.on_storage.setdefault(_storage(tensor), []).append(id(tensor))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
+        func, kwargs = with_values(func), dict(kwargs or {})
         inputs = tensors_in((args, kwargs))
         reads = [self.number(tensor) for tensor in inputs]
         output = func(*args, **kwargs)
