@@ -181,6 +181,7 @@ def test_a_ring_holds_the_scores_that_it_writes_at_a_time() -> None:
 def test_heads_are_dealt_whole_and_the_fullest_rank_counts() -> None:
     """32 heads over 24 or 64 ranks: some have two, some have one, none has half of one."""
     assert [LLAMA.heads_of(ranks) for ranks in (1, 8, 24, 64)] == [32, 4, 2, 1]
+    assert [LLAMA.heads_of(ranks) for ranks in (3, 6)] == [12, 8], "four heads read the same keys, and stay together"
     attends = {
         ranks: BlockCosts(LLAMA, Layout(ulysses=ranks, seq=2**16), software("megatron-core"), Kernels(NODE.device))
         .layer().attention_forward for ranks in (16, 24, 32, 64)

@@ -23,6 +23,7 @@ from shardwise.planner import search as search_plans
 from shardwise.planner.candidates import decoder_layouts, family, plan_of
 from shardwise.planner.decoders import decoder_by_name
 from shardwise.planner.door import layout_of, plan
+from shardwise.planner.fewer import counts_that_do, first_devices
 from shardwise.planner.proposal import Proposal, senseless
 from shardwise.planner.propose import _sorted as sorted_by_worth
 from shardwise.planner.subject import decoder
@@ -182,6 +183,16 @@ def test_devices_that_a_batch_does_not_divide_over_are_left_out_by_name() -> Non
     assert found.notes[0].startswith(f"planned on {found.cluster.world_size} of 1000 devices (")
     assert "512 take" in found.notes[0] and "nearest that would: 1025" in found.notes[0]
     assert search("llama3-8b", "2x8 h100-sxm-80gb, ib-400", 64, 8192).cluster is None
+
+
+def test_nodes_of_six_are_cut_by_six_and_part_of_them_is_what_there_is() -> None:
+    """Heads that six ranks do not divide are dealt unevenly; 16 devices are no part of three nodes of six, and a search
+    on them once had no end."""
+    cluster = Cluster.parse("3x6 h200-sxm-141gb, roce-100")
+    assert "tp=6" in str(search("llama-3.2-1b", str(cluster), 18, 2048).best.plan)
+    subject = decoder(LLAMA, cluster, software("shardwise"), 16, 2048, "bf16")
+    counts = counts_that_do(subject, cluster, Constraints())
+    assert counts and all(first_devices(cluster, each).world_size == each for each in counts)
 
 
 def test_a_step_of_which_half_is_waited_for_names_half_of_the_devices() -> None:

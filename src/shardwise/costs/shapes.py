@@ -137,8 +137,9 @@ class Shape:
         return (self.query_width + self.output_width) / 2
 
     def heads_of(self, ranks: int) -> int:
-        """Query heads of the rank that has most of them: heads are dealt whole."""
-        return math.ceil(self.heads / ranks)
+        """Query heads of the rank that has most: dealt whole, with those that read the same keys while these last."""
+        together = self.heads // self.kv_heads if ranks <= self.kv_heads else 1
+        return math.ceil(self.heads / together / ranks) * together
 
     def projections(self, tp: int = 1) -> list[tuple[float, float]]:
         """(out, in) of the matrices of attention on the fullest of `tp` ranks.

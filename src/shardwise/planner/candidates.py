@@ -105,12 +105,13 @@ def decoder_layouts(
 ) -> Iterator[Layout]:
     """Layouts of a decoder."""
     for tp in _limit(divisors(world), constraints.max_tp or 2 * node, constraints.value("tp")):
-        if shape.heads % tp or shape.ffn % tp or shape.dense_ffn % tp or (node % tp and tp % node):
-            continue
+        uneven = any(wide % tp for wide in (shape.heads, shape.ffn, shape.dense_ffn))
+        if (uneven and tp > shape.kv_heads) or (node % tp and (uneven or tp % node)):
+            continue  # inside a node, beside data ranks and with keys for each, heads and widths may be dealt unevenly
         for pp in _limit(divisors(world // tp), min(constraints.max_pp or 64, shape.layers), constraints.value("pp")):
             for cp, ulysses in _sequence(shape, seq, tp, world // tp // pp, node, constraints):
                 dp = world // (tp * pp * cp * ulysses)
-                if global_batch % dp:
+                if global_batch % dp or (uneven and pp * cp * ulysses > 1):
                     continue
                 base = Layout(tp=tp, sp=tp > 1, cp=cp, ulysses=ulysses, pp=pp, seq=seq)
                 yield from _data(shape, base, dp, global_batch // dp, node, constraints)
@@ -132,7 +133,8 @@ def _sequence(
             if seq % ((2 if cp > 1 else 1) * over) or (over > 1 and 2 * seq < over * CONTEXT_FROM):
                 continue
             inside = ulysses * tp <= max(node, tp)
-            if shape.heads % (tp * ulysses) == 0 and (inside or asked is not None or seq >= over * FAR_FROM):
+            dealt = ulysses == 1 or shape.heads % (tp * ulysses) == 0
+            if dealt and (inside or asked is not None or seq >= over * FAR_FROM):
                 yield cp, ulysses
 
 

@@ -31,10 +31,13 @@ def counts_that_do(subject: Subject, cluster: Cluster, constraints: Constraints)
         return []
 
     def has_any(count: int) -> bool:
+        if first_devices(cluster, count).world_size != count:  # no whole part of the nodes that there are
+            return False
         return next(iter(subject.layouts(count, constraints)), None) is not None
 
     power = 1 << (world - 1).bit_length() - 1
-    whole = range((world - 1) // node * node, power, -node)
+    least = power if first_devices(cluster, power).world_size == power else power // 2
+    whole = range((world - 1) // node * node, least, -node)
     found: list[int] = []
     for count in whole:
         if len(found) < MOST_COUNTS and has_any(count):
