@@ -147,3 +147,42 @@ def test_what_is_not_finite_on_one_rank_is_so_for_all() -> None:
     for name in ("max", "min", "norm"):
         words = {"p": float("inf")} if name == "norm" else {}
         assert answered(name, (torch.ones(2),), words, lambda row: rows).isnan()
+
+
+def stateful(plan: str | None) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """What an optimizer keeps, by the model's parameters and by those of its groups: read, forgotten, added to."""
+    model = net()
+    prepared, model, optimizer, loader = model_of(plan, model, adamw(model))
+    told = []
+    for number, (x, y) in enumerate([*loader, *loader]):
+        loss = (model(x) - y).square().mean()
+        prepared.backward(loss, mean_over=len(x)) if prepared else loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for p in model.parameters():
+            assert p in optimizer.state and "exp_avg" in optimizer.state[p]
+            state = optimizer.state[p]
+            told += [float(state["exp_avg"].norm()), float(state["step"])]
+            if number == 1:
+                state["exp_avg_sq"].mul_(0.5)
+                state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+            if number == 3 and p.dim() < 2:
+                optimizer.state[p] = {}
+            told += [float(p in optimizer.state), float(state.get("slow", p.new_zeros(1)).sum())]
+            state["slow"] = p.detach().clone()
+        for p in (p for group in optimizer.param_groups for p in group["params"] if number < 3):
+            told.append(float(optimizer.state[p]["exp_avg"].abs().max()))
+            optimizer.state[p]["exp_avg"].mul_(0.9)
+    told += [float(one["exp_avg"].sum()) for one in optimizer.state_dict()["state"].values()]
+    return told, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    ["dp_shard=2,zero=1", *(pytest.param(plan, marks=pytest.mark.long) for plan in ("dp_shard=2,zero=3", "tp=2"))],
+)
+def test_what_an_optimizer_keeps_is_of_whole_weights(plan: str, pool: RankPool) -> None:
+    told, weights = stateful(None)
+    for theirs, held in pool.run(stateful, 2, plan):
+        assert theirs == pytest.approx(told, rel=BAR, abs=1e-14)
+        assert all(float((held[name] - weight).abs().max()) < BAR for name, weight in weights.items())

@@ -139,7 +139,8 @@ class CutWeights:
         of_shares: dict[int, str] = {}
         for one in tensors_in(given):
             path = self._path(one) if self._is_cut(one) else ""
-            kept = self._state.optimizer.state.get(self._params[path]) if path else None
+            states: Any = self._state.optimizer.state
+            kept = getattr(states, "raw", states).get(self._params[path]) if path else None
             tensors = [value for value in (kept or {}).values() if isinstance(value, torch.Tensor)]
             of_shares.update({id(value): path for value in tensors if value.dim() and value.shape == one.shape})
         if not of_shares:

@@ -12,7 +12,7 @@ import types
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +91,12 @@ class WeightAccess(ABC):
         """Context: the engine reads weights, as the script has written them."""
         self.settle()
         self._take_written()
-        with self._gate.open(), self._state_gate.open():
+        with self._gate.open(), self._state_gate.open(), self.plainly():
             yield
+
+    @abstractmethod
+    def plainly(self) -> AbstractContextManager[None]:
+        """Context: the optimizer finds its own pieces in its groups."""
 
     @abstractmethod
     def settle(self) -> None:

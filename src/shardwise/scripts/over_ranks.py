@@ -20,12 +20,14 @@ from shardwise.errors import InputError
 from shardwise.host import read, row_of
 from shardwise.parallel.full import FullShard
 from shardwise.part import whole
+from shardwise.scripts.arrivals import weakly
 from shardwise.scripts.calls import Calls
 from shardwise.scripts.held import WeightAccess
 from shardwise.scripts.loader import PartLoader
 from shardwise.scripts.moved import InPlace
 from shardwise.scripts.own_pieces import OwnPieces, Stale
 from shardwise.scripts.saying import names_line
+from shardwise.scripts.seen_state import SeenState
 
 
 class OverRanks(WeightAccess):
@@ -36,6 +38,7 @@ class OverRanks(WeightAccess):
     _nothing: dict[str, nn.Parameter]  # a piece without elements, of parameters of which this rank holds none
     _groups: list[list[str]]  # names of what the plan trains, by the optimizer's groups
     _own_pieces: OwnPieces
+    _pieces: bool  # ranks' optimizers hold less than whole parameters
     _some_without: bool  # a rank holds no piece of any weight, and cannot tell whether the script changes them
     _in_place: InPlace | None  # where another parameter in a weight's place would not be seen
     _stale: Stale | None  # the script changed the optimizer's pieces, and the weights are as they were before
@@ -122,6 +125,11 @@ class OverRanks(WeightAccess):
             cuts = engine.state.tensor.cuts if engine.state.tensor is not None else {}
             whole = [slot.master for slot in engine.technique.slots if slot.whole and slot.name not in cuts]
             self._own_pieces.watch(self.optimizer, self.model, whole, self._listed())
+            if self._pieces:
+                self._own_pieces.states = SeenState(
+                    self.optimizer, engine.state, self._gate, weakly(self.meet), engine.full_optimizer_state,
+                    weakly(self._own_pieces.seen_in_state), weakly(self.plainly),
+                )  # fmt: skip
         if self._some_without:
             self._changed()
 

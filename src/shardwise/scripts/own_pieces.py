@@ -28,6 +28,7 @@ from shardwise.scripts.guard import Gate, reads_values
 from shardwise.scripts.pieces import writes_into
 from shardwise.scripts.reductions import answered
 from shardwise.scripts.saying import names_line
+from shardwise.scripts.seen_state import SeenState
 from shardwise.trace.leaves import replaced, tensors_in
 
 _LIKE = {"clone", "zeros_like", "ones_like", "empty_like", "full_like", "to", "cpu", "double", "float", "contiguous",
@@ -68,6 +69,7 @@ class OwnPieces:
         self._standing: list[tuple[Optimizer, nn.Parameter]] = []  # pieces without elements in an optimizer's state
         self._masters: list[nn.Parameter] = []
         self._whole: set[int] = set()  # of those that are whole weights, beside narrower ones in the model
+        self.states: SeenState | None = None  # takes the place of the optimizer's, where it holds pieces
 
     def watch(
         self, optimizer: Optimizer, model: nn.Module, whole: Collection[nn.Parameter],
@@ -103,14 +105,22 @@ class OwnPieces:
 
     def leave(self) -> None:
         """Stop watching the pieces while the optimizer itself runs, to which they are plain parameters."""
+        states, self.states = self.states, None
         for group, pieces in self._groups:
             group["params"] = pieces
         for optimizer, piece in self._standing:
-            optimizer.state.pop(piece, None)
+            getattr(optimizer.state, "raw", optimizer.state).pop(piece, None)
         self._groups, self._standing = [], []
         for master in self._masters:
             master.__class__ = nn.Parameter
         self._masters = []
+        if states is not None:
+            states.leave()
+
+    def seen_in_state(self, tensor: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
+        """Returns what the optimizer keeps of a piece as a tensor that is watched in the script's hands."""
+        watched = tensor.shape == piece.shape and any(piece is one for one in self._masters)
+        return self.seen(tensor, id(piece) in self._whole) if watched else tensor
 
     def answer(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Returns `func` of this rank's pieces, where that is what it is of the whole; raises `RefusedPlan` else."""

@@ -67,7 +67,8 @@ def open_doors(prepared: Whole) -> None:
         if engine is None:
             return kind.state_dict(self)
         prepared.meet("optimizer.state_dict()")
-        return _numbered(self, prepared.all_names, engine)
+        with prepared.plainly():
+            return _numbered(self, prepared.all_names, engine)
 
     @names_line
     def load_state_dict(self: Optimizer, state: Mapping[str, Any]) -> None:
