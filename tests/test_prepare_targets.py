@@ -113,12 +113,17 @@ def copied(plan: str | None) -> tuple[list[float], dict[str, torch.Tensor]]:
 SHORT = [
     (bootstrapped, "dp_replicate=2"),
     (bootstrapped, "dp_shard=2,zero=3"),
-    (lazily, "dp_replicate=2"),
+    (lazily, "dp_shard=2,zero=3"),
     (copied, "dp_shard=2,zero=2"),
     (copied, "dp_shard=2,zero=3"),
     (copied, "tp=2"),
 ]
-LONG = [(bootstrapped, "dp_shard=2,zero=1"), (copied, "dp_replicate=2"), (copied, "tp=2,dp_shard=2,zero=2")]
+LONG = [
+    (lazily, "dp_replicate=2"),
+    (bootstrapped, "dp_shard=2,zero=1"),
+    (copied, "dp_replicate=2"),
+    (copied, "tp=2,dp_shard=2,zero=2"),
+]
 
 
 @pytest.mark.parametrize(("script", "plan"), [*SHORT, *(pytest.param(*one, marks=pytest.mark.long) for one in LONG)])

@@ -35,7 +35,8 @@ def state_dict(state: RankState, *, rank_0_only: bool = False) -> dict[str, torc
     for name, value in state.module.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor):
             known = by_identity.get(id(value))
-            found[name] = whole[known] if known is not None else value.detach().cpu().clone()
+            # a module that a script's forward has made since is no part of the plan, and whole
+            found[name] = whole[known] if known in whole else value.detach().cpu().clone()
     return found
 
 
