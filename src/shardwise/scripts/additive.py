@@ -32,11 +32,13 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from shardwise.engine.samples import COSTLY_BYTES
 from shardwise.errors import InputError, RefusedPlan, first_line
 from shardwise.part import whole
+from shardwise.scripts.batches import Handed
 from shardwise.scripts.divisor import Divisor, Held, divisor_of
 from shardwise.scripts.lookout import Rows
 from shardwise.scripts.tape import ALIASED, LossTape, aliased, tensors_in
 
 _NODES = 4000  # of a graph that are followed
+_AGAIN = 3  # forwards of one batch, in which losses of several kinds are met
 _FEW = 4  # samples, below which either half is kept in turn: one alone may hide what the others change
 _Choice = Callable[[torch.Tensor], torch.Tensor]
 _OTHERS: tuple[_Choice, ...] = (  # which samples of the kept half are in the other
@@ -69,9 +71,11 @@ class LossLook:
         self._awaited = False  # a loss of what the model gave
         self._next: Callable[[], None] | None = None  # follows the one at hand, while a loss of the last is to come
         self.wanted = True  # the next batch is to be recorded; the same on every rank
+        self.unsure = False  # numbers in losses may count samples; the same on every rank
         self._began = self._first = False  # modules inside are heard of in the first batch alone
         self._known: set[int] = set()  # kinds of losses that were looked at
         self._batch: list[torch.Tensor] = []
+        self.beside: list[torch.Tensor] = []  # of other batches
         self._outputs: list[torch.Tensor] = []
         self._places: list[int] = []  # of those with a dim of samples
         self._inner: list[torch.Tensor] = []  # the last inside a model
@@ -80,51 +84,68 @@ class LossLook:
         self.samples, self.dim = 0, 0  # that this rank holds
         self._blind = False  # which dim counts them is not known
 
-    def begin(self, batch: Any, samples: int, dim: int | None, *, every: bool) -> None:
-        """Get ready to check the loss of the batch just handed out; `dim` counts its samples, None where not known.
+    def begin(self, handed: Handed, *, every: bool, fresh: bool) -> None:
+        """Get ready to check the loss of a batch that is at hand from now on.
 
         every   each rank holds two samples or more: ranks must do alike, since a graph's nodes order its collectives
+        fresh   it was just handed out; else what was made of it since may be recorded already
         """
-        begin = partial(self._begin, batch, samples, dim, every=every)
-        if not (self._awaited and self._on):
+        begin = partial(self._begin, handed, every=every)
+        if fresh and not (self._awaited and self._on):
             self._tape.clear()
         if not self._awaited:
             begin()
             return
         self._next = begin  # the loss of the batch before is still to come
-        if self._on or self.wanted:
-            self._record()
+        self.go_on()
 
-    def _begin(self, batch: Any, samples: int, dim: int | None, *, every: bool) -> None:
+    def _begin(self, handed: Handed, *, every: bool) -> None:
         self._forget()
-        self.samples, self.dim, self._blind = samples, dim or 0, dim is None
-        if self.wanted and every and dim is not None:
+        self.samples, self.dim, self._blind = handed.dealt.held.count, handed.dim or 0, handed.dim is None
+        if self.wanted and every and not self._blind:
             self._first, self._began = not self._began, True
-            self._batch = [one for one in tensors_in(batch) if self._halves(one) is not None]
+            self._batch = [one for one in handed.tensors if self._halves(one) is not None]
             self._on = True
             self._record()
         else:
-            self._tape.clear()
+            self.rest()
+
+    def begin_again(self, handed: Handed) -> None:
+        """A batch that was trained on comes into a forward once more: record if a look is wanted, else no longer."""
+        handed.again += 1
+        if self.wanted and not self._on:
+            self.begin(handed, every=handed.dealt.several, fresh=True)
+        elif not self.wanted and handed.again > _AGAIN:
+            self._on = False
+            self.rest()
 
     def _record(self) -> None:
         if not self._recording:
-            self._recording = True
             self._tape.__enter__()
+        self._recording, self._tape.idle = True, False
 
-    def end(self) -> None:
+    def rest(self) -> None:
+        """Record nothing until the next look, and forget what was."""
+        self._tape.idle = True
+        self._tape.clear()
+
+    def pause(self) -> None:
         """Stop recording what the script computes, since its loop asks for the next batch."""
         if self._recording:
             self._recording = False
             self._tape.__exit__(None, None, None)
 
+    def go_on(self) -> None:
+        """Record again, if something was recorded when the loop asked for a batch, or a look is wanted."""
+        if self._on or (self.wanted and (self._next is not None or not self._tape.idle)):
+            self._record()
+
     def after_epoch(self) -> None:
-        """Stop recording; let go of the last batch's outputs, whose graph would keep a model and its groups alive."""
-        self.end()
+        """Let go of the last batch's outputs, whose graph would keep a model and its groups alive."""
         if not self._awaited:
             self._forget()
 
     def _forget(self) -> None:
-        self.end()
         self._on, self._awaited, self._next = False, False, None
         for kept in (self._batch, self._outputs, self._inner, self._dims):
             kept.clear()
@@ -236,7 +257,8 @@ class LossLook:
             return [f"{_UNCHECKED}its outputs are large, and the look would hold them several times"]
         self._tape.paused = True
         try:
-            return self._look(loss, weight, [*self._batch, *outputs, *reached], reached)
+            beside = [one for one in self.beside if self._halves(one) is not None]
+            return self._look(loss, weight, [*self._batch, *beside, *outputs, *reached], reached)
         finally:
             self._tape.paused = False
 
@@ -351,7 +373,9 @@ class LossLook:
             if gradient is not None and halves is not None:
                 rows.append(whole(gradient).index_select(halves[0], halves[1 + second]).reshape(-1).double())
         gradients = torch.cat(rows) if rows else loss.new_zeros(1)
-        return _Again(again.detach().item(), gradients, over, divisor_of(again, Held(self.samples, self.dim)))
+        return _Again(
+            again.detach().item(), gradients, over, divisor_of(again, Held(self.samples, self.dim, suspects=set()))
+        )
 
     def _doubled(self, one: torch.Tensor, value: torch.Tensor, by: _Choice, second: bool) -> torch.Tensor:
         """`value`, which is or was `one`'s: the samples of one half (the second, if so), or some, in the other too."""

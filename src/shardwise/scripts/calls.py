@@ -8,8 +8,8 @@ backward            draws are the script's own business again, alike on every ra
 from __future__ import annotations
 
 import weakref
-import zlib
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch import nn
 from shardwise.device import seed_generators
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan
-from shardwise.guard.points import reach
 from shardwise.layout.dealing import Share
 from shardwise.memory.chunk_waiting import whole
 from shardwise.mesh import Mesh
@@ -27,20 +26,18 @@ from shardwise.parallel.batchnorm import sync_module
 from shardwise.parallel.full import FullShard
 from shardwise.part.tensor import Gathers
 from shardwise.scripts.additive import LossLook
-from shardwise.scripts.agreement import same_samples
 from shardwise.scripts.all_samples import same_on_all, weakly_divided
-from shardwise.scripts.arrivals import Heard, weakly
-from shardwise.scripts.dealt import Dealt, deal
-from shardwise.scripts.divisor import Held
+from shardwise.scripts.arrivals import weakly
+from shardwise.scripts.dealt import Dealt
+from shardwise.scripts.divisor import Divisor, Held
 from shardwise.scripts.draws import SampleDraws
 from shardwise.scripts.entries import Entries
 from shardwise.scripts.guard import Gate
 from shardwise.scripts.kept import Kept
-from shardwise.scripts.loader import Events
 from shardwise.scripts.lookout import ModelLook, look_at_model
+from shardwise.scripts.loop import Loop
 from shardwise.scripts.meeting import Meeting
 from shardwise.scripts.outside import Outside
-from shardwise.scripts.reading import share_generators
 from shardwise.scripts.rows import failing_on_part
 from shardwise.scripts.saying import Notices, line_of_script, names_line
 from shardwise.scripts.shares import Door
@@ -50,8 +47,10 @@ from shardwise.scripts.tape import aliased, tensors_in
 from shardwise.scripts.whole_batch import WholeBatch
 from shardwise.trace.deferred import seed_of
 
+_TRIES = 3  # steps in which ranks have other numbers of samples, to see whether a number in a loss counts them
 
-class Calls(Heard, Events):
+
+class Calls(Loop):
     """Follows a script's loop (as the loader's `Events`) and the calls of its model."""
 
     def __init__(
@@ -81,17 +80,17 @@ class Calls(Heard, Events):
         if leader is None and mesh.data.size > 1 and self.whole is None and not hidden:
             self.kept = Kept(mesh, self.told)
             self.kept.all_samples.divided = weakly_divided(weakref.ref(self))
+            self.kept.dealing = weakly(self.dealing)
         self._entering: frozenset[Outside] = frozenset()  # with the arguments of the call under way
         followed = randomness == "global" and mesh.gradients.size > 1
-        self._watched = SampleDraws(self._held_beside) if followed else None
+        self._watched = SampleDraws(self._held_beside, weakly(self.drawn_for)) if followed else None
         self.dealt: Dealt | None = leader.dealt if leader is not None else None
         self.used: Dealt | None = None  # by the model's last forward in training
         self._spent = False  # its backward is over
         self.checksum = 0  # of all samples so far
         self.called = False  # the model, in training
         self._done = False  # its backward of this batch is over
-        self._draws_on = False
-        self._in_loop = False  # between a batch and the next
+        self._no_batch()
         self._looks = mesh.data.size > 1
         self._looked: dict[nn.Module | None, ModelLook] = {}  # entries of the model, on their first samples
         self._check = check
@@ -100,6 +99,8 @@ class Calls(Heard, Events):
         self.entries = Entries(model, self._routes)
         self._door: Door | None = None  # where the plan cuts positions
         self._constants: set[tuple[str, float]] = set()  # in losses, which do not count samples
+        self._suspects: set[tuple[str, float]] = set()  # that may, and are tried on other numbers of samples
+        self._tries: Counter[int] = Counter()  # such steps, by how many were known
         self._gathered: set[tuple[str, str]] = set()  # operations of the script's that gather, by line
         self._ends: list[Any] = []  # nodes of the autograd graph that gave the outputs of this batch
         self._settle: Callable[[], Callable[[], None] | None] = lambda: None
@@ -147,111 +148,6 @@ class Calls(Heard, Events):
         operation under way is given samples of that."""
         return (None, set()) if self.kept is None else (self.kept.beside, self.kept.draws_for)
 
-    # --- the loop
-
-    def before_epoch(self) -> None:
-        """Set every rank's generators to rank 0's, so that samplers and datasets draw alike."""
-        self._passes("an epoch over the loader")
-        if self.mesh.world.size > 1:
-            share_generators(self.mesh.world, self.mesh.device)
-        self._comes_to("input")
-
-    def _passes(self, what: str) -> None:
-        if self._meeting is not None:
-            self._meeting.passes(what)
-
-    def _comes_to(self, point: str) -> None:
-        """A point of the script's step, for the rank's record and for faults on purpose."""
-        engine = self.engine
-        reach(point, 0 if engine is None else engine.steps_done, None if engine is None else engine.state)
-
-    def wants_look(self) -> bool:
-        """Returns whether the model or the loss is to be checked against one process on the next batch."""
-        return self.loss_look is not None and self.loss_look.wanted
-
-    def wants_uneven(self) -> bool:
-        """Whether draws of the script's may hang on the number of a rank's samples."""
-        return self._watched is not None and self.whole is None and self._watched.unsure
-
-    def goes_beside(self) -> bool:
-        """Whether losses are of another loader's samples too."""
-        return self.kept is not None and self.kept.goes_beside()
-
-    def before_first(self, look: list[float], checksum: int) -> None:
-        """Raise an error where ranks read other samples than each other, unless each draws for itself. Collective."""
-        if self.mesh.world.size > 1 and self.randomness == "global":
-            same_samples(look, checksum, self.mesh.world, self.mesh.device)
-
-    def before_batch(self, batch: Any, dealt: Dealt, checksum: int, dim: int | None) -> None:
-        """Begin to follow a batch that is handed to the script: its samples, its draws, its loss."""
-        if self.whole is not None:
-            dealt = deal(dealt.part.total, self.mesh.data.size, self.mesh.data.index)
-        for each in self.together:
-            each.used = None if each._spent else each.used
-            each.dealt, each._done, each._dim = dealt, False, dim
-            each._ends.clear()
-            each.checksum = zlib.crc32(str(checksum).encode(), each.checksum)
-            if each.engine is not None:
-                each.engine.state.phase.stand_in = dealt.part.count == 0
-        if self.leader._watched is not None:
-            self.leader._watched.dim, self.leader._watched.even = dim or 0, dealt.even
-            if not dealt.even:
-                self.leader._watched.tried()
-        if self.kept is not None:
-            models = [each.model for each in self.together]
-            self.kept.begin(batch, dealt, dim, models=models)
-        self.resume()
-        if self.loss_look is not None:
-            self.loss_look.begin(batch, dealt.held.count, dim, every=dealt.several)
-        self._in_loop = True
-        self._comes_to("forward")
-
-    def after_batch(self) -> None:
-        """Stop following draws and losses, since the script asks for its next batch."""
-        self._in_loop = False
-        self._no_look()
-        self.suspend()
-        self._comes_to("input")
-
-    def after_epoch(self) -> None:
-        """Stop following draws and losses, since the loop has ended."""
-        self._in_loop = False
-        if self.loss_look is not None:
-            self.loss_look.after_epoch()
-        self._no_look()
-        self.suspend()
-
-    def _no_look(self) -> None:
-        if self.loss_look is not None:
-            self.loss_look.end()
-        if self.kept is not None:
-            self.kept.end()
-
-    def resume(self) -> None:
-        """Begin dealing draws over the samples of the batch at hand."""
-        lead = self.leader
-        if lead._watched is not None and lead.dealt is not None and not lead._draws_on:
-            lead._watched.part, lead._watched.whole = lead.dealt.held, lead.whole is not None
-            lead._watched.__enter__()
-            lead._draws_on = True
-
-    def suspend(self) -> None:
-        """Stop dealing draws over samples: the script's own draws are alike on every rank."""
-        lead = self.leader
-        if lead._watched is not None and lead._draws_on:
-            lead._watched.part = None
-            lead._watched.__exit__(None, None, None)
-            lead._draws_on = False
-
-    def after_backward(self) -> None:
-        """Stop dealing draws over samples once every model in the loop has had its backward."""
-        self._done = self._spent = True
-        self._ends.clear()
-        if all(each._done for each in self.together):
-            self.suspend()
-            if self.kept is not None:
-                self.kept.after = True
-
     # --- the model
 
     def watch(
@@ -293,9 +189,11 @@ class Calls(Heard, Events):
         if settle is not None:
             settle()
         self.inside += 1
+        trains = self._trains(module)
+        if self.inside == 1 and self.mesh.data.size > 1:
+            self.leader.comes_with((args, kwargs), trains=trains)
         if self.kept is not None and self.inside == 1:
             self._entering = self.kept.enter((args, kwargs), self.model)
-        trains = self._trains(module)
         if self.gathers or trains:
             self._passes(f"a forward {'in training' if trains else 'without gradients'}")
         precision = self.engine.state.precision
@@ -401,7 +299,21 @@ class Calls(Heard, Events):
         samples = max(1, self.of_loss.held.count if self.of_loss is not None else 1)
         looks = [look for each in self.together for look in each._looked.values()]
         others = frozenset(rows.dim for look in looks for rows in look.dims or [] if rows is not None)
-        return Held(samples, self._dim or 0, frozenset(ends), self.leader._constants, others)
+        dealt = self.of_loss
+        varies = self.loss_look is not None and dealt is not None and dealt.part.total >= 2 * self.mesh.data.size
+        suspects = self.leader._suspects if varies else None
+        return Held(samples, self._dim or 0, frozenset(ends), self.leader._constants, suspects, others=others)
+
+    def has_varied(self, forms: Sequence[tuple[Divisor, int]]) -> None:
+        """Note numbers in a step's losses that were alike on all ranks: of unlike parts of a batch, they count none."""
+        lead = self.leader
+        if self.of_loss is not None and not self.of_loss.even:
+            met = {number for form, _ in forms for number in form.beside}
+            lead._constants |= {one for one in lead._suspects if one[1] in met}
+            lead._tries[len(lead._suspects)] += 1
+        if self.loss_look is not None:
+            tries = lead._tries[len(lead._suspects)]
+            self.loss_look.unsure = tries < _TRIES and not lead._suspects <= lead._constants
 
     def _see_whether_same(self, args: tuple, kwargs: dict) -> None:
         """Samples that every rank has (a GAN's fixed noise) are counted once by batch norm. Collective.

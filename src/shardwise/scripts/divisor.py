@@ -44,6 +44,10 @@ _SHAPE_ONLY = {
     "Neg",
 }
 _DEPTH, _MOST = 64, 2000
+_NO_MULTIPLES = {  # f(x / n) is no multiple of f(x), nor of its square
+    "LogSoftmax", "Softmax", "Sigmoid", "LogSigmoid", "Tanh", "Exp", "Expm1", "Softplus", "Logsumexp", "Gelu", "Silu",
+    "BinaryCrossEntropyWithLogits", "Erf", "Sin", "Cos", "Log1P", "Elu", "Mish",
+}  # fmt: skip
 _CONTRACTS = {"Mm", "Bmm", "Mv", "Dot", "Vdot", "Addmm", "Addmv", "Addbmm", "Baddbmm", "Linear", "Convolution"}
 
 
@@ -69,12 +73,16 @@ PENALISED = Divisor("penalised")
 class Held:
     """How many samples a loss is computed from, which dim counts them, and the nodes of the model's outputs, behind
     which nothing is asked. `constants` grows: numbers that losses of other numbers of samples had too, by operation.
+    `suspects` grows too: numbers beneath what no mean goes through (a softmax), which are constants unless they change
+    with the number of samples; None: which cannot be tried. `behind` is filled with whole numbers that stand there.
     `others`: dims that count them in what the model gives."""
 
     samples: int
     dim: int = 0
     ends: frozenset[Any] = frozenset()
     constants: set[tuple[str, float]] = field(default_factory=set, compare=False)
+    suspects: set[tuple[str, float]] | None = None
+    behind: set[float] = field(default_factory=set, compare=False)
     others: frozenset[int] = frozenset()
 
     @property
@@ -91,7 +99,8 @@ def divisor_of(loss: torch.Tensor, held: Held | None = None) -> Divisor:
     if loss.grad_fn is None:
         return UNKNOWN
     with _disable_current_modes():  # a Python number that was saved is no tensor to them
-        return _of(loss.grad_fn, _DEPTH, held)
+        found = _of(loss.grad_fn, _DEPTH, held)
+        return found if held is None else replace(found, beside=(*found.beside, *sorted(held.behind)))
 
 
 def refuse_division(loss: torch.Tensor, weight: float, accumulate: int) -> None:
@@ -112,9 +121,9 @@ def _of(node: Any, depth: int, held: Held | None) -> Divisor:
         return UNKNOWN
     name = name_of(node)
     children = [child for child, _ in node.next_functions if child is not None]
-    if name == "Mean" and not hasattr(node, "_saved_dim"):
+    if name == "Mean" and _reduces_all(node):
         return _of_mean(node, children, depth, held)
-    if name == "Sum" and not hasattr(node, "_saved_dim"):
+    if name == "Sum" and _reduces_all(node):
         penalty = of_weights(node)
         return _of_sum(node, held) if penalty is None else Divisor("mean", beside=penalty)
     if hasattr(node, "_saved_reduction"):
@@ -122,6 +131,8 @@ def _of(node: Any, depth: int, held: Held | None) -> Divisor:
     if name in _SHAPE_ONLY and len(children) == 1:
         return _of(children[0], depth - 1, held)
     if name == "Mul" and len(children) == 1:
+        if _one_number(getattr(node, "_saved_other", None)) == 0.0:
+            return Divisor("mean")  # nothing, whatever it is of
         inner = _of(children[0], depth - 1, held)
         return UNKNOWN if inner.kind == "sum" and held is not None and _counts(node, held) else inner
     if name == "Div" and len(children) == 1 and node.next_functions[0][0] is children[0]:
@@ -147,7 +158,7 @@ def _of_terms(terms: list[Any], depth: int, held: Held | None) -> Divisor:
 
 def _of_mean(node: Any, children: list[Any], depth: int, held: Held | None) -> Divisor:
     """A mean of all elements; of losses put together, each a mean, it is one too."""
-    number = float(node._saved_self_sym_numel)
+    number = float(getattr(node, "_saved_self_sym_numel", None) or math.prod(_sizes(node)))
     if held is None:
         return Divisor("mean", (number,))
     if children and children[0].name().startswith(("StackBackward", "CatBackward")):
@@ -183,21 +194,41 @@ def _sizes(node: Any) -> tuple[int, ...]:
 
 def _beneath(node: Any, held: Held, asked: Callable[[Any, Held], bool]) -> bool:
     """Whether `asked` holds of a node between this one and the model's outputs, or there are too many to tell."""
-    waiting, seen = [child for child, _ in node.next_functions], set[Any]()
+    waiting, seen = [(child, False) for child, _ in node.next_functions], set[Any]()
     while waiting:
-        one = waiting.pop()
-        if one is None or one in seen or one in held.ends or _normalises(one):
+        one, behind = waiting.pop()
+        if one is None or (one, behind) in seen or one in held.ends or _normalises(one):
             continue
-        if len(seen) == _MOST or asked(one, held):
+        if len(seen) == _MOST or (asked(one, held) if not behind else _is_asked_behind(one, held, asked)):
             return True
-        seen.add(one)
-        waiting += [child for child, _ in one.next_functions]
+        seen.add((one, behind))
+        behind = behind or (held.suspects is not None and name_of(one) in _NO_MULTIPLES)
+        waiting += [(child, behind) for child, _ in one.next_functions]
+    return False
+
+
+def _is_asked_behind(node: Any, held: Held, asked: Callable[[Any, Held], bool]) -> bool:
+    """The same of a node whose multiples do not come through: a number there is taken for a constant until tried."""
+    if name_of(node) not in ("Mul", "Div"):
+        return asked(node, held)
+    assert held.suspects is not None
+    for number, count in _numbers_of(node):
+        if round(count) > 1 and abs(count - round(count)) < 1e-6:
+            held.behind.add(number)  # which all ranks compare
+        if _may_count(count, held):
+            held.suspects.add((name_of(node), number))
     return False
 
 
 def _normalises(node: Any) -> bool:
     """Whether a node gave a batch norm's output, whose size no number of samples behind it changes."""
     return name_of(node).endswith("BatchNorm") or NORMALISED in node.metadata
+
+
+def _reduces_all(node: Any) -> bool:
+    """Whether a sum or mean is over all elements, by whatever dims."""
+    dims = {_signed(dim) % max(1, len(_sizes(node))) for dim in getattr(node, "_saved_dim", None) or ()}
+    return not dims or all(size == 1 or at in dims for at, size in enumerate(_sizes(node)))
 
 
 def _reduces_samples(node: Any, held: Held) -> bool:
@@ -230,19 +261,30 @@ def _signed(dim: int) -> int:
 
 def _counts(node: Any, held: Held) -> bool:
     """Whether the constant that a Mul or Div has may be the number of samples, or of what they have."""
-    divides = node.name().startswith("Div")
+    for number, count in _numbers_of(node):
+        if (name_of(node), number) in held.constants:
+            continue
+        if _may_count(count, held):
+            return True
+        held.constants.add((name_of(node), number))
+    return False
+
+
+def _numbers_of(node: Any) -> list[tuple[float, float]]:
+    """The constants that a Mul or Div has, and what each would be the number of."""
+    found, divides = [], node.name().startswith("Div")
     for value in (getattr(node, "_saved_other", None), None if divides else getattr(node, "_saved_self", None)):
         if not isinstance(value, torch.Tensor) or value.requires_grad or not value.numel() or value.is_complex():
             continue
         number = float(value.reshape(-1)[0])
         if number and bool((value == value.reshape(-1)[0]).all()):
-            count = abs(number) if divides else abs(1 / number)
-            if (name_of(node), number) in held.constants:
-                continue
-            if round(count) >= held.samples and abs(count - round(count)) < 1e-6 and round(count) % held.samples == 0:
-                return True
-            held.constants.add((name_of(node), number))
-    return False
+            found.append((number, abs(number) if divides else abs(1 / number)))
+    return found
+
+
+def _may_count(count: float, held: Held) -> bool:
+    whole = round(count)
+    return whole >= held.samples and abs(count - whole) < 1e-6 and whole % held.samples == 0
 
 
 def _of_loss(node: Any, held: Held | None) -> Divisor:

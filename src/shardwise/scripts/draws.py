@@ -59,11 +59,17 @@ _INERT = ("dropout_p", "dropout", "p")  # arguments that switch a random op off 
 class SampleDraws(TorchDispatchMode):
     """Active while `part` is set: the samples that this rank holds. `inside`: the model's own forward runs."""
 
-    def __init__(self, beside: Callable[[], tuple[Share | None, set[bool]]] = lambda: (None, set())) -> None:
-        """`beside`: the samples that this rank holds of another loader's batch at hand, and whether what the operation
-        under way is given is of those (True), of the main batch's (False), of both or of none."""
+    def __init__(
+        self, beside: Callable[[], tuple[Share | None, set[bool]]] = lambda: (None, set()),
+        of_batch: Callable[[Share, Callable[[int], bool]], Share] = lambda part, fits: part,
+    ) -> None:  # fmt: skip
+        """
+        beside      the samples that this rank holds of another loader's batch at hand, and whether what the operation
+                    under way is given is of those (True), of the main batch's (False), of both or of none
+        of_batch    the samples of the main batch that it is for, of those whose count fits, where several are there
+        """
         super().__init__()
-        self._beside = beside
+        self._beside, self._of_batch = beside, of_batch
         self.part: Share | None = None
         self.dim = 0  # of a batch's tensors that counts samples
         self.inside = False
@@ -181,6 +187,8 @@ class SampleDraws(TorchDispatchMode):
 
     def _whose(self, part: Share, shape: tuple[int, ...]) -> Share:
         """The samples that numbers of this shape are drawn for: the main batch's, or another loader's at hand."""
+        if not self.inside:
+            part = self._of_batch(part, lambda count: self._place(shape, count) is not None)
         other, of_other = self._beside()
         if other is None or (other.count, other.start, other.total) == (part.count, part.start, part.total):
             return part

@@ -20,23 +20,24 @@ alike on all ranks and another than one process's (a count of samples).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten
 
+from shardwise.device import generators
 from shardwise.errors import InputError
 from shardwise.layout.dealing import Share
 from shardwise.mesh import Mesh
-from shardwise.part.levels import Distributed
 from shardwise.scripts import tape
 from shardwise.scripts.all_samples import AllSamples, scaled, takes_statistics
-from shardwise.scripts.dealt import Dealt
+from shardwise.scripts.batches import Handed
 from shardwise.scripts.guard import reads_values
 from shardwise.scripts.loader import Events
+from shardwise.scripts.origins import Origin, Origins
 from shardwise.scripts.outside import AHEAD, Digests, Outside, digest, has_memory, held_of, number_of, with_line
 from shardwise.scripts.own_numbers import OwnNumbers, Steered
 from shardwise.scripts.rows import (
@@ -44,7 +45,9 @@ from shardwise.scripts.rows import (
     OTHER_ROWS,
     fails_on_part,
     in_a_forward,
+    is_array,
     is_plain,
+    refuse_drawn,
     stand_of_generators,
     told_of,
 )
@@ -57,40 +60,23 @@ _NOTHING: Any = lambda: None  # noqa: E731
 _OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"}
 
 
-class _Made(NamedTuple):
-    """A tensor of this step. `own`: made of this rank's samples; `since`: of those of earlier steps too; `beside`: of
-    another loader's; `read`: the numbers among what it is made of that were read of samples of this step."""
-
-    tensor: weakref.ref[torch.Tensor]
-    own: bool
-    of: frozenset[Outside]
-    since: bool = False
-    beside: bool = False
-    read: frozenset[Outside] = frozenset()
-
-    @property
-    def fresh(self) -> bool:
-        """Whether it is of this rank's samples of the batch at hand alone."""
-        return self.own and not self.since and not self.beside
-
-
-class Kept(TorchFunctionMode, Events):
+class Kept(Origins, TorchFunctionMode, Events):
     """Follows a loop from its batches to its losses. One for all models of the loop."""
 
     def __init__(self, mesh: Mesh, told: Notices) -> None:
-        super().__init__()
+        Origins.__init__(self)
+        TorchFunctionMode.__init__(self)
         self._mesh = mesh
         self.on = False  # between a batch and the next
         self.after = False  # its backward is over
+        self.dealing: Callable[[Handed], AbstractContextManager[Any]] = lambda of: nullcontext()
+        self.draws_of: Handed | None = None  # whose samples the operation under way is given
+        self.drawn_for: Handed | None = None  # whose samples numbers were drawn for by their count alone
         self.draws_for: set[bool] = set()  # whether what the operation under way is given is another loader's
         self.beside: Share | None = None  # held of another loader's batch (`Prepared.split`), in a loop over it
         self.inside = 0  # the model's own forward, how deep
         self._entered = False
-        self._met = True  # a model was given something of the batch at hand
-        self._unmet: set[int] = set()  # what was made of the batch before, where none was: it is read ahead
         self._usual = 0  # samples that this rank held of the first batch, once it is the one before
-        self._made: dict[int, _Made] = {}
-        self._before: dict[int, _Made] = {}  # of earlier steps
         self._others: dict[int, weakref.ref[torch.Tensor]] = {}  # of other loaders' batches
         self._given: list[tuple[StorageWeakRef, int, Share]] = []  # what models gave, and for which samples
         self._digests = Digests()
@@ -104,20 +90,20 @@ class Kept(TorchFunctionMode, Events):
         self._held, self._dim, self._generators = Share(None, 0, 0, 0), 0, 0
         self.shapes: list[list[int]] = []  # of the tensors of the batch at hand
         self.numbers, self.all_samples = OwnNumbers(told), AllSamples(mesh)
-        self._call = _Made(_NOTHING, True, frozenset())  # what the model's outputs are to be taken for
+        self._call = Origin(_NOTHING, True, frozenset())  # what the model's outputs are to be taken for
 
     # --- the loop
 
-    def begin(self, batch: Any, dealt: Dealt, dim: int | None, *, models: Iterable[torch.nn.Module]) -> None:
-        """Begin to follow what is made of a batch, of which this rank holds `dealt.held`."""
-        self.end()
-        self.numbers.begin(dealt)
+    def begin(self, handed: Handed, *, models: Iterable[torch.nn.Module], fresh: bool) -> None:
+        """Begin to follow what is made of a batch, of which this rank holds `dealt.held`; `fresh`: just handed out."""
+        dealt = handed.dealt
+        if self._entered:
+            self.numbers.end()
+        self.numbers.begin(dealt, fresh=fresh)
         self.all_samples.begin(dealt)
         self._usual = self._usual or self._held.count
-        self._unmet = set() if self._met else set(self._made)
-        self._met = False
-        self._before |= self._made
-        self._before = {key: known for key, known in self._before.items() if known.tensor() is not None}
+        self._turn_to(handed)
+        self.following = None
         self._given = [pair for pair in self._given if not pair[0].expired()]
         self._digests.forget()
         models = list(models)
@@ -125,19 +111,24 @@ class Kept(TorchFunctionMode, Events):
         weights = [one for model in models for one in model.parameters()]
         self._parameters = {id(one): weakref.ref(one) for one in weights}
         self._weights = {one.untyped_storage()._cdata for one in weights}
-        self._made.clear()
-        leaves = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)[0]
-        self._tensors_alone = all(leaf is None or isinstance(leaf, torch.Tensor) for leaf in leaves)
-        self._even, self._read, self._held, self._dim = dealt.even, False, dealt.held, dim or 0
-        self.shapes = [list(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self._tensors_alone, self._dim = handed.tensors_alone, handed.dim or 0
+        self._even, self._read, self._held = dealt.even, False, dealt.held
+        self.shapes = handed.shapes
         self._generators, self._transformed = stand_of_generators(), False
-        for tensor in tensors_in(batch):
-            self._add(tensor, True)
-        self.__enter__()
+
+    def begin_again(self) -> None:
+        """The batch at hand is trained on in another step: what was made in the last one is kept, but for rows."""
+        self._keep(lambda _, one: not (one.stays or self._counts(one.shape, self._held)))
+
+    def go_in(self, *, after: bool) -> None:
+        """Follow operations from here on; `after` the backward, as the script's own."""
+        self.after, self.inside = after, 0
+        if not self._entered:
+            self.__enter__()
         self._entered = self.on = True
 
-    def end(self) -> None:
-        """Stop following operations until the next batch, and print which numbers were read."""
+    def go_out(self) -> None:
+        """Stop following operations while the loader reads, and print which numbers were read."""
         self.on, self.after, self.inside = False, False, 0
         if self._entered:
             self._entered = False
@@ -170,15 +161,20 @@ class Kept(TorchFunctionMode, Events):
         """Note that a forward begins; returns what of its arguments is from outside, beside its own samples' rows."""
         if not self.on:
             return frozenset()
-        given, self._met = tensors_in(call), True
+        given, trains = tensors_in(call), model.training and torch.is_grad_enabled()
+        batch = self._now if trains else self.batch_of(call) or self._now
         for tensor in given:
             self._refuse_other_rows(tensor, model)
+        if batch is not None:
+            batch.met = True
         made = [self._of(tensor) for tensor in given]
+        made = [self._beside(one, tensor, batch) for one, tensor in zip(made, given, strict=True)]
         found = frozenset(one for each in made for one in each.of | each.read)
-        trains = model.training and torch.is_grad_enabled()
         own, beside = trains or any(one.own for one in made), any(one.beside for one in made)
         self.draws_for = {one.beside for one in made if one.own}
-        self._call = _Made(_NOTHING, own, frozenset(), beside=beside)
+        if trains:
+            self._refuse_undealt(given, self._held.count)
+        self._call = Origin(_NOTHING, own, frozenset(), beside=beside, batch=batch)
         self.inside += 1
         return frozenset(one for one in found if one.model != id(model) or not self._counts(one.shape, self._held))
 
@@ -195,7 +191,7 @@ class Kept(TorchFunctionMode, Events):
         if self.on:
             self.inside -= 1
             for tensor in tensors_in(output):
-                self._add(tensor, self._call.own, of, beside=self._call.beside)
+                self._add(tensor, self._call.own, of, beside=self._call.beside, batch=self._call.batch)
                 if has_memory(held_of(tensor)):
                     self._given.append((StorageWeakRef(held_of(tensor).untyped_storage()), id(model), self._held))
 
@@ -246,25 +242,27 @@ class Kept(TorchFunctionMode, Events):
             return self._about_gradients(func, args, kwargs)
         if is_called_by_engine(__file__, tape.__file__):
             return func(*args, **kwargs)
-        if self.after:
+        given = tensors_in((args, kwargs))
+        if self.after and not self._is_for_next(given):
             return self._afterwards(func, args, kwargs)
         name = getattr(func, "__name__", "")
-        given = tensors_in((args, kwargs))
         if name in _OVERWRITES and args and isinstance(args[0], torch.Tensor):
             given = given[1:]  # what it held is gone
         made = [self._of(tensor) for tensor in given]
-        self.draws_for = {one.beside for one in made if one.own}
-        self._refuse_drawn([len(value) for value in (*args, *kwargs.values()) if is_plain(value, name)])
+        batch = self._batch(made)
+        made = [self._beside(one, tensor, batch) for one, tensor in zip(made, given, strict=True)]
+        self.draws_for, self.draws_of = {one.beside for one in made if one.own}, batch
+        self._refuse_arrays([len(value) for value in (*args, *kwargs.values()) if is_plain(value, name)])
         numbers = [value for value in (*args, *kwargs.values()) if isinstance(value, float)]
         own = any(one.own for one in made)
+        if own:
+            self._refuse_undealt(given, self._held.count)
         of = frozenset[Outside]().union(*(one.of for one in made), self._numbers(numbers))
         stood = None if given else torch.get_rng_state()
         beside = any(one.beside for one in made)
         try:
-            if func is torch.autograd.grad and in_a_forward(
-                self._models
-            ):  # what it gives for a sample is that sample's
-                output = func(*args, **kwargs)
+            if func is torch.autograd.grad and in_a_forward(self._models):
+                output = func(*args, **kwargs)  # what it gives for a sample is that sample's
             else:
                 output = self.all_samples.call(func, args, kwargs, own=lambda one: self._of(one).own, beside=beside)
         except FAILURES as error:
@@ -279,11 +277,28 @@ class Kept(TorchFunctionMode, Events):
         self._tell_own(name, output, made)
         if stood is not None:
             own, of = self._from_nowhere(results, args, kwargs, drawn=not torch.equal(stood, torch.get_rng_state()))
+            batch, self.drawn_for = self.drawn_for or self.following, None
         if writes(name) and args and isinstance(args[0], torch.Tensor):
             results.append(args[0])
         for tensor in results:
-            self._add(tensor, own, of, since=since, beside=beside, read=read)
+            self._add(tensor, own, of, since=since, beside=beside, read=read, batch=batch, written=writes(name))
+        if self._undealt and not own:
+            self._note_undealt(given, results, self._held, drawn=False)
+        self.draws_of = None
         return output
+
+    def _beside(self, made: Origin, tensor: torch.Tensor, batch: Handed | None) -> Origin:
+        """What is known of a tensor among others, of which the last batch's are of this batch."""
+        if batch is None or made.batch is None or made.batch is batch or not made.own:
+            return made
+        if made.stays and made.batch.dealt == batch.dealt and self._counts(made.shape, made.batch.dealt.held):
+            return made  # rows of a batch that is dealt alike (a replay of earlier ones)
+        if tensor.grad_fn is not None:
+            self._refuse_several(tensor, made.batch, batch)
+            return made
+        return made._replace(
+            own=False, of=frozenset(self._from_outside(tensor, number=False, ahead=not made.batch.spent))
+        )
 
     def _about_gradients(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """What reads no values: a backward of the script's own, and the gradient that one has left."""
@@ -295,7 +310,9 @@ class Kept(TorchFunctionMode, Events):
         if name == "__get__" and isinstance(output, torch.Tensor) and isinstance(of, torch.Tensor):
             known = self._own(of)
             if known is not None and output is not of:
-                self._add(output, True, known.of, since=known.since, beside=known.beside, read=known.read)
+                self._add(
+                    output, True, known.of, since=known.since, beside=known.beside, read=known.read, batch=known.batch
+                )
         return output
 
     def leaves(self) -> list[torch.Tensor]:
@@ -313,32 +330,31 @@ class Kept(TorchFunctionMode, Events):
             return self.all_samples.call(func, args, kwargs, own=lambda _: True, beside=self._call.beside)
         output = func(*args, **kwargs)
         if isinstance(output, torch.Tensor) and not output.requires_grad:
-            self._add(output, True)
+            self._add(output, True, written=writes(getattr(func, "__name__", "")))
         return output
 
     def _afterwards(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """After the backward: tell where a number is read that was added up over steps from this rank's samples."""
         name = getattr(func, "__name__", "")
-        given = [known for one in tensors_in((args, kwargs)) if (known := self._own(one)) is not None]
+        tensors = tensors_in((args, kwargs))
+        given = [known for one in tensors if (known := self._own(one)) is not None]
         since, beside = any(one.since for one in given), any(one.beside for one in given)
         of_samples = lambda one: self._own(one) is not None  # noqa: E731
-        output = self.all_samples.call(func, args, kwargs, own=of_samples, beside=beside)
+        batch, stood = self._batch(given), [] if given else generators(self._mesh.device)
+        if given:
+            self._refuse_undealt(tensors, self._held.count)
+        with nullcontext() if batch is None or beside else self.dealing(batch):
+            output = self.all_samples.call(func, args, kwargs, own=of_samples, beside=beside)
         for tensor in tensors_in(output) if given else []:
-            self._add(tensor, True, since=since, beside=beside)
+            self._add(tensor, True, since=since, beside=beside, batch=batch, written=writes(name))
+        if not given:
+            self._note_undealt(tensors, tensors_in(output), self._held, drawn=stood != generators(self._mesh.device))
         if since and isinstance(output, bool | int | float) and name not in _COUNTS:
             self.steered.read()
         self._tell_own(name, output, given)
         return output
 
-    def _own(self, tensor: torch.Tensor) -> _Made | None:
-        """What is known of a tensor that is made of this rank's samples, of this step or of an earlier one."""
-        for made in (self._made, self._before):
-            known = made.get(id(tensor))
-            if known is not None and known.tensor() is tensor and known.own:
-                return known if made is self._made else known._replace(since=True)
-        return None
-
-    def _tell_own(self, name: str, output: Any, given: list[_Made]) -> None:
+    def _tell_own(self, name: str, output: Any, given: list[Origin]) -> None:
         """Note for the script's reader what is read, or added up over steps, of this rank's samples alone."""
         fresh, since = any(one.fresh for one in given), any(one.since for one in given)
         if fresh and isinstance(output, torch.Tensor):
@@ -347,13 +363,7 @@ class Kept(TorchFunctionMode, Events):
         elif fresh and not since and not any(one.beside for one in given):
             self.numbers.read(name, output)
 
-    def _add(
-        self, tensor: torch.Tensor, own: bool, of: frozenset[Outside] = frozenset(), *, since: bool = False,
-        beside: bool = False, read: frozenset[Outside] = frozenset(),
-    ) -> None:  # fmt: skip
-        self._made[id(tensor)] = _Made(weakref.ref(tensor), own, of, since, beside, read)
-
-    def _of(self, tensor: torch.Tensor) -> _Made:
+    def _of(self, tensor: torch.Tensor) -> Origin:
         tensor = tensor.__dict__.get("successor", tensor)  # of a parameter that a plan put another in the place of
         known = self._made.get(id(tensor))
         if known is not None and known.tensor() is tensor:
@@ -363,20 +373,20 @@ class Kept(TorchFunctionMode, Events):
         of, own = frozenset[Outside](), True
         parameter, other = self._parameters.get(id(tensor)), self._others.get(id(tensor))
         if other is not None and other() is tensor:
-            return _Made(other, True, of, beside=True)
+            return Origin(other, True, of, beside=True)
         if parameter is not None and parameter() is tensor:
             own = False
-        elif tensor.grad_fn is None and has_memory(held_of(tensor)) and (kept or self._unmade_is_outside()):
-            array = not kept and self._is_array(tensor)  # of this step or of an earlier one
+        elif tensor.grad_fn is None and has_memory(held_of(tensor)) and (kept or self._unmade):
+            array = not kept and is_array(tensor, self._weights)  # of this step or of an earlier one
             if array:
-                self._refuse_drawn([len(tensor)] if tensor.dim() else [])
+                self._refuse_arrays([len(tensor)] if tensor.dim() else [])
             if not (array and (self._read or not self._even)):
-                ahead = kept and id(tensor) in self._unmet
-                own, of = False, frozenset(self._from_outside(tensor, number=array, ahead=ahead))
+                own, of = False, frozenset(self._from_outside(tensor, number=array, ahead=False))
         self._add(tensor, own, of, since=before is not None and kept and before.own)
         return self._made[id(tensor)]
 
-    def _unmade_is_outside(self) -> bool:
+    @property
+    def _unmade(self) -> bool:
         """Whether what no operation of this step was seen to make is from outside of it."""
         return self._tensors_alone and not self._transformed
 
@@ -417,22 +427,8 @@ class Kept(TorchFunctionMode, Events):
                 found.append(Outside(line_of_script(), what, check, like, True))
         return False, frozenset(found)
 
-    def _refuse_drawn(self, sizes: list[int]) -> None:
-        """Raise `RefusedPlan` for an array of this rank's samples where NumPy or Python drew since the batch."""
-        if self._held.count > 1 and self._held.count in sizes and self._generators != stand_of_generators():
-            raise with_line(
-                f"an array of this rank's {self._held.count} samples is made after NumPy's or Python's generator has "
-                "drawn: every rank draws the same numbers there, where one process draws for each sample of the whole "
-                "batch: draw by torch's operations (torch.randn(len(x), ...)), which are followed, or in the dataset",
-                line_of_script(),
-            )
-
-    def _is_array(self, tensor: torch.Tensor) -> bool:
-        """Whether the memory is NumPy's or another library's."""
-        if isinstance(tensor, Distributed) or tensor.requires_grad:
-            return False
-        storage = tensor.untyped_storage()
-        return not storage.resizable() and storage._cdata not in self._weights
+    def _refuse_arrays(self, sizes: list[int]) -> None:
+        refuse_drawn(self._held, sizes, self._generators)
 
     def _refuse_other_rows(self, tensor: torch.Tensor, model: torch.nn.Module) -> None:
         """Raise `RefusedPlan` for what the model gave for samples that are other ones than this rank's are now."""

@@ -202,7 +202,7 @@ class PartLoader:
             if drew and number == 0:
                 raise Unfit("random numbers are drawn where samples are read")
             self._look = look
-            if drew:
+            if drew and not self.events.is_elsewhere():
                 raise RunError(
                     f"batch {number}: random numbers were drawn where samples are read, and none before, so ranks that "
                     'read their own samples draw others than one process: give prepare(..., reads="whole"), by which '
@@ -257,6 +257,10 @@ class PartLoader:
 
 class Events:
     """What a loop does between batches; here nothing."""
+
+    def is_elsewhere(self) -> bool:
+        """Whether a thread of the script's own reads, in which no rank can meet others, and operations are not seen."""
+        return False
 
     def before_epoch(self) -> None:
         """Called when the script asks for an iterator."""

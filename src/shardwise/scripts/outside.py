@@ -19,7 +19,7 @@ from shardwise.part.levels import Distributed
 
 _MOST = 2**20  # elements of a tensor that are looked at
 _APART = 1e-6  # of a tensor's norm
-AHEAD = "of the batch before the one at hand"
+AHEAD = "of another batch than the one at hand"
 _OFTEN = 4  # times that a tensor is looked at each time it has changed; then at every power of two
 
 
@@ -162,9 +162,9 @@ def _differs(where: str, what: str, theirs: str, trained: bool, first: int, rank
         )
     elif what.endswith(AHEAD):
         told = (
-            f"the loss is computed from {what}: the script reads a batch ahead (a prefetcher), so draws and means "
-            "would be taken for the wrong samples: go through the loader itself, and let it read ahead (num_workers, "
-            "prefetch_factor)"
+            f"the loss is computed from {what}, of which each rank has a part: the loader has handed out both, and "
+            "rows of samples may be put together within one batch alone. Make it of one of them, or take "
+            'prepare(..., loss_scope="global"), by which every rank has whole batches'
         )
     else:
         named = what if what == theirs else f"{what} on rank {first} and {theirs} on rank {rank}"

@@ -44,10 +44,12 @@ class OwnNumbers:
         self._dealt: Dealt | None = None
         self._others = False  # numbers may be of another loader's batches
 
-    def begin(self, dealt: Dealt) -> None:
-        """Forget the numbers read of the last batch, since a new one is handed out."""
+    def begin(self, dealt: Dealt, *, fresh: bool) -> None:
+        """Forget the numbers read of the last batch, since a new one is handed out; one that was before (not `fresh`)
+        may have been read from."""
         self._dealt, self._others = dealt, False
-        self._read.clear()
+        if fresh:
+            self._read.clear()
 
     def counts_others(self) -> None:
         """Note that another loader hands out a batch in this step."""

@@ -6,15 +6,17 @@ import random
 import sys
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from shardwise.errors import RefusedPlan, first_line
 from shardwise.layout.dealing import Share
+from shardwise.part.levels import Distributed
 from shardwise.scripts.outside import with_line
 from shardwise.scripts.saying import line_of_script
 
@@ -29,6 +31,11 @@ _FAILS = (
     "batch (an episode of classes, a shape by the batch's size) is given it by "
     'prepare(..., loss_scope="global")'
 )
+_DRAWN = (
+    "an array of this rank's {} samples is made after NumPy's or Python's generator has drawn: every rank draws the "
+    "same numbers there, where one process draws for each sample of the whole batch: draw by torch's operations "
+    "(torch.randn(len(x), ...)), which are followed, or in the dataset"
+)
 _MODEL_FAILS = (
     "the model fails ({}) on the {} of the first batch's {} samples that this rank is given: what it is given beside "
     "them, or made for them, has the size of the whole batch (a hidden state): make it by the size of the input at "
@@ -39,6 +46,13 @@ _MODEL_FAILS = (
 def fails_on_part(error: Exception, held: Share) -> RefusedPlan:
     """Returns the refusal of a script's line that fails on a part of a batch and may need all of it."""
     return with_line(_FAILS.format(first_line(error), held.count, held.total), line_of_script())
+
+
+def refuse_drawn(held: Share, sizes: list[int], stood: int) -> None:
+    """Raise `RefusedPlan` for an array of this rank's samples where NumPy or Python drew since their generators stood
+    so."""
+    if held.count > 1 and held.count in sizes and stood != stand_of_generators():
+        raise with_line(_DRAWN.format(held.count), line_of_script())
 
 
 @contextmanager
@@ -62,6 +76,14 @@ def is_plain(value: Any, function: str) -> bool:
     if isinstance(value, np.ndarray):
         return value.ndim > 0
     return isinstance(value, list) and function in ("tensor", "as_tensor", "asarray", "__getitem__")
+
+
+def is_array(tensor: torch.Tensor, weights: Collection[int]) -> bool:
+    """Whether a tensor's memory is NumPy's or another library's; `weights`: storages of the model's own."""
+    if isinstance(tensor, Distributed) or tensor.requires_grad:
+        return False
+    storage = tensor.untyped_storage()
+    return not storage.resizable() and storage._cdata not in weights
 
 
 def stand_of_generators() -> int:

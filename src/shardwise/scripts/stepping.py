@@ -164,6 +164,7 @@ class Stepping(Weighing):
     def _ready(self) -> None:
         """Raise `InputError` unless gradients may come to this model now; opens its step."""
         engine = self.engine
+        self.calls.refuse_unfollowed()
         if not self.calls.called and engine.world_size > 1:
             raise InputError(
                 "prepared.backward: the model itself was not called in train mode before. What a plan needs (the look "
@@ -195,9 +196,12 @@ class Stepping(Weighing):
 
     def _look_at_loss(self, loss: torch.Tensor, weight: Any) -> None:
         """Check that the loss adds up over samples, again whenever it is made of other operations than before."""
-        if self.calls.loss_look is not None:
+        look, kept = self.calls.loss_look, self.calls.kept
+        if look is not None:
+            look.beside = kept.of_others() if kept is not None else []
             with self._gate.open():
-                self._told.say(self.calls.loss_look(loss, weight))
+                self._told.say(look(loss, weight))
+            look.beside = []
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
@@ -311,6 +315,7 @@ class Stepping(Weighing):
                 generators=self.calls.randomness == "global", look=self.calls.loss_look,
                 whole=self._of_whole_batches, kept=self.calls.kept, entered=self._entered,
             )  # fmt: skip
+            self.calls.has_varied(self._forms)
         with self._gate.open():
             engine.state.on_nonfinite = "skip"  # until a step is asked for: a GradScaler leaves it out
             result, self._usable = complete(engine.state, tally)

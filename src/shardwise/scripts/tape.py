@@ -41,13 +41,13 @@ class Operation:
 
 
 class LossTape(TorchFunctionMode):
-    """Records while active. `inside`: the model's own forward runs."""
+    """Records while active, and not `idle`. `inside`: the model's own forward runs."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.kind = device.type
         self.inside = False
-        self.paused = False
+        self.paused = self.idle = False
         self.operations: list[Operation] = []
         self.numbers: list[tuple[float, torch.Tensor]] = []  # what left torch, and the tensor that it was
 
@@ -64,7 +64,7 @@ class LossTape(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        given = [] if self.paused else tensors_in((args, kwargs))
+        given = [] if self.paused or self.idle else tensors_in((args, kwargs))
         if not given:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
