@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import random
 import threading
@@ -164,3 +165,20 @@ def test_a_forward_is_of_the_batch_that_it_is_given(way: str, plan: str, drawn: 
 def test_such_a_batch_is_looked_at_too(way: str, loss_of: str, drawn: str, told: str, pool: RankPool) -> None:
     with pytest.raises(RefusedPlan, match=rf"{told}.*test_prepare_ahead.py, line"):
         pool.run(trained, 2, "dp_replicate=2", way, loss_of, drawn)
+
+
+def round_again(plan: str) -> None:
+    """`itertools.cycle` goes through the batches of a loop that is over, and noise is drawn for them."""
+    model: Any = nn.Linear(6, 2).double()
+    optimizer: Any = adamw(model)
+    loader: Any = DataLoader(samples(12), batch_size=6)
+    prepared = model, optimizer, loader = shardwise.prepare(model, optimizer, loader, plan=plan)
+    for x, y in itertools.islice(itertools.cycle(loader), 4):
+        optimizer.zero_grad()
+        prepared.backward((model(x + torch.randn_like(x)) - y).square().mean())
+        optimizer.step()
+
+
+def test_what_is_drawn_after_the_loop_is_not_followed(pool: RankPool) -> None:
+    with pytest.raises(RefusedPlan, match=r"a loop over the loader that has ended.*test_prepare_ahead.py, line"):
+        pool.run(round_again, 2, "dp_replicate=2")

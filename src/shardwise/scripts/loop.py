@@ -37,6 +37,7 @@ from shardwise.scripts.kept import Kept
 from shardwise.scripts.loader import Events
 from shardwise.scripts.meeting import Meeting
 from shardwise.scripts.reading import share_generators, standing
+from shardwise.scripts.tape import tensors_in
 from shardwise.scripts.whole_batch import WholeBatch
 
 _ELSEWHERE = (
@@ -212,6 +213,9 @@ class Loop(Heard, Events):
         handed = self.kept.batch_of(call) if self.kept is not None else None
         if handed is None and self._ahead and not (known and _awaits(now)) and (now is None or now.spent or known):
             handed = self._ahead[0]  # what it was made into is not known
+        if handed is None and trains and now is not None and now.spent and self.kept is not None and not self.kept.on:
+            rows = any(one.dim() and len(one) == now.dealt.held.count for one in tensors_in(call))
+            self.unfollowed |= rows and self._stood not in (None, standing())
         if handed is now and now is not None and now.spent and trains:
             if self.loss_look is not None:
                 self.loss_look.begin_again(now)
