@@ -178,8 +178,8 @@ def inputs_hint(error: BaseException) -> str:
     """What to give where a batch of several tensors seems to be taken for the model's arguments; else nothing."""
     if isinstance(error, TypeError) and "argument" in str(error) and "numpy" not in str(error):
         return (
-            ". If the batch holds more than the model's arguments, give Task.inputs, batch -> (args, kwargs), such as "
-            'inputs=lambda batch: ((batch["x"],), {})'
+            ". If the batch holds more than the model's arguments, give Task.inputs (batch -> args, kwargs), "
+            "as lambda batch: ((what the model takes,), {})"
         )
     return ""
 
