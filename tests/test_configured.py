@@ -189,6 +189,23 @@ def test_a_model_without_a_head_is_planned_with_a_made_up_loss(
     assert forecast.step_s > 0 and forecast.mfu > 0
 
 
+class _Absent(type):
+    """Of transformers' stand-ins for classes whose library is not installed: to ask one for anything raises."""
+
+    def __getattribute__(cls, name: str):
+        if name == "forward":
+            raise ImportError("Absent requires the torchaudio library but it was not found in your environment.")
+        return super().__getattribute__(name)
+
+
+def test_a_class_whose_library_is_absent_is_refused_by_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.planner.configured_task.base_class", lambda config: _Absent("Absent", (), {}))
+    with pytest.raises(InputError, match="Absent requires the torchaudio library"):
+        alone(written(tmp_path, "clip_vision_model", **IMAGE), None)
+
+
 def test_a_made_up_loss_says_how_to_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path, "clip_vision_model", **IMAGE)
     where = ("--cluster", "1 h100-sxm-80gb", "--global-batch", "2", "--fix", "remat=none")

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from shardwise.costs.shapes import Shape
-from shardwise.errors import InputError
+from shardwise.errors import InputError, first_line
 from shardwise.heads import (
     HEADS,
     build_model,
@@ -86,6 +86,7 @@ def configured(path: str, seq: int | None) -> Configured:
     config = copy.deepcopy(read_config(path))
     head, notes = head_of(config, path)
     kind, labels = _read_by(config, head)
+    _refuse_absent(kind, path)
     if getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0  # which token it is makes no difference here
     if head == BASE:
@@ -152,6 +153,14 @@ def differs(path: str, shape: Shape) -> tuple[list[str], bool]:
 def _read_by(config: Any, head: str) -> tuple[Any, str]:
     """The class of the model, and what its labels are; "" where it has none."""
     return (base_class(config), "") if head == BASE else (model_class(config, head), labels_of(config, head))
+
+
+def _refuse_absent(kind: Any, path: str) -> None:
+    """Raise `InputError` where transformers has a stand-in for the class, whose library is not installed."""
+    try:
+        _ = kind.forward
+    except ImportError as error:
+        raise InputError(f"{path}: {first_line(error)}") from error
 
 
 def samples(
