@@ -34,6 +34,7 @@ from shardwise.scripts.draws import SampleDraws
 from shardwise.scripts.entries import Entries
 from shardwise.scripts.guard import Gate
 from shardwise.scripts.kept import Kept
+from shardwise.scripts.loader import PartLoader
 from shardwise.scripts.lookout import ModelLook, look_at_model
 from shardwise.scripts.loop import Loop
 from shardwise.scripts.meeting import Meeting
@@ -359,3 +360,19 @@ class Calls(Loop):
         self._looked[self.entries.now] = look
         torch.clear_autocast_cache()  # of casts that were made without gradients
         self.resume()
+
+
+def leader_of(loader: Any, mesh: Mesh, randomness: str, loss_scope: str) -> Calls | None:
+    """Returns the model that was prepared with this loader before, where `loader` is what `prepare` returned."""
+    if not isinstance(loader, PartLoader):
+        return None
+    leader = loader.events
+    if not isinstance(leader, Calls):
+        raise InputError("prepare: the loader comes from prepared.split(), which is for held-out data")
+    same = (leader.mesh.data.size, leader.mesh.data.index, leader.randomness, leader.whole is not None)
+    if same != (mesh.data.size, mesh.data.index, randomness, loss_scope == "global" and mesh.data.size > 1):
+        raise InputError(
+            "prepare: two models of one loop need plans that deal samples alike: the same dp_replicate times dp_shard, "
+            "the same randomness and the same loss_scope"
+        )
+    return leader

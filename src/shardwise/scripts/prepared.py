@@ -31,7 +31,7 @@ from shardwise.engine.recipe import trainable
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.host import row_of
 from shardwise.layout import Plan
-from shardwise.mesh import Mesh, build_mesh
+from shardwise.mesh import build_mesh
 from shardwise.parallel.full import FullShard
 from shardwise.part.parameters import read_outside
 from shardwise.part.tensor import Gathers
@@ -40,7 +40,7 @@ from shardwise.ranks.launchers import own_device
 from shardwise.scripts import optimizer as optimizers
 from shardwise.scripts.agreement import same_given
 from shardwise.scripts.arrivals import techniques_of, weakly
-from shardwise.scripts.calls import Calls
+from shardwise.scripts.calls import Calls, leader_of
 from shardwise.scripts.copies import Copies
 from shardwise.scripts.cut_weights import CutWeights, answer_of
 from shardwise.scripts.entries import OWN, Several, with_own
@@ -164,22 +164,6 @@ def _refuse_twice(model: Any) -> None:
         )
 
 
-def _leader_of(loader: Any, mesh: Mesh, randomness: str, loss_scope: str) -> Calls | None:
-    """The model that was prepared with this loader before, where `loader` is what `prepare` returned."""
-    if not isinstance(loader, PartLoader):
-        return None
-    leader = loader.events
-    if not isinstance(leader, Calls):
-        raise InputError("prepare: the loader comes from prepared.split(), which is for held-out data")
-    same = (leader.mesh.data.size, leader.mesh.data.index, leader.randomness, leader.whole is not None)
-    if same != (mesh.data.size, mesh.data.index, randomness, loss_scope == "global" and mesh.data.size > 1):
-        raise InputError(
-            "prepare: two models of one loop need plans that deal samples alike: the same dp_replicate times dp_shard, "
-            "the same randomness and the same loss_scope"
-        )
-    return leader
-
-
 class Prepared(Stepping):
     """A script's model, optimizer and loader on this rank. Made by `prepare`; unpacks into the three."""
 
@@ -201,7 +185,7 @@ class Prepared(Stepping):
         ranks = self.mesh.gradients.size
         if plan.remat != "none" and not on_host(device) and randomness == "global" and ranks > 1:
             raise RefusedPlan('prepare: recompute on a GPU cannot repeat one process\'s draws: use randomness="fast"')
-        leader = _leader_of(loader, self.mesh, randomness, loss_scope)
+        leader = leader_of(loader, self.mesh, randomness, loss_scope)
         self.calls = Calls(model, self.mesh, randomness, seed, leader, check=check_loss, loss_scope=loss_scope)
         reads = "part" if reads == "auto" and randomness == "fast" else reads
         self._batch_dim, self._reads = batch_dim, reads
@@ -296,18 +280,42 @@ class Prepared(Stepping):
     @names_line
     def _spread(self, args: tuple = (), kwargs: dict | None = None) -> None:
         """Put the model's weights where the plan has them. Collective."""
-        model, plan, mesh = self.model, self.plan, self.mesh
+        model, mesh = self.model, self.mesh
         self.calls.suspend()
         if self.calls.kept is not None:
             self.calls.kept.pause()
-        refuse_hooks(model, plan)  # put on since prepare
+        refuse_hooks(model, self.plan)  # put on since prepare
         Gathers.told = None  # what is tried is the model, in which nothing is gathered
-        call = shared_call(args, kwargs or {}, mesh.world, mesh.device) if waits_for_call(plan) else None
+        whole = dict(model.named_parameters(remove_duplicate=False))
+        engine = self._made(args, kwargs or {})
+        cuts = set(engine.state.tensor.cuts) if engine.state.tensor is not None else set()
+        in_pieces = self._shares or isinstance(engine.technique, FullShard)
+        self._guard(engine, cuts)
+        self._follow(engine, cuts, in_pieces=in_pieces)
+        now = dict(model.named_parameters(remove_duplicate=False))
+        retire(((one, now[name]) for name, one in whole.items() if now[name] is not one), self._gate)
+        self.built = options_of(engine)
+        if in_pieces or mesh.inner:
+            guard_methods(self)
+        if isinstance(engine.technique, FullShard):
+            read_whole(self)
+            self._see_pieces(engine.technique, cuts)
+        self._watch_pieces()
+        self.calls.watch(
+            engine, self.meeting, self._gate, gathers=in_pieces or bool(mesh.inner), settle=self.settle
+        )  # fmt: skip
+        if self.pending is not None:
+            put_saved(self, self.pending)
+        self._told.say(self.notices)
+
+    def _made(self, args: tuple, kwargs: dict) -> Engine:
+        """The engine over the model, with the script's optimizer, for a call as rank 0's. Collective."""
+        model, plan, mesh = self.model, self.plan, self.mesh
+        call = shared_call(args, kwargs, mesh.world, mesh.device) if waits_for_call(plan) else None
         dealt = self.calls.dealt if self.calls.whole is None else None
         samples = dealt.held.count if dealt is not None else None
         samples = gather_json(samples, mesh.world, mesh.device)[0] if call is not None else None  # as rank 0's call
         training = {child: child.training for child in model.modules()}
-        whole = dict(model.named_parameters(remove_duplicate=False))
         before = states_of(self.optimizer, self.all_names)
         if mesh.world.size > 1:
             same_given("prepare: the optimizer's state", before, mesh.world, mesh.device)
@@ -324,57 +332,48 @@ class Prepared(Stepping):
             engine.notices.append(
                 'the model is compiled, which has no effect where draws are followed: give randomness="fast" to use it'
             )
-        in_pieces = self._shares or isinstance(engine.technique, FullShard)
+        return engine
+
+    def _guard(self, engine: Engine, cuts: set[str]) -> None:
+        """What the script asks of gradients and of weights that tp cuts is answered as one process has it."""
+        calls, mesh, me = self.calls, self.mesh, weakref.ref(self)
+        units = isinstance(engine.technique, FullShard)
+        self._gate = gate = guard_gradients(
+            self.model, engine.technique, all=self._shares or engine.state.precision.mixed, shares=cuts,
+            summed=mesh.inner, beside=(calls.whole is not None and (mesh.data,)) or (),
+            inside=lambda: calls.in_forward, gradients=lambda: known.gradients if (known := me()) is not None else None,
+            whole=answer_of(weakref.ref(self)) if cuts and not units else None,
+            later=self.plan.accumulate > 1 and mesh.world.size > 1,
+        )  # fmt: skip
+        self.gradients = Gradients(engine.state, gate, self.meet, self._are_whole)
+        if not cuts:
+            return
+        self.cut_weights = CutWeights(
+            engine.state, gate, self.meet, (*((mesh.data,) if calls.whole is not None else ()), *mesh.inner),
+            mesh.world if calls.randomness == "fast" else None,
+        )  # fmt: skip
+        if not units:
+            read_outside(self.model, lambda: not gate.is_open and calls.is_outside, refuse_replaced)
+
+    def _follow(self, engine: Engine, cuts: set[str], *, in_pieces: bool) -> None:
+        """Watch what the script does to the model and its gradients by itself, between the plan's own writes."""
         fsdp = [isinstance(one, FullShard) for one in techniques_of(engine)]
         self._unguarded = len(fsdp) > 1 and any(fsdp)
         mixed = engine.state.precision.mixed
-        cuts = set(engine.state.tensor.cuts) if engine.state.tensor is not None else set()
-        calls, me = self.calls, weakref.ref(self)
-        self._gate = guard_gradients(
-            model, engine.technique, all=self._shares or mixed, shares=cuts, summed=mesh.inner,
-            beside=(calls.whole is not None and (mesh.data,)) or (),
-            inside=lambda: calls.in_forward, gradients=lambda: known.gradients if (known := me()) is not None else None,
-            whole=answer_of(weakref.ref(self)) if cuts and not isinstance(engine.technique, FullShard) else None,
-            later=plan.accumulate > 1 and mesh.world.size > 1,
-        )  # fmt: skip
-        self.gradients = Gradients(engine.state, self._gate, self.meet, self._are_whole)
-        if cuts:
-            self.cut_weights = CutWeights(
-                engine.state, self._gate, self.meet, (*((mesh.data,) if calls.whole is not None else ()), *mesh.inner),
-                mesh.world if calls.randomness == "fast" else None,
-            )  # fmt: skip
-            if not isinstance(engine.technique, FullShard):
-                gate = self._gate
-                read_outside(model, lambda: not gate.is_open and calls.is_outside, refuse_replaced)
         reduces = engine.state.owners is None and engine.state.tensor is None and engine.state.experts is None
         self._own_pieces = OwnPieces(
             self._gate, self._changed, weakly(self._rows_of_pieces) if reduces else None, weakly(self._reaches)
         )
         units = engine.technique if isinstance(engine.technique, FullShard) else None
         shards = zip(engine.state.names, units.params, strict=True) if units is not None else ()
-        self._hooks = LaterHooks(model, plan, shards)
-        self._in_place = InPlace(model, cuts) if in_pieces else None
-        guard_conversion(model)
+        self._hooks = LaterHooks(self.model, self.plan, shards)
+        self._in_place = InPlace(self.model, cuts) if in_pieces else None
+        guard_conversion(self.model)
         self._copied_from = engine if in_pieces or mixed else None
         hold(self, whole=not (in_pieces or mixed))
         for buckets in buckets_of(engine):
             buckets.asleep = True
         self._first = FirstSteps(engine, self._groups)
-        now = dict(model.named_parameters(remove_duplicate=False))
-        retire(((one, now[name]) for name, one in whole.items() if now[name] is not one), self._gate)
-        self.built = options_of(engine)
-        if in_pieces or mesh.inner:
-            guard_methods(self)
-        if isinstance(engine.technique, FullShard):
-            read_whole(self)
-            self._see_pieces(engine.technique, cuts)
-        self._watch_pieces()
-        self.calls.watch(
-            engine, self.meeting, self._gate, gathers=in_pieces or bool(mesh.inner), settle=self.settle
-        )  # fmt: skip
-        if self.pending is not None:
-            put_saved(self, self.pending)
-        self._told.say(self.notices)
 
     def _see_pieces(self, technique: FullShard, cuts: set[str]) -> None:
         """What the script's own code asks of sharded weights is of whole ones."""
