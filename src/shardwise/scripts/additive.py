@@ -34,6 +34,7 @@ from shardwise.errors import InputError, RefusedPlan, first_line
 from shardwise.part import whole
 from shardwise.scripts.batches import Handed
 from shardwise.scripts.divisor import Divisor, Held, divisor_of
+from shardwise.scripts.following import put_on, take_off
 from shardwise.scripts.lookout import Rows
 from shardwise.scripts.tape import ALIASED, LossTape, aliased, tensors_in
 
@@ -121,7 +122,7 @@ class LossLook:
 
     def _record(self) -> None:
         if not self._recording:
-            self._tape.__enter__()
+            put_on(self._tape)
         self._recording, self._tape.idle = True, False
 
     def rest(self) -> None:
@@ -133,7 +134,7 @@ class LossLook:
         """Stop recording what the script computes, since its loop asks for the next batch."""
         if self._recording:
             self._recording = False
-            self._tape.__exit__(None, None, None)
+            take_off(self._tape)
 
     def go_on(self) -> None:
         """Record again, if something was recorded when the loop asked for a batch, or a look is wanted."""

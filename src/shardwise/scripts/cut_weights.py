@@ -22,7 +22,7 @@ from shardwise.comm import Axis, broadcast
 from shardwise.engine.whole import put_together
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.part import with_summed_gradient
-from shardwise.scripts import all_samples, guard, kept, saying, tape
+from shardwise.scripts import all_samples, draws, guard, kept, saying, tape
 from shardwise.scripts.guard import TAKEN, Gate, reads_values
 from shardwise.scripts.own_pieces import answered_by_elements
 from shardwise.scripts.pieces import for_reading, writes_into
@@ -33,7 +33,7 @@ from shardwise.trace.leaves import replaced, tensors_in
 
 _ABOUT = {"size", "dim", "ndimension", "numel", "nelement", "__len__", "stride", "is_contiguous"}
 _ATTRIBUTES = {"shape", "ndim"}
-_PASSAGES = (__file__, *(str(module.__file__) for module in (all_samples, guard, kept, saying, tape)))
+_PASSAGES = (__file__, *(str(module.__file__) for module in (all_samples, draws, guard, kept, saying, tape)))
 
 
 def answer_of(known: weakref.ref[Any]) -> guard.Answer:

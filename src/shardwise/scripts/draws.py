@@ -9,7 +9,8 @@ counts them; inside the model, any dim that alone has as many) draws for all sam
 So noise, time steps and dropout masks are those of one process, and so is every later draw. A draw of another shape
 is made alike on every rank; inside the model that could be a mask whose samples lie elsewhere, and is refused.
 
-The cost: every rank draws the whole batch's numbers, and every op passes through Python.
+The cost: every rank draws the whole batch's numbers. A call of torch that may draw, as its operation's tags say, is
+run with its operations followed; others pass by.
 
 What this does not do: follow a draw whose sample dim has the size of the part by chance.
 """
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map, tree_map_only
 
@@ -29,6 +31,7 @@ from shardwise.errors import RefusedPlan
 from shardwise.layout.dealing import Share
 from shardwise.part import Part
 from shardwise.part.pointwise import draws_of_one_process
+from shardwise.scripts.following import may_draw
 from shardwise.scripts.saying import line_of_script, names_line
 
 _MIXES = (
@@ -56,7 +59,7 @@ _TRIES = 3  # batches that are dealt unevenly to find out whether what is drawn 
 _INERT = ("dropout_p", "dropout", "p")  # arguments that switch a random op off at 0
 
 
-class SampleDraws(TorchDispatchMode):
+class SampleDraws(TorchFunctionMode):
     """Active while `part` is set: the samples that this rank holds. `inside`: the model's own forward runs."""
 
     def __init__(
@@ -82,9 +85,21 @@ class SampleDraws(TorchDispatchMode):
         self._seen: set[str] = set()  # lines that drew where ranks had other numbers of samples
         self._tries: Counter[str] = Counter()  # by line, such batches since it is known
         self._stands: list[bytes] = []  # where the generators were left by what was seen
+        self._follows = False  # the operations of a call
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if self.part is None or self._follows or not may_draw(func):
+            return func(*args, **kwargs)
+        self._follows = True
+        try:
+            with _Operations(self):
+                return func(*args, **kwargs)
+        finally:
+            self._follows = False
+
+    def operation(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Returns what an operation under way gives, whose draws are dealt if it is one that draws."""
         if self.part is None or torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         if self.alike:
@@ -234,6 +249,17 @@ class SampleDraws(TorchDispatchMode):
             f"count the {rows} samples of this rank, so which of one process's numbers belong to them is not "
             'known: draw with samples first, switch the dropout off, or use prepare(..., randomness="fast")'
         )
+
+
+class _Operations(TorchDispatchMode):
+    """Active while a call runs that may draw."""
+
+    def __init__(self, draws: SampleDraws) -> None:
+        super().__init__()
+        self._draws = draws
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return self._draws.operation(func, args, kwargs or {})
 
 
 def _among(tensor: torch.Tensor, at: int, low: int, total: int) -> torch.Tensor:

@@ -32,9 +32,10 @@ from shardwise.device import generators
 from shardwise.errors import InputError
 from shardwise.layout.dealing import Share
 from shardwise.mesh import Mesh
-from shardwise.scripts import tape
+from shardwise.scripts import draws, tape
 from shardwise.scripts.all_samples import AllSamples, scaled, takes_statistics
 from shardwise.scripts.batches import Handed
+from shardwise.scripts.following import put_on, take_off
 from shardwise.scripts.guard import reads_values
 from shardwise.scripts.loader import Events
 from shardwise.scripts.origins import Origin, Origins
@@ -56,6 +57,7 @@ from shardwise.scripts.tape import tensors_in, writes
 from shardwise.trace.functional import transforming
 
 _COUNTS = {"__len__", "numel", "nelement", "ndimension", "__format__", "__repr__", "__str__"}  # no elements in them
+_PASSAGES = (__file__, *(str(module.__file__) for module in (draws, tape)))
 _NOTHING: Any = lambda: None  # noqa: E731
 _OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"}
 
@@ -123,8 +125,7 @@ class Kept(Origins, TorchFunctionMode, Events):
     def go_in(self, *, after: bool) -> None:
         """Follow operations from here on; `after` the backward, as the script's own."""
         self.after, self.inside = after, 0
-        if not self._entered:
-            self.__enter__()
+        put_on(self)
         self._entered = self.on = True
 
     def go_out(self) -> None:
@@ -132,7 +133,7 @@ class Kept(Origins, TorchFunctionMode, Events):
         self.on, self.after, self.inside = False, False, 0
         if self._entered:
             self._entered = False
-            self.__exit__(None, None, None)
+            take_off(self)
             self.numbers.end()
 
     def pause(self) -> None:
@@ -240,7 +241,7 @@ class Kept(Origins, TorchFunctionMode, Events):
             return self._within(func, args, kwargs)
         if not reads_values(func):
             return self._about_gradients(func, args, kwargs)
-        if is_called_by_engine(__file__, tape.__file__):
+        if is_called_by_engine(*_PASSAGES):
             return func(*args, **kwargs)
         given = tensors_in((args, kwargs))
         if self.after and not self._is_for_next(given):
@@ -303,7 +304,7 @@ class Kept(Origins, TorchFunctionMode, Events):
     def _about_gradients(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """What reads no values: a backward of the script's own, and the gradient that one has left."""
         name, of = getattr(func, "__name__", ""), args[0] if args else None
-        if name == "backward" and self.leaves() and not is_called_by_engine(__file__, tape.__file__):
+        if name == "backward" and self.leaves() and not is_called_by_engine(*_PASSAGES):
             with scaled(self.leaves(), self.all_samples.factor([args[0]])):
                 return func(*args, **kwargs)
         output = func(*args, **kwargs)

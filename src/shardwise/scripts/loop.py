@@ -33,6 +33,7 @@ from shardwise.scripts.arrivals import Heard
 from shardwise.scripts.batches import Handed
 from shardwise.scripts.dealt import Dealt, deal
 from shardwise.scripts.draws import SampleDraws
+from shardwise.scripts.following import put_on, take_off
 from shardwise.scripts.kept import Kept
 from shardwise.scripts.loader import Events
 from shardwise.scripts.meeting import Meeting
@@ -275,7 +276,7 @@ class Loop(Heard, Events):
         lead = self.leader
         if lead._watched is not None and lead.dealt is not None and not lead._draws_on:
             lead._watched.part, lead._watched.whole = lead.dealt.held, lead.whole is not None
-            lead._watched.__enter__()
+            put_on(lead._watched)
             lead._draws_on = True
 
     def suspend(self) -> None:
@@ -283,7 +284,7 @@ class Loop(Heard, Events):
         lead = self.leader
         if lead._watched is not None and lead._draws_on:
             lead._watched.part = None
-            lead._watched.__exit__(None, None, None)
+            take_off(lead._watched)
             lead._draws_on = False
 
     @contextmanager

@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 from shardwise.comm import Axis
 from shardwise.engine.optimizer import Nature, refuse, try_out
@@ -180,6 +181,13 @@ def refuse_other(nature: Nature, other: Nature, optimizer: Optimizer) -> None:
             "the pieces that the plan gave it: add the group before prepare, or give prepared.replace_optimizer one "
             "with all groups"
         )
+
+
+def is_of_torch(optimizer: Optimizer) -> bool:
+    """Returns whether its step is torch's own code alone: a class of torch's, and no hook around it."""
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    of_all = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
+    return type(optimizer).__module__.startswith("torch.optim.") and not any((*own, *of_all))
 
 
 def retire(optimizer: Optimizer) -> None:

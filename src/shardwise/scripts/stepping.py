@@ -29,20 +29,28 @@ from shardwise.part import forget, plain, whole
 from shardwise.scripts.agreement import compare, same_change
 from shardwise.scripts.arrivals import techniques_of
 from shardwise.scripts.divisor import Divisor, divisor_of
+from shardwise.scripts.draws import SampleDraws
 from shardwise.scripts.earlier import Earlier
+from shardwise.scripts.following import aside, differentiate
 from shardwise.scripts.given import check_loss, check_number
 from shardwise.scripts.gradients import Gradients
 from shardwise.scripts.guard import LaterHooks
+from shardwise.scripts.kept import Kept
 from shardwise.scripts.moved import FirstSteps
+from shardwise.scripts.optimizer import is_of_torch
 from shardwise.scripts.outside import Outside
 from shardwise.scripts.saying import Notices, names_line
 from shardwise.scripts.state import open_doors
+from shardwise.scripts.tape import LossTape
 from shardwise.scripts.weighing import Weighing
 from shardwise.step.control import Tally
 from shardwise.step.loss import Loss
 from shardwise.step.normalise import held_gradients, norm_of_gradients, not_finite, sum_of_squares
 from shardwise.step.result import StepResult
 from shardwise.step.train_step import complete, update
+
+_OF_OPERATIONS = (Kept, LossTape)  # which follow what a script computes
+_FOLLOWING = (*_OF_OPERATIONS, SampleDraws)
 
 
 class Stepping(Weighing):
@@ -142,7 +150,8 @@ class Stepping(Weighing):
             scaled = engine.state.scale
             scale = scaled.factor(weights[0], engine.mesh.data, engine.device) if scaled is not None else 1.0
             inside.enter_context(self._given_scaled(scale, weight))
-            (total * scale if scale != 1.0 else total).backward(retain_graph=retain_graph)
+            inside.enter_context(aside(_OF_OPERATIONS))
+            differentiate(total * scale if scale != 1.0 else total, retain_graph=retain_graph)
         for each, counted in zip(together, weights, strict=True):
             each._count(Loss(total.detach(), counted), stands_in)
         if engine.plan.accumulate == 1:
@@ -192,7 +201,8 @@ class Stepping(Weighing):
         self._micro += 1
         self.calls.after_backward()
         if self._micro == self.engine.plan.accumulate:
-            self._finish()
+            with aside(_FOLLOWING):
+                self._finish()
 
     def _look_at_loss(self, loss: torch.Tensor, weight: Any) -> None:
         """Check that the loss adds up over samples, again whenever it is made of other operations than before."""
@@ -373,7 +383,10 @@ class Stepping(Weighing):
 
     def _usable_step(self, inner: Callable[[], Any]) -> Any:
         """Run the optimizer's own step, unless a gradient is not finite."""
-        return inner() if self._tally is None or self._usable else None
+        if self._tally is not None and not self._usable:
+            return None
+        with aside(_FOLLOWING if is_of_torch(self.optimizer) else ()):
+            return inner()
 
     def _closed(self, closure: Callable[[], Any]) -> torch.Tensor:
         """The loss of a closure summed over all ranks, so that a line search sees the same number on each."""

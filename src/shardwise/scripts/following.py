@@ -1,0 +1,84 @@
+"""Put function modes of a prepared script on torch's stack, and take them off in any order. For kept, tape, draws.
+
+A mode costs each call of torch a microsecond or two, so none is left on while torch's and our own code runs alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from types import BuiltinFunctionType, MethodDescriptorType
+from typing import Any
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.autograd.graph import get_gradient_edge
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+
+_OPERATIONS = (BuiltinFunctionType, MethodDescriptorType, OpOverloadPacket)
+
+
+def put_on(mode: TorchFunctionMode) -> None:
+    """Put a mode on top of the stack, unless it is on it."""
+    if mode not in _get_current_function_mode_stack():
+        _push_mode(mode)
+
+
+def take_off(mode: TorchFunctionMode) -> None:
+    """Take a mode off the stack, whatever was put on since; nothing where it is not there."""
+    if mode in _get_current_function_mode_stack():
+        _restack(one for one in _popped() if one is not mode)
+
+
+@contextmanager
+def aside(kinds: type[TorchFunctionMode] | tuple[type[TorchFunctionMode], ...]) -> Iterator[None]:
+    """Context: modes of these kinds are off the stack, and are put where they were afterwards."""
+    before = _popped()
+    _restack(one for one in before if not isinstance(one, kinds))
+    try:
+        yield
+    finally:
+        _popped()
+        _restack(before)
+
+
+def differentiate(loss: torch.Tensor, *, retain_graph: bool) -> None:
+    """Call `loss.backward()` with the stack as it is: of a tensor, torch hands it to a mode, which is off meanwhile."""
+    if loss.requires_grad:
+        torch.autograd.backward(get_gradient_edge(loss), torch.ones_like(loss), retain_graph)
+    else:
+        loss.backward()
+
+
+def _popped() -> list[TorchFunctionMode]:
+    """The stack, which is empty then."""
+    stack = _get_current_function_mode_stack()
+    for _ in stack:
+        _pop_mode()
+    return stack
+
+
+def _restack(modes: Any) -> None:
+    for mode in modes:
+        _push_mode(mode)
+
+
+@lru_cache(4096)
+def may_draw(function: Callable[..., Any]) -> bool:
+    """Returns whether a function of torch may draw random numbers: an operation's tags tell; what else is not known
+    may."""
+    name = getattr(function, "__name__", "")
+    if name.startswith("__"):  # operators and attributes of tensors
+        return False
+    if isinstance(function, OpOverload):
+        return torch.Tag.nondeterministic_seeded in function.tags
+    packet = function if isinstance(function, OpOverloadPacket) else getattr(torch.ops.aten, name, None)
+    if packet is None or not isinstance(function, _OPERATIONS):
+        return True
+    return any(torch.Tag.nondeterministic_seeded in getattr(packet, one).tags for one in packet.overloads())
