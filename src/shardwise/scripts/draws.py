@@ -10,15 +10,18 @@ So noise, time steps and dropout masks are those of one process, and so is every
 is made alike on every rank; inside the model that could be a mask whose samples lie elsewhere, and is refused.
 
 The cost: every rank draws the whole batch's numbers. A call of torch that may draw, as its operation's tags say, is
-run with its operations followed; others pass by.
+run with its operations followed; others pass by. What draws and is no such call (a scripted function, an extension's)
+shows in the first periods, in which all operations are followed; where something does, they are in all that come.
 
-What this does not do: follow a draw whose sample dim has the size of the part by chance.
+What this does not do: follow a draw whose sample dim has the size of the part by chance; see one outside of the model
+that is no call of torch and comes later than the first periods.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -31,7 +34,7 @@ from shardwise.errors import RefusedPlan
 from shardwise.layout.dealing import Share
 from shardwise.part import Part
 from shardwise.part.pointwise import draws_of_one_process
-from shardwise.scripts.following import may_draw
+from shardwise.scripts.following import may_draw, put_on, take_off
 from shardwise.scripts.saying import line_of_script, names_line
 
 _MIXES = (
@@ -56,6 +59,7 @@ _HANGS = (
     "dataset"
 )
 _TRIES = 3  # batches that are dealt unevenly to find out whether what is drawn hangs on the number of samples
+_PERIODS = 3  # from a batch to its backward, in which all operations are followed
 _INERT = ("dropout_p", "dropout", "p")  # arguments that switch a random op off at 0
 
 
@@ -85,7 +89,26 @@ class SampleDraws(TorchFunctionMode):
         self._seen: set[str] = set()  # lines that drew where ranks had other numbers of samples
         self._tries: Counter[str] = Counter()  # by line, such batches since it is known
         self._stands: list[bytes] = []  # where the generators were left by what was seen
-        self._follows = False  # the operations of a call
+        self._follows = False  # the operations of a call that may draw
+        self._all: _Operations | None = None  # follows all operations
+        self._periods, self._unseen = 0, False  # something drew that was no call of torch
+
+    def begin(self, part: Share, *, whole: bool) -> None:
+        """Deal draws over these samples from here on."""
+        self.part, self.whole = part, whole
+        self._periods += 1
+        if self._unseen or self._periods <= _PERIODS:
+            self._all = _Operations(self)
+            self._all.__enter__()
+        put_on(self)
+
+    def end(self) -> None:
+        """Leave draws alone from here on: they are alike on every rank."""
+        self.part = None
+        take_off(self)
+        if self._all is not None:
+            self._all.__exit__(None, None, None)
+            self._all = None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -93,7 +116,7 @@ class SampleDraws(TorchFunctionMode):
             return func(*args, **kwargs)
         self._follows = True
         try:
-            with _Operations(self):
+            with _Operations(self) if self._all is None else nullcontext():
                 return func(*args, **kwargs)
         finally:
             self._follows = False
@@ -102,6 +125,7 @@ class SampleDraws(TorchFunctionMode):
         """Returns what an operation under way gives, whose draws are dealt if it is one that draws."""
         if self.part is None or torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
+        self._unseen |= not self._follows
         if self.alike:
             with draws_of_one_process():
                 return func(*args, **kwargs)

@@ -33,7 +33,6 @@ from shardwise.scripts.arrivals import Heard
 from shardwise.scripts.batches import Handed
 from shardwise.scripts.dealt import Dealt, deal
 from shardwise.scripts.draws import SampleDraws
-from shardwise.scripts.following import put_on, take_off
 from shardwise.scripts.kept import Kept
 from shardwise.scripts.loader import Events
 from shardwise.scripts.meeting import Meeting
@@ -275,16 +274,14 @@ class Loop(Heard, Events):
         """Begin dealing draws over the samples of the batch at hand."""
         lead = self.leader
         if lead._watched is not None and lead.dealt is not None and not lead._draws_on:
-            lead._watched.part, lead._watched.whole = lead.dealt.held, lead.whole is not None
-            put_on(lead._watched)
+            lead._watched.begin(lead.dealt.held, whole=lead.whole is not None)
             lead._draws_on = True
 
     def suspend(self) -> None:
         """Stop dealing draws over samples: the script's own draws are alike on every rank."""
         lead = self.leader
         if lead._watched is not None and lead._draws_on:
-            lead._watched.part = None
-            take_off(lead._watched)
+            lead._watched.end()
             lead._draws_on = False
 
     @contextmanager

@@ -1,0 +1,85 @@
+"""Random numbers that a prepared script draws: however they are drawn, a sample's are those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.layout.dealing import Share
+from shardwise.scripts.draws import SampleDraws
+from shardwise.scripts.following import differentiate, may_draw
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Noisy(torch.autograd.Function):
+    """Adds noise, to gradients too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient + torch.rand_like(gradient)
+
+
+@torch.jit.script
+def scripted(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.rand_like(x)
+
+
+def gradient(function: Function) -> Function:
+    """The gradient of a sum, as a prepared script's backward asks for it."""
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        differentiate(function(x).sum(), retain_graph=False)
+        assert x.grad is not None
+        return x.grad
+
+    return call
+
+
+dropped = partial(nn.functional.dropout, p=0.5)
+DRAWS: dict[str, Function] = {
+    "operation": lambda x: torch.ops.aten.bernoulli.default(torch.full_like(x, 0.5)),
+    "packet": torch.ops.aten.rand_like,
+    "attention": lambda x: nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
+    "of Python": lambda x: nn.functional.gumbel_softmax(x, dim=-1),
+    "distribution": lambda x: torch.distributions.Normal(x, 1.0).rsample(),
+    "function": Noisy.apply,
+    "of a backward": gradient(Noisy.apply),
+    "computed again": gradient(lambda x: checkpoint(dropped, x, use_reentrant=False)),
+    "again, reentrant": gradient(lambda x: checkpoint(dropped, x, use_reentrant=True)),
+    "scripted": scripted,
+    "for each": lambda x: torch.vmap(lambda row: row + torch.rand_like(row), randomness="different")(x),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_draws_of_every_way_are_one_process_s(draw: str) -> None:
+    """For the samples 2 and 3 of 6, in the first periods and later, when only calls that may draw are followed."""
+    whole, watched = torch.arange(72, dtype=torch.float64).reshape(6, 3, 4).sin(), SampleDraws()
+    for _ in range(5):
+        torch.manual_seed(0)
+        expected, stand = DRAWS[draw](whole), torch.get_rng_state()
+        torch.manual_seed(0)
+        watched.begin(Share(None, 2, 2, 6), whole=False)
+        found = DRAWS[draw](whole[2:4])
+        watched.end()
+        torch.testing.assert_close(found, expected[2:4], rtol=0, atol=1e-15)
+        assert torch.equal(torch.get_rng_state(), stand)
+
+
+def test_what_may_draw_is_told_by_tags() -> None:
+    drawing = [torch.dropout, torch.Tensor.bernoulli_, torch.rand, nn.functional.dropout, torch._VF.lstm]
+    assert all(map(may_draw, [*drawing, torch.ops.aten.bernoulli_.float, torch.ops.aten.rand]))
+    plain = [torch.add, torch.Tensor.mul_, torch._C._nn.linear, torch.Tensor.shape.__get__, torch.Tensor.__getitem__]
+    assert not any(map(may_draw, [*plain, torch.ops.aten.add.Tensor, torch.ops.aten.add]))
