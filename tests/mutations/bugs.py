@@ -576,6 +576,8 @@ SCRIPTS = [
     bug("masks of a cut sequence are each rank's own", "scripts.draws:SampleDraws._draw",
         "with draws_of_one_process():\n            return func(*args, **kwargs)",
         "if True:\n            return func(*args, **kwargs)", S + "char_gpt.py", "cp=2"),
+    bug("draws are not dealt", "scripts.draws:SampleDraws.operation",
+        "if self.part is None or", "if True or", S + "diffusion.py", "dp_shard=2,zero=2"),
     bug("without gradients a script sees its rank's share", "scripts.spread:seen_outside",
         "tree_map_only(torch.Tensor, plain, output)",
         "tree_map_only(Part, lambda part: part.local.expand(part.local.shape), output)",
