@@ -121,6 +121,16 @@ def test_a_batch_that_does_not_divide_is_dealt_as_a_run_deals_it(batch: int, wor
         assert sum(sum(row) for row in counts) == batch, "a rank without samples runs a stand-in"
 
 
+@pytest.mark.parametrize(
+    ("batch", "world", "node", "ranks"), [(64, 72, 72, {8, 64}), (64, 24, 8, {8, 16, 24}), (48, 32, 8, {16, 24, 32})]
+)
+def test_a_batch_is_dealt_evenly_over_the_most_ranks_that_it_divides_over(
+    batch: int, world: int, node: int, ranks: set[int]
+) -> None:
+    """Of a node of 72 devices, 64 samples use 64: they divide over no larger part of all than 8."""
+    assert {each.dp for each in data_layouts(world, batch, node, ["none"])} == ranks
+
+
 def test_an_uneven_batch_counts_its_own_samples() -> None:
     task = tied()
     machine = Cluster.parse("4 h100-sxm-80gb")

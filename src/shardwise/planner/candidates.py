@@ -246,10 +246,11 @@ def data_layouts(world: int, batch: int, node: int, recomputes: list[str]) -> It
     """Replicas and ZeRO 1 to 3 over all ranks, and ZeRO-3 inside a node.
 
     A batch that does not divide over all ranks is dealt unevenly, as a run deals it; beside that, it is dealt evenly
-    over the most ranks that it does divide over.
+    over the most ranks that it does divide over, of one node or of whole ones, and over the largest even part of all.
     """
-    even = [world] if batch % world == 0 else [d for d in divisors(world) if batch % d == 0][-1:]
-    for dp in dict.fromkeys([*even, *([world] if batch >= world else [])]):
+    whole = [d for d in divisors(batch) if d <= world and (d <= node or d % node == 0)]
+    part = max(d for d in divisors(batch) if world % d == 0)
+    for dp in dict.fromkeys([part, whole[-1], *([world] if batch >= world else [])]):
         inside = max((d for d in divisors(dp) if d <= node), default=1)
         shardings = {(0, 1), *((z, dp) for z in (1, 2, 3) if dp > 1), *(((3, inside),) if 1 < inside < dp else ())}
         for zero, shard in sorted(shardings):
