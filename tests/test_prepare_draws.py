@@ -79,7 +79,18 @@ def test_draws_of_every_way_are_one_process_s(draw: str) -> None:
 
 
 def test_what_may_draw_is_told_by_tags() -> None:
-    drawing = [torch.dropout, torch.Tensor.bernoulli_, torch.rand, nn.functional.dropout, torch._VF.lstm]
-    assert all(map(may_draw, [*drawing, torch.ops.aten.bernoulli_.float, torch.ops.aten.rand]))
+    """Of operations, and of torch's own functions by what they call; a backward may compute something again."""
+    functions = nn.functional
+    drawing = [torch.dropout, torch.Tensor.bernoulli_, torch.rand, torch.ops.aten.rand, torch._VF.lstm]
+    drawing += [functions.dropout, functions.gumbel_softmax, functions.multi_head_attention_forward]
+    drawing += [
+        torch.Tensor.backward,
+        torch.autograd.grad,
+        torch.ops.aten.bernoulli_.float,
+        test_what_may_draw_is_told_by_tags,
+    ]
+    assert all(map(may_draw, drawing)), [one for one in drawing if not may_draw(one)]
     plain = [torch.add, torch.Tensor.mul_, torch._C._nn.linear, torch.Tensor.shape.__get__, torch.Tensor.__getitem__]
-    assert not any(map(may_draw, [*plain, torch.ops.aten.add.Tensor, torch.ops.aten.add]))
+    plain += [functions.rms_norm, functions.cross_entropy, functions.interpolate, functions.unfold, torch.Tensor.float]
+    plain += [torch.ops.aten.add.Tensor, torch.ops.aten.add, torch.einsum, torch.Tensor.unflatten]
+    assert not any(map(may_draw, plain)), [one for one in plain if may_draw(one)]

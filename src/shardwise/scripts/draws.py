@@ -112,7 +112,7 @@ class SampleDraws(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if self.part is None or self._follows or not may_draw(func):
+        if self.part is None or self._follows or not may_draw(func) or _is_switched_off(kwargs):
             return func(*args, **kwargs)
         self._follows = True
         try:
@@ -311,6 +311,11 @@ def _is_off(func: Any, given: dict) -> bool:
     """Whether a random op draws nothing: its dropout is 0."""
     off = [given.get(one.name, one.default_value) for one in func._schema.arguments if one.name in _INERT]
     return bool(off) and all(isinstance(value, int | float) and value == 0 for value in off)
+
+
+def _is_switched_off(kwargs: dict) -> bool:
+    """Whether a call says by name that it drops nothing."""
+    return kwargs.get("training") is False or any(kwargs.get(name) == 0 for name in _INERT)
 
 
 def _rows(dim: int, low: int, count: int) -> tuple[slice, ...]:

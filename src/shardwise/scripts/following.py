@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from types import BuiltinFunctionType, MethodDescriptorType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from torch.overrides import (
     _push_mode,
 )
 
-_OPERATIONS = (BuiltinFunctionType, MethodDescriptorType, OpOverloadPacket)
+_BACKWARDS = {"backward", "run_backward", "_engine_run_backward"}  # in which something is computed again
+_OPERATIONS = (BuiltinFunctionType, MethodDescriptorType)
 
 
 def put_on(mode: TorchFunctionMode) -> None:
@@ -71,14 +72,41 @@ def _restack(modes: Any) -> None:
 
 @lru_cache(4096)
 def may_draw(function: Callable[..., Any]) -> bool:
-    """Returns whether a function of torch may draw random numbers: an operation's tags tell; what else is not known
-    may."""
+    """Returns whether a function of torch may draw random numbers: an operation's tags tell; of torch's Python, those
+    of what it calls; what else is not known may."""
     name = getattr(function, "__name__", "")
     if name.startswith("__"):  # operators and attributes of tensors
         return False
     if isinstance(function, OpOverload):
         return torch.Tag.nondeterministic_seeded in function.tags
-    packet = function if isinstance(function, OpOverloadPacket) else getattr(torch.ops.aten, name, None)
-    if packet is None or not isinstance(function, _OPERATIONS):
-        return True
+    if isinstance(function, OpOverloadPacket):
+        return _draws(function)
+    if isinstance(function, FunctionType):
+        return _calls_what_draws(function, set())
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None and isinstance(function, MethodDescriptorType):
+        return name.endswith("_")  # a method that is no operation converts or tells; one may call what it is given
+    return not isinstance(packet, OpOverloadPacket) or not isinstance(function, _OPERATIONS) or _draws(packet)
+
+
+def _draws(packet: OpOverloadPacket) -> bool:
     return any(torch.Tag.nondeterministic_seeded in getattr(packet, one).tags for one in packet.overloads())
+
+
+def _calls_what_draws(function: FunctionType, seen: set[FunctionType]) -> bool:
+    """By the names in its code, those of operations and of functions of torch, and by the functions that it closes
+    over."""
+    if function.__module__.partition(".")[0] != "torch":
+        return True
+    seen.add(function)
+    names = _names_in(function.__code__)
+    packets = [getattr(torch.ops.aten, name, None) for name in names]
+    if names & _BACKWARDS or any(isinstance(packet, OpOverloadPacket) and _draws(packet) for packet in packets):
+        return True
+    inner = [*map(function.__globals__.get, names), *(cell.cell_contents for cell in function.__closure__ or ())]
+    return any(isinstance(one, FunctionType) and one not in seen and _calls_what_draws(one, seen) for one in inner)
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = (_names_in(one) for one in code.co_consts if isinstance(one, CodeType))
+    return set(code.co_names).union(*inner) - {"handle_torch_function"}

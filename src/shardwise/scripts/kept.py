@@ -36,7 +36,7 @@ from shardwise.scripts import draws, tape
 from shardwise.scripts.all_samples import AllSamples, scaled, takes_statistics
 from shardwise.scripts.batches import Handed
 from shardwise.scripts.following import put_on, take_off
-from shardwise.scripts.guard import reads_values
+from shardwise.scripts.guard import parameters_of, reads_values
 from shardwise.scripts.loader import Events
 from shardwise.scripts.origins import Origin, Origins
 from shardwise.scripts.outside import AHEAD, Digests, Outside, digest, has_memory, held_of, number_of, with_line
@@ -110,7 +110,7 @@ class Kept(Origins, TorchFunctionMode, Events):
         self._digests.forget()
         models = list(models)
         self._models = [weakref.ref(model) for model in models]
-        weights = [one for model in models for one in model.parameters()]
+        weights = [one for model in models for one in parameters_of(model)]
         self._parameters = {id(one): weakref.ref(one) for one in weights}
         self._weights = {one.untyped_storage()._cdata for one in weights}
         self._tensors_alone, self._dim = handed.tensors_alone, handed.dim or 0
