@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import InputError, RunError
-from shardwise.ranks import RankPool, launchers
+from shardwise.ranks import RankPool, launchers, mpi
 from shardwise.ranks.launchers import LaunchedPlace, find
 from shardwise.ranks.meet import Address, _file, meet
 
@@ -99,6 +99,31 @@ def test_half_a_set_and_contradictions_are_refused_by_name(environ: dict[str, st
 def test_a_master_that_somebody_set_is_taken() -> None:
     place = find(OPENMPI | {"MASTER_ADDR": "node0", "MASTER_PORT": "4000"})
     assert place is not None and place.master == ("node0", 4000)
+
+
+class AloneInMpi:
+    """mpi4py's COMM_WORLD in a process that its launcher gave no MPI."""
+
+    def Get_rank(self) -> int:
+        return 0
+
+    def Get_size(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("environ", "believed"), [(TORCHRUN, True), (SRUN_ONE_HOST, True), (OPENMPI, False), (PALS, False)]
+)
+def test_a_world_of_one_in_mpi_is_believed_of_launchers_without_mpi(
+    environ: dict[str, str], believed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mpi, "world_communicator", AloneInMpi)
+    monkeypatch.setattr(mpi.os, "environ", environ)
+    if believed:
+        assert mpi.here() == find(environ)
+        return
+    with pytest.raises(InputError, match="another MPI than the launcher's"):
+        mpi.here()
 
 
 # --- the meeting, with threads for ranks: it knows nothing of processes
@@ -225,9 +250,8 @@ def test_ranks_of_our_own_have_their_place(pool: RankPool) -> None:
 
 SHARDWISE = str(Path(sys.executable).with_name("shardwise"))
 RUN = [SHARDWISE, "train", "digits", "--plan", "dp_shard=2,zero=3", "--steps", "2"]
-NAMES = {name for family in (launchers.OPENMPI, launchers.PMI, launchers.SLURM)
-         for kind in (family.rank, family.size, family.local_rank, family.local_size, family.job)
-         for name in kind} | {*launchers.TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE"}  # fmt: skip
+NAMES = {name for family in launchers.LAUNCHERS for name in (*family.numbers, *family.job)}
+NAMES |= {*launchers.TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
 
 
 def clean_environment() -> dict[str, str]:

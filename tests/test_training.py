@@ -20,7 +20,7 @@ from shardwise.models import Decoder, tasks
 from shardwise.observe.flops import BY_COUNTING, BY_PARAMETERS, Flops, count_flops, peak_flops
 from shardwise.observe.folder import make_folder
 from shardwise.observe.metrics import MetricsFile
-from shardwise.observe.progress import Speed
+from shardwise.observe.speed import Speed
 from shardwise.training.builtin import text_task
 from shardwise.training.held_out import Spread
 from shardwise.training.job import make_job

@@ -25,7 +25,7 @@ from shardwise.progress import Say, silent, timing
 # what tells ranks where they are and how to talk; other variables are nobody's business
 _TOLD = re.compile(
     r"^(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_\w+|OMP_\w+|MKL_\w+|CUDA_\w+|NCCL_\w+|GLOO_\w+|TORCH_\w+|"
-    r"TORCHELASTIC_\w+|PYTORCH_\w+|SLURM_(JOB_ID|NTASKS|NNODES|PROCID|LOCALID)|PMI_\w+|SHARDWISE_\w+|MALLOC_\w+)$"
+    r"TORCHELASTIC_\w+|PYTORCH_\w+|SLURM_(JOB_ID|NNODES)|PMI_\w+|SHARDWISE_\w+|MALLOC_\w+)$"
 )
 _SECRET = re.compile(r"(?i)(key|token|secret|password|passwd|credential|auth|cookie)")
 _IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
@@ -108,11 +108,13 @@ def _versions() -> Iterator[Check]:
 
 
 def _environment() -> Iterator[Check]:
-    told = {name: value for name, value in sorted(os.environ.items()) if _TOLD.match(name)}
+    from shardwise.ranks import here
+    from shardwise.ranks.launchers import LAUNCHERS
+
+    read = {name for launcher in LAUNCHERS for name in launcher.numbers}
+    told = {name: value for name, value in sorted(os.environ.items()) if _TOLD.match(name) or name in read}
     shown = [f"{name}={'***' if _SECRET.search(name) else value}" for name, value in told.items()]
     yield Check("environment", " ".join(shown) or "nothing set that ranks read")
-    from shardwise.ranks import here
-
     place = here()
     where = "none: `train` starts ranks itself" if place is None else f"{place.launcher}, rank {place.rank}"
     yield Check("launcher", where)

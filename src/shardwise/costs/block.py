@@ -1,4 +1,4 @@
-"""Time of a decoder's layer, embedding and head on one rank. Kernels: kernels; an implementation's facts: software.
+"""Time and messages of a decoder's layer, embedding and head on one rank (by kernels). Bytes held: costs/memory.
 
 For T tokens on a rank, tensor degree t, width h:
 

@@ -1,4 +1,4 @@
-"""Tokenize text files and JSON lines once, into a file of tokens that `TokenSource` (data/tokens) maps.
+"""Tokenize files of text once (`READERS`: by ending), into a file of tokens that `TokenSource` (data/tokens) maps.
 
 A text file is one document, and so is the text of a JSON line; each ends with the tokenizer's end-of-text token. The
 tokens of all documents stand one after another, in the order of the paths. The file lies in the user's cache under a
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,6 @@ from shardwise.data.tokenizer import Tokenizer, read_tokenizer
 from shardwise.errors import InputError
 
 FORMAT = 1  # raised when the same inputs would give other tokens
-LINES = ".jsonl"
 
 
 def tokenized(
@@ -69,7 +68,8 @@ def _write(files: list[Path], tokenizer: Tokenizer, target: Path) -> None:
     assert tokenizer.vocab is not None  # known of folders and of bytes
     dtype = np.dtype(np.uint8 if tokenizer.vocab <= 2**8 else np.uint16 if tokenizer.vocab <= 2**16 else np.uint32)
     end = [] if tokenizer.end is None else [tokenizer.end]
-    parts = [np.asarray(tokenizer.encode(text) + end, dtype) for file in files for text in _documents(file)]
+    texts = (text for file in files for text in READERS.get(file.suffix, _whole)(file))
+    parts = [np.asarray(tokenizer.encode(text) + end, dtype) for text in texts]
     tokens = np.concatenate(parts) if parts else np.empty(0, dtype)
     if not tokens.size:
         raise InputError(f"{', '.join(map(str, files))}: there is no text")
@@ -81,15 +81,19 @@ def _write(files: list[Path], tokenizer: Tokenizer, target: Path) -> None:
         raise InputError(f"the tokens of {files[0]} cannot be written to {target}: {error}") from error
 
 
-def _documents(file: Path) -> Iterator[str]:
-    if file.suffix != LINES:
-        try:
-            yield file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise InputError(f"{file}: byte {error.start} is not UTF-8 text: {error.reason}") from None
-        except OSError as error:
-            raise InputError(f"{file} cannot be read: {error}") from error
-        return
+# --- the documents of a file
+
+
+def _whole(file: Path) -> Iterator[str]:
+    try:
+        yield file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file}: byte {error.start} is not UTF-8 text: {error.reason}") from None
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error}") from error
+
+
+def _lines(file: Path) -> Iterator[str]:
     for where, line in json_lines(file):
         text = line.get("text")
         if not isinstance(text, str):
@@ -99,3 +103,6 @@ def _documents(file: Path) -> Iterator[str]:
                 "out of the loss what is not to be learnt"
             )
         yield text
+
+
+READERS: dict[str, Callable[[Path], Iterator[str]]] = {".jsonl": _lines}  # of any other ending: one document of text

@@ -1,4 +1,4 @@
-"""The optimizer over whole tensors or pieces, by a trial (`Nature`). A new kind: also step/owners, scripts/optimizer.
+"""The optimizer over whole tensors or pieces, as a trial finds (`Nature`). Pieces: layout/buckets; whole: step/owners.
 
 `Task.optimizer` always sees parameters in their full shapes, so that it may choose by shape. Under ZeRO its groups
 are then pointed at this rank's pieces. That equals one process only if each element's update depends on that
@@ -31,17 +31,28 @@ from shardwise.trace.double import KeepDouble
 from shardwise.trace.leaves import tensors_in
 
 OptimizerFn = Callable[[list[dict]], Optimizer]
+KINDS = ("elementwise", "per tensor", "joint")  # each needs more of the parameters than the one before
 _TRIAL_STEPS = 4
 _TRIAL_TOLERANCE = 1e-9  # of the largest update
 
 
 @dataclass(frozen=True)
 class Nature:
-    """What the trial found: "elementwise", "per tensor" or "joint", and the narrowest dtype it computes in."""
+    """What the trial found: one of `KINDS`, and the narrowest dtype it computes in."""
 
     kind: str
     narrow: torch.dtype | None
     needs_closure: bool
+
+    @property
+    def whole(self) -> bool:
+        """Whether an update needs whole tensors, which under ZeRO their owners alone have."""
+        return self.kind != "elementwise"
+
+    @property
+    def needs(self) -> int:
+        """Returns a number that is larger where an update needs more of the parameters."""
+        return KINDS.index(self.kind)
 
 
 class _NarrowDtypes(TorchDispatchMode):
@@ -222,7 +233,7 @@ def refuse(nature: Nature, zero: int, shares: str = "", stages: int = 1, named: 
     shares   see `shares_of`
     stages   of a pipeline
     """
-    if shares and nature.kind != "elementwise":
+    if shares and nature.whole:
         raise RefusedPlan(
             f"{shares} leaves each rank a share of a weight, and on a trial {named}'s update of an element hangs on "
             "the rest of its tensor: leave it out, or use an optimizer that treats elements one by one (Adam, SGD)"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from shardwise.errors import RefusedPlan
 from shardwise.layout.plan import Plan
-from shardwise.layout.schedule_kinds import KINDS
+from shardwise.layout.schedule_kinds import KINDS, listed
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "remat with a schedule that splits backwards",
         "illegal",
-        "zbh1, zbh2, interleavedzb, zbv and dualpipev run a backward in two parts, and a recomputed block would run "
+        f"{listed(lambda kind: kind.split)} run a backward in two parts, and a recomputed block would run "
         "again for each weight in the second: use 1f1b or interleaved1f1b",
         lambda p: p.pp > 1 and p.remat != "none" and KINDS[p.schedule].split,
     ),

@@ -232,3 +232,9 @@ KINDS: dict[str, Kind] = {
 def in_flight(name: str, p: int, m: int, v: int, rank: int) -> float:
     """Micro-batches that a pipeline rank keeps at once, in units of all its layers."""
     return float(min(m, KINDS[name].in_flight(p, m, v, rank))) if p > 1 else 1.0
+
+
+def listed(which: Callable[[Kind], bool]) -> str:
+    """Returns the names of the schedules that are such, as a sentence lists them: "zbh1, zbh2 and zbv"."""
+    *names, last = [name for name, kind in KINDS.items() if which(kind)]
+    return f"{', '.join(names)} and {last}" if names else last

@@ -1,4 +1,4 @@
-"""The metrics file: one JSON object a line, written at once. Numbers of a step: training/loop; charts: report/page."""
+"""The metrics file: a JSON object a line, written at once. A step's numbers: speed, training/loop; charts: report."""
 
 from __future__ import annotations
 

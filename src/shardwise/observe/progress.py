@@ -1,4 +1,4 @@
-"""The progress display of a run on rank 0's stderr: a live bar, or plain lines. Its numbers: training/loop.
+"""The progress display of a run on rank 0's stderr: a live bar, or plain lines. Its numbers: speed, training/loop.
 
     step 120/1000  loss 2.3456  lr 1.00e-03  51.2k tokens/s  MFU 41.2 %  peak 1.3 GiB  0:01:12 left
 
@@ -9,37 +9,15 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
-from shardwise.observe.flops import Flops
+from shardwise.observe.speed import Speed
 
 BAR = 20  # columns of the bar
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Converts samples per second into the units that are shown: tokens, FLOP/s, MFU."""
-
-    unit: str  # "tokens" | "samples"
-    per_sample: int  # of the unit
-    flops: Flops
-    peak: float | None  # FLOP/s of one device
-    ranks: int
-
-    def of(self, samples: int, seconds: float) -> dict[str, float]:
-        """Units per second; FLOP/s of each rank and MFU where they are known."""
-        rate = samples / max(seconds, 1e-9)
-        found = {f"{self.unit}_per_s": rate * self.per_sample}
-        if self.flops.per_sample is not None:
-            found["flops_per_s_per_rank"] = rate * self.flops.per_sample / self.ranks
-            if self.peak is not None:
-                found["mfu"] = found["flops_per_s_per_rank"] / self.peak
-        return found
 
 
 class Display:

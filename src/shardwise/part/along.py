@@ -13,13 +13,13 @@ from shardwise.part.levels import Distributed
 from shardwise.part.loss import added_here, entries_here, with_one_more
 from shardwise.part.masks import MASKS, is_mask, put, selected
 from shardwise.part.moves import dealt_as, fetch, shown, whole_inside
-from shardwise.part.scans import scanned, scanned_along
+from shardwise.part.scans import SCANS, scanned, scanned_along
 from shardwise.part.sums import Sum
 from shardwise.part.tensor import GATHERS, Part, is_part, no_rule, parts_in, rule
 
 
-@rule("flip", "roll", "cumsum", "cumprod", "constant_pad_nd", "index_select", "topk", "sort", "argsort",
-      "gather", "unfold", "cummax", "cummin", "logcumsumexp", "_weight_norm_interface")  # fmt: skip
+@rule("flip", "roll", "constant_pad_nd", "index_select", "topk", "sort", "argsort", "gather", "unfold",
+      "_weight_norm_interface", *SCANS)  # fmt: skip
 def along(func: Any, args: tuple, kwargs: dict) -> Any:
     """Operations along dims that are not cut, whose result has the same dims."""
     part = args[0]
@@ -90,7 +90,7 @@ def _touched(func: Any, part: Any, args: tuple, kwargs: dict) -> set[int]:
     if name == "roll":
         dims = args[2] if len(args) > 2 else kwargs.get("dims", ())
         return {d % n for d in dims} if dims else set(range(n))
-    if name in ("flip", "cumsum", "cumprod", "index_select", "gather", "cummax", "cummin", "logcumsumexp"):
+    if name in ("flip", "index_select", "gather", *SCANS):
         dims = args[1]
         return {d % n for d in ([dims] if isinstance(dims, int) else dims)}
     return set(range(n))

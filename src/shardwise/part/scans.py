@@ -1,4 +1,4 @@
-"""Scans along a cut dim (cumsum, cumprod, cummax): each run by itself, then what went before. Other dims: part/along.
+"""Scans along a cut dim (`SUMS`, `EXTREMES`: cumsum, cummax): a new one goes there. Its labels: trace/axis_rules.
 
     positions   0 1 2 | 3 4 | 5 6 7          runs, each on one rank
     local       the scan of each run
@@ -37,6 +37,7 @@ SUMS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]]
     "aten::logcumsumexp": (torch.logcumsumexp, torch.logaddexp),
 }
 EXTREMES = {"aten::cummax": (torch.cummax, torch.ge), "aten::cummin": (torch.cummin, torch.le)}
+SCANS = tuple(name.removeprefix("aten::") for name in (*SUMS, *EXTREMES))  # along a dim that is not cut: part/along
 
 
 def scanned_along(func: Any, part: Part, kwargs: dict) -> bool:

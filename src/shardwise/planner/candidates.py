@@ -16,7 +16,7 @@ from itertools import product
 from shardwise.costs.layout import RECOMPUTES, Layout
 from shardwise.costs.shapes import Shape
 from shardwise.layout import Plan
-from shardwise.layout.schedule_kinds import KINDS
+from shardwise.layout.schedule_kinds import KINDS, listed
 
 MOST_TOKENS = 2**19  # of a micro-batch of a decoder: no device holds more; a traced sample is as long as it is
 FAR_FROM = 16384  # positions that a rank keeps at least where heads are dealt beyond a node
@@ -25,7 +25,7 @@ UNSEARCHED = (
     "not looked at: tp above two nodes, pp above 64 and cp above 16 (--max-tp, --max-pp, --max-cp ask for more), tp "
     "that splits a node unevenly; cp_ulysses beside cp, and beyond a node where a rank keeps under "
     f"{FAR_FROM} positions; ep beyond eight nodes, and beside tp or cp; data ranks that the batch does not divide "
-    "over; zero=2 and 3 beside a pipeline, and gpipe, zbh2, zbv, interleavedzb and dualpipev, or stages_per_rank other "
+    f"over; zero=2 and 3 beside a pipeline, and {listed(lambda kind: not kind.searched)}, or stages_per_rank other "
     "than 2, 4 and 8, unless they are asked for (--fix zero=3, --fix schedule=zbv); compile; the optimizer on the "
     "host, where something fits without (--fix offload=optimizer)"
 )

@@ -226,7 +226,7 @@ class Traced:
                        follow=self.follow)  # fmt: skip
 
     def _model(self, one: Counted, two: Counted) -> Model:
-        update = replace(self.seen, whole=self.nature.kind != "elementwise")
+        update = replace(self.seen, whole=self.nature.whole)
         return Model(one, two, update, self.task.name, self.whole, self.on_cpu)
 
     @cached_property

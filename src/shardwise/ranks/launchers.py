@@ -1,4 +1,4 @@
-"""Which launcher started this process, and its rank, from the environment. A new one: also meet, join, cli/doctor.
+"""Which launcher started this process, and its rank, from the environment (`LAUNCHERS`). Without a job's id: meet.
 
     torchrun      RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT
     OpenMPI       OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
@@ -29,7 +29,10 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # batch scripts and interactive shells have st
 
 @dataclass(frozen=True)
 class LauncherVariables:
-    """A launcher's names for four numbers, the most telling first, and for what identifies its job."""
+    """A launcher's names for four numbers, the most telling first, and for what identifies its job.
+
+    mpi  its ranks are those of MPI too; else a rank whose MPI is a world of its own is believed
+    """
 
     launcher: str
     rank: tuple[str, ...]
@@ -37,6 +40,12 @@ class LauncherVariables:
     local_rank: tuple[str, ...]
     local_size: tuple[str, ...]
     job: tuple[str, ...]  # the first that is set identifies the job among those that are alive
+    mpi: bool = True
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """The names of all its numbers."""
+        return (*self.rank, *self.size, *self.local_rank, *self.local_size)
 
 
 OPENMPI = LauncherVariables(
@@ -62,7 +71,9 @@ SLURM = LauncherVariables(
     local_rank=("SLURM_LOCALID",),
     local_size=(),
     job=("SLURM_JOB_ID",),
+    mpi=False,
 )
+LAUNCHERS = (OPENMPI, PMI, SLURM)  # beside torchrun, and those that give its variables
 
 
 @dataclass(frozen=True)
@@ -75,6 +86,7 @@ class LaunchedPlace:
     master                   (address, port) where the environment gives them
     names                    the variables that rank and size came from, for messages
     by                       what starts ranks with torchrun's variables, where it is not torchrun itself
+    mpi                      see `LauncherVariables`
     """
 
     launcher: str
@@ -87,6 +99,7 @@ class LaunchedPlace:
     master: tuple[str, int] | None = None
     names: tuple[str, str] = ("RANK", "WORLD_SIZE")
     by: str = ""
+    mpi: bool = True
 
     @property
     def named(self) -> str:
@@ -158,6 +171,7 @@ def _torchrun(environ: Mapping[str, str]) -> LaunchedPlace:
         local_size=_number(environ, "LOCAL_WORLD_SIZE") if environ.get("LOCAL_WORLD_SIZE") else None,
         master=_master(environ),
         by=_with_variables_of_torchrun(environ),
+        mpi=False,
     )
     _check(place)
     return place
@@ -262,6 +276,7 @@ def _of_family(family: LauncherVariables, environ: Mapping[str, str]) -> Launche
         job=_job(family, environ),
         one_host=numbers["local_size"] == size,
         names=(given["rank"][0], given["size"][0]),
+        mpi=family.mpi,
     )
     _check(place)
     return place

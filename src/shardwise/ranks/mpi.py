@@ -33,7 +33,7 @@ def here() -> LaunchedPlace | None:
         )
     if (rank, size) == (found.rank, found.world_size):
         return found
-    if size == 1 and found.launcher in ("torchrun", "Slurm"):
+    if size == 1 and not found.mpi:
         return found  # a process that its launcher gave no MPI: alone in a world of its own
     raise InputError(
         f"mpi4py says rank {rank} of {size}, but the environment sets {found.names[0]}={found.rank} and "

@@ -1,4 +1,4 @@
-"""A batch that a loader has handed out, for as long as its tensors, or what the script made of them, are there."""
+"""`Handed`: this rank's part of a batch that the loader yielded, with every tensor that the script made of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notice what a script keeps from step to step and computes losses from; ranks must keep the same. Told by calls.
+"""Compare over ranks what a script keeps from one step and computes a later loss from (queues, running means).
 
     centers, queue, baseline        made of this rank's samples in one step
              |

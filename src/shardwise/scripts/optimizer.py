@@ -28,7 +28,6 @@ from shardwise.parallel.slots import DataParallel
 from shardwise.scripts.saying import names_line
 from shardwise.step.owners import OwnedMasters, PieceSlots
 
-_ORDER = ("elementwise", "per tensor", "joint")
 THAWS = (
     "what is trained later is in the plan from the start by prepare(..., thaws=True), or where the script freezes it "
     "after prepare instead of before"
@@ -96,7 +95,7 @@ def nature_of(optimizer: Optimizer, shapes: Sequence[Sequence[torch.Size]]) -> N
             found.append(try_out(_flat(optimizer, _settings(group)), of_group))
     if not found:
         raise InputError("prepare: the optimizer holds no parameter of the model that requires a gradient")
-    return max(found, key=lambda nature: _ORDER.index(nature.kind))
+    return max(found, key=lambda nature: nature.needs)
 
 
 def _flat(optimizer: Optimizer, settings: dict[str, Any]) -> Callable[[list[dict]], Optimizer]:
@@ -119,7 +118,7 @@ def adopt(
     refuse(nature, zero, named=type(optimizer).__name__)
     if zero and any(getattr(technique, "complex", ())):
         raise RefusedPlan(f"prepare: zero={zero} does not hold complex parameters for a script: use dp_replicate")
-    if zero and nature.kind != "elementwise":
+    if zero and nature.whole:
         owners = OwnedMasters(cast(PieceSlots, technique), names, [shapes[name] for name in names], shard)
     held = held_pieces(technique, owners, names)
     pieces = [[piece for name in group for piece in held.get(name, [])] for group in groups]
@@ -175,7 +174,7 @@ def names_to_add(
 
 def refuse_other(nature: Nature, other: Nature, optimizer: Optimizer) -> None:
     """Raise `InputError` for a group whose settings need larger pieces than the others' (`nature`)."""
-    if _ORDER.index(other.kind) > _ORDER.index(nature.kind):
+    if other.needs > nature.needs:
         raise InputError(
             f"optimizer.add_param_group: with these settings {type(optimizer).__name__} needs more of a tensor than "
             "the pieces that the plan gave it: add the group before prepare, or give prepared.replace_optimizer one "

@@ -1,4 +1,4 @@
-"""What a script's tensors are made of: this rank's samples, of which batch; and what of it came from elsewhere.
+"""Find of which batch's samples each of a script's tensors is made, and what entered it from outside the step.
 
 A batch's own tensors, and what the script makes of them before a model is given something of it (on another device,
 normalised), stay its own for as long as they are there. What is made later is of one step, and in another one it was

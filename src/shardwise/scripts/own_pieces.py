@@ -1,4 +1,4 @@
-"""Watch what a script does to the tensors in `optimizer.param_groups`, which are this rank's pieces.
+"""Refuse or allow what a script does to tensors in `optimizer.param_groups`, which are only this rank's pieces.
 
     fast = group["params"][0]         an optimizer around another one (slow weights, an average, noise)
     slow += 0.5 * (fast.data - slow)  element by element: right on a piece

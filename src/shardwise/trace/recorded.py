@@ -1,4 +1,4 @@
-"""Run a module's forward once on fake tensors and write its `Flow` down (trace/flow): ops, calls, gradients it takes.
+"""Record one forward as a `Flow` (trace/flow): its ops, its submodules' calls, the gradients it takes itself.
 
 The forward runs under a dispatch mode that numbers tensors. It runs without gradients, but for one that takes some
 itself: then the ops of that backward are written down too, marked as its own, and neither calls nor uses inside it

@@ -35,8 +35,9 @@ from shardwise.observe import Flops, InputWatch, MetricsFile, count_flops, finit
 from shardwise.observe.memory import imbalance, memory_of
 from shardwise.observe.profile import StepProfile, as_text
 from shardwise.observe.profile_steps import read_steps
-from shardwise.observe.progress import Display, Speed
+from shardwise.observe.progress import Display
 from shardwise.observe.sinks import open_sinks
+from shardwise.observe.speed import Speed
 from shardwise.progress import sayer
 from shardwise.step.result import StepResult
 from shardwise.task import Task

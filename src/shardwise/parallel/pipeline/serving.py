@@ -1,4 +1,4 @@
-"""`Serving`: the tapes of a rank's stages, and answers to the stage after until its micro-batch is over.
+"""Answer the next stage's questions for gradients that the forward takes itself, until its micro-batch is over.
 
 A stage that waits for a gradient from the stage after answers meanwhile what that one asks, of any micro-batch.
 """
