@@ -18,7 +18,8 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import AXES, RULES, Grid, Plan, check
 from shardwise.layout.buckets import lay_out, most_elements
 from shardwise.layout.dealing import cut, deal, micro_batches
-from shardwise.layout.plan import OFFLOADS, PRECISIONS, REDUCE_DTYPES, REMATS, SCHEDULES
+from shardwise.layout.plan import OFFLOADS, REDUCE_DTYPES, REMATS, SCHEDULES
+from shardwise.layout.precisions import PRECISIONS
 from shardwise.layout.rules import as_markdown
 
 degree = st.integers(1, 4)
@@ -29,7 +30,7 @@ ANY_PLAN = st.builds(
     schedule=st.sampled_from(["none", *SCHEDULES]), microbatches=degree, accumulate=degree, cp=degree,
     stages=PATTERNS.map(tuple),
     cp_ulysses=degree, ep=degree, domain=st.lists(degree, min_size=1, max_size=3).map(tuple),
-    precision=st.sampled_from(PRECISIONS), reduce_dtype=st.sampled_from(REDUCE_DTYPES),
+    precision=st.sampled_from(list(PRECISIONS)), reduce_dtype=st.sampled_from(REDUCE_DTYPES),
     remat=st.sampled_from(REMATS), offload=st.sampled_from(OFFLOADS), compile=st.booleans(),
     wrap=PATTERNS.map(tuple), deterministic=st.sampled_from([0, 1, 12, 24]),
 ) | st.builds(Plan, pp=degree, schedule=st.sampled_from(["none", *SCHEDULES]), stages_per_rank=degree)  # fmt: skip

@@ -14,6 +14,7 @@ from shardwise.models import tasks
 from shardwise.planner import Constraints
 from shardwise.planner.door import simulate, subject_of
 from shardwise.planner.propose import search
+from shardwise.precision import Precision
 
 PRECISIONS = ["bf16", "bf16,reduce_dtype=bf16", "fp32,reduce_dtype=bf16", "bf16-full", "fp64"]
 LAYOUTS = ["dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=2", "dp_shard=2,zero=3", "tp=2", "pp=2",
@@ -93,3 +94,20 @@ def test_gradients_are_sent_in_the_dtype_that_a_plan_says() -> None:
     assert bytes_of("dp_shard=2,zero=1,precision=bf16-full") == (4, 2, 4)
     assert bytes_of("dp_shard=2,zero=3,precision=bf16-full") == (2, 0, 4)
     assert software("shardwise").grad_reduce_bytes == 4
+
+
+@pytest.mark.parametrize(
+    ("plan", "compute", "master", "reduce", "scaled"),
+    [
+        ("fp32", torch.float32, torch.float32, torch.float32, False),
+        ("fp64", torch.float64, torch.float64, torch.float64, False),
+        ("bf16-mixed", torch.bfloat16, torch.float32, torch.float32, False),
+        ("bf16-full", torch.bfloat16, torch.bfloat16, torch.float32, False),
+        ("fp16,reduce_dtype=bf16", torch.float16, torch.float32, torch.bfloat16, True),
+    ],
+)
+def test_the_dtypes_of_each_precision(
+    plan: str, compute: torch.dtype, master: torch.dtype, reduce: torch.dtype, scaled: bool
+) -> None:
+    found = Precision.of(Plan.parse(f"precision={plan}"))
+    assert found == Precision(compute, master, reduce, scaled)

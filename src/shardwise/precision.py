@@ -1,13 +1,4 @@
-"""Which dtype holds what, by the plan's `precision` and `reduce_dtype`. Its bytes in a forecast: costs/software.
-
-| precision | compute | master and optimizer state | gradients summed in |
-|---|---|---|---|
-| fp32 | float32 | float32 | float32 |
-| fp64 | float64 | float64 | float64 |
-| bf16 | bfloat16 | float32 | float32 |
-| bf16-full | bfloat16 | bfloat16 | float32 |
-| fp16 | float16, with a loss scaler | float32 | float32 |
-"""
+"""Which torch dtype holds what, and the casts, by the plan's `precision` and `reduce_dtype` (layout/precisions)."""
 
 from __future__ import annotations
 
@@ -18,15 +9,14 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from shardwise.layout import Plan
+from shardwise.layout.precisions import PRECISIONS, TORCH
 
-_DTYPES = {
-    "fp32": (torch.float32, torch.float32),
-    "fp64": (torch.float64, torch.float64),
-    "bf16": (torch.bfloat16, torch.float32),
-    "bf16-full": (torch.bfloat16, torch.bfloat16),
-    "fp16": (torch.float16, torch.float32),
-}
-_REDUCE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+def dtype(name: str) -> torch.dtype:
+    """Returns torch's dtype of a short name, such as "bf16"."""
+    found = getattr(torch, TORCH[name])
+    assert isinstance(found, torch.dtype)
+    return found
 
 
 @dataclass(frozen=True)
@@ -41,10 +31,9 @@ class Precision:
     @classmethod
     def of(cls, plan: Plan) -> Precision:
         """The dtypes that a plan asks for."""
-        compute, master = _DTYPES[plan.precision]
-        auto = torch.float64 if plan.precision == "fp64" else torch.float32
-        reduce = auto if plan.reduce_dtype == "auto" else _REDUCE[plan.reduce_dtype]
-        return cls(compute, master, reduce, plan.precision == "fp16")
+        row = PRECISIONS[plan.precision]
+        reduce = row.summed if plan.reduce_dtype == "auto" else plan.reduce_dtype
+        return cls(dtype(row.compute), dtype(row.master), dtype(reduce), row.scaled)
 
     @property
     def mixed(self) -> bool:

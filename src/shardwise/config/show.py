@@ -14,7 +14,8 @@ from pydantic import BaseModel
 from shardwise.config.load import Effective
 from shardwise.config.schema import BUILTIN_DEFAULTS, Config, Section, without_effect
 from shardwise.config.sources import to_toml
-from shardwise.layout.plan import DOMAIN_OVERLAPS, PRECISIONS, REMATS, SCHEDULES, Plan
+from shardwise.layout.plan import DOMAIN_OVERLAPS, REMATS, SCHEDULES, Plan
+from shardwise.layout.precisions import PRECISIONS
 
 STARTER_HEAD = """\
 # A shardwise configuration. A line `# key = value` shows a default: remove its first `#` to change it.

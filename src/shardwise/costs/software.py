@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from shardwise.costs.layout import Layout
 from shardwise.errors import InputError, did_you_mean
 from shardwise.layout.buckets import BUCKET_BYTES, ELEMENTS_PER_RANK
+from shardwise.layout.precisions import BYTES
 
 
 @dataclass(frozen=True)
@@ -423,14 +424,11 @@ def software(name: str) -> Software:
     return SOFTWARE[name]
 
 
-_WIDTHS = {"fp64": 8.0, "fp32": 4.0, "bf16": 2.0, "fp16": 2.0}
-
-
 def as_planned(software: Software, layout: Layout) -> Software:
     """What a plan turns on: fused elementwise ops (compile), sums of tp that begin early, narrower gradients sent."""
     return replace(
         software,
         fused=software.fused or layout.compile,
         overlap_tp=software.overlap_tp or layout.tp_overlap,
-        grad_reduce_bytes=_WIDTHS.get(layout.reduce_dtype, software.grad_reduce_bytes),
+        grad_reduce_bytes=float(BYTES.get(layout.reduce_dtype, software.grad_reduce_bytes)),
     )

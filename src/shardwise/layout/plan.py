@@ -14,17 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import InputError, did_you_mean
+from shardwise.layout.precisions import PRECISIONS, TORCH
 from shardwise.layout.schedule_kinds import KINDS
 
-PRECISIONS = ("fp32", "fp64", "bf16", "bf16-full", "fp16")
-PRECISION_ALIASES = {"bf16-mixed": "bf16", "fp16-mixed": "fp16", "bf16-true": "bf16-full"}
-REDUCE_DTYPES = ("auto", "fp32", "bf16", "fp16", "fp64")
+REDUCE_DTYPES = ("auto", *TORCH)
 REMATS = ("none", "selective", "full")
 SCHEDULES = tuple(KINDS)
 OFFLOADS = ("none", "optimizer", "parameters", "activations")
 DOMAIN_OVERLAPS = ("auto", "always", "never")
 CHOICES = {
-    "precision": PRECISIONS,
+    "precision": tuple(PRECISIONS),
     "reduce_dtype": REDUCE_DTYPES,
     "remat": REMATS,
     "schedule": ("none", *SCHEDULES),
@@ -119,7 +118,8 @@ class Plan:
         tiles_right = isinstance(self.domain, tuple) and all(_is_whole(tiles) and tiles >= 1 for tiles in self.domain)
         if not tiles_right or not 1 <= len(self.domain) <= 3:
             raise InputError(f"plan: domain must be tiles per spatial dim such as 1x2, got {self.domain!r} (at most 3)")
-        object.__setattr__(self, "precision", PRECISION_ALIASES.get(self.precision, self.precision))
+        ours = next((name for name, row in PRECISIONS.items() if self.precision in row.also), self.precision)
+        object.__setattr__(self, "precision", ours)
         for name, choices in CHOICES.items():
             value = getattr(self, name)
             if value not in choices:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from shardwise.device import device_name
+from shardwise.layout.precisions import BYTES, PRECISIONS
 
 BY_PARAMETERS = "6 per token and parameter; looked-up embeddings and attention scores not counted"
 BY_COUNTING = "3 x the products, convolutions and attention of one forward pass"
@@ -86,8 +87,9 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
         return None
     for part, half, tf32, single in PEAKS:
         if part in name:
-            if precision in ("bf16", "bf16-full", "fp16"):
+            compute = PRECISIONS[precision].compute
+            if BYTES[compute] == 2:
                 return half * 1e12
-            if precision == "fp32":
+            if compute == "fp32":
                 return (single if torch.get_float32_matmul_precision() == "highest" else tf32) * 1e12
     return None

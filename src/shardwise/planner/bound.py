@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from shardwise.cluster import Cluster
 from shardwise.costs.layout import Layout
 from shardwise.costs.software import Software
+from shardwise.layout.precisions import PRECISIONS
 from shardwise.planner.units import seconds_text
 from shardwise.simulator.counted import Model
 from shardwise.simulator.forecast import Forecast
@@ -29,7 +30,7 @@ def least_seconds(
     """
     if not same_ops(model.one, model.two):
         return 0.0
-    kernels, _ = kernels_of(cluster, Layout(), software, {"fp32": "fp32", "fp64": "fp32"}.get(precision, "bf16"))
+    kernels, _ = kernels_of(cluster, Layout(), software, PRECISIONS[precision].products)
     own = max(model.one.samples, -(-batch // world))  # samples of a rank
     sizes = {own, *(2**place for place in range(own.bit_length()))}
     each = [between(model.one, model.two, n, kernels, software) / n for n in sizes if n >= model.one.samples]

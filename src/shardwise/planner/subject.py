@@ -11,15 +11,16 @@ from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger
 from shardwise.costs.offload import refuse
 from shardwise.costs.shapes import Shape
-from shardwise.costs.software import Software, as_planned
+from shardwise.costs.software import STATES, Software, as_planned
 from shardwise.errors import InputError, RefusedPlan
+from shardwise.layout.precisions import BYTES, PRECISIONS
 from shardwise.planner.candidates import UNSEARCHED, Constraints, decoder_layouts
 from shardwise.planner.reading import Reading
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.quick import Estimator, Quick
 from shardwise.simulator.step import simulate
 
-SIXTEEN_BITS = ("bf16", "bf16-full", "fp16")
+SIXTEEN_BITS = tuple(name for name, row in PRECISIONS.items() if BYTES[row.compute] == 2)
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def decoder(shape: Shape, cluster: Cluster, soft: Software, global_batch: int, s
             f"not {precision}; a task of your own is traced in any precision"
         )
     if soft.name == "shardwise":  # the others have one policy each
-        soft = replace(soft, states="bf16-full" if precision == "bf16-full" else "bf16")
+        soft = replace(soft, states=precision if precision in STATES else "bf16")
     estimators = cache(partial(Estimator, shape, cluster))
     node = cluster.sizes[0] if len(cluster.tiers) > 1 else cluster.world_size
 

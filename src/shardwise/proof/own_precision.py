@@ -27,6 +27,8 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise.engine.engine import parallelize
 from shardwise.layout import Plan
+from shardwise.layout.precisions import PRECISIONS
+from shardwise.precision import dtype
 from shardwise.proof.oracle import plain_module
 from shardwise.proof.outcome import Parity
 from shardwise.proof.settings import Settings, global_batch, nudged
@@ -40,11 +42,6 @@ NUDGES = 3
 ALLOWANCE = 3  # times what moving by one epsilon does
 MOST_BAR = 1.0  # of how far a weight moved
 MOVE, COARSE_MOVE = 0.002, 0.01  # of the weights, in the first step; where masters are in 16 bits less would be lost
-
-_COMPUTE = {
-    "fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "bf16-full": torch.bfloat16,
-    "fp16": torch.float16,
-}  # fmt: skip
 
 
 @dataclass
@@ -119,19 +116,22 @@ def _compare_numbers(
     finite = [step for step, value in enumerate(reference) if math.isfinite(value)]  # others overflow: counted apart
     of = {step: max(abs(reference[step]), 1e-300) for step in finite}
     responses = [abs(one[step] - reference[step]) / of[step] for one in nudges for step in finite]
-    least = torch.finfo(torch.promote_types(_COMPUTE[plan.precision], torch.float32)).eps
+    least = torch.finfo(torch.promote_types(_compute(plan), torch.float32)).eps
     parity.bars[kind] = max(ALLOWANCE * max(responses, default=0.0), least)
     errors = [abs(found[step] - reference[step]) / of[step] for step in finite]
     return max((error if error == error else math.inf for error in errors), default=0.0)
 
 
+def _compute(plan: Plan) -> torch.dtype:
+    return dtype(PRECISIONS[plan.precision].compute)
+
+
 def _master(plan: Plan) -> torch.dtype:
-    return {"fp64": torch.float64, "bf16-full": torch.bfloat16}.get(plan.precision, torch.float32)
+    return dtype(PRECISIONS[plan.precision].master)
 
 
 def _reduce(plan: Plan) -> torch.dtype:
-    auto = torch.float64 if plan.precision == "fp64" else torch.float32
-    return auto if plan.reduce_dtype == "auto" else _COMPUTE[plan.reduce_dtype]
+    return dtype(PRECISIONS[plan.precision].summed if plan.reduce_dtype == "auto" else plan.reduce_dtype)
 
 
 def _sgd(rate: float, groups: list[dict]) -> torch.optim.Optimizer:
@@ -158,7 +158,7 @@ def narrow_rank(job: Any, plan: Plan, settings: Settings, rate: float) -> Narrow
 
 def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None = None) -> Narrow:
     """The plain loop, written without the engine. `rate`: the learning rate; None: found in the first step."""
-    compute, master = _COMPUTE[plan.precision], _master(plan)
+    compute, master = _compute(plan), _master(plan)
     module = plain_module(task, replace(settings, dtype=torch.promote_types(master, torch.float32), nudge=0))
     named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
     masters = {name: param.detach().to(master) for name, param in named}
@@ -179,7 +179,7 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
             with random.watching(module):
                 loss, objective = _loss(task, module, slice_samples(batch, low, high), compute, settings, step)
                 weight_here = float(loss.weight)
-                if plan.precision == "fp16" and not scale:  # 2^15 over the global weight
+                if PRECISIONS[plan.precision].scaled and not scale:  # 2^15 over the global weight
                     scale = 2.0 ** (15 - round(math.log2(max(weight_here * settings.accumulate, 1.0))))
                 (objective * (scale or 1.0)).backward()
             total, weight = total + float(objective.detach()), weight + weight_here

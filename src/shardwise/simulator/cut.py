@@ -21,6 +21,7 @@ from shardwise.costs.memory import MemoryLedger
 from shardwise.costs.software import Software, States
 from shardwise.costs.wire import RankGroup, Wire
 from shardwise.layout.grid import INNER, SPACE
+from shardwise.layout.precisions import PRECISIONS
 from shardwise.layout.timing import Played
 from shardwise.simulator.counted import Counted, Model
 from shardwise.simulator.forecast import Forecast
@@ -104,7 +105,7 @@ def simulate_cut(
     held: Sequence[MemoryLedger],
 ) -> Forecast:
     """The forecast of one optimizer step. `ranks`: models whose traces are `CountedRank`s; `held`: their memory."""
-    dtype = {"fp32": "fp32", "fp64": "fp32"}.get(precision, "bf16")
+    dtype = PRECISIONS[precision].products
     follows = any(rank.one.follows for rank in ranks)
     kernels, added = kernels_of(cluster, layout, software, dtype, follows=follows)
     wire, states = Wire(cluster, layout.world_size), policy(precision, ranks[0].update.state_elements, layout)

@@ -18,6 +18,7 @@ from shardwise.costs.memory import MemoryLedger
 from shardwise.costs.overhead import Overhead, events, overhead_of
 from shardwise.costs.software import Software, States
 from shardwise.costs.wire import RankGroup, Wire
+from shardwise.layout.precisions import PRECISIONS
 from shardwise.simulator.counted import Counted, Model
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.held import memory, policy
@@ -171,7 +172,7 @@ def simulate_traced(
     held: Sequence[MemoryLedger] = (),
 ) -> Forecast:
     """Returns the forecast of a step over replicas and ZeRO shards. `held`: the memory, where it is known already."""
-    dtype = {"fp32": "fp32", "fp64": "fp32"}.get(precision, "bf16")
+    dtype = PRECISIONS[precision].products
     kernels, added = kernels_of(cluster, layout, software, dtype, follows=model.one.follows)
     wire = Wire(cluster, layout.world_size)
     micro = between(model.one, model.two, layout.micro_batch, kernels, software)
