@@ -1,4 +1,4 @@
-"""How long one kernel takes on one device: matrix products, attention, and ops bound by memory bandwidth.
+"""How long one kernel takes on one device (products, attention, streams), which costs/block and costs/ops add up.
 
 Products read the measured table of the device, times the share of it that long runs hold. A device without a table
 has one rate for large products, the sustained one if known, else `ROOFLINE_SHARE` of the data sheet: other shapes
@@ -32,7 +32,6 @@ MEASURED = {"a100_sxm": (312.0, 271.2), "h100_sxm": (989.0, 794.5), "b200_sxm": 
 
 # kinds of ops with a factor of their own on a device that was probed: inside a step an op takes longer than alone
 KINDS = ("products", "convolutions", "rest")
-_KIND = {"product": 0, "attention": 0, "conv": 1, "conv_backward": 1}
 
 
 @cache
@@ -126,7 +125,7 @@ class Kernels:
             return peak_tflops(self.device, self.dtype) * deeper
         if self.borrowed:
             return peak_tflops(self.device, self.dtype) * deeper
-        quicker = min(1.0, self.factor("product"))  # than a product alone, inside a step of a device that was probed
+        quicker = min(1.0, self.factor("products"))  # than a product alone, inside a step of a device that was probed
         best = max(self.table.best, peak_tflops(self.device, self.dtype) if not self.device.products else 0)
         return best / quicker * deeper
 
@@ -200,9 +199,8 @@ class Kernels:
         table = measured_products(self.device.products, kind) if self.device.products else None
         return table.seconds(cells, out, deep) if table is not None and cells > 0 else None
 
-    def factor(self, op: str) -> float:
-        """Measured over computed time of ops of this kind, inside a step of this very device."""
-        kind = KINDS[_KIND.get(op, 2)]
+    def factor(self, kind: str) -> float:
+        """Measured over computed time of ops of this kind (of `KINDS`), inside a step of this very device."""
         return next((value for name, value in self.device.factors if name == kind), 1.0)
 
     @property

@@ -1,4 +1,4 @@
-"""Count a trace's ops: products, attention, convolutions, recurrent layers by shape; bytes of all others."""
+"""Count a trace's ops: products, attention, convolutions, recurrences by shape; others by bytes. Times: costs/ops."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from shardwise.costs.block import EAGER, host_seconds
 from shardwise.costs.kernels import Kernels, peak_tflops
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger
+from shardwise.costs.ops import op_seconds
 from shardwise.costs.overhead import Overhead, events, overhead_of
 from shardwise.costs.software import Software, States
 from shardwise.costs.wire import RankGroup, Wire
@@ -25,7 +26,6 @@ from shardwise.simulator.held import memory, policy
 from shardwise.simulator.parts import GAPS, host_basis
 from shardwise.simulator.sharded import data_seconds
 
-CONV_SHARE = 0.5  # of the rate of large products that convolutions reach (assumed)
 BALANCED = "every choice of a router equally often: a balanced load (assumed)"
 BY_BATCH = "integers of the batch decide how much there is to do: those of its first sample, repeated (assumed)"
 
@@ -115,54 +115,6 @@ def compute_seconds(trace: Counted, kernels: Kernels, software: Software) -> flo
     return max(seconds, kernels.host_s * trace.kernels)
 
 
-def op_seconds(kind: str, shape: Sequence[float], times: float, kernels: Kernels, software: Software) -> float:
-    """Returns the seconds of one op of a trace (see rehearsal/op_counts); `times`: the batch of a batched product."""
-    return kernels.factor(kind) * _alone(kind, shape, times, kernels, software)
-
-
-def _alone(kind: str, shape: Sequence[float], times: float, kernels: Kernels, software: Software) -> float:
-    if kind == "product":
-        m, n, k = shape
-        return _product(m, n, k, times, kernels)
-    if kind == "recurrence":  # a step is a product and what is done to its result: two kernels that wait for each other
-        return times * (kernels.product(*shape) + kernels.launch_us * 1e-6)
-    if kind == "attention":
-        return _attention(shape, kernels, software)
-    if kind in ("conv", "conv_backward"):
-        return _convolution(kind, shape, kernels, software)
-    if kernels.ops is not None:
-        return kernels.ops.seconds(kind, shape[0])
-    return kernels.stream(shape[0] / (EAGER if software.fused else 1.0), 1)
-
-
-def _product(m: float, n: float, k: float, times: float, kernels: Kernels) -> float:
-    if times <= 1:
-        return times * kernels.product(m, n, k)
-    if kernels.device.kind == "cpu":  # from matrix to matrix, in one call
-        return kernels.product(times * m, n, k)
-    return min(times * kernels.product(m, n, k), kernels.batched(times, m, n, k))
-
-
-def _attention(shape: Sequence[float], kernels: Kernels, software: Software) -> float:
-    rows, queries, keys, width, back, causal = shape
-    flops = 4.0 * rows * queries * keys * width * (2.5 if back else 1.0)
-    if kernels.ops is not None:
-        return kernels.ops.seconds("attention_backward" if back else "attention", flops)
-    if kernels.device.kind == "cpu":
-        return flops / (kernels.peak_tflops * 1e12)
-    whole = 1 if causal else 2  # the kernel's figures count the causal half
-    return whole * kernels.attention(software.attention, rows, 1, queries, keys, int(width), backward=bool(back))
-
-
-def _convolution(kind: str, shape: Sequence[float], kernels: Kernels, software: Software) -> float:
-    cells, out, deep, moved = shape
-    seconds = kernels.convolution(kind, cells, out, deep)
-    if seconds is not None:
-        return seconds
-    flops = 2.0 * cells * out * deep * (2 if kind == "conv_backward" else 1)
-    return flops / (kernels.peak_tflops * 1e12 * CONV_SHARE) + kernels.stream(moved, 1)
-
-
 def simulate_traced(
     model: Model,
     layout: Layout,
@@ -243,7 +195,7 @@ def optimizer_seconds(model: Model, layout: Layout, kernels: Kernels, states: St
         calls = model.update.calls * kernels.call_s
         updates = sum(times * each[size] for size, times in model.one.sizes.items())
         moved = (ops.seconds("copy_", into) if into else 0.0) + ops.seconds("mul_", divided)
-        return kernels.factor("mul_") * (updates + moved) + calls * sum(model.one.sizes.values())
+        return kernels.factor("rest") * (updates + moved) + calls * sum(model.one.sizes.values())
     wide = (states.master or states.weight) / 4  # of float32, in which it was seen
     copies = 2 * held / over * states.copies
     seconds = sum(kernels.stream(held / over * moved * wide, 1) for _, moved in work)

@@ -1,0 +1,79 @@
+"""Time of one op of a trace by its kind (`SECONDS`): a new kind goes here, and is noted by rehearsal/op_counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from shardwise.costs.block import EAGER
+from shardwise.costs.kernels import Kernels
+from shardwise.costs.software import Software
+
+CONV_SHARE = 0.5  # of the rate of large products that convolutions reach (assumed)
+
+
+def op_seconds(kind: str, shape: Sequence[float], times: float, kernels: Kernels, software: Software) -> float:
+    """Returns the seconds of one op of a trace (see rehearsal/op_counts); `times`: the batch of a batched product."""
+    if kind in SECONDS:
+        group, alone = SECONDS[kind]
+        return kernels.factor(group) * alone(shape, times, kernels, software)
+    return kernels.factor("rest") * _streamed(kind, shape[0], kernels, software)
+
+
+def _streamed(name: str, moved: float, kernels: Kernels, software: Software) -> float:
+    """Any other op, which takes as long as the bytes that it reads and writes."""
+    if kernels.ops is not None:
+        return kernels.ops.seconds(name, moved)
+    return kernels.stream(moved / (EAGER if software.fused else 1.0), 1)
+
+
+def _product(shape: Sequence[float], times: float, kernels: Kernels, software: Software) -> float:
+    m, n, k = shape
+    if times <= 1:
+        return times * kernels.product(m, n, k)
+    if kernels.device.kind == "cpu":  # from matrix to matrix, in one call
+        return kernels.product(times * m, n, k)
+    return min(times * kernels.product(m, n, k), kernels.batched(times, m, n, k))
+
+
+def _recurrence(shape: Sequence[float], times: float, kernels: Kernels, software: Software) -> float:
+    """A step is a product and what is done to its result: two kernels that wait for each other."""
+    m, n, k = shape
+    return times * (kernels.product(m, n, k) + kernels.launch_us * 1e-6)
+
+
+def _attention(shape: Sequence[float], times: float, kernels: Kernels, software: Software) -> float:
+    rows, queries, keys, width, back, causal = shape
+    flops = 4.0 * rows * queries * keys * width * (2.5 if back else 1.0)
+    if kernels.ops is not None:
+        return kernels.ops.seconds("attention_backward" if back else "attention", flops)
+    if kernels.device.kind == "cpu":
+        return flops / (kernels.peak_tflops * 1e12)
+    whole = 1 if causal else 2  # the kernel's figures count the causal half
+    return whole * kernels.attention(software.attention, rows, 1, queries, keys, int(width), backward=bool(back))
+
+
+def _convolution(shape: Sequence[float], times: float, kernels: Kernels, software: Software) -> float:
+    cells, out, deep, moved = shape
+    seconds = kernels.convolution("conv", cells, out, deep)
+    return _of_large(2.0 * cells * out * deep, moved, kernels) if seconds is None else seconds
+
+
+def _convolution_backward(shape: Sequence[float], times: float, kernels: Kernels, software: Software) -> float:
+    cells, out, deep, moved = shape
+    seconds = kernels.convolution("conv_backward", cells, out, deep)
+    return _of_large(4.0 * cells * out * deep, moved, kernels) if seconds is None else seconds
+
+
+def _of_large(flops: float, moved: float, kernels: Kernels) -> float:
+    """A convolution where none was measured: at a share of the rate of large products."""
+    return flops / (kernels.peak_tflops * 1e12 * CONV_SHARE) + kernels.stream(moved, 1)
+
+
+# kind -> which of the factors of a probed device it has (`kernels.KINDS`), and its seconds alone
+SECONDS: dict[str, tuple[str, Callable[[Sequence[float], float, Kernels, Software], float]]] = {
+    "product": ("products", _product),
+    "recurrence": ("rest", _recurrence),
+    "attention": ("products", _attention),
+    "conv": ("convolutions", _convolution),
+    "conv_backward": ("convolutions", _convolution_backward),
+}
