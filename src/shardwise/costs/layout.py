@@ -1,9 +1,9 @@
-"""`Layout`: a plan's numbers that forecasts need. A new one: also `of_plan`, candidates, rehearsal/cut_module."""
+"""`Layout`: a plan's numbers that forecasts need (`SAME_KEYS`: by one name). A new key: also rehearsal/cut_module."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
@@ -130,6 +130,12 @@ class Layout:
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
+# keys that a plan has too, of the same name and meaning, which go from one to the other
+SAME_KEYS = tuple(
+    sorted({field.name for field in fields(Plan)} & {field.name for field in fields(Layout)} - {"schedule"})
+)
+
+
 def of_plan(plan: Plan, *, global_batch: int, seq: int, uneven: bool = False) -> Layout:
     """The layout of a plan for a global batch in samples; one that does not divide raises `InputError`.
 
@@ -152,15 +158,11 @@ def of_plan(plan: Plan, *, global_batch: int, seq: int, uneven: bool = False) ->
             f"micro-batches; the nearest that do are {', '.join(str(n) for n in (lower, lower + over) if n)}"
         )
     found = Layout(
-        tp=plan.tp, sp=plan.sp, cp=plan.cp, ulysses=plan.cp_ulysses, pp=plan.pp,
-        chunks=plan.stages_per_rank, ep=plan.ep,
-        shard=plan.dp_shard, replicas=plan.dp_replicate, zero=plan.zero, micro_batch=global_batch // over,
-        n_micro=plan.microbatches if plan.pp > 1 else n_micro, rounds=plan.accumulate if plan.pp > 1 else 1,
-        seq=seq, recompute=plan.remat, position_chunks=plan.position_chunks,
-        schedule=plan.schedule if plan.schedule != "none" else "1f1b", tp_whole=plan.tp_whole, stages=plan.stages,
-        compile=plan.compile, tp_overlap=plan.tp_overlap, reduce_dtype=plan.reduce_dtype,
-        domain=plan.domain, domain_overlap=plan.domain_overlap, domain_depth=plan.domain_depth, offload=plan.offload,
-        wrap=plan.wrap,
+        **{name: getattr(plan, name) for name in SAME_KEYS},
+        ulysses=plan.cp_ulysses, chunks=plan.stages_per_rank, shard=plan.dp_shard, replicas=plan.dp_replicate,
+        micro_batch=global_batch // over, n_micro=plan.microbatches if plan.pp > 1 else n_micro,
+        rounds=plan.accumulate if plan.pp > 1 else 1, seq=seq, recompute=plan.remat,
+        schedule=plan.schedule if plan.schedule != "none" else "1f1b",
     )  # fmt: skip
     if found.world_size != plan.world_size:
         raise RefusedPlan(

@@ -1,4 +1,4 @@
-"""List every legal combination of degrees and choices for a world size and a batch. A new key: `SWITCHES`, `plan_of`.
+"""List every legal combination of degrees and choices for a world size and a batch. A new key: `SEARCHED`.
 
 Innermost to outermost: tp, cp_ulysses, cp, domain, dp_shard, pp, dp_replicate. What is not enumerated: zero >= 2 with
 pp > 1 unless it is asked for (gradients are reduced, and weights gathered, for every micro-batch), offload where
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import product
 
-from shardwise.costs.layout import RECOMPUTES, Layout
+from shardwise.costs.layout import RECOMPUTES, SAME_KEYS, Layout
 from shardwise.costs.shapes import Shape
 from shardwise.layout import Plan
 from shardwise.layout.schedule_kinds import KINDS, listed
@@ -29,9 +29,8 @@ UNSEARCHED = (
     "than 2, 4 and 8, unless they are asked for (--fix zero=3, --fix schedule=zbv); compile; the optimizer on the "
     "host, where something fits without (--fix offload=optimizer)"
 )
-# of a plan: as asked for, never searched
-SWITCHES = ("compile", "domain_overlap", "domain_depth", "tp_overlap", "reduce_dtype", "offload", "position_chunks",
-            "wrap")  # fmt: skip
+SEARCHED = ("tp", "sp", "cp", "pp", "ep", "zero", "domain")  # beside keys that a layout has under other names
+SWITCHES = tuple(sorted(set(SAME_KEYS) - {*SEARCHED, "tp_whole", "stages"}))  # of a plan: as asked for, never searched
 MOST_SHARES, MOST_STAGES = 8, 4  # of tp or ep, and of pp, for a traced task, unless the user asks for more
 MOST_TILES, GRIDS = 16, 2  # tiles of a field, and grids of as many that are looked at, unless one is asked for
 HEADROOM = 0.08
@@ -199,12 +198,9 @@ def _schedules(
 def plan_of(layout: Layout, precision: str) -> Plan:
     """Returns the plan with a layout's degrees and choices."""
     values: dict[str, object] = {
-        "tp": layout.tp, "sp": layout.sp, "cp": layout.cp, "cp_ulysses": layout.ulysses, "pp": layout.pp,
-        "dp_shard": layout.shard, "zero": layout.zero, "dp_replicate": layout.replicas, "remat": layout.recompute,
-        "precision": precision, "ep": layout.ep, "compile": layout.compile, "tp_overlap": layout.tp_overlap,
-        "reduce_dtype": layout.reduce_dtype, "domain": layout.domain, "offload": layout.offload,
-        "domain_overlap": layout.domain_overlap, "domain_depth": layout.domain_depth,
-        "position_chunks": layout.position_chunks, "wrap": layout.wrap,
+        **{name: getattr(layout, name) for name in (*SEARCHED, *SWITCHES)},
+        "cp_ulysses": layout.ulysses, "dp_shard": layout.shard, "dp_replicate": layout.replicas,
+        "remat": layout.recompute, "precision": precision,
     }  # fmt: skip
     if layout.pp > 1:
         values |= {"schedule": layout.schedule, "microbatches": layout.n_micro, "accumulate": layout.rounds}

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from shardwise.comm import Axis
-from shardwise.costs.layout import Layout
+from shardwise.costs.layout import SAME_KEYS, Layout
 from shardwise.engine.cutting import cut_forward
 from shardwise.engine.experts import look_for_experts, names_of, row_wise_experts
 from shardwise.engine.positions import find_positions
@@ -117,11 +117,10 @@ class Cuts:
                 count = min(count, ROUNDS * layout.pp)
             if layout.n_micro % layout.pp == 0:
                 count -= count % layout.pp
-        own = cls(layout.tp, layout.sp, layout.tp_whole, microbatches=count, recompute=layout.recompute,
-                  precision=precision, rounds=rounds, gloo=gloo, ep=layout.ep,
-                  reduce_dtype=layout.reduce_dtype, domain=layout.domain, domain_overlap=layout.domain_overlap,
-                  domain_depth=layout.domain_depth,
-                  cp=layout.cp, ulysses=layout.ulysses, position_chunks=layout.position_chunks)  # fmt: skip
+        own = cls(
+            **{name: getattr(layout, name) for name in AS_THEY_ARE}, microbatches=count, recompute=layout.recompute,
+            precision=precision, rounds=rounds, gloo=gloo, ulysses=layout.ulysses,
+        )  # fmt: skip
         if layout.pp > 1:
             per_rank = layout.chunks if layout.chunks > 1 else -1
             own = replace(
@@ -153,18 +152,20 @@ class Cuts:
     def plan(self) -> Plan:
         """Returns the plan whose cuts these are."""
         values: dict[str, object] = {
-            "tp": self.tp, "sp": self.sp, "tp_whole": self.tp_whole, "remat": self.recompute,
-            "precision": self.precision, "reduce_dtype": self.reduce_dtype, "domain": self.domain,
-            "domain_overlap": self.domain_overlap, "domain_depth": self.domain_depth, "cp": self.cp,
-            "cp_ulysses": self.ulysses,
-            "position_chunks": self.position_chunks,
+            **{name: getattr(self, name) for name in AS_THEY_ARE},
+            "remat": self.recompute, "precision": self.precision, "cp_ulysses": self.ulysses,
         }  # fmt: skip
         if self.pp > 1:
             values |= {"pp": self.pp, "schedule": self.schedule, "microbatches": self.microbatches,
                        "stages": self.stages, "stages_per_rank": self.stages_per_rank}  # fmt: skip
         if self.shard_ranks * self.ep > 1:
-            values |= {"dp_shard": max(self.shard, self.ep), "zero": self.zero, "ep": self.ep, "wrap": self.wrap}
+            values |= {"dp_shard": max(self.shard, self.ep), "zero": self.zero, "wrap": self.wrap}
         return Plan.from_dict(values)
+
+
+# keys of layouts and plans that are taken whatever is played; pipelines, and what zero shards, where they are
+_SOMETIMES = {"pp", "stages", "zero", "wrap"}
+AS_THEY_ARE = tuple(field.name for field in fields(Cuts) if field.name in SAME_KEYS and field.name not in _SOMETIMES)
 
 
 class Looks:
