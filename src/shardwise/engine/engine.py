@@ -1,4 +1,4 @@
-"""`parallelize(task, plan)` and the `Engine` that it returns; its methods call functions of step/ and engine/.
+"""`parallelize(task, plan)` and its `Engine`, over step/ and engine/. An option: step/state, training/parts, proof/.
 
 The order in which a plan is applied stands in `assemble` and `recipe`, what a step does in `step/train_step`.
 """

@@ -142,9 +142,7 @@ def narrow_rank(job: Any, plan: Plan, settings: Settings, rate: float) -> Narrow
     """Returns what one rank measured in the plan's own precision; rank 0's has the weights. Collective."""
     task = job.build_task()
     with_sgd = task.with_(optimizer=partial(_sgd, rate))
-    engine = parallelize(
-        with_sgd, plan, seed=settings.seed, randomness="global", clip_norm=settings.clip_norm, device="cpu"
-    )
+    engine = parallelize(with_sgd, plan, **settings.of_engine)
     record = Narrow(rate)
     for step in range(STEPS):
         result = engine.step(global_batch(task, settings, step))

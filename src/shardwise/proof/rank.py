@@ -85,9 +85,7 @@ def trace_rank(task: Any, plan: Plan, settings: Settings, step: int) -> CallTrac
 def _engine(task: Task, plan: Plan, settings: Settings) -> tuple[Engine, list[int]]:
     """Returns the engine, and the number of gradient buckets of each technique in it."""
     with KeepDouble(), default_dtype(settings.dtype), small_buckets() as buckets:
-        engine = parallelize(
-            task, plan, seed=settings.seed, randomness="global", clip_norm=settings.clip_norm, device="cpu"
-        )
+        engine = parallelize(task, plan, **settings.of_engine)
     raise_eps(engine.optimizer)
     return engine, buckets
 

@@ -1,4 +1,4 @@
-"""What both sides of a proof share. A new setting: also parity, oracle, own_precision; of a run: plain_run, run."""
+"""Settings of both sides of a proof. A new one: also parity, oracle, own_precision, cli/main; of a run: plain_run."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ class Settings:
     nudge_inside: bool = False  # beside them, what each module without children returns
     share: tuple[int, int] | None = None  # (rank, ranks): the samples of one data rank alone
     halves: bool = False  # accumulate each micro-batch in two parts: the same sum in another order
+
+    @property
+    def of_engine(self) -> dict[str, Any]:
+        """Returns what `parallelize` is given beside a task and a plan."""
+        return {"seed": self.seed, "randomness": "global", "clip_norm": self.clip_norm, "device": "cpu"}
 
 
 def global_batch(task: Task, settings: Settings, step: int) -> Any:

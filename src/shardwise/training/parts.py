@@ -1,4 +1,4 @@
-"""Make a rank's engine, loader and batches, for the run (loop) and for steps that are taken again (replay)."""
+"""Make a rank's engine (options of `[train]`), loader and batches, for loop and for steps taken again (replay)."""
 
 from __future__ import annotations
 
