@@ -33,6 +33,9 @@ def test_kinds_of_difference() -> None:
         "": whole + torch.randn(4, 3, dtype=torch.float64, generator=generator),
     }
     assert {words: kind_of(found, whole, shares) for words, found in told.items()} == {words: words for words in told}
+    numbers = torch.complex(whole, shares[0])
+    assert kind_of(numbers.conj(), numbers) == "conjugated" and kind_of(2 * numbers, numbers) == "a factor of 2"
+    assert kind_of(numbers.real + 0j, numbers) == "12 of 24 parts of numbers, the first at 1"
 
 
 class Normed(nn.Module):

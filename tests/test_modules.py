@@ -52,7 +52,7 @@ EQUAL = [
     ("writes_into_products", "dp_replicate=2,remat=selective"), ("writes_into_products", "tp=2"),
     ("assigns_data", "tp=2"), ("shared_module", FULL),
     ("adds_to_views", FULL), ("adds_to_views", "dp_shard=2,zero=3,remat=full"),
-    ("pairs", REPLICAS), ("pairs", FULL), ("pairs", HYBRID),
+    ("complex_parameter", FULL), ("pairs", REPLICAS), ("pairs", FULL), ("pairs", HYBRID),
     ("drops_a_single_sample", REPLICAS),
     ("pairs_with_as_many_scales", REPLICAS), ("pairs_with_as_many_scales", FLAT), ("pairs_with_as_many_scales", FULL),
 ]  # fmt: skip
@@ -63,7 +63,6 @@ REFUSED = [
     ("instance_norm_statistics", FLAT, "by other means than batch norm"),
     ("teacher", FULL, "the forward writes into parameter 'teacher"),
     ("shared_memory", REPLICAS, "'part' shares memory with 'whole'"),
-    ("complex_parameter", FULL, "parameter 'weight' is complex"),
     ("sparse_adam", REPLICAS, "dense gradients"),
     ("weight_used_outside_of_one_module", FULL, "which cannot be sharded anew"),
     ("tied_reentrant", "pp=2,schedule=zbh1", "use a schedule that does not split"),

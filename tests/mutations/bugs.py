@@ -54,8 +54,8 @@ PARALLEL = [
         "part.gradient is not None and index in used", "part.gradient is not None", M + "mlp_frozen_unused",
         "dp_shard=2,zero=1"),
     bug("an owner takes its piece from the start of the whole", "parallel.flat:Flat.select",
-        "whole.view(-1)[first - entry.start : max(first, last) - entry.start]",
-        "whole.view(-1)[: max(first, last) - first]", HERE + "adafactor", "dp_shard=2,zero=1"),
+        "whole.view(-1)[(first - entry.start) // width : (max(first, last) - entry.start) // width]",
+        "whole.view(-1)[: (max(first, last) - first) // width]", HERE + "adafactor", "dp_shard=2,zero=1"),
     bug("FSDP2 divides gradients by 2", "parallel.full:FullShard._shard",
         "shard.set_gradient_divide_factor(1.0)", "shard.set_gradient_divide_factor(2.0)", M + "decoder",
         "dp_shard=2,zero=3"),
@@ -170,8 +170,8 @@ STEP = [
     bug("an owner's update of one weight is not handed out", "step.owners:OwnedMasters.hand_out",
         "if size:", "if size and i:", HERE + "adafactor", "dp_shard=2,zero=1"),
     bug("an owner gets pieces in the wrong order", "step.owners:OwnedMasters.collect_gradients",
-        "piece.copy_(received[at : at + piece.numel()].view(piece.shape))",
-        "piece.copy_(received[at : at + piece.numel()].flip(0).view(piece.shape))", HERE + "adafactor",
+        "shaped(received[at : at + size],",
+        "shaped(received[at : at + size].flip(0),", HERE + "adafactor",
         "dp_shard=2,zero=1"),
 ]  # fmt: skip
 
@@ -259,10 +259,10 @@ EXPERT = [
     bug("every rank of ep holds the first experts", "parallel.expert.apply:ExpertParallel.local_values",
         "self.axis.index * each, each", "0, each", M + "moe", "dp_shard=2,ep=2"),
     bug("experts are summed over ranks that hold others", "engine.recipe:_with_experts",
-        "technique = Replicate(named, mesh.expert_data, precision)",
+        "technique = Replicate(named, mesh.expert_data, precision, pairs=pairs)",
         "technique = Replicate(named, mesh.data, precision)", M + "moe", "dp_replicate=2,dp_shard=2,ep=2"),
     bug("experts are not summed over those that hold the same", "engine.recipe:_with_experts",
-        "technique = Replicate(named, mesh.expert_data, precision)",
+        "technique = Replicate(named, mesh.expert_data, precision, pairs=pairs)",
         "technique = Replicate(named, mesh.ep.__class__.alone('expert_data'), precision)", M + "moe",
         "dp_replicate=2,dp_shard=2,ep=2"),
     bug("gradients of rows come back to the wrong rank's order", "parallel.expert.exchange:_Exchange.backward",
@@ -286,7 +286,7 @@ MORE = [
         '_argument(args, kwargs, 1, "p", 0.5)', '0.9 * _argument(args, kwargs, 1, "p", 0.5)', M + "decoder_dropout",
         "dp_replicate=2"),
     bug("pieces of the optimizer start a little off", "parallel.flat:Flat._add_slots",
-        "nn.Parameter(part.master[start:stop])", "nn.Parameter(part.master[start:stop] * 1.01)", M + "mlp",
+        "part.master[start:stop])", "part.master[start:stop] * 1.01)", M + "mlp",
         "dp_shard=2,zero=1"),
     bug("rank 1's buckets start empty", "parallel.flat:_Shard._fill",
         "view.copy_(param)", "view.zero_()", M + "mlp", "dp_shard=2,zero=2", (1,)),
@@ -342,7 +342,7 @@ SEQUENCE = [
     bug("every rank of a sequence counts the loss and its weight", "step.control:Tally.row",
         "value * self.counts for value in values", "value for value in values", S + "decoder", "cp=2"),
     bug("gradients are summed over data ranks, not over a sequence's", "engine.recipe:_whole_module",
-        "Replicate(named, mesh.gradients, precision, order)", "Replicate(named, mesh.data, precision, order)",
+        "Replicate(named, mesh.gradients, precision,", "Replicate(named, mesh.data, precision,",
         S + "decoder", "cp=2"),
     bug("shares of a sequence begin one position late", "part.positions:Positions._cut",
         "owners.take(share, dim, axis.index)", "owners.take(share.roll(1, dim), dim, axis.index)", S + "decoder",
@@ -419,7 +419,7 @@ D = "domain_tasks:"
 
 DOMAIN = [
     bug("gradients are summed over data ranks, not over tiles", "engine.recipe:_whole_module",
-        "Replicate(named, mesh.gradients, precision, order)", "Replicate(named, mesh.data, precision, order)",
+        "Replicate(named, mesh.gradients, precision,", "Replicate(named, mesh.data, precision,",
         D + "resnet", "domain=2x2"),
     bug("every tile counts the loss and its weight", "step.control:Tally.row",
         "value * self.counts for value in values", "value for value in values", D + "weighted", "domain=2"),
@@ -624,7 +624,24 @@ CHUNKS = [
         "self.held.add_(mine)", "mine.clone()", "sequence_tasks:averaged", "position_chunks=2"),
 ]  # fmt: skip
 
+COMPLEX = [
+    bug("complex weights are read conjugated", "part.pairs:_read", "view_as_complex(pairs)",
+        "view_as_complex(pairs).conj()", "complex_tasks:fno1d", "dp_shard=2,zero=3"),
+    bug("the two parts of complex weights change places", "part.pairs:_read", "view_as_complex(pairs)",
+        "view_as_complex(pairs.flip(-1).contiguous())", "complex_tasks:complex_net", "tp=2"),
+    bug("rank 1 drops the imaginary part of its gradients", "parallel.full:FullShard._gradient",
+        "return self._piece(index, param.grad)",
+        "return self._piece(index, param.grad).real + 0j if self._complex[index] "
+        "else self._piece(index, param.grad)", "complex_tasks:state_spaces", "dp_shard=2,zero=3", (1,)),
+    bug("what is sent of complex hidden states is conjugated", "parallel.pipeline.messages:Mail._send",
+        "taken_apart(tensor.detach()).contiguous()", "taken_apart(tensor.detach()).conj().contiguous()", 
+        "complex_tasks:complex_net", "pp=2"),
+    bug("a transform's slices are taken one further", "part.views:as_strided",
+        "part, dim, start, stop, step", "part, dim, start - (start > 0), stop - (start > 0), step",
+        "complex_tasks:fno2d", "tp=2"),
+]  # fmt: skip
+
 BUGS = [
     *COMM, *PARALLEL, *BATCH_NORM, *STEP, *PIPELINE, *TENSOR, *EXPERT, *MORE, *SEQUENCE, *DOMAIN, *DETERMINISTIC, *RUNS,
-    *SCRIPTS, *CHUNKS,
+    *SCRIPTS, *CHUNKS, *COMPLEX,
 ]  # fmt: skip

@@ -96,11 +96,6 @@ def _boxed(whole: torch.Size, runs: list[Runs], starts: list[int], sizes: list[i
 def trained_piece(engine: Engine, index: int, shape: torch.Size) -> Piece:
     """This rank's piece of the `index`-th trained parameter; `shape` is that of its share."""
     whole, runs = share_of(engine, engine.state.names[index], shape)
-    if getattr(engine.technique, "complex", {index: False})[index]:
-        raise RefusedPlan(
-            f"parameter '{engine.state.names[index]}' is complex, and zero={engine.state.plan.zero} holds it as pairs "
-            "of real numbers, which checkpoints do not know: use dp_replicate"
-        )
     share = torch.empty(shape, device="meta")
     select = getattr(engine.technique, "select", None)
     view = share if select is None else select(index, share, engine.mesh.shard.index)
@@ -115,16 +110,18 @@ def trained_piece(engine: Engine, index: int, shape: torch.Size) -> Piece:
 
 
 def _frozen_piece(engine: Engine, name: str, param: torch.Tensor) -> tuple[Piece, torch.Tensor]:
-    whole, runs = share_of(engine, name, param.shape)
+    shape = engine.state.shapes()[name]
+    whole, runs = share_of(engine, name, shape)
     if not isinstance(param, DTensor):
-        return _boxed(whole, runs, [0] * len(whole), list(param.shape)), param
-    shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
-    return _boxed(whole, runs, list(offset), list(shape)), param.to_local()
+        return _boxed(whole, runs, [0] * len(whole), list(shape)), engine.state.outside(name, param.detach())
+    sizes, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    piece = _boxed(whole, runs, list(offset)[: len(whole)], list(sizes)[: len(whole)])
+    return piece, engine.state.outside(name, param.detach().to_local())
 
 
 def trained(engine: Engine) -> dict[str, tuple[Piece, torch.Tensor]]:
     """Name -> (piece, master) of each trained parameter of which this rank holds something."""
-    shapes = {name: param.shape for name, param in engine.module.named_parameters()}
+    shapes = engine.state.shapes()
     index_of = {name: index for index, name in enumerate(engine.state.names)}
     return {
         slot.name: (trained_piece(engine, index_of[slot.name], shapes[slot.name]), slot.master)

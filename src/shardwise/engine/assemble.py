@@ -33,7 +33,8 @@ from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.layout.grid import placement
 from shardwise.mesh import Mesh
-from shardwise.parallel.full import USED_OUTSIDE, OutsideReads
+from shardwise.parallel.full import USED_OUTSIDE
+from shardwise.part.pairs import pairs_in
 from shardwise.precision import Precision
 from shardwise.random import HIDDEN, WITHOUT, GlobalRandom, has_kernel
 from shardwise.ranks import local_size
@@ -43,6 +44,7 @@ from shardwise.step.scaler import LossScale
 from shardwise.step.staged import StagedForward
 from shardwise.step.state import RankState
 from shardwise.task import Task
+from shardwise.trace.outside_reads import OutsideReads
 
 
 def assemble(
@@ -59,13 +61,13 @@ def assemble(
     """
     precision = Precision.of(plan)
     applied = apply_plan(_anew(task) if enclosed else task, plan, mesh, precision, seed, few, samples, enclosed)
-    names = [name for name, _ in trainable(applied.module)]
+    named, pairs = trainable(applied.module), pairs_in(applied.module)
+    names = [name for name, _ in named]
     forward, staged = _forward(task, mesh, precision, applied)
     zero = plan.zero if mesh.shard.size > 1 else 0
     optimizer, nature, owners = make_optimizer(
-        task.optimizer, applied.technique, names, _full_shapes(applied), mesh.shard, zero=zero,
-        shares=shares_of(plan.tp, plan.ep),
-        pairs=[param.shape for _, param in trainable(applied.module) if param.is_complex()],
+        task.optimizer, applied.technique, names, _full_shapes(applied, pairs), mesh.shard, zero=zero,
+        shares=shares_of(plan.tp, plan.ep), numbers=[param.is_complex() or name in pairs for name, param in named],
     )  # fmt: skip
     refuse_optimizer(nature, 0, stages=plan.pp)
     notices = applied.notices + _leaves_node(plan)
@@ -80,7 +82,7 @@ def assemble(
         optimizer=optimizer, owners=owners, needs_closure=nature.needs_closure,
         base_lrs=[group.get("lr") for group in optimizer.param_groups],
         scale=LossScale() if precision.scaled else None,
-        notices=notices, order=applied.order, chunks=applied.chunks,
+        notices=notices, order=applied.order, chunks=applied.chunks, pairs=pairs,
     )  # fmt: skip
 
 
@@ -105,11 +107,11 @@ def _forward(task: Task, mesh: Mesh, precision: Precision, applied: Applied) -> 
     return staged, staged
 
 
-def _full_shapes(applied: Applied) -> list[torch.Size]:
+def _full_shapes(applied: Applied, pairs: Collection[str]) -> list[torch.Size]:
     """Of the trained parameters that this rank holds, as one process has them."""
     shapes = []
     for name, param in trainable(applied.module):
-        shape = param.shape
+        shape = param.shape[:-1] if name in pairs else param.shape
         for spread in (applied.tensor, applied.experts):
             shape = shape if spread is None else spread.full_shape(name, shape)
         shapes.append(shape)

@@ -12,6 +12,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from shardwise.errors import InputError
 from shardwise.parallel.slots import ValueOf
+from shardwise.part.pairs import as_pairs
 from shardwise.step.state import RankState
 
 
@@ -63,8 +64,10 @@ def _before_names(own: list[str], given: list[str]) -> str:
 def _shares(state: RankState, wholes: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor]) -> ValueOf:
     """Name -> what this rank holds of the whole value, tp's cuts and ep's experts taken."""
 
+    shapes = state.shapes()
+
     def whole(name: str) -> torch.Tensor:
-        value, shape = wholes[name], held[name].shape
+        value, shape = wholes[name], shapes[name]
         for spread in (state.experts, state.tensor):
             shape = shape if spread is None else spread.full_shape(name, shape)
         if value.shape != shape:
@@ -77,6 +80,7 @@ def _shares(state: RankState, wholes: Mapping[str, torch.Tensor], held: Mapping[
 
 
 def _put(param: torch.Tensor, value: torch.Tensor) -> None:
+    value = value if param.is_complex() else as_pairs(value)
     if isinstance(param, DTensor):
         value = value.to(param.dtype)
         param = param.detach()

@@ -107,8 +107,11 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 def over_pieces(make: OptimizerFn, shapes: Sequence[torch.Size], pieces: dict[int, list[nn.Parameter]]) -> Optimizer:
     """An optimizer made for full shapes, updating pieces: `pieces[i]` belong to the i-th parameter."""
-    dtype = next((p.dtype for held in pieces.values() for p in held), torch.float32)
-    full = [nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for shape in shapes]
+    dtype = next((p.dtype.to_real() for held in pieces.values() for p in held), torch.float32)
+    kinds = [pieces[index][0].dtype if pieces.get(index) else dtype for index in range(len(shapes))]
+    full = [
+        nn.Parameter(torch.empty(shape, dtype=kind, device="meta")) for shape, kind in zip(shapes, kinds, strict=True)
+    ]
     optimizer = construct(make, full)
     held = {id(param): pieces.get(index, []) for index, param in enumerate(full)}
     for group in optimizer.param_groups:
@@ -125,16 +128,17 @@ def _remade(optimizer: Optimizer) -> Optimizer:
     return type(optimizer)(optimizer.param_groups, **settings)
 
 
-def try_out(make: OptimizerFn, shapes: Sequence[torch.Size]) -> Nature:
+def try_out(make: OptimizerFn, shapes: Sequence[torch.Size], numbers: Sequence[bool] = ()) -> Nature:
     """Run the optimizer on small tensors of the same kinds of shape: whole, one at a time, and in pieces.
 
+    numbers  of each shape, whether it is one of complex numbers; none are where it is empty
     Results are compared relative to the size of the updates, with all arithmetic kept in float64.
     """
-    small = _small_shapes(shapes)
+    small = _small(shapes, numbers or [False] * len(shapes))
     generator = torch.Generator().manual_seed(0)
-    values = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in small]
+    values = [torch.randn(shape, dtype=dtype, generator=generator) for shape, dtype in small]
     gradients: list[list[torch.Tensor | None]] = [
-        [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in small] for _ in range(_TRIAL_STEPS)
+        [torch.randn(shape, dtype=dtype, generator=generator) for shape, dtype in small] for _ in range(_TRIAL_STEPS)
     ]
     if needs_closure(construct(make, [nn.Parameter(value.clone()) for value in values])):
         return Nature("joint", None, True)
@@ -158,11 +162,14 @@ def try_out(make: OptimizerFn, shapes: Sequence[torch.Size]) -> Nature:
     return Nature("joint", dtype, False)
 
 
-def _small_shapes(shapes: Sequence[torch.Size]) -> list[torch.Size]:
-    kinds: dict[int, torch.Size] = {}
-    for shape in shapes:
-        kinds.setdefault(len(shape), torch.Size(min(size, 5 + place) for place, size in enumerate(shape)))
-    return [shape for shape in kinds.values() for _ in range(2)]
+def _small(shapes: Sequence[torch.Size], numbers: Sequence[bool]) -> list[tuple[torch.Size, torch.dtype]]:
+    """Two (shape, dtype) of each kind of parameter: of as many dims, real or complex."""
+    kinds: dict[tuple[int, bool], torch.Size] = {}
+    for shape, of_complex in zip(shapes, numbers, strict=True):
+        kind = len(shape), of_complex
+        kinds.setdefault(kind, torch.Size(min(size, 5 + place) for place, size in enumerate(shape)))
+    dtypes = {False: torch.float64, True: torch.complex128}
+    return [(shape, dtypes[of_complex]) for (_, of_complex), shape in kinds.items() for _ in range(2)]
 
 
 def _run(optimizer: Optimizer, params: Sequence[torch.Tensor], gradients) -> None:
@@ -250,29 +257,6 @@ def refuse(nature: Nature, zero: int, shares: str = "", stages: int = 1, named: 
         )
 
 
-def refuse_pairs(make: OptimizerFn, shapes: Sequence[torch.Size], zero: int, nature: Nature) -> None:
-    """Raise `RefusedPlan` where complex parameters of these shapes cannot be dealt as pairs of real numbers."""
-    if not zero or not shapes:
-        return
-    generator = torch.Generator().manual_seed(0)
-    small = _small_shapes(shapes)
-    values, *gradients = [
-        [torch.randn(shape, dtype=torch.complex128, generator=generator) for shape in small]
-        for _ in range(1 + _TRIAL_STEPS)
-    ]
-    pairs = [torch.view_as_real(value) for value in values]
-    steps = [[torch.view_as_real(gradient) for gradient in step] for step in gradients]
-    with KeepDouble():
-        whole = [torch.view_as_real(value) for value in _whole(make, values, gradients)]
-        bar = _TRIAL_TOLERANCE * max(float((a - b).abs().max()) for a, b in zip(whole, pairs, strict=True))
-        if nature.kind == "elementwise" and _same(whole, _trial(lambda: _whole(make, pairs, steps)), bar):
-            return
-    raise RefusedPlan(
-        f"zero={zero} deals complex parameters as pairs of real numbers, and on a trial the optimizer's update of such "
-        "a number hangs on more than the number itself: use zero=0 (dp_replicate)"
-    )
-
-
 def make_optimizer(
     make: OptimizerFn,
     technique: DataParallel,
@@ -282,19 +266,18 @@ def make_optimizer(
     *,
     zero: int,
     shares: str = "",
-    pairs: Sequence[torch.Size] = (),
+    numbers: Sequence[bool] = (),
 ) -> tuple[Optimizer, Nature, OwnedMasters | None]:
     """The optimizer for this rank, what the trial found, and the owners where whole tensors are needed.
 
     shares  see `shares_of`
-    pairs   shapes of the complex ones
+    numbers see `try_out`
 
     Raises `RefusedPlan` when the optimizer bears neither pieces nor single tensors.
     """
-    nature = try_out(make, shapes)
+    nature = try_out(make, shapes, numbers)
     slots = technique.slots
     refuse(nature, zero, shares)
-    refuse_pairs(make, pairs, zero, nature)
     if all(slot.whole for slot in slots) and zero == 0 and not shares:
         return construct(make, [slot.master for slot in slots]), nature, None
     if nature.kind == "per tensor":

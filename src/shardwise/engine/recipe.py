@@ -42,6 +42,7 @@ from shardwise.parallel.replicate import Replicate
 from shardwise.parallel.slots import DataParallel, ValueOf
 from shardwise.parallel.tensor import TensorParallel, compile_block, install, why_eager
 from shardwise.part.crossing import Along
+from shardwise.part.pairs import hold_pairs, pairs_in
 from shardwise.part.parameters import see_parts
 from shardwise.part.positions import Positions
 from shardwise.precision import Precision
@@ -85,6 +86,7 @@ def apply_plan(
     notices = [built.notice] if built.notice else []
     refuse(module, plan)
     refuse_scripted(module, plan)
+    built.pairs = hold_pairs(module) if works_inside(plan) else pairs_in(module)
     notices += _other_dtypes(module, plan, precision)
     make_gradients_dense(module)
     if few is None and (plan.tp > 1 or plan.ep > 1 or mesh.inner):
@@ -307,11 +309,12 @@ def _whole_module(
     fill_parameters(module, value_of, precision.compute, mesh.device, absent)
     spread = set(experts.experts) - absent if experts is not None else set()
     named = [(name, param) for name, param in trainable(module) if name not in spread]
+    pairs = pairs_in(module)
     technique: DataParallel
     if mesh.shard.size > 1 and plan.zero in (1, 2):
-        technique = Flat(named, mesh.shard, mesh.replicate, precision, stage=plan.zero, order=order)
+        technique = Flat(named, mesh.shard, mesh.replicate, precision, stage=plan.zero, order=order, pairs=pairs)
     else:
-        technique = Replicate(named, mesh.gradients, precision, order)
+        technique = Replicate(named, mesh.gradients, precision, order, pairs)
     if spread:
         technique = _with_experts(module, technique, spread, mesh, precision, stage=plan.zero)
     if precision.mixed:
@@ -325,22 +328,28 @@ def _with_experts(
 ) -> WithExperts:
     """The technique for all but the experts, and beside it one over the ranks that hold the same experts."""
     named = [(name, param) for name, param in trainable(module) if name in spread]
+    pairs = pairs_in(module)
     technique: DataParallel
     if stage and mesh.expert_shard.size > 1:
-        technique = Flat(named, mesh.expert_shard, mesh.replicate, precision, stage=stage)
+        technique = Flat(named, mesh.expert_shard, mesh.replicate, precision, stage=stage, pairs=pairs)
     else:  # one rank of dp_shard alone holds them, or all that do keep everything
-        technique = Replicate(named, mesh.expert_data, precision)
+        technique = Replicate(named, mesh.expert_data, precision, pairs=pairs)
     ranks = (mesh.shard.index, mesh.expert_shard.index)
     return WithExperts([name for name, _ in trainable(module)], rest, technique, spread, ranks)
 
 
 def refuse(module: nn.Module, plan: Plan) -> None:
-    """Raise for a module that no plan can hold: nothing to train, sparse or complex weights, weights on one memory."""
+    """Raise for a module that no plan can hold: nothing to train, sparse weights, complex ones in 16 bits."""
     if not any(param.requires_grad for param in module.parameters()):
         raise InputError("the model has no parameter that requires a gradient: there is nothing to train")
     _refuse_sparse(module)
     _refuse_complex(module, plan)
     _refuse_shared_memory(module)
+
+
+def works_inside(plan: Plan) -> bool:
+    """Whether the plan shards, cuts or sends a module's weights, which is done with real numbers alone."""
+    return plan.zero == 3 or plan.tp > 1 or plan.pp > 1 or plan.ep > 1 or plan.cut_positions > 1
 
 
 def scripted(module: nn.Module) -> str | None:
@@ -379,15 +388,15 @@ def _refuse_sparse(module: nn.Module) -> None:
 
 
 def _refuse_complex(module: nn.Module, plan: Plan) -> None:
-    """Complex parameters lie in real buckets as pairs; what cuts, sends or rounds tensors does not know them."""
-    inside = [name for name in ("tp", "pp", "ep") if getattr(plan, name) > 1]
-    inside += ["zero=3"] * (plan.zero == 3)
-    inside += [f"precision={plan.precision}"] * (plan.precision not in ("fp32", "fp64"))
+    """Torch has no complex numbers of two bfloat16, and computes with few of two float16."""
+    pairs = pairs_in(module)
+    narrow = [f"precision={plan.precision}"] * (plan.precision not in ("fp32", "fp64"))
+    narrow += [f"reduce_dtype={plan.reduce_dtype}"] * (plan.reduce_dtype in ("bf16", "fp16"))
     for name, param in module.named_parameters():
-        if param.is_complex() and inside:
+        if narrow and (param.is_complex() or name in pairs):
             raise RefusedPlan(
-                f"parameter '{name}' is complex, and {inside[0]} works on real ones: use replicas, zero=1 or zero=2 in "
-                "fp32, or hold it as a real tensor with a last dim of 2 and use torch.view_as_complex in the forward"
+                f"parameter '{name}' is complex, and {narrow[0]} rounds to 16 bits, of which torch makes no complex "
+                "numbers to compute with: use fp32"
             )
 
 

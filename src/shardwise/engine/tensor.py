@@ -14,6 +14,7 @@ from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.mesh import Mesh
 from shardwise.parallel.tensor import Derived, Followed, TensorParallel, find_cuts
+from shardwise.part.pairs import hold_pairs, shapes_outside
 from shardwise.precision import Precision
 from shardwise.step.batching import samples_in
 from shardwise.step.forward import run_alone
@@ -81,13 +82,14 @@ def describe(task: Task, plan: Plan, seed: int = 0) -> tuple[list[dict[str, Any]
         raise InputError(f"plan {plan} cuts no weights: give tp its degree")
     sample = few_samples(task, plan, Axis.alone("data"), torch.device("cpu"))
     built = build(task.model, seed)
+    built.pairs = hold_pairs(built.module)
     derived = derive_cuts(task, plan, Precision.of(plan), built, a_few(sample))
     rows = []
-    for name, param in built.module.named_parameters():
+    for name, (shape, _) in shapes_outside(built.module).items():
         cut = derived.cuts.get(name)
         rows.append({
             "parameter": name,
-            "shape": list(param.shape),
+            "shape": list(shape),
             "cut": None if cut is None else cut.role,
             "dim": None if cut is None else cut.dim,
             "ranks": None if cut is None else list(cut.owners.counts),

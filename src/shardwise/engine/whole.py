@@ -14,8 +14,6 @@ from shardwise.parallel.pipeline.messages import DTYPES, MOST_DIMS
 from shardwise.step.staged import StagedForward
 from shardwise.step.state import RankState
 
-_KINDS = (*DTYPES, torch.complex64, torch.complex128)
-
 
 def full_parameters(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, whole tensor) of every parameter, frozen ones included, master weights first. Collective."""
@@ -87,10 +85,10 @@ def _held_parameters(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
 def _used(state: RankState, index_of: dict[str, int], name: str, param: Any) -> Gathering:
     """FSDP's parameters in full, others as they are."""
     if not hasattr(param, "full_tensor"):
-        return ready(param.detach())
+        return ready(state.outside(name, param.detach()))
     if name in index_of:
-        return state.technique.whole(index_of[name], param.detach().to_local())
-    return ready(param.full_tensor().detach())
+        return state.technique.whole(index_of[name], state.outside(name, param.detach().to_local()))
+    return ready(state.outside(name, param.full_tensor().detach()))
 
 
 def together(state: RankState, name: str, piece: Gathering) -> Gathering:
@@ -125,7 +123,7 @@ def _handed_out(staged: StagedForward, tensor: torch.Tensor | None, source: int)
     axis, device = staged.axis, staged.device
     row = torch.zeros(3 + MOST_DIMS, dtype=torch.int64)
     if axis.index == source and tensor is not None:
-        numbers = [1, _KINDS.index(tensor.dtype), tensor.dim(), *tensor.shape]
+        numbers = [1, DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
         row[: len(numbers)] = torch.tensor(numbers)
     row = row.to(device)
     broadcast(row, axis, source, "control")
@@ -133,7 +131,7 @@ def _handed_out(staged: StagedForward, tensor: torch.Tensor | None, source: int)
     if not present:
         return None
     if axis.index != source or tensor is None:
-        tensor = torch.empty(shape[:dims], dtype=_KINDS[kind], device=device)
+        tensor = torch.empty(shape[:dims], dtype=DTYPES[kind], device=device)
     tensor = tensor.detach().contiguous()
     broadcast(tensor.view(-1).view(torch.uint8), axis, source, "control")
     return tensor

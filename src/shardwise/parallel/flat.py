@@ -19,6 +19,8 @@ engine finds that out by trying the optimizer on pieces.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 
@@ -72,8 +74,9 @@ class Flat:
 
     def __init__(
         self, named: list[tuple[str, nn.Parameter]], shard: Axis, replicate: Axis, precision: Precision, *, stage: int,
-        order: FixedOrder | None = None,
+        order: FixedOrder | None = None, pairs: Collection[str] = (),
     ):  # fmt: skip
+        """pairs  names of parameters that are complex outside of the module, and real in it"""
         self.axis = shard
         self.replicate = replicate
         self.precision = precision
@@ -81,10 +84,12 @@ class Flat:
         self.order = order
         self.names = [name for name, _ in named]
         self.params = [param for _, param in named]
-        self.shapes = [param.shape for _, param in named]
-        self.complex = [param.is_complex() for _, param in named]
+        self.complex = [name in pairs or param.is_complex() for name, param in named]
+        self._held = [param.shape for _, param in named]
+        self.shapes = [param.shape[:-1] if name in pairs else param.shape for name, param in named]
+        even = shard.size * (2 if any(self.complex) else 1)  # both parts of a number lie on one rank
         self.buckets = GradientBuckets(
-            named, dtype=precision.reduce, ranks=shard.size, summing=shard.size * replicate.size, keep=stage == 1,
+            named, dtype=precision.reduce, ranks=even, summing=shard.size * replicate.size, keep=stage == 1,
             launch=self._reduce, order=order,
         )  # fmt: skip
         self.shards = [_Shard(bucket, shard, precision) for bucket in self.buckets.buckets]
@@ -99,9 +104,13 @@ class Flat:
     def _add_slots(self, part: _Shard) -> None:
         for entry, first, last in part.bucket.layout.pieces(self.axis.size, self.axis.index):
             start, stop = first - part.low, last - part.low
-            master = nn.Parameter(part.master[start:stop])
+            master = nn.Parameter(self._outside(entry.index, part.master[start:stop]))
             self.slots.append(Slot(self.names[entry.index], self.shapes[entry.index], master, whole=False))
             self._places.append((part, entry.index, start, stop))
+
+    def _outside(self, index: int, numbers: torch.Tensor) -> torch.Tensor:
+        """Numbers of the index-th parameter as others see them: complex ones of pairs, where it is complex."""
+        return torch.view_as_complex(numbers.view(-1, 2)) if self.complex[index] else numbers
 
     def load_masters(self, index: int, value: torch.Tensor) -> None:
         """Set this rank's piece of a master weight from its full initial value."""
@@ -179,27 +188,28 @@ class Flat:
                 part.gradient = part.gradient.to(self.precision.master)
         for slot, (part, index, start, stop) in zip(self.slots, self._places, strict=True):
             held = part.gradient is not None and index in used
-            slot.master.grad = part.gradient[start:stop] if held and part.gradient is not None else None
+            piece = part.gradient[start:stop] if held and part.gradient is not None else None
+            slot.master.grad = None if piece is None else self._outside(index, piece)
 
     @torch.no_grad()
     def take_weights(self) -> None:
         """Masters follow what was written into the weights by hand. Nothing is sent."""
-        for param, name, shape in zip(self.params, self.names, self.shapes, strict=True):
+        for param, name, shape in zip(self.params, self.names, self._held, strict=True):
             check_shape(name, param, shape)
         for part in self.shards:
             if any(is_away(param, view) for param, view in part.views()):
                 part.renew()
             if self.precision.mixed:
                 follow(part.master, part.mine)
-        for slot, (part, _, start, stop) in zip(self.slots, self._places, strict=True):
+        for slot, (part, index, start, stop) in zip(self.slots, self._places, strict=True):
             if is_away(slot.master, part.master[start:stop]):
-                slot.master.data = part.master[start:stop]
+                slot.master.data = self._outside(index, part.master[start:stop])
 
     @torch.no_grad()
     def publish(self) -> None:
         """All-gather the updated shards into everybody's weights."""
-        for slot, (part, _, start, stop) in zip(self.slots, self._places, strict=True):
-            bring_back(slot.master, part.master[start:stop])
+        for slot, (part, index, start, stop) in zip(self.slots, self._places, strict=True):
+            bring_back(slot.master, self._outside(index, part.master[start:stop]))
         pending = []
         for part in self.shards:
             if self.precision.mixed:
@@ -226,17 +236,15 @@ class Flat:
 
     def whole(self, index: int, piece: torch.Tensor) -> Gathering:
         """The whole tensor from every rank's piece."""
-        if self.complex[index]:
-            pairs = yield from joined(self, index, torch.Size((*self.shapes[index], 2)), piece, self.axis)
-            return torch.view_as_complex(pairs)
-        return (yield from joined(self, index, self.shapes[index], piece, self.axis))
+        return joined(self, index, self.shapes[index], piece, self.axis)
 
     def select(self, index: int, whole: torch.Tensor, shard_rank: int) -> torch.Tensor:
-        """The view of a whole parameter (of a complex one its real numbers) that is the piece of a rank of dp_shard."""
+        """The view of a whole parameter that is the piece of a rank of dp_shard."""
         part, entry = self._find(index)
         low, high = part.bucket.layout.shard(self.axis.size, shard_rank)
         first, last = max(entry.start, low), min(entry.stop, high)
-        return whole.view(-1)[first - entry.start : max(first, last) - entry.start]
+        width = 2 if self.complex[index] else 1
+        return whole.view(-1)[(first - entry.start) // width : (max(first, last) - entry.start) // width]
 
     def _find(self, index: int):
         for part in self.shards:
@@ -247,4 +255,4 @@ class Flat:
 
     def _piece(self, part: _Shard, shard: torch.Tensor, entry) -> torch.Tensor:
         first, last = max(entry.start, part.low), min(entry.stop, part.high)
-        return shard.detach()[first - part.low : max(first, last) - part.low]
+        return self._outside(entry.index, shard.detach()[first - part.low : max(first, last) - part.low])

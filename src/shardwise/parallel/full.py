@@ -26,11 +26,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import Function
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.comm import Gathering, Trail, all_reduce, broadcast, ready
@@ -39,10 +37,10 @@ from shardwise.errors import RefusedPlan
 from shardwise.mesh import Mesh
 from shardwise.parallel.slots import Slot, ValueOf, bring_back, joined
 from shardwise.part import Part
+from shardwise.part.pairs import as_complex, pairs_in
 from shardwise.precision import Precision
 from shardwise.trace.blocks import inner_first
 from shardwise.trace.hidden import change_hidden, hidden
-from shardwise.trace.leaves import replaced
 
 _END = "the end of the forward"
 USED_OUTSIDE = (
@@ -102,7 +100,9 @@ class FullShard:
         self.units = [*units, module]
         self._holders, self._shards = mesh.gradients, mesh.shard
         held = [param for param in module.parameters() if param not in self._absent]
-        self._whole = {id(param) for param in held if param.dim() == 0 or param.numel() == 0}
+        self._pairs = pairs_in(module)  # names of those that are complex outside
+        self._of_pairs = {id(param) for name, param in module.named_parameters() if name in self._pairs}
+        self._whole = {id(param) for param in held if not self._dims(param) or param.numel() == 0}
         self._whole |= {id(param) for child in module.modules() if getattr(child, "held_whole", False)
                         for param in child.parameters(recurse=False)}  # fmt: skip
         self._whole_gradients: dict[int, torch.Tensor] = {}
@@ -116,6 +116,11 @@ class FullShard:
         self._shard(module, units, mesh)
         self.slots: list[Slot] = []
         self.params: list[Any] = []  # DTensors, and the few whole ones
+        self._complex: list[bool] = []  # of each, whether it is one of pairs
+
+    def _dims(self, param: torch.Tensor) -> torch.Size:
+        """The sizes of the dims that may be cut: both parts of a complex number stay on one rank."""
+        return param.shape[:-1] if id(param) in self._of_pairs else param.shape
 
     def _shard(self, module: nn.Module, units: list[nn.Module], mesh: Mesh) -> None:
         assert mesh.device_mesh is not None
@@ -124,7 +129,7 @@ class FullShard:
         precision = self.precision
 
         def placement(param: nn.Parameter) -> Shard | None:
-            even = [dim for dim, size in enumerate(param.shape) if size % ranks == 0 and size > 0]
+            even = [dim for dim, size in enumerate(self._dims(param)) if size % ranks == 0 and size > 0]
             return Shard(even[0]) if even and even[0] != 0 else None
 
         policy = MixedPrecisionPolicy(
@@ -220,10 +225,30 @@ class FullShard:
         """After materialising: what the optimizer updates, sharing storage with the module's shards."""
         for name, param in self.module.named_parameters():
             if param.requires_grad:
-                piece = param.to_local() if isinstance(param, DTensor) else self._held(param)
+                shape = param.shape[:-1] if name in self._pairs else param.shape
+                index = len(self.params)
                 self.params.append(param)
-                self.slots.append(Slot(name, param.shape, nn.Parameter(piece.detach()), whole=False))
+                self._complex.append(name in self._pairs)
+                self.slots.append(Slot(name, shape, nn.Parameter(self._piece(index, param.detach())), whole=False))
         self._watch_use()
+
+    def _outside(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
+        """What lies as the index-th parameter does, as others see it: complex, where that is held as pairs."""
+        return as_complex(tensor) if self._complex[index] else tensor
+
+    def _piece(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's piece, for the optimizer, of what lies as the index-th parameter does."""
+        if isinstance(tensor, DTensor):
+            return self._outside(index, tensor.to_local())
+        return self._held(self._outside(index, tensor))
+
+    def _gradient(self, index: int) -> torch.Tensor:
+        """This rank's piece of a gradient, on the memory of the parameter's own."""
+        param = self.params[index]
+        if self._complex[index] and param.grad.to_local().storage_offset() % 2:  # within what was reduced
+            moved = DTensor(param.grad.to_local().clone(), param.grad._spec, requires_grad=False)
+            torch.Tensor.grad.__set__(param, moved)
+        return self._piece(index, param.grad)
 
     def _held(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's piece of a parameter that cannot be cut: all of it on the first rank of dp_shard."""
@@ -314,28 +339,28 @@ class FullShard:
                 self.order.finish_step()
         for index, (param, slot) in enumerate(zip(self.params, self.slots, strict=True)):
             if index in self._whole_gradients:
-                slot.master.grad = self._held(self._whole_gradients[index]) if index in used else None
+                slot.master.grad = self._piece(index, self._whole_gradients[index]) if index in used else None
             elif index in used and param.grad is not None:
-                slot.master.grad = param.grad.to_local()
+                slot.master.grad = self._gradient(index)
 
     def set_gradient(self, index: int, value: DTensor | None) -> None:
         """Replace a parameter's gradient for this step, as a script does; None: it has none."""
         torch.Tensor.grad.__set__(self.params[index], value)
         (self._used.discard if value is None else self._used.add)(index)
-        self.slots[index].master.grad = None if value is None else value.to_local()
+        self.slots[index].master.grad = None if value is None else self._gradient(index)
 
     def take_uncut(self) -> None:
         """Set the masters' gradients of parameters that are not cut to what those parameters have now."""
         for index in self._whole_gradients:
             found, slot = self.params[index].grad, self.slots[index]
             (self._used.discard if found is None else self._used.add)(index)
-            slot.master.grad = None if found is None else self._held(found.detach())
+            slot.master.grad = None if found is None else self._piece(index, found.detach())
 
     @torch.no_grad()
     def publish(self) -> None:
         """Masters share storage with the module's shards; what is not cut comes from the rank that updates it."""
-        for param, slot in zip(self.params, self.slots, strict=True):
-            bring_back(slot.master, param._local_tensor.detach() if isinstance(param, DTensor) else self._held(param))
+        for index, (param, slot) in enumerate(zip(self.params, self.slots, strict=True)):
+            bring_back(slot.master, self._piece(index, param.detach()))
         for index in self._uncut():
             if self.params[index].numel():
                 broadcast(self.params[index].detach(), self._shards, 0, "parameters")
@@ -367,7 +392,9 @@ class FullShard:
     def full_parameter(self, index: int) -> Gathering:
         """The whole weight, gathered."""
         param = self.params[index].detach()
-        return self.whole(index, param.to_local()) if isinstance(param, DTensor) else ready(param)
+        if isinstance(param, DTensor):
+            return self.whole(index, self._piece(index, param))
+        return ready(self._outside(index, param))
 
     def full_gradient(self, index: int) -> Gathering:
         """The whole gradient, gathered."""
@@ -375,66 +402,12 @@ class FullShard:
             gradient = self._whole_gradients[index].clone()
             if gradient.numel():
                 broadcast(gradient, self._shards, 0, "control")
-            return ready(gradient if index in self._used else None)
+            return ready(self._outside(index, gradient) if index in self._used else None)
         gradient = self.params[index].grad
         unused = gradient is None or index not in self._used
-        return ready(None) if unused else self.whole(index, gradient.detach().to_local())
+        return ready(None) if unused else self.whole(index, self._piece(index, gradient.detach()))
 
 
 def _without_margin(output: Part) -> torch.Tensor:
     """The same part, whose gradient arrives at `output`, as FSDP2 waits for it: not beside it, by its margin."""
     return output if output.margin is None else output.view_as(output)
-
-
-class OutsideReads(TorchDispatchMode):
-    """Notes the units whose parameters an operation reads while they do not run, and gives it the whole values.
-
-    module   units are sharded by `FullShard`; none of them runs now
-    gather   the whole values of a weight
-    units    their paths, as they are found: their parameters belong into what encloses them
-
-    Each read gathers, so every rank of dp_shard must run the same forward inside, without gradients. What the root
-    unit holds is left alone: nothing encloses it.
-    """
-
-    def __init__(self, module: nn.Module, gather: Callable[[DTensor], torch.Tensor] = DTensor.full_tensor):
-        super().__init__()
-        self.gather = gather
-        self.units: set[str] = set()
-        unit_of: dict[int, str] = {}
-        self._held: dict[int, tuple[DTensor, str]] = {}
-        for path, child in module.named_modules():
-            above = unit_of.get(id(child), "")
-            own = path if isinstance(child, FSDPModule) else above
-            unit_of |= {id(inner): own for inner in child.children()}
-            params = child._parameters.values() if own else ()
-            self._held |= {id(param): (param, own) for param in params if isinstance(param, DTensor)}
-
-    def __enter__(self) -> OutsideReads:
-        kept = self._apply = Function.__dict__["apply"]
-
-        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:  # its backward gives gradients of what it was given
-            self.units |= {self._held[id(each)][1] for each in args if id(each) in self._held}
-            return kept.__func__(cls, *args, **kwargs)
-
-        Function.apply = classmethod(apply)
-        return super().__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        Function.apply = self._apply
-        super().__exit__(*raised)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            args, kwargs = self.answered(args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-    def answered(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Returns an operation's arguments with each sharded weight whole; notes the units of those."""
-        return replaced(DTensor, self._whole, (args, kwargs))
-
-    def _whole(self, leaf: DTensor) -> torch.Tensor:
-        if id(leaf) not in self._held:
-            return leaf
-        self.units.add(self._held[id(leaf)][1])
-        return self.gather(leaf)

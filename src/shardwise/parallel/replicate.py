@@ -18,13 +18,16 @@ What this does not do: hold less than the whole model on each rank.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 
 from shardwise.comm import Axis, Gathering, Pending, all_reduce, ready
 from shardwise.comm.buckets import Bucket, GradientBuckets
 from shardwise.comm.tree import FixedOrder
-from shardwise.parallel.slots import Slot, follow
+from shardwise.parallel.slots import Slot, bring_back, follow, is_away
+from shardwise.part.pairs import as_complex
 from shardwise.precision import Precision
 
 
@@ -34,12 +37,16 @@ class Replicate:
     in_pieces = False
 
     def __init__(
-        self, named: list[tuple[str, nn.Parameter]], axis: Axis, precision: Precision, order: FixedOrder | None = None
-    ):
+        self, named: list[tuple[str, nn.Parameter]], axis: Axis, precision: Precision, order: FixedOrder | None = None,
+        pairs: Collection[str] = (),
+    ):  # fmt: skip
+        """pairs  names of parameters that are complex outside of the module, and real in it"""
         self.axis = axis
         self.precision = precision
         self.params = [param for _, param in named]
-        self.slots = [Slot(name, param.shape, self._master(param), whole=True) for name, param in named]
+        self._pairs = [name in pairs for name, _ in named]
+        masters = [self._master(param, held) for (_, param), held in zip(named, self._pairs, strict=True)]
+        self.slots = [Slot(name, one.shape, one, whole=True) for (name, _), one in zip(named, masters, strict=True)]
         self._pending: list[Pending] = []
         self.order = order
         self._summed = False  # in order, in this step
@@ -48,7 +55,9 @@ class Replicate:
             named, dtype=precision.reduce, ranks=ranks, summing=axis.size, keep=True, launch=self._reduce, order=order
         )
 
-    def _master(self, param: nn.Parameter) -> nn.Parameter:
+    def _master(self, param: nn.Parameter, pairs: bool) -> nn.Parameter:
+        if pairs:
+            return nn.Parameter(as_complex(param.detach()))
         if not self.precision.mixed:
             return param
         return nn.Parameter(param.detach().to(self.precision.master))
@@ -62,8 +71,8 @@ class Replicate:
         """Forget the last step's gradients."""
         self._summed = False
         self.buckets.start_step()
-        if self.precision.mixed:  # else the masters are the buckets' parameters
-            for slot in self.slots:
+        for slot, pairs in zip(self.slots, self._pairs, strict=True):
+            if pairs or self.precision.mixed:  # else the master is the buckets' parameter
                 slot.master.grad = None
 
     def start_micro_batch(self, *, last: bool) -> None:
@@ -96,8 +105,10 @@ class Replicate:
             for place, entry in enumerate(bucket.layout.entries):
                 gradient = bucket.view(place) if entry.index in used else None
                 master = self.slots[entry.index].master
-                if gradient is not None and gradient.dtype != master.dtype:
+                if gradient is not None and gradient.dtype.to_real() != master.dtype.to_real():
                     gradient = gradient.to(master.dtype)
+                if gradient is not None and self._pairs[entry.index]:
+                    gradient = as_complex(gradient)
                 if master.grad is not gradient:
                     master.grad = gradient
 
@@ -107,12 +118,18 @@ class Replicate:
         if self.precision.mixed:
             for param, slot in zip(self.params, self.slots, strict=True):
                 follow(slot.master, param.detach())
+        for param, slot, pairs in zip(self.params, self.slots, self._pairs, strict=True):
+            if pairs and is_away(slot.master, param.detach()):
+                slot.master.data = as_complex(param.detach())
 
     @torch.no_grad()
     def publish(self) -> None:
         """Round the masters into the module's weights, where they differ."""
         if self.precision.mixed:
             torch._foreach_copy_(self.params, [slot.master for slot in self.slots])
+        for param, slot, pairs in zip(self.params, self.slots, self._pairs, strict=True):
+            if pairs:
+                bring_back(slot.master, as_complex(param.detach()))
 
     def gradient_buffers(self) -> list[torch.Tensor | None]:
         """The buckets."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -261,6 +262,10 @@ def repeat(func: Any, args: tuple, kwargs: dict) -> Part:
 def as_strided(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """Rule, in backward alone, of the gradient of a whole tensor into which parts were written."""
     part, sizes, strides, offset = args[0], args[1], args[2], args[3] if len(args) > 3 else 0
+    if (slices := _slices_of(part, sizes, strides, offset or 0)) is not None:
+        for dim, (start, stop, step) in enumerate(slices):
+            part = torch.ops.aten.slice.Tensor(part, dim, start, stop, step)
+        return part
     if not part.axis.positions or not in_backward():
         raise Uncut(no_rule(func, [part]))
     whole = gathered(part)
@@ -268,6 +273,23 @@ def as_strided(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         whole = torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=part.device).copy_(whole)
     kept = Sum.taken(whole, part.axis, ViewOf(part, lambda whole: part.local.copy_(part.share(whole, part.dim_cut))))
     return Sum.taken(func(whole, sizes, strides, offset), part.axis, ViewOf(kept))
+
+
+def _slices_of(
+    part: Part, sizes: Sequence[int], strides: Sequence[int], offset: int
+) -> list[tuple[int, int, int]] | None:
+    """(start, stop, step) of each dim, where a view by strides takes slices of a tensor; None for any other view."""
+    if len(sizes) != part.dim() or not part.numel() or not math.prod(sizes) or 0 in part.stride():
+        return None
+    own, found, rest = part.stride(), [(0, 1, 1)] * part.dim(), offset
+    for dim in sorted(range(part.dim()), key=lambda d: (-own[d], -part.shape[d])):
+        start = rest // own[dim] if part.shape[dim] > 1 else 0
+        step, odd = divmod(strides[dim], own[dim]) if sizes[dim] > 1 else (1, 0)
+        stop = start + (sizes[dim] - 1) * step + 1
+        if odd or step < 1 or stop > part.shape[dim]:
+            return None
+        rest, found[dim] = rest - start * own[dim], (start, stop, step)
+    return None if rest else found
 
 
 @rule("cat", "stack")

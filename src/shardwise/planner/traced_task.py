@@ -19,6 +19,7 @@ from shardwise.engine.optimizer import refuse as refuse_optimizer
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.parallel.batchnorm import joins_batch_norms
+from shardwise.part.pairs import shapes_outside
 from shardwise.planner.candidates import Constraints
 from shardwise.planner.played import Sizes, dealt, degrees_text, places, played
 from shardwise.planner.reading import Reading, timed_reading
@@ -232,8 +233,10 @@ class Traced:
     @cached_property
     def nature(self) -> Nature:
         """The optimizer's `Nature` (elementwise, per tensor or joint), found by the same trial as a run's."""
-        trained = (param for param in self.looks.built.module.parameters() if param.requires_grad)
-        return try_out(self.task.optimizer, [param.shape for param in trained])
+        module = self.looks.built.module
+        kinds = shapes_outside(module)
+        trained = [kinds[name] for name, param in module.named_parameters() if param.requires_grad]
+        return try_out(self.task.optimizer, *map(list, zip(*trained, strict=True)))
 
     def fits(self, layout: Layout, batch: int, constraints: Constraints) -> bool:
         """Whether the fullest rank of a layout has room."""

@@ -23,6 +23,10 @@ def kind_of(found: torch.Tensor, expected: torch.Tensor, shares: Sequence[torch.
         for sign, words in ((-1, "lacks the share of"), (1, "counts twice the share of")):
             if _near(a, b + sign * share.flatten()):
                 return f"it {words} data rank {rank}"
+    if a.is_complex() or b.is_complex():
+        if _near(a, b.conj()):
+            return "conjugated"
+        a, b = torch.view_as_real(a.resolve_conj()).flatten(), torch.view_as_real(b.resolve_conj()).flatten()
     norm = float((b * b).sum())
     factor = float((a * b).sum()) / norm if norm else 0.0
     if factor and abs(factor - 1) > NEAR and _near(a, factor * b):
@@ -33,7 +37,7 @@ def kind_of(found: torch.Tensor, expected: torch.Tensor, shares: Sequence[torch.
     if 0 < len(wrong) < len(a):
         first, last = int(wrong[0]), int(wrong[-1])
         place = f"from element {first} to {last}" if len(wrong) == last - first + 1 else f"the first at {first}"
-        return f"{len(wrong)} of {len(a)} elements, {place}"
+        return f"{len(wrong)} of {len(a)} {'elements' if len(a) == found.numel() else 'parts of numbers'}, {place}"
     return ""
 
 

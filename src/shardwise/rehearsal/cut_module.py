@@ -42,6 +42,7 @@ from shardwise.parallel.expert.apply import Stack
 from shardwise.parallel.pipeline.placed import StagePlacement
 from shardwise.parallel.tensor import Derived, Followed
 from shardwise.part import forget
+from shardwise.part.pairs import hold_pairs
 from shardwise.part.positions import Positions
 from shardwise.precision import Precision
 from shardwise.rehearsal.rank_row import ALIKE, Beside, Place, RankTrace, Rehearsal, Told, axes_at
@@ -188,6 +189,7 @@ class Looks:
         """The module without its weights."""
         built = build_deferred(self.task.model, 0)
         make_gradients_dense(built.module)
+        built.pairs = hold_pairs(built.module)
         return built
 
     @cached_property

@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.memory.live import LiveBytes
-from shardwise.parallel.full import OutsideReads
 from shardwise.part.levels import Distributed
 from shardwise.random import DRAWS, BatchDims, GlobalRandom, draws
 from shardwise.rehearsal.known_values import Values, known
 from shardwise.rehearsal.op_counts import DEVICE, Count
 from shardwise.trace.argument_writes import ArgumentWrites
+from shardwise.trace.outside_reads import OutsideReads
 
 _RAND = torch.ops.aten.rand.default
 _CHOSEN = torch.ops.aten.multinomial.default  # by scores: `Values` says which

@@ -111,7 +111,8 @@ class RankModule:
     def _stand_in(self, name: str, param: nn.Parameter, absent: bool, cut: Any) -> nn.Parameter:
         with self.fake:
             if absent:
-                value = torch.empty((), dtype=param.dtype).expand(param.shape)
+                lying = param.shape[-1:] if param.shape[-1:] == (2,) else ()  # `view_as_complex` asks for it
+                value = torch.empty(lying, dtype=param.dtype).expand(param.shape)
                 return nn.Parameter(value, requires_grad=False)
             shape = list(param.shape)
             if cut is not None:

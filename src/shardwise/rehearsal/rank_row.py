@@ -22,7 +22,6 @@ from shardwise.memory.live import LiveBytes, resizes_told
 from shardwise.mesh import overlap_from
 from shardwise.parallel.expert import ExpertParallel
 from shardwise.parallel.flat import Flat
-from shardwise.parallel.full import OutsideReads
 from shardwise.parallel.pipeline import backward
 from shardwise.parallel.pipeline.messages import Told as OfTensor
 from shardwise.parallel.pipeline.stage import StagedModule
@@ -47,6 +46,7 @@ from shardwise.rehearsal.step_trace import (
 )  # fmt: skip
 from shardwise.rehearsal.update_trace import in_order
 from shardwise.trace.fake import Fake
+from shardwise.trace.outside_reads import OutsideReads
 
 if TYPE_CHECKING:
     from shardwise.rehearsal.cut_module import Shares

@@ -34,6 +34,7 @@ from shardwise.memory.live import LiveBytes
 from shardwise.memory.recompute import recompute_block
 from shardwise.parallel.batchnorm import CountBatchNorm, JoinBatchNorm, batch_norm_modules, sync_module
 from shardwise.parallel.slots import Phase
+from shardwise.part.pairs import hold_pairs
 from shardwise.precision import Precision
 from shardwise.rehearsal.dispatch import RehearsalMode, followed
 from shardwise.rehearsal.gpu_kernels import Fused, like_gpu
@@ -86,6 +87,7 @@ def build(task: Task, fake: FakeTensorMode, precision: Precision) -> nn.Module:
             f"'{path}' was made by torch.jit and cannot be traced without values: give it as it was before"
         )
     make_gradients_dense(model)
+    hold_pairs(model)  # which a forecast counts as the real numbers that they are
     made: dict[int, torch.Tensor] = {}  # by what it stands for: a weight that is tied stays so
 
     def ours(tensor: torch.Tensor, trained: bool = False) -> torch.Tensor:
@@ -220,7 +222,6 @@ def trace(
         with as_real():
             model = build(task, fake, kept)
             refuse(model, Plan(precision=precision))
-            _refuse_complex(model)
             _sizes(model, found)
             if recompute != "none":
                 for path in blocks_of(model, wrap, nested=task.branches == "same").paths:
@@ -345,12 +346,6 @@ class Arrivals:
     def idle(self) -> int:
         """Elements of parameters that no gradient reached."""
         return sum(self._sizes) - sum(self._seen.values())
-
-
-def _refuse_complex(model: nn.Module) -> None:
-    for name, param in model.named_parameters():
-        if param.is_complex():
-            raise RefusedPlan(f"parameter '{name}' is complex, and a forecast counts real numbers alone")
 
 
 def _sizes(model: nn.Module, found: StepTrace) -> None:

@@ -18,7 +18,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm import Axis, all_to_all, gathered_alone, gathered_together
+from shardwise.comm.buckets import shaped
 from shardwise.parallel.slots import PieceSlots, follow
+from shardwise.part.pairs import as_pairs
+
+
+def as_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the real numbers of a tensor, flat: two for each complex one."""
+    return as_pairs(tensor).reshape(-1)
 
 
 def choose_owners(sizes: list[int], ranks: int) -> list[int]:
@@ -43,7 +50,9 @@ class OwnedMasters:
         self._slot = {index_of[slot.name]: slot for slot in technique.slots}
         self.masters: dict[int, nn.Parameter] = {}
         wholes = gathered_together(technique.full_parameter(index) for index in range(len(shapes)))
+        self._kinds: list[torch.dtype] = []
         for index, (owner, whole) in enumerate(zip(self.owner_of, wholes, strict=True)):
+            self._kinds.append(whole.dtype)
             if owner == axis.index:
                 self.masters[index] = nn.Parameter(whole.detach().clone())
 
@@ -52,17 +61,20 @@ class OwnedMasters:
 
     def _size(self, index: int, rank: int) -> int:
         shape = torch.empty(self.shapes[index], device="meta")
-        return self.technique.select(index, shape, rank).numel()
+        return self.technique.select(index, shape, rank).numel() * (2 if self._complex(index) else 1)
+
+    def _complex(self, index: int) -> bool:
+        return self._kinds[index].is_complex
 
     def _like(self) -> torch.Tensor:
-        return next(iter(self._slot.values())).master
+        return as_pairs(next(iter(self._slot.values())).master.detach())
 
     @torch.no_grad()
     def collect_gradients(self, used: set[int]) -> None:
         """Gather whole gradients of the owned parameters from everybody's pieces. Collective."""
         ranks, me = self.axis.size, self.axis.index
         sent = [
-            self._slot[i].master.grad.reshape(-1)
+            as_numbers(self._slot[i].master.grad)
             for rank in range(ranks)
             for i in self._owned_by(rank, used)
             if self._size(i, me)
@@ -71,13 +83,14 @@ class OwnedMasters:
         mine = self._owned_by(me, used)
         received_sizes = [sum(self._size(i, rank) for i in mine) for rank in range(ranks)]
         received = self._exchange(sent, sent_sizes, received_sizes, "gradients")
-        wholes = {i: received.new_empty(self.shapes[i]) for i in mine}
+        wholes = {i: received.new_empty(self.shapes[i], dtype=self._kinds[i]) for i in mine}
         at = 0
         for rank in range(ranks):
             for i in mine:
                 piece = self.technique.select(i, wholes[i], rank)
-                piece.copy_(received[at : at + piece.numel()].view(piece.shape))
-                at += piece.numel()
+                size = self._size(i, rank)
+                piece.copy_(shaped(received[at : at + size], piece.shape, as_complex=self._complex(i)))
+                at += size
         for i, master in self.masters.items():
             master.grad = wholes.get(i)
 
@@ -86,7 +99,7 @@ class OwnedMasters:
         """Send the pieces of the owners' updated masters to the ranks that hold them. Collective."""
         ranks, me = self.axis.size, self.axis.index
         mine = self._owned_by(me, used)
-        sent = [self.technique.select(i, self.masters[i], r).reshape(-1) for r in range(ranks) for i in mine]
+        sent = [as_numbers(self.technique.select(i, self.masters[i], r)) for r in range(ranks) for i in mine]
         sent_sizes = [sum(self._size(i, rank) for i in mine) for rank in range(ranks)]
         received_sizes = [sum(self._size(i, me) for i in self._owned_by(rank, used)) for rank in range(ranks)]
         received = self._exchange(sent, sent_sizes, received_sizes, "parameters")
@@ -96,7 +109,7 @@ class OwnedMasters:
                 size = self._size(i, me)
                 if size:
                     master = self._slot[i].master
-                    master.copy_(received[at : at + size].view(master.shape))
+                    master.copy_(shaped(received[at : at + size], master.shape, as_complex=self._complex(i)))
                 at += size
         for master in self.masters.values():
             master.grad = None

@@ -30,6 +30,7 @@ from shardwise.layout.schedule_kinds import Op
 from shardwise.layout.schedules import plain_schedule
 from shardwise.parallel.pipeline import backward
 from shardwise.parallel.pipeline.tape import Tape
+from shardwise.part.pairs import as_pairs
 from shardwise.random import Samples
 from shardwise.step.control import Agreement, Tally, agree
 from shardwise.step.loss import NO_GRAPH, Loss
@@ -238,15 +239,17 @@ def _sum_tied(state: RankState, used: set[int]) -> None:
     staged, technique = _staged(state), state.technique
     index_of = {name: index for index, name in enumerate(state.names)}
     slots = {slot.name: slot for slot in technique.slots}
-    shapes = {name: param.shape for name, param in state.module.named_parameters()}
+    shapes = state.shapes()
     for number, name in enumerate(staged.cut.tied):
         index = index_of.get(name)
         if index is None or index not in used:
             continue
         gradient = gathered_alone(technique.full_gradient(index))
         if gradient is None:
-            gradient = torch.zeros(shapes[name], dtype=state.precision.master, device=state.device)
-        total = _summed(gradient.contiguous(), staged.axis, staged.cut.holders[name], number)
+            kind = state.precision.master.to_complex() if name in state.pairs else state.precision.master
+            gradient = torch.zeros(shapes[name], dtype=kind, device=state.device)
+        numbers = _summed(as_pairs(gradient.contiguous()), staged.axis, staged.cut.holders[name], number)
+        total = state.outside(name, numbers)
         slot = slots.get(name)
         if slot is None:
             continue

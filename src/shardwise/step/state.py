@@ -16,6 +16,7 @@ from shardwise.mesh import Mesh
 from shardwise.parallel.expert import ExpertParallel
 from shardwise.parallel.slots import DataParallel, Phase
 from shardwise.parallel.tensor import TensorParallel
+from shardwise.part.pairs import as_complex, shapes_outside
 from shardwise.precision import Precision
 from shardwise.random import GlobalRandom, Watch
 from shardwise.step.forward import Forward
@@ -43,6 +44,7 @@ class RankState:
     global_random masks by global index, where they were asked for; `watch`: whether operations are watched for them
     order         in which sums over pieces of a batch are taken, where the plan is deterministic
     chunks        what was computed in chunks of positions, where the plan has position_chunks
+    pairs         complex parameters that the module holds as real ones (part/pairs)
     used          indices of the parameters that any rank reached in the last step
     first_fields  what the first batch held, for the error of a later one
     hooks         contexts around parts of a step, for whoever measures
@@ -80,6 +82,7 @@ class RankState:
     first_fields: dict[str, str] = field(default_factory=dict)
     order: FixedOrder | None = None
     chunks: Chunks | None = None
+    pairs: frozenset[str] = frozenset()
     steps_done: int = 0
     skipped_steps: int = 0
 
@@ -87,6 +90,14 @@ class RankState:
     def device(self) -> torch.device:
         """This rank's device."""
         return self.mesh.device
+
+    def outside(self, name: str, held: torch.Tensor) -> torch.Tensor:
+        """What the module holds of a parameter, as others see it: complex, where it is held as pairs."""
+        return as_complex(held) if name in self.pairs else held
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of what the module holds of each parameter, by name, as others see it."""
+        return {name: shape for name, (shape, _) in shapes_outside(self.module).items()}
 
     @property
     def data_rank(self) -> int:

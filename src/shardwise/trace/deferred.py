@@ -20,7 +20,7 @@ import hashlib
 import inspect
 import random
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -60,12 +60,17 @@ class Built:
         self._refs = {name: ref_of(tensor) for name, tensor in self._targets.items()} if tape else {}
         self._seeds: dict[int, int] = {}
         self.given: Callable[[str], torch.Tensor | None] | None = None  # values from elsewhere (a checkpoint)
+        self.pairs: Collection[str] = ()  # complex parameters that the module holds as real ones (part/pairs)
         if tape is not None:
             self._check()
             self._assign_seeds()
 
     def value(self, name: str) -> torch.Tensor:
         """The full tensor on the CPU, newly made (a reference to the real one when nothing was deferred)."""
+        value = self._value(name)
+        return torch.view_as_real(value.resolve_conj()) if name in self.pairs and value.is_complex() else value
+
+    def _value(self, name: str) -> torch.Tensor:
         found = self.given(name) if self.given is not None else None
         if found is not None:
             if found.shape != self._targets[name].shape:

@@ -35,7 +35,7 @@ from shardwise.part.crossing import Cuts, cuts_of, put_together, share_under, ta
 
 DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
 FORWARD, BACKWARD = "hidden states", "gradients of hidden states"
 MOST_TENSORS, MOST_DIMS = 24, 8
@@ -266,7 +266,9 @@ def _next(gradients: Iterator[torch.Tensor], reached: int) -> torch.Tensor | Non
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Booleans as bytes, which every backend carries."""
+    """What every backend carries: booleans as bytes, complex numbers as pairs of real ones."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj().resolve_neg())
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 

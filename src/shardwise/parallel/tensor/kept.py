@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.parallel.tensor.derive import SHARE, Derived, WeightCut
 from shardwise.part import Owners
+from shardwise.part.pairs import pairs_in
 from shardwise.part.parameters import FLAT, KEPT
 
 
@@ -30,10 +31,11 @@ def kept_shares(module: nn.Module, ranks: int, whole: dict[str, str], barred: Co
     whole  why no parameter's products can be shared
     """
     named = dict(module.named_parameters())
-    hidden = set(_beside_attributes(module))
+    hidden, pairs = set(_beside_attributes(module)), pairs_in(module)
     derived = Derived(whole=dict(whole))
     for number, (name, param) in enumerate(named.items()):
-        dim = next((d for d, size in enumerate(param.shape) if size >= ranks), None)
+        sizes = param.shape[:-1] if name in pairs else param.shape  # both parts of a complex number on one rank
+        dim = next((d for d, size in enumerate(sizes) if size >= ranks), None)
         if dim is None or name in barred or id(param) in hidden or not param.is_floating_point():
             continue
         derived.cuts[name] = WeightCut(name, dim, Owners.blocks(param.shape[dim], ranks), KEPT, number)

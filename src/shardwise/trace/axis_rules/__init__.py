@@ -3,7 +3,7 @@
 A rule returns whether it applied; if not, the inputs stay whole. Rules in `part/` act once weights are cut.
 """
 
-from shardwise.trace.axis_rules import pointwise, products, reductions, views  # noqa: F401 - they register
+from shardwise.trace.axis_rules import complexes, pointwise, products, reductions, views  # noqa: F401 - they register
 from shardwise.trace.axis_rules.pointwise import elementwise
 from shardwise.trace.axis_rules.registry import RULES
 

@@ -1,0 +1,122 @@
+"""Complex parameters held as real ones of pairs, which their module reads as complex numbers.
+
+    the module's own    weight: (in, out, modes) complex64
+    held                weight: (in, out, modes, 2) float32, trained, sharded, cut and sent like any other
+    self.weight         `view_as_complex` of it, on the same memory, under its own name
+
+Gradients need no rule: that of a complex number is made of those of its two parts. Outside of the module (optimizers,
+state dicts, checkpoints) a tensor of pairs is seen as the complex one that it is (`as_complex`).
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.part.parameters import unannounced
+
+_PAIRS = "_read_as_complex"  # on a module: its parameters that are pairs
+_CLASSES: dict[type, type] = {}
+
+
+def as_pairs(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a complex tensor as a real one with a last dim of 2, on the same memory; a real one as it is."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def as_complex(pairs: torch.Tensor) -> torch.Tensor:
+    """Returns a real tensor with a last dim of 2 as a complex one, on the same memory where it may lie so."""
+    if pairs.storage_offset() % 2 or any(stride % 2 for stride in pairs.stride()[:-1]) or pairs.stride(-1) != 1:
+        pairs = pairs.clone(memory_format=torch.contiguous_format)
+    return torch.view_as_complex(pairs)
+
+
+def hold_pairs(module: nn.Module) -> frozenset[str]:
+    """Hold every complex parameter as a real one of pairs; returns the names of those that are held so now."""
+    made: dict[int, nn.Parameter] = {}
+    kept = list(module.parameters())  # else an id might be given again
+    for child in module.modules():
+        found = {leaf: param for leaf, param in child._parameters.items() if param is not None and param.is_complex()}
+        if not found:
+            continue
+        for leaf, param in found.items():
+            if id(param) not in made:
+                made[id(param)] = _held(param)
+            child._parameters[leaf] = made[id(param)]
+        child.__dict__[_PAIRS] = frozenset(found) | child.__dict__.get(_PAIRS, frozenset())
+        child.__class__ = _reading_complex(type(child))
+    del kept
+    return pairs_in(module)
+
+
+def pairs_in(module: nn.Module) -> frozenset[str]:
+    """Returns the names of the parameters that a module holds as pairs and reads as complex numbers."""
+    held = {
+        id(child._parameters[leaf])
+        for child in module.modules()
+        for leaf in child.__dict__.get(_PAIRS, ())
+        if child._parameters.get(leaf) is not None
+    }
+    return frozenset(name for name, param in module.named_parameters() if id(param) in held)
+
+
+def shapes_outside(module: nn.Module) -> dict[str, tuple[torch.Size, bool]]:
+    """Returns (shape, whether it is complex) of each parameter by name, as its module's author knows it."""
+    pairs = pairs_in(module)
+    return {
+        name: (param.shape[:-1], True) if name in pairs else (param.shape, param.is_complex())
+        for name, param in module.named_parameters()
+    }
+
+
+def _held(param: nn.Parameter) -> nn.Parameter:
+    pairs = nn.Parameter(as_pairs(param.detach()), requires_grad=param.requires_grad)
+    pairs.__dict__.update(param.__dict__)  # marks that users or libraries left on it
+    return pairs
+
+
+def _read(pairs: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_complex(pairs)
+
+
+def _asked_by_fsdp() -> bool:
+    """Whether FSDP2 reads a parameter, which takes the one that it finds for its own shard."""
+    frame: FrameType | None = sys._getframe(2)  # past `__getattr__`
+    for _ in range(3):  # and past a reader of `part.parameters`
+        if frame is None or frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp"):
+            return frame is not None
+        frame = frame.f_back
+    return False
+
+
+def _reading_complex(kind: type) -> type:
+    """A subclass that gives complex numbers where a parameter is held as pairs."""
+    if kind in _CLASSES:
+        return _CLASSES[kind]
+    if kind in _CLASSES.values():
+        return kind
+
+    def __getattr__(self: nn.Module, name: str) -> Any:
+        held = self.__dict__.get("_parameters", {})
+        pairs = held.get(name) if name in self.__dict__.get(_PAIRS, ()) else None
+        if pairs is None or pairs.is_complex():  # another parameter, set in its place
+            return kind.__getattr__(self, name)  # type: ignore[attr-defined]
+        if isinstance(pairs, DTensor) and _asked_by_fsdp():
+            return pairs
+        numbers = _read(pairs)
+        numbers.reads_weight = True  # for `self.weight.data = ...`: see `part.assigned`
+        if kind.__getattr__ is nn.Module.__getattr__:  # type: ignore[attr-defined]
+            return numbers
+        self.__dict__["_parameters"] = {**held, name: numbers}  # what the module's own code makes of it
+        try:
+            return kind.__getattr__(self, name)  # type: ignore[attr-defined]
+        finally:
+            self.__dict__["_parameters"] = held
+
+    _CLASSES[kind] = unannounced(kind, {"__getattr__": __getattr__})
+    return _CLASSES[kind]

@@ -1,0 +1,69 @@
+"""Detect weights of zero=3 that an operation reads while the unit that holds them does not run, and give them whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Function
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.trace.leaves import replaced
+
+
+class OutsideReads(TorchDispatchMode):
+    """Notes the units whose parameters an operation reads while they do not run, and gives it the whole values.
+
+    module   units are sharded by `FullShard`; none of them runs now
+    gather   the whole values of a weight
+    units    their paths, as they are found: their parameters belong into what encloses them
+
+    Each read gathers, so every rank of dp_shard must run the same forward inside, without gradients. What the root
+    unit holds is left alone: nothing encloses it.
+    """
+
+    def __init__(self, module: nn.Module, gather: Callable[[DTensor], torch.Tensor] = DTensor.full_tensor):
+        super().__init__()
+        self.gather = gather
+        self.units: set[str] = set()
+        unit_of: dict[int, str] = {}
+        self._held: dict[int, tuple[DTensor, str]] = {}
+        for path, child in module.named_modules():
+            above = unit_of.get(id(child), "")
+            own = path if isinstance(child, FSDPModule) else above
+            unit_of |= {id(inner): own for inner in child.children()}
+            params = child._parameters.values() if own else ()
+            self._held |= {id(param): (param, own) for param in params if isinstance(param, DTensor)}
+
+    def __enter__(self) -> OutsideReads:
+        kept = self._apply = Function.__dict__["apply"]
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:  # its backward gives gradients of what it was given
+            self.units |= {self._held[id(each)][1] for each in args if id(each) in self._held}
+            return kept.__func__(cls, *args, **kwargs)
+
+        Function.apply = classmethod(apply)
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        Function.apply = self._apply
+        super().__exit__(*raised)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            args, kwargs = self.answered(args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def answered(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Returns an operation's arguments with each sharded weight whole; notes the units of those."""
+        return replaced(DTensor, self._whole, (args, kwargs))
+
+    def _whole(self, leaf: DTensor) -> torch.Tensor:
+        if id(leaf) not in self._held:
+            return leaf
+        self.units.add(self._held[id(leaf)][1])
+        return self.gather(leaf)
