@@ -303,8 +303,6 @@ REST = [
     (name, plan) for name in CHANGES for plan in (*PLANS_2, *PLANS_4, *PLANS_CUT) if (name, plan) not in SHORT + CUT
 ] + [case for case in (*ON_SHARES, ("segmentation", "domain=2,dp_replicate=2")) if case not in SHARES]
 # what is refused, in one sentence, and why
-# whose backward tp cannot cut, for a batch that is not dealt; where it is, weights are kept in shares
-NO_PRODUCT = ("neural_operator",)
 # whose own lines read weights, of which zero=3 beside tp leaves a rank a piece of a share
 READ_WEIGHTS = ("swav", "noisy_gradients", "dino", "mean_teacher", "momentum_contrast")
 
@@ -315,8 +313,6 @@ OWN_COUNTS = {"shifted_gpt": "correct += (logits"}  # lines that count what a ra
 def refusal(name: str, plan: str) -> str | None:
     """What a script is told under a plan, None where it runs."""
     plan_ = shardwise.Plan.parse(plan)
-    if plan_.tp > 1 and name in NO_PRODUCT and plan_.data_ranks == 1:
-        return "known to be right"
     if name == "lbfgs_fit" and (plan_.tp > 1 or plan_.zero):
         return "LBFGS's update"
     if name == "trainer" and plan_.tp > 1:

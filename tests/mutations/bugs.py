@@ -170,8 +170,8 @@ STEP = [
     bug("an owner's update of one weight is not handed out", "step.owners:OwnedMasters.hand_out",
         "if size:", "if size and i:", HERE + "adafactor", "dp_shard=2,zero=1"),
     bug("an owner gets pieces in the wrong order", "step.owners:OwnedMasters.collect_gradients",
-        "shaped(received[at : at + size],",
-        "shaped(received[at : at + size].flip(0),", HERE + "adafactor",
+        "received[at : at + size]",
+        "received[at : at + size].flip(0)", HERE + "adafactor",
         "dp_shard=2,zero=1"),
 ]  # fmt: skip
 

@@ -15,13 +15,12 @@ class SpectralConv1d(nn.Module):
     def __init__(self, width, modes):
         super().__init__()
         self.modes = modes
-        self.weights = nn.Parameter(torch.rand(width, width, modes, 2) / width**2)
+        self.weights = nn.Parameter(torch.rand(width, width, modes, dtype=torch.cdouble) / width**2)
 
     def forward(self, x):
         x_ft = torch.fft.rfft(x)
         out = torch.zeros_like(x_ft)
-        weights = torch.view_as_complex(self.weights)
-        out[:, :, : self.modes] = torch.einsum("bix,iox->box", x_ft[:, :, : self.modes], weights)
+        out[:, :, : self.modes] = torch.einsum("bix,iox->box", x_ft[:, :, : self.modes], self.weights)
         return torch.fft.irfft(out, n=x.size(-1))
 
 

@@ -23,6 +23,7 @@ from shardwise.engine.evaluated import Evaluate, Runner, Seen, TakesGradients, h
 from shardwise.errors import RefusedPlan
 from shardwise.parallel.batchnorm import batch_norm_modules
 from shardwise.parallel.full import USED_OUTSIDE
+from shardwise.part.pairs import attributes_alone
 from shardwise.random import EACH_ITS_OWN, BatchDims, GlobalRandom, Samples
 from shardwise.step.loss import Loss
 from shardwise.trace.all_pairs import AllPairs, told_pairs
@@ -67,6 +68,7 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
     Raises `TakesGradients` where units of zero=3 are to be put together first.
     """
 
+    evaluate = _with_attributes_alone(module, evaluate)
     settings = {"joined": joined, "dtype": dtype, "strict": strict, "masks": masks, "share": share, "again": again}
     try:
         if not staged:
@@ -79,6 +81,16 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
         raise TakesGradients
     with torch.enable_grad(), _unwarned():
         return _look(module, evaluate, whole, parts, sizes, **settings)
+
+
+def _with_attributes_alone(module: nn.Module, evaluate: Evaluate) -> Evaluate:
+    context = attributes_alone(module)
+
+    def run(batch: Any) -> Loss:
+        with context:
+            return evaluate(batch)
+
+    return run
 
 
 @contextmanager

@@ -212,7 +212,8 @@ def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def _other_dtypes(module: nn.Module, plan: Plan, precision: Precision) -> list[str]:
     """Say so where the module was built in a dtype of its author's choice that the plan does not hold it in."""
-    built = {param.dtype for param in module.parameters() if param.is_floating_point()}
+    numbers = (param.dtype for param in module.parameters() if param.is_floating_point() or param.is_complex())
+    built = {dtype.to_real() for dtype in numbers}
     return [
         f"parameters built in {dtype} are held in {precision.master}, as precision={plan.precision} says"
         for dtype in sorted(built - {precision.master, torch.float32}, key=str)

@@ -6,19 +6,27 @@
 
 Gradients need no rule: that of a complex number is made of those of its two parts. Outside of the module (optimizers,
 state dicts, checkpoints) a tensor of pairs is seen as the complex one that it is (`as_complex`).
+
+What this does not do: show complex numbers to code in the forward that takes parameters past their attributes, as by
+`parameters()`. Such code is refused (`attributes_alone`).
 """
 
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
+from shardwise.errors import RefusedPlan
 from shardwise.part.parameters import unannounced
+from shardwise.trace.leaves import tensors_in
+from shardwise.trace.own_calls import by_a_module
 
 _PAIRS = "_read_as_complex"  # on a module: its parameters that are pairs
 _CLASSES: dict[type, type] = {}
@@ -120,3 +128,42 @@ def _reading_complex(kind: type) -> type:
 
     _CLASSES[kind] = unannounced(kind, {"__getattr__": __getattr__})
     return _CLASSES[kind]
+
+
+def attributes_alone(module: nn.Module) -> AbstractContextManager[Any]:
+    """Returns a context that refuses forwards which read a complex parameter past its attribute, where it is pairs.
+
+    It is to be the last function mode that is entered, since by whom a function is called is asked of the stack.
+    """
+    return _RawPairs(module) if pairs_in(module) else nullcontext()
+
+
+class _RawPairs(TorchFunctionMode):
+    """While entered, raises `RefusedPlan` where a module's code takes pairs, past its attribute, for its parameter."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self._held = [
+            (child._parameters, leaf, f"{path}.{leaf}" if path else leaf)
+            for path, child in module.named_modules()
+            for leaf in child.__dict__.get(_PAIRS, ())
+        ]
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func not in _ALIKE and by_a_module(sys._getframe(1)):
+            given = {id(tensor) for tensor in tensors_in((args, kwargs))}
+            for parameters, leaf, name in self._held:  # asked each time: units of zero=3 put others in their place
+                if id(parameters[leaf]) in given:
+                    raise RefusedPlan(
+                        f"the forward takes '{name}' past its module's attribute, as by parameters(), where it would "
+                        f"find the complex parameter as pairs of real numbers ({getattr(func, '__name__', func)}): "
+                        "read it as an attribute of its module, or use replicas, zero=1 or zero=2"
+                    )
+        return func(*args, **(kwargs or {}))
+
+
+_ALIKE = frozenset((  # of pairs and of complex numbers
+    torch.Tensor.device.__get__, torch.Tensor.requires_grad.__get__, torch.Tensor.is_leaf.__get__,
+    torch.Tensor.is_cuda.__get__, torch.Tensor.is_meta.__get__, torch.Tensor.layout.__get__,
+    torch.Tensor.register_hook, torch.Tensor.data_ptr,
+))  # fmt: skip

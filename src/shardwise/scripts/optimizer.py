@@ -23,7 +23,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from shardwise.comm import Axis
 from shardwise.engine.optimizer import Nature, refuse, try_out
-from shardwise.errors import InputError, RefusedPlan
+from shardwise.errors import InputError
 from shardwise.parallel.slots import DataParallel
 from shardwise.scripts.saying import names_line
 from shardwise.step.owners import OwnedMasters, PieceSlots
@@ -82,17 +82,19 @@ def _made(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
         ) from error
 
 
-def nature_of_group(optimizer: Optimizer, settings: dict[str, Any], shapes: Sequence[torch.Size]) -> Nature:
+Kind = tuple[torch.Size, bool]  # of a parameter: its shape, and whether it is complex
+
+
+def nature_of_group(optimizer: Optimizer, settings: dict[str, Any], kinds: Sequence[Kind]) -> Nature:
     """Returns what the update of one group needs, by a trial."""
-    return try_out(_flat(optimizer, _settings(settings)), list(shapes))
+    shapes, numbers = zip(*kinds, strict=True) if kinds else ((), ())
+    return try_out(_flat(optimizer, _settings(settings)), shapes, numbers)
 
 
-def nature_of(optimizer: Optimizer, shapes: Sequence[Sequence[torch.Size]]) -> Nature:
+def nature_of(optimizer: Optimizer, kinds: Sequence[Sequence[Kind]]) -> Nature:
     """Returns what the update needs (elements, tensors or all), by a trial of each group's settings."""
-    found = []
-    for group, of_group in zip(optimizer.param_groups, shapes, strict=True):
-        if of_group:
-            found.append(try_out(_flat(optimizer, _settings(group)), of_group))
+    groups = zip(optimizer.param_groups, kinds, strict=True)
+    found = [nature_of_group(optimizer, group, of_group) for group, of_group in groups if of_group]
     if not found:
         raise InputError("prepare: the optimizer holds no parameter of the model that requires a gradient")
     return max(found, key=lambda nature: nature.needs)
@@ -116,8 +118,6 @@ def adopt(
     """
     owners = None
     refuse(nature, zero, named=type(optimizer).__name__)
-    if zero and any(getattr(technique, "complex", ())):
-        raise RefusedPlan(f"prepare: zero={zero} does not hold complex parameters for a script: use dp_replicate")
     if zero and nature.whole:
         owners = OwnedMasters(cast(PieceSlots, technique), names, [shapes[name] for name in names], shard)
     held = held_pieces(technique, owners, names)

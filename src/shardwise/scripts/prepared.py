@@ -178,8 +178,9 @@ class Prepared(Stepping):
         self._copies = Copies(model, self)
         self.mesh = on_common_axes(build_mesh(plan, device))
         self.seed, self.branches, self._spatial = seed, branches, spatial
-        frozen = [pair for pair in model.named_parameters() if thaws and pair[1].is_floating_point()]
-        self._shapes = {name: param.shape for name, param in frozen or trainable(model)}
+        named = [*model.named_parameters()] if thaws else trainable(model)
+        self._shapes = {name: p.shape for name, p in named if p.is_floating_point() or p.is_complex()}
+        self._kinds = {name: (param.shape, param.is_complex()) for name, param in model.named_parameters()}
         self._shares = plan.tp > 1 or plan.ep > 1
         self._take(optimizer)
         ranks = self.mesh.gradients.size
@@ -216,8 +217,8 @@ class Prepared(Stepping):
         optimizers.refuse_thawed(optimizer, self.all_names, self._shapes)
         self._groups = [[name for name in group if name in self._shapes] for group in self.all_names]
         with generators_kept():
-            shapes = [[self._shapes[name] for name in group] for group in self._groups]
-            self._nature = optimizers.nature_of(optimizer, shapes)
+            kinds = [[self._kinds[name] for name in group] for group in self._groups]
+            self._nature = optimizers.nature_of(optimizer, kinds)
         refuse(self._nature, 0, shares_of(self.plan.tp, self.plan.ep), named=type(optimizer).__name__)
 
     def _adopt(self, engine: Engine, before: States) -> None:
@@ -266,7 +267,7 @@ class Prepared(Stepping):
             names = optimizers.names_to_add(group["params"], self.model, self._shapes, self.all_names)
             with generators_kept():
                 settings = {**self.optimizer.defaults, **group, "params": []}
-                nature = optimizers.nature_of_group(self.optimizer, settings, [self._shapes[name] for name in names])
+                nature = optimizers.nature_of_group(self.optimizer, settings, [self._kinds[name] for name in names])
             optimizers.refuse_other(self._nature, nature, self.optimizer)
             engine = self._engine
             if engine is not None:

@@ -119,7 +119,8 @@ def is_compiled(model: nn.Module) -> bool:
 
 def with_dtype(plan: Plan, model: nn.Module) -> Plan:
     """The plan at the model's own precision, where it does not ask for one."""
-    dtypes = {param.dtype for param in model.parameters() if param.is_floating_point()}
+    numbers = (param.dtype for param in model.parameters() if param.is_floating_point() or param.is_complex())
+    dtypes = {dtype.to_real() for dtype in numbers}
     if len(dtypes) > 1:
         raise RefusedPlan(
             f"prepare: the model's parameters are of {len(dtypes)} dtypes ({', '.join(sorted(map(str, dtypes)))}), and "

@@ -18,9 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm import Axis, all_to_all, gathered_alone, gathered_together
-from shardwise.comm.buckets import shaped
 from shardwise.parallel.slots import PieceSlots, follow
-from shardwise.part.pairs import as_pairs
+from shardwise.part.pairs import as_complex, as_pairs
 
 
 def as_numbers(tensor: torch.Tensor) -> torch.Tensor:
@@ -66,6 +65,9 @@ class OwnedMasters:
     def _complex(self, index: int) -> bool:
         return self._kinds[index].is_complex
 
+    def _shaped(self, index: int, numbers: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        return as_complex(numbers.view(*shape, 2)) if self._complex(index) else numbers.view(shape)
+
     def _like(self) -> torch.Tensor:
         return as_pairs(next(iter(self._slot.values())).master.detach())
 
@@ -89,7 +91,7 @@ class OwnedMasters:
             for i in mine:
                 piece = self.technique.select(i, wholes[i], rank)
                 size = self._size(i, rank)
-                piece.copy_(shaped(received[at : at + size], piece.shape, as_complex=self._complex(i)))
+                piece.copy_(self._shaped(i, received[at : at + size], piece.shape))
                 at += size
         for i, master in self.masters.items():
             master.grad = wholes.get(i)
@@ -109,7 +111,7 @@ class OwnedMasters:
                 size = self._size(i, me)
                 if size:
                     master = self._slot[i].master
-                    master.copy_(shaped(received[at : at + size], master.shape, as_complex=self._complex(i)))
+                    master.copy_(self._shaped(i, received[at : at + size], master.shape))
                 at += size
         for master in self.masters.values():
             master.grad = None
