@@ -48,7 +48,9 @@ def run(answer: Answer, nproc: int | None, show_ranks: bool, script: str, argume
     ranks = nproc or _devices()
     answer.fields.update(world_size=ranks)
     begin(answer, f"run: starting {ranks} ranks")
-    answer.clear()
+    if answer.unfinished:  # a line of its own: from here on the script writes
+        click.echo(err=True)
+        answer.unfinished = False
     if behind := [word for word in arguments if word.split("=")[0] in ("--nproc", "--show-ranks")]:
         click.echo(
             f"run: {behind[0]} stands behind {path.name} and is the script's; run's own stand before it", err=True
