@@ -92,9 +92,10 @@ KINDS = [
     "Where a forward reads values in Python, its samples are run together and each alone in float64 before the "
     "first step, and such a choice is refused. `tp`, which leaves the batch whole, is equal. Steps of fixed size, and "
     "choices for each sample, are equal everywhere |",
-    "| weights that the forward sets (`weight.data *= mask`, scales taken from the first batch) | what depends on "
-    "weights alone: replicas, `zero` up to 2, `tp`. What depends on samples is refused on data ranks. `zero=3` and "
-    "pipelines hold parts of the weights and refuse both: make the mask a parametrization |",
+    "| weights that the forward sets (`weight.data *= mask`, rows brought back to one length, a copy that follows) | "
+    "what depends on weights alone: all. Under `zero=3` such weights are "
+    "[whole on every rank](techniques/zero3.md#weights-that-the-forward-writes), and one stage of a pipeline has all "
+    "that uses one. What depends on samples (scales taken from the first batch) is refused on data ranks |",
     "| averages over the batch that are kept (codebooks that move) | each data rank would keep its own: refused there, "
     "equal under `tp` and pipelines |",
     "| an energy whose gradient is in the loss (`torch.autograd.grad` in the forward) | replicas, `zero`, `tp`, "

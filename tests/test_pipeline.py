@@ -148,7 +148,7 @@ REFUSED = [
     ("two_layers", "pp=4", "4 stages need 3 places to cut the forward, and it has 1: '1'"),
     ("no_parameters_late", "pp=2", "leave one without a trainable parameter"),
     ("decides", "pp=4", "decides by a value that depends on parameters"),
-    ("writes_parameter", "pp=2", "the forward writes into parameter 'head.weight'"),
+    ("writes_parameter", "pp=2", "the forward writes into 'head.weight' what depends on parameters"),
     ("kept_by_a_module", "pp=2,stages=blocks.1", "begin at 'blocks.1': a tensor made in 'blocks.0'"),
     ("through_numpy", "pp=2", "the loss on a few samples is NaN"),
     ("residual", "pp=2,stages=blocks.9", "stages names 'blocks.9', which is no module; did you mean 'blocks.3'?"),

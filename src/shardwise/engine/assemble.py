@@ -24,7 +24,7 @@ from shardwise.comm import gather_json, of_first
 from shardwise.engine.alone import Untried, blame
 from shardwise.engine.check import Findings, explained, look
 from shardwise.engine.choices import task_differs
-from shardwise.engine.evaluated import InsideTransform, TakesGradients
+from shardwise.engine.evaluated import InsideTransform, TakesGradients, WritesWeights
 from shardwise.engine.optimizer import make_optimizer, shares_of
 from shardwise.engine.optimizer import refuse as refuse_optimizer
 from shardwise.engine.recipe import Applied, apply_plan, trainable
@@ -32,6 +32,7 @@ from shardwise.engine.samples import SAMPLES, costly, few_samples, fewest_sample
 from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.layout.grid import placement
+from shardwise.memory.recompute import note_written
 from shardwise.mesh import Mesh
 from shardwise.parallel.full import USED_OUTSIDE
 from shardwise.part.pairs import pairs_in
@@ -55,7 +56,7 @@ def assemble(
 
     few       samples from which cuts are derived, the same on every rank; without them the task's are read
     samples   how many those are, where not every tensor counts them
-    enclosed  paths of blocks that are no units of zero=3: their parameters belong to the unit around them
+    enclosed  paths of blocks that are no units of zero=3, and of parameters that it holds whole
 
     Raises as `apply_plan` does, and `RefusedPlan` for an optimizer that the plan cannot spread.
     """
@@ -187,7 +188,7 @@ def look_at_task(state: RankState, *, masks: bool) -> Findings:
         )
     state.notices += findings.notices
     state.notices += state.chunks.notices() if state.chunks is not None else []
-    _refuse_writes(state, findings)
+    _follow_writes(state, findings)
     return findings
 
 
@@ -197,7 +198,7 @@ def assemble_and_look(make: Callable[[Collection[str]], RankState], *, masks: bo
     make  `enclosed` of `assemble` -> a state
 
     Where the look saw a weight read while its unit did not run, all is made anew with that unit's parameters in the
-    unit around it; until there are none.
+    unit around it, and where it saw one written, with that one whole; until there are none.
     """
     enclosed: dict[str, str] = {}
     while True:
@@ -210,15 +211,21 @@ def assemble_and_look(make: Callable[[Collection[str]], RankState], *, masks: bo
         gc.collect()  # modules and hooks refer to each other; their weights are not to be held twice
     for why in sorted(set(enclosed.values())):
         first, *more = sorted(path for path, of in enclosed.items() if of == why)
-        state.notices.append(
-            f"zero=3: '{first}'{f' (and {len(more)} more units)' if more else ''} {why}, so its weights are gathered "
-            "with what lies around it, and stay whole while that runs"
-        )
+        kind, then = ("parameters", _HELD_WHOLE) if why == _WRITTEN else ("units", _AROUND)
+        state.notices.append(f"zero=3: '{first}'{f' (and {len(more)} more {kind})' if more else ''} {why}, {then}")
     return state, findings
 
 
+_WRITTEN = "is written by the forward"
+_HELD_WHOLE = "so every rank holds it whole; its gradient and optimizer state are in pieces"
+_AROUND = "so its weights are gathered with what lies around it, and stay whole while that runs"
+
+
 def _looked(state: RankState, masks: bool) -> tuple[dict[str, str], Findings | None]:
-    """(units of zero=3 that belong into what lies around them, with reasons; findings, None if it did not end)."""
+    """(what zero=3 is to hold otherwise, with reasons; findings, None if it did not end).
+
+    That is units, which belong into what lies around them, and parameters, which are to be whole.
+    """
     units = [path for path, child in state.module.named_modules() if path and isinstance(child, FSDPModule)]
     try:
         findings = look_at_task(state, masks=masks)
@@ -231,6 +238,8 @@ def _looked(state: RankState, masks: bool) -> tuple[dict[str, str], Findings | N
         around = str(inside).rpartition(".")[0]
         beside = [path for path in units if not around or path.startswith(f"{around}.")]
         return dict.fromkeys(beside, "runs inside a torch.func transform with a backward (grad, vjp, jacrev)"), None
+    except WritesWeights as written:
+        return dict.fromkeys(written.names, _WRITTEN), None
     except TakesGradients:
         return dict.fromkeys(units, "lies in a forward that takes gradients itself (torch.autograd.grad)"), None
     new = dict.fromkeys(findings.into_arguments, "writes into what it is given, which its hooks wrap")
@@ -260,16 +269,13 @@ def follow_draws(state: RankState, findings: Findings) -> None:
     )
 
 
-def _refuse_writes(state: RankState, findings: Findings) -> None:
+def _follow_writes(state: RankState, findings: Findings) -> None:
     """A forward that writes into parameters is followed where the module's weights are the masters themselves."""
     if findings.written and state.precision.mixed:
         raise RefusedPlan(
             f"the forward writes into parameter '{findings.written[0]}', and precision={state.plan.precision} keeps "
             "its master beside it, so that the next update would undo the write: make it a buffer, or use fp32"
         )
-    if findings.assigned and state.technique.in_pieces:
-        raise RefusedPlan(
-            f"the forward replaces the values of parameter '{findings.assigned[0]}' by assigning to .data, and "
-            f"zero={state.plan.zero} holds it as part of a larger buffer: write in place under torch.no_grad() "
-            "(copy_), or use zero=0"
-        )
+    state.written = bool(findings.written)
+    if state.plan.remat != "none":
+        note_written(state.module, findings.written)

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from shardwise.engine.alone import Untried, needs_gradients
 from shardwise.engine.choices import Again
-from shardwise.engine.evaluated import Evaluate, Runner, Seen, TakesGradients, has_units
+from shardwise.engine.evaluated import Evaluate, Runner, Seen, TakesGradients, WritesWeights, has_units
 from shardwise.errors import RefusedPlan
 from shardwise.parallel.batchnorm import batch_norm_modules
 from shardwise.parallel.full import USED_OUTSIDE
@@ -37,8 +38,7 @@ class Findings:
     batch_norms: list[nn.Module]
     dims: BatchDims
     notices: list[str] = field(default_factory=list)
-    written: list[str] = field(default_factory=list)  # parameters that the forward writes into
-    assigned: list[str] = field(default_factory=list)  # those whose .data it replaces
+    written: list[str] = field(default_factory=list)  # parameters that the forward writes into, or gives other memory
     reentrant: bool = False  # checkpoints run their backward by themselves
     changed: list[str] = field(default_factory=list)  # buffers that it changes
     draws: list[str] | None = field(default_factory=list)  # its random ops, each with its module; None: not looked at
@@ -113,7 +113,7 @@ def _look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, A
         run = Runner(module, evaluate, seen)
         findings.batch_norms = batch_norm_modules(module)
         before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        with AllPairs(sizes[0]) as pairs:
+        with AllPairs(sizes[0]) as pairs, _written_in_pieces(seen, share):
             of_whole, calls, after = run(whole)
         if anywhere(seen.attends):
             findings.scores = run.scores = True
@@ -152,11 +152,24 @@ def _look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, A
         findings.notices += share(told)
     findings.into_arguments = sorted(seen.into_arguments.paths)
     findings.reentrant = seen.reentrant
-    findings.written, findings.assigned = sorted(seen.ever_written), sorted(seen.ever_assigned)
+    findings.written = sorted(seen.ever_written)
     if problems and strict:
         raise RefusedPlan("; ".join(problems))
     findings.notices += problems
     return findings
+
+
+@contextmanager
+def _written_in_pieces(seen: Seen, share: Callable[[list[str]], list[str]]) -> Iterator[None]:
+    """Context: raises `WritesWeights` where the forward inside wrote into weights of which ranks keep pieces."""
+    try:
+        yield
+    except RuntimeError as error:  # of a write of something whole into a piece
+        if seen.ever_written & seen.in_pieces:
+            raise WritesWeights(sorted(seen.ever_written & seen.in_pieces)) from error
+        raise
+    if isinstance(seen.module, FSDPModule) and (names := share(sorted(seen.ever_written & seen.in_pieces))):
+        raise WritesWeights(names)
 
 
 def _choices(again: Again, repeats: str, asked: bool) -> tuple[list[str], list[str]]:

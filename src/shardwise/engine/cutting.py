@@ -70,10 +70,11 @@ def cut_forward(
     apart = _apart(plan, schedule) if flow.taken else ""
     places = _places(flow, module, schedule.stages, plan, blocks, units, apart)
     stages = make_stages(flow, other, counts, places)
-    _refuse_writes(flow, module)
     holders, buffers = _holders(flow, module, stages, schedule)
     cut = StagePlacement(schedule, stages, holders, buffers, rank, _shares_draws(flow, stages))
     cut.by_values = bool(notice)  # it could not be followed without
+    held = (*module.named_parameters(), *module.named_buffers())
+    cut.written = [name for name, each in held if id(each) in flow.stateful and each.is_floating_point()]
     return cut, notice
 
 
@@ -100,16 +101,6 @@ def _places(
         return choose(flow, module, count, (), [*units, *blocks.paths], apart)
     except RefusedPlan:
         return choose(flow, module, count, (), units, apart)
-
-
-def _refuse_writes(flow: Flow, module: nn.Module) -> None:
-    names = {id(param): name for name, param in module.named_parameters()}
-    for number, param in flow.parameters.items():
-        if flow.made[number] >= 0:
-            raise RefusedPlan(
-                f"the forward writes into parameter '{names[param]}', which only one pipeline stage may hold: update "
-                "it outside the forward, or keep it in a buffer"
-            )
 
 
 def _apart(plan: Plan, schedule: Schedule) -> str:

@@ -32,8 +32,9 @@ def refuse_shared(findings: Findings) -> None:
             "deterministic: batch norm joins all samples of a micro-batch, and each piece is computed alone: use a "
             "norm within samples (group norm, layer norm), or put it into eval mode"
         )
-    if findings.changed:
+    moved = [f"buffer '{name}'" for name in findings.changed] + [f"parameter '{name}'" for name in findings.written]
+    if moved:
         raise RefusedPlan(
-            f"deterministic: the forward changes buffer '{findings.changed[0]}', which would happen once for each "
+            f"deterministic: the forward changes {moved[0]}, which would happen once for each "
             "piece that a rank computes, and so another number of times on other ranks"
         )

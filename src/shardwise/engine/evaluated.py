@@ -38,6 +38,14 @@ class TakesGradients(Exception):
     """A forward takes gradients itself through units of zero=3, which free their weights before its second backward."""
 
 
+class WritesWeights(TakesGradients):
+    """A forward writes into weights of which zero=3 keeps pieces between forwards, named by their paths."""
+
+    def __init__(self, names: list[str]):
+        super().__init__(", ".join(names))
+        self.names = names
+
+
 class InsideTransform(TakesGradients):
     """A unit of zero=3, named by its path, runs inside a transform of `torch.func` that takes derivatives."""
 
@@ -53,25 +61,30 @@ class Runner:
 
     def __call__(self, batch: Any, level: float = 0.5):
         """The loss, the random calls, and each buffer, and each parameter that was written to, as they then were."""
-        state = ModuleState(self.module)
         random = ConstantRandom(level)
-        with self._neutral(), random.watching(self.module):
-            loss = self.evaluate(batch)
-        self.seen.reads_values |= random.reads_values
-        changes = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-        changes |= self.seen.restore_parameters()
-        state.restore()
+        with self._put_back():
+            with self._neutral(), random.watching(self.module):
+                loss = self.evaluate(batch)
+            self.seen.reads_values |= random.reads_values
+            changes = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+            changes |= self.seen.restore_parameters()
         return loss, random.calls, changes
 
     def masked(self, batch: Any, random: GlobalRandom, samples: Samples) -> Loss:
         """The loss with masks by global index."""
-        state = ModuleState(self.module)
         random.begin(0, 0, 0, samples)
-        with self._neutral(), random.watching(self.module):
-            loss = self.evaluate(batch)
-        self.seen.restore_parameters()
-        state.restore()
-        return loss
+        with self._put_back(), self._neutral(), random.watching(self.module):
+            return self.evaluate(batch)
+
+    @contextmanager
+    def _put_back(self) -> Iterator[None]:
+        """Context: the module is as it was afterwards, also where its forward failed and is to be run another way."""
+        state = ModuleState(self.module)
+        try:
+            yield
+        finally:
+            self.seen.restore_parameters()
+            state.restore()
 
     @contextmanager
     def _neutral(self) -> Iterator[None]:
@@ -104,7 +117,7 @@ class Seen(TorchDispatchMode):
         self.into_arguments = ArgumentWrites()  # of the units of zero=3
         self.written: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.ever_written: set[str] = set()
-        self.ever_assigned: set[str] = set()
+        self.in_pieces = {name for name, param in module.named_parameters() if isinstance(param, DTensor)}
         self.attends = False  # attention with dropout ran
         self.replaced: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by assigning to .data, and what it was
 
@@ -176,6 +189,9 @@ class Seen(TorchDispatchMode):
             if name in self.written or local.untyped_storage()._cdata != storage._cdata:
                 continue
             held = local.detach()
+            if 0 in held.stride():  # held by another stage of a pipeline
+                self.ever_written.add(name)
+                continue
             start, at = held.data_ptr(), tensor.data_ptr()
             if start <= at < start + held.numel() * held.element_size():
                 self.written[name] = (held, held.clone())
@@ -186,7 +202,6 @@ class Seen(TorchDispatchMode):
         for name, param in self.module.named_parameters():
             if param is tensor:
                 self.replaced.setdefault(name, (tensor, tensor.data))
-                self.ever_assigned.add(name)
                 self.ever_written.add(name)
 
     def repeats(self, sizes: tuple[int, int, int]) -> str:
@@ -216,17 +231,12 @@ class Seen(TorchDispatchMode):
         """Returns what zero=3 could not do right, a line of text for each problem."""
         if not isinstance(self.module, FSDPModule):
             return []
-        found = [
-            f"the forward writes into parameter '{name}', of which zero=3 keeps only pieces between forwards, so a "
-            "write would be lost: make it a buffer, or use zero=2"
-            for name in sorted(self.ever_written)[:1]
+        if not (self.reentrant and self.twice):
+            return []
+        return [
+            f"unit '{min(self.twice)}' runs more than once under a reentrant checkpoint, and zero=3 would reduce "
+            "its gradient before it is whole: use torch.utils.checkpoint(use_reentrant=False), or zero=2"
         ]
-        if self.reentrant and self.twice:
-            found.append(
-                f"unit '{min(self.twice)}' runs more than once under a reentrant checkpoint, and zero=3 would reduce "
-                "its gradient before it is whole: use torch.utils.checkpoint(use_reentrant=False), or zero=2"
-            )
-        return found
 
 
 def _refuse_differentiated(path: str) -> None:

@@ -23,6 +23,7 @@ from shardwise.errors import InputError
 from shardwise.layout.dealing import Share
 from shardwise.part import forget, plain
 from shardwise.step.state import RankState
+from shardwise.step.train_step import take_written
 
 TAG = "predictions"
 PLAIN = (type(None), bool, int, float, str)
@@ -62,6 +63,7 @@ def _mine(state: RankState, part: Share, select: Callable[[Any], Any] | None) ->
     finally:
         state.module.train()
         forget()
+        take_written(state)
     if state.mesh.tp.index or not state.mesh.counts or not part.count:
         return [], None
     row: dict[str, Any] = {"rank": state.mesh.rank, "start": part.start, "error": _wrong(leaves, part.count)}

@@ -77,7 +77,8 @@ def apply_plan(
 
     few       samples from which cuts are derived, the same on every rank; without them the task's are read
     samples   how many those are, where not every tensor counts them
-    enclosed  paths of blocks that are no units of zero=3: their parameters belong to the unit around them
+    enclosed  paths of blocks that are no units of zero=3, whose parameters belong to the unit around them, and of
+              parameters that it holds whole
 
     Raises `InputError` for a module that cannot be trained at all, `RefusedPlan` for one that this cannot hold.
     """
@@ -121,7 +122,8 @@ def apply_plan(
     if mesh.shard.size > 1 and plan.zero == 3:
         notices += blocks.warnings
         units = [path for path in blocks.paths if path not in enclosed]
-        technique = _full_shard(module, units, value_of, mesh, precision, absent, frozen, spread.experts, order)
+        kept = {name for name, _ in module.named_parameters() if name in enclosed} - absent
+        technique = _full_shard(module, units, value_of, mesh, precision, absent, frozen, spread.experts, order, kept)
         given_values(map(module.get_submodule, units) if chunks is not None else ())
     else:
         technique = _whole_module(module, plan, mesh, precision, spread.experts, absent, order, value_of)
@@ -284,17 +286,25 @@ def _check_memory(
 
 def _full_shard(
     module: nn.Module, paths: list[str], value_of: ValueOf, mesh: Mesh, precision: Precision, absent: set[str],
-    frozen: list[str], experts: ExpertParallel | None, order: FixedOrder | None,
+    frozen: list[str], experts: ExpertParallel | None, order: FixedOrder | None, kept: set[str],
 ) -> DataParallel:  # fmt: skip
-    spread = set(experts.experts) - absent if experts is not None else set()  # never gathered, so in no unit
-    empty_parameters(module, precision.master, mesh.device, absent | spread)
+    """Units of FSDP2, and beside them what it never gathers: experts, and the parameters `kept` whole."""
+    spread = set(experts.experts) - absent if experts is not None else set()
+    elsewhere = absent | spread | kept
+    empty_parameters(module, precision.master, mesh.device, elsewhere)
     units = [module.get_submodule(path) for path in paths]
-    technique = FullShard(module, units, mesh, precision, absent | spread, order)
-    technique.materialise(value_of, mesh.device)
-    technique.make_slots()
+    sharded = FullShard(module, units, mesh, precision, elsewhere, order)
+    sharded.materialise(value_of, mesh.device)
+    sharded.make_slots()
+    technique: DataParallel = sharded
+    fill_only(module, spread | kept, frozen, value_of, precision.compute, mesh.device)
+    if kept:
+        named = [(name, param) for name, param in trainable(module) if name not in spread]
+        whole = Flat([each for each in named if each[0] in kept], mesh.shard, mesh.replicate, precision, stage=2,
+                     order=order)  # fmt: skip
+        technique = WithExperts([name for name, _ in named], technique, whole, kept, None)
     if not spread:
         return technique
-    fill_only(module, spread, frozen, value_of, precision.compute, mesh.device)
     composed = _with_experts(module, technique, spread, mesh, precision, stage=2)
     for index, (name, _) in enumerate(trainable(module)):
         if precision.mixed and name in spread:

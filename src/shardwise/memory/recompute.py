@@ -13,18 +13,20 @@ it is written into. torch looks at versions of tensors alone, which a view by `_
 rows of positions) does not share, and would go on from the changed one.
 
 Counters, running statistics and what lies in objects that a block is given (a cache of keys and values) advance once:
-the second forward meets them as the first did.
+the second forward meets them as the first did. So do weights into which the block writes (`note_written`).
 
 What this does not do: recompute what lies outside the blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
@@ -76,6 +78,38 @@ class _Keeping(_CachingTorchDispatchMode):
                 kept.version = kept.val._version
 
 
+# of each block that runs again, the weights into which it writes
+_WRITTEN: WeakKeyDictionary[nn.Module, list[nn.Parameter]] = WeakKeyDictionary()
+
+
+def note_written(module: nn.Module, names: Collection[str]) -> None:
+    """Tell the blocks of a module that run again into which of its parameters forwards write."""
+    written = {id(param) for name, param in module.named_parameters() if name in names}
+    for block, params in list(_WRITTEN.items()):
+        if any(block is child for child in module.modules()):
+            params[:] = [param for param in block.parameters() if id(param) in written]
+
+
+class _Weights:
+    """Parameters as they are now, for a second forward that writes into them as the first did."""
+
+    def __init__(self, params: list[nn.Parameter]):
+        self._kept = [(param, param.detach().clone()) for param in params]
+
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """Context: the parameters have these values inside, in memory of their own, and afterwards their own again."""
+        now = [(param, param.data) for param, _ in self._kept]
+        with _disable_current_modes():  # selective recompute counts ops, and this is none of the block's
+            for param, value in self._kept:
+                param.data = value.clone()
+        try:
+            yield
+        finally:
+            for param, data in now:
+                param.data = data
+
+
 def _contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
     """Around a block's first forward, and around its second."""
     keeping, kept = create_selective_checkpoint_contexts(_policy)
@@ -92,14 +126,15 @@ def recompute_block(block: nn.Module, policy: str, by_value: bool = False) -> No
     options = {} if policy == "full" else {"context_fn": _contexts}
     forward = block.forward
     changing: list[tuple[dict, str]] | None = None  # counters and statistics that the forward advances, once known
+    written = _WRITTEN.setdefault(block, [])
 
     def recomputed(*args, **kwargs):
         nonlocal changing
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         before = ModuleState(block, changing, by_value)
-        given = PassedState(args, kwargs)
-        output = checkpoint(_again(forward, before, given), *args, use_reentrant=False, **options, **kwargs)
+        given, weights = PassedState(args, kwargs), _Weights(written)
+        output = checkpoint(_again(forward, before, given, weights), *args, use_reentrant=False, **options, **kwargs)
         if changing is None:
             changing = before.changed()
         return output
@@ -112,7 +147,7 @@ def recompute_block(block: nn.Module, policy: str, by_value: bool = False) -> No
     block.forward = recomputed
 
 
-def _again(forward: Callable, before: ModuleState, given: PassedState) -> Callable:
+def _again(forward: Callable, before: ModuleState, given: PassedState, weights: _Weights) -> Callable:
     """The forward; from its second call on, it meets the state that the first met and leaves what it found."""
     calls = 0
 
@@ -121,7 +156,7 @@ def _again(forward: Callable, before: ModuleState, given: PassedState) -> Callab
         calls += 1
         if calls == 1:
             return forward(*args, **kwargs)
-        with before.standing_in(), given.standing_in():
+        with before.standing_in(), given.standing_in(), weights.standing_in():
             return forward(*args, **kwargs)
 
     return run

@@ -29,6 +29,7 @@ from shardwise.layout.dealing import Share
 from shardwise.layout.schedule_kinds import Op
 from shardwise.layout.schedules import plain_schedule
 from shardwise.parallel.pipeline import backward
+from shardwise.parallel.pipeline.left import as_left
 from shardwise.parallel.pipeline.tape import Tape
 from shardwise.part.pairs import as_pairs
 from shardwise.random import Samples
@@ -140,7 +141,7 @@ class _Row:
         if state.global_random is None:  # masks of a stage are its own; what is drawn before it, everybody's
             own = seed_of("fast", state.seed, state.steps_done, index, state.data_rank, stage)
             staged.staged.on_enter = lambda: seed_generators(own)
-        with drawing(state):
+        with drawing(state), as_left(state.module, staged.cut.written):
             output, tape = staged.stage(stage, batch, inbox, index)
             if stage == staged.last:
                 outputs = [self._loss(staged.loss_of(output, batch, part), part)]

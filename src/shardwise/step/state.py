@@ -45,6 +45,7 @@ class RankState:
     order         in which sums over pieces of a batch are taken, where the plan is deterministic
     chunks        what was computed in chunks of positions, where the plan has position_chunks
     pairs         complex parameters that the module holds as real ones (part/pairs)
+    written       the forward writes into weights
     used          indices of the parameters that any rank reached in the last step
     first_fields  what the first batch held, for the error of a later one
     hooks         contexts around parts of a step, for whoever measures
@@ -78,6 +79,7 @@ class RankState:
     phase: Phase = field(default_factory=Phase)
     notices: list[str] = field(default_factory=list)
     hooks: Hooks = field(default_factory=Hooks)
+    written: bool = False
     used: set[int] = field(default_factory=set)
     first_fields: dict[str, str] = field(default_factory=dict)
     order: FixedOrder | None = None

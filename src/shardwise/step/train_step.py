@@ -76,10 +76,20 @@ def gradients(state: RankState, parts: list[Share]) -> tuple[StepResult, bool]:
                 reach("forward", state.steps_done, state)
                 run = _micro_batch if state.order is None else _in_pieces
                 run(state, index, part, tally, last=index == len(parts) - 1)
+    take_written(state)
     try:
         return complete(state, tally)
     except NotFinite as error:
         raise name_bad_input(state, parts, error) from None
+
+
+def take_written(state: RankState) -> None:
+    """Let masters follow what forwards wrote into the weights; their backwards are over."""
+    if not state.written:
+        return
+    state.technique.take_weights()
+    if state.owners is not None:
+        state.owners.take_weights()
 
 
 def complete(state: RankState, tally: Tally) -> tuple[StepResult, bool]:
@@ -222,6 +232,7 @@ def evaluate(state: RankState, steps: Iterable[list[Share]]) -> tuple[float, flo
                 tally.add(state.forward(part), part.count, {})
     finally:
         state.module.train()
+    take_written(state)
     agreed = agree(tally, 0.0, state.mesh.gradients) if state.staged is None else agree_stages(state, tally, 0.0)
     return agreed.total, agreed.weight
 

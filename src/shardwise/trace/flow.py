@@ -105,6 +105,7 @@ class Flow:
     functions: list[ModuleCall]  # calls of torch's functions by forwards' own code, in order
     taken: list[Taken] = field(default_factory=list)  # gradients that the forward takes itself, in order
     backwards: list[int] = field(default_factory=list)  # when it runs one by other means (`loss.backward()`)
+    stateful: set[int] = field(default_factory=set)  # ids of parameters and buffers that are written by an operation
     _influenced: dict[int, set[int]] = field(default_factory=dict)
 
     def calls(self) -> Iterator[ModuleCall]:
@@ -125,6 +126,24 @@ class Flow:
                 alive.add(ahead.pop()[1])
             alive = {number for number in alive if self.last_use[number] > call.enter}
             yield call, sorted(alive)
+
+    @cached_property
+    def written_spans(self) -> list[tuple[int, int, int]]:
+        """(first use, last use, id) of each parameter or buffer into which what depends on parameters is written.
+
+        All of it belongs into one stage: what one micro-batch leaves there, the next one finds.
+        """
+        states = self.parameters | self.buffers
+        written = {states[number] for number in states if self.made[number] >= 0 and self.depends[number]}
+        spans: dict[int, tuple[int, int]] = {}
+        for op in self.ops if written else ():
+            for state in {states[n] for n in (*op.reads, *op.makes) if n in states} & written:
+                spans[state] = spans.get(state, (op.time, 0))[0], op.time
+        return [(first, last, state) for state, (first, last) in spans.items()]
+
+    def written_around(self, moment: int) -> int | None:
+        """The id of a parameter or buffer that is written, and used both before this moment and from then on."""
+        return next((state for first, last, state in self.written_spans if first < moment <= last), None)
 
     @cached_property
     def led(self) -> set[int]:

@@ -7,6 +7,7 @@ cost of an operation that a mode looks at.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -68,3 +69,20 @@ def written_tensors(func, args: tuple, kwargs: dict) -> list[torch.Tensor]:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             found.extend(tensors_in(value))
     return found
+
+
+def unsaid_writes(func, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    """Returns running statistics that the op writes and its schema keeps silent about, as torch's batch norm does."""
+    names, statistics = _statistics(func)
+    if not statistics:
+        return []
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return tensors_in([given[name] for name in statistics]) if given["training"] else []
+
+
+@cache
+def _statistics(func) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """An op's arguments, and those of them that are running statistics which it does not say to write."""
+    names = tuple(argument.name for argument in func._schema.arguments)
+    silent = "training" in names and not func._schema.is_mutable
+    return names, tuple(name for name in names if silent and name.startswith("running_"))

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -25,7 +26,7 @@ from shardwise.trace.deferred import Built
 from shardwise.trace.fake import Fake, unlogged
 from shardwise.trace.flow import Flow, FlowOp, Leaf, ModuleCall, OwnCall
 from shardwise.trace.functional import innermost, transforming, with_values
-from shardwise.trace.leaves import tensors_in, written_tensors
+from shardwise.trace.leaves import tensors_in, unsaid_writes, written_tensors
 from shardwise.trace.own_calls import OwnCalls
 from shardwise.trace.stand_in import standing_in
 from shardwise.trace.state import ModuleState
@@ -58,6 +59,7 @@ class _Recorder(TorchDispatchMode):
         self.taken: list[Taken] = []
         self.backwards: list[int] = []
         self.differentiating = False
+        self.stateful: set[int] = set()  # ids of parameters and buffers into which something was written
         self.is_parameter, self.is_buffer = parameters, buffers
         self.parameters: dict[int, int] = {}
         self.buffers: dict[int, int] = {}
@@ -106,8 +108,11 @@ class _Recorder(TorchDispatchMode):
         draws = torch.Tag.nondeterministic_seeded in func.tags
         drawn = not depends and (draws or any(self.drawn[number] for number in reads))
         makes = []
-        for tensor in written_tensors(func, args, kwargs) if func._schema.is_mutable else ():
+        said = written_tensors(func, args, kwargs) if func._schema.is_mutable else unsaid_writes(func, args, kwargs)
+        for tensor in said:
             makes += self._written(tensor, depends, drawn)
+        if func._schema.is_mutable:
+            self._note_state(makes)
         for tensor in outputs:
             if not any(tensor is known for known in inputs):
                 made = self._new(tensor, made=self.time, depends=depends, drawn=drawn)
@@ -122,6 +127,21 @@ class _Recorder(TorchDispatchMode):
             FlowOp(self.time, tuple(reads), tuple(makes), cost, draws, reads_value, leads, self.differentiating)
         )
         return output
+
+    def assign(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Note `tensor.data = value`, which is no operation: the tensor lies in the other's memory from now on."""
+        read = self.number(value)
+        self.time += 1
+        self.use([read])
+        old, new = self.number(tensor), len(self.made)
+        self._new(tensor, made=self.time, depends=self.depends[read] or self.depends[old], drawn=self.drawn[read])
+        self.overwritten[old] = self.time
+        self._note_state([new])
+        self.ops.append(FlowOp(self.time, (read,), (new,), 0.0, False, False, False, self.differentiating))
+
+    def _note_state(self, made: Iterable[int]) -> None:
+        """Note which parameters and buffers got new contents under these numbers."""
+        self.stateful.update(table[n] for n in made for table in (self.parameters, self.buffers) if n in table)
 
     def use(self, numbers: Iterable[int]) -> None:
         """Note that tensors of these numbers are used now."""
@@ -201,6 +221,20 @@ def _cost(func, args, kwargs, output, outputs: list[torch.Tensor]) -> float:
 def _is_view(func) -> bool:
     returned = func._schema.returns
     return bool(returned) and all(r.alias_info is not None and not r.alias_info.is_write for r in returned)
+
+
+class _Assignments(TorchFunctionMode):
+    """Tells the recorder of every `tensor.data = value`."""
+
+    def __init__(self, recorder: _Recorder):
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func == torch.Tensor.data.__set__:
+            self.recorder.assign(*args)
+        return result
 
 
 @contextmanager
@@ -304,8 +338,8 @@ def _followed(module: nn.Module, run: Callable[[], Any], known: dict[str, int], 
     as_written = torch.jit.optimized_execution(False)  # else a scripted function does other operations every time
     taken = GradientWatch(partial(recorder.take, own))
     with (
-        as_written, torch.set_grad_enabled(gradients), HooksLeftOut(), recorder, taken, own,
-        other_backwards(recorder.take_otherwise), _calls(module, recorder, root, own),
+        as_written, torch.set_grad_enabled(gradients), HooksLeftOut(), recorder, taken,
+        _Assignments(recorder), own, other_backwards(recorder.take_otherwise), _calls(module, recorder, root, own),
     ):  # fmt: skip
         output = run()
     recorder.time += 1
@@ -318,7 +352,7 @@ def _followed(module: nn.Module, run: Callable[[], Any], known: dict[str, int], 
     return Flow(
         root, recorder.ops, recorder.made, recorder.depends, recorder.drawn, recorder.last_use,
         recorder.overwritten, recorder.parameters, recorder.buffers, returned, end, frozenset(off), made, functions,
-        recorder.taken, recorder.backwards,
+        recorder.taken, recorder.backwards, recorder.stateful,
     )  # fmt: skip
 
 

@@ -5,12 +5,14 @@
                   dp_shard / ep ranks that hold the same ones, and over dp_replicate
 
 Under zero >= 1 the dp_shard / ep ranks share the experts' optimizer state (and, from 2 on, gradients) as flat pieces;
-experts themselves stay whole on the ranks that hold them under zero=3 too, and are never gathered.
+experts themselves stay whole on the ranks that hold them under zero=3 too, and are never gathered. So do weights into
+which the forward writes, which are combined with the units of zero=3 in the same way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 
@@ -22,7 +24,8 @@ class WithExperts:
     """`rest` and `experts`, each with parameters of its own; indices are those among all `names`.
 
     ranks  this rank's place among those that share the rest, and among those that share its experts: the first
-           counts a replicated gradient in the norm
+           counts a replicated gradient in the norm. None: both are in pieces over the same ranks, as weights that a
+           forward writes are beside the units of zero=3
     """
 
     in_pieces = True  # no rank of ep holds every gradient
@@ -33,7 +36,7 @@ class WithExperts:
         rest: DataParallel,
         experts: DataParallel,
         of_experts: Collection[str],
-        ranks: tuple[int, int],
+        ranks: tuple[int, int] | None,
     ):
         self.rest, self.experts, self.ranks = rest, experts, ranks
         self._indices = {
@@ -45,10 +48,16 @@ class WithExperts:
             for technique in (rest, experts)
             for place, index in enumerate(self._indices[id(technique)])
         }
-        for technique, rank in zip((rest, experts), ranks, strict=True):
+        for technique in (rest, experts):
             for slot in technique.slots:
-                slot.counted = technique.in_pieces or rank == 0
+                slot.counted = technique.in_pieces or self._rank(technique, 0) == 0
         self.slots: list[Slot] = [*rest.slots, *experts.slots]
+
+    @property
+    def params(self) -> list[Any]:
+        """The parameters as the module holds them, by index."""
+        home: list[tuple[Any, int]] = [self._home[index] for index in range(len(self._home))]
+        return [technique.params[place] for technique, place in home]
 
     def start_step(self) -> None:
         """Forget the last step's gradients."""
@@ -101,7 +110,10 @@ class WithExperts:
         """The view of a parameter (of an expert one: of this rank's experts) that is this rank's piece."""
         technique, place = self._home[index]
         select = getattr(technique, "select", None)
-        return whole if select is None else select(place, whole, self.ranks[technique is self.experts])
+        return whole if select is None else select(place, whole, self._rank(technique, shard_rank))
+
+    def _rank(self, technique: DataParallel, shard_rank: int) -> int:
+        return shard_rank if self.ranks is None else self.ranks[technique is self.experts]
 
     def full_parameter(self, index: int) -> Gathering:
         """The master weight; of an expert parameter, this rank's experts."""

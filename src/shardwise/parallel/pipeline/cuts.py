@@ -29,6 +29,7 @@ from torch import nn
 
 from shardwise.errors import InputError, RefusedPlan, did_you_mean
 from shardwise.parallel.pipeline.inner import By, blocked, crossed, crossed_at, found_by
+from shardwise.parallel.pipeline.left import told_written
 from shardwise.parallel.pipeline.skips import Skip, skips_before
 from shardwise.trace.flow import Flow, ModuleCall
 from shardwise.trace.taken import Taken
@@ -89,6 +90,7 @@ class Stage:
     differentiates: bool = False  # whether it takes any, by whatever means
     over: frozenset[int] = frozenset()  # which go back over the stage's beginning, to the one before
     answers: bool = False  # whether one comes back over its end
+    careful: bool = False  # before it the forward writes into parameters, which are absent here
 
     @property
     def kept(self) -> list[Holder]:
@@ -110,8 +112,9 @@ def find_places(
         missing = [number for number in crossing if _holder(flow, call, number, [], own=own) is None]
         if crossing and not missing and (unknown := blocked(flow, call, crossing)) is not None:
             missing = [unknown]
-        if (call.path, call.place, call.own and call.own[0]) in flow.without_gradient:
-            continue  # a stage that began here would switch gradients on in the middle of what does without
+        off = (call.path, call.place, call.own and call.own[0]) in flow.without_gradient
+        if off or flow.written_around(call.enter) is not None:
+            continue  # a stage that began where gradients are off would switch them on in the middle
         if missing:
             others.append((call, missing[0]))
         elif crossing:
@@ -232,7 +235,7 @@ def choose(
         between = [place for place in between if not (apart and crossed_at(flow, place))]
         best = _best(flow, module, [between], count)
     if not best and len(places) < count - 1:
-        raise RefusedPlan(_too_few(flow, places, others, count) + apart)
+        raise RefusedPlan(_too_few(flow, module, places, others, count) + apart)
     if not best and count > 1:
         raise RefusedPlan(
             f"{count} stages leave one without a trainable parameter, wherever the forward is cut: use fewer stages"
@@ -269,7 +272,9 @@ def _best_of(
     return best
 
 
-def _too_few(flow: Flow, places: list[CutPoint], others: list[tuple[ModuleCall, int]], count: int) -> str:
+def _too_few(
+    flow: Flow, module: nn.Module, places: list[CutPoint], others: list[tuple[ModuleCall, int]], count: int
+) -> str:  # fmt: skip
     why = ""
     last = places[-1].call.enter if places else 0
     blocked = [(call, number) for call, number in others if call.enter > last] or others
@@ -283,6 +288,8 @@ def _too_few(flow: Flow, places: list[CutPoint], others: list[tuple[ModuleCall, 
         why = (
             ". The outermost forward decides by a value that depends on parameters or on chance: stages cannot share it"
         )
+    written = next(filter(None, (told_written(flow, module, call) for call in flow.calls())), "")
+    why += f". Elsewhere {written}" if written else ""
     if flow.backwards or not all(taken.plain for taken in flow.taken):
         why = (
             ". It takes gradients itself by other means than torch.autograd.grad(outputs, inputs), such as "
@@ -319,6 +326,8 @@ def _named(
             why = "it does not begin a part of the forward with parameters before it and after it"
             if blocked is not None:
                 why = f"{_made_in(flow, blocked[1])} is used after it, and no module is given it or gives it"
+            told = (told_written(flow, module, call) for call in flow.calls() if call.path == name)
+            why = next(filter(None, told), why)
             raise RefusedPlan(f"plan: no stage can begin at '{name}': {why}; places: {', '.join(by_path)}")
         chosen.append(by_path[name])
     if [p.call.enter for p in chosen] != sorted({p.call.enter for p in chosen}):
@@ -403,6 +412,7 @@ def make_stages(flow: Flow, other: Flow, samples: tuple[int, int], places: list[
         )
         if stage.exit is None:  # parameters that the model returns as they are (a learned temperature)
             stage.parameters |= {flow.parameters[n] for n in flow.returned if n in flow.parameters}
+        stage.careful = any(0 <= flow.made[number] < start for number in flow.parameters)
         stage.skips = skips_before(stage.entry.call, flow, other, samples) if stage.entry is not None else []
         stage.received = _holders(flow, stage, stage.entry)
         stage.sent = _holders(flow, stage, stage.exit)

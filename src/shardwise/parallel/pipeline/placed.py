@@ -25,6 +25,7 @@ class StagePlacement:
     rank: int
     shared_draws: bool
     notices: list[str] = field(default_factory=list)
+    written: list[str] = field(default_factory=list)  # parameters and buffers into which the forward writes
     by_values: bool = False  # shapes of what stages send may follow from values, such as lengths of sentences
 
     @property

@@ -84,7 +84,8 @@ class StagedModule:
         self.axes, self.results = axes, results or {}
         self.stages = {stage.index: stage for stage in stages}
         self._actions: dict[int, dict[tuple[int, int], Action]] = {}
-        self._careful: set[int] = set()  # stages before which some function fails on what is made up
+        # stages before which some function fails on what is made up
+        self._careful = {stage.index for stage in stages if stage.careful}
         self._stage: Stage | None = None
         self._running = False
         self._entered = False

@@ -1,0 +1,66 @@
+"""What a stage's forward writes into weights and buffers, which later ones do before its backward has run.
+
+    one process    F0 B0 F1 B1      backward 0 meets what forward 0 left
+    a stage        F0 F1 B0 B1      forward 1 has normalised the weight anew by then
+
+Autograd saves such a tensor itself, not its values: without this torch would raise, or where the write is by `.data`
+go on with the later values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardwise.part.levels import Distributed
+from shardwise.trace.flow import Flow, ModuleCall
+
+
+@dataclass
+class _Saved:
+    """What autograd keeps in the place of a tensor on a written tensor's memory."""
+
+    tensor: torch.Tensor
+
+
+def _unpacked(kept: torch.Tensor | _Saved) -> torch.Tensor:
+    return kept.tensor if isinstance(kept, _Saved) else kept
+
+
+@contextmanager
+def as_left(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Context of one forward: its backward meets these parameters and buffers as they are at the end of it."""
+    if not names or not torch.is_grad_enabled():
+        yield
+        return
+    held: list[_Saved] = []
+
+    def pack(saved: torch.Tensor) -> torch.Tensor | _Saved:
+        if isinstance(saved, Distributed) or saved.layout is not torch.strided:
+            return saved
+        memory = saved.untyped_storage()._cdata
+        for name in names:  # looked up anew: an assignment to .data or to the attribute gives it other memory
+            path, _, leaf = name.rpartition(".")
+            child = module.get_submodule(path)
+            state = child._parameters.get(leaf, child._buffers.get(leaf))
+            if state is not None and state.untyped_storage()._cdata == memory:
+                held.append(_Saved(saved))
+                return held[-1]
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, _unpacked):
+        yield
+    for each in held:
+        each.tensor = each.tensor.detach().clone()
+
+
+def told_written(flow: Flow, module: nn.Module, call: ModuleCall) -> str:
+    """Why no stage may begin at a call that lies among the uses of what the forward writes into; else empty."""
+    state, named = flow.written_around(call.enter), (*module.named_parameters(), *module.named_buffers())
+    names = [name for name, tensor in named if id(tensor) == state]
+    told = "the forward writes into '{}' what depends on parameters, and all that uses it belongs into one stage"
+    return told.format(names[0]) if names else ""

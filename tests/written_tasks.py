@@ -1,0 +1,180 @@
+"""Modules whose forward writes into its weights, or into what several calls of one module share."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+import torch.nn.functional as F
+from module_tasks import OUT, WIDTH, task
+from torch import Tensor, nn
+from unusual_kit import draws
+
+from shardwise import Task
+
+
+class Normalised(nn.Linear):
+    """Rows brought back to one length in every forward, by a copy that autograd sees as a write (EDM2)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.weight.copy_(self.weight / (1e-2 + self.weight.norm(dim=1, keepdim=True)))
+        return F.linear(x, self.weight / self.weight.norm(dim=1, keepdim=True), self.bias)
+
+
+class Powers(nn.Module):
+    """Divides a weight by its largest singular value, whose vectors are parameters set by `.data` in every forward."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outside, inside))
+        self.left = nn.Parameter(F.normalize(torch.randn(outside), dim=0), requires_grad=False)
+        self.right = nn.Parameter(F.normalize(torch.randn(inside), dim=0), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.right.data = F.normalize(self.weight.t().mv(self.left).detach(), dim=0)
+        self.left.data = F.normalize(self.weight.mv(self.right).detach(), dim=0)
+        return F.linear(x, self.weight / self.left.dot(self.weight.mv(self.right)))
+
+
+class Bounded(nn.Linear):
+    """Rows held to a largest length, by assigning to `.data` of a weight that is trained (EEGNet)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = torch.renorm(self.weight.data, p=2, dim=0, maxnorm=0.5)
+        return super().forward(x)
+
+
+class Scaled(nn.Linear):
+    """A scale set by the weight in the first forward and trained from there on (LSQ)."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__(inside, outside)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("begun", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.begun == 0:
+            self.scale.data.copy_(self.weight.detach().abs().mean() / math.sqrt(7))
+            self.begun.fill_(1)
+        return F.linear(x, self.weight * self.scale, self.bias)
+
+
+def _row(layer: type) -> nn.Module:
+    return nn.Sequential(layer(WIDTH, 8), nn.Tanh(), layer(8, 8), nn.Tanh(), nn.Linear(8, OUT))
+
+
+def normalised() -> Task:
+    return task(lambda: _row(Normalised))
+
+
+def powers() -> Task:
+    return task(lambda: _row(Powers))
+
+
+def bounded() -> Task:
+    return task(lambda: _row(Bounded))
+
+
+def scaled() -> Task:
+    return task(lambda: _row(Scaled))
+
+
+class Block(nn.Module):
+    """A residual block, one of whose layers is brought back to one length in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = Normalised(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.leave(torch.tanh(self.enter(x)))
+
+
+def _stack() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 8), *(Block() for _ in range(3)), nn.Linear(8, OUT))
+
+
+def blocks() -> Task:
+    return task(_stack)
+
+
+def blocks_by_matrices() -> Task:
+    return task(_stack, optimizer=lambda groups: torch.optim.Adafactor(groups, lr=0.01))
+
+
+class Followed(nn.Module):
+    """A frozen copy follows the encoder at the beginning of every forward, and is what it predicts (I-JEPA)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.target = copy.deepcopy(self.encoder).requires_grad_(False)
+        self.predictor = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for mine, other in zip(self.target.parameters(), self.encoder.parameters(), strict=True):
+            mine.data.mul_(0.9).add_(0.1 * other.detach().data)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.training:
+            self.follow()
+        with torch.no_grad():
+            target = self.target(x)
+        return self.predictor(self.encoder(x.roll(1, 1))), target
+
+
+def followed() -> Task:
+    return task(Followed, loss=lambda o, batch: ((o[0] - o[1]).square().sum(), len(o[0])))
+
+
+class Twice(nn.Module):
+    """One tower called for two pictures, which moves its statistics in each call; `wrap` makes its layers."""
+
+    def __init__(self, wrap=lambda layer: layer) -> None:
+        super().__init__()
+        self.tower = nn.Sequential(wrap(nn.Linear(WIDTH, 8)), nn.BatchNorm1d(8), nn.Tanh(), wrap(nn.Linear(8, 8)))
+        self.head = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, OUT))
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.head(self.tower(a) * self.tower(b))
+
+
+def _two(step: int) -> dict[str, Tensor]:
+    g = draws(step)
+    made = {name: torch.randn(8, WIDTH, generator=g) for name in ("a", "b")}
+    return made | {"y": torch.randn(8, OUT, generator=g)}
+
+
+def _twice(wrap=lambda layer: layer) -> Task:
+    return task(lambda: Twice(wrap), _two, inputs=lambda batch: ((batch["a"], batch["b"]), {}))
+
+
+def twice() -> Task:
+    return _twice()
+
+
+def twice_by_hooks() -> Task:
+    return _twice(nn.utils.spectral_norm)
+
+
+class Slopes(nn.Module):
+    """A critic with spectral norm by hooks, and the slopes of its score, which its forward takes (R1)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.utils.spectral_norm
+        self.score = nn.Sequential(norm(nn.Linear(WIDTH, 8)), nn.Tanh(), norm(nn.Linear(8, 1)))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.detach().requires_grad_(True)
+        score = self.score(x)
+        (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+        return score, slope
+
+
+def slopes() -> Task:
+    return task(Slopes, loss=lambda o, batch: (F.softplus(-o[0]).sum() + o[1].square().sum(), len(o[0])))
