@@ -132,11 +132,11 @@ def followed() -> Task:
 
 
 class Twice(nn.Module):
-    """One tower called for two pictures, which moves its statistics in each call; `wrap` makes its layers."""
+    """One tower called for two pictures, which moves what it keeps in each call; `wrap` makes its layers."""
 
-    def __init__(self, wrap=lambda layer: layer) -> None:
+    def __init__(self, norm: type, wrap=lambda layer: layer) -> None:
         super().__init__()
-        self.tower = nn.Sequential(wrap(nn.Linear(WIDTH, 8)), nn.BatchNorm1d(8), nn.Tanh(), wrap(nn.Linear(8, 8)))
+        self.tower = nn.Sequential(wrap(nn.Linear(WIDTH, 8)), norm(8), nn.Tanh(), wrap(nn.Linear(8, 8)))
         self.head = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, OUT))
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
@@ -149,16 +149,16 @@ def _two(step: int) -> dict[str, Tensor]:
     return made | {"y": torch.randn(8, OUT, generator=g)}
 
 
-def _twice(wrap=lambda layer: layer) -> Task:
-    return task(lambda: Twice(wrap), _two, inputs=lambda batch: ((batch["a"], batch["b"]), {}))
+def _twice(*given) -> Task:
+    return task(lambda: Twice(*given), _two, inputs=lambda batch: ((batch["a"], batch["b"]), {}))
 
 
 def twice() -> Task:
-    return _twice()
+    return _twice(nn.BatchNorm1d)
 
 
 def twice_by_hooks() -> Task:
-    return _twice(nn.utils.spectral_norm)
+    return _twice(nn.Identity, nn.utils.spectral_norm)
 
 
 class Slopes(nn.Module):
