@@ -117,6 +117,7 @@ def at(tensor, index, value):
 def good(): return build()
 def blocks(): return build(model=Blocks)
 def float64(): return build(lambda x, y: (x.double(), y))
+def half(): return build(lambda x, y: (x.half(), y))
 def integers(): return build(lambda x, y: ((x * 10).long(), y))
 def nan(): return build(lambda x, y: (at(x, (5, 2), float("nan")), y))
 def infinite(): return build(lambda x, y: (x, at(y, 3, float("inf"))))
@@ -525,8 +526,9 @@ IN_TASKS = [
     (["train", "mine:no_data"], 2, "give `batch` (step -> global batch) or `data` (a Source)"),
     (["train", "mine:steps_fail"], 2, "the task's batch(0) failed: "),
     (["train", "mine:an_instance"], 2, "(model=Net, not model=Net())"),
-    (["train", "mine:an_optimizer"], 2, "Task.optimizer must be callable"),
+    (["train", "mine:an_optimizer"], 2, "got SGD: give optimizer=lambda groups: SGD(groups, ...)"),
     (["train", "mine:float64"], 2, "give batch['x'].to(torch.float32) where the batch is made"),
+    (["verify", "mine:half", "--plan", "dp_replicate=2"], 2, "give batch['x'].to(torch.float32)"),
     (["train", "mine:integers"], 2, "batch['x'] is int64 where the model's weights are float32"),
     (["verify", "mine:integers", "--plan", "dp_replicate=2"], 2, "give batch['x'].to(torch.float32)"),
     (["train", "mine:nan"], 1, "batch['x'] holds NaN in sample 5 of that step's batch"),

@@ -170,7 +170,9 @@ class Task:
     def __post_init__(self) -> None:
         for field in ("model", "loss", "inputs", "optimizer", "batch"):
             if not callable(getattr(self, field)) and (field != "batch" or self.batch is not None):
-                raise InputError(f"Task.{field} must be callable, got {type(getattr(self, field)).__name__}")
+                kind = type(getattr(self, field)).__name__
+                made = f": give optimizer=lambda groups: {kind}(groups, ...)" if field == "optimizer" else ""
+                raise InputError(f"Task.{field} must be callable, got {kind}{made}")
         for field, given in GIVEN.items():
             _takes(field, getattr(self, field), given)
         if not isinstance(self.model, type) and hasattr(self.model, "named_parameters"):

@@ -69,6 +69,8 @@ def verify(
         parity.proven = str(chosen)
         parity.world_size = chosen.world_size
     settings = Settings(steps=steps, seed=seed, accumulate=chosen.step_microbatches, clip_norm=clip_norm)
+    if chosen.precision == "fp32":
+        _refuse_half(resolved, settings)
     say(f"verify: {steps} steps of {resolved.name} in one process, float64")
     oracle, settings = _one_process(resolved, settings, parity)
     try:
@@ -163,6 +165,27 @@ def _oracle(task: Task, settings: Any, parity: Parity) -> Any:
         raise
     except Exception as failure:
         return float32_oracle(task, settings, failure, parity)
+
+
+def _refuse_half(task: Task, settings: Any) -> None:
+    """Raise `InputError` for a batch of half precision on which one process fails: the proof would make it float64."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    from shardwise.engine.alone import Untried, told_alone
+    from shardwise.precision import Precision
+    from shardwise.proof.settings import global_batch
+
+    batch = global_batch(task, settings, 0)
+    dtypes = {getattr(leaf, "dtype", None) for leaf in tree_leaves(batch)}
+    if not dtypes & {torch.float16, torch.bfloat16}:
+        return
+    try:
+        failed = told_alone(task, Precision.of(Plan()), batch)
+    except Untried:  # a model that exists once
+        return
+    if failed is not None:
+        raise failed
 
 
 def _blamed(task: Task, settings: Any, error: Exception) -> ShardwiseError:

@@ -53,7 +53,7 @@ def launch(
 
     on_stop   the function listens for SIGUSR2 and ends by itself after one: the first Ctrl-C, SIGTERM or SIGUSR1 to
               this process calls `on_stop` with its name and asks the ranks so, and only a second one ends them; but
-              Ctrl-C before any rank began a step ends them at once
+              Ctrl-C and SIGTERM before any rank began a step end them at once
     deadlines seconds in which a rank must do something, by phase; ranks that can never go on are named without them
     name      what a failure calls the function
     imports   the module of shardwise that the function imports first, where that is another than its own
@@ -189,7 +189,7 @@ def _asking_first(on_stop: Callable[[str], None] | None) -> Iterator[_Asked]:
 
     def handle(number: int, frame: Any) -> None:
         restore()
-        if number == signal.SIGINT and not asked.begun():
+        if number != signal.SIGUSR1 and not asked.begun():  # nothing is there to be saved
             os.kill(os.getpid(), number)
             return
         asked.set()
