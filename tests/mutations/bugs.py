@@ -614,7 +614,7 @@ SCRIPTS = [
     bug("a queue holds the keys of samples in another order", "scripts.over_ranks:OverRanks.gather",
         "given[: part.count]", "given[: part.count].flip(0)", S + "momentum_contrast.py", "dp_replicate=2"),
     bug("a normalised weight is written into the share as it lies", "scripts.cut_weights:CutWeights._put",
-        "into.detach().copy_(self.share(self._path(into), whole))", "pass", S + "swav.py", "tp=2"),
+        "self._numbers(into).detach().copy_(self.share(self._path(into), whole))", "pass", S + "swav.py", "tp=2"),
 ]  # fmt: skip
 
 CHUNKS = [
@@ -639,9 +639,9 @@ COMPLEX = [
     bug("the two parts of complex weights change places", "part.pairs:_read", "view_as_complex(pairs)",
         "view_as_complex(pairs.flip(-1).contiguous())", "complex_tasks:complex_net", "tp=2"),
     bug("rank 1 drops the imaginary part of its gradients", "parallel.full:FullShard._gradient",
-        "return self._piece(index, param.grad)",
-        "return self._piece(index, param.grad).real + 0j if self._complex[index] "
-        "else self._piece(index, param.grad)", "complex_tasks:state_spaces", "dp_shard=2,zero=3", (1,)),
+        "return self.piece(index, held)",
+        "return self.piece(index, held).real + 0j if self._complex[index] "
+        "else self.piece(index, held)", "complex_tasks:state_spaces", "dp_shard=2,zero=3", (1,)),
     bug("what is sent of complex hidden states is conjugated", "parallel.pipeline.messages:Mail._send",
         "taken_apart(tensor.detach()).contiguous()", "taken_apart(tensor.detach()).conj().contiguous()", 
         "complex_tasks:complex_net", "pp=2"),

@@ -360,7 +360,7 @@ def refuse(module: nn.Module, plan: Plan) -> None:
 
 def works_inside(plan: Plan) -> bool:
     """Whether the plan shards, cuts or sends a module's weights, which is done with real numbers alone."""
-    return plan.zero == 3 or plan.tp > 1 or plan.pp > 1 or plan.ep > 1 or plan.cut_positions > 1
+    return plan.zero == 3 or plan.tp > 1 or plan.pp > 1 or plan.ep > 1
 
 
 def scripted(module: nn.Module) -> str | None:

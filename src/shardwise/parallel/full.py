@@ -100,8 +100,8 @@ class FullShard:
         self.units = [*units, module]
         self._holders, self._shards = mesh.gradients, mesh.shard
         held = [param for param in module.parameters() if param not in self._absent]
-        self._pairs = pairs_in(module)  # names of those that are complex outside
-        self._of_pairs = {id(param) for name, param in module.named_parameters() if name in self._pairs}
+        self.pairs = pairs_in(module)  # names of those that are complex outside
+        self._of_pairs = {id(param) for name, param in module.named_parameters() if name in self.pairs}
         self._whole = {id(param) for param in held if not self._dims(param) or param.numel() == 0}
         self._whole |= {id(param) for child in module.modules() if getattr(child, "held_whole", False)
                         for param in child.parameters(recurse=False)}  # fmt: skip
@@ -225,18 +225,18 @@ class FullShard:
         """After materialising: what the optimizer updates, sharing storage with the module's shards."""
         for name, param in self.module.named_parameters():
             if param.requires_grad:
-                shape = param.shape[:-1] if name in self._pairs else param.shape
+                shape = param.shape[:-1] if name in self.pairs else param.shape
                 index = len(self.params)
                 self.params.append(param)
-                self._complex.append(name in self._pairs)
-                self.slots.append(Slot(name, shape, nn.Parameter(self._piece(index, param.detach())), whole=False))
+                self._complex.append(name in self.pairs)
+                self.slots.append(Slot(name, shape, nn.Parameter(self.piece(index, param.detach())), whole=False))
         self._watch_use()
 
     def _outside(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         """What lies as the index-th parameter does, as others see it: complex, where that is held as pairs."""
         return as_complex(tensor) if self._complex[index] else tensor
 
-    def _piece(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
+    def piece(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's piece, for the optimizer, of what lies as the index-th parameter does."""
         if isinstance(tensor, DTensor):
             return self._outside(index, tensor.to_local())
@@ -244,11 +244,12 @@ class FullShard:
 
     def _gradient(self, index: int) -> torch.Tensor:
         """This rank's piece of a gradient, on the memory of the parameter's own."""
-        param = self.params[index]
-        if self._complex[index] and param.grad.to_local().storage_offset() % 2:  # within what was reduced
-            moved = DTensor(param.grad.to_local().clone(), param.grad._spec, requires_grad=False)
-            torch.Tensor.grad.__set__(param, moved)
-        return self._piece(index, param.grad)
+        param, own = self.params[index], torch.Tensor.grad  # not what a script sees in its place
+        held = own.__get__(param)
+        if self._complex[index] and held.to_local().storage_offset() % 2:  # within what was reduced
+            held = DTensor(held.to_local().clone(), held._spec, requires_grad=False)
+            own.__set__(param, held)
+        return self.piece(index, held)
 
     def _held(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's piece of a parameter that cannot be cut: all of it on the first rank of dp_shard."""
@@ -339,7 +340,7 @@ class FullShard:
                 self.order.finish_step()
         for index, (param, slot) in enumerate(zip(self.params, self.slots, strict=True)):
             if index in self._whole_gradients:
-                slot.master.grad = self._piece(index, self._whole_gradients[index]) if index in used else None
+                slot.master.grad = self.piece(index, self._whole_gradients[index]) if index in used else None
             elif index in used and param.grad is not None:
                 slot.master.grad = self._gradient(index)
 
@@ -354,13 +355,13 @@ class FullShard:
         for index in self._whole_gradients:
             found, slot = self.params[index].grad, self.slots[index]
             (self._used.discard if found is None else self._used.add)(index)
-            slot.master.grad = None if found is None else self._piece(index, found.detach())
+            slot.master.grad = None if found is None else self.piece(index, found.detach())
 
     @torch.no_grad()
     def publish(self) -> None:
         """Masters share storage with the module's shards; what is not cut comes from the rank that updates it."""
         for index, (param, slot) in enumerate(zip(self.params, self.slots, strict=True)):
-            bring_back(slot.master, self._piece(index, param.detach()))
+            bring_back(slot.master, self.piece(index, param.detach()))
         for index in self._uncut():
             if self.params[index].numel():
                 broadcast(self.params[index].detach(), self._shards, 0, "parameters")
@@ -393,7 +394,7 @@ class FullShard:
         """The whole weight, gathered."""
         param = self.params[index].detach()
         if isinstance(param, DTensor):
-            return self.whole(index, self._piece(index, param))
+            return self.whole(index, self.piece(index, param))
         return ready(self._outside(index, param))
 
     def full_gradient(self, index: int) -> Gathering:
@@ -405,7 +406,7 @@ class FullShard:
             return ready(self._outside(index, gradient) if index in self._used else None)
         gradient = self.params[index].grad
         unused = gradient is None or index not in self._used
-        return ready(None) if unused else self.whole(index, self._piece(index, gradient.detach()))
+        return ready(None) if unused else self.whole(index, self.piece(index, gradient.detach()))
 
 
 def _without_margin(output: Part) -> torch.Tensor:

@@ -114,7 +114,8 @@ def _reading_complex(kind: type) -> type:
         pairs = held.get(name) if name in self.__dict__.get(_PAIRS, ()) else None
         if pairs is None or pairs.is_complex():  # another parameter, set in its place
             return kind.__getattr__(self, name)  # type: ignore[attr-defined]
-        if isinstance(pairs, DTensor) and _asked_by_fsdp():
+        asked = getattr(type(pairs), "answers_as_complex", None)  # of a script's own code (scripts/complexes)
+        if (isinstance(pairs, DTensor) and _asked_by_fsdp()) or (asked is not None and asked()):
             return pairs
         numbers = _read(pairs)
         numbers.reads_weight = True  # for `self.weight.data = ...`: see `part.assigned`

@@ -22,7 +22,9 @@ from shardwise.comm import Axis, broadcast
 from shardwise.engine.whole import put_together
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.part import with_summed_gradient
+from shardwise.part.pairs import as_complex, as_pairs
 from shardwise.scripts import all_samples, draws, guard, kept, saying, tape
+from shardwise.scripts.complexes import of_itself
 from shardwise.scripts.guard import TAKEN, Gate, reads_values
 from shardwise.scripts.own_pieces import answered_by_elements
 from shardwise.scripts.pieces import for_reading, writes_into
@@ -78,7 +80,8 @@ class CutWeights:
         self._state, self._gate, self._meet = state, gate, weakref.WeakMethod(meet)
         self._summed, self._drawn_by = summed, drawn_by
         held = dict(state.module.named_parameters())
-        self._params = {name: held[name] for name in state.tensor.cuts if name in held}
+        masters = {slot.name: slot.master for slot in state.technique.slots if slot.whole}
+        self._params = {name: masters.get(name, held[name]) for name in state.tensor.cuts if name in held}
         self._paths = {id(held[name]): name for name in state.tensor.cuts if name in held}
 
     def answer(self, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -100,10 +103,11 @@ class CutWeights:
         if (name, attribute) == ("__set__", "data"):
             return self._assign(*args)
         if not reads_values(func):
-            return func(*args, **kwargs)
+            about = replaced(torch.Tensor, self._numbers, args) if not of_itself(name, attribute) else args
+            return func(*about, **kwargs)
         args, kwargs = self._with_state((args, kwargs))
         if name == "detach" or attribute == "data":
-            return self._as_data(func(*args, **kwargs), self._path(args[0]))
+            return self._as_data(func(*replaced(torch.Tensor, self._numbers, args), **kwargs), self._path(args[0]))
         target = kwargs["out"] if "out" in kwargs else (*args, *kwargs.values())[0] if writes_into(name) else ()
         if any(self._is_cut(one) for one in tensors_in(target)):
             return self._write(func, name, target, args, kwargs)
@@ -122,12 +126,18 @@ class CutWeights:
     def _path(self, tensor: torch.Tensor) -> str:
         return tensor.path if isinstance(tensor, CutData) else self._paths[id(tensor)]
 
+    def _numbers(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A share that is held as pairs as complex numbers on the same memory; another tensor as it is."""
+        path = self._paths.get(id(tensor), "")
+        return as_complex(tensor.detach()) if path in self._state.pairs else tensor
+
     def _shape(self, tensor: torch.Tensor) -> torch.Size:
         assert self._state.tensor is not None
-        return self._state.tensor.full_shape(self._path(tensor), tensor.shape)
+        return self._state.tensor.full_shape(self._path(tensor), self._numbers(tensor).shape)
 
     def _without_values(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty(self._shape(tensor), dtype=tensor.dtype, device="meta") if self._is_cut(tensor) else tensor
+        kind = self._numbers(tensor).dtype
+        return torch.empty(self._shape(tensor), dtype=kind, device="meta") if self._is_cut(tensor) else tensor
 
     def _as_data(self, local: torch.Tensor, path: str) -> CutData:
         seen = local.as_subclass(CutData)
@@ -142,7 +152,8 @@ class CutWeights:
             states: Any = self._state.optimizer.state
             kept = getattr(states, "raw", states).get(self._params[path]) if path else None
             tensors = [value for value in (kept or {}).values() if isinstance(value, torch.Tensor)]
-            of_shares.update({id(value): path for value in tensors if value.dim() and value.shape == one.shape})
+            shape = self._numbers(one).shape
+            of_shares.update({id(value): path for value in tensors if value.dim() and value.shape == shape})
         if not of_shares:
             return given
 
@@ -156,7 +167,7 @@ class CutWeights:
         """The whole of a cut weight, newly made; another tensor as it is. Collective."""
         if not self._is_cut(tensor):
             return tensor
-        local = tensor.detach().as_subclass(torch.Tensor)
+        local = self._numbers(tensor).detach().as_subclass(torch.Tensor)
         return put_together(self._state, self._path(tensor), local).clone()
 
     def share(self, path: str, whole: torch.Tensor) -> torch.Tensor:
@@ -194,7 +205,7 @@ class CutWeights:
         sized = [one for one in given if one.dim()]
         cut = all(self._is_cut(one) for one in sized)
         if cut and answered_by_elements(name) and len({self._path(one) for one in sized}) == 1:
-            func(*args, **kwargs)
+            func(*replaced(torch.Tensor, self._numbers, args), **replaced(torch.Tensor, self._numbers, kwargs))
             return target
         self._come("a cut weight that is written")
         wholes = {id(one): self.whole(one) for one in given if self._is_cut(one)}
@@ -213,21 +224,21 @@ class CutWeights:
         if self._drawn_by is not None:
             whole = whole.contiguous()
             broadcast(whole, self._drawn_by, 0, "control")
-        into.detach().copy_(self.share(self._path(into), whole))
+        self._numbers(into).detach().copy_(self.share(self._path(into), whole))
 
     def _assign(self, param: torch.Tensor, value: torch.Tensor) -> None:
         path, shape = self._path(param), self._shape(param)
         if isinstance(value, CutData) and value.path == path:
             local = value.detach().as_subclass(torch.Tensor)  # memory of its own, put back
         else:
-            value = self.whole(value).detach()
-            if (value.shape, value.dtype, value.device) != (shape, param.dtype, param.device):
+            value, kind = self.whole(value).detach(), self._numbers(param).dtype
+            if (value.shape, value.dtype, value.device) != (shape, kind, param.device):
                 raise InputError(
                     f"param.data = a tensor of {tuple(value.shape)}, {value.dtype} on {value.device}, where the weight "
-                    f"is {tuple(shape)}, {param.dtype} on {param.device}: the plan holds its shares as they were"
+                    f"is {tuple(shape)}, {kind} on {param.device}: the plan holds its shares as they were"
                 )
             local = self.share(path, value).detach().clone()
-        torch.Tensor.data.__set__(param, local)
+        torch.Tensor.data.__set__(param, as_pairs(local) if path in self._state.pairs else local)
 
 
 class _Whole(torch.autograd.Function):
@@ -240,4 +251,4 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor):
-        return ctx.weights().share(ctx.path, gradient).contiguous(), None, None
+        return as_pairs(ctx.weights().share(ctx.path, gradient).contiguous()), None, None

@@ -24,7 +24,8 @@ _KNOWN = _BESIDE_NOTHING | {
     "Sum", "Mean", "Abs", "Neg", "Norm", "LinalgVectorNorm", "LinalgMatrixNorm", "Sqrt", "Stack", "Cat", "View",
     "UnsafeView", "ReshapeAlias", "T", "Transpose", "Permute", "Clone", "Mm", "Dot", "Exp", "Log", "Clamp", "ClampMin",
     "ClampMax", "Relu", "Maximum", "Minimum", "Select", "Slice", "Squeeze", "Unsqueeze", "Expand", "ToCopy", "Alias",
-    "Max", "Min", "Amax", "Amin", "Tanh", "Sigmoid", "_Whole", "_Summand",
+    "Max", "Min", "Amax", "Amin", "Tanh", "Sigmoid", "ViewAsComplex", "ViewAsReal", "Conj", "Angle", "Sgn", "_Whole",
+    "_Summand",
 }  # fmt: skip
 _SHAPES = {"View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Clone", "ToCopy", "Alias"}
 _MOST = 4000

@@ -29,6 +29,8 @@ from shardwise.comm import Axis, all_reduce, broadcast
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.parallel.full import FullShard
 from shardwise.part import with_summed_gradient
+from shardwise.part.pairs import as_pairs
+from shardwise.scripts.complexes import complex_of, of_itself, pairs_of
 from shardwise.scripts.gradients import Gradients
 from shardwise.scripts.guard import OF_A_SHARE, TAKEN, Gate, reads_values
 from shardwise.scripts.saying import names_line
@@ -66,6 +68,7 @@ class Pieces:
         self._kind = _kind_of(weakref.ref(self))
         held = [param for param in technique.module.parameters() if type(param) is DTensor]  # what is frozen too
         self._held = {id(param) for param in held}
+        self._pairs = {id(param) for name, param in technique.module.named_parameters() if name in technique.pairs}
         for param in held:
             param.__class__ = self._kind
 
@@ -75,12 +78,14 @@ class Pieces:
         attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else ""
         if func is torch.autograd.grad:
             raise RefusedPlan(TAKEN)
+        if not of_itself(name, attribute) and (name, attribute) != ("__set__", "data"):
+            args, kwargs = replaced(self._kind, self._numbers, (args, kwargs))
         if name.startswith("new_"):  # like the weight in dtype and device alone
             return func(*replaced(DTensor, lambda one: one.to_local(), args), **kwargs)
         if not reads_values(func):
             return func(*args, **kwargs)
         pieces = tensors_in((args, kwargs), self._kind)
-        if any(id(piece) in self._shares for piece in pieces):
+        if any(id(one.__dict__.get("pairs", one)) in self._shares for one in pieces):
             raise RefusedPlan(OF_A_SHARE.format(name))
         if (name, attribute) == ("__set__", "data"):
             return self._assign(*args)
@@ -90,7 +95,7 @@ class Pieces:
             target = args[0] if args else next(iter(kwargs.values()))
             if tensors_in(target, DTensor):
                 return self._write(func, name, target, args, kwargs)
-        if torch.is_grad_enabled() and any(piece.requires_grad for piece in pieces):
+        if torch.is_grad_enabled() and any(one.__dict__.get("pairs", one).requires_grad for one in pieces):
             self.meet("a sharded weight that is read with gradients")
             return func(*replaced(self._kind, self._whole, args), **replaced(self._kind, self._whole, kwargs))
         how = answered_by_pieces(name)
@@ -157,16 +162,26 @@ class Pieces:
 
         return tree_map_only(torch.Tensor, see, made)
 
+    def _numbers(self, one: DTensor) -> DTensor:
+        """A weight that is held as pairs as the complex one that it is; another tensor as it is."""
+        if id(one) not in self._pairs:
+            return one
+        seen = self._seen(complex_of(one))
+        seen.pairs = one
+        return seen
+
     def _whole(self, piece: DTensor) -> torch.Tensor:
-        return with_summed_gradient(_Whole.apply(piece, self), self.summed)
+        pairs = piece.__dict__.get("pairs")
+        whole = with_summed_gradient(_Whole.apply(piece if pairs is None else pairs, self), self.summed)
+        return whole if pairs is None else torch.view_as_complex(whole)
 
     def gradient(self, param: DTensor) -> torch.Tensor | None:
         """`param.grad`, answered as the weight itself is; of a weight that tp or ep cut too, the whole one."""
         if id(param) in self._shares:
             return self.gradients.get(param)
         self.gradients.refuse_early()
-        reached = self._index.get(id(param)) in self.technique._used
-        return self._seen(torch.Tensor.grad.__get__(param)) if reached else None
+        found = torch.Tensor.grad.__get__(param) if self._index.get(id(param)) in self.technique._used else None
+        return self._seen(complex_of(found) if found is not None and id(param) in self._pairs else found)
 
     def set_gradient(self, param: DTensor, value: torch.Tensor | None) -> None:
         """`param.grad = value`, which every rank has alike, whole or in pieces; None: it is left out of this step."""
@@ -175,6 +190,8 @@ class Pieces:
             return
         if value is not None and not isinstance(value, DTensor):
             value = distribute_tensor(self._same(value), param.device_mesh, param.placements, src_data_rank=None)
+        if value is not None and id(param) in self._pairs:
+            value = pairs_of(value)
         if id(param) in self._index:
             self.technique.set_gradient(self._index[id(param)], value)
 
@@ -186,6 +203,8 @@ class Pieces:
 
     def _assign(self, param: DTensor, value: torch.Tensor) -> None:
         """`param.data = value`: the storage is another one from here on, as in one process."""
+        if id(param) in self._pairs and value.is_complex():
+            value = pairs_of(value) if isinstance(value, DTensor) else as_pairs(value.detach())
         if (value.shape, value.dtype, value.device) != (param.shape, param.dtype, param.device):
             raise InputError(
                 f"param.data = a tensor of {tuple(value.shape)}, {value.dtype} on {value.device}, where the weight is "
@@ -207,7 +226,7 @@ class Pieces:
                         _reset(held)
         at = self._index.get(id(param))
         if at is not None:
-            self.technique.slots[at].master.data = param._local_tensor.detach()
+            self.technique.slots[at].master.data = self.technique.piece(at, param.detach())
 
 
 def _reset(held: Any) -> None:
@@ -260,6 +279,11 @@ def _kind_of(known: weakref.ref[Pieces]) -> type[DTensor]:
     own = torch.Tensor.grad
 
     class ShardedWeight(DTensor):
+        @staticmethod
+        def answers_as_complex() -> bool:
+            """Whether it is the script's own code that asks now."""
+            return _asked(known) is not None
+
         @property
         def grad(self) -> torch.Tensor | None:
             pieces = _asked(known)
@@ -402,30 +426,3 @@ def answered_by_pieces(name: str) -> str:
         return "element"
     first = [each._schema.arguments[0].alias_info for each in overloads if each._schema.arguments]
     return "view" if any(alias is not None and not alias.is_write for alias in first) else ""
-
-
-def draw_whole(known: weakref.ref[Pieces]) -> None:
-    """Let torch draw for FSDP's tensors what one process draws for the whole ones. For the process."""
-
-    def draw(operation: Any, args: tuple, kwargs: dict) -> Any:
-        given, pieces = args[0], known()
-        if not isinstance(given, DTensor) or pieces is None:
-            raise RefusedPlan(f"{operation} beside sharded weights: draw into a tensor made like one of them")
-        cut = [Replicate() if place.is_partial() else place for place in given.placements]
-        pieces.meet("a draw for sharded weights")
-        pieces.technique.written = True
-        drawn = operation(given.full_tensor(), *args[1:], **kwargs)
-
-        def piece(whole: torch.Tensor) -> torch.Tensor:
-            return distribute_tensor(pieces._same(whole), given.device_mesh, cut, src_data_rank=None)
-
-        drawn = tree_map_only(torch.Tensor, piece, drawn)
-        if not operation._schema.is_mutable:
-            return drawn
-        given._local_tensor.copy_(drawn._local_tensor)
-        return given
-
-    dispatcher = DTensor._op_dispatcher
-    for operation in dispatcher._random_ops:
-        if operation._schema.arguments and operation._schema.arguments[0].name in ("self", "input"):
-            dispatcher._custom_op_handlers[operation] = draw

@@ -41,6 +41,7 @@ from shardwise.scripts import optimizer as optimizers
 from shardwise.scripts.agreement import same_given
 from shardwise.scripts.arrivals import techniques_of, weakly
 from shardwise.scripts.calls import Calls, leader_of
+from shardwise.scripts.complexes import show_complex
 from shardwise.scripts.copies import Copies
 from shardwise.scripts.cut_weights import CutWeights, answer_of
 from shardwise.scripts.entries import OWN, Several, with_own
@@ -59,7 +60,7 @@ from shardwise.scripts.meeting import Meeting
 from shardwise.scripts.methods import guard_methods, read_whole
 from shardwise.scripts.moved import FirstSteps, InPlace, refuse_replaced
 from shardwise.scripts.own_pieces import OwnPieces
-from shardwise.scripts.pieces import Pieces, draw_whole
+from shardwise.scripts.pieces import Pieces
 from shardwise.scripts.saved import put as put_saved
 from shardwise.scripts.saying import names_line
 from shardwise.scripts.shares import on_common_axes
@@ -75,6 +76,7 @@ from shardwise.scripts.start import (
 )
 from shardwise.scripts.state import States, holds_pieces, put, states_of
 from shardwise.scripts.stepping import Stepping, buckets_of
+from shardwise.scripts.whole_draws import draw_whole
 from shardwise.task import Domain
 
 _PREPARED: WeakSet[nn.Module] = WeakSet()  # what a plan has changed in place
@@ -180,7 +182,7 @@ class Prepared(Stepping):
         self.seed, self.branches, self._spatial = seed, branches, spatial
         named = [*model.named_parameters()] if thaws else trainable(model)
         self._shapes = {name: p.shape for name, p in named if p.is_floating_point() or p.is_complex()}
-        self._kinds = {name: (param.shape, param.is_complex()) for name, param in model.named_parameters()}
+        self._kinds = {name: (param.shape, param.is_complex()) for name, param in named}
         self._shares = plan.tp > 1 or plan.ep > 1
         self._take(optimizer)
         ranks = self.mesh.gradients.size
@@ -217,8 +219,7 @@ class Prepared(Stepping):
         optimizers.refuse_thawed(optimizer, self.all_names, self._shapes)
         self._groups = [[name for name in group if name in self._shapes] for group in self.all_names]
         with generators_kept():
-            kinds = [[self._kinds[name] for name in group] for group in self._groups]
-            self._nature = optimizers.nature_of(optimizer, kinds)
+            self._nature = optimizers.nature_of(optimizer, [[self._kinds[n] for n in group] for group in self._groups])
         refuse(self._nature, 0, shares_of(self.plan.tp, self.plan.ep), named=type(optimizer).__name__)
 
     def _adopt(self, engine: Engine, before: States) -> None:
@@ -337,8 +338,7 @@ class Prepared(Stepping):
 
     def _guard(self, engine: Engine, cuts: set[str]) -> None:
         """What the script asks of gradients and of weights that tp cuts is answered as one process has it."""
-        calls, mesh, me = self.calls, self.mesh, weakref.ref(self)
-        units = isinstance(engine.technique, FullShard)
+        calls, mesh, me, units = self.calls, self.mesh, weakref.ref(self), isinstance(engine.technique, FullShard)
         self._gate = gate = guard_gradients(
             self.model, engine.technique, all=self._shares or engine.state.precision.mixed, shares=cuts,
             summed=mesh.inner, beside=(calls.whole is not None and (mesh.data,)) or (),
@@ -346,6 +346,7 @@ class Prepared(Stepping):
             whole=answer_of(weakref.ref(self)) if cuts and not units else None,
             later=self.plan.accumulate > 1 and mesh.world.size > 1,
         )  # fmt: skip
+        show_complex(self.model, engine.state.pairs - cuts, lambda: not gate.is_open and calls.is_outside)
         self.gradients = Gradients(engine.state, gate, self.meet, self._are_whole)
         if not cuts:
             return

@@ -157,7 +157,7 @@ def _piece_of(
 ) -> dict[str, Any]:  # fmt: skip
     """What this rank keeps of one parameter's state; `whole`: data ranks do not share the parameter."""
     index = state.names.index(name)
-    shape = dict(state.module.named_parameters())[name].shape
+    shape = state.shapes()[name]
     for spread in (state.experts, state.tensor):
         shape = shape if spread is None else spread.full_shape(name, shape)
 
