@@ -13,6 +13,7 @@ EQUAL = [
     ("powers", "dp_shard=2,zero=3"),
     ("twice", "pp=2"),
     ("slopes", "dp_replicate=2"),
+    ("switched", "dp_shard=2,zero=3,wrap=maker|critic"),
 ]
 MORE = [
     ("normalised", "pp=2"), ("normalised", "pp=2,schedule=zbh1,microbatches=3"), ("powers", "pp=2"),

@@ -1,4 +1,4 @@
-"""Modules whose forward writes into its weights, or into what several calls of one module share."""
+"""Modules whose forward writes into its weights, switches them off, or changes what several calls of one share."""
 
 from __future__ import annotations
 
@@ -178,3 +178,27 @@ class Slopes(nn.Module):
 
 def slopes() -> Task:
     return task(Slopes, loss=lambda o, batch: (F.softplus(-o[0]).sum() + o[1].square().sum(), len(o[0])))
+
+
+class Switched(nn.Module):
+    """A critic whose weights get no gradient by what the maker's samples score (a GAN in one forward)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH))
+        self.critic = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        made = self.maker(x)
+        self.critic.requires_grad_(False)
+        fooled = self.critic(made)
+        self.critic.requires_grad_(True)
+        return fooled, self.critic(made.detach()), self.critic(x)
+
+
+def switched() -> Task:
+    def loss(scores, batch):
+        fooled, made, real = scores
+        return (F.softplus(-fooled) + F.softplus(made) + F.softplus(-real)).sum(), len(real)
+
+    return task(Switched, loss=loss)
