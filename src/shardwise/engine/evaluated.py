@@ -158,12 +158,18 @@ class Seen(TorchDispatchMode):
 
         torch_checkpoint.CheckpointFunction.apply = reentrant
         try:
-            with self, _Functions(self), _inner_gradients(self._refuse_freed):
+            with self.noting_writes(), _inner_gradients(self._refuse_freed):
                 yield
         finally:
             del torch_checkpoint.CheckpointFunction.apply
             for handle in handles:
                 handle.remove()
+
+    @contextmanager
+    def noting_writes(self) -> Iterator[None]:
+        """Context: notes writes into parameters, and assignments to their memory."""
+        with self, _Functions(self):
+            yield
 
     def _refuse_freed(self) -> None:
         """Second derivatives find the weights of the outermost unit alone, which runs from before them until after."""

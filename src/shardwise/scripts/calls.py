@@ -10,14 +10,17 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from shardwise.comm import Axis
 from shardwise.device import seed_generators
 from shardwise.engine.engine import Engine
+from shardwise.engine.evaluated import Seen
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout.dealing import Share
 from shardwise.memory.chunk_waiting import whole
@@ -60,7 +63,9 @@ class Calls(Loop):
     ) -> None:  # fmt: skip
         super().__init__()
         self.model, self.mesh = model, mesh
-        self.whole = WholeBatch(mesh.data, mesh.device) if loss_scope == "global" and mesh.data.size > 1 else None
+        self.whole: WholeBatch | None = None
+        if loss_scope != "sample" and mesh.data.size > 1:
+            self.whole = WholeBatch(mesh.data, mesh.device, spreads=loss_scope == "global")
         self.randomness, self.seed = randomness, seed
         self.engine: Engine | None = None
         self._meeting: Meeting | None = None
@@ -70,6 +75,8 @@ class Calls(Loop):
         self.methods = 0  # of the model's, under way, in which its modules are called one by one
         self._away = False  # the model's own forward runs, as if nobody followed it
         self.told: Notices = leader.told if leader is not None else Notices(mesh.rank)
+        if self.on_every_rank:
+            self.told.say(['loss_scope="model": every rank runs the model on all samples of a batch'])
         self.leader = leader or self  # the first of the models that one loop trains
         self.together: list[Calls] = leader.together if leader is not None else []
         self.together.append(self)
@@ -83,7 +90,7 @@ class Calls(Loop):
             self.kept.all_samples.divided = weakly_divided(weakref.ref(self))
             self.kept.dealing = weakly(self.dealing)
         self._entering: frozenset[Outside] = frozenset()  # with the arguments of the call under way
-        followed = randomness == "global" and mesh.gradients.size > 1
+        followed = randomness == "global" and mesh.gradients.size > 1 and not self.on_every_rank
         self._watched = SampleDraws(self._held_beside, weakly(self.drawn_for)) if followed else None
         self.dealt: Dealt | None = leader.dealt if leader is not None else None
         self.used: Dealt | None = None  # by the model's last forward in training
@@ -92,7 +99,8 @@ class Calls(Loop):
         self.called = False  # the model, in training
         self._done = False  # its backward of this batch is over
         self._no_batch()
-        self._looks = mesh.data.size > 1
+        self._looks = mesh.data.size > 1 and not self.on_every_rank
+        self._writes: tuple[Seen, ExitStack] | None = None  # by the first forward, which units of zero=3 would lose
         self._looked: dict[nn.Module | None, ModelLook] = {}  # entries of the model, on their first samples
         self._check = check
         self._dim: int | None = 0  # of a batch's tensors that counts samples
@@ -121,6 +129,17 @@ class Calls(Loop):
     def is_outside(self) -> bool:
         """Returns whether the script's own code runs: not the model's forward or methods, nor a backward."""
         return not (self._away or self.inside) and torch._C._current_graph_task_id() == -1
+
+    @property
+    def on_every_rank(self) -> bool:
+        """Returns whether every rank runs the model on all samples (`loss_scope="model"`)."""
+        return self.whole is not None and not self.whole.spreads
+
+    @property
+    def counted_once(self) -> tuple[Axis, ...]:
+        """Returns the axis whose ranks compute one loss of all samples, which counts once; none where each has its own,
+        or all of it."""
+        return (self.mesh.data,) if self.whole is not None and self.whole.spreads else ()
 
     @property
     def in_forward(self) -> bool:
@@ -214,7 +233,9 @@ class Calls(Loop):
             self._look(self.engine, args, kwargs)
         if self.loss_look is not None:
             self.told.say(self.loss_look.enter(self.model, (args, kwargs), self._look_now.inside))
-        if self.whole is not None and self.inside == 1:
+        if self.on_every_rank:
+            self._see_writes()
+        elif self.whole is not None and self.inside == 1:
             self.whole.dims = self._look_now.dims
             args, kwargs = self._own_samples(self.whole, args, kwargs)
         if self.draws is not None:
@@ -230,6 +251,27 @@ class Calls(Loop):
         """Whether a forward is one of the script's in training; a look has gradients where a forward needs some."""
         assert self.engine is not None
         return module.training and torch.is_grad_enabled() and not self.engine.state.phase.looked_at
+
+    def _see_writes(self) -> None:
+        """Watch what the model's first forward in training writes into, where units of zero=3 would lose it."""
+        if self.inside == 1 and not self._looked and isinstance(self.engine.technique, FullShard):  # type: ignore[union-attr]
+            seen, noting = Seen(self.model), ExitStack()
+            noting.enter_context(seen.noting_writes())
+            own = set(self.model.modules())
+
+            def replaced(module: nn.Module, name: str, param: Any) -> None:
+                if module in own:
+                    seen.ever_written.add(name)
+
+            noting.callback(register_module_parameter_registration_hook(replaced).remove)
+            self._writes = seen, noting
+        self._looked[self.entries.now] = ModelLook([], [])
+
+    def _refuse_writes(self, seen: Seen, noting: ExitStack) -> None:
+        self._writes = None
+        noting.close()
+        for problem in seen.problems():
+            raise RefusedPlan(problem)
 
     def _own_samples(self, whole: WholeBatch, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The call on this rank's samples, for which the model draws, alone or as a stand-in."""
@@ -275,7 +317,9 @@ class Calls(Loop):
         if self.engine.state.precision.mixed:
             output = self.engine.state.precision.cast_outputs(output)
         trains = self._trains(module)
-        if self.whole is not None and not self.inside and trains:
+        if self._writes is not None and not self.inside:
+            self._refuse_writes(*self._writes)
+        if self.whole is not None and self.whole.spreads and not self.inside and trains:
             output = self.whole.leave(output)
         if self.engine.state.tensor is not None or self._door is not None:
             output = seen_outside(output)
@@ -369,8 +413,9 @@ def leader_of(loader: Any, mesh: Mesh, randomness: str, loss_scope: str) -> Call
     leader = loader.events
     if not isinstance(leader, Calls):
         raise InputError("prepare: the loader comes from prepared.split(), which is for held-out data")
-    same = (leader.mesh.data.size, leader.mesh.data.index, leader.randomness, leader.whole is not None)
-    if same != (mesh.data.size, mesh.data.index, randomness, loss_scope == "global" and mesh.data.size > 1):
+    scope = "sample" if leader.whole is None else "global" if leader.whole.spreads else "model"
+    same = (leader.mesh.data.size, leader.mesh.data.index, leader.randomness, scope)
+    if same != (mesh.data.size, mesh.data.index, randomness, loss_scope if mesh.data.size > 1 else "sample"):
         raise InputError(
             "prepare: two models of one loop need plans that deal samples alike: the same dp_replicate times dp_shard, "
             "the same randomness and the same loss_scope"

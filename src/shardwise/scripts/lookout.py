@@ -35,6 +35,10 @@ NO_PLACES: Mapping[int, int] = {}
 
 Plainly = Callable[[], AbstractContextManager[None]]
 
+ON_EVERY_RANK = (
+    'or prepare(..., loss_scope="model"), by which every rank runs the model on whole batches: equal to one process, '
+    "no faster, and weights and optimizer in pieces under zero"
+)
 _UNCHECKED = "that the model treats samples one by one was not checked: "
 
 
@@ -106,9 +110,8 @@ def look_at_model(
         )  # fmt: skip
     except RefusedPlan as error:
         made.refuse_longest()
-        if dim or "add up over samples" not in str(error):
-            raise
-        raise RefusedPlan(f"{error}{_hint(dim)}") from None
+        turned = "add up over samples" in str(error)
+        raise RefusedPlan(f"{error}{_hint(dim) if turned else ''}; {ON_EVERY_RANK}") from None
     if findings.reentrant:
         engine.state.technique.expect_pieces()
     return ModelLook(findings.batch_norms, findings.notices, made.dims, any(known.values()), made.inside())

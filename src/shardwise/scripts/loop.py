@@ -141,7 +141,8 @@ class Loop(Heard, Events):
     def before_batch(self, batch: Any, dealt: Dealt, checksum: int, dim: int | None) -> None:
         """Begin to follow a batch that is handed to the script: its samples, its draws, its loss."""
         if self.whole is not None:
-            dealt = deal(dealt.part.total, self.mesh.data.size, self.mesh.data.index)
+            place = (self.mesh.data.size, self.mesh.data.index) if self.whole.spreads else (1, 0)
+            dealt = deal(dealt.part.total, *place)
         self._last += 1
         handed = Handed(self._last, batch, dealt, checksum, dim)
         if self.is_elsewhere():

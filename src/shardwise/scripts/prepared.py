@@ -97,7 +97,7 @@ def prepare(
     device: str | torch.device | None = None,
     check_loss: bool = True,
     spatial: Domain | None = None,
-    loss_scope: Literal["sample", "global"] = "sample",
+    loss_scope: Literal["sample", "global", "model"] = "sample",
     thaws: bool = False,
 ) -> Prepared:
     """Spread a script's model, optimizer and loader over the ranks of this run, as the plan says. Collective.
@@ -120,7 +120,8 @@ def prepare(
     spatial     which dims of the model's arguments are space, under domain; None: those behind batch and channel
     loss_scope  "sample": the loss adds up over samples, which ranks take parts of. "global": it does not (dice of a
                 batch, a contrastive pair, mixup): every rank reads whole batches, the model runs on its samples, and
-                its outputs are gathered for the loss
+                its outputs are gathered for the loss. "model": the model mixes samples as well (a queue in its forward,
+                one whole graph): every rank runs it on whole batches, and the plan spreads memory alone
     thaws       what is frozen now is in the plan too, with memory for its gradients, and may be trained later
                 (requires_grad, add_param_group)
 
@@ -341,7 +342,7 @@ class Prepared(Stepping):
         calls, mesh, me, units = self.calls, self.mesh, weakref.ref(self), isinstance(engine.technique, FullShard)
         self._gate = gate = guard_gradients(
             self.model, engine.technique, all=self._shares or engine.state.precision.mixed, shares=cuts,
-            summed=mesh.inner, beside=(calls.whole is not None and (mesh.data,)) or (),
+            summed=mesh.inner, beside=calls.counted_once,
             inside=lambda: calls.in_forward, gradients=lambda: known.gradients if (known := me()) is not None else None,
             whole=answer_of(weakref.ref(self)) if cuts and not units else None,
             later=self.plan.accumulate > 1 and mesh.world.size > 1,
@@ -351,7 +352,7 @@ class Prepared(Stepping):
         if not cuts:
             return
         self.cut_weights = CutWeights(
-            engine.state, gate, self.meet, (*((mesh.data,) if calls.whole is not None else ()), *mesh.inner),
+            engine.state, gate, self.meet, (*calls.counted_once, *mesh.inner),
             mesh.world if calls.randomness == "fast" else None,
         )  # fmt: skip
         if not units:
@@ -386,10 +387,9 @@ class Prepared(Stepping):
             if script is not None:
                 script.meet(what)
 
-        beside = (mesh.data,) if calls.whole is not None else ()
         self._held_pieces = Pieces(
             technique, self._gate, inside=lambda: calls.in_forward, meet=meet,
-            summed=(*beside, *mesh.inner), holders=mesh.gradients, shares=cuts,
+            summed=(*calls.counted_once, *mesh.inner), holders=mesh.gradients, shares=cuts,
             draws_apart=calls.randomness == "fast", gradients=self._whole_gradients,
         )  # fmt: skip
         draw_whole(weakref.ref(self._held_pieces))

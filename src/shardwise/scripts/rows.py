@@ -38,8 +38,9 @@ _DRAWN = (
 )
 _MODEL_FAILS = (
     "the model fails ({}) on the {} of the first batch's {} samples that this rank is given: what it is given beside "
-    "them, or made for them, has the size of the whole batch (a hidden state): make it by the size of the input at "
-    "hand (len(x), x.shape)"
+    "them, or made for them, has the size of the whole batch: make it by the size of the input at hand (len(x), "
+    'x.shape); or prepare(..., loss_scope="global") for a hidden state of the whole batch, loss_scope="model" for one '
+    "graph that is the batch, which then every rank computes"
 )
 
 

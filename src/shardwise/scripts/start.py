@@ -38,12 +38,12 @@ def check_given(model: Any, optimizer: Any, plan: Plan, randomness: str, loss_sc
     _refuse_wrapped(model, optimizer)
     if randomness not in ("global", "fast"):
         raise InputError(f"prepare: randomness is 'global' or 'fast', got {randomness!r}")
-    if loss_scope not in ("sample", "global"):
-        raise InputError(f"prepare: loss_scope is 'sample' or 'global', got {loss_scope!r}")
-    if loss_scope == "global" and plan.cut_positions > 1 and plan.data_ranks > 1:
+    if loss_scope not in ("sample", "global", "model"):
+        raise InputError(f"prepare: loss_scope is 'sample', 'global' or 'model', got {loss_scope!r}")
+    if loss_scope != "sample" and plan.cut_positions > 1 and plan.data_ranks > 1:
         raise RefusedPlan(
-            f'plan {plan}: loss_scope="global" in prepare beside cp, cp_ulysses or domain: outputs are gathered over '
-            "samples or cut along positions, not both yet: leave dp_replicate and dp_shard at 1"
+            f'plan {plan}: loss_scope="{loss_scope}" in prepare beside cp, cp_ulysses or domain: outputs are gathered '
+            "over samples or cut along positions, not both yet: leave dp_replicate and dp_shard at 1"
         )
     if plan.pp > 1:
         raise RefusedPlan(

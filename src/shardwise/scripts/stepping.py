@@ -271,7 +271,7 @@ class Stepping(Weighing):
             self._hooks.check()
             with self._gate.open():
                 self.engine.technique.start_step()
-            counts = self.mesh.counts and not (self._of_whole_batches and self.mesh.data.index)
+            counts = self.mesh.counts and not (self.calls.counted_once and self.mesh.data.index)
             self._tally = Tally(self.engine.device, counts)
             if self._earlier is not None:
                 self._tally.used.append(self._earlier.used)  # what they reached has a gradient in this step

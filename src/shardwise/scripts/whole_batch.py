@@ -9,6 +9,10 @@
 So a loss need not add up over samples: dice of a batch, a contrastive pair, samples mixed with each other. Each rank
 reads whole batches and computes the whole loss; what is gathered is told in bytes.
 
+`loss_scope="model"`: the model mixes samples too (a queue or a code book in its forward, one whole graph). Then every
+rank runs it on all samples: nothing is cut or gathered, ranks draw alike, and each rank's gradients are whole, of which
+the mean is taken. The plan spreads weights, gradients and the optimizer's state, and no work.
+
 What this does not do: gather what a model returns that belongs to no sample and differs between ranks (a loss of its
 own); it is refused.
 """
@@ -31,7 +35,7 @@ from shardwise.part import Part, plain, whole, with_summed_gradient
 from shardwise.part.crossing import apart, axes_of, cuts_of, joined
 from shardwise.part.levels import Distributed
 from shardwise.scripts.dealt import deal
-from shardwise.scripts.lookout import Places, Rows
+from shardwise.scripts.lookout import ON_EVERY_RANK, Places, Rows
 from shardwise.step.batching import samples_in
 
 _TAG = "loss inputs"
@@ -57,10 +61,11 @@ class WholeBatch:
 
     dims    of each output, where its samples lie, None where it has none; learnt by the look, else by size
     rows    the samples of the call under way
+    spreads False: every rank runs the model on all samples, and has whole gradients
     """
 
-    def __init__(self, data: Axis, device: torch.device):
-        self._data, self._device = data, device
+    def __init__(self, data: Axis, device: torch.device, *, spreads: bool = True):
+        self._data, self._device, self.spreads = data, device, spreads
         self.dims: list[Rows | None] | None = None
         self.rows = Share(None, 0, 0, 0)
         self.held = self.rows
@@ -144,5 +149,5 @@ class WholeBatch:
             raise RefusedPlan(
                 f'loss_scope="global" gathers what a model returns for each sample, and it returns {shapes} beside '
                 "that, which differs between ranks (a loss or a mean of its own samples): compute that in the script, "
-                "from outputs that have a dim of samples"
+                f"from outputs that have a dim of samples; {ON_EVERY_RANK}"
             )

@@ -1,0 +1,89 @@
+"""`loss_scope="model"`: a model that mixes samples in its forward runs on whole batches on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import shardwise
+from shardwise.errors import RefusedPlan
+from shardwise.ranks import RankPool
+
+
+class Queue(nn.Module):
+    """Compares with a queue of earlier outputs, which its forward writes, and returns its own mean loss."""
+
+    def __init__(self, writes: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
+        self.scale = nn.Parameter(torch.ones(3))
+        self.queue: torch.Tensor
+        self.at: torch.Tensor
+        self.writes = writes
+        self.register_buffer("queue", torch.randn(3, 8))
+        self.register_buffer("at", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.writes:
+            self.scale.data = self.scale.data * 0.9
+        out = self.layers(x) * self.scale
+        loss = (out @ self.queue.clone()).square().mean() + (out.T @ out / len(out)).square().sum()
+        at = int(self.at)
+        self.queue[:, at : at + len(out)] = out.detach().T
+        self.at[0] = (at + len(out)) % 8
+        return loss
+
+
+def queued(plan: str | None, writes: bool = False, scope: Any = "model") -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of a loop over a model with a queue; with a penalty, noise, an attack and clipping."""
+    torch.manual_seed(0)
+    loader: Any = DataLoader(TensorDataset(torch.randn(12, 6).double()), batch_size=4, shuffle=True)
+    model = Queue(writes).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    prepared = None
+    if plan is not None:
+        prepared = model, optimizer, loader = shardwise.prepare(model, optimizer, loader, plan=plan, loss_scope=scope)
+    losses, state = [], model.state_dict
+    for _ in range(2):
+        for (x,) in loader:
+            x = (x + 0.1 * torch.randn_like(x)).requires_grad_()
+            optimizer.zero_grad()
+            loss = model(x) + 0.1 * sum(p.square().sum() for p in model.parameters())
+            if prepared:
+                loss = prepared.backward(loss)
+            else:
+                loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            assert x.grad is not None
+            losses += [loss.item(), float(norm), float(x.grad.square().sum())]
+    return losses, {name: value.clone() for name, value in state().items()}
+
+
+def check(plan: str, pool: RankPool) -> None:
+    (alone,) = pool.run(queued, 1, None)
+    for losses, weights in pool.run(queued, shardwise.Plan.parse(plan).world_size, plan):
+        torch.testing.assert_close(losses, alone[0], rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(weights, alone[1], rtol=0, atol=1e-11)
+
+
+def test_a_queue_in_the_forward_is_one_processes(pool: RankPool) -> None:
+    check("dp_shard=2,zero=3", pool)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=2"])
+def test_a_queue_under_other_plans(plan: str, pool: RankPool) -> None:
+    check(plan, pool)
+
+
+@pytest.mark.long
+def test_what_would_be_lost_is_refused(pool: RankPool) -> None:
+    with pytest.raises(RefusedPlan, match="the forward writes into parameter 'scale'"):
+        pool.run(queued, 2, "dp_shard=2,zero=3", True)
+    with pytest.raises(RefusedPlan, match='loss_scope="model"'):
+        pool.run(queued, 2, "dp_replicate=2", False, "sample")
