@@ -73,13 +73,6 @@ def _await(unit: FSDPModule, given: Any, output: Any) -> None:
         unit._get_fsdp_state()._register_pre_backward_hook(waits)
 
 
-def _follow_switches(unit: FSDPModule) -> None:
-    """Let gathered weights require gradients as the pieces do, which a forward may switch off for one call."""
-    group = unit._get_fsdp_state()._fsdp_param_group
-    for each in group.fsdp_params if group is not None else ():
-        each._unsharded_param.requires_grad_(each.sharded_param.requires_grad)
-
-
 def _tensors(values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
@@ -271,7 +264,6 @@ class FullShard:
         for unit in self.units:
             named = [(child, leaf, index_of.get(name)) for child, leaf, name in self.inside(unit)]
             held = [(child, leaf, index) for child, leaf, index in named if index is not None]
-            unit.register_forward_pre_hook(lambda m, a: _follow_switches(m))
             unit.register_forward_pre_hook(lambda m, a, held=held: self._hook_gathered(held))
 
     def inside(self, unit: nn.Module) -> list[tuple[nn.Module, str, str]]:
