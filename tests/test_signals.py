@@ -108,7 +108,7 @@ def session(leader: int) -> dict[int, str]:
 
 
 def answered(
-    words: list[str], slow: str, when: When, number: signal.Signals, folder: Path, takes: str
+    words: list[str], slow: str, when: When, number: signal.Signals, folder: Path, takes: str, group: bool = False
 ) -> tuple[int, str]:
     """Exit code and what was written to stderr by a command that was sent a signal; what it left is ended."""
     (folder / "slow.py").write_text(TASKS)
@@ -125,7 +125,7 @@ def answered(
                 assert process.poll() is None and time.monotonic() < until, said.read_text()
                 time.sleep(0.02)
             assert process.poll() is None, "it was over before the signal was sent"
-            (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+            (os.killpg if group or number == signal.SIGINT else os.kill)(process.pid, number)
             code = process.wait(60)
             while (left := session(process.pid)) and time.monotonic() < until:
                 time.sleep(0.05)
@@ -183,3 +183,13 @@ main()
 def test_a_signal_while_the_command_line_is_imported_waits_for_it():
     done = subprocess.run([sys.executable, "-c", WHILE_IMPORTED], capture_output=True, text=True, timeout=60)
     assert done.returncode == 130 and done.stderr == f"{INTERRUPTED}\n"
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc, which is Linux's")
+def test_sigterm_to_all_before_the_first_step_is_no_failure(tmp_path: Path) -> None:
+    """As `timeout` and some schedulers send it: what starts the ranks ends too, and is not to blame."""
+    code, err = answered(
+        [*TRAIN, *TWO], "0", lambda said, folder, pid: len(session(pid)) > 1, signal.SIGTERM, tmp_path, "1", group=True
+    )
+    assert code in (143, 75), err
+    assert "failed" not in err and "forked" not in err and "Traceback" not in err, err

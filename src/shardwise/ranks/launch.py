@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import InputError
+from shardwise.errors import InputError, ShardwiseError
 from shardwise.guard.diagnose import Deadlines, RankWatch
 from shardwise.ranks.messages import RELEASE, pack_call
 from shardwise.ranks.process import START_LIMIT_S, RankProcess, allow_files, refuse_beyond_memory
@@ -53,7 +53,7 @@ def launch(
 
     on_stop   the function listens for SIGUSR2 and ends by itself after one: the first Ctrl-C, SIGTERM or SIGUSR1 to
               this process calls `on_stop` with its name and asks the ranks so, and only a second one ends them; but
-              Ctrl-C and SIGTERM before any rank began a step end them at once
+              Ctrl-C before any rank began a step ends them at once, as does what a signal to all of them ends
     deadlines seconds in which a rank must do something, by phase; ranks that can never go on are named without them
     name      what a failure calls the function
     imports   the module of shardwise that the function imports first, where that is another than its own
@@ -71,6 +71,9 @@ def launch(
             try:
                 _start_all(ranks, world_size, logs, on_event, imports or getattr(function, "__module__", ""))
                 outcome = _supervise(ranks, call, timeout_s, on_event, asked, deadlines)
+            except ShardwiseError:  # ranks did not start
+                _end_early(asked)
+                raise
             finally:
                 _end_all(ranks, stop_wait_s if on_stop is None else 0.0)  # those leave SIGTERM to this process
     finally:
@@ -79,6 +82,7 @@ def launch(
     try:
         return unpack(outcome, world_size, called, timeout_s)
     except Exception as error:
+        _end_early(asked)
         rank = getattr(error, "rank", 0)
         if rank in logs and log_dir is not None:
             error.add_note(f"the output of rank {rank} is in {Path(log_dir) / f'rank{rank}.log'}")
@@ -167,11 +171,20 @@ _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class _Asked(threading.Event):
-    """Set where ranks are asked to stop. `begun`: whether one of them has begun a step."""
+    """Set where ranks are asked to stop. `begun`: whether one of them has begun a step; `early`: at a SIGTERM,
+    none had."""
+
+    early = False
 
     def __init__(self) -> None:
         super().__init__()
         self.begun: Callable[[], bool] = lambda: False
+
+
+def _end_early(asked: _Asked) -> None:
+    """End this process where a SIGTERM to all (`kill` of a group, `timeout`) ended ranks before their first step."""
+    if asked.early:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextmanager
@@ -189,7 +202,9 @@ def _asking_first(on_stop: Callable[[str], None] | None) -> Iterator[_Asked]:
 
     def handle(number: int, frame: Any) -> None:
         restore()
-        if number != signal.SIGUSR1 and not asked.begun():  # nothing is there to be saved
+        early = not asked.begun()
+        asked.early = early and number == signal.SIGTERM
+        if early and number == signal.SIGINT:
             os.kill(os.getpid(), number)
             return
         asked.set()
