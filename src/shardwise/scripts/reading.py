@@ -177,6 +177,8 @@ def part_of_whole(batch: Any, held: Share, samples: int, dim: int = 0) -> Any:
     plain = _plain(batch, dim)
     check_samples(plain, samples)
     part = _moved(slice_samples(plain, held.start, held.start + held.count), 0, dim)
+    if dim:  # as a whole batch lies in memory: a script may view it
+        part = tree_map_only(torch.Tensor, torch.Tensor.contiguous, part)
     part = _lists_cut(part, held, samples)
     if not isinstance(batch, Mapping) or type(batch) is dict:
         return part
