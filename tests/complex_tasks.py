@@ -6,6 +6,7 @@ import math
 from functools import partial
 from typing import Any
 
+import expert_tasks
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -195,3 +196,27 @@ class ComplexNet(nn.Module):
 
 def complex_net() -> Task:
     return _task(ComplexNet, (5,))
+
+
+# --- experts
+
+
+class ComplexExperts(nn.Module):
+    """Two products with complex weights for each pair of a token and an expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(0.5 * torch.randn(expert_tasks.EXPERTS, expert_tasks.WIDTH, 5, dtype=torch.cfloat))
+        self.down = nn.Parameter(0.5 * torch.randn(expert_tasks.EXPERTS, 5, expert_tasks.WIDTH, dtype=torch.cfloat))
+
+    def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for expert in range(len(self.up)):
+            rows, choice = torch.where(index == expert)
+            inner = torch.tanh(x[rows].to(self.up.dtype) @ self.up[expert])
+            out.index_add_(0, rows, (inner @ self.down[expert]).real * weight[rows, choice, None])
+        return out
+
+
+def complex_experts() -> Task:
+    return expert_tasks.task(partial(expert_tasks.Net, ComplexExperts))

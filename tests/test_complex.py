@@ -10,12 +10,14 @@ from shardwise.ranks import RankPool
 EQUAL = [
     ("fno1d", "dp_shard=2,zero=3"), ("fno2d", "tp=2"), ("state_spaces", "tp=2,dp_shard=2,zero=3"),
     ("complex_net", "tp=2,pp=2"), ("complex_net", "dp_shard=3,zero=1"),
+    ("complex_experts", "dp_shard=2,ep=2,zero=1"),
 ]  # fmt: skip
 MORE = [
     ("fno1d", "tp=2,dp_shard=2,zero=1"), ("fno1d", "cp=2"), ("fno2d", "domain=2"), ("fno3d", "tp=2"),
     ("fno3d", "domain=1x2,dp_shard=2,zero=3"), ("fno3d", "dp_shard=3,zero=3"), ("state_spaces", "pp=2"),
     ("state_spaces", "cp=2"), ("complex_net", "dp_shard=2,zero=3,deterministic=4"),
     ("complex_net", "dp_replicate=2,dp_shard=2,zero=3,accumulate=2"), ("complex_net", "tp=2,dp_shard=2,zero=2"),
+    ("complex_experts", "dp_shard=2,ep=2,zero=3"), ("complex_experts", "tp=2,dp_shard=2,ep=2,zero=2"),
 ]  # fmt: skip
 
 

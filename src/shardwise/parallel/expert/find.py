@@ -86,7 +86,8 @@ def holds_experts(
 
 def _refuse_shared(module: nn.Module, stack: Stack, touched: set[str], ranks: int) -> None:
     inside = set(module.get_submodule(stack.path).modules())
-    mine = {name: module.get_parameter(name) for name in stack.names}
+    named = dict(module.named_parameters(remove_duplicate=False))
+    mine = {name: named[name] for name in stack.names}
     for child in set(module.modules()) - inside:
         held = {id(param) for param in child._parameters.values() if param is not None}
         touched = touched | {name for name, param in mine.items() if id(param) in held}
