@@ -598,7 +598,7 @@ SCRIPTS = [
         "self.owners.take(whole, dim, 0).narrow(dim, 0, self.owners.counts[self.axis.index])",
         S + "segmentation.py", "domain=2"),
     bug("every rank counts the loss of a whole batch", "scripts.stepping:Stepping._open_step",
-        "not (self._of_whole_batches and self.mesh.data.index)", "True", S + "contrastive.py", "dp_replicate=2"),
+        "not (self.calls.counted_once and self.mesh.data.index)", "True", S + "contrastive.py", "dp_replicate=2"),
     bug("every rank runs a whole batch's first samples", "scripts.whole_batch:WholeBatch.enter",
         "mine.held.start, mine.held.start + mine.held.count", "0, mine.held.count", S + "mixup.py", "dp_replicate=2"),
     bug("batch norm takes whole batches for the same samples", "scripts.calls:Calls._enter",
