@@ -78,6 +78,19 @@ def test_draws_of_every_way_are_one_process_s(draw: str) -> None:
         assert torch.equal(torch.get_rng_state(), stand)
 
 
+def test_only_what_draws_unseen_has_all_operations_followed() -> None:
+    """Not attention that is called without dropout, though its kernel is one that may draw."""
+    x, watched = torch.ones(2, 1, 3, 4), SampleDraws()
+    watched.begin(Share(None, 2, 2, 6), whole=False)
+    nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.0)
+    nn.functional.dropout(x, 0.5, training=False)
+    nn.functional.dropout(x, 0.5)
+    assert not watched.follows_all
+    scripted(x)
+    assert watched.follows_all
+    watched.end()
+
+
 def test_what_may_draw_is_told_by_tags() -> None:
     """Of operations, and of torch's own functions by what they call; a backward may compute something again."""
     functions = nn.functional

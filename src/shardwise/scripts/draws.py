@@ -91,13 +91,13 @@ class SampleDraws(TorchFunctionMode):
         self._stands: list[bytes] = []  # where the generators were left by what was seen
         self._follows = False  # the operations of a call that may draw
         self._all: _Operations | None = None  # follows all operations
-        self._periods, self._unseen = 0, False  # something drew that was no call of torch
+        self._periods, self.follows_all = 0, False  # something drew that was no call of torch
 
     def begin(self, part: Share, *, whole: bool) -> None:
         """Deal draws over these samples from here on."""
         self.part, self.whole = part, whole
         self._periods += 1
-        if self._unseen or self._periods <= _PERIODS:
+        if self.follows_all or self._periods <= _PERIODS:
             self._all = _Operations(self)
             self._all.__enter__()
         put_on(self)
@@ -125,7 +125,7 @@ class SampleDraws(TorchFunctionMode):
         """Returns what an operation under way gives, whose draws are dealt if it is one that draws."""
         if self.part is None or torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        self._unseen |= not self._follows
+        self.follows_all |= not self._follows and not _is_off(func, _given(func, args, kwargs))
         if self.alike:
             with draws_of_one_process():
                 return func(*args, **kwargs)
@@ -167,7 +167,7 @@ class SampleDraws(TorchFunctionMode):
     def _draw(self, func: Any, args: tuple, kwargs: dict, part: Share) -> Any:
         names = [argument.name for argument in func._schema.arguments]
         sized = {name for name in ("size", "shape") if name in names}
-        given = dict(zip(names, args, strict=False)) | kwargs
+        given = _given(func, args, kwargs)
         part = self._whose(part, _shape_of(given, sized))
         rows, low, total = part.count, part.start, part.total
         if rows == total:  # positions alone are cut
@@ -305,6 +305,12 @@ def _shape_of(given: dict, sized: set[str]) -> tuple[int, ...]:
     return next((tuple(given.get(name) or ()) for name in sized), None) or next(
         (tuple(value.shape) for value in given.values() if isinstance(value, torch.Tensor)), ()
     )
+
+
+def _given(func: Any, args: tuple, kwargs: dict) -> dict:
+    """The arguments of an operation by their names."""
+    names = (argument.name for argument in func._schema.arguments)
+    return dict(zip(names, args, strict=False)) | kwargs
 
 
 def _is_off(func: Any, given: dict) -> bool:
