@@ -132,9 +132,8 @@ class LossLook:
 
     def pause(self) -> None:
         """Stop recording what the script computes, since its loop asks for the next batch."""
-        if self._recording:
-            self._recording = False
-            take_off(self._tape)
+        self._recording = False
+        take_off(self._tape)
 
     def go_on(self) -> None:
         """Record again, if something was recorded when the loop asked for a batch, or a look is wanted."""

@@ -72,8 +72,10 @@ def _restack(modes: Any) -> None:
 
 @lru_cache(4096)
 def may_draw(function: Callable[..., Any]) -> bool:
-    """Returns whether a function of torch may draw random numbers: an operation's tags tell; of torch's Python, those
-    of what it calls; what else is not known may."""
+    """Returns whether a function of torch may draw random numbers.
+
+    An operation's tags tell, and of a function of torch's Python those of what it calls; what else is not known may.
+    """
     name = getattr(function, "__name__", "")
     if name.startswith("__"):  # operators and attributes of tensors
         return False
