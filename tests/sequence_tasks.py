@@ -38,6 +38,25 @@ def position_wise() -> Task:
                 optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))  # fmt: skip
 
 
+class OneLength(PositionWise):
+    """With a table that has the length of the sequence, so that it does not run on half of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = nn.Parameter(torch.randn(LENGTH + 1, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x + self.places)
+
+
+def one_length() -> Task:
+    return position_wise().with_(model=OneLength)
+
+
+def one_length_named() -> Task:
+    return one_length().with_(sequence={"x": 1, "y": 1})
+
+
 class Block(nn.Module):
     def __init__(self, width: int, heads: int, key_heads: int, written: bool, causal: bool):
         super().__init__()

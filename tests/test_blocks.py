@@ -121,6 +121,22 @@ def test_one_unit_that_is_most_of_the_model_is_told() -> None:
     assert any("unit '2' holds 99% of the model" in warning for warning in found.warnings)
 
 
+def test_what_is_told_of_units_names_units_that_a_plan_can_name() -> None:
+    """Each `wrap=` that a warning proposes is one that `choose_blocks` takes, and finds more or larger units by."""
+    mixed = nn.Module()
+    mixed.embedding, mixed.head = nn.Embedding(1000, 16), nn.Linear(16, 90)
+    mixed.blocks = nn.ModuleList(Block(16) for _ in range(3))
+    recurrent = nn.ModuleDict({"gru": nn.GRU(20, 30), "out": nn.Linear(30, 4)})
+    proposed = {}
+    for name, module in (("mixed", mixed), ("recurrent", recurrent), ("unet", model("unet_group"))):
+        for warning in find_blocks(module).warnings:
+            if "wrap=" in warning:
+                units = warning.rpartition("wrap=")[2].split("|")
+                proposed[name] = choose_blocks(module, tuple(unit for unit in units if unit != "...")).paths
+    assert proposed["recurrent"] == ("gru", "out")
+    assert {"embedding", "blocks.0", "blocks.2"} <= set(proposed["mixed"])
+
+
 def test_what_lies_outside_the_units_is_told() -> None:
     module = nn.Module()
     module.embedding = nn.Embedding(1000, 16)

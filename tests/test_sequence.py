@@ -604,6 +604,13 @@ def test_a_batch_without_a_sequence_is_refused(pool) -> None:
     assert "is not given (B, S, E) first" in found.refused
 
 
+def test_a_sequence_of_one_length_is_told_how_to_name_it(pool) -> None:
+    """What the refusal says to write is what `Task.sequence` takes, and with it the plan is equal."""
+    refused = verify("sequence_tasks:one_length", "cp=2", pool=pool).refused
+    assert 'Task(sequence={"x": 1, "y": 1})' in refused
+    assert verify("sequence_tasks:one_length_named", "cp=2", pool=pool).parity
+
+
 def test_a_sequence_shorter_than_its_ranks_is_refused() -> None:
     axis = Axis("cp", 4, 0, None, (0, 1, 2, 3))
     with pytest.raises(InputError, match="3 positions of a sequence over cp=4 leave some rank with 0"):

@@ -97,7 +97,6 @@ class _Noted:
 
 
 ON_HALF = "the module does not run on half"
-BY_NAME = "Task(sequence=...) names the dims of a sequence of one length"
 # of each axis, a number for the collectives met, in order, over it and those further out; then one for their sizes
 _Met = tuple[int, ...]
 # (positions, place on their axes, what to note in) -> (the refusal, if any; collectives)
@@ -119,7 +118,7 @@ def _search(
     results  path of a submodule, number of its call, and how each leaf of its result is cut, where some is
     One under which every operation has a rule comes before all that gather a sequence for those without.
     """
-    stopped: list[str] = []
+    stopped: dict[str, str] = {}
     for rules in (True,) if plan.tiles > 1 else (True, False):
         with by_rules(rules):
             found, stopped = _first_through(task, plan, inner, precision, built, batch, samples, trial)
@@ -131,23 +130,24 @@ def _search(
 def _first_through(
     task: Task, plan: Plan, inner: tuple[Axis, ...], precision: Precision, built: Built, batch: Any, samples: int,
     trial: _Trial,
-) -> tuple[dict[str, Any] | None, list[str]]:  # fmt: skip
-    """What `_search` finds, or None, and what stopped each candidate before it."""
-    stopped: list[str] = []
+) -> tuple[dict[str, Any] | None, dict[str, str]]:  # fmt: skip
+    """What `_search` finds, or None, and what stopped each candidate before it, with what to write instead, if any."""
+    stopped: dict[str, str] = {}
     cannot = ""
     for place, candidate in enumerate(_candidates(task, plan, inner, built, batch, samples)):
         half = candidate.shorter
         if half is not None and not _runs(TrialModule(built, half, run_alone(task, precision), precision.held)):
-            stopped.append(f"of {candidate.said}, {ON_HALF}")
+            why, by_name = f"of {candidate.said}, {ON_HALF}", _by_name(candidate.positions)
+            stopped[why] = by_name
             if _of_integers(candidate.positions, batch):
-                cannot = cannot or f"{stopped[-1]} ({BY_NAME})"
+                cannot = cannot or f"{why} ({by_name})"
             continue
         noted = _Noted()
         positions, error, met = _tried(candidate.positions, trial, noted)
         if error is not None:
             said = f"{candidate.said} cannot be cut: {error}{_place_of(error, built.module, plan)}"
             cannot = cannot or said
-            stopped.append(said)
+            stopped[said] = ""
             continue
         zigzag = False
         if any(one.causal and not one.heads and one.axis.name == "cp" for one in noted.attention):
@@ -174,6 +174,13 @@ def _place_of(error: RefusedPlan, module: nn.Module, plan: Plan) -> str:
     path = next((f" in '{path}'" for path, child in module.named_modules() if child is inside), "")
     remedy = ". Where each rank may hold the field, shardwise.whole(x) gathers it there" if plan.tiles > 1 else ""
     return f"{path} ({line}){remedy}" if is_own(line.rpartition(":")[0]) else path + remedy
+
+
+def _by_name(positions: Positions) -> str:
+    """What to write where these dims are positions after all, of a module that runs on one length alone."""
+    pairs = zip(positions.names, positions.cuts, strict=True)
+    dims = ", ".join(f'"{name}": {cuts[0][0]}' for name, cuts in pairs if cuts)
+    return f"Task(sequence={{{dims}}}) says that they are positions, of a module that runs on one length alone"
 
 
 def _of_integers(positions: Positions, batch: Any) -> bool:
@@ -208,18 +215,18 @@ def _tried(
     return positions, *_at_both_ends(positions, trial, noted)
 
 
-def _nothing(task: Task, plan: Plan, inner: tuple[Axis, ...], batch: Any, stopped: list[str]) -> RefusedPlan:
-    """The refusal where no candidate can be cut; `stopped`: why not, for each."""
+def _nothing(task: Task, plan: Plan, inner: tuple[Axis, ...], batch: Any, stopped: dict[str, str]) -> RefusedPlan:
+    """The refusal where no candidate can be cut; `stopped`: why not, for each, and what to write instead."""
     axes, what = ",".join(f"{axis.name}={axis.size}" for axis in inner), "sequence"
-    nothing = "no tensor has a dim behind the samples"
+    nothing, reasons = "no tensor has a dim behind the samples", list(stopped)
     if plan.tiles > 1:
         axes, what = f"domain={'x'.join(map(str, plan.domain))}", "field"
         nothing = domain.without_space(task.spatial, len(plan.domain), batch, _names(batch))
     elif any(isinstance(leaf, torch.Tensor) and leaf.dim() > 3 for leaf in tree_flatten(batch)[0]):
-        stopped = [*stopped, "domain= cuts space"]
-    elif stopped and all(why.endswith(ON_HALF) for why in stopped):
-        stopped = [*stopped[:-1], f"{stopped[-1]} ({BY_NAME})"]
-    return RefusedPlan(f"{axes}: no dim of the batch can be cut as a {what}: " + ("; ".join(stopped) or nothing))
+        reasons.append("domain= cuts space")
+    elif stopped and all(stopped.values()):
+        reasons[0] += f" ({stopped[reasons[0]]})"
+    return RefusedPlan(f"{axes}: no dim of the batch can be cut as a {what}: " + ("; ".join(reasons) or nothing))
 
 
 def _candidates(

@@ -167,24 +167,72 @@ def _whole_model(module: nn.Module, name: str) -> str:
 
 
 def _warnings(module: nn.Module, paths: list[str], total: int) -> list[str]:
-    sizes = {path: _elements(module.get_submodule(path)) for path in paths}
     if not paths:
-        return ["no repeated blocks were found, so the whole module is gathered at once: name units with wrap="]
+        parts = _parts(module, "")
+        named = f": name units with {_spelt(module, parts)}" if parts else ""
+        return [f"no repeated blocks were found, so the whole module is gathered at once{named}"]
+    sizes = {path: _elements(module.get_submodule(path)) for path in paths}
     warnings = []
     largest = max(paths, key=lambda path: sizes[path])
     rest = total - sum(sizes[p] for p in paths if not any(p.startswith(q + ".") for q in paths if q != p))
-    if sizes[largest] > COARSE * total and (
-        len(paths) > 1 or any(True for _ in module.get_submodule(largest).children())
-    ):
+    parts = _parts(module, largest)
+    if sizes[largest] > COARSE * total and (len(paths) > 1 or parts):
+        better = _spelt(module, [path for path in paths if path != largest] + parts)
         warnings.append(
-            f"unit '{largest}' holds {sizes[largest] / total:.0%} of the model, which zero=3 gathers at once: name "
-            "smaller units with wrap="
+            f"unit '{largest}' holds {sizes[largest] / total:.0%} of the model, which zero=3 gathers at once: "
+            + (f"name smaller units with {better}" if parts else "it has no parts of which units could be made")
         )
     if rest > COARSE * total and total > FINE_ELEMENTS:
-        warnings.append(f"{rest / total:.0%} of the model lies outside the units and is gathered at once: see wrap=")
+        better = _spelt(module, [*paths, *_largest_outside(module, paths)])
+        warnings.append(
+            f"{rest / total:.0%} of the model lies outside the units and is gathered at once: name it too with {better}"
+        )
     if sum(sizes.values()) / len(paths) < FINE_ELEMENTS < total:
+        larger = _around(module, paths)
         warnings.append(
             f"{len(paths)} units of about {sum(sizes.values()) // len(paths)} elements: zero=3 gathers each twice a "
-            f"micro-batch, {2 * len(paths)} small messages that cost more than they save; name larger ones with wrap="
+            f"micro-batch, {2 * len(paths)} small messages that cost more than they save; "
+            + (f"name larger ones with {_spelt(module, larger)}" if larger else "zero=2 sends none of them")
         )
     return warnings
+
+
+def _parts(module: nn.Module, path: str) -> list[str]:
+    """Paths of the children at `path` that could be units: they have parameters, and share none with others."""
+    dot = path and f"{path}."
+    children = module.get_submodule(path).named_children()
+    return [f"{dot}{name}" for name, child in children if _elements(child) and not _shares_outside(module, child)]
+
+
+def _spelt(module: nn.Module, paths: list[str], most: int = 6) -> str:
+    """How a plan names these units, `wrap=Block|head`: by class where all modules of it are meant, else by path."""
+    strangers = {type(child).__name__ for path, child in module.named_modules() if path not in paths}
+    names: dict[str, None] = {}
+    for path in paths:
+        kind, outer = type(module.get_submodule(path)).__name__, path.rpartition(".")[0]
+        around = module.get_submodule(outer) if outer else None
+        alike = around is not None and all(f"{outer}.{name}" in paths for name, _ in around.named_children())
+        names[kind if kind not in strangers else f"{outer}.*" if alike else path] = None
+    return f"wrap={'|'.join(names)}" if len(names) <= most else f"wrap={'|'.join([*names][:most])}|..."
+
+
+def _largest_outside(module: nn.Module, paths: list[str]) -> list[str]:
+    """The largest module that neither is, holds nor lies in one of these units, as a list of at most one."""
+    apart = {
+        path: _elements(child) for path, child in module.named_modules()
+        if path and not any(f"{path}.".startswith(f"{unit}.") or f"{unit}.".startswith(f"{path}.") for unit in paths)
+        and not _shares_outside(module, child)
+    }  # fmt: skip
+    return [max(apart, key=lambda path: apart[path])] if any(apart.values()) else []
+
+
+def _around(module: nn.Module, paths: list[str]) -> list[str]:
+    """The modules with a forward of their own that hold these units, the whole model apart."""
+    found: dict[str, None] = {}
+    for path in paths:
+        outer = path.rpartition(".")[0]
+        while outer and isinstance(module.get_submodule(outer), nn.ModuleList | nn.ModuleDict):
+            outer = outer.rpartition(".")[0]
+        if outer:
+            found[outer] = None
+    return list(found)
