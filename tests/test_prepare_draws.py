@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.errors import RefusedPlan
 from shardwise.layout.dealing import Share
 from shardwise.scripts.draws import SampleDraws
 from shardwise.scripts.following import differentiate, may_draw
@@ -76,6 +77,19 @@ def test_draws_of_every_way_are_one_process_s(draw: str) -> None:
         watched.end()
         torch.testing.assert_close(found, expected[2:4], rtol=0, atol=1e-15)
         assert torch.equal(torch.get_rng_state(), stand)
+
+
+def test_draws_that_hang_on_values_are_refused_where_they_are_for_samples() -> None:
+    """How many numbers torch draws for the others' samples is not known here; what is no sample's is drawn alike."""
+    whole, watched = torch.arange(72, dtype=torch.float64).reshape(6, 3, 4), SampleDraws()
+    watched.begin(Share(None, 2, 2, 6), whole=False)
+    try:
+        torch.distributions.Beta(torch.full((5,), 0.2), 0.2).sample()
+        for draw in (torch.poisson, lambda x: torch.distributions.Beta(x + 1, x + 1).sample()):
+            with pytest.raises(RefusedPlan, match="asks for more random numbers or fewer, by the values"):
+                draw(whole[2:4])
+    finally:
+        watched.end()
 
 
 def test_only_what_draws_unseen_has_all_operations_followed() -> None:

@@ -47,13 +47,24 @@ DRAWS: dict[str, Draw] = {
     "random_": lambda x: torch.empty_like(x).random_(2, 7),
     "gumbel": lambda x: F.gumbel_softmax(x, dim=-1),
     "rrelu": lambda x: F.rrelu(x, 0.1, 0.3, training=True),
-    "normal_of_means": lambda x: torch.normal(x, torch.ones_like(x)),
+    "normal_of_means": lambda x: torch.normal(x, torch.full_like(x, 3.0)),
+    "normal_about_means": lambda x: torch.normal(x, 2.0),
+    "normal_of_widths": lambda x: torch.normal(1.0, x.abs()),
+    "distribution": lambda x: torch.distributions.Normal(x, 0.5).sample(),
+    "poisson": lambda x: torch.poisson(x.abs() * 4),
+    "gamma": lambda x: torch.distributions.Gamma(x.abs() * 2, 2 * torch.ones_like(x)).rsample(),
+    "small_gamma": lambda x: torch.distributions.Gamma(x.abs() / 2, torch.ones_like(x)).rsample(),
+    "dirichlet": lambda x: torch.distributions.Dirichlet(x.abs() + 0.5).rsample(),
+    "cauchy_": lambda x: torch.empty_like(x).cauchy_(),
+    "log_normal_": lambda x: torch.empty_like(x).log_normal_(0.0, 0.5),
+    "geometric_": lambda x: torch.empty_like(x).geometric_(0.25),
+    "binomial": lambda x: torch.binomial(torch.full_like(x, 5), x.abs() / 9),
     "normal_sized": lambda x: torch.normal(2.0, 3.0, size=x.shape),
     "multinomial": lambda x: torch.multinomial(x.flatten(1).softmax(-1), 3).float(),
     "multinomial_again": lambda x: torch.multinomial(x.flatten(1).softmax(-1), 3, replacement=True).float(),
     "drop_path": lambda x: x * torch.empty(len(x), 1, 1).bernoulli_(0.5),
 }
-REFUSED = {"rrelu", "normal_of_means"}  # drawn inside the op, where no one can say which sample a number belongs to
+REFUSED = {"binomial"}  # drawn inside the op, where no one can say which sample a number belongs to
 
 
 class Applies(nn.Module):
@@ -197,6 +208,9 @@ def test_hash_is_flat_and_depends_on_key_and_index() -> None:
         ("rand_like", 0.5, 12**-0.5), ("randn_like", 0, 1), ("normal_", 2, 3), ("uniform_", 2, 6 * 12**-0.5),
         ("exponential_", 0.5, 0.5), ("bernoulli", 0.3, 0.21**0.5), ("randint", 5.5, (35 / 12) ** 0.5),
         ("random_", 4, 2**0.5), ("dropout", 1, (0.4 / 0.6) ** 0.5), ("native_dropout", 1, (0.4 / 0.6) ** 0.5),
+        ("normal_of_means", 1, 3), ("normal_about_means", 1, 2), ("normal_of_widths", 1, 1), ("poisson", 4, 2),
+        ("gamma", 1, 0.5**0.5), ("small_gamma", 0.5, 0.5**0.5), ("dirichlet", 0.25, (3 / 112) ** 0.5),
+        ("log_normal_", math.exp(0.125), (math.exp(0.5) - math.exp(0.25)) ** 0.5), ("geometric_", 4, 12**0.5),
     ],
 )  # fmt: skip
 def test_moments(name: str, mean: float, std: float) -> None:
@@ -272,6 +286,21 @@ def test_constant_random_is_the_same_for_every_sample() -> None:
         out = module(torch.ones(5, 3))
     assert len(out.unique()) == 1
     assert [(one.path, one.shape) for one in random.calls] == [("a", (5, 3)), ("b", (5, 3)), ("a", (5, 3))]
+
+
+def test_a_loop_that_draws_until_it_accepts_ends_in_the_look() -> None:
+    """Under draws that are always one half, a rejection of what is above a third would go on for ever."""
+
+    def accepted(x: Tensor) -> Tensor:
+        noise = torch.rand_like(x)
+        while (noise > 1 / 3).any():
+            noise = torch.where(noise > 1 / 3, torch.rand_like(x), noise)
+        return noise
+
+    random, module = ConstantRandom(), Applies(accepted)
+    with random.watching(module):
+        assert len(module(torch.zeros(3, 4)).unique()) == 1
+    assert len(random.calls) > 8
 
 
 # --- what is refused, and what is left alone

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from shardwise.memory.chunk_runs import turn
 from shardwise.part import Owners, Part, Sum
+from shardwise.trace.drawn import is_random
 from shardwise.trace.leaves import replaced, tensors_in
 
 _MOST_TRIED = 1 << 14
@@ -64,7 +65,7 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         returned = func._schema.returns
         self.computes |= not returned or returned[0].alias_info is None
-        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
+        self.draws |= is_random(func)
         return func(*args, **(kwargs or {}))
 
 

@@ -24,6 +24,7 @@ from shardwise.part.gathering import gathered
 from shardwise.part.levels import Distributed
 from shardwise.part.sums import Sum
 from shardwise.part.tensor import GATHERS, Part, facts, in_backward, is_part, no_rule, parts_in, rule
+from shardwise.trace.drawn import is_random
 from shardwise.trace.leaves import replaced, tensors_in
 
 
@@ -46,7 +47,7 @@ def may_be_done_whole(func: Any, args: tuple, kwargs: dict, parts: list[Part]) -
 
     It draws nothing, and writes into nothing but what every rank has.
     """
-    draws = torch.Tag.nondeterministic_seeded in func.tags
+    draws = is_random(func)
     if draws or facts(func).name.startswith("as_strided_") or not all(map(_of_a_sequence, parts)):
         return False
     given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs

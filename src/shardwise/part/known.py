@@ -20,6 +20,7 @@ import torch
 
 from shardwise.host import has_values
 from shardwise.part.levels import Distributed
+from shardwise.trace.drawn import is_random
 from shardwise.trace.leaves import replaced, tensors_in
 
 MOST = 1 << 24  # elements that are computed whole beside a share
@@ -50,9 +51,7 @@ def _of_whole(func: Any, args: tuple, kwargs: dict, given: list[Distributed]) ->
     plain = [each for each in tensors_in((args, kwargs)) if not isinstance(each, Distributed)]
     if any(each.known is None for each in given) or any(each.requires_grad for each in plain):
         return None
-    if torch.Tag.nondeterministic_seeded in func.tags or (
-        func._schema.is_mutable and not isinstance(args[0], Distributed)
-    ):
+    if is_random(func) or (func._schema.is_mutable and not isinstance(args[0], Distributed)):
         return None
     whole_args, whole_kwargs = replaced(Distributed, lambda each: each.known, (args, kwargs))
     try:

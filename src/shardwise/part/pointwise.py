@@ -205,7 +205,7 @@ def native_dropout(func: Any, args: tuple, kwargs: dict) -> Any:
     return part.with_local(part.local * scale), part.with_local(mask)
 
 
-@rule("bernoulli", "bernoulli_", "uniform_", "normal_", "rand_like", "randn_like", "exponential_", "random_")
+@rule("bernoulli")  # and each operation that `draws_each`
 def random(func: Any, args: tuple, kwargs: dict) -> Any:
     """Returns this rank's share of the random tensor that the operation draws.
 
@@ -217,8 +217,9 @@ def random(func: Any, args: tuple, kwargs: dict) -> Any:
         args, kwargs = (args[0], *whole[0]), whole[1]
     if not is_part(part):
         return func(*args, **kwargs)
-    reads = func._schema.name == "aten::bernoulli"
-    own = not part.soft and kwargs.get("generator") is None and not _OF_ONE_PROCESS
+    reads = not func._schema.is_mutable and not func._schema.name.endswith("_like")  # it is distributed by its values
+    alone = not tensors_in((args[1:], kwargs))
+    own = alone and not part.soft and kwargs.get("generator") is None and not _OF_ONE_PROCESS
     if part.axis.positions and own:
         with _own_draws(part):
             drawn = func(part.local, *args[1:], **kwargs)

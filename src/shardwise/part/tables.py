@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
 from shardwise.part.levels import Distributed
+from shardwise.trace.drawn import is_random
 from shardwise.trace.leaves import replaced, tensors_in
 
 MOST = 1 << 12  # elements of a plain tensor that a table may be made of and keep
@@ -72,7 +73,7 @@ def note_table(func: Any, args: tuple, kwargs: dict, given: list[Distributed], o
     """Mark an operation's result as a table where it was made of tables and small plain tensors alone."""
     if not isinstance(output, Distributed) or func._schema.is_mutable or not all(map(is_table, given)):
         return
-    if torch.Tag.nondeterministic_seeded in func.tags:
+    if is_random(func):
         return
     plain = [each for each in tensors_in((args, kwargs)) if not isinstance(each, Distributed)]
     if any(each.requires_grad or each.numel() > MOST or each.is_inference() for each in plain):

@@ -38,6 +38,7 @@ from shardwise.part.cuts import REMEMBERED, Owners, Uncut
 from shardwise.part.known import with_known
 from shardwise.part.levels import Distributed, ViewOf, answering, here, written_back
 from shardwise.part.tables import note_table
+from shardwise.trace.drawn import draws_each
 from shardwise.trace.elementwise import is_elementwise
 from shardwise.trace.leaves import replaced, tensors_in
 
@@ -378,8 +379,8 @@ def facts(func: Any) -> Facts:
     """Returns an operation's `Facts`; cached, since schemas are slow to read."""
     name = func._schema.name.partition("::")[2]
     found = RULES.get(name)
-    if found is None and torch.Tag.pointwise in func.tags:
-        found = RULES["add"]
+    if found is None and (draws_each(func) or torch.Tag.pointwise in func.tags):
+        found = RULES["bernoulli" if draws_each(func) else "add"]
     returned = func._schema.returns
     first = func._schema.arguments[0].alias_info if func._schema.arguments else None
     writes = first is not None and first.is_write

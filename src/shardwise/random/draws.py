@@ -1,19 +1,17 @@
-"""`DRAWS`: random ops as functions of key and index. A new op: also part/pointwise, trace/axis_rules, scripts/kept.
+"""`DRAWS`: random ops as functions of key and index; what other rooms know of them is told by trace/drawn.
 
 `DRAWS` has, for each random op of ATen that can be answered so, a function of (source, args, kwargs).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from shardwise.random.hashing import hashed
+from shardwise.random.variates import cauchy, exponential, gamma, geometric, normal, poisson, uniform
 
-_GOLDEN = 0x9E3779B97F4A7C15  # a key of its own for the second uniform of a normal number
 _aten = torch.ops.aten
 
 
@@ -27,16 +25,6 @@ class BitSource:
 
     bits: Callable[[tuple[int, ...], torch.device], torch.Tensor]
     below: Callable[[tuple[int, ...], torch.device, float], torch.Tensor]
-
-
-def _uniform(bits: torch.Tensor) -> torch.Tensor:
-    return bits.to(torch.float64) * 2.0**-53
-
-
-def _normal(bits: torch.Tensor) -> torch.Tensor:
-    """Box and Muller 1958, the second uniform hashed from the first's bits."""
-    radius = torch.sqrt(-2 * torch.log1p(-_uniform(bits)))
-    return radius * torch.cos(2 * math.pi * _uniform(hashed(_GOLDEN, bits)))
 
 
 def _fill(draw):
@@ -82,19 +70,19 @@ def _argument(args, kwargs, place: int, name: str, default: float) -> float:
 
 def _draw_uniform(bits, args, kwargs):
     low, high = _argument(args, kwargs, 0, "from", 0.0), _argument(args, kwargs, 1, "to", 1.0)
-    return _uniform(bits) * (high - low) + low
+    return uniform(bits) * (high - low) + low
 
 
 def _draw_unit(bits, args, kwargs):
-    return _uniform(bits)
+    return uniform(bits)
 
 
 def _draw_normal(bits, args, kwargs):
-    return _normal(bits) * _argument(args, kwargs, 1, "std", 1.0) + _argument(args, kwargs, 0, "mean", 0.0)
+    return normal(bits) * _argument(args, kwargs, 1, "std", 1.0) + _argument(args, kwargs, 0, "mean", 0.0)
 
 
 def _draw_standard_normal(bits, args, kwargs):
-    return _normal(bits)
+    return normal(bits)
 
 
 def _bernoulli_fill(source, args, kwargs):
@@ -109,13 +97,50 @@ def _bernoulli_like(source, args, kwargs):
 
 def _bernoulli_by(source, args, kwargs):
     tensor, probabilities = args[:2]
-    return tensor.copy_(_uniform(source.bits(tensor.shape, tensor.device)) < probabilities)
+    return tensor.copy_(uniform(source.bits(tensor.shape, tensor.device)) < probabilities)
 
 
 def _normal_of_floats(source, args, kwargs):
     mean, std, size = args[:3]
     new = torch.empty(size, **_factory(kwargs))
-    return new.copy_(_normal(source.bits(new.shape, new.device)) * std + mean)
+    return new.copy_(normal(source.bits(new.shape, new.device)) * std + mean)
+
+
+def _normal_by(source, args, kwargs):
+    """`normal(mean, std)`, one of them a tensor or both."""
+    mean, std = args[0], args[1] if len(args) > 1 else kwargs.get("std", 1.0)
+    like: torch.Tensor = mean + std  # of their common shape
+    return (normal(source.bits(like.shape, like.device)) * std + mean).to(like.dtype)
+
+
+def _of_each(draw):
+    """For `op(self)`: a number for each of its elements, by which it is distributed."""
+
+    def run(source, args, kwargs):
+        tensor = args[0]
+        return draw(source.bits(tensor.shape, tensor.device), tensor).to(tensor.dtype)
+
+    return run
+
+
+def _dirichlet(source, args, kwargs):
+    shares = gamma(source.bits(args[0].shape, args[0].device), args[0])
+    return (shares / shares.sum(-1, keepdim=True)).to(args[0].dtype)
+
+
+def _rrelu(func):
+    """The slope of each negative element, which is kept in `noise` for backward."""
+
+    def run(source, args, kwargs):
+        tensor, noise = args[:2]
+        if not _argument(args, kwargs, 4, "training", False):
+            return func(*args, **kwargs)
+        low, high = _argument(args, kwargs, 2, "lower", 1 / 8), _argument(args, kwargs, 3, "upper", 1 / 3)
+        slopes = uniform(source.bits(tensor.shape, tensor.device)) * (high - low) + low
+        noise.copy_(torch.where(tensor <= 0, slopes.to(tensor.dtype), 1))
+        return tensor.mul_(noise) if func is _aten.rrelu_with_noise_.default else tensor * noise
+
+    return run
 
 
 def _multinomial(source, args, kwargs):
@@ -123,14 +148,26 @@ def _multinomial(source, args, kwargs):
     weights, count = args[0], args[1]
     if _argument(args, kwargs, 2, "replacement", False) and count > 1:
         cumulative = weights.double().cumsum(-1)
-        u = _uniform(source.bits((*weights.shape[:-1], count), weights.device)) * cumulative[..., -1:]
+        u = uniform(source.bits((*weights.shape[:-1], count), weights.device)) * cumulative[..., -1:]
         return torch.searchsorted(cumulative, u, right=True).clamp_(max=weights.shape[-1] - 1)
-    waits = -torch.log1p(-_uniform(source.bits(weights.shape, weights.device)))
+    waits = exponential(source.bits(weights.shape, weights.device))
     return (weights.double() / waits.clamp_min(1e-300)).topk(count, dim=-1).indices
 
 
 def _draw_exponential(bits, args, kwargs):
-    return -torch.log1p(-_uniform(bits)) / _argument(args, kwargs, 0, "lambd", 1.0)
+    return exponential(bits) / _argument(args, kwargs, 0, "lambd", 1.0)
+
+
+def _draw_cauchy(bits, args, kwargs):
+    return cauchy(bits) * _argument(args, kwargs, 1, "sigma", 1.0) + _argument(args, kwargs, 0, "median", 0.0)
+
+
+def _draw_log_normal(bits, args, kwargs):
+    return (normal(bits) * _argument(args, kwargs, 1, "std", 2.0) + _argument(args, kwargs, 0, "mean", 1.0)).exp()
+
+
+def _draw_geometric(bits, args, kwargs):
+    return geometric(bits, args[0])
 
 
 def _draw_range(bits, args, kwargs):
@@ -144,7 +181,7 @@ def _draw_below(bits, args, kwargs):
 
 def _bernoulli_of(source, args, kwargs):
     probabilities = args[0]
-    return (_uniform(source.bits(probabilities.shape, probabilities.device)) < probabilities).to(probabilities.dtype)
+    return (uniform(source.bits(probabilities.shape, probabilities.device)) < probabilities).to(probabilities.dtype)
 
 
 def _native_dropout(source, args, kwargs):
@@ -175,5 +212,16 @@ DRAWS = {
     _aten.randint_like.default: _like(_draw_below),
     _aten.randint_like.low_dtype: _like(_draw_range),
     _aten.normal.float_float: _normal_of_floats,
+    _aten.normal.Tensor_Tensor: _normal_by,
+    _aten.normal.Tensor_float: _normal_by,
+    _aten.normal.float_Tensor: _normal_by,
+    _aten.cauchy_.default: _fill(_draw_cauchy),
+    _aten.log_normal_.default: _fill(_draw_log_normal),
+    _aten.geometric_.default: _fill(_draw_geometric),
+    _aten.poisson.default: _of_each(poisson),
+    _aten._standard_gamma.default: _of_each(gamma),
+    _aten._sample_dirichlet.default: _dirichlet,
+    _aten.rrelu_with_noise.default: _rrelu(_aten.rrelu_with_noise.default),
+    _aten.rrelu_with_noise_.default: _rrelu(_aten.rrelu_with_noise_.default),
     _aten.multinomial.default: _multinomial,
 }

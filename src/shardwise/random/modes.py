@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ from shardwise.random.draws import DRAWS, BitSource
 from shardwise.random.hashing import below_at, bits_at, has_kernel, hashed, is_below, mix
 from shardwise.random.packed import PackedRows, packed_among
 from shardwise.trace.deferred import seed_of
+from shardwise.trace.drawn import draws_each, is_random
 from shardwise.trace.functional import with_values
 
 _aten = torch.ops.aten
@@ -72,6 +74,7 @@ EACH_ITS_OWN = (  # a remedy at every door: a proof has no such option, since it
     "module with that draw off (its rate at 0)"
 )
 _UNCLEAR, _PACKED = -2, -3
+_SAME_LEVEL = 8  # times that a module's draws are one level in the look; a rejection loop would never end by it
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 
 
@@ -200,13 +203,9 @@ def _watched(module: nn.Module, paths: _Paths) -> Iterator[None]:
             handle.remove()
 
 
-def _is_random(func) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
-
-
 def draws(func, args, kwargs) -> bool:
     """Whether an op draws from torch's own generators."""
-    return _is_random(func) and kwargs.get("generator") is None and not _inert_dropout(func, args, kwargs)
+    return is_random(func) and kwargs.get("generator") is None and not _inert_dropout(func, args, kwargs)
 
 
 class GlobalRandom(TorchDispatchMode):
@@ -248,7 +247,7 @@ class GlobalRandom(TorchDispatchMode):
         key, path = self.paths.draw()
         self.met = True
         if func in DRAWS:
-            like = args[0] if args else None
+            like = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
 
             def drawn(shape, device, rate: float | None = None) -> torch.Tensor:
                 return self._drawn(key, path, func, tuple(shape), device, like, rate)
@@ -303,8 +302,8 @@ class GlobalRandom(TorchDispatchMode):
 def _not_dealt(what: str) -> str:
     return (
         f"random op {what} draws for samples in a way that cannot be dealt over ranks, so its masks would differ from "
-        "one process's; draw tensors with a batch dim by dropout, rand, randn, randint, bernoulli or multinomial, "
-        f"those of a packed sequence in a module that is called with it; or {EACH_ITS_OWN}"
+        "one process's; draw tensors with a batch dim by dropout, rand, randn, randint, normal, bernoulli, poisson, "
+        f"gamma or multinomial, those of a packed sequence in a module that is called with it; or {EACH_ITS_OWN}"
     )
 
 
@@ -405,6 +404,7 @@ class ConstantRandom(TorchDispatchMode):
         super().__init__()
         self.bits = int(level * 2**53)
         self.calls: list[Drawn] = []
+        self.times: Counter[tuple[str, str, int]] = Counter()
         self.reads_values = False  # whether control flow may depend on a tensor's value
         self.paths = _Paths()
 
@@ -419,22 +419,30 @@ class ConstantRandom(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         self.reads_values |= func is _aten._local_scalar_dense.default
-        if not _is_random(func) or _inert_dropout(func, args, kwargs):
+        if not is_random(func) or _inert_dropout(func, args, kwargs):
             return with_values(func)(*args, **kwargs)
 
         def middling(shape, device) -> torch.Tensor:
-            self._note(func, tuple(shape))
+            bits = self._bits(self._note(func, tuple(shape)))
             zeros = _zeros(tuple(shape), device, args[0] if args else None)
-            return (zeros + self.bits).expand(tuple(shape))
+            return (zeros + bits).expand(tuple(shape))
 
         if func in DRAWS:
             return DRAWS[func](BitSource(middling, lambda s, d, rate: middling(s, d) < rate * 2.0**53), args, kwargs)
         output = func(*args, **kwargs)
         first = output[0] if isinstance(output, tuple) else output
         self._note(func, tuple(first.shape))
-        return output
+        return output.zero_() if draws_each(func) else output  # else the look would take it for a mix of samples
 
-    def _note(self, func, shape: tuple[int, ...]) -> None:
+    def _note(self, func, shape: tuple[int, ...]) -> Drawn:
         path = self.paths.stack[-1][0] if self.paths.stack else ""
         packed = self.paths.rows_of(shape)
-        self.calls.append(Drawn(path, str(func), shape if packed is None else packed[1], packed is not None))
+        drawn = Drawn(path, str(func), shape if packed is None else packed[1], packed is not None)
+        self.calls.append(drawn)
+        self.times[drawn.key] += 1
+        return drawn
+
+    def _bits(self, drawn: Drawn) -> int:
+        """What each element of a draw is: the level, and others where a module draws until it accepts."""
+        again = self.times[drawn.key] - _SAME_LEVEL
+        return self.bits if again <= 0 else mix(again) >> 11

@@ -39,6 +39,7 @@ from shardwise.host import answered
 from shardwise.rehearsal.op_counts import StepTrace, written
 from shardwise.rehearsal.packed_rows import PACK, packed
 from shardwise.rehearsal.workspaces import LAYER, behind_one_number, workspace_bytes
+from shardwise.trace.drawn import is_random
 from shardwise.trace.leaves import tensors_in
 
 MOST, MOST_FLOATS = 2**25, 2**20  # elements of a shadow: beyond, a tensor has no values
@@ -184,7 +185,7 @@ class Values(TorchDispatchMode):
 
     def _on_values(self, func: Any, args: tuple, kwargs: dict, leaves: list) -> Any:
         """An op of which all tensors have values, or that makes some out of nothing."""
-        if torch.Tag.nondeterministic_seeded in func.tags or (not leaves and not _makes_values(func, args)):
+        if is_random(func) or (not leaves and not _makes_values(func, args)):
             return self._draw(func, func(*args, **kwargs))
 
         def value_of(leaf: Any) -> Any:

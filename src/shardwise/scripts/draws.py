@@ -36,11 +36,17 @@ from shardwise.part import Part
 from shardwise.part.pointwise import draws_of_one_process
 from shardwise.scripts.following import may_draw, put_on, take_off
 from shardwise.scripts.saying import line_of_script, names_line
+from shardwise.trace.drawn import asks_by_values, is_random
 
 _MIXES = (
     "a permutation of the batch's samples (torch.randperm, as in mixup) would mix a rank's own samples alone, where "
     'one process mixes all: use prepare(..., loss_scope="global"), by which every rank has whole batches, or mix them '
     "in the dataset or the collate function"
+)
+_BY_VALUES = (
+    "{} asks for more random numbers or fewer, by the values it is given, and each rank has those of its own samples: "
+    'use prepare(..., loss_scope="global"), by which every rank has whole batches, draw in the dataset, or use '
+    'prepare(..., randomness="fast")'
 )
 _BESIDE = (
     "random numbers of shape {} are drawn, and nothing tells whether for the {} samples of the main batch ({} on all "
@@ -123,7 +129,7 @@ class SampleDraws(TorchFunctionMode):
 
     def operation(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Returns what an operation under way gives, whose draws are dealt if it is one that draws."""
-        if self.part is None or torch.Tag.nondeterministic_seeded not in func.tags:
+        if self.part is None or not is_random(func):
             return func(*args, **kwargs)
         self.follows_all |= not self._follows and not _is_off(func, _given(func, args, kwargs))
         if self.alike:
@@ -203,6 +209,8 @@ class SampleDraws(TorchFunctionMode):
             if not self.inside:
                 self._note(given.get("num_samples") or (*_shape_of(given, sized), 0)[0], rows)
             return func(*args, **kwargs)
+        if asks_by_values(func):
+            raise RefusedPlan(_BY_VALUES.format(str(func.overloadpacket).removeprefix("aten.")))
         if self.inside and not self.followed:
             self.followed = str(func.overloadpacket).removeprefix("aten.")
         with draws_of_one_process():

@@ -21,6 +21,8 @@ from torch.overrides import (
     _push_mode,
 )
 
+from shardwise.trace.drawn import is_random
+
 _BACKWARDS = {"backward", "run_backward", "_engine_run_backward"}  # in which something is computed again
 _OPERATIONS = (BuiltinFunctionType, MethodDescriptorType)
 
@@ -80,7 +82,7 @@ def may_draw(function: Callable[..., Any]) -> bool:
     if name.startswith("__"):  # operators and attributes of tensors
         return False
     if isinstance(function, OpOverload):
-        return torch.Tag.nondeterministic_seeded in function.tags
+        return is_random(function)
     if isinstance(function, OpOverloadPacket):
         return _draws(function)
     if isinstance(function, FunctionType):
@@ -92,7 +94,7 @@ def may_draw(function: Callable[..., Any]) -> bool:
 
 
 def _draws(packet: OpOverloadPacket) -> bool:
-    return any(torch.Tag.nondeterministic_seeded in getattr(packet, one).tags for one in packet.overloads())
+    return any(is_random(getattr(packet, one)) for one in packet.overloads())
 
 
 def _calls_what_draws(function: FunctionType, seen: set[FunctionType]) -> bool:

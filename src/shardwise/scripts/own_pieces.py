@@ -29,6 +29,7 @@ from shardwise.scripts.pieces import writes_into
 from shardwise.scripts.reductions import answered
 from shardwise.scripts.saying import names_line
 from shardwise.scripts.seen_state import SeenState
+from shardwise.trace.drawn import is_random
 from shardwise.trace.leaves import replaced, tensors_in
 
 _LIKE = {"clone", "zeros_like", "ones_like", "empty_like", "full_like", "to", "cpu", "double", "float", "contiguous",
@@ -46,7 +47,7 @@ def answered_by_elements(name: str) -> bool:
     packet = getattr(torch.ops.aten, name.strip("_") if name.startswith("__") else name, None)
     packet = packet or getattr(torch.ops.aten, name.strip("_").removeprefix("i"), None)
     overloads = [getattr(packet, each) for each in packet.overloads()] if packet is not None else []
-    draws = any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads)
+    draws = any(is_random(each) for each in overloads)
     return name in ("zero_", "fill_") or (not draws and any(torch.Tag.pointwise in each.tags for each in overloads))
 
 

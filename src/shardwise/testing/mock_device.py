@@ -32,6 +32,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardwise.trace.drawn import is_random
+
 NAME = "mock"
 HOST = torch.device("cpu")
 
@@ -424,7 +426,7 @@ def _writes_to(func: Any, args: tuple, foreign: list[torch.Tensor]) -> bool:
 @contextmanager
 def _own_draws(func: Any) -> Iterator[None]:
     """Inside, torch's default generator is the mock device's, for an operation that draws."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
+    if not is_random(func):
         yield
         return
     own = _installed[0].generator

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.trace.drawn import draws_each
 from shardwise.trace.elementwise import is_elementwise
 from shardwise.trace.leaves import tensors_in, written_tensors
 from shardwise.trace.without_gradient import HooksLeftOut
@@ -173,7 +174,8 @@ class Axes(TorchDispatchMode):
 
         name = func._schema.name.partition("::")[2]
         rule: Callable | None = RULES.get(name)
-        if rule is None and (torch.Tag.pointwise in func.tags or is_elementwise(func, args, kwargs)):
+        by_tag = torch.Tag.pointwise in func.tags or draws_each(func)
+        if rule is None and (by_tag or is_elementwise(func, args, kwargs)):
             rule = elementwise
         if rule is None or not rule(self, func, args, kwargs, output):
             for tensor in tensors:

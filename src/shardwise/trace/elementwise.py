@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from shardwise.trace.drawn import is_random
 from shardwise.trace.leaves import tensors_in
 
 SCALES = (0.3, 3.0)  # of the values tried: thresholds lie near one
@@ -33,7 +34,7 @@ class _Small:
 def is_elementwise(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether each element of the results depends on the same element of the inputs (broadcast) alone."""
     schema = func._schema
-    drawn = torch.Tag.nondeterministic_seeded in func.tags
+    drawn = is_random(func)
     if schema.is_mutable or drawn or any(each.alias_info is not None for each in schema.returns):
         return False
     leaves, spec = tree_flatten((args, kwargs))

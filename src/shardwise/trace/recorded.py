@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwise.trace.deferred import Built
+from shardwise.trace.drawn import is_random
 from shardwise.trace.fake import Fake, unlogged
 from shardwise.trace.flow import Flow, FlowOp, Leaf, ModuleCall, OwnCall
 from shardwise.trace.functional import innermost, transforming, with_values
@@ -105,7 +106,7 @@ class _Recorder(TorchDispatchMode):
             self.use(reads)
         outputs = tensors_in(output)
         depends = any(self.depends[number] for number in reads)
-        draws = torch.Tag.nondeterministic_seeded in func.tags
+        draws = is_random(func)
         drawn = not depends and (draws or any(self.drawn[number] for number in reads))
         makes = []
         said = written_tensors(func, args, kwargs) if func._schema.is_mutable else unsaid_writes(func, args, kwargs)

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.device import on_host
+from shardwise.trace.drawn import is_random
 from shardwise.trace.leaves import replaced, tensors_in, written_tensors
 from shardwise.trace.tape import ConstructorTape, NotReplayable, TapedOp, bytes_of, ref_of, storage_key
 
@@ -161,8 +162,8 @@ class _Recorder(TorchDispatchMode):
         tape = self.tape
         tape.alive.extend(tensor.untyped_storage() for tensor in outputs)
         args, kwargs = replaced(torch.Tensor, ref_of, (args, kwargs))
-        is_random = torch.Tag.nondeterministic_seeded in func.tags and state is None
-        tape.add(TapedOp(func, args, kwargs, [ref_of(t) for t in outputs], before, written, is_random, state))
+        draws = is_random(func) and state is None
+        tape.add(TapedOp(func, args, kwargs, [ref_of(t) for t in outputs], before, written, draws, state))
 
 
 def _own_state(args: tuple, kwargs: dict) -> torch.Tensor | None:

@@ -38,6 +38,7 @@ from shardwise.part import Part
 from shardwise.part.cuts import REMEMBERED, Owners
 from shardwise.part.levels import Distributed
 from shardwise.part.tensor import MARGINS
+from shardwise.trace.drawn import is_random
 from shardwise.trace.elementwise import is_elementwise
 
 Ranges = tuple[tuple[int, int], ...]  # of each rank, the indices (start, stop) of a dim that it has
@@ -193,7 +194,7 @@ class _ElementsAlone(TorchDispatchMode):
         if func in _KEPT or func.namespace != "aten":  # questions, to which an error would be no answer
             return func(*args, **kwargs)
         mixes = torch.Tag.pointwise not in func.tags and not is_elementwise(func, args, kwargs)
-        if mixes or func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
+        if mixes or func._schema.is_mutable or is_random(func):
             raise _NotAlone
         self.ran += 1
         return func(*args, **kwargs)

@@ -14,8 +14,7 @@ from shardwise.trace.leaves import tensors_in
 
 @rule(
     "_to_copy", "detach", "alias", "fill_", "zero_", "masked_fill_", "zeros_like", "ones_like", "full_like",
-    "empty_like", "lift_fresh", "relu_", "clamp_", "native_dropout", "bernoulli", "bernoulli_", "uniform_", "normal_",
-    "rand_like", "randn_like", "copy_", "contiguous",
+    "empty_like", "lift_fresh", "relu_", "clamp_", "native_dropout", "copy_", "contiguous",
 )  # fmt: skip
 def elementwise(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
     """Rule: labels that meet in one element lie together; the result has them."""
