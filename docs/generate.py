@@ -19,11 +19,10 @@ import click
 from shardwise.cli.completion import INSTALL
 from shardwise.cli.main import main as cli
 from shardwise.config.schema import BUILTIN_DEFAULTS, OPTIMIZER_OPTIONS, Config, Section
-from shardwise.config.show import PLAN_HELP
 from shardwise.config.sources import to_toml
 from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.layout import Plan, rules
-from shardwise.layout.plan import SCHEDULES
+from shardwise.layout.plan import SCHEDULES, TOLD
 from shardwise.layout.schedules import schedule_of
 from shardwise.layout.techniques import TECHNIQUES
 from shardwise.planner import simulate
@@ -199,7 +198,7 @@ def _type(schema: dict[str, Any]) -> str:
 
 def _plan_rows() -> Iterator[str]:
     values = Plan().as_dict(defaults=True)
-    for key, text in PLAN_HELP.items():
+    for key, text in TOLD.items():
         told = {
             "zero": "3 where dp_shard > 1, else 0",
             "schedule": "`1f1b` where pp > 1",

@@ -9,9 +9,9 @@ import pytest
 
 from shardwise.config import Config, Given, load, show, starter
 from shardwise.config.load import keys
-from shardwise.config.show import PLAN_HELP
 from shardwise.errors import InputError
 from shardwise.layout import Plan
+from shardwise.layout.plan import TOLD
 
 
 @pytest.fixture
@@ -244,7 +244,7 @@ def test_the_starter_loads_and_holds_every_key(write):
     assert (effective.config, effective.plan) == (plain.config, plain.plan)
     for key in keys():
         leaf = key.rpartition(".")[2]
-        if key.startswith("plan.") and leaf not in PLAN_HELP:
+        if key.startswith("plan.") and leaf not in TOLD:
             continue
         assert re.search(rf"^(# )?{leaf} =|^\[[a-z.]*{leaf}\]|extends =", text, re.M), key
 
@@ -276,7 +276,7 @@ def test_every_field_is_described_and_the_plan_help_names_fields():
                 yield field.description
 
     assert all(walk(Config))
-    assert set(PLAN_HELP) == {field.name for field in fields(Plan)} - {"offload"}, "what is not built is not offered"
+    assert set(TOLD) == {field.name for field in fields(Plan)} - {"offload"}, "what is not built is not offered"
 
 
 def test_any_type_of_device_may_be_asked_for_and_has_to_be_there() -> None:

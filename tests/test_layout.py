@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -18,7 +19,7 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import AXES, RULES, Grid, Plan, check
 from shardwise.layout.buckets import lay_out, most_elements
 from shardwise.layout.dealing import cut, deal, micro_batches
-from shardwise.layout.plan import OFFLOADS, REDUCE_DTYPES, REMATS, SCHEDULES
+from shardwise.layout.plan import CHOICES, REMATS, SCHEDULES
 from shardwise.layout.precisions import PRECISIONS
 from shardwise.layout.rules import as_markdown
 
@@ -30,8 +31,8 @@ ANY_PLAN = st.builds(
     schedule=st.sampled_from(["none", *SCHEDULES]), microbatches=degree, accumulate=degree, cp=degree,
     stages=PATTERNS.map(tuple),
     cp_ulysses=degree, ep=degree, domain=st.lists(degree, min_size=1, max_size=3).map(tuple),
-    precision=st.sampled_from(list(PRECISIONS)), reduce_dtype=st.sampled_from(REDUCE_DTYPES),
-    remat=st.sampled_from(REMATS), offload=st.sampled_from(OFFLOADS), compile=st.booleans(),
+    precision=st.sampled_from(list(PRECISIONS)), reduce_dtype=st.sampled_from(CHOICES["reduce_dtype"]),
+    remat=st.sampled_from(REMATS), offload=st.sampled_from(CHOICES["offload"]), compile=st.booleans(),
     wrap=PATTERNS.map(tuple), deterministic=st.sampled_from([0, 1, 12, 24]),
 ) | st.builds(Plan, pp=degree, schedule=st.sampled_from(["none", *SCHEDULES]), stages_per_rank=degree)  # fmt: skip
 SMALL_GRID = st.builds(
@@ -316,13 +317,15 @@ TRIGGERS: dict[str, list[str]] = {
     ],
     "compile with a schedule that splits backwards": ["pp=2,schedule=zbh1,compile=true"],
     "sp, tp_overlap or tp_whole with tp = 1": ["sp=true", "tp_overlap=true", "tp_whole=blocks.*"],
-    "domain_overlap with domain = 1": ["domain_overlap=never"],
-    "domain_depth with domain = 1": ["domain_depth=2"],
+    "domain_overlap or domain_depth with domain = 1": ["domain_overlap=never", "domain_depth=2"],
     "domain_depth with domain_overlap = always": ["domain=2,domain_overlap=always,domain_depth=2"],
     "domain_depth with compile": ["domain=2,domain_depth=2,compile=true"],
-    "schedule with pp = 1": ["schedule=1f1b"],
-    "microbatches > 1 with pp = 1": ["microbatches=2"],
-    "stages or stages_per_rank with pp = 1": ["stages=layers.3", "stages_per_rank=2"],
+    "schedule, microbatches, stages or stages_per_rank with pp = 1": [
+        "schedule=1f1b",
+        "microbatches=2",
+        "stages=layers.3",
+        "stages_per_rank=2",
+    ],
     "stages that pp does not divide": ["pp=2,stages=a|b"],
     "schedule does not fit pp, microbatches, stages or stages_per_rank": [
         "pp=4,schedule=dualpipev,microbatches=7",
@@ -420,7 +423,7 @@ def test_every_field_is_built_or_has_a_rule() -> None:
         "wrap",
     }
     for field in fields(Plan):
-        ruled = any(field.name in rule.combination.split() for rule in RULES)
+        ruled = any(field.name in re.findall(r"\w+", rule.combination) for rule in RULES)
         assert field.name in built or ruled, f"{field.name} is neither built nor refused"
 
 

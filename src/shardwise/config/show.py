@@ -1,4 +1,4 @@
-"""A commented starter file; the effective configuration with sources. `PLAN_HELP`: one line for each key of a plan.
+"""A commented starter file; the effective configuration with sources. Of a plan's keys: layout/plan.
 
 Both are TOML that `load` reads again; what has no effect is commented out, since `load` refuses it when set.
 """
@@ -14,8 +14,7 @@ from pydantic import BaseModel
 from shardwise.config.load import Effective
 from shardwise.config.schema import BUILTIN_DEFAULTS, Config, Section, without_effect
 from shardwise.config.sources import to_toml
-from shardwise.layout.plan import DOMAIN_OVERLAPS, REMATS, SCHEDULES, Plan
-from shardwise.layout.precisions import PRECISIONS
+from shardwise.layout.plan import TOLD, Plan
 
 STARTER_HEAD = """\
 # A shardwise configuration. A line `# key = value` shows a default: remove its first `#` to change it.
@@ -23,35 +22,6 @@ STARTER_HEAD = """\
 # Change one value:  shardwise train this-file.toml --set optimizer.lr=3e-4
 # Build on another:  put  extends = "base.toml"  at the top; a key here wins over the same key there.
 """
-
-PLAN_HELP = {
-    "dp_replicate": "replicas of the model (DDP)",
-    "dp_shard": "ranks over which zero shards",
-    "zero": "what dp_shard shards: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters",
-    "tp": "ranks over which weights are cut, as derived from the module",
-    "sp": "between cut weights, activations are cut along the sequence, on the ranks of tp",
-    "cp": "ranks over which a sequence is cut, with attention around the ring of them",
-    "cp_ulysses": "ranks over which a sequence is cut, with attention by heads",
-    "domain": "tiles along each dim of space, such as 2x3",
-    "ep": "ranks of dp_shard among which routed experts are dealt; divides dp_shard",
-    "accumulate": "micro-batches in one optimizer step; with pp, times microbatches",
-    "pp": "ranks of the pipeline that the module is cut over",
-    "schedule": " | ".join(SCHEDULES),
-    "microbatches": "micro-batches in flight in the pipeline",
-    "stages": "modules at which the stages after the first begin; empty: balanced by cost",
-    "stages_per_rank": "stages that each rank of the pipeline runs; by default the schedule's, or as stages names",
-    "precision": " | ".join(PRECISIONS),
-    "reduce_dtype": "dtype in which gradients are summed over ranks; auto: fp32, or fp64 under fp64",
-    "remat": f"{' | '.join(REMATS)}: what backward computes again",
-    "position_chunks": "chunks of positions in which wide tensors are computed, and again in backward",
-    "compile": "torch.compile for each block",
-    "wrap": "units of zero = 3: class names or module paths; empty: repeated blocks are found",
-    "domain_overlap": f"{' | '.join(DOMAIN_OVERLAPS)}: convolutions compute while the halo of their tile is on its way",
-    "domain_depth": "convolutions that one exchange of halos may serve",
-    "tp_overlap": "sums over tp begin before they are needed",
-    "tp_whole": "parameters or modules that tp leaves whole: paths, * matches one name",
-    "deterministic": "pieces that a batch is computed in, for the same bits on any number of data ranks; 0: off",
-}
 
 
 def starter() -> str:
@@ -89,7 +59,7 @@ def _starter_plan() -> list[str]:
     """The plan's keys that can be chosen today; a plan may also be one text at the top of the file."""
     lines = [_line("[plan]", "how it is spread; the world size is the product of its degrees, without ep")]
     values = Plan().as_dict(defaults=True)
-    lines += [_line(f"# {key} = {to_toml(values[key])}", text) for key, text in PLAN_HELP.items()]
+    lines += [_line(f"# {key} = {to_toml(values[key])}", text) for key, text in TOLD.items()]
     return [*lines, ""]
 
 

@@ -1,4 +1,4 @@
-"""`Plan`: how a task is spread; no torch. A new key: also rules, config/show, costs/layout. Precisions: precisions.
+"""`Plan`: how a task is spread; no torch. A new key: also rules, costs/layout. Precisions: precisions; fields: keys.
 
 Text form, the same everywhere: `dp_shard=4,zero=3,precision=bf16`. A value that ends in `.toml` is a file with the
 same keys. World size = dp_replicate * dp_shard * tp * pp * cp * cp_ulysses * prod(domain); `ep` adds no ranks.
@@ -14,98 +14,86 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import InputError, did_you_mean
+from shardwise.layout import keys
+from shardwise.layout.keys import key, keys_with
 from shardwise.layout.precisions import PRECISIONS, TORCH
 from shardwise.layout.schedule_kinds import KINDS
 
-REDUCE_DTYPES = ("auto", *TORCH)
-REMATS = ("none", "selective", "full")
 SCHEDULES = tuple(KINDS)
-OFFLOADS = ("none", "optimizer", "parameters", "activations")
-DOMAIN_OVERLAPS = ("auto", "always", "never")
-CHOICES = {
-    "precision": tuple(PRECISIONS),
-    "reduce_dtype": REDUCE_DTYPES,
-    "remat": REMATS,
-    "schedule": ("none", *SCHEDULES),
-    "offload": OFFLOADS,
-    "domain_overlap": DOMAIN_OVERLAPS,
-}
+REMATS = ("none", "selective", "full")
 ELSEWHERE = {  # what a technique is called in other libraries, and its keys here
     "dp": "dp_replicate=N (replicas) or dp_shard=N", "ddp": "dp_replicate=N", "fsdp": "dp_shard=N,zero=3",
     "fsdp2": "dp_shard=N,zero=3", "hsdp": "dp_replicate=M,dp_shard=N,zero=3", "mp": "tp=N",
 }  # fmt: skip
 PIECES = 24  # of a global batch under deterministic=true: 1, 2, 3, 4, 6, 8, 12 or 24 data ranks divide it
-FLAGS = ("sp", "tp_overlap", "compile")
 ALONG = ("cp", "cp_ulysses")  # axes that cut a sample's positions along one dim, outermost first; `domain` cuts several
-DEGREES = (
-    "dp_replicate", "dp_shard", "tp", "pp", *ALONG, "ep", "microbatches", "stages_per_rank", "accumulate",
-    "position_chunks", "domain_depth",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Plan:
     """How to spread a task: one degree for each mesh axis, plus precision, recompute and the like.
 
-    dp_replicate  replicas of the model (DDP); the outermost axis
-    dp_shard      ranks over which `zero` shards; both together are HYBRID_SHARD
-    zero          what dp_shard shards: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
-    accumulate    micro-batches in one optimizer step; with pp, each goes through the pipeline in `microbatches`
-    pp            stages of ranks that the module is cut into, one after the other
-    schedule      order of the pipeline's forwards and backwards; 1f1b by default
-    microbatches  pieces in flight in the pipeline; by default as many as stages
-    stages        modules at which the stages after the first begin (`layers.3|layers.6`); empty: balanced by cost
-    stages_per_rank  stages that each rank of the pipeline runs; by default the schedule's, or as many as `stages` names
-    precision     fp32, fp64, bf16 (mixed, fp32 master), bf16-full, fp16 (mixed, with a loss scaler)
-    reduce_dtype  dtype in which gradients are summed over ranks; auto: fp32, or fp64 under fp64
-    remat         recompute in backward: none, selective (keep matrix products), full (keep block inputs)
-    position_chunks  chunks of positions in which wide tensors (of a feed-forward network, of a head and its loss) are
-                  computed, one after the other, and again in backward
-    compile       torch.compile for each block
-    wrap          units of zero=3: class names or module paths (`*` matches one name), `|` between them;
-                  empty: repeated blocks are found
-    tp            ranks over which weights are cut, as derived from the module (`shardwise show tp`)
-    sp            between cut weights, activations are cut along the sequence, on the tp axis
-    cp            ranks over which the sequence is cut, with attention around the ring of them
-    cp_ulysses    ranks over which the sequence is cut, with attention by heads (all-to-all); inside each rank of cp
-    domain        tiles along each dim of space, such as 2x3 or 2x1x2; the first number is of the first such dim
-    ep            ranks of dp_shard among which the experts of routed layers are dealt; must divide dp_shard
-    domain_overlap  whether convolutions compute while the halo of their tile is on its way: auto (large ones do),
-                  always, never
-    domain_depth  convolutions that one exchange of halos may serve: their tiles' borders are computed on two ranks
-    tp_overlap    sums over tp begin before they are needed, beside other computation
-    tp_whole      parameters or modules that tp leaves whole: paths with wildcards, `|` between them
-    deterministic  pieces that a global batch is computed in, each alone, their gradients summed in one fixed tree, so
-                  that any number of data ranks gives the same bits; true: 24; 0 or false: not asked for
+    Each key is told beside its default. dp_replicate is the outermost axis; with dp_shard it is HYBRID_SHARD.
     """
 
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    zero: int = -1  # -1: the default, 3 where dp_shard > 1, else 0; never left after __post_init__
-    tp: int = 1
-    sp: bool = False
-    pp: int = 1
-    schedule: str = "none"  # "none": the default, 1f1b where pp > 1; never left with pp > 1
-    microbatches: int = -1  # -1: the default, the number of stages where pp > 1, else 1; never left
-    stages: tuple[str, ...] = ()
-    stages_per_rank: int = -1  # -1: the default, see `_usual_stages`; never left
-    accumulate: int = 1
-    cp: int = 1
-    cp_ulysses: int = 1
-    ep: int = 1
-    domain: tuple[int, ...] = (1,)
-    precision: str = "fp32"
-    reduce_dtype: str = "auto"
-    remat: str = "none"
-    position_chunks: int = 1
-    offload: str = "none"
-    compile: bool = False
-    wrap: tuple[str, ...] = ()
-    domain_overlap: str = "auto"
-    domain_depth: int = 1
-    tp_overlap: bool = False
-    tp_whole: tuple[str, ...] = ()
-    deterministic: int = 0
+    dp_replicate: int = key(1, "replicas of the model (DDP)", degree=True)
+    dp_shard: int = key(1, "ranks over which zero shards", degree=True)
+    # -1: the default, 3 where dp_shard > 1, else 0; never left after __post_init__
+    zero: int = key(-1, "what dp_shard shards: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters")
+    tp: int = key(1, "ranks over which weights are cut, as derived from the module", degree=True)
+    sp: bool = key(
+        False, "between cut weights, activations are cut along the sequence, on the ranks of tp", needs=keys.TP
+    )
+    pp: int = key(1, "ranks of the pipeline that the module is cut over", degree=True)
+    # "none": the default, 1f1b where pp > 1; never left with pp > 1
+    schedule: str = key("none", " | ".join(SCHEDULES), choices=("none", *SCHEDULES), needs=keys.PIPELINE)
+    # -1: the default, the number of stages where pp > 1, else 1; never left
+    microbatches: int = key(-1, "micro-batches in flight in the pipeline", degree=True, needs=keys.PIPELINE)
+    stages: tuple[str, ...] = key(
+        (), "modules at which the stages after the first begin, as layers.3|layers.6; empty: balanced by cost",
+        needs=keys.PIPELINE,
+    )  # fmt: skip
+    stages_per_rank: int = key(  # -1: the default, see `_usual_stages`; never left
+        -1, "stages that each rank of the pipeline runs; by default the schedule's, or as stages names", degree=True,
+        needs=keys.PIPELINE,
+    )  # fmt: skip
+    accumulate: int = key(1, "micro-batches in one optimizer step; with pp, times microbatches", degree=True)
+    cp: int = key(1, "ranks over which a sequence is cut, with attention around the ring of them", degree=True)
+    cp_ulysses: int = key(
+        1, "ranks over which a sequence is cut, with attention by heads; inside each rank of cp", degree=True
+    )
+    ep: int = key(1, "ranks of dp_shard among which routed experts are dealt; divides dp_shard", degree=True)
+    domain: tuple[int, ...] = key((1,), "tiles along each dim of space, such as 2x3")
+    precision: str = key("fp32", " | ".join(PRECISIONS), choices=tuple(PRECISIONS))
+    reduce_dtype: str = key(
+        "auto", "dtype in which gradients are summed over ranks; auto: fp32, or fp64 under fp64",
+        choices=("auto", *TORCH), rounds=True,
+    )  # fmt: skip
+    remat: str = key("none", f"{' | '.join(REMATS)}: what backward computes again", choices=REMATS)
+    position_chunks: int = key(
+        1, "chunks of positions in which wide tensors are computed, and again in backward", degree=True
+    )
+    offload: str = key("none", choices=("none", "optimizer", "parameters", "activations"))
+    compile: bool = key(False, "torch.compile for each block", rounds=True)
+    wrap: tuple[str, ...] = key(
+        (), "units of zero = 3: class names or module paths, | between them; empty: repeated blocks are found",
+        needs=keys.GATHERED,
+    )  # fmt: skip
+    domain_overlap: str = key(
+        "auto", "auto | always | never: convolutions compute while the halo of their tile is on its way",
+        choices=("auto", "always", "never"), needs=keys.TILES,
+    )  # fmt: skip
+    domain_depth: int = key(
+        1, "convolutions that one exchange of halos may serve, whose tiles' borders two ranks compute", degree=True,
+        needs=keys.TILES,
+    )  # fmt: skip
+    tp_overlap: bool = key(False, "sums over tp begin before they are needed", needs=keys.TP)
+    tp_whole: tuple[str, ...] = key(
+        (), "parameters or modules that tp leaves whole: paths, * matches one name", needs=keys.TP
+    )
+    deterministic: int = key(
+        0, "pieces that a batch is computed in, for the same bits on any number of data ranks; true: 24; 0: off"
+    )
 
     def __post_init__(self) -> None:
         self._read_pipeline()
@@ -218,25 +206,25 @@ class Plan:
             raise InputError(f"plan: {text!r}: {missing}")
         values: dict[str, Any] = {}
         for part in text.split(","):
-            key, equals, value = (piece.strip() for piece in part.partition("="))
+            name, equals, value = (piece.strip() for piece in part.partition("="))
             if not equals or not value:
                 raise InputError(f"plan: {no_pair(part.strip(), text)}")
-            if key in values:
-                raise InputError(f"plan: {key} is given twice in {text!r}")
-            values[key] = _from_text(key, value)
+            if name in values:
+                raise InputError(f"plan: {name} is given twice in {text!r}")
+            values[name] = _from_text(name, value)
         return cls.from_dict(values)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Plan:
         """Build from keys and values; an unknown key raises `InputError` with the nearest known one."""
         known = {f.name for f in fields(cls)}
-        unknown = [key for key in values if key not in known]
+        unknown = [k for k in values if k not in known]
         if unknown:
             raise InputError("; ".join(f"plan: unknown key {k!r}{nearest_key(k)}" for k in unknown))
-        values = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
-        for key, value in values.items():
-            if isinstance(value, str) and key in ("domain", "zero", "deterministic", *FLAGS, *DEGREES):
-                values[key] = _from_text(key, value)
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        for name, value in values.items():
+            if isinstance(value, str) and name in ("domain", "zero", "deterministic", *FLAGS, *DEGREES):
+                values[name] = _from_text(name, value)
         return cls(**values)
 
     @classmethod
@@ -286,8 +274,18 @@ class Plan:
             changes = {"schedule": "none", "stages": (), "stages_per_rank": -1, **changes}
         return replace(self, **changes)
 
+    def exact(self, precision: str) -> Plan:
+        """The same layout in a precision, without the keys that round otherwise."""
+        return self.with_(precision=precision, **{name: getattr(Plan(), name) for name in keys_with(Plan, "rounds")})
+
     def __str__(self) -> str:
         return ",".join(f"{k}={_to_text(k, v)}" for k, v in self.as_dict().items()) or "single"
+
+
+TOLD = keys_with(Plan, "told")
+DEGREES = tuple(keys_with(Plan, "degree"))
+CHOICES = keys_with(Plan, "choices")
+FLAGS = tuple(each.name for each in fields(Plan) if isinstance(each.default, bool))
 
 
 def missing_comma(text: str) -> str | None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwise.errors import RefusedPlan
+from shardwise.layout.keys import NEEDS, Need, keys_with
 from shardwise.layout.plan import Plan
 from shardwise.layout.schedule_kinds import KINDS, listed
 
@@ -34,7 +35,19 @@ def _no_schedule(plan: Plan) -> bool:
     return KINDS[plan.schedule].misfit(plan.pp, plan.microbatches, plan.stages_per_rank) is not None
 
 
+def _of_need(need: Need) -> Rule:
+    """A plan that sets keys without what they act on."""
+    keys = [name for name, needs in keys_with(Plan, "needs").items() if needs is need]
+    named = f"{', '.join(keys[:-1])} or {keys[-1]}" if keys[1:] else keys[0]
+    plain = Plan()
+    return Rule(
+        f"{named} with {need.without}", "illegal", need.reason,
+        lambda p: not need.met(p) and any(getattr(p, key) != getattr(plain, key) for key in keys),
+    )  # fmt: skip
+
+
 RULES: tuple[Rule, ...] = (
+    *map(_of_need, NEEDS),
     Rule(
         "domain with ep > 1",
         "not built",
@@ -121,24 +134,6 @@ RULES: tuple[Rule, ...] = (
         lambda p: p.dp_shard % p.ep != 0,
     ),
     Rule(
-        "sp, tp_overlap or tp_whole with tp = 1",
-        "illegal",
-        "they say how tp cuts, and there is nothing to cut over: give tp its degree",
-        lambda p: p.tp == 1 and (p.sp or p.tp_overlap or bool(p.tp_whole)),
-    ),
-    Rule(
-        "domain_overlap with domain = 1",
-        "illegal",
-        "it says which halos are on their way beside computation, and there are no tiles: give domain its grid",
-        lambda p: p.tiles == 1 and p.domain_overlap != "auto",
-    ),
-    Rule(
-        "domain_depth with domain = 1",
-        "illegal",
-        "it says how many convolutions an exchange of halos serves, and there are no tiles: give domain its grid",
-        lambda p: p.tiles == 1 and p.domain_depth > 1,
-    ),
-    Rule(
         "domain_depth with domain_overlap = always",
         "illegal",
         "a halo that several convolutions read is waited for by the first of them: give one of the two",
@@ -149,24 +144,6 @@ RULES: tuple[Rule, ...] = (
         "not built",
         "which operations treat each element alone is asked of each as it runs, and a compiled block is one program",
         lambda p: p.domain_depth > 1 and p.compile,
-    ),
-    Rule(
-        "schedule with pp = 1",
-        "illegal",
-        "a schedule orders the work of pipeline stages, and there is one: give pp its degree",
-        lambda p: p.pp == 1 and p.schedule != "none",
-    ),
-    Rule(
-        "microbatches > 1 with pp = 1",
-        "illegal",
-        "microbatches are in flight between pipeline stages, and there is one: accumulate cuts a batch without stages",
-        lambda p: p.pp == 1 and p.microbatches > 1,
-    ),
-    Rule(
-        "stages or stages_per_rank with pp = 1",
-        "illegal",
-        "they say where a pipeline is cut, and there is none: give pp its degree",
-        lambda p: p.pp == 1 and (bool(p.stages) or p.stages_per_rank > 1),
     ),
     Rule(
         "stages that pp does not divide",
@@ -207,12 +184,6 @@ RULES: tuple[Rule, ...] = (
         "zero shards over the dp_shard axis (and those of a sequence or of tiles), which has one rank: give dp_shard "
         "its degree",
         lambda p: p.zero >= 1 and p.dp_shard * p.cut_positions == 1,
-    ),
-    Rule(
-        "wrap with zero < 3",
-        "illegal",
-        "wrap names the units whose parameters zero=3 gathers; other stages gather none",
-        lambda p: bool(p.wrap) and p.zero < 3,
     ),
     Rule(
         "reduce_dtype narrower than fp64 with precision = fp64",

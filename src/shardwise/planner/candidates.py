@@ -16,6 +16,7 @@ from itertools import product
 from shardwise.costs.layout import RECOMPUTES, SAME_KEYS, Layout
 from shardwise.costs.shapes import Shape
 from shardwise.layout import Plan
+from shardwise.layout.keys import keys_with
 from shardwise.layout.schedule_kinds import KINDS, listed
 
 MOST_TOKENS = 2**19  # of a micro-batch of a decoder: no device holds more; a traced sample is as long as it is
@@ -66,9 +67,8 @@ class Constraints:
     def applied(self, layout: Layout) -> Layout:
         """Returns the layout with the fixed values of keys that the search does not vary (`SWITCHES`)."""
         values = {name: value for name, value in self.fixed if name in SWITCHES}
-        tiled = layout.tiles > 1
-        needs = {"tp_overlap": layout.tp > 1, "domain_overlap": tiled, "domain_depth": tiled, "wrap": layout.zero == 3}
-        return layout.with_(**{name: value for name, value in values.items() if needs.get(name, True)})
+        idle = {name for name, need in keys_with(Plan, "needs").items() if not need.met(layout)}
+        return layout.with_(**{name: value for name, value in values.items() if name not in idle})
 
     def value(self, name: str) -> object | None:
         return dict(self.fixed).get(name)

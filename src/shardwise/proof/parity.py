@@ -217,7 +217,7 @@ def _on_ranks(function: Any, asked: tuple, parity: Parity, pool: Any, timeout_s:
     from shardwise.ranks import RankPool
 
     task, plan, *rest = asked
-    exact = plan.with_(precision="fp64" if parity.float64 else "fp32", reduce_dtype="auto", compile=False)
+    exact = plan.exact("fp64" if parity.float64 else "fp32")
     if pool is not None:
         return pool.run(function, plan.world_size, task, exact, *rest, timeout_s=timeout_s)
     with RankPool() as own:

@@ -148,7 +148,7 @@ def _small(job: Job, steps: int, parity: Parity) -> tuple[Job, RunSettings]:
         "checkpoint_every": 0, "profile_steps": None, "cluster": None, "generate": 0, "sinks": [],
     }  # fmt: skip
     config = effective.config.model_copy(update={"train": train.model_copy(update=changed)})
-    plan = effective.plan.with_(precision="fp64", reduce_dtype="auto", compile=False)
+    plan = effective.plan.exact("fp64")
     total = max(job.steps, steps)
     small = job.with_(
         effective=replace(effective, config=config, plan=plan), steps=steps, scheduled=total, proof=Proving(samples)
