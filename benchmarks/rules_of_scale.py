@@ -43,7 +43,7 @@ def any_fits(name: str, devices: int, seq: int = 4096) -> bool:
     machine = cluster_of(devices)
     subject = decoder(shape_of(name), machine, SOFT, 16 * devices, seq, "bf16")
     room = machine.device.memory_bytes * (1 - HEADROOM) - CONTEXT_BYTES
-    limits = Constraints(max_cp=1, fixed=(("remat", "full"),))
+    limits = Constraints(most=(("cp", 1),), fixed=(("remat", "full"),))
     return any(
         layout.recompute == "full" and subject.memory(layout).reserved <= room
         for layout in subject.layouts(devices, limits)
@@ -66,7 +66,7 @@ def scale() -> Iterator[Row]:
     yield (
         "405B for 90 days on 16,384 H100: 35M GPU-hours", "devices x days x 24", f"{16384 * 90 * 24 / 1e6:.1f}M", "equal",
     )  # fmt: skip
-    found = searched("llama-3-70b", 1000, 1000, 8192, max_cp=1, max_pp=8, max_tp=8).best
+    found = searched("llama-3-70b", 1000, 1000, 8192, most=(("cp", 1), ("pp", 8), ("tp", 8))).best
     assert found.forecast.tokens_per_s is not None
     yield (
         "70B on 15T tokens: 1,000 GPUs in days", "no figure",
@@ -89,7 +89,7 @@ def scale() -> Iterator[Row]:
         ):  # fmt: skip
             world = devices // 8 * 8
             try:
-                best = searched("llama3-8b", world, world, 8192, max_cp=1, **limits).best
+                best = searched("llama3-8b", world, world, 8192, most=(("cp", 1),), **limits).best
                 told.append(f"{label} {best.forecast.mfu:.0%}")
             except InputError:
                 told.append(f"{label} does not fit")
@@ -142,7 +142,7 @@ def links() -> Iterator[Row]:
     racks = [
         search(decoder(shape_of("llama3-405b"), machine, SOFT, 288, 8192, "bf16"), machine, limits).best
         for machine in (Cluster.parse("72 gb200"),)
-        for limits in (Constraints(max_pp=1, max_cp=1, max_tp=8), Constraints(max_cp=1, max_tp=8, fixed=(("pp", 9),)))
+        for limits in (Constraints(most=(("pp", 1), ("cp", 1), ("tp", 8))), Constraints(most=(("cp", 1), ("tp", 8)), fixed=(("pp", 9),)))
     ]  # fmt: skip
     yield (
         "in an NVL72, tp against pp is moot below 500B", "—",
@@ -153,7 +153,7 @@ def links() -> Iterator[Row]:
 
 def sizes() -> Iterator[Row]:
     for name, quoted, devices in (("llama-2-7b", "under 7B use DDP", 8), ("qwen2.5-32b", "beyond 30B use 3D", 64)):
-        best = searched(name, devices, 8 * devices, max_cp=1).best
+        best = searched(name, devices, 8 * devices, most=(("cp", 1),)).best
         yield (
             quoted, "no source", f"{name} on {devices} H100: `{best.plan}`",
             f"{best.family}, {best.forecast.mfu:.0%} MFU: what memory asks for, not a size",

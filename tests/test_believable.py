@@ -97,17 +97,22 @@ def test_what_no_device_computes_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_small_network_takes_its_samples_at_once() -> None:
     """A guess was 58 times faster than the plan where micro-batches ended at 64 samples."""
     task = Task(model=partial(believable.chain, 64, 2), loss=believable.summed, data=believable.Rows(64))
-    found = plan(task, NODE, global_batch=32768, constraints=Constraints(max_tp=1, max_pp=1))
+    found = plan(task, NODE, global_batch=32768, constraints=Constraints(most=(("tp", 1), ("pp", 1))))
     guess = simulate(task, "dp_replicate=8,precision=bf16", NODE, global_batch=32768)
     assert found.best.forecast.step_s <= guess.step_s * 1.05
-    only = Constraints(max_tp=1, max_pp=1, fixed=(("accumulate", 1),))
+    only = Constraints(most=(("tp", 1), ("pp", 1)), fixed=(("accumulate", 1),))
     fixed = plan(task, NODE, global_batch=32768, constraints=only)
     assert fixed.best.plan.accumulate == 1
 
 
 def test_what_is_not_there_is_named() -> None:
     with pytest.raises(InputError, match="no plan that is looked at has schedule=zbv; there are schedule="):
-        plan(odd(), NODE, global_batch=64, constraints=Constraints(max_tp=1, max_pp=1, fixed=(("schedule", "zbv"),)))
+        plan(
+            odd(),
+            NODE,
+            global_batch=64,
+            constraints=Constraints(most=(("tp", 1), ("pp", 1)), fixed=(("schedule", "zbv"),)),
+        )
 
 
 def test_samples_are_not_called_tokens() -> None:

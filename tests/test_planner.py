@@ -120,7 +120,7 @@ def test_what_no_version_can_run_is_not_promised() -> None:
 
 
 def test_constraints_hold() -> None:
-    found = search("llama3-8b", "8 h100-sxm-80gb", 64, 4096, Constraints(max_tp=2, fixed=(("remat", "full"),)))
+    found = search("llama3-8b", "8 h100-sxm-80gb", 64, 4096, Constraints(most=(("tp", 2),), fixed=(("remat", "full"),)))
     assert all(p.plan.tp <= 2 and p.plan.remat == "full" for p in found.proposals)
 
 
@@ -142,7 +142,7 @@ def test_heads_are_dealt_beyond_a_node_for_sequences_that_fit_no_other_way() -> 
 
 def test_no_plan_is_proposed_that_does_not_fit() -> None:
     """Of 62 layers over 36 ranks some hold two; the least of them was asked alone, and 323 GB were proposed for 171."""
-    found = search("deepseek-v3-mtp", "1x72 gb200", 576, 4096, Constraints(max_tp=8))
+    found = search("deepseek-v3-mtp", "1x72 gb200", 576, 4096, Constraints(most=(("tp", 8),)))
     assert all(proposal.forecast.fits(found.capacity) for proposal in found.proposals)
 
 

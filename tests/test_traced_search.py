@@ -150,10 +150,10 @@ def test_cuts_that_cannot_pay_are_not_rehearsed_unless_they_are_asked_for() -> N
     """Data ranks that wait for next to nothing leave nothing to gain; a batch of fewer samples than devices does."""
     one, many = wide(4096), wide(4)
     for found, samples, cut in ((one, 4096, False), (many, 4, True)):
-        layouts = found.layouts(8, Constraints(max_tp=2, max_pp=1))
+        layouts = found.layouts(8, Constraints(most=(("tp", 2), ("pp", 1))))
         assert any(layout.tp > 1 for layout in layouts) is cut, samples
     assert any("tp, pp and ep are not looked at" in text for text in one.remarks)
-    assert any(layout.tp == 2 for layout in one.layouts(8, Constraints(max_pp=1, fixed=(("tp", 2),))))
+    assert any(layout.tp == 2 for layout in one.layouts(8, Constraints(most=(("pp", 1),), fixed=(("tp", 2),))))
 
 
 def wide(samples: int) -> Subject:
@@ -169,7 +169,7 @@ def test_recompute_is_traced_only_where_memory_is_short() -> None:
     def remats(cluster: Cluster, **fixed: object) -> set[str]:
         said.clear()
         seen = traced_subject(deep(), cluster, software("shardwise"), 32, "fp32", say=said.append)
-        constraints = Constraints(max_tp=1, max_pp=1, fixed=tuple(fixed.items()), headroom=0.0)
+        constraints = Constraints(most=(("tp", 1), ("pp", 1)), fixed=tuple(fixed.items()), headroom=0.0)
         found = search(seen, cluster, constraints, precision="fp32")
         return {proposal.plan.remat for proposal in found.proposals}
 
@@ -238,7 +238,9 @@ def test_a_layout_that_cannot_be_rehearsed_is_not_tried_with_recompute_and_zero_
     made = Traced(tied(), NODE, software("shardwise"), "fp32", (1, 2), True)
     found = made.subject(32, ("selective", "full"))
     monkeypatch.setattr(cut_module.Shares, "trace", refused)
-    assert not [layout for layout in found.layouts(8, Constraints(max_tp=2, max_pp=2)) if layout.tp * layout.pp > 1]
+    assert not [
+        layout for layout in found.layouts(8, Constraints(most=(("tp", 2), ("pp", 2)))) if layout.tp * layout.pp > 1
+    ]
     assert tried and len(set(tried)) == len(tried)
 
 
@@ -324,7 +326,7 @@ def test_plans_for_which_the_optimizer_would_have_too_little_are_left_out(monkey
         (torch.optim.AdamW, {0, 1, 2, 3}, {"tp", "pp"}),
     ):
         made = Traced(replace(deep(), optimizer=optimizer), NODE, software("shardwise"), "fp32", (1, 2), True)
-        found = list(made.subject(32, ("none",)).layouts(8, Constraints(max_tp=2, max_pp=2)))
+        found = list(made.subject(32, ("none",)).layouts(8, Constraints(most=(("tp", 2), ("pp", 2)))))
         assert {layout.zero for layout in found if layout.tp * layout.pp == 1} == zeros
         assert {"tp" for layout in found if layout.tp > 1} <= cut
         assert all("optimizer's update" in remark for remark in made.remarks if "left out" in remark)
@@ -411,7 +413,9 @@ def test_a_first_table_is_there_before_anything_is_rehearsed(monkeypatch) -> Non
         monkeypatch.setattr(propose, "SOON_S", soon)
         events.clear()
         subject = traced_subject(tied(), NODE, software("shardwise"), 256, "fp32", say=events.append)
-        found = search(subject, NODE, Constraints(max_tp=2, max_pp=1), precision="fp32", say=events.append, show=show)
+        found = search(
+            subject, NODE, Constraints(most=(("tp", 2), ("pp", 1))), precision="fp32", say=events.append, show=show
+        )
         before = events[: events.index("shown")]
         assert events.count("shown") == 1 and not any("rehearsing" in each for each in before)
         assert sum("tracing" in each for each in before) == traces and any("rehearsing" in each for each in events)

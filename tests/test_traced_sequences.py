@@ -108,7 +108,7 @@ def test_a_sequence_too_long_for_a_device_is_answered_by_cutting_it() -> None:
     """The wall is told, cuts of the sequence are ranked first, and `simulate` says the same of the best plan."""
     task, machine = _long(8192, samples=4), _small("1x4 l40s", 0.775)  # 0.7 of it lies outside the allocator
     subject = traced_subject(task, machine, software("shardwise"), 4, "fp32", ("none",))
-    whole = Constraints(max_tp=1, max_pp=1, fixed=(("position_chunks", 1),))
+    whole = Constraints(most=(("tp", 1), ("pp", 1)), fixed=(("position_chunks", 1),))
     found = search_plans(subject, machine, whole, precision="fp32")
     assert found.proposals and all(p.layout.split_sequence > 1 for p in found.proposals)
     assert found.best.runnable == ""
@@ -142,7 +142,7 @@ def test_wide_tensors_too_large_for_a_device_are_answered_by_chunks() -> None:
 def test_degrees_that_are_asked_for_are_looked_at() -> None:
     machine = Cluster.parse("1x4 a100-sxm-80gb")
     subject = traced_subject(_long(64, samples=4), machine, software("shardwise"), 4, "fp32", ("none",))
-    asked = Constraints(max_tp=1, max_pp=1, fixed=(("cp", 2), ("cp_ulysses", 2), ("zero", 1)))
+    asked = Constraints(most=(("tp", 1), ("pp", 1)), fixed=(("cp", 2), ("cp_ulysses", 2), ("zero", 1)))
     found = search_plans(subject, machine, asked, precision="fp32")
     assert {(p.plan.cp, p.plan.cp_ulysses, p.plan.zero) for p in found.proposals} == {(2, 2, 1)}
     assert not any("wall" in note for note in found.notes), "nothing stands against whole sequences"

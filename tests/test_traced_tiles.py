@@ -203,7 +203,7 @@ def test_a_sample_too_large_for_a_device_is_answered_by_tiles() -> None:
     task = replace(_forecaster(), model=_convolutions)
     machine = _small("1x4 l40s", 0.797)  # 0.7 of it lies outside the allocator
     subject = traced_subject(task, machine, software("shardwise"), 4, "fp32", ("none", "full"))
-    found = search_plans(subject, machine, Constraints(max_tp=1, max_pp=1), precision="fp32")
+    found = search_plans(subject, machine, Constraints(most=(("tp", 1), ("pp", 1))), precision="fp32")
     assert all(p.layout.tiles > 1 for p in found.proposals)
     assert found.best.runnable == "" and found.best.forecast.halos.keys() == {machine.tiers[0].name}
     assert any("tiles (domain) answer a wall: one sample at a time needs 44.4 MB" in note for note in found.notes)
@@ -229,7 +229,7 @@ def test_a_grid_that_is_asked_for_is_looked_at() -> None:
 def test_fewer_samples_than_devices_are_cut() -> None:
     machine = Cluster.parse("1x4 a100-sxm-80gb")
     subject = traced_subject(_forecaster(45, 90), machine, software("shardwise"), 2, "fp32", ("none",))
-    found = search_plans(subject, machine, Constraints(max_tp=1, max_pp=1), precision="fp32")
+    found = search_plans(subject, machine, Constraints(most=(("tp", 1), ("pp", 1))), precision="fp32")
     assert any("2 samples are fewer than 4 devices" in note for note in found.notes)
     assert any(p.layout.tiles > 1 and p.plan.world_size == 4 for p in found.proposals)
 
@@ -239,7 +239,7 @@ def test_halos_that_are_waited_for_are_exchanged_in_other_ways() -> None:
     machine = Cluster.parse("2x1 l40s, eth-10")
     task = replace(_forecaster(45, 90), model=_convolutions)
     subject = traced_subject(task, machine, software("shardwise"), 1, "fp32", ("none",))
-    found = search_plans(subject, machine, Constraints(max_tp=1, max_pp=1), precision="fp32")
+    found = search_plans(subject, machine, Constraints(most=(("tp", 1), ("pp", 1))), precision="fp32")
     tiled = {(p.layout.domain_depth, p.layout.domain_overlap): p.forecast for p in found.proposals}
     assert {(1, "auto"), (1, "always"), (2, "auto"), (4, "auto")} <= tiled.keys(), tiled.keys()
     assert min(tiled[2, "auto"].step_s, tiled[4, "auto"].step_s) < tiled[1, "auto"].step_s

@@ -96,10 +96,10 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
     from shardwise.planner.worth import AskedJob, job_lines, jobs
 
     asked = AskedJob.of(words["job"], words["tokens"], words["price"])
+    limits = {name.removeprefix("max_"): most for name, most in words.items() if name.startswith("max_") and most}
     constraints = Constraints(
-        words["max_tp"], words["max_pp"], words["max_cp"], fixed, words["min_memory_headroom"],
-        check if words["runnable"] else None,
-    )  # fmt: skip
+        tuple(limits.items()), fixed, words["min_memory_headroom"], check if words["runnable"] else None
+    )
     precision = constraints.precision(words["precision"])
     with timing(not answer.as_json) as say:
         subject, batch = subject_and_batch(task, cluster, words, precision, say=say)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from shardwise.guard.points import PHASES
 from shardwise.guard.records import DONE, RING, GroupRecord, IssuedCollective, RankSnapshot, Reader
 from shardwise.guard.stacks import process_state
 
@@ -26,7 +27,7 @@ _BEAT_S = 5.0  # without a beat for so long: no Python thread runs
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Seconds in which a rank must do something, by phase; 0: for ever.
+    """Seconds in which a rank must do something, by phase (guard/points); 0: for ever.
 
     start  until its first step; step: in a step or an evaluation; save: while a checkpoint is written
     """
@@ -36,9 +37,8 @@ class Deadlines:
     save_s: float = 1800.0
 
     def of(self, phase: str) -> float:
-        if phase == "start":
-            return self.start_s
-        return self.save_s if phase in ("save", "disk", "end") else self.step_s
+        """The seconds that hold in a phase."""
+        return float(getattr(self, f"{_deadline(phase)}_s"))
 
 
 @dataclass(frozen=True)
@@ -195,13 +195,14 @@ class RankWatch:
             return None
         in_collective, _, rank = min(late)
         seen = ranks[rank]
-        age = f"for {now - seen.moved:.0f} s (the deadline of a {_phase(seen)} is {deadlines.of(seen.phase):g} s)"
+        phase = _deadline(seen.phase)
+        age = f"for {now - seen.moved:.0f} s (the deadline of a {phase} is {deadlines.of(seen.phase):g} s)"
         waits = {
             other: self.waiting_line(each, missing_of(each, ranks))
             for other, each in ranks.items()
             if each.waits_key and other not in ended and other != rank
         }
-        place = f"in step {seen.step}, {_phase(seen)}" if seen.step >= 0 else f"in its {_phase(seen)}"
+        place = f"in step {seen.step}, {phase}" if seen.step >= 0 else f"in its {phase}"
         if in_collective:
             lines = [f"a collective whose ranks have all come to it has not ended {age}: {self.waiting_line(seen, [])}"]
             return Finding("wire", rank, tuple(lines), True, waits)
@@ -283,8 +284,9 @@ def _why(seen: RankSnapshot, now: float) -> str:
     return "it works or sleeps outside of collectives; its stack tells where"
 
 
-def _phase(seen: RankSnapshot) -> str:
-    return {"start": "start", "save": "save", "disk": "save", "end": "save"}.get(seen.phase, "step")
+def _deadline(phase: str) -> str:
+    """The name of the deadline that holds in a phase."""
+    return PHASES[phase].deadline if phase in PHASES else "step"
 
 
 def _named(ranks: list[int]) -> str:

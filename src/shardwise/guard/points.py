@@ -1,4 +1,4 @@
-"""Named points of a run, for ranks' records and injected faults. A new phase: also training/stragglers, diagnose.
+"""Named points of a run, for ranks' records and injected faults. A new phase: `PHASES`, and where it is reached.
 
     start -> (input -> forward -> reduce -> update -> [evaluate] -> [save]) for each step -> end
 
@@ -11,11 +11,33 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from shardwise.guard.records import RankRecord
 
 VARIABLE = "SHARDWISE_AT_POINTS"
+
+
+@dataclass(frozen=True)
+class RunPhase:
+    """What follows a point: which deadline holds in it, and what a slow rank is told to be slow in ("": not told)."""
+
+    deadline: str
+    told: str = ""
+
+
+PHASES = {
+    "start": RunPhase("start"),
+    "input": RunPhase("step", "reading its samples"),
+    "forward": RunPhase("step", "forward and backward"),
+    "reduce": RunPhase("step", "summing gradients"),
+    "update": RunPhase("step", "the optimizer's update, and what a run writes after it"),
+    "evaluate": RunPhase("step", "evaluating"),
+    "save": RunPhase("save", "saving"),
+    "disk": RunPhase("save"),
+    "end": RunPhase("save"),
+}
 Listener = Callable[[str, int, Any], None]
 
 

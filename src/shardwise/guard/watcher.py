@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 from shardwise.guard.diagnose import Deadlines, Finding, RankWatch
@@ -31,7 +32,7 @@ _PROGRAM = "import sys; from shardwise.guard.watcher import serve; serve(sys.arg
 
 def start(folder: str, deadlines: Deadlines | None) -> None:
     """Start the process for the ranks that have their records in this folder."""
-    told = json.dumps(None if deadlines is None else [deadlines.start_s, deadlines.step_s, deadlines.save_s])
+    told = json.dumps(None if deadlines is None else asdict(deadlines))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     subprocess.Popen(
         [sys.executable, "-P", "-c", _PROGRAM, folder, told],
@@ -45,7 +46,7 @@ def serve(folder: str, told: str) -> None:
         signal.signal(number, signal.SIG_IGN)  # it ends with its ranks
     limits = json.loads(told)
     readers: dict[int, Reader] = {}
-    watch = RankWatch(readers, None if limits is None else Deadlines(*limits))
+    watch = RankWatch(readers, None if limits is None else Deadlines(**limits))
     until = time.monotonic() + 60.0  # for the first rank to come
     try:
         while True:

@@ -45,6 +45,7 @@ CONTEXT_FROM = 4096  # a rank keeps at least half of these positions under conte
 class Constraints:
     """What the user fixes or limits.
 
+    most          (axis, its largest degree) of tp, pp and cp
     fixed         fields of a plan that every candidate has
     headroom      share of a device's memory to leave free: by default as much as nine of ten forecasts of published
                   runs are off by at most (`benchmarks/forecast.py`)
@@ -52,9 +53,7 @@ class Constraints:
     offload       where nothing fits, plans whose optimizer lies on the hosts are told
     """
 
-    max_tp: int | None = None
-    max_pp: int | None = None
-    max_cp: int | None = None
+    most: tuple[tuple[str, int], ...] = ()
     fixed: tuple[tuple[str, object], ...] = ()
     headroom: float = HEADROOM
     check: Callable[[Plan], None] | None = None
@@ -69,6 +68,10 @@ class Constraints:
         values = {name: value for name, value in self.fixed if name in SWITCHES}
         idle = {name for name, need in keys_with(Plan, "needs").items() if not need.met(layout)}
         return layout.with_(**{name: value for name, value in values.items() if name not in idle})
+
+    def limit(self, name: str, usual: int) -> int:
+        """Returns the largest degree of an axis: what the user says, else what is usual."""
+        return dict(self.most).get(name) or usual
 
     def value(self, name: str) -> object | None:
         return dict(self.fixed).get(name)
@@ -103,11 +106,13 @@ def decoder_layouts(
     shape: Shape, world: int, global_batch: int, seq: int, node: int, constraints: Constraints
 ) -> Iterator[Layout]:
     """Layouts of a decoder."""
-    for tp in _limit(divisors(world), constraints.max_tp or 2 * node, constraints.value("tp")):
+    for tp in _limit(divisors(world), constraints.limit("tp", 2 * node), constraints.value("tp")):
         uneven = any(wide % tp for wide in (shape.heads, shape.ffn, shape.dense_ffn))
         if (uneven and tp > shape.kv_heads) or (node % tp and (uneven or tp % node)):
             continue  # inside a node, beside data ranks and with keys for each, heads and widths may be dealt unevenly
-        for pp in _limit(divisors(world // tp), min(constraints.max_pp or 64, shape.layers), constraints.value("pp")):
+        for pp in _limit(
+            divisors(world // tp), min(constraints.limit("pp", 64), shape.layers), constraints.value("pp")
+        ):
             for cp, ulysses in _sequence(shape, seq, tp, world // tp // pp, node, constraints):
                 dp = world // (tp * pp * cp * ulysses)
                 if global_batch % dp or (uneven and pp * cp * ulysses > 1):
@@ -123,7 +128,7 @@ def _sequence(
 
     Heads are dealt beyond a node where that is asked for, and where sequences are so long that attention outweighs it.
     """
-    most, asked = constraints.max_cp or MOST_CP, constraints.value("cp_ulysses")
+    most, asked = constraints.limit("cp", MOST_CP), constraints.value("cp_ulysses")
     for cp in _limit(divisors(ranks), most, constraints.value("cp")):
         for ulysses in _limit(divisors(ranks // cp), most, asked):
             if cp > 1 and ulysses > 1 and asked is None:
@@ -280,8 +285,8 @@ def cut_layouts(
 
     Of small degrees first, and no more stages than `MOST_STAGES`: every rank that differs is rehearsed.
     """
-    tps = [d for d in divisors(world) if 1 < d <= min(node, constraints.max_tp or MOST_SHARES)]
-    pps = [d for d in divisors(world) if 1 < d <= (constraints.max_pp or MOST_STAGES)]
+    tps = [d for d in divisors(world) if 1 < d <= min(node, constraints.limit("tp", MOST_SHARES))]
+    pps = [d for d in divisors(world) if 1 < d <= constraints.limit("pp", MOST_STAGES)]
     degrees = [
         (tp, sp, pp)
         for tp in (1, *tps)
@@ -322,7 +327,7 @@ def tile_layouts(world: int, sizes: tuple[int, ...], constraints: Constraints) -
 
 def sequence_layouts(world: int, node: int, constraints: Constraints) -> Iterator[Layout]:
     """Layouts that cut sequences over few ranks first: a ring, or heads dealt inside a node; both where asked for."""
-    most = constraints.max_cp or MOST_SHARES
+    most = constraints.limit("cp", MOST_SHARES)
     rings, heads = (constraints.value(name) for name in ("cp", "cp_ulysses"))
     for degree in divisors(world):
         for cp in divisors(degree):

@@ -178,9 +178,9 @@ def contradiction(world: int, constraints: Constraints) -> str:
         plan = Plan().with_(**dict(constraints.fixed))
     except ShardwiseError as error:
         return f"--fix contradicts itself: {error}"
-    for name, most in (("tp", constraints.max_tp), ("pp", constraints.max_pp), ("cp", constraints.max_cp)):
+    for name, most in constraints.most:
         asked = constraints.value(name)
-        if most is not None and isinstance(asked, int) and asked > most:
+        if isinstance(asked, int) and asked > most:
             return f"--fix {name}={asked} contradicts --max-{name} {most}: leave one of them out"
     if plan.world_size > world:
         degrees = " x ".join(

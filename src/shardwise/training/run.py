@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +231,12 @@ def _here(job: Job) -> dict[str, Any]:
     return run_rank(job)
 
 
+def _deadlines(config: TrainSection) -> Deadlines:
+    return Deadlines(**{
+        each.name: getattr(config, f"{each.name.removesuffix('_s')}_deadline") for each in fields(Deadlines)
+    })  # fmt: skip
+
+
 def _launched(job: Job) -> dict[str, Any]:
     from shardwise.ranks import launch
 
@@ -239,7 +245,6 @@ def _launched(job: Job) -> dict[str, Any]:
 
     config, world = job.effective.config.train, job.effective.plan.world_size
     asked = told if config.checkpoint_every != 0 else None
-    deadlines = Deadlines(config.start_deadline, config.step_deadline, config.save_deadline)
     if sys.stderr.isatty():
         line(f"train: starting {world} ranks")
     results: Sequence[Any] = launch(
@@ -248,7 +253,7 @@ def _launched(job: Job) -> dict[str, Any]:
         (job,),
         log_dir=job.folder / LOGS,
         on_stop=asked,
-        deadlines=deadlines,
+        deadlines=_deadlines(config),
         imports="shardwise.training.loop",
     )
     return results[0]
@@ -266,7 +271,7 @@ def _joined(job: Job, forecast: dict[str, Any] | None, resume: str | None) -> Ru
     from shardwise.ranks.launchers import own_device
 
     config = job.effective.config.train
-    rank, _ = join(deadlines=Deadlines(config.start_deadline, config.step_deadline, config.save_deadline))
+    rank, _ = join(deadlines=_deadlines(config))
     device = own_device("cpu" if job.effective.config.train.device == "cpu" else None)
     placed, error = job, ""
     with ExitStack() as stack:

@@ -10,20 +10,13 @@ from collections import Counter, defaultdict
 from statistics import median_low
 
 from shardwise.engine.engine import Engine
-from shardwise.guard.points import record
+from shardwise.guard.points import PHASES, record
 
 TIMES = 2.0  # the median
 LOOKS = 5  # in a row
 LEAST_S = 0.005  # a step: below it, what a host does besides decides
 # of a step, as `guard.points` names them, each until the next one begins
-PHASES = {
-    "input": "reading its samples",
-    "forward": "forward and backward",
-    "reduce": "summing gradients",
-    "update": "the optimizer's update, and what a run writes after it",
-    "evaluate": "evaluating",
-    "save": "saving",
-}
+TOLD = {name: phase.told for name, phase in PHASES.items() if phase.told}
 
 
 class Stragglers:
@@ -31,15 +24,15 @@ class Stragglers:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._own_s = dict.fromkeys(PHASES, 0.0)
+        self._own_s = dict.fromkeys(TOLD, 0.0)
         self._slow: Counter[tuple[int, str]] = Counter()
         self.told: set[int] = set()
 
     def row(self, steps: int) -> list[float]:
         """(stage, seconds of this rank's own work for each step, phase by phase) since the last time."""
         mine = record()
-        now = {phase: mine.own_s.get(phase, 0.0) if mine is not None else 0.0 for phase in PHASES}
-        own = [max(0.0, now[phase] - self._own_s[phase]) / max(steps, 1) for phase in PHASES]
+        now = {phase: mine.own_s.get(phase, 0.0) if mine is not None else 0.0 for phase in TOLD}
+        own = [max(0.0, now[phase] - self._own_s[phase]) / max(steps, 1) for phase in TOLD]
         self._own_s = now
         return [float(self.engine.mesh.pp.index), *own]
 
@@ -51,7 +44,7 @@ class Stragglers:
         for rank, (stage, *own) in enumerate(rows):
             of_stage = list(zip(*stages[stage], strict=True))
             # a phase before the whole step, which it makes slow too
-            for what, mine, others in zip([*PHASES, ""], [*own, sum(own)], of_stage, strict=True):
+            for what, mine, others in zip([*TOLD, ""], [*own, sum(own)], of_stage, strict=True):
                 self._judge(rank, what, mine, others)
 
     def _judge(self, rank: int, what: str, own: float, others: tuple[float, ...]) -> None:
@@ -60,7 +53,7 @@ class Stragglers:
         self._slow[rank, what] = self._slow[rank, what] + 1 if slow else 0
         if self._slow[rank, what] == LOOKS and rank not in self.told:
             self.told.add(rank)
-            where = f" in {PHASES[what]}" if what else ""
+            where = f" in {TOLD[what]}" if what else ""
             self.engine.notices.append(
                 f"rank {rank} is slow{where}: {1e3 * own:.0f} ms of its own work in a step, where the median is "
                 f"{1e3 * usual:.0f} ms, and the others wait for it"
