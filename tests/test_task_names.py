@@ -30,6 +30,14 @@ def test_every_way_to_give_a_task(tmp_path: Path) -> None:
     assert resolve_task(str(tmp_path / "small.toml")).model().head.weight.shape == (256, 8)
 
 
+def test_a_function_called_task_gives_its_module_s_name(tmp_path: Path) -> None:
+    """By which a folder of runs tells them apart."""
+    (tmp_path / "harvest.py").write_text(
+        "from shardwise.models.tasks import mlp\n\ndef task(): return mlp().with_(name='task')"
+    )
+    assert resolve_task(f"{tmp_path / 'harvest.py'}:task").name == "harvest"
+
+
 @pytest.mark.parametrize(
     "given, why",
     [

@@ -109,7 +109,10 @@ def _attribute(task: str, module: ModuleType, path: str) -> Any:
 
 
 def call_task(task: str, found: Any) -> Task:
-    """The task itself, or what the function returns, named after it; `task` is its name in messages."""
+    """The task itself, or what the function returns, named after it (after its module where it is called `task`).
+
+    `task` is its name in messages.
+    """
     if isinstance(found, Task):
         return found
     if inspect.isclass(found) and not issubclass(found, Task):
@@ -131,7 +134,15 @@ def call_task(task: str, found: Any) -> Task:
     if not isinstance(made, Task):
         raise InputError(f"task {task!r}: returned {type(made).__name__}, not a shardwise.Task")
     name = getattr(found, "__name__", "task")
+    if name == "task":  # as most are called: the module says more
+        name = _stem(getattr(found, "__module__", "")) or name
     return made.with_(name=name) if made.name == "task" and name.isidentifier() else made
+
+
+def _stem(module: str) -> str:
+    """The last name of a module; of the program itself, its file's."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None) if module == "__main__" else None
+    return Path(file).stem if file else module.rpartition(".")[2]
 
 
 def _arguments(function: Any) -> list[str]:

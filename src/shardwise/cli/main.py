@@ -384,11 +384,18 @@ def _open_streams() -> None:
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
+def _told_unless_ended(unraisable: Any) -> None:
+    """Hook for exceptions that nothing can catch: not told where SIGTERM met a destructor, since it is raised again."""
+    if unraisable.exc_type is not Ended:
+        sys.__unraisablehook__(unraisable)
+
+
 def run() -> None:
     """The console script."""
     _open_streams()
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGALRM, end)
+    sys.unraisablehook = _told_unless_ended
     from shardwise.ranks import leave
 
     if os.environ.get(ASKED):
@@ -396,6 +403,8 @@ def run() -> None:
         return
     code = call(sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C has nothing left to end
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second SIGTERM ends what still has to be tidied
+    signal.setitimer(signal.ITIMER_REAL, 0)
     sys.stdout.flush()
     if code == INTERRUPTED:  # Python ends itself by SIGINT where the interrupt met it in an `exec`, whoever caught it
         sys.stderr.flush()
