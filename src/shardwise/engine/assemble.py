@@ -22,15 +22,17 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise.comm import gather_json, of_first
 from shardwise.engine.alone import Untried, blame
-from shardwise.engine.check import Findings, explained, look
+from shardwise.engine.check import Findings, explained, gently, look
 from shardwise.engine.choices import task_differs
 from shardwise.engine.evaluated import InsideTransform, TakesGradients, WritesWeights
+from shardwise.engine.many import look_at_many, many_of, sizes_to_try, too_many
 from shardwise.engine.optimizer import make_optimizer, shares_of
 from shardwise.engine.optimizer import refuse as refuse_optimizer
 from shardwise.engine.recipe import Applied, apply_plan, trainable
 from shardwise.engine.samples import SAMPLES, costly, few_samples, fewest_samples
 from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
+from shardwise.layout.dealing import cut, deal
 from shardwise.layout.grid import placement
 from shardwise.memory.recompute import note_written
 from shardwise.mesh import Mesh
@@ -41,6 +43,7 @@ from shardwise.random import HIDDEN, WITHOUT, GlobalRandom, has_kernel
 from shardwise.ranks import local_size
 from shardwise.step.batching import samples_in, slice_samples
 from shardwise.step.forward import Forward
+from shardwise.step.loss import Loss, loss_on
 from shardwise.step.scaler import LossScale
 from shardwise.step.staged import StagedForward
 from shardwise.step.state import RankState
@@ -167,6 +170,9 @@ def look_at_task(state: RankState, *, masks: bool) -> Findings:
         except Untried as why:
             return None, str(why)
 
+    def at_many(total: int) -> None:
+        _look_at_many(state, findings, sample, total, share)
+
     reads = OutsideReads(state.module)
     try:
         with reads if state.plan.zero == 3 else nullcontext():
@@ -186,10 +192,60 @@ def look_at_task(state: RankState, *, masks: bool) -> Findings:
         findings.outside, findings.into_arguments = (
             sorted({path for rank in found for path in rank[place]}) for place in (0, 1)
         )
+    if task.batch is not None:
+        at_many(deal(samples_in(sample), state.plan.step_microbatches, state.data_ranks, 0)[0][3])
+    else:
+        sample, state.look_first = whole, at_many  # how many samples a step takes is not known yet
     state.notices += findings.notices
     state.notices += state.chunks.notices() if state.chunks is not None else []
     _follow_writes(state, findings)
     return findings
+
+
+def _look_at_many(
+    state: RankState, findings: Findings, sample: Any, total: int, share: Callable[[list[str]], list[str]]
+) -> None:  # fmt: skip
+    """The same on as many samples as a micro-batch has, `total`, and on the ranks' parts of them. Collective."""
+    ranks, task = range(state.data_ranks), state.task
+    sizes = [high - low for low, high in (cut(total, state.data_ranks, rank) for rank in ranks)]
+    if state.order is not None:
+        runs = [run for rank in ranks for run in state.order.pieces.samples(total, rank)]
+        sizes = [last - first for first, last in runs]
+    tried = sizes_to_try(sizes, findings.sample_bytes)
+    if not tried and state.staged is not None:
+        tried = [total]  # stages are cut by fewer samples
+    if not tried:
+        state.notices += too_many(sizes)
+        return
+    many, forward, kept = many_of(sample, tried), state.forward, []
+
+    def outputs(batch: Any) -> Loss:
+        batch = forward.to_device(batch)
+        kept.append((forward.output(batch), batch))
+        return forward.shared(lambda: loss_on(task, *kept[0])) if len(kept) == 1 else Loss(torch.zeros(()), 0.0)
+
+    def look_at() -> list[str]:
+        together = task.loss_scope == "global"
+        joined = (lambda: forward.shared(lambda: forward.joined_of(*zip(*kept, strict=True)))) if together else None
+        kept.clear()
+        return look_at_many(
+            state.module, outputs if together else forward.local, many, dtype=state.precision.compute,
+            scores=findings.scores, joined=joined,
+        )  # fmt: skip
+
+    staged = None if state.staged is None else state.staged.cut.takes_gradients
+    state.phase.looked_at = True
+    try:
+        problems = share(gently(state.module, look_at, share=share, staged=staged))
+    except (ShardwiseError, TakesGradients):
+        raise
+    except Exception as error:
+        what = f"under plan {state.plan} the forward fails on {sum(tried)} samples"
+        raise blame(error, what, task, state.precision, state.module, many.whole, state.device, many.parts) from error
+    finally:
+        state.phase.looked_at = False
+    if problems:
+        raise RefusedPlan("; ".join(problems))
 
 
 def assemble_and_look(make: Callable[[Collection[str]], RankState], *, masks: bool) -> tuple[RankState, Findings]:

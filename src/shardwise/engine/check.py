@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -30,6 +30,8 @@ from shardwise.step.loss import Loss
 from shardwise.trace.all_pairs import AllPairs, told_pairs
 from shardwise.trace.without_gradient import HooksLeftOut
 
+T = TypeVar("T")
+
 
 @dataclass
 class Findings:
@@ -45,6 +47,7 @@ class Findings:
     scores: bool = False  # attention has dropout
     outside: list[str] = field(default_factory=list)  # units of zero=3 whose weights are read while they do not run
     into_arguments: list[str] = field(default_factory=list)  # units of zero=3 that write into what they are given
+    sample_bytes: float = 0.0  # of the widest result of a module, for each sample
 
 
 def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, Any] | None,
@@ -68,22 +71,33 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
     Raises `TakesGradients` where units of zero=3 are to be put together first.
     """
 
-    evaluate = _with_attributes_alone(module, evaluate)
     settings = {"joined": joined, "dtype": dtype, "strict": strict, "masks": masks, "share": share, "again": again}
+    return gently(
+        module, lambda: _look(module, with_attributes_alone(module, evaluate), whole, parts, sizes, **settings),
+        share=share, staged=staged,
+    )  # fmt: skip
+
+
+def gently(
+    module: nn.Module, run: Callable[[], T], *, share: Callable[[list[str]], list[str]] = list,
+    staged: bool | None = None,
+) -> T:  # fmt: skip
+    """What `run` gives, without gradients; with them for a forward that takes some itself. Raises `TakesGradients`."""
     try:
         if not staged:
             with torch.no_grad(), HooksLeftOut(), _unwarned():
-                return _look(module, evaluate, whole, parts, sizes, **settings)
+                return run()
     except RuntimeError as error:
         if staged is not None or not needs_gradients(error):
             raise
     if has_units(module) if staged is None else share(["units"] if has_units(module) else []):
         raise TakesGradients
     with torch.enable_grad(), _unwarned():
-        return _look(module, evaluate, whole, parts, sizes, **settings)
+        return run()
 
 
-def _with_attributes_alone(module: nn.Module, evaluate: Evaluate) -> Evaluate:
+def with_attributes_alone(module: nn.Module, evaluate: Evaluate) -> Evaluate:
+    """The evaluation while attributes give what modules hold of complex weights."""
     context = attributes_alone(module)
 
     def run(batch: Any) -> Loss:
@@ -137,7 +151,7 @@ def _look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, A
                     findings.dims.learn(*of_each, sizes[0], sizes[2])
                     drawn += [*of_each[0], *of_each[1]]
             problems += share(_statistics_differ(changed_by_first, changed_by_second))
-            if not _finite(of_whole, first, second):
+            if not finite(of_whole, first, second):
                 findings.notices.append("the loss on the first samples is not finite: not checked to add up")
             elif joined is None:
                 problems += _sums_differ(of_whole, first, second, sizes, dtype, told_pairs(pairs, pairs_of_part))
@@ -151,7 +165,7 @@ def _look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, A
         problems += share(refused)
         findings.notices += share(told)
     findings.into_arguments = sorted(seen.into_arguments.paths)
-    findings.reentrant = seen.reentrant
+    findings.reentrant, findings.sample_bytes = seen.reentrant, seen.widest / max(1, sizes[0])
     findings.written = sorted(seen.ever_written)
     if problems and strict:
         raise RefusedPlan("; ".join(problems))
@@ -193,8 +207,14 @@ def _told_draw(path: str, op: str) -> str:
     return op.split(".")[1] + (f" in '{path}'" if path else "")
 
 
-def _close(a: float, b: float, dtype: torch.dtype, least: float = 0.0) -> bool:
-    bar = max({torch.float64: 1e-9, torch.float32: 1e-4}.get(dtype, 5e-2), least)
+def bar_of(dtype: torch.dtype) -> float:
+    """Returns what rounding may change in a result of this dtype, as a part of it."""
+    return {torch.float64: 1e-9, torch.float32: 1e-4}.get(dtype, 5e-2)
+
+
+def close(a: float, b: float, dtype: torch.dtype, least: float = 0.0) -> bool:
+    """Whether two sums are the same, but for rounding."""
+    bar = max(bar_of(dtype), least)
     return abs(a - b) <= bar * max(abs(a), abs(b), 1e-6)
 
 
@@ -204,12 +224,12 @@ def _apart(
     """The first number of the loss that does not add up: its name, the whole's, and the sum of the parts'."""
     for name, value in whole.numbers().items():
         parts = first.numbers().get(name, 0.0) + second.numbers().get(name, 0.0)
-        if not _close(value, parts, dtype, least):
+        if not close(value, parts, dtype, least):
             return name, value, parts
     return None
 
 
-def _finite(*losses: Loss) -> bool:
+def finite(*losses: Loss) -> bool:
     """Whether all sums and weights are; the first step names what is not."""
     return all(math.isfinite(value) for loss in losses for value in loss.numbers().values())
 
@@ -234,7 +254,7 @@ def _sums_differ(whole: Loss, first: Loss, second: Loss, sizes: tuple[int, int, 
 
 def _joined_differs(whole: Loss, joined: Loss, dtype: torch.dtype) -> list[str]:
     for name, value in whole.numbers().items():
-        if not _close(value, joined.numbers().get(name, 0.0), dtype):
+        if not close(value, joined.numbers().get(name, 0.0), dtype):
             return [
                 f'with loss_scope="global" the loss\'s {name} on a few samples is {value:.6g}, but '
                 f"{joined.numbers().get(name, 0.0):.6g} on the model's outputs for parts of them put together: return "

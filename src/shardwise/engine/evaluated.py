@@ -15,10 +15,11 @@ from torch.nn.modules.batchnorm import SyncBatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from shardwise.device import attention_as_ops
 from shardwise.errors import RefusedPlan
-from shardwise.parallel.batchnorm import FindBatchNorm
+from shardwise.parallel.batchnorm import FindBatchNorm, KnownStatistics
 from shardwise.part.levels import Distributed
 from shardwise.random import ConstantRandom, GlobalRandom, Samples
 from shardwise.step.loss import Loss
@@ -58,6 +59,7 @@ class Runner:
         self.evaluate = evaluate
         self.seen = seen
         self.scores = False  # attention as operations, since its kernels would draw inside
+        self.known: KnownStatistics | None = None  # by which batch norms normalise
 
     def __call__(self, batch: Any, level: float = 0.5):
         """The loss, the random calls, and each buffer, and each parameter that was written to, as they then were."""
@@ -88,11 +90,13 @@ class Runner:
 
     @contextmanager
     def _neutral(self) -> Iterator[None]:
-        """Batch norm without statistics. SyncBatchNorm in training would look for a CUDA device."""
+        """Batch norm without statistics, or by known ones. SyncBatchNorm in training would look for a CUDA device."""
         syncing = [child for child in self.module.modules() if isinstance(child, SyncBatchNorm) and child.training]
         for child in syncing:
             child.training = False
-        finder = FindBatchNorm(self.seen.running)
+        finder = self.known or FindBatchNorm(self.seen.running)
+        if self.known is not None:
+            self.known.running, self.known.syncing = self.seen.running, syncing
         try:
             with attention_as_ops(self.scores), finder:
                 yield
@@ -115,6 +119,7 @@ class Seen(TorchDispatchMode):
         self.reentrant = False
         self.twice: set[str] = set()  # units of zero=3 that ran more than once in a forward
         self.into_arguments = ArgumentWrites()  # of the units of zero=3
+        self.widest = 0  # bytes of the largest tensor that a module gave
         self.written: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.ever_written: set[str] = set()
         self.in_pieces = {name for name, param in module.named_parameters() if isinstance(param, DTensor)}
@@ -145,6 +150,7 @@ class Seen(TorchDispatchMode):
 
         def leave(child: nn.Module, args: Any, output: Any) -> None:
             self.into_arguments.leave(child)
+            self.widest = max([self.widest, *(one.nbytes for one in tree_leaves(output) if torch.is_tensor(one))])
             self.running.pop()  # must return None: a hook's result would replace the output
 
         for path, child in self.module.named_modules():

@@ -393,8 +393,9 @@ class Calls(Loop):
             phase.looked_at = True
             with failing_on_part(self.dealt.held if self.dealt is not None else None):
                 look = look_at_model(
-                    engine, args, kwargs, held, self._dim, known, check=self._check, plainly=self._looking_away
-                )
+                    engine, args, kwargs, held, self._dim, known, check=self._check, plainly=self._looking_away,
+                    counts=self.part is None or self.part.count > 0, spreads=self.whole is not None,
+                )  # fmt: skip
             phase.looked_at = False
         for module in look.batch_norms:
             if module not in self._joined:

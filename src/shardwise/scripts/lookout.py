@@ -9,23 +9,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from shardwise.comm import gather_rows
 from shardwise.engine.alone import Untried, needs_gradients
-from shardwise.engine.check import look
+from shardwise.engine.check import Findings, gently, look
 from shardwise.engine.choices import differs
 from shardwise.engine.engine import Engine
 from shardwise.engine.evaluated import Evaluate
+from shardwise.engine.many import Many, look_at_many, sizes_to_try, too_many
 from shardwise.engine.samples import SAMPLES
 from shardwise.errors import InputError, RefusedPlan, first_line
-from shardwise.host import put
+from shardwise.host import put, read
 from shardwise.parallel.batchnorm import batch_norm_modules
 from shardwise.part import plain
+from shardwise.scripts.dealt import deal
 from shardwise.scripts.rows import FAILURES
 from shardwise.step.batching import samples_in, slice_samples
 from shardwise.step.loss import Loss
@@ -60,7 +64,7 @@ def _samples_of(arguments: Any, samples: int, dim: int | None, known: Mapping[in
 
 def look_at_model(
     engine: Engine, args: tuple, kwargs: dict, samples: int, dim: int | None, known: Mapping[int, int] = NO_PLACES, *,
-    check: bool = True, plainly: Plainly = nullcontext,
+    check: bool = True, plainly: Plainly = nullcontext, counts: bool = True, spreads: bool = False,
 ) -> ModelLook:  # fmt: skip
     """Returns what a few samples show: batch norms, notices, dims. Collective; raises for modules that mix samples.
 
@@ -69,13 +73,16 @@ def look_at_model(
     known    by id, the same of tensors that the model is given
     check    False: only batch norm is looked for, by its modules
     plainly  inside it the model runs as if it were not prepared
+    counts   whether this rank's samples do, and not on another one
+    spreads  the arguments hold all ranks' samples, and the model is to be given this rank's
     """
     batch = (args, kwargs)
     if not check:
         return ModelLook(batch_norm_modules(engine.module), [_UNCHECKED + "check_loss=False was given"])
     rows, places = _samples_of(batch, samples, dim, known)
-    told = put([float(rows)], engine.device)
-    n = min(int(gather_rows(told, engine.mesh.data).min()), SAMPLES)  # every rank must run as many forwards
+    told = put([float(rows), float(counts)], engine.device)
+    held = read(gather_rows(told, engine.mesh.data), "samples of each rank")
+    n = min(*(int(each[0]) for each in held), SAMPLES)  # every rank must run as many forwards
     if n < 2:
         reason = "its arguments have no common batch dim" if rows == 0 else "it has one sample"
         return ModelLook(batch_norm_modules(engine.module), [f"{_UNCHECKED}{reason} in the first batch"])
@@ -112,9 +119,41 @@ def look_at_model(
         made.refuse_longest()
         turned = "add up over samples" in str(error)
         raise RefusedPlan(f"{error}{_hint(dim) if turned else ''}; {ON_EVERY_RANK}") from None
+    ranks = range(len(held))
+    each = [deal(rows, len(ranks), rank).part.count for rank in ranks] if spreads else [int(a * b) for a, b in held]
+    findings.notices += _look_at_many(engine, batch, places, rows, each, findings, made)
     if findings.reentrant:
         engine.state.technique.expect_pieces()
     return ModelLook(findings.batch_norms, findings.notices, made.dims, any(known.values()), made.inside())
+
+
+def _look_at_many(
+    engine: Engine, batch: Any, places: Places, rows: int, sizes: list[int], findings: Findings, made: _Made
+) -> list[str]:  # fmt: skip
+    """Raise where the model gives for as many samples as all ranks have other than for each rank's; notices."""
+    tried = sizes_to_try(sizes, findings.sample_bytes)
+    if not tried:
+        return too_many(sizes)
+    ends = list(accumulate(tried, initial=0))
+    stands = torch.arange(ends[-1], device=engine.device) * rows // ends[-1]  # samples in their order, repeated
+    parts = [(places.take(batch, stands[low:high]), high - low) for low, high in pairwise(ends)]
+
+    def evaluate(one: tuple[tuple, int]) -> Loss:
+        (args, kwargs), count = one
+        output = engine.module(*args, **kwargs)
+        leaves = tree_flatten(dict(output) if isinstance(output, Mapping) else output)[0]
+        return _OfOutputs(leaves, count, made, engine.device)
+
+    many, dtype = Many((places.take(batch, stands), ends[-1]), parts, tried), engine.state.precision.compute
+    try:
+        problems = gently(
+            engine.module, lambda: look_at_many(engine.module, evaluate, many, dtype=dtype, scores=findings.scores)
+        )
+    except FAILURES as error:
+        return [f"{_UNCHECKED}on {ends[-1]} samples, as ranks have together, it fails ({first_line(error)})"]
+    if problems:
+        raise RefusedPlan(f"{problems[0]}; {ON_EVERY_RANK}")
+    return []
 
 
 def _of_views(outputs: list[Any], sizes: tuple[int, ...]) -> Rows | None:
@@ -219,6 +258,17 @@ class Places:
         fits = [at for at, size in enumerate(leaf.shape) if size == self.samples]
         known = [at for at in (self.dim, 0) if at in fits]
         return known[0] if known else fits[0] if self.more and len(fits) == 1 else None
+
+    def take(self, batch: Any, index: torch.Tensor) -> Any:
+        """Returns these samples of a tensor, by their places; one without samples stays whole."""
+
+        def taken(leaf: Any) -> Any:
+            if isinstance(leaf, np.ndarray) and leaf.ndim and self.samples is None:
+                return leaf.take(index.tolist(), 0)
+            at = self.of(leaf)
+            return leaf if at is None else leaf.index_select(at, index.to(leaf.device))
+
+        return tree_map(taken, batch)
 
     def cut(self, batch: Any, low: int, high: int) -> Any:
         """Returns samples [low, high) of a tensor; one without samples stays whole."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,12 @@ class Forward:
     def local(self, batch: Any) -> Loss:
         """The loss of these samples alone. `batch` is on the CPU or the device."""
         batch = self.to_device(batch)
-        return self.read(self._output(batch), batch)
+        output = self._output(batch)
+        return self.shared(lambda: self.read(output, batch))
+
+    def shared(self, read: Callable[[], Loss]) -> Loss:
+        """The loss that `read` gives; under a pipeline on every stage."""
+        return read()
 
     def read(self, output: Any, batch: Any) -> Loss:
         """The loss of an output, for a batch on the device."""
@@ -73,16 +78,20 @@ class Forward:
         loss = loss_on(self.task, output, batch)
         return loss if part.count else _nothing(loss)
 
-    def joined(self, whole_and_parts: tuple[Any, tuple[Any, Any]]) -> Loss:
-        """The loss on the outputs for two parts put together; learns which outputs have the batch dim."""
+    def joined(self, whole_and_parts: tuple[Any, Sequence[Any]]) -> Loss:
+        """The loss on the outputs for parts put together; learns which outputs have the batch dim."""
         whole, parts = whole_and_parts
         batches = [self.to_device(batch) for batch in (whole, *parts)]
-        (leaves, spec), (first, _), (second, _) = [tree_flatten(self.output(batch)) for batch in batches]
+        outputs = [self.output(batch) for batch in batches]
+        return self.shared(lambda: self.joined_of(outputs, batches))
+
+    def joined_of(self, outputs: Sequence[Any], batches: Sequence[Any]) -> Loss:
+        """The same of outputs that are known: those for the whole batch, then for its parts."""
+        (_, spec), *_ = flat = [tree_flatten(output) for output in outputs]
         counts = [samples_in(batch) for batch in batches]
-        triples = list(zip(leaves, first, second, strict=True))
-        self._batched = [_has_samples(triple, counts) for triple in triples]
-        pairs = zip(triples, self._batched, strict=True)
-        put = [torch.cat([a, b]) if batched else a for (_, a, b), batched in pairs]
+        each = list(zip(*(leaves for leaves, _ in flat), strict=True))
+        self._batched = [_has_samples(leaves, counts) for leaves in each]
+        put = [torch.cat(leaves[1:]) if at else leaves[0] for leaves, at in zip(each, self._batched, strict=True)]
         return loss_on(self.task, tree_unflatten(put, spec), batches[0])
 
     def output(self, batch: Any) -> Any:
@@ -189,7 +198,7 @@ def lone_value(error: ValueError, samples: int) -> InputError | None:
 
 
 def _has_samples(leaves: tuple, counts: list[int]) -> bool:
-    """Whether an output, given for three numbers of samples, follows them along its first dim."""
+    """Whether an output, given for several numbers of samples, follows them along its first dim."""
     leaf = leaves[0]
     if not isinstance(leaf, torch.Tensor):
         if leaf is None or isinstance(leaf, bool | int | float | str):

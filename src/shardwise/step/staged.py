@@ -93,28 +93,14 @@ class StagedForward(Forward):
         self.mail.flush()
         return output
 
-    def local(self, batch: Any) -> Loss:
-        """The loss of these samples alone, its numbers on every stage."""
-        batch = self.to_device(batch)
-        output = self._output(batch)
-        return self._shared(lambda: self.read(output, batch))
-
     def __call__(self, part: Share) -> Loss:
         """The loss of a part: nothing, where the last stage is elsewhere."""
         batch = self.to_device(part.batch)
         output = self._output(batch)
         return self.loss_of(output, batch, part) if self.has_loss else _no_loss(self.device)
 
-    def joined(self, whole_and_parts: tuple[Any, tuple[Any, Any]]) -> Loss:
-        """The loss on the outputs for two parts put together, its numbers on every stage."""
-        if self.has_loss:
-            return self._shared(lambda: super(StagedForward, self).joined(whole_and_parts))
-        whole, parts = whole_and_parts
-        for batch in (whole, *parts):
-            self._output(self.to_device(batch))
-        return self._shared(lambda: _no_loss(self.device))
-
-    def _shared(self, read: Callable[[], Loss]) -> Loss:
+    def shared(self, read: Callable[[], Loss]) -> Loss:
+        """A loss that the last stage reads, its numbers on every stage."""
         mine = None
         if self.has_loss:
             loss = read()

@@ -48,6 +48,7 @@ class RankState:
     written       the forward writes into weights
     used          indices of the parameters that any rank reached in the last step
     first_fields  what the first batch held, for the error of a later one
+    look_first    what is looked at before the first step, once the samples of a micro-batch are known to be so many
     hooks         contexts around parts of a step, for whoever measures
     """
 
@@ -82,6 +83,7 @@ class RankState:
     written: bool = False
     used: set[int] = field(default_factory=set)
     first_fields: dict[str, str] = field(default_factory=dict)
+    look_first: Callable[[int], None] | None = None
     order: FixedOrder | None = None
     chunks: Chunks | None = None
     pairs: frozenset[str] = frozenset()

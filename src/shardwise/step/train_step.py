@@ -45,6 +45,9 @@ def dealt(state: RankState, batch: Any) -> list[Share]:
 
 def train_step(state: RankState, parts: list[Share]) -> StepResult:
     """One optimizer step on this rank's parts of a global batch. Collective."""
+    if state.look_first is not None:
+        look, state.look_first = state.look_first, None
+        look(parts[0].total)
     _set_learning_rate(state)
     state.first_fields = state.first_fields or fields_of(parts[0].batch)
     with told_beside_first(state.first_fields, parts[0].batch, state.steps_done):

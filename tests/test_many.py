@@ -1,0 +1,108 @@
+"""Modules whose result hangs on how many samples there are, as a whole batch and as ranks' parts of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import many_tasks
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import shardwise
+from shardwise import Plan, parallelize, verify
+from shardwise.errors import RefusedPlan
+from shardwise.ranks import RankPool
+
+TOGETHER = "puts other samples together on 16 samples"
+PLANS = ("dp_replicate=2,tp=2", "dp_shard=2,zero=3", "dp_replicate=2,pp=2,microbatches=1")
+
+
+def refusals(plan: str) -> dict[str, str]:
+    """What is said of each module as it is parallelized, by name."""
+    found = {}
+    for between in (*many_tasks.UNLIKE, *many_tasks.ALIKE):
+        if between is many_tasks.halves and Plan.parse(plan).pp > 1:
+            continue  # stages are cut on two samples, of which each half has no variance
+        try:
+            parallelize(many_tasks.made(between), plan).close()
+            found[between.__name__] = ""
+        except RefusedPlan as refusal:
+            found[between.__name__] = str(refusal)
+    return found
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2", *(pytest.param(one, marks=pytest.mark.long) for one in PLANS)])
+def test_what_hangs_on_the_number_of_samples_is_refused_before_the_first_step(plan: str, pool: RankPool) -> None:
+    for found in pool.run(refusals, Plan.parse(plan).world_size, plan):
+        runs = "the loss on a few samples is NaN" if "pp" in plan else "batch norm in 'norm' runs 3 times on 16 samples"
+        assert runs in found["ghost"], found["ghost"]
+        assert TOGETHER in found.get("halves", TOGETHER), found["halves"]
+        for name in ("centred_where_many", "first_eight", "spread_in_groups"):
+            assert "hangs on how many there are" in found[name], (name, found[name])
+        assert not any(found[between.__name__] for between in many_tasks.ALIKE), found
+
+
+def first_step_of_rows(name: str) -> str:
+    """What a first step says of the samples of a source, of which the task does not say how many a step takes."""
+    task = many_tasks.made(getattr(many_tasks, name), batch=None, data=many_tasks.Rows())
+    engine = parallelize(task, "dp_replicate=2")
+    before = {key: value.clone() for key, value in engine.full_parameters()}
+    try:
+        engine.step(many_tasks.batch(0))
+    except RefusedPlan as refusal:
+        assert all(torch.equal(value, before[key]) for key, value in engine.full_parameters())
+        return str(refusal)
+    return ""
+
+
+@pytest.mark.parametrize("name", ["ghost", pytest.param("twice", marks=pytest.mark.long)])
+def test_a_source_is_looked_at_with_the_first_batch(name: str, pool: RankPool) -> None:
+    for said in pool.run(first_step_of_rows, 2, name):
+        assert said.startswith("batch norm in 'norm' runs 3 times on 16 samples") == (name == "ghost"), said
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["normalised_twice", "chunked"])
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=3"])
+def test_groups_that_are_the_same_on_ranks_parts_are_equal(name: str, plan: str, pool: RankPool) -> None:
+    result = verify(f"many_tasks:{name}", plan, pool=pool, timeout_s=60)
+    assert result.parity, result.text()
+
+
+def script(name: str, plan: str, views: int = 1) -> str:
+    """What a script's first forward in training says of the model."""
+    torch.manual_seed(0)
+    model: Any = many_tasks.Inside(getattr(many_tasks, name)).double()
+    data = TensorDataset(torch.randn(16, 6, dtype=torch.float64), torch.randn(16, 3, dtype=torch.float64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared: Any
+    prepared = model, optimizer, loader = shardwise.prepare(model, optimizer, DataLoader(data, 16), plan=plan)
+    try:
+        for x, y in loader:
+            out = model(torch.cat([x] * views))
+            prepared.backward((out - torch.cat([y] * views)).square().mean())
+            optimizer.step()
+    except RefusedPlan as refusal:
+        return str(refusal)
+    return ""
+
+
+QUICK = [("ghost", "dp_replicate=2", 1), ("in_chunks", "dp_replicate=2", 1)]
+LONG = [
+    (between.__name__, plan, views)
+    for between in (*many_tasks.UNLIKE, *many_tasks.ALIKE)
+    for plan, views in (("dp_replicate=2", 1), ("dp_shard=2,zero=3,tp=2", 1), ("dp_shard=3,zero=1", 2))
+    if (between.__name__, plan, views) not in QUICK
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "views"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)]
+)
+def test_scripts_with_such_models_are_refused_at_their_first_forward(
+    name: str, plan: str, views: int, pool: RankPool
+) -> None:
+    for said in pool.run(script, Plan.parse(plan).world_size, name, plan, views):
+        assert (name not in {one.__name__ for one in many_tasks.UNLIKE}) == (said == ""), said
+        assert not said or ("samples" in said and "test_many.py" in said and 'loss_scope="model"' in said), said
