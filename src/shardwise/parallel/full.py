@@ -359,6 +359,20 @@ class FullShard:
             slot.master.grad = None if found is None else self.piece(index, found.detach())
 
     @torch.no_grad()
+    def share_uncut(self) -> None:
+        """Give every rank the gradients of parameters that are not cut, which the first of dp_shard alone divides and
+        clips. Collective.
+        """
+        held = [gradient for gradient in self._whole_gradients.values() if gradient.numel()]
+        for dtype in dict.fromkeys(gradient.dtype for gradient in held):
+            alike = [gradient for gradient in held if gradient.dtype == dtype]
+            flat = torch.cat([gradient.reshape(-1) for gradient in alike])
+            broadcast(flat, self._shards, 0, "control")
+            if self._shards.index:
+                for gradient, shared in zip(alike, flat.split([one.numel() for one in alike]), strict=True):
+                    gradient.copy_(shared.view(gradient.shape))
+
+    @torch.no_grad()
     def publish(self) -> None:
         """Masters share storage with the module's shards; what is not cut comes from the rank that updates it."""
         for index, (param, slot) in enumerate(zip(self.params, self.slots, strict=True)):
@@ -368,7 +382,9 @@ class FullShard:
                 broadcast(self.params[index].detach(), self._shards, 0, "parameters")
 
     def take_weights(self) -> None:
-        """Nothing to do: the shards are the masters."""
+        """Let masters follow parameters that are not cut into other memory (`p.data = x`); shards are the masters."""
+        for index in self._uncut():
+            self.slots[index].master.data = self.piece(index, self.params[index].detach())
 
     def load_masters(self, index: int, value: torch.Tensor) -> None:
         """Nothing to do: the shards are the masters."""

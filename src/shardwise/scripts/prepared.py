@@ -355,8 +355,7 @@ class Prepared(Stepping):
             engine.state, gate, self.meet, (*calls.counted_once, *mesh.inner),
             mesh.world if calls.randomness == "fast" else None,
         )  # fmt: skip
-        if not units:
-            read_outside(self.model, lambda: not gate.is_open and calls.is_outside, refuse_replaced)
+        read_outside(self.model, lambda: not gate.is_open and calls.is_outside, refuse_replaced)
 
     def _follow(self, engine: Engine, cuts: set[str], *, in_pieces: bool) -> None:
         """Watch what the script does to the model and its gradients by itself, between the plan's own writes."""

@@ -242,6 +242,8 @@ class Stepping(Weighing):
         if gradients and factor < 1.0:
             torch._foreach_mul_(gradients, factor)
             self._whole_gradients.scaled(factor)
+            with self._gate.open():
+                share_uncut(self.engine)
         return torch.tensor(self.grad_norm, dtype=torch.float64)
 
     def _are_whole(self) -> bool | None:
@@ -333,6 +335,7 @@ class Stepping(Weighing):
             self.grad_norm = result.grad_norm
             if self._earlier is not None:
                 self.grad_norm, self._usable = self._earlier.add(), self._usable and self._earlier.usable
+            share_uncut(engine)
             self._square = sum_of_squares(engine.state, engine.technique.slots) if self._unguarded else None
         forget()
         self._finished = True
@@ -441,6 +444,13 @@ class Stepping(Weighing):
 def _local(tensor: Any) -> torch.Tensor:
     """This rank's elements."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def share_uncut(engine: Engine) -> None:
+    """Give every rank the gradients of what zero=3 does not cut, as they now are. Collective."""
+    for one in techniques_of(engine):
+        if isinstance(one, FullShard):
+            one.share_uncut()
 
 
 def buckets_of(engine: Engine) -> list[GradientBuckets]:
