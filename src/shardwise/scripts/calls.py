@@ -92,6 +92,8 @@ class Calls(Loop):
         self._entering: frozenset[Outside] = frozenset()  # with the arguments of the call under way
         followed = randomness == "global" and mesh.gradients.size > 1 and not self.on_every_rank
         self._watched = SampleDraws(self._held_beside, weakly(self.drawn_for)) if followed else None
+        if leader is None and self.kept is not None and self._watched is not None:
+            self.kept.draws_again = self._watched.again
         self.dealt: Dealt | None = leader.dealt if leader is not None else None
         self.used: Dealt | None = None  # by the model's last forward in training
         self._spent = False  # its backward is over

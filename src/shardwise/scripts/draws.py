@@ -35,7 +35,7 @@ from shardwise.layout.dealing import Share
 from shardwise.part import Part
 from shardwise.part.pointwise import draws_of_one_process
 from shardwise.scripts.following import may_draw, put_on, take_off
-from shardwise.scripts.saying import line_of_script, names_line
+from shardwise.scripts.saying import line_of_script, names_line, place_in_script
 from shardwise.trace.drawn import asks_by_values, is_random
 
 _MIXES = (
@@ -91,6 +91,7 @@ class SampleDraws(TorchFunctionMode):
         self.whole = False  # the script has whole batches, and the model's forward alone some samples
         self.followed = ""  # the first op of the model whose draws were dealt to samples
         self.even = False  # every rank holds as many samples
+        self._places: set[tuple[Any, ...]] = set()  # where the script has drawn for samples
         self._suspects: dict[str, tuple[int, int]] = {}  # by line: numbers, samples, where all ranks had as many
         self._seen: set[str] = set()  # lines that drew where ranks had other numbers of samples
         self._tries: Counter[str] = Counter()  # by line, such batches since it is known
@@ -213,6 +214,8 @@ class SampleDraws(TorchFunctionMode):
             raise RefusedPlan(_BY_VALUES.format(str(func.overloadpacket).removeprefix("aten.")))
         if self.inside and not self.followed:
             self.followed = str(func.overloadpacket).removeprefix("aten.")
+        if not self.inside:
+            self._places.add(place_in_script())
         with draws_of_one_process():
             output = func(*wide_args, **wide_kwargs)
         if func._schema.is_mutable:
@@ -245,6 +248,10 @@ class SampleDraws(TorchFunctionMode):
         if len(fits) > 1:
             raise RefusedPlan(_BESIDE.format(shape, part.count, part.total, other.total))
         return fits[0] if fits else part
+
+    def again(self) -> bool:
+        """Returns whether the script has drawn for samples in this place before."""
+        return place_in_script() in self._places
 
     @property
     def unsure(self) -> bool:

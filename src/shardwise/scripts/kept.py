@@ -35,7 +35,7 @@ from shardwise.mesh import Mesh
 from shardwise.scripts import draws, tape
 from shardwise.scripts.all_samples import AllSamples, scaled, takes_statistics
 from shardwise.scripts.batches import Handed
-from shardwise.scripts.following import put_on, take_off
+from shardwise.scripts.following import may_draw, put_on, take_off
 from shardwise.scripts.guard import parameters_of, reads_values
 from shardwise.scripts.loader import Events
 from shardwise.scripts.origins import Origin, Origins
@@ -73,6 +73,7 @@ class Kept(Origins, TorchFunctionMode, Events):
         self.on = False  # between a batch and the next
         self.after = False  # its backward is over
         self.dealing: Callable[[Handed], AbstractContextManager[Any]] = lambda of: nullcontext()
+        self.draws_again: Callable[[], bool] = lambda: False  # where the script has drawn for samples before
         self.draws_of: Handed | None = None  # whose samples the operation under way is given
         self.drawn_for: Handed | None = None  # whose samples numbers were drawn for by their count alone
         self.draws_for: set[bool] = set()  # whether what the operation under way is given is another loader's
@@ -106,7 +107,7 @@ class Kept(Origins, TorchFunctionMode, Events):
         self.all_samples.begin(dealt)
         self._usual = self._usual or self._held.count
         self._turn_to(handed)
-        self.following = None
+        self.following = self.expected = None
         self._given = [pair for pair in self._given if not pair[0].expired()]
         self._digests.forget()
         models = list(models)
@@ -343,13 +344,15 @@ class Kept(Origins, TorchFunctionMode, Events):
         since, beside = any(one.since for one in given), any(one.beside for one in given)
         of_samples = lambda one: self._own(one) is not None  # noqa: E731
         batch, stood = self._batch(given), [] if given else generators(self._mesh.device)
+        again = not given and self.expected is not None and may_draw(func) and self.draws_again()
+        batch = self.expected if again else batch
         if given:
             self._refuse_undealt(tensors, self._held.count)
         with nullcontext() if batch is None or beside else self.dealing(batch):
             output = self.all_samples.call(func, args, kwargs, own=of_samples, beside=beside)
-        for tensor in tensors_in(output) if given else []:
+        for tensor in tensors_in(output) if given or again else []:
             self._add(tensor, True, since=since, beside=beside, batch=batch, written=writes(name))
-        if not given:
+        if not given and not again:
             self._note_undealt(tensors, tensors_in(output), self._held, drawn=stood != generators(self._mesh.device))
         if since and isinstance(output, bool | int | float) and name not in _COUNTS:
             self.steered.read()

@@ -3,10 +3,12 @@
     for x in loader                 a batch is at hand from when it is handed out
     x, ahead = ahead, next(it)      read ahead: a batch waits, and is at hand from the first forward that is given it
     x = next(iter(loader))          taken out of the loop, or kept in a list: it is at hand in each such forward
+    for x in cycle(loader)          kept from a loop that is over: likewise, the one after the last being expected next
 
 What is made of a batch's tensors is known (`kept`), and so is which batch a forward, or a draw like them, is of. What
 is drawn by a size alone is drawn for the samples of the batch at hand, or of the first that waits; between the backward
-of a batch and the next one it is the script's own, and refused where it meets samples of a batch all the same.
+of a batch and the next one it is the script's own, and refused where it meets samples of a batch all the same. Of kept
+batches, a line that has drawn for samples before draws for those of the batch that is expected next.
 
 What this does not do: tell batches apart that hold no tensors; they are at hand when they are handed out.
 """
@@ -83,6 +85,8 @@ class Loop(Heard, Events):
         self._epoch = 0  # of them, when this epoch began
         self._over = False  # it has ended
         self._took = False  # and the script took batches out of it, of which it trained on none
+        self._handed: list[Handed] = []  # in this epoch, that something of is there
+        self._round = False  # it is over, and the script has kept batches of it
         self._elsewhere = False  # a thread of the script's own goes through the loader
         self._reads_ahead = False  # batches were trained on after later ones were handed out
         self._draws_on = False
@@ -102,6 +106,7 @@ class Loop(Heard, Events):
             self._now = None
             self._ahead.clear()
         self._epoch, self._over, self._took, self._reads_ahead = self._last, False, False, False
+        self._round, self._handed = False, []
         self._comes_to("input")
 
     def is_elsewhere(self) -> bool:
@@ -149,6 +154,7 @@ class Loop(Heard, Events):
             self._elsewhere = True
             return
         self._let_go()
+        self._handed = [*(one for one in self._handed if one.lives), handed]
         waits = self.kept is not None and handed.traced and (self._ahead or _awaits(self._now))
         if self.kept is not None:
             self.kept.hand_out(handed)
@@ -255,10 +261,19 @@ class Loop(Heard, Events):
         now, waits = self._now, bool(self._ahead) or _awaits(self._now)
         trained = now is not None and now.spent and now.number > self._epoch
         self._took = waits and not self._reads_ahead and not trained and self._last > self._epoch
-        if self.kept is not None and waits and (self._reads_ahead or self._took):
-            self._follow(own=self._took)
+        self._round = sum(one.traced and one.lives for one in self._handed) > 1
+        if self.kept is not None and (self._round or (waits and (self._reads_ahead or self._took))):
+            self._follow(own=self._took or not waits)
+            self.kept.expected = self._expected()
         else:
             self._end()
+
+    def _expected(self) -> Handed | None:
+        """Returns the batch that a script which goes through kept ones goes on with: the one after the last."""
+        if not (self._round or self._took):
+            return None
+        kept, last = [one for one in self._handed if one.traced and one.lives], self._now.number if self._now else 0
+        return next((one for one in kept if one.number > last), kept[0] if kept else None)
 
     def _end(self) -> None:
         """The loop is over: what is computed from here on is the script's own."""
@@ -314,10 +329,11 @@ class Loop(Heard, Events):
         if self.kept is not None:
             self.kept.after = True
             self.kept.following = lead._ahead[0] if lead._ahead else None
+            self.kept.expected = lead._expected()
         if lead._ahead:
             return  # the next one is there, and draws may be for it
         self.suspend()
-        if lead._over and not lead._took:
+        if lead._over and not (lead._took or lead._round):
             lead._end()
 
     def drawn_for(self, part: Share, fits: Callable[[int], bool]) -> Share:

@@ -64,6 +64,7 @@ class Origins:
     def __init__(self) -> None:
         self._now: Handed | None = None  # the batch at hand
         self.following: Handed | None = None  # after a backward: a batch that waits
+        self.expected: Handed | None = None  # of batches that the script has kept from a loop, the next
         self._made: dict[int, Origin] = {}
         self._before: dict[int, Origin] = {}  # of earlier steps
         self._undealt: dict[int, weakref.ref[torch.Tensor]] = {}  # made of draws that every rank made alike
