@@ -321,8 +321,6 @@ def refusal(name: str, plan: str) -> str | None:
         return "its rows go with other samples"
     if name == "mean_teacher" and plan_.dp_replicate * plan_.dp_shard > 2:  # the first batch goes to two ranks
         return "counts no sample of the main batch"
-    if name == "wasserstein" and plan_.zero == 3:
-        return "create_graph=True"
     if name in READ_WEIGHTS and plan_.tp > 1 and plan_.zero == 3:
         return "this rank holds a share"
     return None

@@ -615,6 +615,9 @@ SCRIPTS = [
         "given[: part.count]", "given[: part.count].flip(0)", S + "momentum_contrast.py", "dp_replicate=2"),
     bug("a normalised weight is written into the share as it lies", "scripts.cut_weights:CutWeights._put",
         "self._numbers(into).detach().copy_(self.share(self._path(into), whole))", "pass", S + "swav.py", "tp=2"),
+    bug("a backward through gradients is never reduced", "scripts.recorded:Recorded.running",
+        "self._root._get_fsdp_state()._root_post_backward_final_callback()", "pass", S + "wasserstein.py",
+        "dp_shard=2,zero=3"),
 ]  # fmt: skip
 
 CHUNKS = [

@@ -3,12 +3,13 @@
 prepared.backward(loss)             its own: counted
 another model's backward            a GAN's: they belong to no step of this model
 torch.autograd.grad(..., params)    taken away before they land: of this rank's samples alone, refused
-backward that is recorded           where pieces were given back, or positions are cut: refused
+backward that is recorded           where positions are cut: refused; under zero=3 noted (`recorded`)
 """
 
 from __future__ import annotations
 
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from shardwise.errors import RefusedPlan
 from shardwise.parallel.expert import WithExperts
 from shardwise.parallel.full import FullShard
 from shardwise.scripts.guard import TAKEN, Gate
+from shardwise.scripts.recorded import Recorded
 from shardwise.scripts.saying import names_line
 from shardwise.scripts.shares import Door
 
@@ -50,13 +52,19 @@ class Heard:
     def __init__(self) -> None:
         self.stray = False  # a gradient came that no backward of this model asked for
         self.asked = False  # its own backward runs
+        self.recorded: list[Recorded] = []  # whose units free their weights before a second backward
         self._taken = 0  # gradients that came for parameters and did not land there
+
+    @abstractmethod
+    def _passes(self, what: str) -> None:
+        """Check that all ranks are at the same call, `what`."""
 
     def _listen(self, engine: Engine) -> None:
         """Hear of gradients that arrive at parameters."""
         for technique in techniques_of(engine):
             if isinstance(technique, FullShard):
                 technique.heard = self._arrives
+                self.recorded.append(Recorded(technique, weakly(self._passes)))
         for _, param in trainable(engine.module):
             if not isinstance(param, DTensor):
                 param.register_hook(weakly(self._comes))
@@ -88,12 +96,8 @@ class Heard:
                 "positions are cut: a gradient that is differentiated again would lack what other ranks send: use "
                 "dp_replicate or dp_shard with zero=1 or zero=2"
             )
-        if torch.is_grad_enabled() and any(isinstance(one, FullShard) for one in techniques_of(self.engine)):
-            raise RefusedPlan(
-                "torch.autograd.grad(..., create_graph=True) through the model (a penalty on gradients) under zero=3: "
-                "units have freed their weights, and reduced their gradients, before the second backward needs them: "
-                "use zero=2"
-            )
+        for one in self.recorded if torch.is_grad_enabled() else ():
+            one.on = True
 
 
 def techniques_of(engine: Engine | None) -> list[Any]:

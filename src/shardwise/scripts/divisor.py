@@ -48,7 +48,12 @@ _NO_MULTIPLES = {  # f(x / n) is no multiple of f(x), nor of its square
     "LogSoftmax", "Softmax", "Sigmoid", "LogSigmoid", "Tanh", "Exp", "Expm1", "Softplus", "Logsumexp", "Gelu", "Silu",
     "BinaryCrossEntropyWithLogits", "Erf", "Sin", "Cos", "Log1P", "Elu", "Mish",
 }  # fmt: skip
-_CONTRACTS = {"Mm", "Bmm", "Mv", "Dot", "Vdot", "Addmm", "Addmv", "Addbmm", "Baddbmm", "Linear", "Convolution"}
+_CONTRACTS = {  # and what the first two factors are called, where they are saved
+    "Mm": ("self", "mat2"), "Bmm": ("self", "mat2"), "Mv": ("self", "vec"), "Dot": ("self", "tensor"),
+    "Vdot": ("self", "other"), "Addmm": ("", "mat1", "mat2"), "Addmv": ("", "mat", "vec"),
+    "Addbmm": ("", "batch1", "batch2"), "Baddbmm": ("", "batch1", "batch2"), "Linear": ("input", "weight"),
+    "Convolution": ("input", "weight"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -247,11 +252,23 @@ def _adds(node: Any, held: Held) -> bool:
 def _divides(node: Any, held: Held) -> bool:
     """Whether what a node gives may be divided by the number of samples."""
     name = name_of(node)
-    if name in _CONTRACTS or getattr(node, "_saved_reduction", 0) == _MEAN:
+    if getattr(node, "_saved_reduction", 0) == _MEAN or (name in _CONTRACTS and _weighs(node)):
         return True
     if name == "Mean":
         return _reduces_samples(node, held)
     return name in ("Mul", "Div") and _counts(node, held)
+
+
+def _weighs(node: Any) -> bool:
+    """Whether a product has a constant factor that is not all ones, so that it may take a mean. Factors that have a
+    graph are gone through themselves.
+    """
+    for name, (child, _) in zip(_CONTRACTS[name_of(node)], node.next_functions, strict=False):
+        if child is None and name:
+            value = getattr(node, f"_saved_{name}", None)
+            if not isinstance(value, torch.Tensor) or not bool((value == 1).all()):
+                return True
+    return False
 
 
 def _signed(dim: int) -> int:

@@ -380,6 +380,8 @@ class Stepping(Weighing):
         with self._gate.open():
             engine.notices.extend(self._first.after() if closure is None else [])
         self._told.say(self.notices)
+        for one in self.calls.recorded:
+            one.on = False
         engine.state.steps_done += 1
         self._stepped = self._tally is not None
         return result
