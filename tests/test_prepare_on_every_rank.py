@@ -87,3 +87,68 @@ def test_what_would_be_lost_is_refused(pool: RankPool) -> None:
         pool.run(queued, 2, "dp_shard=2,zero=3", True)
     with pytest.raises(RefusedPlan, match='loss_scope="model"'):
         pool.run(queued, 2, "dp_replicate=2", False, "sample")
+
+
+class Learner(nn.Module):
+    """Repeated blocks, which compute with their own weights or with those that they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, weights: list[torch.Tensor] | None = None) -> torch.Tensor:
+        given = iter(weights or ())
+        for block in self.blocks:
+            for layer in block:
+                weight, bias = (next(given), next(given)) if weights else (None, None)
+                y = layer(x) if weight is None else nn.functional.linear(x, weight, bias)
+                x = torch.tanh(y)
+        return x
+
+
+def adapted(plan: str | None, recorded: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """An inner step for each sample with weights of its own, twice, then the outer one, as MAML has it."""
+    torch.manual_seed(0)
+    loader: Any = DataLoader(TensorDataset(torch.randn(6, 2, 5, 4).double()), batch_size=4, shuffle=True)
+    model: Any = Learner().double()
+    optimizer: Any = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4)
+    prepared: Any = None
+    if plan is not None:
+        prepared = shardwise.prepare(model, optimizer, loader, plan=plan, loss_scope="model")
+        model, optimizer, loader = prepared
+    losses = []
+    for (tasks,) in loader:
+        outer: Any = 0.0
+        for of_support, of_query in tasks.unbind():
+            own = list(model.parameters())
+            slopes = torch.autograd.grad(model(of_support).square().mean(), own, create_graph=recorded)
+            fast = [w - 0.1 * s for w, s in zip(own, slopes, strict=True)]
+            slopes = torch.autograd.grad(model(of_support, fast).square().mean(), own, create_graph=recorded)
+            fast = [w - 0.1 * s for w, s in zip(fast, slopes, strict=True)]
+            outer = outer + (model(of_query, fast) - of_query.roll(1, 1)).square().mean()
+        loss = outer / len(tasks)
+        optimizer.zero_grad()
+        loss = prepared.backward(loss) if prepared else loss
+        if not prepared:
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("plan", "recorded"),
+    [
+        ("dp_shard=2,zero=3", True),
+        *(
+            pytest.param(*one, marks=pytest.mark.long)
+            for one in (("dp_shard=2,zero=3", False), ("dp_replicate=2", True))
+        ),
+        pytest.param("dp_shard=2,zero=1", True, marks=pytest.mark.long),
+    ],
+)
+def test_inner_steps_with_weights_of_their_own_equal_one_process(plan: str, recorded: bool, pool: RankPool) -> None:
+    (alone,) = pool.run(adapted, 1, None, recorded)
+    for losses, weights in pool.run(adapted, 2, plan, recorded):
+        torch.testing.assert_close(losses, alone[0], rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(weights, alone[1], rtol=0, atol=1e-11)

@@ -55,6 +55,11 @@ class Heard:
         self.recorded: list[Recorded] = []  # whose units free their weights before a second backward
         self._taken = 0  # gradients that came for parameters and did not land there
 
+    @property
+    @abstractmethod
+    def on_every_rank(self) -> bool:
+        """Whether every rank has all samples, so that the gradients it computes are one process's."""
+
     @abstractmethod
     def _passes(self, what: str) -> None:
         """Check that all ranks are at the same call, `what`."""
@@ -72,10 +77,10 @@ class Heard:
 
     def _comes(self, gradient: torch.Tensor) -> None:
         """Note that a parameter's gradient was computed, for its `.grad` or for a caller of `torch.autograd.grad`."""
-        self._taken += not self.asked and not self._gate.is_open
+        self._taken += not (self.asked or self._gate.is_open or self.on_every_rank)
 
     def _lands(self, param: torch.Tensor) -> None:
-        self._taken -= not self.asked and not self._gate.is_open
+        self._taken -= not (self.asked or self._gate.is_open or self.on_every_rank)
         self._arrives(param)
 
     def refuse_taken(self) -> None:
@@ -96,7 +101,12 @@ class Heard:
                 "positions are cut: a gradient that is differentiated again would lack what other ranks send: use "
                 "dp_replicate or dp_shard with zero=1 or zero=2"
             )
-        for one in self.recorded if torch.is_grad_enabled() else ():
+        if torch.is_grad_enabled():
+            self.records()
+
+    def records(self) -> None:
+        """Note that a later backward may go through what was recorded."""
+        for one in self.recorded:
             one.on = True
 
 

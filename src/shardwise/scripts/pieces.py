@@ -5,7 +5,7 @@
     p.abs().sum()        with gradients: of the whole weight, whose gradient is summed over ranks
     0.9 * t + 0.1 * p    beside a plain tensor: the whole weight; written into, the plain tensor's piece
     p[0].zero_()         right where the view lies in this rank's piece, else refused
-    torch.autograd.grad(loss, p)     refused: it would be of this rank's samples
+    torch.autograd.grad(loss, p)     refused: it would be of this rank's samples; where every rank has all, whole
 
 What this does not do: let `p.data = x` and a whole tensor x share memory from then on; see the whole of a weight that
 tp or ep cut too (reading one of those is refused).
@@ -52,8 +52,11 @@ class Pieces:
     def __init__(
         self, technique: FullShard, gate: Gate, *, inside: Callable[[], bool], meet: Callable[[str], None],
         summed: tuple[Axis, ...], holders: Axis, shares: Collection[str], draws_apart: bool, gradients: Gradients,
+        everywhere: Callable[[], None] | None,
     ) -> None:  # fmt: skip
         """
+        everywhere   where every rank has all samples: told before weights come into a graph beside the forward, whose
+                backward is to find them in units that are gathered; None: ranks have parts of a batch
         gradients   the whole ones
         inside   whether the model's forward runs, in which FSDP2 itself swaps parameters
         summed   axes whose ranks compute the same of a weight, so that its gradient counts once
@@ -65,10 +68,12 @@ class Pieces:
         self.summed, self.holders, self.draws_apart, self.gradients = summed, holders, draws_apart, gradients
         self._index = {id(param): at for at, param in enumerate(technique.params)}
         self._shares = {id(p) for p, slot in zip(technique.params, technique.slots, strict=True) if slot.name in shares}
+        self._everywhere = everywhere
         self._kind = _kind_of(weakref.ref(self))
         held = [param for param in technique.module.parameters() if type(param) is DTensor]  # what is frozen too
         self._held = {id(param) for param in held}
         self._pairs = {id(param) for name, param in technique.module.named_parameters() if name in technique.pairs}
+        self._in_units = {id(one.sharded_param): one for one in _held_by_units(technique.module)}
         for param in held:
             param.__class__ = self._kind
 
@@ -77,7 +82,7 @@ class Pieces:
         name = getattr(func, "__name__", "")
         attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else ""
         if func is torch.autograd.grad:
-            raise RefusedPlan(TAKEN)
+            return self._taken(func, args, kwargs)
         if not of_itself(name, attribute) and (name, attribute) != ("__set__", "data"):
             args, kwargs = replaced(self._kind, self._numbers, (args, kwargs))
         if name.startswith("new_"):  # like the weight in dtype and device alone
@@ -106,6 +111,22 @@ class Pieces:
             if made is not None:
                 return made
         return self._of_whole(func, args, kwargs)
+
+    def _taken(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Gradients by weights for the script's own use, each whole: of the gathered weights, which graphs are of."""
+        if self._everywhere is None or tensors_in((args, kwargs), self._kind) == []:
+            raise RefusedPlan(TAKEN)
+        self._everywhere()
+        args, kwargs = replaced(self._kind, self._gathered, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _gathered(self, piece: DTensor) -> torch.Tensor:
+        """The weight that stands for a piece in graphs, and has no memory while its unit is not gathered."""
+        found = self._in_units.get(id(piece))
+        if found is None or not hasattr(found, "_unsharded_param") or id(piece) in self._shares | self._pairs:
+            raise RefusedPlan(TAKEN)
+        gathered: torch.Tensor = found._unsharded_param
+        return gathered
 
     def _view(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """The view of a piece, where it is this rank's piece of the view; None where torch has to move elements."""
@@ -172,6 +193,13 @@ class Pieces:
 
     def _whole(self, piece: DTensor) -> torch.Tensor:
         pairs = piece.__dict__.get("pairs")
+        if (
+            self._everywhere is not None
+            and pairs is None
+            and hasattr(self._in_units.get(id(piece)), "_unsharded_param")
+        ):
+            self._everywhere()
+            return _Beside.apply(self._gathered(piece), piece.detach().full_tensor())
         whole = with_summed_gradient(_Whole.apply(piece if pairs is None else pairs, self), self.summed)
         return whole if pairs is None else torch.view_as_complex(whole)
 
@@ -219,14 +247,16 @@ class Pieces:
         param._local_tensor = local
         if id(param) not in self._held:
             return  # a tensor that the script has made of one
-        for unit in self.technique.module.modules():
-            for group in unit._get_fsdp_state()._fsdp_param_groups if isinstance(unit, FSDPModule) else ():
-                for held in group.fsdp_params:
-                    if held.sharded_param is param:
-                        _reset(held)
+        _reset(self._in_units[id(param)])
         at = self._index.get(id(param))
         if at is not None:
             self.technique.slots[at].master.data = self.technique.piece(at, param.detach())
+
+
+def _held_by_units(module: torch.nn.Module) -> list[Any]:
+    """What FSDP2 knows of each parameter of its units."""
+    states = [unit._get_fsdp_state() for unit in module.modules() if isinstance(unit, FSDPModule)]
+    return [held for state in states for group in state._fsdp_param_groups for held in group.fsdp_params]
 
 
 def _reset(held: Any) -> None:
@@ -371,6 +401,18 @@ class _Whole(torch.autograd.Function):
         all_reduce(total, pieces.holders, "gradients")
         pieces.reached(piece)
         return distribute_tensor(total, piece.device_mesh, piece.placements, src_data_rank=None), None
+
+
+class _Beside(torch.autograd.Function):
+    """A weight's values, in graphs that come to the gathered weight as the forward's do."""
+
+    @staticmethod
+    def forward(ctx: Any, gathered: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor):
+        return gradient, None
 
 
 def _beside_pieces(given: tuple[tuple, dict]) -> tuple[tuple, dict]:

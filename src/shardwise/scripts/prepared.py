@@ -390,6 +390,7 @@ class Prepared(Stepping):
             technique, self._gate, inside=lambda: calls.in_forward, meet=meet,
             summed=(*calls.counted_once, *mesh.inner), holders=mesh.gradients, shares=cuts,
             draws_apart=calls.randomness == "fast", gradients=self._whole_gradients,
+            everywhere=weakly(calls.records) if calls.on_every_rank else None,
         )  # fmt: skip
         draw_whole(weakref.ref(self._held_pieces))
 
