@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_map_only
 from shardwise.part import plain
 from shardwise.part.tensor import Gathers
 from shardwise.scripts.calls import Calls
-from shardwise.scripts.pieces import written_back
 from shardwise.scripts.saying import names_line
+from shardwise.scripts.units import written_back
 
 
 class Piecewise(Protocol):

@@ -14,14 +14,12 @@ tp or ep cut too (reading one of those is refused).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
@@ -34,6 +32,7 @@ from shardwise.scripts.complexes import complex_of, of_itself, pairs_of
 from shardwise.scripts.gradients import Gradients
 from shardwise.scripts.guard import OF_A_SHARE, TAKEN, Gate, reads_values
 from shardwise.scripts.saying import names_line
+from shardwise.scripts.units import Beside, held_by_units, reset
 from shardwise.trace.leaves import replaced, tensors_in
 
 _ITSELF = frozenset(  # the tensor itself is wanted, to be written into perhaps, or what is known without its elements
@@ -73,7 +72,7 @@ class Pieces:
         held = [param for param in technique.module.parameters() if type(param) is DTensor]  # what is frozen too
         self._held = {id(param) for param in held}
         self._pairs = {id(param) for name, param in technique.module.named_parameters() if name in technique.pairs}
-        self._in_units = {id(one.sharded_param): one for one in _held_by_units(technique.module)}
+        self._in_units = {id(one.sharded_param): one for one in held_by_units(technique.module)}
         for param in held:
             param.__class__ = self._kind
 
@@ -199,7 +198,7 @@ class Pieces:
             and hasattr(self._in_units.get(id(piece)), "_unsharded_param")
         ):
             self._everywhere()
-            return _Beside.apply(self._gathered(piece), piece.detach().full_tensor())
+            return Beside.apply(self._gathered(piece), piece.detach().full_tensor())
         whole = with_summed_gradient(_Whole.apply(piece if pairs is None else pairs, self), self.summed)
         return whole if pairs is None else torch.view_as_complex(whole)
 
@@ -247,54 +246,10 @@ class Pieces:
         param._local_tensor = local
         if id(param) not in self._held:
             return  # a tensor that the script has made of one
-        _reset(self._in_units[id(param)])
+        reset(self._in_units[id(param)])
         at = self._index.get(id(param))
         if at is not None:
             self.technique.slots[at].master.data = self.technique.piece(at, param.detach())
-
-
-def _held_by_units(module: torch.nn.Module) -> list[Any]:
-    """What FSDP2 knows of each parameter of its units."""
-    states = [unit._get_fsdp_state() for unit in module.modules() if isinstance(unit, FSDPModule)]
-    return [held for state in states for group in state._fsdp_param_groups for held in group.fsdp_params]
-
-
-def _reset(held: Any) -> None:
-    """Let FSDP take up a shard's other memory, also while the script has it under another name (pruning)."""
-    within, leaf = held._module_info.module._parameters, held._module_info.param_name
-    stands, within[leaf] = leaf in within, held.sharded_param
-    held.reset_sharded_param()
-    if not stands:
-        del within[leaf]
-
-
-@contextmanager
-def written_back(unit: FSDPModule) -> Iterator[None]:
-    """Context, in which a unit's weights are gathered: what is written into them comes to this rank's pieces, at the
-    end, or before the unit's own forward inside, after which its weights are given back.
-    """
-    groups = unit._get_fsdp_state()._fsdp_param_groups
-    gathered = [(one, one._unsharded_param.data) for group in groups for one in group.fsdp_params]
-
-    @torch.no_grad()
-    def take(*_: Any) -> None:
-        for one, memory in gathered:
-            now, into = one._unsharded_param.detach(), one.sharded_param
-            if now.data_ptr() != memory.data_ptr() and memory.untyped_storage().size():
-                memory.copy_(now)  # `p.data = x` has put another in its place
-            one._unsharded_param.data = memory
-            if not now.untyped_storage().size():
-                continue  # given back
-            piece = distribute_tensor(now, into.device_mesh, into.placements, src_data_rank=None).to_local()
-            if not torch.equal(piece, into._local_tensor.to(piece.dtype)):
-                into._local_tensor.copy_(piece)
-
-    before = unit.register_forward_pre_hook(take, prepend=True)
-    try:
-        yield
-        take()
-    finally:
-        before.remove()
 
 
 def _asked(known: weakref.ref[Pieces]) -> Pieces | None:
@@ -401,18 +356,6 @@ class _Whole(torch.autograd.Function):
         all_reduce(total, pieces.holders, "gradients")
         pieces.reached(piece)
         return distribute_tensor(total, piece.device_mesh, piece.placements, src_data_rank=None), None
-
-
-class _Beside(torch.autograd.Function):
-    """A weight's values, in graphs that come to the gathered weight as the forward's do."""
-
-    @staticmethod
-    def forward(ctx: Any, gathered: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        return values.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor):
-        return gradient, None
 
 
 def _beside_pieces(given: tuple[tuple, dict]) -> tuple[tuple, dict]:

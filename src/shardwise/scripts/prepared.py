@@ -379,15 +379,9 @@ class Prepared(Stepping):
 
     def _see_pieces(self, technique: FullShard, cuts: set[str]) -> None:
         """What the script's own code asks of sharded weights is of whole ones."""
-        mesh, calls, known = self.mesh, self.calls, weakref.ref(self)
-
-        def meet(what: str) -> None:
-            script = known()
-            if script is not None:
-                script.meet(what)
-
+        mesh, calls = self.mesh, self.calls
         self._held_pieces = Pieces(
-            technique, self._gate, inside=lambda: calls.in_forward, meet=meet,
+            technique, self._gate, inside=lambda: calls.in_forward, meet=weakly(self.meet),
             summed=(*calls.counted_once, *mesh.inner), holders=mesh.gradients, shares=cuts,
             draws_apart=calls.randomness == "fast", gradients=self._whole_gradients,
             everywhere=weakly(calls.records) if calls.on_every_rank else None,
