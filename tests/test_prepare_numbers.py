@@ -58,3 +58,54 @@ def test_a_temperature_is_no_count(plan: str, pool: RankPool) -> None:
 def test_a_count_where_no_mean_goes_through_is_found_on_the_second_batch(pool: RankPool) -> None:
     with pytest.raises(InputError, match=r"prepared.backward\(loss\) without a weight.*test_prepare_numbers.py, line"):
         pool.run(trained, 2, "dp_replicate=2", "counted")
+
+
+class Weighed(nn.Module):
+    """Gives scores, and what its loss's terms are weighed by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.log_var = (
+            nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)),
+            nn.Parameter(torch.zeros(2)),
+        )
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layers(x), self.log_var
+
+
+def weighed(plan: str | None, counts: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Terms weighed by uncertainties that are learned; `counts`: a sum, and a number of samples beneath them."""
+    torch.manual_seed(0)
+    model: Any = Weighed().double()
+    optimizer: Any = adamw(model)
+    loader: Any = DataLoader(samples(22), batch_size=4)
+    prepared: Any = shardwise.prepare(model, optimizer, loader, plan=plan) if plan else None
+    model, optimizer, loader = prepared or (model, optimizer, loader)
+    losses = []
+    for x, y in loader:
+        out, log_var = model(x)
+        apart, far = (out - y).square().mean(), (out - y).abs().sum(1).mean()
+        loss = torch.exp(-log_var[0]) * apart + log_var[0] + far / (2 * log_var[1].exp()) + log_var[1] / 2
+        if counts:
+            loss = (out - y).square().sum() * (log_var[0].exp() / len(x))
+        optimizer.zero_grad()
+        loss = prepared.backward(loss) if prepared else loss
+        if not prepared:
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2", pytest.param("dp_shard=2,zero=3", marks=pytest.mark.long)])
+def test_learned_weights_of_terms_are_no_divisors(plan: str, pool: RankPool) -> None:
+    losses, weights = weighed(None, False)
+    for theirs, held in pool.run(weighed, 2, plan, False):
+        assert theirs == pytest.approx(losses, rel=BAR)
+        assert all(float((held[name] - weight).abs().max()) < BAR for name, weight in weights.items())
+
+
+def test_a_count_beneath_such_a_weight_is_told(pool: RankPool) -> None:
+    with pytest.raises(InputError, match=r"prepared.backward\(loss\) without a weight.*test_prepare_numbers.py, line"):
+        pool.run(weighed, 2, "dp_replicate=2", True)

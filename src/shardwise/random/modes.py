@@ -115,6 +115,17 @@ class BatchDims:
         dim = found.pop() if len(found) == 1 else _UNCLEAR
         return _UNCLEAR if dim >= 0 and local_samples and shape[dim] % local_samples else dim
 
+    def of(self, op: str, shape: tuple[int, ...]) -> int | None:
+        """Returns the batch dim of what an op draws in whatever module: the only one that was met with as many dims, or
+        with this shape but for it; None where several were, or none.
+        """
+        kind = op, len(shape)
+        met = [one for (_, *known), entries in self.known.items() if (*known,) == kind for one in entries]
+        for dims in ({dim for _, dim in met}, {dim for other, dim in met if _alike(shape, other, dim, 0)}):
+            if len(dims) == 1 and min(dims) >= 0:
+                return dims.pop()
+        return None
+
     def unclear(self) -> list[str]:
         """The ops, with their modules, whose draws cannot be dealt over samples."""
         return [

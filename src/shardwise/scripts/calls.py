@@ -243,7 +243,8 @@ class Calls(Loop):
         if self.draws is not None:
             self.draws.alike = self.engine.state.phase.same
             if not self.draws.alike:
-                self.draws.enter(first=not self._dim and not self._look_now.turned)
+                look = self._look_now
+                self.draws.enter(first=not self._dim and not look.turned, dims=look.drawn)
         elif self.randomness == "fast" and self.engine.data_ranks > 1:
             self.forwards += 1
             seed_generators(seed_of("fast", self.seed, self.forwards, self.engine.data_rank))

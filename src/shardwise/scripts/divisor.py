@@ -6,6 +6,7 @@
     nll.sum() / 37                Div(Sum of (8, 4), 37)                           unknown: no size of what is summed
     ce * 0.5 + other.mean()       Add of both                                      both
     ce + w.square().sum()         a penalty on weights beside a mean               what the mean is over
+    ce * w.exp() - w              a mean that something of weights weighs          likewise
     (a - b).pow(2).sum()          Sum of (8, 4), of 8 samples                      nothing
     (a - b).pow(2).mean(0).sum()  Sum of (4,)                                      unknown: a mean lies beneath
 
@@ -147,8 +148,24 @@ def _of(node: Any, depth: int, held: Held | None) -> Divisor:
         return _divided(inner, by)
     if name in ("Add", "Sub"):
         return _of_terms(terms_of(node), depth, held)
+    if name in ("Mul", "Div") and len(node.next_functions) == 2 and of_weights(node) is None:
+        return _times_weights(name, children, depth, held)
     penalty = of_weights(node)
     return UNKNOWN if penalty is None else Divisor("mean", beside=penalty)
+
+
+def _times_weights(name: str, factors: list[Any], depth: int, held: Held | None) -> Divisor:
+    """What is multiplied by something of weights alone, or divided by it (uncertainties of a loss's terms)."""
+    numbers = [of_weights(factor) for factor in factors]
+    at = 0 if name == "Div" or (numbers and numbers[0] is None) else 1
+    if len(factors) != 2 or numbers[1 - at] is None:
+        return UNKNOWN
+    inner = _of(factors[at], depth - 1, held)
+    return (
+        UNKNOWN
+        if inner.kind == "sum" and numbers[1 - at]
+        else replace(inner, beside=(*inner.beside, *(numbers[1 - at] or ())))
+    )
 
 
 def _of_terms(terms: list[Any], depth: int, held: Held | None) -> Divisor:

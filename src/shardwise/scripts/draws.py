@@ -34,6 +34,7 @@ from shardwise.errors import RefusedPlan
 from shardwise.layout.dealing import Share
 from shardwise.part import Part
 from shardwise.part.pointwise import draws_of_one_process
+from shardwise.random import BatchDims
 from shardwise.scripts.following import may_draw, put_on, take_off
 from shardwise.scripts.saying import line_of_script, names_line, place_in_script
 from shardwise.trace.drawn import asks_by_values, is_random
@@ -88,6 +89,8 @@ class SampleDraws(TorchFunctionMode):
         self.inside = False
         self.alike = False  # the model is given the same on every rank, which draw alike; positions may be cut
         self._first = True
+        self._dims = BatchDims()  # of draws that the look at the model has seen
+        self._op = ""  # under way
         self.whole = False  # the script has whole batches, and the model's forward alone some samples
         self.followed = ""  # the first op of the model whose draws were dealt to samples
         self.even = False  # every rank holds as many samples
@@ -145,9 +148,13 @@ class SampleDraws(TorchFunctionMode):
         self._stands = generators(current_device())
         return output
 
-    def enter(self, *, first: bool) -> None:
-        """Note that the model's forward begins; `first`: what it is given and gives has samples in the first dim."""
+    def enter(self, *, first: bool, dims: BatchDims) -> None:
+        """Note that the model's forward begins; `first`: what it is given and gives has samples in the first dim.
+
+        dims    where the look at the model has seen that what it draws has samples
+        """
         self.inside, self._first, self._stands = True, first, generators(current_device())
+        self._dims = dims
 
     def leave(self) -> None:
         """Note that the forward has ended. Raises `RefusedPlan` where something drew that was not seen."""
@@ -174,7 +181,7 @@ class SampleDraws(TorchFunctionMode):
     def _draw(self, func: Any, args: tuple, kwargs: dict, part: Share) -> Any:
         names = [argument.name for argument in func._schema.arguments]
         sized = {name for name in ("size", "shape") if name in names}
-        given = _given(func, args, kwargs)
+        given, self._op = _given(func, args, kwargs), str(func)
         part = self._whose(part, _shape_of(given, sized))
         rows, low, total = part.count, part.start, part.total
         if rows == total:  # positions alone are cut
@@ -233,7 +240,10 @@ class SampleDraws(TorchFunctionMode):
         """The dim that counts this rank's samples."""
         fits = [at for at, size in enumerate(shape) if size == rows]
         known = [] if self.inside and not self._first else [at for at in (self.dim, 0) if at in fits]
-        return known[0] if known else fits[0] if self.inside and len(fits) == 1 else None
+        if known or not self.inside or len(fits) < 2:
+            return known[0] if known else fits[0] if self.inside and fits else None
+        seen = self._dims.of(self._op, tuple(shape))  # as large by chance
+        return seen if seen in fits else None
 
     def _whose(self, part: Share, shape: tuple[int, ...]) -> Share:
         """The samples that numbers of this shape are drawn for: the main batch's, or another loader's at hand."""

@@ -29,6 +29,7 @@ from shardwise.errors import InputError, RefusedPlan, first_line
 from shardwise.host import put, read
 from shardwise.parallel.batchnorm import batch_norm_modules
 from shardwise.part import plain
+from shardwise.random import BatchDims
 from shardwise.scripts.dealt import deal
 from shardwise.scripts.rows import FAILURES
 from shardwise.step.batching import samples_in, slice_samples
@@ -124,7 +125,9 @@ def look_at_model(
     findings.notices += _look_at_many(engine, batch, places, rows, each, findings, made)
     if findings.reentrant:
         engine.state.technique.expect_pieces()
-    return ModelLook(findings.batch_norms, findings.notices, made.dims, any(known.values()), made.inside())
+    return ModelLook(
+        findings.batch_norms, findings.notices, made.dims, any(known.values()), made.inside(), findings.dims
+    )
 
 
 def _look_at_many(
@@ -199,13 +202,14 @@ def _hint(dim: int | None) -> str:
 @dataclass(frozen=True)
 class ModelLook:
     """Modules whose batch norm is to be joined; notices; of each output, the dim that counts samples, where learnt;
-    whether some argument has them in another dim than the first; and of each module's outputs, that dim."""
+    whether some argument has them in another dim than the first; of each module's outputs, that dim; and of draws."""
 
     batch_norms: list[nn.Module]
     notices: list[str]
     dims: list[Rows | None] | None = None
     arguments_turned: bool = False
     inside: Mapping[nn.Module, list[Rows | None]] = field(default_factory=dict)
+    drawn: BatchDims = field(default_factory=BatchDims)
 
     @property
     def turned(self) -> bool:

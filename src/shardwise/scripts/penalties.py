@@ -25,7 +25,7 @@ _KNOWN = _BESIDE_NOTHING | {
     "UnsafeView", "ReshapeAlias", "T", "Transpose", "Permute", "Clone", "Mm", "Dot", "Exp", "Log", "Clamp", "ClampMin",
     "ClampMax", "Relu", "Maximum", "Minimum", "Select", "Slice", "Squeeze", "Unsqueeze", "Expand", "ToCopy", "Alias",
     "Max", "Min", "Amax", "Amin", "Tanh", "Sigmoid", "ViewAsComplex", "ViewAsReal", "Conj", "Angle", "Sgn", "_Whole",
-    "_Summand",
+    "_Summand", "Softmax", "LogSoftmax", "Softplus", "Reciprocal", "Rsqrt",
 }  # fmt: skip
 _SHAPES = {"View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Clone", "ToCopy", "Alias"}
 _MOST = 4000
