@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from test_prepare import BAR, adamw, samples
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
+import shardwise
 from shardwise.errors import RefusedPlan
 from shardwise.layout.dealing import Share
+from shardwise.ranks import RankPool
 from shardwise.scripts.draws import SampleDraws
 from shardwise.scripts.following import differentiate, may_draw
 
@@ -121,3 +125,51 @@ def test_what_may_draw_is_told_by_tags() -> None:
     plain += [functions.rms_norm, functions.cross_entropy, functions.interpolate, functions.unfold, torch.Tensor.float]
     plain += [torch.ops.aten.add.Tensor, torch.ops.aten.add, torch.einsum, torch.Tensor.unflatten]
     assert not any(map(may_draw, plain)), [one for one in plain if may_draw(one)]
+
+
+class DrawsWeights(nn.Module):
+    """Weights are drawn anew in each forward, of as many rows as a rank has samples, and others are dropped."""
+
+    def __init__(self, mixed: bool) -> None:
+        super().__init__()
+        self.mean, self.spread = nn.Parameter(torch.zeros(4, 6)), nn.Parameter(torch.ones(4, 6))
+        self.drop, self.last, self.mixed = nn.Dropout(0.3), nn.Linear(4, 2), mixed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.mean + 0.1 * self.spread * torch.randn_like(self.mean)
+        x = x + 0.1 * torch.randn_like(x) if self.mixed else x
+        return nn.functional.linear(
+            self.drop(torch.tanh(x @ weight.T)), nn.functional.dropout(self.last.weight, 0.2), self.last.bias
+        )
+
+
+def drawn_weights(plan: str | None, mixed: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model: Any = DrawsWeights(mixed).double()
+    optimizer: Any = adamw(model)
+    loader: Any = DataLoader(samples(22), batch_size=8)
+    prepared: Any = shardwise.prepare(model, optimizer, loader, plan=plan) if plan else None
+    model, optimizer, loader = prepared or (model, optimizer, loader)
+    losses = []
+    for x, y in loader:
+        loss = (model(x) - y).square().mean()
+        optimizer.zero_grad()
+        loss = prepared.backward(loss) if prepared else loss
+        if not prepared:
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2", pytest.param("dp_shard=2,zero=3", marks=pytest.mark.long)])
+def test_weights_that_a_forward_draws_are_alike_on_every_rank(plan: str, pool: RankPool) -> None:
+    losses, weights = drawn_weights(None, False)
+    for theirs, held in pool.run(drawn_weights, 2, plan, False):
+        assert theirs == pytest.approx(losses, rel=BAR)
+        assert all(float((held[name] - weight).abs().max()) < BAR for name, weight in weights.items())
+
+
+def test_weights_and_samples_drawn_in_one_shape_are_refused(pool: RankPool) -> None:
+    with pytest.raises(RefusedPlan, match="no dim is sure to count"):
+        pool.run(drawn_weights, 2, "dp_replicate=2", True)

@@ -115,16 +115,15 @@ class BatchDims:
         dim = found.pop() if len(found) == 1 else _UNCLEAR
         return _UNCLEAR if dim >= 0 and local_samples and shape[dim] % local_samples else dim
 
-    def of(self, op: str, shape: tuple[int, ...]) -> int | None:
-        """Returns the batch dim of what an op draws in whatever module: the only one that was met with as many dims, or
-        with this shape but for it; None where several were, or none.
-        """
-        kind = op, len(shape)
-        met = [one for (_, *known), entries in self.known.items() if (*known,) == kind for one in entries]
-        for dims in ({dim for _, dim in met}, {dim for other, dim in met if _alike(shape, other, dim, 0)}):
-            if len(dims) == 1 and min(dims) >= 0:
-                return dims.pop()
-        return None
+    def of(self, op: str, shape: tuple[int, ...], samples: int) -> int | None:
+        """Returns the dim that counts samples in what an op draws, by what any module drew; -1: none does, -2: not
+        clear; None: nothing of as many dims was met."""
+        met = [one for known, entries in self.known.items() if known[1:] == (op, len(shape)) for one in entries]
+        fits = [(other, dim) for other, dim in met if dim < 0 or shape[dim] == samples]
+        dims = {dim for _, dim in fits}
+        if len(dims) > 1:
+            dims = {dim for other, dim in fits if _alike(shape, other, dim, 0)}
+        return None if not met else dims.pop() if len(dims) == 1 else _UNCLEAR
 
     def unclear(self) -> list[str]:
         """The ops, with their modules, whose draws cannot be dealt over samples."""

@@ -7,7 +7,8 @@ counts them; inside the model, any dim that alone has as many) draws for all sam
     rank 1 of 2   randn(4, 3) -> randn(8, 3)[4:]   rows 4..7, and the generator stands where one process's stands
 
 So noise, time steps and dropout masks are those of one process, and so is every later draw. A draw of another shape
-is made alike on every rank; inside the model that could be a mask whose samples lie elsewhere, and is refused.
+is made alike on every rank; inside the model that could be a mask whose samples lie elsewhere, and is refused, unless
+the look at the model on fewer samples has seen that its shape hangs on none (weights that are drawn, or dropped).
 
 The cost: every rank draws the whole batch's numbers. A call of torch that may draw, as its operation's tags say, is
 run with its operations followed; others pass by. What draws and is no such call (a scripted function, an extension's)
@@ -212,7 +213,7 @@ class SampleDraws(TorchFunctionMode):
         wide_args = [size(value) if name in sized else value for name, value in zip(names, args, strict=False)]
         wide_args, wide_kwargs = tree_map_only(torch.Tensor, whole, (wide_args, dict(kwargs)))
         if not found:
-            if self.inside and not _is_scalar(given, sized):
+            if self.inside and not _is_scalar(given, sized) and self._seen_at(_shape_of(given, sized), rows) != -1:
                 raise RefusedPlan(self._told(func, given, sized, rows))
             if not self.inside:
                 self._note(given.get("num_samples") or (*_shape_of(given, sized), 0)[0], rows)
@@ -239,11 +240,15 @@ class SampleDraws(TorchFunctionMode):
     def _place(self, shape: Any, rows: int) -> int | None:
         """The dim that counts this rank's samples."""
         fits = [at for at, size in enumerate(shape) if size == rows]
+        seen = self._seen_at(tuple(shape), rows)
+        if seen is not None:
+            return seen if seen in fits else None
         known = [] if self.inside and not self._first else [at for at in (self.dim, 0) if at in fits]
-        if known or not self.inside or len(fits) < 2:
-            return known[0] if known else fits[0] if self.inside and fits else None
-        seen = self._dims.of(self._op, tuple(shape))  # as large by chance
-        return seen if seen in fits else None
+        return known[0] if known else fits[0] if self.inside and len(fits) == 1 else None
+
+    def _seen_at(self, shape: tuple[int, ...], rows: int) -> int | None:
+        """Where the look has seen that what the model draws has samples; other dims may be as large by chance."""
+        return self._dims.of(self._op, shape, rows) if self.inside or _in_backward() else None
 
     def _whose(self, part: Share, shape: tuple[int, ...]) -> Share:
         """The samples that numbers of this shape are drawn for: the main batch's, or another loader's at hand."""
