@@ -146,7 +146,8 @@ class Task:
     sequence   by name of a tensor of the batch, its dim of positions, for plans with `cp` or `cp_ulysses`: {"tokens":
                1}; what is not named stays whole. {}: positions are born inside the module. None: found by trying
     loss_scope "sample": the loss adds up over samples (checked at start). "global": it does not (a contrastive
-               loss); the outputs and the batch are gathered on every rank, at a printed cost
+               loss); the outputs and the batch are gathered on every rank, at a printed cost. "model": the model mixes
+               samples in its forward; every data rank runs it on all of them, and `zero` alone gains anything
     branches   "same": every rank must use the same parameters in a micro-batch, and one that does not is named.
                "per_sample": which parameters are used is decided sample by sample (routed experts), so ranks may
                differ and the sum is still that of one process
@@ -163,7 +164,7 @@ class Task:
     eval_data: Source | None = None
     spatial: Domain | None = None
     sequence: Mapping[str, int] | None = None
-    loss_scope: Literal["sample", "global"] = "sample"
+    loss_scope: Literal["sample", "global", "model"] = "sample"
     branches: Literal["same", "per_sample"] = "same"
     name: str = "task"
 
@@ -190,8 +191,8 @@ class Task:
                 from shardwise.dataset import as_source
 
                 object.__setattr__(self, field, as_source(given))
-        if self.loss_scope not in ("sample", "global"):
-            raise InputError(f"Task.loss_scope is 'sample' or 'global', got {self.loss_scope!r}")
+        if self.loss_scope not in ("sample", "global", "model"):
+            raise InputError(f"Task.loss_scope is 'sample', 'global' or 'model', got {self.loss_scope!r}")
         if self.branches not in ("same", "per_sample"):
             raise InputError(f"Task.branches is 'same' or 'per_sample', got {self.branches!r}")
         if self.metrics is not None and not callable(self.metrics):

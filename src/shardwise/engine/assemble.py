@@ -145,7 +145,9 @@ def look_at_task(state: RankState, *, masks: bool) -> Findings:
     whole = slice_samples(sample, 0, n)
     first = fewest_samples(task, state.plan, sample) if n > 3 else 1
     parts = (slice_samples(sample, 0, first), slice_samples(sample, first, n)) if n > 1 else None
-    joined = None if task.loss_scope == "sample" else state.forward.joined
+    joined = state.forward.joined if task.loss_scope == "global" else None
+    if state.same_samples and state.mesh.data.size > 1:
+        state.notices.append(on_all_samples(state))
 
     def share(mine: list[str]) -> list[str]:
         """What any stage of the pipeline found, on every stage."""
@@ -246,6 +248,21 @@ def _look_at_many(
         state.phase.looked_at = False
     if problems:
         raise RefusedPlan("; ".join(problems))
+
+
+def on_all_samples(state: RankState) -> str:
+    """Returns what is told where every data rank runs the model on all samples. Raises where that cannot be."""
+    plan = state.plan
+    for key, value in (("deterministic", plan.deterministic), ("ep", plan.ep if plan.ep > 1 else 0)):
+        if value:
+            raise RefusedPlan(
+                f'loss_scope="model" has every data rank run the model on all samples, and {key} cuts a batch over '
+                "data ranks: leave it out"
+            )
+    return (
+        f'loss_scope="model": each of {state.mesh.data.size} data ranks runs the model on all samples of a '
+        "micro-batch, so that it may mix them; what zero shards is saved, and no time"
+    )
 
 
 def assemble_and_look(make: Callable[[Collection[str]], RankState], *, masks: bool) -> tuple[RankState, Findings]:

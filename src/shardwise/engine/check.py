@@ -144,6 +144,7 @@ def _look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, A
             with AllPairs(sizes[2]) as pairs_of_part:
                 second, part_calls, changed_by_second = run(parts[1])
             drawn += part_calls
+            problems += share(_norms_differ(*seen.norm_rows[-3:]))
             findings.dims.learn(calls, part_calls, sizes[0], sizes[2])
             if anywhere(seen.reads_values and (calls or part_calls)):
                 for level in (0.02, 0.98):  # the other sides of branches that chance decides
@@ -157,6 +158,8 @@ def _look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, A
                 problems += _sums_differ(of_whole, first, second, sizes, dtype, told_pairs(pairs, pairs_of_part))
             elif strict:
                 problems += _joined_differs(of_whole, Runner(module, joined, seen)((whole, parts))[0], dtype)
+            if strict and joined is None and not problems and (left := share(seen.left)):
+                problems += share(_left_differs(run, left, whole, parts, sizes, dtype))
             if masks and strict and joined is None and anywhere(findings.dims.known) and not problems:
                 problems += _masks_differ(run, findings.dims, whole, parts, sizes, dtype)
         findings.draws = share(list(dict.fromkeys(_told_draw(one.path, one.op) for one in drawn)))
@@ -247,8 +250,26 @@ def _sums_differ(whole: Loss, first: Loss, second: Loss, sizes: tuple[int, int, 
         return [f"the loss does not add up over samples: {found}; {pairs}"]
     return [
         f"the loss does not add up over samples: {found}. Return (sum, weight), not a mean; a loss over pairs of "
-        'samples (contrastive) declares loss_scope="global"; a module that mixes samples other than by batch norm is '
-        "not supported, nor is a branch or a draw of numpy's or Python's that depends on which samples are together"
+        'samples (contrastive) declares loss_scope="global"; a module that mixes samples other than by batch norm '
+        'declares loss_scope="model", by which every rank runs it on all of them; a branch or a draw of numpy\'s or '
+        "Python's that depends on which samples are together is made for each sample"
+    ]
+
+
+def _left_differs(run: Runner, left: list[str], whole: Any, parts: tuple[Any, Any], sizes: tuple[int, int, int],
+                  dtype: torch.dtype) -> list[str]:  # fmt: skip
+    """Problems of a second forward, which finds what a first one left in the module."""
+    of_whole, first, second = run.second(whole), run.second(parts[0]), run.second(parts[1])
+    apart = _apart(of_whole, first, second, dtype) if _finite(of_whole, first, second) else None
+    if apart is None:
+        return []
+    (name, value, added), (n, a, b) = apart, sizes
+    what = f"'{left[0]}'{f' and {len(left) - 1} more' if len(left) > 1 else ''}"
+    return [
+        f"the forward leaves {what} in the module, computed "
+        f"of all samples of a batch together, and a second forward reads it: there the loss's {name} on {n} samples "
+        f"and on {a} and {b} of them is {value:.6g} against {added:.6g} in parts, so ranks would each keep one of "
+        'their own samples: Task(loss_scope="model") has every rank run the model on all of them'
     ]
 
 
@@ -261,6 +282,23 @@ def _joined_differs(whole: Loss, joined: Loss, dtype: torch.dtype) -> list[str]:
                 "what belongs to each sample (embeddings), and compute what compares samples (logits) in the loss"
             ]
     return []
+
+
+def _norms_differ(whole: list[int], first: list[int], second: list[int]) -> list[str]:
+    """Problems of batch norms over samples that are not those of a batch: of ghost batches, of a chosen few."""
+    same_calls = len(whole) == len(first) == len(second)
+    if same_calls and all(n == a + b or n == a == b for n, a, b in zip(whole, first, second, strict=True)):
+        return []
+    parts = f"{_told(first)} and {_told(second)} on two parts of them"
+    return [
+        f"batch norms get {_told(whole)} values of a channel on some samples, and {parts}: they are taken over groups "
+        "of samples within a batch (ghost batches), which ranks would "
+        'group otherwise: Task(loss_scope="model") has every rank run the model on all samples'
+    ]
+
+
+def _told(rows: list[int]) -> str:
+    return ", ".join(map(str, rows[:4])) + (f" (and {len(rows) - 4} more)" if len(rows) > 4 else "") or "no"
 
 
 def _masks_differ(run: Runner, dims: BatchDims, whole: Any, parts: tuple[Any, Any], sizes: tuple[int, int, int],
@@ -284,7 +322,7 @@ def _masks_differ(run: Runner, dims: BatchDims, whole: Any, parts: tuple[Any, An
 def _statistics_differ(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
     return [
         f"'{name}' is computed from the samples of a micro-batch, by other means than batch norm, so ranks "
-        "would each keep statistics of their own"
+        'would each keep statistics of their own: Task(loss_scope="model") has every rank run the model on all samples'
         for name, value in first.items()
         if name in second and value.shape == second[name].shape and not torch.equal(value, second[name])
     ]

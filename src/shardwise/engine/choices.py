@@ -64,7 +64,7 @@ def task_differs(task: Task, module: nn.Module, whole: Any, parts: Parts, seed: 
         with torch.random.fork_rng(devices=[]), python_restored():
             own = _drawn(task, each)
         forward = Forward(task, own, DOUBLE, torch.device("cpu"), Axis.alone("data"))
-        if task.loss_scope == "sample":
+        if task.loss_scope != "global":
             found = differs(own, forward.local, whole, alone)
         else:
             found = differs(own, forward.local, whole, parts, joined=forward.joined)

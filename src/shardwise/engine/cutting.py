@@ -21,6 +21,7 @@ from shardwise.layout import Plan
 from shardwise.layout.schedules import Schedule, schedule_of
 from shardwise.mesh import Mesh
 from shardwise.parallel.pipeline.cuts import CutPoint, Stage, choose, make_stages
+from shardwise.parallel.pipeline.lasting import kept_twice
 from shardwise.parallel.pipeline.placed import StagePlacement
 from shardwise.precision import Precision
 from shardwise.step.batching import samples_in, slice_samples
@@ -69,10 +70,15 @@ def cut_forward(
     units = [*inseparable, *(blocks.paths if whole else ())]
     apart = _apart(plan, schedule) if flow.taken else ""
     places = _places(flow, module, schedule.stages, plan, blocks, units, apart)
+    if schedule.stages > schedule.ranks and (kept := kept_twice(flow, places)):
+        raise RefusedPlan(
+            f"the forward changes {kept} for the next one to find, and under schedule={schedule.name} a rank runs it "
+            "once for each of its stages: use schedule=1f1b"
+        )
     stages = make_stages(flow, other, counts, places)
     holders, buffers = _holders(flow, module, stages, schedule)
     cut = StagePlacement(schedule, stages, holders, buffers, rank, _shares_draws(flow, stages))
-    cut.by_values = bool(notice)  # it could not be followed without
+    cut.by_values = bool(notice or flow.later)  # it could not be followed without, or what was left decides
     held = (*module.named_parameters(), *module.named_buffers())
     cut.written = [name for name, each in held if id(each) in flow.stateful and each.is_floating_point()]
     return cut, notice

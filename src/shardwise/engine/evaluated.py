@@ -78,12 +78,26 @@ class Runner:
         with self._put_back(), self._neutral(), random.watching(self.module):
             return self.evaluate(batch)
 
+    def second(self, batch: Any) -> Loss:
+        """The loss of a second forward in a row, which finds what the first one left."""
+        with self._put_back():
+            for _ in range(2):
+                with self._neutral(), ConstantRandom(0.5).watching(self.module):
+                    loss = self.evaluate(batch)
+        return loss
+
+    def _left(self, state: ModuleState) -> list[str]:
+        """Names of what a forward left for the next one, but for statistics of batch norms."""
+        norms = {id(table) for child in self.seen.batch_norms for table in (child._buffers, vars(child))}
+        return sorted({key for table, key in state.changed() if id(table) not in norms})
+
     @contextmanager
     def _put_back(self) -> Iterator[None]:
         """Context: the module is as it was afterwards, also where its forward failed and is to be run another way."""
         state = ModuleState(self.module)
         try:
             yield
+            self.seen.left = self.seen.left or self._left(state)
         finally:
             self.seen.restore_parameters()
             state.restore()
@@ -104,6 +118,7 @@ class Runner:
             for child in syncing:
                 child.training = True
             self.seen.batch_norms += [found for found in finder.found if found not in self.seen.batch_norms]
+            self.seen.norm_rows.append(finder.rows)
 
 
 class Seen(TorchDispatchMode):
@@ -114,6 +129,7 @@ class Seen(TorchDispatchMode):
         self.module = module
         self.running: list[nn.Module] = []
         self.batch_norms: list[nn.Module] = []
+        self.norm_rows: list[list[int]] = []  # values of a channel that each batch norm was given, in each forward
         self.reads_values = False
         self.calls: list[dict[str, int]] = []  # of each module, by path, in each forward
         self.reentrant = False
@@ -124,6 +140,7 @@ class Seen(TorchDispatchMode):
         self.ever_written: set[str] = set()
         self.in_pieces = {name for name, param in module.named_parameters() if isinstance(param, DTensor)}
         self.attends = False  # attention with dropout ran
+        self.left: list[str] = []  # names of what a forward left for the next one
         self.replaced: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by assigning to .data, and what it was
 
     @contextmanager

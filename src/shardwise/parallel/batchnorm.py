@@ -167,18 +167,20 @@ class CountBatchNorm(_MeetsBatchNorm):
 class FindBatchNorm(_MeetsBatchNorm):
     """Mode that records in `found` which modules call batch norm in training; mean 0 and variance 1 are used.
 
-    `found` has the modules that called it.
+    `found` has the modules that called it, `rows` how many values of a channel each call was given.
     """
 
     def __init__(self, running: list[nn.Module]):
         super().__init__()
         self.running = running  # the modules whose forwards are running, outermost first
         self.found: list[nn.Module] = []
+        self.rows: list[int] = []
 
     def _batch_norm(
         self, x, running_mean=None, running_var=None, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
     ):
         if training:
+            self.rows.append(x.numel() // max(x.shape[1], 1))
             if self.running and self.running[-1] not in self.found:
                 self.found.append(self.running[-1])
             dtype = x.dtype if weight is None else weight.dtype  # under autocast wider than the input

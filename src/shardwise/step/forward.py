@@ -72,7 +72,8 @@ class Forward:
     def loss_of(self, output: Any, batch: Any, part: Share) -> Loss:
         """The loss that this rank contributes, given the model's output; `batch` is on the device."""
         if self.metrics is not None:
-            self.metrics.add(output, batch, part.count)
+            again = self.task.loss_scope == "model" and self.data.index > 0  # another rank's samples
+            self.metrics.add(output, batch, 0 if again else part.count)
         if self.task.loss_scope == "global" and self.data.size > 1:
             return self._gathered(output, batch, part)
         loss = loss_on(self.task, output, batch)

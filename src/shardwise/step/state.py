@@ -106,9 +106,19 @@ class RankState:
     @property
     def data_rank(self) -> int:
         """This rank's index among those that a micro-batch is dealt over."""
-        return self.mesh.data.index
+        return 0 if self.same_samples else self.mesh.data.index
 
     @property
     def data_ranks(self) -> int:
         """How many ranks each micro-batch is dealt over."""
-        return self.mesh.data.size
+        return 1 if self.same_samples else self.mesh.data.size
+
+    @property
+    def same_samples(self) -> bool:
+        """Whether every data rank runs the model on all samples, since it mixes them (`loss_scope="model"`)."""
+        return self.task.loss_scope == "model"
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank counts the losses, weights and samples that it has; of ranks that have the same, one."""
+        return self.mesh.counts and (not self.same_samples or self.mesh.data.index == 0)

@@ -69,7 +69,7 @@ def gradients(state: RankState, parts: list[Share]) -> tuple[StepResult, bool]:
     Returns what the step came to, and whether the update may be done.
     """
     state.technique.start_step()
-    tally = Tally(state.device, state.mesh.counts, pieces=state.plan.deterministic)
+    tally = Tally(state.device, state.counts, pieces=state.plan.deterministic)
     if state.staged is not None:
         reach("forward", state.steps_done, state)
         run_schedule(state, parts, tally)
@@ -228,7 +228,7 @@ def evaluate(state: RankState, steps: Iterable[list[Share]]) -> tuple[float, flo
     """(sum, weight) of the loss over the parts of many batches and all ranks, in eval mode. Collective."""
     reach("evaluate", subject=state)
     state.module.eval()
-    tally = Tally(state.device, state.mesh.counts)
+    tally = Tally(state.device, state.counts)
     try:
         for parts in steps:
             for part in parts:

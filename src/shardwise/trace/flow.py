@@ -15,13 +15,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import TreeSpec
 
+from shardwise.trace.own_calls import Spot
 from shardwise.trace.taken import Taken, influenced
 from shardwise.trace.without_gradient import Place
+
+if TYPE_CHECKING:
+    from shardwise.trace.remembered import Change
 
 
 @dataclass
@@ -47,7 +51,8 @@ class ModuleCall:
     leaves: list[Leaf] = field(default_factory=list)
     spec: TreeSpec | None = None
     inside: list[ModuleCall] = field(default_factory=list)
-    own: tuple[int, str] | None = None  # not the call of a module, but of a function of torch by its code: which
+    own: tuple[Spot, str] | None = None  # not the call of a module, but of a function of torch by its code: which
+    moves: bool = False  # it changes a plain attribute of a module, by more than another tensor in it
 
     @property
     def told(self) -> str:
@@ -77,10 +82,10 @@ class FlowOp:
 
 @dataclass(frozen=True)
 class OwnCall:
-    """Where a forward's own code made a tensor: the n-th function of torch that it called, and a leaf of the result."""
+    """Where a forward's own code made a tensor: which of its calls of a function of torch, and a leaf of the result."""
 
     whose: ModuleCall
-    place: int
+    place: Spot
     leaf: int
     name: str
 
@@ -106,7 +111,37 @@ class Flow:
     taken: list[Taken] = field(default_factory=list)  # gradients that the forward takes itself, in order
     backwards: list[int] = field(default_factory=list)  # when it runs one by other means (`loss.backward()`)
     stateful: set[int] = field(default_factory=set)  # ids of parameters and buffers that are written by an operation
+    later: list[Flow] = field(default_factory=list)  # forwards that find what this one left, where that matters
+    carried: dict[int, tuple[int, int]] = field(default_factory=dict)  # of a later one: number -> (which, number there)
+    changes: list[Change] = field(default_factory=list)  # of plain attributes, where they matter
     _influenced: dict[int, set[int]] = field(default_factory=dict)
+
+    @cached_property
+    def reaching(self) -> set[int]:
+        """Numbers of the tensors that the output, or a parameter or buffer that is written, follows from."""
+        state = {n for n in (*self.parameters, *self.buffers) if self.made[n] >= 0}
+        found = {*self.returned, *state, *(n for taken in self.taken for n in taken.by)}
+        for op in reversed(self.ops):
+            if op.reads_value or op.inner or not found.isdisjoint(op.makes):
+                found.update(op.reads)
+        return found
+
+    @property
+    def outline(self) -> list[tuple[float, int, int]]:
+        """Returns what tells a forward that does other operations from this one."""
+        return [(op.cost, len(op.reads), len(op.makes)) for op in self.ops]
+
+    def forget_what_is_left(self) -> None:
+        """Let uses count no longer whose results only stay behind in the module, as plain attributes."""
+        if self.taken or self.backwards:
+            return
+        self.last_use = [-1] * len(self.made)
+        for op in self.ops:
+            if op.reads_value or not self.reaching.isdisjoint(op.makes):
+                for number in op.reads:
+                    self.last_use[number] = op.time
+        for number in self.returned:
+            self.last_use[number] = self.end
 
     def calls(self) -> Iterator[ModuleCall]:
         """Every call below the root, in the order they were entered."""
@@ -126,6 +161,37 @@ class Flow:
                 alive.add(ahead.pop()[1])
             alive = {number for number in alive if self.last_use[number] > call.enter}
             yield call, sorted(alive)
+
+    def crossing_at(self, moment: int) -> list[int]:
+        """Returns what depends on parameters, was made before a moment and is used after it."""
+        made = enumerate(self.made)
+        of_forward = (n for n, when in made if self.depends[n] and when < moment and n not in self.parameters)
+        return [number for number in of_forward if self.last_use[number] > moment]
+
+    @cached_property
+    def callers(self) -> list[list[ModuleCall]]:
+        """For each operation the calls that it is done in, outermost first."""
+        found, calls, stack = list[list[ModuleCall]](), [*self.calls()], [self.root]
+        at = 0
+        for op in self.ops:
+            while at < len(calls) and calls[at].enter <= op.time:
+                while stack[-1] is not self.root and stack[-1].exit < calls[at].enter:
+                    stack.pop()
+                stack.append(calls[at])
+                at += 1
+            while stack[-1] is not self.root and stack[-1].exit < op.time:
+                stack.pop()
+            found.append(stack[1:])
+        return found
+
+    @cached_property
+    def written_buffers(self) -> list[tuple[int, int]]:
+        """(first use, last use) of each buffer that an operation writes into."""
+        spans: dict[int, tuple[int, int]] = {}
+        for op in self.ops if not self.stateful.isdisjoint(self.buffers.values()) else ():
+            for state in {self.buffers[n] for n in (*op.reads, *op.makes) if n in self.buffers} & self.stateful:
+                spans[state] = spans.get(state, (op.time, 0))[0], op.time
+        return [*spans.values()]
 
     @cached_property
     def written_spans(self) -> list[tuple[int, int, int]]:
@@ -153,6 +219,12 @@ class Flow:
             if op.leads and not found.isdisjoint(op.makes):
                 found.update(op.reads)
         return found
+
+    def times(self, made: OwnCall, moment: int) -> int:
+        """Returns how often a forward's own code has called the function that made a tensor, up to a moment."""
+        code = made.whose.path, made.whose.place, made.place[:3]
+        known = [one for one in self.functions if one.exit < moment and one.own is not None]
+        return sum((one.path, one.place, one.own[0][:3]) == code for one in known if one.own)
 
     def influenced_by(self, number: int) -> set[int]:
         """Numbers of the tensors that follow from one, itself among them."""

@@ -1,18 +1,19 @@
-"""Number the calls of torch's functions in a module's own code, apart from those of its submodules.
+"""Name the calls of torch's functions in a module's own code, apart from those of its submodules.
 
     def forward(self, x):
         h = self.first(x)            what `first` calls is its own
-        kept = torch.relu(h) * 2     calls 0 (relu) and 1 (mul) of this forward
+        kept = torch.relu(h) * 2     relu and mul, each by where it stands in the code, and the how-manieth time
         return self.second(h) + kept
 
-So a tensor that a forward keeps to itself can be named, and found again in another run of the same code: whatever
-else hooks, shards and readers of weights do on the way is not counted, since other files call it. What a transform of
-`torch.func` runs is one call.
+So a tensor that a forward keeps to itself can be named, and found again in another run of the same code, also where
+that takes another way before (it finds what an earlier batch left). Whatever else hooks, shards and readers of weights
+do on the way is not counted, since other files call it. What a transform of `torch.func` runs is one call.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,21 +32,23 @@ _ANSWERS = frozenset(str(_TORCH / name) for name in (
     "_ops.py",
 ))  # fmt: skip
 _OTHERS = (str(Path(__file__).parent.parent), *(str(_TORCH / name) for name in ("distributed", "utils", "_dynamo")))
+_BETWEEN = (*_OTHERS, str(_TORCH / "_functorch"), str(_TORCH / "func"))
 
-Note = Callable[[Any, int, str, Any], None]  # (whose forward, the how-manieth call of it, function, output)
-Before = Callable[[Any, int, str], None]
+Spot = tuple[str, int, int, int]  # file and first line of the code, where in it, and the how-manieth time
+Note = Callable[[Any, Spot, str, Any], None]  # (whose forward, which call of its code, function, output)
+Before = Callable[[Any, Spot, str], None]
 
 
 class OwnCalls(TorchFunctionMode):
     """Tells `note` of every call whose result has a tensor, while it is entered. `first`: whose forward runs.
 
-    before  told of every call before it is made, with the number that it has if its result has a tensor
+    before  told of every call before it is made, with the spot that it has if its result has a tensor
     """
 
     def __init__(self, note: Note, first: Any, before: Before | None = None):
         super().__init__()
         self.note, self.before = note, before
-        self._forwards: list[list[Any]] = [[first, 0]]  # whose, and calls until now
+        self._forwards: list[tuple[Any, Counter]] = [(first, Counter())]  # whose, and calls until now by place
 
     @contextmanager
     def inside(self, whose: Any) -> Iterator[None]:
@@ -58,11 +61,16 @@ class OwnCalls(TorchFunctionMode):
 
     def enter(self, whose: Any) -> None:
         """Another module's forward begins."""
-        self._forwards.append([whose, 0])
+        self._forwards.append((whose, Counter()))
 
     def leave(self) -> None:
         """The forward that began last ends."""
         self._forwards.pop()
+
+    def times(self, whose: Any, spot: Spot) -> int:
+        """Returns how often the code of a forward that runs now has made the call at a spot."""
+        counts: Counter = next((counts for one, counts in reversed(self._forwards) if one == whose), Counter())
+        return counts[spot[:3]]
 
     def __enter__(self) -> OwnCalls:
         self._undo = counted_transforms(self._call)
@@ -78,16 +86,27 @@ class OwnCalls(TorchFunctionMode):
         return self._call(getattr(func, "__name__", str(func)), func, args, kwargs or {})
 
     def _call(self, name: str, func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        current = self._forwards[-1]
-        if current[0] is None:
+        whose, counts = self._forwards[-1]
+        if whose is None:
             return func(*args, **kwargs)
+        place = _place_of(sys._getframe(2))
+        spot = (*place, counts[place])
         if self.before is not None:
-            self.before(current[0], current[1], name)
+            self.before(whose, spot, name)
         output = func(*args, **kwargs)
         if tensors_in(output):
-            self.note(current[0], current[1], name, output)
-            current[1] += 1
+            self.note(whose, spot, name, output)
+            counts[place] += 1
         return output
+
+
+def _place_of(frame: Any) -> tuple[str, int, int]:
+    """Where the code stands that called a function of torch."""
+    while frame.f_back is not None and (
+        frame.f_code.co_filename in _ANSWERS or frame.f_code.co_filename.startswith(_BETWEEN)
+    ):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_code.co_firstlineno, frame.f_lasti
 
 
 def by_a_module(frame: Any) -> bool:
@@ -97,4 +116,4 @@ def by_a_module(frame: Any) -> bool:
     return frame is not None and not frame.f_code.co_filename.startswith(_OTHERS)
 
 
-__all__ = ["OwnCalls", "by_a_module"]
+__all__ = ["OwnCalls", "Spot", "by_a_module"]

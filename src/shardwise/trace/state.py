@@ -4,7 +4,9 @@ A forward that runs more often than one process would run it (a look at a few sa
 leave counters, running statistics and lists as if it had not. Hooks that it adds go with the attribute that says so:
 otherwise the next forward, which finds no such attribute, would add them a second time. So do children that it makes.
 
-What this does not do: follow objects below the first level of a list, dict or set, or state outside the module.
+What containers and objects of a class of one's own hold is kept to any depth, tensors that are written to among it.
+
+What this does not do: follow state outside the module, or in objects of torch's classes.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.trace.caches import CacheState
+from shardwise.trace.own_class import is_own
 
 _OWN = frozenset(vars(nn.Module()))
 # not the hooks of state dicts, which FSDP2 adds in its first forward and keeps
@@ -49,7 +52,7 @@ def _hooks(module: nn.Module) -> Iterator[dict[int, Any]]:
 def _keys(child: nn.Module, table: dict[str, Any]) -> list[str]:
     if table is not vars(child):
         return list(table)
-    return [key for key, value in table.items() if key not in _OWN and isinstance(value, _PLAIN)]
+    return [key for key, value in table.items() if key not in _OWN and (isinstance(value, _PLAIN) or is_own(value))]
 
 
 def _kept_in(child: nn.Module, table: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
@@ -93,22 +96,26 @@ class ModuleState:
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
-        """Context: what has changed has its old values inside, in other objects; afterwards it is put back."""
+        """Context: what has changed has its old values inside, tensors in other memory; afterwards it is put back."""
         places = self.changed() + [(table, key) for table, key in self._absent if key in table]
         now = [(table, key, table[key]) for table, key in places if key in table]
         kept = {(id(table), key): (value, copied) for table, key, value, copied in self._kept}
-        for table, key in places:
-            if (id(table), key) in kept:
-                table[key] = _standing_in(*kept[id(table), key], self._by_value)
-            else:
-                del table[key]
-        try:
-            yield
-        finally:
+        with ExitStack() as below:
             for table, key in places:
-                table.pop(key, None)
-            for table, key, value in now:
-                table[key] = value
+                if (id(table), key) in kept:
+                    value, copied = kept[id(table), key]
+                    if isinstance(copied, PassedState):
+                        below.enter_context(copied.standing_in())
+                    table[key] = _standing_in(value, copied, self._by_value)
+                else:
+                    del table[key]
+            try:
+                yield
+            finally:
+                for table, key in places:
+                    table.pop(key, None)
+                for table, key, value in now:
+                    table[key] = value
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -129,23 +136,30 @@ class ModuleState:
             if isinstance(value, torch.Tensor) and copied is not None:
                 if value._version != copied[1] or _written(value, copied):  # by `.data` nothing is noted
                     value.copy_(copied[0])
-            elif isinstance(value, _CONTAINERS):
-                _refill(value, copied)
+            elif isinstance(copied, PassedState):
+                copied.restore()
 
 
 class PassedState:
     """Plain objects and containers that a call is given (a cache, a list of results) as they are now, to any depth.
 
-    What this does not do: notice tensors among them that are written to in place.
+    written   notice tensors among them that are written to in place too, and no objects of torch's classes
     """
 
-    def __init__(self, *values: Any):
+    def __init__(self, *values: Any, written: bool = False):
         self._tables: list[tuple[Any, Any]] = []
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._written = written
         self._seen: set[int] = set()
         self._keep(values)
 
     def _keep(self, value: Any) -> None:
+        if self._written and id(value) not in self._seen and _is_plain(value):
+            self._seen.add(id(value))
+            self._tensors.append((value, *_copied(value)))
         if isinstance(value, torch.Tensor | nn.Module | type) or callable(value) or id(value) in self._seen:
+            return
+        if self._written and not isinstance(value, (tuple, *_CONTAINERS)) and not is_own(value):
             return
         self._seen.add(id(value))
         table = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", None)
@@ -159,13 +173,46 @@ class PassedState:
     def standing_in(self) -> Iterator[None]:
         """Context: the objects have their recorded contents inside, and their present ones again afterwards."""
         now = [(table, _copy_of(table)) for table, _ in self._tables]
+        old = {id(tensor): clone for tensor, clone, version in self._tensors if tensor._version != version}
         for table, held in self._tables:
-            _refill(table, held)
+            _refill(table, _replaced(held, old) if old else held)
         try:
             yield
         finally:
             for table, held in now:
                 _refill(table, held)
+
+    def changed(self) -> bool:
+        """Whether anything differs from what it was."""
+        tables = any(_differs(table, table, held) for table, held in self._tables)
+        return tables or any(tensor._version != version for tensor, _, version in self._tensors)
+
+    def restore(self) -> None:
+        """Put everything back: the same objects, with the values they had."""
+        for table, held in self._tables:
+            _refill(table, held)
+        for tensor, clone, version in self._tensors:
+            if tensor._version != version or _written(tensor, (clone, version)):
+                tensor.copy_(clone)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a tensor with memory for each element that is no weight (a recurrent layer has a list of those)."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
+        return False
+    return value.layout is not torch.strided or 0 not in value.stride()
+
+
+def _replaced(held: Any, old: dict[int, torch.Tensor]) -> Any:
+    """A copy of a container in which some tensors, known by their identity, are others, in memory of their own."""
+    made = _copy_of(held)
+    if isinstance(made, dict):
+        made.update({key: old[id(each)].clone() for key, each in held.items() if id(each) in old})
+    elif isinstance(made, list | deque):
+        for place, each in enumerate(held):
+            if id(each) in old:
+                made[place] = old[id(each)].clone()
+    return made
 
 
 def _refill(table: Any, held: Any) -> None:
@@ -203,7 +250,8 @@ def _copy_of(value: Any) -> Any:
 def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone(), value._version
-    return _copy_of(value) if isinstance(value, _CONTAINERS) else None
+    kept = isinstance(value, (tuple, *_CONTAINERS)) or is_own(value)
+    return PassedState(value, written=True) if kept else None
 
 
 def _written(value: Any, copied: Any) -> bool:
@@ -219,7 +267,7 @@ def _standing_in(value: Any, copied: Any, always: bool = False) -> Any:
             return value
         with _disable_current_modes():  # selective recompute counts ops, and this is none of the module's
             return copied[0].clone()
-    return _copy_of(copied) if isinstance(value, _CONTAINERS) else value
+    return value
 
 
 def _differs(now: Any, value: Any, copied: Any) -> bool:
@@ -227,6 +275,8 @@ def _differs(now: Any, value: Any, copied: Any) -> bool:
         return True
     if isinstance(value, torch.Tensor):
         return value._version != copied[1]
+    if isinstance(copied, PassedState):
+        return copied.changed()
     if isinstance(value, dict):
         return list(value) != list(copied) or any(value[key] is not copied[key] for key in value)
     if isinstance(value, list | deque):

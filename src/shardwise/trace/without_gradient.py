@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.trace.functional import transforming
-from shardwise.trace.own_calls import OwnCalls
+from shardwise.trace.own_calls import OwnCalls, Spot
 
-Place = tuple[str, int, int | None]  # (path, the how-manieth call of it, which function its own code calls or None)
+Place = tuple[str, int, Spot | None]  # (path, the how-manieth call of it, which function its own code calls or None)
 
 
 class HooksLeftOut(TorchFunctionMode):
@@ -62,7 +62,7 @@ def switched_off(module: nn.Module) -> Iterator[set[Place]]:
         if not transforming():
             own.leave()
 
-    def note(whose: tuple[str, int], number: int, name: str, output: Any) -> None:
+    def note(whose: tuple[str, int], number: Spot, name: str, output: Any) -> None:
         if not torch.is_grad_enabled():
             off.add((*whose, number))
 

@@ -21,22 +21,22 @@ What this does not do: cut inside a submodule that no other submodule is entered
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from shardwise.errors import InputError, RefusedPlan, did_you_mean
+from shardwise.parallel.pipeline.balance import Prefix, Used, balanced, costs_of, uses, uses_led
 from shardwise.parallel.pipeline.inner import By, blocked, crossed, crossed_at, found_by
+from shardwise.parallel.pipeline.lasting import conflict, told_lasting, twin_of
 from shardwise.parallel.pipeline.left import told_written
-from shardwise.parallel.pipeline.skips import Skip, skips_before
+from shardwise.parallel.pipeline.skips import Skip, skips_after, skips_before
 from shardwise.trace.flow import Flow, ModuleCall
+from shardwise.trace.own_calls import Spot
 from shardwise.trace.taken import Taken
 
 WORTH = 0.8  # of the slowest stage's time, for which tensors travel that the next module is not given
-Used = Callable[[Flow], list[tuple[int, int]]]
-SLACK = 1.05  # of the best time, within which stages are balanced by their parameters
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class CutPoint:
     call: ModuleCall
     numbers: tuple[int, ...]
     callees: tuple[str, ...] = ()  # of a function's place: modules that the same code calls
+    runs_on: bool = False  # the stage before it comes to the end of the forward too, for what is left there
 
     @property
     def clean(self) -> bool:
@@ -57,7 +58,7 @@ class CutPoint:
 class Holder:
     """Where a tensor can be taken hold of while a stage runs: a leaf of what a call is given or gives.
 
-    own      of what the call's own code made: the how-manieth function of torch that it called, and the function's name
+    own      of what the call's own code made: which of its calls of a function of torch, and the function's name
     callees  modules that the call's code calls, whose functions are not counted
     """
 
@@ -66,8 +67,9 @@ class Holder:
     given: bool  # else it is in the result
     leaf: int
     written: bool = False  # somebody writes into it later
-    own: tuple[int, str] | None = None
+    own: tuple[Spot, str] | None = None
     callees: tuple[str, ...] = ()
+    times: int = 0  # that the code has made this call when the boundary is met
 
 
 @dataclass
@@ -91,6 +93,7 @@ class Stage:
     over: frozenset[int] = frozenset()  # which go back over the stage's beginning, to the one before
     answers: bool = False  # whether one comes back over its end
     careful: bool = False  # before it the forward writes into parameters, which are absent here
+    runs_on: bool = False  # to the end of the forward, for what it leaves there
 
     @property
     def kept(self) -> list[Holder]:
@@ -120,7 +123,27 @@ def find_places(
         elif crossing:
             callees = {inner.path for inner in callers[call.path, call.place].inside} if functions else ()
             places.append(CutPoint(call, tuple(crossing), tuple(sorted(callees))))
-    return _usable(flow, places), others
+    return _lasting(flow, _usable(flow, places), own=own), others
+
+
+def _lasting(flow: Flow, places: list[CutPoint], *, own: bool) -> list[CutPoint]:
+    """The places at which later forwards find what earlier ones left, and have the same tensors to send."""
+    found = []
+    for place in places:
+        runs_on, why = conflict(flow, place.call)
+        if not why and _same_crossing(flow, place, own=own):
+            found.append(replace(place, runs_on=runs_on))
+    return found
+
+
+def _same_crossing(flow: Flow, place: CutPoint, *, own: bool) -> bool:
+    expected = {_holder(flow, place.call, number, [], own=own) for number in place.numbers}
+    for later in flow.later:
+        twin = twin_of(place.call, later)
+        assert twin is not None
+        if {_holder(later, twin, number, [], own=own) for number in later.crossing_at(twin.enter)} != expected:
+            return False
+    return True
 
 
 def _holder(
@@ -147,20 +170,21 @@ def _kept_by_a_caller(flow: Flow, boundary: ModuleCall, number: int) -> Holder |
     if made is None or not made.whose.enter <= boundary.enter < made.whose.exit:
         return None
     callees = tuple(sorted({call.path for call in made.whose.inside}))
-    return Holder(made.whose.path, made.whose.place, False, made.leaf, False, (made.place, made.name), callees)
+    own, at = (made.place, made.name), (made.whose.path, made.whose.place)
+    return Holder(*at, False, made.leaf, False, own, callees, flow.times(made, boundary.enter))
 
 
 def _usable(flow: Flow, places: list[CutPoint]) -> list[CutPoint]:
     """One place for each moment, the outermost; none where code around it decided by values that a stage lacks."""
     decided = _decisions(flow)
-    costs = _costs(flow)
-    times = [time for time, _ in _uses(flow)]
-    uses = _Prefix(times, [1.0] * len(times))
+    costs = costs_of(flow)
+    times = [time for time, _ in uses(flow)]
+    count = Prefix(times, [1.0] * len(times))
     kept: list[CutPoint] = []
     for place in places:
         moment = place.call.enter
         before = kept[-1].call.enter if kept else 0
-        new = costs.between(before, moment) > 0 and uses.between(0, moment) > 0
+        new = costs.between(before, moment) > 0 and count.between(0, moment) > 0
         if new and not any(owner.enter <= time < moment < owner.exit for time, owner in decided):
             kept.append(place)
     return kept
@@ -179,37 +203,6 @@ def _decisions(flow: Flow) -> list[tuple[int, ModuleCall]]:
             owner = inner[0]
         found.append((time, owner))
     return found
-
-
-def _uses(flow: Flow) -> list[tuple[int, int]]:
-    """When parameters are used, and the id of each."""
-    return [(op.time, flow.parameters[n]) for op in flow.ops if not op.inner for n in op.reads if n in flow.parameters]
-
-
-def _uses_led(flow: Flow) -> list[tuple[int, int]]:
-    """Those of them that a gradient of the output goes back to."""
-    led = {op.time for op in flow.ops if flow.taken or (op.leads and not flow.led.isdisjoint(op.makes))}
-    return [(time, param) for time, param in _uses(flow) if time in led]
-
-
-def _costs(flow: Flow) -> _Prefix:
-    """Costs of what code computes; the backward of a gradient that it takes costs where its forward did."""
-    forward = [op for op in flow.ops if not op.inner]
-    return _Prefix([op.time for op in forward], [op.cost for op in forward])
-
-
-class _Prefix:
-    """Sums over spans of time."""
-
-    def __init__(self, times: list[int], values: list[float]):
-        self.times = times
-        self.sums = [0.0]
-        for value in values:
-            self.sums.append(self.sums[-1] + value)
-
-    def between(self, start: int, stop: int) -> float:
-        """The sum over start <= time < stop."""
-        return self.sums[bisect.bisect_left(self.times, stop)] - self.sums[bisect.bisect_left(self.times, start)]
 
 
 def choose(
@@ -254,7 +247,7 @@ def _outside(places: list[CutPoint], units: Sequence[str]) -> list[CutPoint]:
 
 def _best(flow: Flow, module: nn.Module, tiers: list[list[CutPoint]], count: int) -> list[CutPoint]:
     """The best places of several lists, of which each takes in those before it; none where there are too few."""
-    for trained in (_uses_led, _uses):  # a function of one's own may detach, and its backward does not
+    for trained in (uses_led, uses):  # a function of one's own may detach, and its backward does not
         if best := _best_of(flow, module, tiers, count, trained):
             return best
     return []
@@ -266,9 +259,10 @@ def _best_of(
     most, best = float("inf"), list[CutPoint]()
     apart = [[place for place in tier if not crossed_at(flow, place)] for tier in tiers] if flow.taken else []
     for tier in (*apart, *tiers):  # places over which no gradient goes back are preferred alike
-        reached = _balanced(flow, module, tier, count, trained) if len(tier) >= count - 1 else (most, best)
-        if reached[1] and (not best or reached[0] < most * WORTH):
-            most, best = reached
+        moments = [place.call.enter for place in tier]
+        cost, which = balanced(flow, module, moments, count, trained) if len(tier) >= count - 1 else (most, [])
+        if which and (not best or cost < most * WORTH):
+            most, best = cost, [tier[one] for one in which]
     return best
 
 
@@ -290,6 +284,7 @@ def _too_few(
         )
     written = next(filter(None, (told_written(flow, module, call) for call in flow.calls())), "")
     why += f". Elsewhere {written}" if written else ""
+    why += told_lasting(flow) if not written else ""
     if flow.backwards or not all(taken.plain for taken in flow.taken):
         why = (
             ". It takes gradients itself by other means than torch.autograd.grad(outputs, inputs), such as "
@@ -335,57 +330,6 @@ def _named(
     return chosen
 
 
-def _balanced(
-    flow: Flow, module: nn.Module, places: list[CutPoint], count: int, used: Used
-) -> tuple[float, list[CutPoint]]:  # fmt: skip
-    """The fastest slowest stage, then within some slack the smallest largest one. Dynamic programming.
-
-    used  when parameters are used, of which each stage is to have some
-
-    Returns the slowest stage's cost, and the places; none where a stage would have nothing to train.
-    """
-    edges = [0, *[place.call.enter for place in places], flow.end]
-    costs = _costs(flow)
-    trained = {id(p): p.numel() for p in module.parameters() if p.requires_grad}
-    uses = [(time, float(trained[param])) for time, param in used(flow) if param in trained]
-    sizes = _Prefix([t for t, _ in uses], [v for _, v in uses])
-
-    def time_of(i: int, j: int) -> float:
-        return costs.between(edges[i], edges[j]) if sizes.between(edges[i], edges[j]) > 0 else float("inf")
-
-    def size_of(i: int, j: int) -> float:
-        return sizes.between(edges[i], edges[j]) if time_of(i, j) <= bound else float("inf")
-
-    best, _ = _minimax(len(edges), count, time_of)
-    if best == float("inf"):
-        return best, []
-    bound = best * SLACK
-    _, cuts = _minimax(len(edges), count, size_of)
-    return best, [places[cut - 1] for cut in cuts]
-
-
-def _minimax(edges: int, count: int, value) -> tuple[float, list[int]]:
-    """Cut [0, edges) at `count` - 1 edges so that the largest value(i, j) of a piece is least."""
-    best = [0.0, *[float("inf")] * (edges - 1)]
-    choice: list[list[int]] = []
-    for _ in range(count):
-        new, come = [float("inf")] * edges, [0] * edges
-        for j in range(1, edges):
-            for i in range(j - 1, -1, -1):
-                if best[i] == float("inf"):
-                    continue
-                worst = max(best[i], value(i, j))
-                if worst < new[j]:
-                    new[j], come[j] = worst, i
-        best = new
-        choice.append(come)
-    cuts, at = [], edges - 1
-    for come in reversed(choice):
-        at = come[at]
-        cuts.append(at)
-    return best[-1], list(reversed(cuts[:-1]))
-
-
 def make_stages(flow: Flow, other: Flow, samples: tuple[int, int], places: list[CutPoint]) -> list[Stage]:
     """The stages between the places. `other` is the same forward on another number of samples."""
     same = [(a.path, a.place) for a in flow.calls()] == [(b.path, b.place) for b in other.calls()]
@@ -412,13 +356,32 @@ def make_stages(flow: Flow, other: Flow, samples: tuple[int, int], places: list[
         )
         if stage.exit is None:  # parameters that the model returns as they are (a learned temperature)
             stage.parameters |= {flow.parameters[n] for n in flow.returned if n in flow.parameters}
-        stage.careful = any(0 <= flow.made[number] < start for number in flow.parameters)
+        written = any(0 <= flow.made[number] < start for number in flow.parameters)
+        stage.careful = written or bool(flow.later)  # a forward that failed and ran again would leave things twice
         stage.skips = skips_before(stage.entry.call, flow, other, samples) if stage.entry is not None else []
+        stage.runs_on = stage.exit is not None and stage.exit.runs_on
+        if stage.exit is not None and stage.runs_on:
+            stage.skips += skips_after(stage.exit.call, flow, other, samples)
+        for later in flow.later:
+            _add_used(stage, later)
         stage.received = _holders(flow, stage, stage.entry)
         stage.sent = _holders(flow, stage, stage.exit)
         _take_part(flow, stage)
         stages.append(stage)
     return stages
+
+
+def _add_used(stage: Stage, later: Flow) -> None:
+    """Add what the stage uses of parameters and buffers in a later forward alone."""
+    start, stop = 0, later.end + 1
+    if stage.entry is not None and (twin := twin_of(stage.entry.call, later)) is not None:
+        start = twin.enter
+    if stage.exit is not None and (twin := twin_of(stage.exit.call, later)) is not None:
+        stop = twin.enter
+    for op in later.ops:
+        if start <= op.time < stop and not op.inner:
+            stage.parameters |= {later.parameters[n] for n in op.reads if n in later.parameters}
+            stage.buffers |= {later.buffers[n] for n in op.reads if n in later.buffers}
 
 
 def _take_part(flow: Flow, stage: Stage) -> None:

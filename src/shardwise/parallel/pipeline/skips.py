@@ -46,8 +46,28 @@ def skips_before(entry: ModuleCall, flow: Flow, other: Flow, samples: tuple[int,
     return found
 
 
+def skips_after(exit: ModuleCall, flow: Flow, other: Flow, samples: tuple[int, int]) -> list[Skip]:
+    """The outermost calls from a stage's end on that can be left out, by a stage that runs on to the forward's end."""
+    twin = dict(zip(map(id, flow.calls()), other.calls(), strict=True))
+    total = sum(op.cost for op in flow.ops)
+    found: list[Skip] = []
+
+    def walk(call: ModuleCall) -> None:
+        for inner in call.inside:
+            skip = _skip(flow, inner, twin[id(inner)], samples, total) if inner.enter >= exit.enter else None
+            if skip is not None:
+                found.append(skip)
+            elif inner.exit > exit.enter:
+                walk(inner)
+
+    walk(flow.root)
+    return found
+
+
 def _skip(flow: Flow, call: ModuleCall, other: ModuleCall, samples: tuple[int, int], total: float) -> Skip | None:
     """How to leave a call out; None where it must run: something shared comes out of it, or shapes are not known."""
+    if call.moves or not all(_alike(call, later) for later in flow.later):
+        return None
     returned = {leaf.tensor for leaf in call.leaves}
     for leaf in call.leaves:
         if leaf.tensor is None and not isinstance(leaf.value, type(None) | bool | int | float | str):
@@ -73,6 +93,16 @@ def _skip(flow: Flow, call: ModuleCall, other: ModuleCall, samples: tuple[int, i
     if not known and sum(op.cost for op in flow.ops if call.enter <= op.time <= call.exit) < LARGE * total:
         return None
     return skip
+
+
+def _alike(call: ModuleCall, later: Flow) -> bool:
+    """Whether in a later forward a call changes no attribute, and is given and gives what it does in this one."""
+    twin = next((each for each in later.calls() if (each.path, each.place) == (call.path, call.place)), None)
+    if twin is None:
+        return True
+    same = (twin.spec, twin.shapes, [each.value for each in twin.leaves], [each.shape for each in twin.leaves])
+    of_call = (call.spec, call.shapes, [each.value for each in call.leaves], [each.shape for each in call.leaves])
+    return not twin.moves and same == of_call
 
 
 def made_up_shapes(skip: Skip, given: Sequence[Sequence[int] | None]) -> list[list[int | None]]:

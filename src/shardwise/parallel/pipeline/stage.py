@@ -6,6 +6,7 @@ it was written; on the way
     a call before the stage      is left out: its result is made up, not a number (NaN) anywhere
     the stage's first call       takes what was received in place of its arguments; gradients are kept from here
     the next stage's first call  is not entered: its arguments are the stage's result
+    what comes after it          is not run, but for what it leaves in the module for the next forward (`lasting`)
 
     def forward(self, tokens):               stage 1 of 2
         x = self.embedding(tokens)           runs on absent weights: NaN
@@ -46,7 +47,7 @@ from shardwise.parallel.pipeline.tape import Tape
 from shardwise.part.crossing import Along, filled, overwrite, settled
 from shardwise.part.parameters import read_ahead
 from shardwise.trace.functional import transforming
-from shardwise.trace.own_calls import OwnCalls
+from shardwise.trace.own_calls import OwnCalls, Spot
 
 
 class StageExit(Exception):
@@ -61,7 +62,7 @@ Action = Callable[[tuple, dict], Any]
 Results = Mapping[tuple[str, int], Sequence[Along]]  # of a call (path, place): how each leaf of its result is cut
 
 
-_Key = tuple[str, int, bool, int | None]  # of a call: path, place, what it is given or gives, the function it called
+_Key = tuple[str, int, bool, Spot | None]  # of a call: path, place, what it is given or gives, the function it called
 
 
 def _key(holder: Holder) -> _Key:
@@ -90,12 +91,13 @@ class StagedModule:
         self._running = False
         self._entered = False
         self._grad = True
+        self._over: list[torch.Tensor] | None = None  # what is sent on, once a stage that runs on is over
         self._counts: dict[int, int] = {}
         self._inbox: list[tuple[torch.Tensor, bool]] = []
         self._noted: dict[_Key, list[Any]] = {}  # leaves of what calls were given and gave
         self._notes: dict[int, dict[tuple[int, int], set[_Key]]] = {}
-        self._own: dict[int, dict[tuple[int, int], dict[int, Holder]]] = {}  # (module, its call) -> functions it calls
-        self._marks: dict[int, dict[tuple[int, int], dict[tuple[int, str], Action]]] = {}  # functions at which to act
+        self._own: dict[int, dict[tuple[int, int], dict[Spot, Holder]]] = {}  # (module, its call) -> functions it calls
+        self._marks: dict[int, dict[tuple[int, int], dict[tuple[Spot, str], Action]]] = {}  # functions at which to act
         self._shared: SharedGradients | None = None  # of a forward that takes gradients itself
         self._tape: Tape | None = None  # where they go back to other stages
         self._taken = 0  # gradients that this run of the forward has come by
@@ -122,16 +124,18 @@ class StagedModule:
             along = self.results.get((skip.path, skip.place), ())
             inside = [self.module.get_submodule(call.path) for call in skip.call.below()]
             add(skip.path, skip.place, partial(self._leave_out, skip, along, [id(child) for child in inside]))
-        marks: dict[tuple[int, int], dict[tuple[int, str], Action]] = {}
+        marks: dict[tuple[int, int], dict[tuple[Spot, str], Action]] = {}
         for edge, action in ((stage.entry, self._enter), (stage.exit, self._exit)):
             if edge is not None and edge.call.own is None:
-                add(edge.call.path, edge.call.place, action)
+                child = self.module.get_submodule(edge.call.path)
+                after = actions.get((id(child), edge.call.place)) if action == self._exit else None
+                add(edge.call.path, edge.call.place, action if after is None else partial(self._exit, after=after))
             elif edge is not None and edge.call.own is not None:
                 child = self.module.get_submodule(edge.call.path)
                 marks.setdefault((id(child), edge.call.place), {})[edge.call.own] = action
                 followed += [child, *map(self.module.get_submodule, edge.callees)]
         notes: dict[tuple[int, int], set[_Key]] = {}
-        own: dict[tuple[int, int], dict[int, Holder]] = {}
+        own: dict[tuple[int, int], dict[Spot, Holder]] = {}
         for holder in (*stage.received, *stage.sent, *stage.kept):
             child = self.module.get_submodule(holder.path)
             if holder.own is not None:
@@ -198,16 +202,18 @@ class StagedModule:
     def _walk(self, stage: Stage, forward: Callable[[], Any]) -> tuple[Any, bool]:
         """One run of the outermost forward. Returns its result, or what is sent on, and whether it was left."""
         self._counts.clear()
-        self._entered, self._running, self._taken = stage.entry is None, True, 0
+        self._entered, self._running, self._taken, self._over = stage.entry is None, True, 0, None
         watched = self._own[stage.index] or self._marks[stage.index]
         self._calls = OwnCalls(self._note_own, (id(self.module), 0), self._before_own) if watched else None
-        careful = OnNothing(lambda: self._entered) if stage.index in self._careful else nullcontext()
+        own_part = lambda: self._entered and self._over is None  # noqa: E731
+        careful = OnNothing(own_part) if stage.index in self._careful else nullcontext()
         self._shared = SharedGradients(lambda: self._entered, self._take, self._count) if stage.taken else None
         try:
             torch.set_grad_enabled(self._grad and (self._entered or self._shared is not None))
             read_ahead(self._grad and not self._entered)
             with self._shared or nullcontext(), careful, self._calls or nullcontext():  # the last sees who calls
-                return forward(), False
+                output = forward()
+                return (output, False) if self._over is None else (tuple(self._over), True)
         except StageExit as over:
             return tuple(over.leaves), True
         finally:
@@ -233,27 +239,32 @@ class StagedModule:
         """Context: functions of torch are called by this call's code; None: by nobody's."""
         return self._calls.inside(call) if self._calls is not None else nullcontext()
 
-    def _before_own(self, call: tuple[int, int], number: int, name: str) -> None:
+    def _before_own(self, call: tuple[int, int], number: Spot, name: str) -> None:
         """Begin the stage's part, or end it, where a forward's own code calls a function."""
         assert self._stage is not None
         action = self._marks[self._stage.index].get(call, {}).get((number, name))
         if action is not None:
             action((), {})
 
-    def _note_own(self, call: tuple[int, int], number: int, name: str, output: Any) -> None:
+    def _note_own(self, call: tuple[int, int], number: Spot, name: str, output: Any) -> None:
         """Keep what a forward's own code made, where it crosses."""
         assert self._stage is not None
         holder = self._own[self._stage.index].get(call, {}).get(number)
-        if holder is None:
-            return
-        assert holder.own is not None
-        if holder.own[1] != name:
-            raise RefusedPlan(
-                f"call {number} of torch's functions in {holder.path or 'the outermost forward'} is '{name}', and was "
-                f"'{holder.own[1]}' when the forward was looked at: one that takes different ways cannot be cut into "
-                "stages"
-            )
-        self._noted[_key(holder)] = tree_flatten(output)[0]
+        if holder is not None:
+            self._noted[_key(holder)] = tree_flatten(output)[0]
+
+    def _met(self, holder: Holder) -> torch.Tensor:
+        """What crosses a boundary that is met now; a forward's own code has made it as often as when looked at."""
+        if holder.own is not None and self._calls is not None:
+            whose = id(self.module.get_submodule(holder.path)), holder.place
+            times = self._calls.times(whose, holder.own[0])
+            if times != holder.times:
+                raise RefusedPlan(
+                    f"'{holder.own[1]}' in {holder.path or 'the outermost forward'} ran {times} times before a stage's "
+                    f"boundary, and {holder.times} times when the forward was looked at: one that takes different ways "
+                    "cannot be cut into stages"
+                )
+        return self._held(holder)
 
     def _on_nothing(self, stage: Stage, error: Exception) -> RefusedPlan:
         """What is said where the forward's own code fails on results that were left out."""
@@ -308,9 +319,18 @@ class StagedModule:
         self._taken += sum(skip.call.enter < one.enter < skip.call.exit for one in self._stage.taken)
         return _made_up(skip, self.dtype, self.axes, along, args, kwargs)
 
-    def _exit(self, args: tuple, kwargs: dict) -> Any:
-        assert self._stage is not None and self._stage.exit is not None
-        raise StageExit([settled(self._held(holder)) for holder in self._stage.sent])
+    def _exit(self, args: tuple, kwargs: dict, after: Action | None = None) -> Any:
+        """The stage is over. Where it runs on, what comes is made up: `after` gives the result of the call at hand."""
+        stage = self._stage
+        assert stage is not None and stage.exit is not None
+        leaves = [settled(self._met(holder)) for holder in stage.sent]
+        if not stage.runs_on:
+            raise StageExit(leaves)
+        if self._over is None:
+            copied = zip(leaves, stage.sent, strict=True)
+            self._over = [leaf.clone() if holder.written else leaf for leaf, holder in copied]
+            torch.set_grad_enabled(False)
+        return after(args, kwargs) if after is not None else None
 
     def _held(self, holder: Holder) -> torch.Tensor:
         return self._noted[_key(holder)][holder.leaf]
@@ -327,7 +347,7 @@ class StagedModule:
         on, leaves = torch.is_grad_enabled(), list[torch.Tensor | None]()
         for holder, (received, needs_gradient) in zip(stage.received, self._inbox, strict=True):
             needed = needs_gradient and on
-            self._put(self._held(holder), received, needed, holder.written)
+            self._put(self._met(holder), received, needed, holder.written)
             leaves.append(self.taken[-1] if needed else None)
         if self._tape is not None:
             self._tape.received(leaves)

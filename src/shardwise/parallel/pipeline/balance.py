@@ -1,0 +1,96 @@
+"""Of places to cut a forward, those that balance its stages: by cost first, then by parameters."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from shardwise.trace.flow import Flow
+
+Used = Callable[[Flow], list[tuple[int, int]]]
+SLACK = 1.05  # of the best time, within which stages are balanced by their parameters
+
+
+def uses(flow: Flow) -> list[tuple[int, int]]:
+    """When parameters are used, and the id of each."""
+    return [(op.time, flow.parameters[n]) for op in flow.ops if not op.inner for n in op.reads if n in flow.parameters]
+
+
+def uses_led(flow: Flow) -> list[tuple[int, int]]:
+    """Those of them that a gradient of the output goes back to."""
+    led = {op.time for op in flow.ops if flow.taken or (op.leads and not flow.led.isdisjoint(op.makes))}
+    return [(time, param) for time, param in uses(flow) if time in led]
+
+
+def costs_of(flow: Flow) -> Prefix:
+    """Costs of what code computes; the backward of a gradient that it takes costs where its forward did."""
+    forward = [op for op in flow.ops if not op.inner]
+    return Prefix([op.time for op in forward], [op.cost for op in forward])
+
+
+class Prefix:
+    """Sums over spans of time."""
+
+    def __init__(self, times: list[int], values: list[float]):
+        self.times = times
+        self.sums = [0.0]
+        for value in values:
+            self.sums.append(self.sums[-1] + value)
+
+    def between(self, start: int, stop: int) -> float:
+        """The sum over start <= time < stop."""
+        return self.sums[bisect.bisect_left(self.times, stop)] - self.sums[bisect.bisect_left(self.times, start)]
+
+
+def balanced(
+    flow: Flow, module: nn.Module, moments: Sequence[int], count: int, used: Used
+) -> tuple[float, list[int]]:  # fmt: skip
+    """The fastest slowest stage, then within some slack the smallest largest one. Dynamic programming.
+
+    moments  at which a stage can begin
+    used     when parameters are used, of which each stage is to have some
+
+    Returns the slowest stage's cost, and which moments; none where a stage would have nothing to train.
+    """
+    edges = [0, *moments, flow.end]
+    costs = costs_of(flow)
+    trained = {id(p): p.numel() for p in module.parameters() if p.requires_grad}
+    weighed = [(time, float(trained[param])) for time, param in used(flow) if param in trained]
+    sizes = Prefix([t for t, _ in weighed], [v for _, v in weighed])
+
+    def time_of(i: int, j: int) -> float:
+        return costs.between(edges[i], edges[j]) if sizes.between(edges[i], edges[j]) > 0 else float("inf")
+
+    def size_of(i: int, j: int) -> float:
+        return sizes.between(edges[i], edges[j]) if time_of(i, j) <= bound else float("inf")
+
+    best, _ = _minimax(len(edges), count, time_of)
+    if best == float("inf"):
+        return best, []
+    bound = best * SLACK
+    _, cuts = _minimax(len(edges), count, size_of)
+    return best, [cut - 1 for cut in cuts]
+
+
+def _minimax(edges: int, count: int, value) -> tuple[float, list[int]]:
+    """Cut [0, edges) at `count` - 1 edges so that the largest value(i, j) of a piece is least."""
+    best = [0.0, *[float("inf")] * (edges - 1)]
+    choice: list[list[int]] = []
+    for _ in range(count):
+        new, come = [float("inf")] * edges, [0] * edges
+        for j in range(1, edges):
+            for i in range(j - 1, -1, -1):
+                if best[i] == float("inf"):
+                    continue
+                worst = max(best[i], value(i, j))
+                if worst < new[j]:
+                    new[j], come[j] = worst, i
+        best = new
+        choice.append(come)
+    cuts, at = [], edges - 1
+    for come in reversed(choice):
+        at = come[at]
+        cuts.append(at)
+    return best[-1], list(reversed(cuts[:-1]))

@@ -1,0 +1,233 @@
+"""`Recorder`: a dispatch mode that numbers tensors and writes a forward's operations down. Used by trace/recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import flop_counter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.trace.drawn import is_random
+from shardwise.trace.flow import FlowOp
+from shardwise.trace.functional import innermost, with_values
+from shardwise.trace.leaves import tensors_in, unsaid_writes, written_tensors
+from shardwise.trace.own_calls import OwnCalls
+from shardwise.trace.taken import SEVERAL_AT_ONCE, Taken, listed
+
+_aten = torch.ops.aten
+ELEMENT_COST = 50.0  # floating-point operations in the time that one element of an op's result takes in memory
+
+
+class Recorder(TorchDispatchMode):
+    """Numbers tensors and writes ops down."""
+
+    def __init__(self, parameters: dict[int, int], buffers: dict[int, int], earlier: Sequence[Recorder] = ()):
+        super().__init__()
+        self.earlier = earlier  # of the forwards before, whose tensors this one may find
+        self.carried: dict[int, tuple[int, int]] = {}
+        self.time = 0
+        self.ops: list[FlowOp] = []
+        self.made: list[int] = []
+        self.depends: list[bool] = []
+        self.drawn: list[bool] = []
+        self.last_use: list[int] = []
+        self.overwritten: dict[int, int] = {}
+        self.number_of: dict[int, int] = {}  # id of a tensor -> number
+        self.on_storage: dict[int, list[int]] = {}  # storage -> ids of tensors on it
+        self.alive: list[Any] = []
+        self.taken: list[Taken] = []
+        self.backwards: list[int] = []
+        self.differentiating = False
+        self.stateful: set[int] = set()  # ids of parameters and buffers into which something was written
+        self.is_parameter, self.is_buffer = parameters, buffers
+        self.parameters: dict[int, int] = {}
+        self.buffers: dict[int, int] = {}
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """The tensor's number; one not met before was there all along, unless it lies on a known storage."""
+        tensor = innermost(tensor)
+        found = self.number_of.get(id(tensor))
+        if found is not None:
+            return found
+        others = self.on_storage.get(_storage(tensor))
+        if others:
+            self.number_of[id(tensor)] = self.number_of[others[-1]]
+            self._keep(tensor)
+            return self.number_of[id(tensor)]
+        number = self._new(tensor, made=-1, depends=id(tensor) in self.is_parameter, drawn=False)
+        if (source := self._source(tensor)) is not None and number not in self.parameters:
+            self.carried[number] = source
+        return number
+
+    def _source(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """Which earlier forward made a tensor, and its number there."""
+        for which, recorder in reversed(list(enumerate(self.earlier))):
+            known = recorder.number_of.get(id(tensor))
+            if known is None and (others := recorder.on_storage.get(_storage(tensor))):
+                known = recorder.number_of[others[-1]]
+            if known is not None:
+                return (which, known) if recorder.made[known] >= 0 else recorder.carried.get(known)
+        return None
+
+    def _new(self, tensor: torch.Tensor, *, made: int, depends: bool, drawn: bool) -> int:
+        number = len(self.made)
+        self.made.append(made)
+        self.depends.append(depends)
+        self.drawn.append(drawn)
+        self.last_use.append(-1)
+        self.number_of[id(tensor)] = number
+        self._keep(tensor)
+        if id(tensor) in self.is_parameter:
+            self.parameters[number] = self.is_parameter[id(tensor)]
+        if id(tensor) in self.is_buffer:
+            self.buffers[number] = self.is_buffer[id(tensor)]
+        return number
+
+    def _keep(self, tensor: torch.Tensor) -> None:
+        self.alive.append(tensor)
+        self.on_storage.setdefault(_storage(tensor), []).append(id(tensor))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        func, kwargs = with_values(func), dict(kwargs or {})
+        inputs = tensors_in((args, kwargs))
+        reads = [self.number(tensor) for tensor in inputs]
+        output = func(*args, **kwargs)
+        self.time += 1
+        if not self.differentiating:
+            self.use(reads)
+        outputs = tensors_in(output)
+        depends = any(self.depends[number] for number in reads)
+        draws = is_random(func)
+        drawn = not depends and (draws or any(self.drawn[number] for number in reads))
+        makes = []
+        said = written_tensors(func, args, kwargs) if func._schema.is_mutable else unsaid_writes(func, args, kwargs)
+        for tensor in said:
+            makes += self._written(tensor, depends, drawn)
+        if func._schema.is_mutable:
+            self._note_state(makes)
+        for tensor in outputs:
+            if not any(tensor is known for known in inputs):
+                made = self._new(tensor, made=self.time, depends=depends, drawn=drawn)
+                makes.append(made)
+        cost = _cost(func, args, kwargs, output, outputs)
+        reads_value = func is _aten._local_scalar_dense.default
+        written = inputs if func._schema.is_mutable else []
+        leads = func is not _aten.detach.default and any(
+            each.is_floating_point() or each.is_complex() for each in (*outputs, *written)
+        )
+        self.ops.append(
+            FlowOp(self.time, tuple(reads), tuple(makes), cost, draws, reads_value, leads, self.differentiating)
+        )
+        return output
+
+    def assign(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Note `tensor.data = value`, which is no operation: the tensor lies in the other's memory from now on."""
+        read = self.number(value)
+        self.time += 1
+        self.use([read])
+        old, new = self.number(tensor), len(self.made)
+        self._new(tensor, made=self.time, depends=self.depends[read] or self.depends[old], drawn=self.drawn[read])
+        self.overwritten[old] = self.time
+        self._note_state([new])
+        self.ops.append(FlowOp(self.time, (read,), (new,), 0.0, False, False, False, self.differentiating))
+
+    def _note_state(self, made: Iterable[int]) -> None:
+        """Note which parameters and buffers got new contents under these numbers."""
+        self.stateful.update(table[n] for n in made for table in (self.parameters, self.buffers) if n in table)
+
+    def use(self, numbers: Iterable[int]) -> None:
+        """Note that tensors of these numbers are used now."""
+        for number in numbers:
+            self.last_use[number] = self.time
+
+    @contextmanager
+    def take(self, own: OwnCalls, args: tuple, kwargs: dict) -> Iterator[None]:
+        """Context: the forward takes a gradient, `torch.autograd.grad(*args, **kwargs)`."""
+        names = dict(zip(("outputs", "inputs", "grad_outputs"), args, strict=False)) | kwargs
+        by = listed(names.get("inputs"))
+        plain = all(isinstance(one, torch.Tensor) for one in by) and not names.get(SEVERAL_AT_ONCE)
+        self.time += 1
+        self.use(map(self.number, tensors_in((args, kwargs))))
+        start, self.differentiating = self.time, True
+        try:
+            with own.inside(None):
+                yield
+        finally:
+            self.differentiating = False
+        self.time += 1
+        numbers = tuple(self.number(one) for one in by) if plain else ()
+        self.taken.append(Taken(start, self.time, numbers, plain))
+
+    @contextmanager
+    def take_otherwise(self) -> Iterator[None]:
+        """Context: the forward runs a backward by other means (`loss.backward()`), which stages cannot share."""
+        if self.differentiating:
+            yield
+            return
+        self.time += 1
+        start, self.differentiating = self.time, True
+        try:
+            yield
+        finally:
+            self.differentiating = False
+        self.time += 1
+        self.backwards.append(start)
+
+    def _written(self, tensor: torch.Tensor, depends: bool, drawn: bool) -> list[int]:
+        """New numbers for everything on a storage that was written to: its content is another."""
+        fresh = []
+        renumbered: dict[int, int] = {}
+        for other in self.on_storage.get(_storage(tensor), []):
+            old = self.number_of[other]
+            if old not in renumbered:
+                self.overwritten[old] = self.time
+                renumbered[old] = len(self.made)
+                fresh.append(len(self.made))
+                self.made.append(self.time)
+                self.depends.append(depends or self.depends[old])
+                self.drawn.append((drawn or self.drawn[old]) and not (depends or self.depends[old]))
+                self.last_use.append(-1)
+                for table in (self.parameters, self.buffers):
+                    if old in table:
+                        table[renumbered[old]] = table[old]
+            self.number_of[other] = renumbered[old]
+        return fresh
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """What is one number for tensors that share memory; a sparse one has none to share."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
+def _cost(func, args, kwargs, output, outputs: list[torch.Tensor]) -> float:
+    """Floating-point operations, and elements of the result as `ELEMENT_COST` each."""
+    elements = sum(t.numel() for t in outputs) if not _is_view(func) else 0
+    flops = 0.0
+    if func is _aten._scaled_dot_product_flash_attention_for_cpu.default:
+        flops = flop_counter.sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape)
+    elif func._overloadpacket in flop_counter.flop_registry:
+        flops = flop_counter.flop_registry[func._overloadpacket](*args, **kwargs, out_val=output)
+    return float(flops) + ELEMENT_COST * elements
+
+
+def _is_view(func) -> bool:
+    returned = func._schema.returns
+    return bool(returned) and all(r.alias_info is not None and not r.alias_info.is_write for r in returned)
+
+
+class Assignments(TorchFunctionMode):
+    """Tells the recorder of every `tensor.data = value`."""
+
+    def __init__(self, recorder: Recorder):
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func == torch.Tensor.data.__set__:
+            self.recorder.assign(*args)
+        return result

@@ -1,0 +1,120 @@
+"""What forwards leave in plain attributes of their modules, for the next ones to find: states, counters, caches.
+
+    self.memory[i] = h.detach()        tensors of this batch that the next one reads
+    self.calls += 1                    a number that the next one reads
+    self.store.tables[length] = table  the same in a container or an object of a class of one's own
+
+`Left` tells which places a forward changed, and `Watch` inside which calls it changed them.
+
+What this does not do: look into closures, or into objects of torch's classes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.trace.flow import ModuleCall
+from shardwise.trace.own_class import is_own
+
+_OWN = frozenset(vars(nn.Module()))
+_CONTAINERS = (list, dict, set, frozenset, deque, tuple)
+_ATOMS = (type(None), bool, int, float, complex, str, bytes)
+DEEP = 6  # containers within containers
+
+Place = tuple[str, str]  # (path of the module, attribute)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A plain attribute that was seen changed: when, inside which call, and whose."""
+
+    time: int
+    call: ModuleCall
+    place: Place
+
+
+def contents(value: Any, *, tensors: bool = True, deep: int = DEEP) -> Any:
+    """Returns what a value holds, to be compared: tensors by identity and version, objects of torch's not at all.
+
+    tensors   else a tensor counts as None does: what is left is structure and numbers
+    """
+    if isinstance(value, torch.Tensor):
+        return (id(value), value._version) if tensors else None
+    if isinstance(value, _ATOMS):
+        return value
+    if not deep or isinstance(value, nn.Module | type) or callable(value):
+        return None
+    below = [contents(held, tensors=tensors, deep=deep - 1) for held in _held(value)]
+    if isinstance(value, dict):
+        return [*map(str, value)], below
+    return below if isinstance(value, _CONTAINERS) or is_own(value) else None
+
+
+def _held(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, _CONTAINERS):
+        return list(value)
+    return [list(vars(value)), *vars(value).values()] if is_own(value) else []
+
+
+def structure(child: nn.Module) -> list[Any]:
+    """Returns the numbers and the structure that a module's own plain attributes hold, without tensors."""
+    return [(key, contents(value, tensors=False)) for key, value in vars(child).items() if key not in _OWN]
+
+
+class Left:
+    """Plain attributes as they are now, and buffers by identity alone."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+        self._before = self._now()
+
+    def _now(self) -> dict[Place, Any]:
+        found: dict[Place, Any] = {}
+        for path, child in self.module.named_modules():
+            found |= {(path, key): contents(value) for key, value in vars(child).items() if key not in _OWN}
+            found |= {(path, key): id(value) for key, value in child._buffers.items()}
+        return found
+
+    def changed(self) -> list[Place]:
+        """Returns the places that differ from what they were."""
+        now = self._now()
+        return [place for place in self._before | now if self._before.get(place) != now.get(place)]
+
+
+class Watch:
+    """Notes inside which calls some places change. `moment` is told whenever a call begins or ends."""
+
+    def __init__(self, module: nn.Module, places: list[Place]):
+        self._children = {path: module.get_submodule(path) for path, _ in places}
+        self._places = places
+        self.changes: list[Change] = []
+        self._last = self._now()
+
+    def _now(self) -> list[Any]:
+        return [self._contents(path, key) for path, key in self._places]
+
+    def _contents(self, path: str, key: str) -> Any:
+        child = self._children[path]
+        return id(child._buffers[key]) if key in child._buffers else contents(vars(child).get(key))
+
+    def structure(self) -> list[Any]:
+        """Returns the numbers and the structure that the places hold now."""
+        held = [(self._children[path], key) for path, key in self._places]
+        return [contents(vars(child).get(key), tensors=False) for child, key in held]
+
+    def moment(self, time: int, stack: list[ModuleCall]) -> None:
+        """Compare; what has changed did so in the last of these calls."""
+        now = self._now()
+        for place, before, after in zip(self._places, self._last, now, strict=True):
+            if before != after:
+                self.changes.append(Change(time, stack[-1], place))
+                for call in stack:
+                    call.moves = True
+        self._last = now

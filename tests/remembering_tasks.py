@@ -1,0 +1,241 @@
+"""Modules that keep something from batch to batch in plain attributes and buffers: functions that return a `Task`."""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import partial
+from typing import Any
+
+import torch
+from pipeline_tasks import WIDTH, task, vectors
+from torch import Tensor, nn
+
+from shardwise import Task
+
+EVEN = partial(vectors, samples=8)  # micro-batches of one size, as a kept state needs
+
+
+class Layers(nn.Module):
+    """Four layers, each of which adds to what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(WIDTH, 3)
+        self.start()
+
+    def start(self) -> None:
+        """What the module keeps before its first batch."""
+
+
+class Listed(Layers):
+    """Hidden states in a list that the outermost forward sets at its end."""
+
+    def start(self) -> None:
+        self.memory: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        new = []
+        for place, layer in enumerate(self.layers):
+            old = self.memory[place] if self.memory else torch.zeros_like(x)
+            new.append(x.detach())
+            x = x + layer(x + 0.5 * old)
+        self.memory = new
+        return self.head(x)
+
+
+class Updated(Layers):
+    """All states updated at the end, from those kept and those of now."""
+
+    def start(self) -> None:
+        self.memory: list[Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory, seen = self.memory or [torch.zeros_like(x) for _ in self.layers], []
+        for layer, old in zip(self.layers, memory, strict=True):
+            seen.append(x)
+            x = x + layer(x + old)
+        with torch.no_grad():
+            self.memory = [0.5 * old + 0.1 * now for old, now in zip(memory, seen, strict=True)]
+        return self.head(x)
+
+
+class First(Layers):
+    """What the first layer gave in the last batch is added at the end, where it is another stage's."""
+
+    def start(self) -> None:
+        self.first: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        old = self.first
+        for place, layer in enumerate(self.layers):
+            x = x + layer(x)
+            if place == 0:
+                self.first = x.detach()
+        return self.head(x if old is None else x + old)
+
+
+class Last(Layers):
+    """What the head gave in the last batch is added at the start: no stage can begin anywhere."""
+
+    def start(self) -> None:
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.last is not None:
+            x = x + self.last.mean(-1, keepdim=True)
+        for layer in self.layers:
+            x = x + layer(x)
+        output = self.head(x)
+        self.last = output.detach()
+        return output
+
+
+class Counted(Layers):
+    """A number that is raised at the end and read at the start, and one in a buffer."""
+
+    def start(self) -> None:
+        self.calls = 0
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x / (1 + self.calls) + self.steps
+        for layer in self.layers:
+            x = x + layer(x)
+        self.calls += 1
+        self.steps += 0.5
+        return self.head(x)
+
+
+class Turn(nn.Module):
+    """A layer that counts its own calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.calls = nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + self.weight(x).tanh() / self.calls
+
+
+class Turns(Layers):
+    """A layer used four times, whose count begins anew in every batch: calls that a stage leaves out count too."""
+
+    def start(self) -> None:
+        self.turn = Turn()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.turn.calls = 0
+        for layer in self.layers:
+            x = layer(self.turn(x))
+        return self.head(x)
+
+
+class Store:
+    """States and a count, in an object of a class of one's own."""
+
+    def __init__(self) -> None:
+        self.states: dict[str, list[Any]] = {"by layer": [None] * 4}
+        self.seen = 0
+
+
+class Stored(Layers):
+    """States in a list, in a dict, in an object."""
+
+    def start(self) -> None:
+        self.store = Store()
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = self.store.states["by layer"]
+        for place, layer in enumerate(self.layers):
+            x = x + layer(x if states[place] is None else x + 0.3 * states[place])
+            states[place] = x.detach()
+        self.store.seen += 1
+        return self.head(x) / self.store.seen
+
+
+class Written(Layers):
+    """Averages of weights in tensors of a plain list, into which the forward writes."""
+
+    def start(self) -> None:
+        self.averages = [torch.zeros(WIDTH) for _ in range(4)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for average, layer in zip(self.averages, self.layers, strict=True):
+            x = x + layer(x + average.to(x))
+            average.mul_(0.9).add_(layer[0].bias.detach().to(average))
+        return self.head(x)
+
+
+class Tables(Layers):
+    """A table of no weight, kept by the number of features, and the last two hidden states."""
+
+    def start(self) -> None:
+        self.tables: dict[int, Tensor] = {}
+        self.states: deque[Tensor] = deque(maxlen=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] not in self.tables:
+            self.tables[x.shape[1]] = torch.arange(x.shape[1], dtype=x.dtype)
+        for layer in self.layers[:2]:
+            x = x + layer(x + self.tables[x.shape[1]])
+        for state in self.states:
+            x = x + 0.1 * state
+        self.states.append(x.detach())
+        for layer in self.layers[2:]:
+            x = x + layer(x + self.tables[x.shape[1]])
+        return self.head(x)
+
+
+class Averaged(Layers):
+    """A running mean over the batch in a plain attribute, taken off in the next one."""
+
+    def start(self) -> None:
+        self.mean: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        old, self.mean = self.mean, x.mean(0).detach()
+        return self.head(x if old is None else x - old)
+
+
+def listed() -> Task:
+    return task(Listed, EVEN)
+
+
+def updated() -> Task:
+    return task(Updated, EVEN)
+
+
+def first() -> Task:
+    return task(First, EVEN)
+
+
+def last() -> Task:
+    return task(Last, EVEN)
+
+
+def counted() -> Task:
+    return task(Counted, EVEN)
+
+
+def turns() -> Task:
+    return task(Turns, EVEN)
+
+
+def stored() -> Task:
+    return task(Stored, EVEN)
+
+
+def written() -> Task:
+    return task(Written, EVEN)
+
+
+def tables() -> Task:
+    return task(Tables, EVEN)
+
+
+def averaged() -> Task:
+    return task(Averaged, EVEN)

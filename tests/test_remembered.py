@@ -1,0 +1,83 @@
+"""What a forward keeps for the next one in plain attributes and buffers: equal to one process, or refused before."""
+
+from __future__ import annotations
+
+import pytest
+import remembering_tasks
+import torch
+from torch import nn
+
+from shardwise import verify
+from shardwise.parallel.pipeline.lasting import conflict
+from shardwise.ranks import RankPool
+from shardwise.trace.deferred import build
+from shardwise.trace.recorded import trace_forward
+from shardwise.trace.state import ModuleState
+
+TWO = "pp=2,microbatches=2"
+CASES = [
+    ("updated", TWO), ("counted", TWO), ("stored", TWO),
+    *(pytest.param(name, TWO, marks=pytest.mark.long) for name in ("listed", "first", "turns", "written", "tables")),
+    *(pytest.param(name, plan, marks=pytest.mark.long) for name, plan in (
+        ("listed", "pp=2"), ("listed", "pp=3,microbatches=4"), ("listed", "tp=2,pp=2"),
+        ("listed", "pp=2,schedule=gpipe"),
+        ("listed", "dp_replicate=2,pp=2"), ("counted", "pp=4"), ("averaged", TWO), ("stored", "dp_shard=2,zero=3"),
+        ("stored", "tp=2"), ("written", "tp=2"), ("stored", "dp_replicate=2,accumulate=2"),
+        ("listed", "pp=2,remat=full"),
+        ("turns", "pp=2,schedule=interleaved1f1b"), ("updated", "pp=2,schedule=zbh1,microbatches=4"),
+    )),
+]  # fmt: skip
+REFUSED = [
+    ("last", "pp=2", "in 'last', is in the way: what one forward leaves there, a later one reads on the other side"),
+    ("averaged", "dp_replicate=2", "the forward leaves 'mean' in the module, computed of all samples"),
+    ("listed", "pp=2,schedule=interleaved1f1b", "the forward changes 'memory' for the next one to find"),
+    ("counted", "pp=2,schedule=interleaved1f1b", "use schedule=1f1b"),
+]
+
+
+@pytest.mark.parametrize(("name", "plan"), CASES)
+def test_equal(pool: RankPool, name: str, plan: str) -> None:
+    result = verify(f"remembering_tasks:{name}", plan, pool=pool, timeout_s=60, steps=3)
+    assert result.parity, result.text()
+
+
+@pytest.mark.parametrize(("name", "plan", "reason"), REFUSED)
+def test_refused_before_the_first_step(pool: RankPool, name: str, plan: str, reason: str) -> None:
+    result = verify(f"remembering_tasks:{name}", plan, pool=pool, timeout_s=60)
+    assert result.refused, result.text()
+    assert reason in result.refused
+
+
+def test_which_cuts_have_a_stage_run_on() -> None:
+    """Where the code around a cut leaves something behind it; not where a layer keeps what is its own."""
+
+    def kept(model: type[nn.Module]) -> list[tuple[bool, str]]:
+        x = torch.randn(3, remembering_tasks.WIDTH)
+        flow, _ = trace_forward(build(model, 0), lambda module, batch: module(batch), x)
+        return [conflict(flow, call) for call in flow.calls() if call.path in ("layers.1", "layers.2")]
+
+    assert kept(remembering_tasks.Listed) == [(True, "")] * 2
+    assert kept(remembering_tasks.Turns) == [(False, "")] * 2
+    assert [why[:20] for _, why in kept(remembering_tasks.First)] == ["what one forward lea"] * 2
+    assert [on for on, _ in kept(remembering_tasks.Counted)] == [True] * 2
+
+
+def test_what_objects_and_containers_hold_is_put_back() -> None:
+    module = remembering_tasks.Stored()
+    module.pair = (torch.zeros(2), [1])  # type: ignore[assignment]
+    held = module.store.states["by layer"]
+    state = ModuleState(module)
+    assert not state.changed()
+    held[0] = torch.ones(1)
+    module.store.seen += 1
+    module.pair[0].add_(1)
+    module.pair[1].append(2)
+    assert {key for _, key in state.changed()} == {"store", "pair"}
+    with state.standing_in():
+        assert module.store.seen == 0
+        assert held[0] is None
+    assert module.store.seen == 1
+    state.restore()
+    assert module.store.states["by layer"] is held
+    assert (held, module.store.seen, module.pair[1]) == ([None] * 4, 0, [1])
+    assert not module.pair[0].any()
