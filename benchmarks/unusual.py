@@ -96,8 +96,13 @@ KINDS = [
     "what depends on weights alone: all. Under `zero=3` such weights are "
     "[whole on every rank](techniques/zero3.md#weights-that-the-forward-writes), and one stage of a pipeline has all "
     "that uses one. What depends on samples (scales taken from the first batch) is refused on data ranks |",
-    "| averages over the batch that are kept (codebooks that move) | each data rank would keep its own: refused there, "
-    "equal under `tp` and pipelines |",
+    "| averages over the batch that are kept (codebooks that move, running means of inputs), queues of earlier "
+    "batches, ghost batches | each data rank would keep its own: refused there, until "
+    "`Task(loss_scope=\"model\")` says that every data rank is to [run the model on all samples](techniques/accumulation.md#losses-that-do-not-add-up). Equal "
+    "under `tp` and pipelines |",
+    "| states, counters and tables kept from batch to batch in plain attributes | all, also beside accumulation; "
+    "stages of `pp` keep what [their own part made](techniques/pipeline.md), and schedules with several stages on a "
+    "rank are refused. What mixes samples is seen by a second forward in a row |",
     "| an energy whose gradient is in the loss (`torch.autograd.grad` in the forward) | replicas, `zero`, `tp`, "
     "and `pp`, whose stages [each take their part of it](techniques/pipeline.md) and keep `zero` below 3; "
     "under `zero=3` all weights are one unit, gathered from the forward until the backward, and a gradient that the "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -199,6 +200,60 @@ class Averaged(Layers):
             x = x + layer(x)
         old, self.mean = self.mean, x.mean(0).detach()
         return self.head(x if old is None else x - old)
+
+
+class Ghost(nn.Module):
+    """Batch norm over groups of four samples, and a running mean of inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.head = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 3)
+        self.drop = nn.Dropout(0.2)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        groups = (self.inner(x - self.mean)).chunk(max(len(x) // 4, 1))
+        return self.head(self.drop(torch.cat([self.norm(group) for group in groups])))
+
+
+def ghost() -> Task:
+    return task(Ghost, EVEN, metrics=lambda output, batch: {"size": (output.abs().sum(), len(output))})
+
+
+def ghost_on_all() -> Task:
+    return replace(ghost(), loss_scope="model")
+
+
+def averaged_on_all() -> Task:
+    return task(Averaged, EVEN, loss_scope="model")
+
+
+@dataclass
+class Told:
+    """An output of a class that torch's tree functions do not look into."""
+
+    output: Tensor
+    weights: list[Tensor]
+
+
+class Telling(Layers):
+    """It returns weights and hidden states of its first layers in an object."""
+
+    def forward(self, x: Tensor) -> Any:
+        first = self.layers[0](x)
+        x = first
+        for layer in self.layers[1:]:
+            x = x + layer(x)
+        return Told(self.head(x), [self.layers[0][0].weight, first])
+
+
+def telling() -> Task:
+    def loss(told: Told, batch: Any) -> tuple[Tensor, int]:
+        extra = len(batch["y"]) * told.weights[0].square().sum() + told.weights[1].square().sum()
+        return (told.output - batch["y"]).square().sum() + 0.1 * extra, len(batch["y"])
+
+    return task(Telling, EVEN, loss=loss)
 
 
 def listed() -> Task:

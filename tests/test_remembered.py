@@ -1,4 +1,4 @@
-"""What a forward keeps for the next one in plain attributes and buffers: equal to one process, or refused before."""
+"""What a forward keeps for the next one, or makes of all samples together: equal to one process, or refused before."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from shardwise import verify
+from shardwise.engine.check import _norms_differ
 from shardwise.parallel.pipeline.lasting import conflict
 from shardwise.ranks import RankPool
 from shardwise.trace.deferred import build
@@ -16,7 +17,7 @@ from shardwise.trace.state import ModuleState
 
 TWO = "pp=2,microbatches=2"
 CASES = [
-    ("updated", TWO), ("counted", TWO), ("stored", TWO),
+    ("updated", TWO), ("counted", TWO), ("stored", TWO), ("telling", "pp=2"), ("ghost_on_all", "dp_shard=2,zero=3"),
     *(pytest.param(name, TWO, marks=pytest.mark.long) for name in ("listed", "first", "turns", "written", "tables")),
     *(pytest.param(name, plan, marks=pytest.mark.long) for name, plan in (
         ("listed", "pp=2"), ("listed", "pp=3,microbatches=4"), ("listed", "tp=2,pp=2"),
@@ -24,11 +25,15 @@ CASES = [
         ("listed", "dp_replicate=2,pp=2"), ("counted", "pp=4"), ("averaged", TWO), ("stored", "dp_shard=2,zero=3"),
         ("stored", "tp=2"), ("written", "tp=2"), ("stored", "dp_replicate=2,accumulate=2"),
         ("listed", "pp=2,remat=full"),
+        ("ghost_on_all", "dp_replicate=3,accumulate=2"), ("ghost_on_all", "dp_shard=2,zero=2,pp=2"),
+        ("ghost_on_all", "dp_shard=2,zero=1,tp=2"), ("averaged_on_all", "dp_shard=2,zero=3"), ("ghost", "tp=2,pp=2"),
         ("turns", "pp=2,schedule=interleaved1f1b"), ("updated", "pp=2,schedule=zbh1,microbatches=4"),
     )),
 ]  # fmt: skip
 REFUSED = [
     ("last", "pp=2", "in 'last', is in the way: what one forward leaves there, a later one reads on the other side"),
+    ("ghost", "dp_replicate=2", 'Task(loss_scope="model") has every rank run the model on all samples'),
+    ("ghost_on_all", "dp_shard=2,zero=3,deterministic=4", 'loss_scope="model" has every data rank run'),
     ("averaged", "dp_replicate=2", "the forward leaves 'mean' in the module, computed of all samples"),
     ("listed", "pp=2,schedule=interleaved1f1b", "the forward changes 'memory' for the next one to find"),
     ("counted", "pp=2,schedule=interleaved1f1b", "use schedule=1f1b"),
@@ -46,6 +51,13 @@ def test_refused_before_the_first_step(pool: RankPool, name: str, plan: str, rea
     result = verify(f"remembering_tasks:{name}", plan, pool=pool, timeout_s=60)
     assert result.refused, result.text()
     assert reason in result.refused
+
+
+def test_batch_norms_over_groups_of_samples_are_told() -> None:
+    assert not _norms_differ([5, 1], [2, 1], [3, 1])
+    assert not _norms_differ([], [], [])
+    assert "get 3, 2 values of a channel on some samples, and 2 and 3" in _norms_differ([3, 2], [2], [3])[0]
+    assert _norms_differ([4, 4], [2, 4], [3, 4])
 
 
 def test_which_cuts_have_a_stage_run_on() -> None:

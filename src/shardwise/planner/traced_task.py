@@ -85,6 +85,11 @@ class Traced:
         self, task: Task, cluster: Cluster, software: Software, precision: str, samples: tuple[int, int], cuts: bool,
         say: Say = silent, remarks: tuple[str, ...] = (), randomness: Randomness = "global",
     ):  # fmt: skip
+        if task.loss_scope == "model":
+            raise RefusedPlan(
+                'no forecast for loss_scope="model": every data rank runs the model on all samples, and forecasts deal '
+                "them; time one step in one process, which is a step's time on any number of data ranks"
+            )
         self.task, self.cluster, self.software, self.precision = task, cluster, software, precision
         self.samples, self.cuts, self.say, self.follow = samples, cuts, say, randomness == "global"
         say(f"{task.name}: reading a sample")

@@ -23,9 +23,10 @@ from shardwise.trace.deferred import Built
 from shardwise.trace.fake import Fake, unlogged
 from shardwise.trace.flow import Flow, Leaf, ModuleCall, OwnCall
 from shardwise.trace.functional import transforming
+from shardwise.trace.hidden import hidden
 from shardwise.trace.numbered import Assignments, Recorder
 from shardwise.trace.own_calls import OwnCalls, Spot
-from shardwise.trace.remembered import Left, Place, Watch, structure
+from shardwise.trace.remembered import AttributeWatch, Left, Place, structure
 from shardwise.trace.stand_in import standing_in
 from shardwise.trace.state import ModuleState
 from shardwise.trace.taken import GradientWatch, other_backwards
@@ -40,7 +41,7 @@ DtypeOf = Callable[[torch.Tensor], torch.dtype]
 
 @contextmanager
 def _calls(
-    module: nn.Module, recorder: Recorder, root: ModuleCall, own: OwnCalls, watch: Watch | None
+    module: nn.Module, recorder: Recorder, root: ModuleCall, own: OwnCalls, watch: AttributeWatch | None
 ) -> Iterator[None]:  # fmt: skip
     """Write down every call of a submodule, but for those inside a `torch.func` transform: their caller is one op."""
     stack, held = [root], list[Any]()
@@ -143,7 +144,7 @@ def _in_a_row(
     """The flow of a first forward, with those of later ones that find what it left; None where that changes nothing."""
     recorders, flows, structures = list[Recorder](), list[Flow](), list[Any]()
     for _ in range(IN_A_ROW):
-        watch = Watch(module, places)
+        watch = AttributeWatch(module, places)
         flow, recorder = _followed(module, run, known, gradients=gradients, earlier=list(recorders), watch=watch)
         flow.changes = watch.changes
         recorders.append(recorder)
@@ -161,7 +162,7 @@ def _in_a_row(
 
 def _followed(
     module: nn.Module, run: Callable[[], Any], known: dict[str, int], *, gradients: bool,
-    earlier: Sequence[Recorder] = (), watch: Watch | None = None,
+    earlier: Sequence[Recorder] = (), watch: AttributeWatch | None = None,
 ) -> tuple[Flow, Recorder]:  # fmt: skip
     recorder = Recorder(
         {id(param): known[name] for name, param in module.named_parameters()},
@@ -197,7 +198,8 @@ def _followed(
     if watch is not None:
         watch.moment(recorder.time, [root])
     root.exit = end = recorder.time
-    returned = [recorder.number(leaf) for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
+    leaves = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
+    returned = [recorder.number(leaf) for leaf in (*leaves, *hidden(output))]
     for number in returned:
         recorder.last_use[number] = end
     flow = Flow(

@@ -4,7 +4,7 @@
     self.calls += 1                    a number that the next one reads
     self.store.tables[length] = table  the same in a container or an object of a class of one's own
 
-`Left` tells which places a forward changed, and `Watch` inside which calls it changed them.
+`Left` tells which places a forward changed, and `AttributeWatch` inside which calls it changed them.
 
 What this does not do: look into closures, or into objects of torch's classes.
 """
@@ -88,7 +88,7 @@ class Left:
         return [place for place in self._before | now if self._before.get(place) != now.get(place)]
 
 
-class Watch:
+class AttributeWatch:
     """Notes inside which calls some places change. `moment` is told whenever a call begins or ends."""
 
     def __init__(self, module: nn.Module, places: list[Place]):
