@@ -98,8 +98,8 @@ KINDS = [
     "that uses one. What depends on samples (scales taken from the first batch) is refused on data ranks |",
     "| averages over the batch that are kept (codebooks that move, running means of inputs), queues of earlier "
     "batches, ghost batches | each data rank would keep its own: refused there, until "
-    "`Task(loss_scope=\"model\")` says that every data rank is to [run the model on all samples](techniques/accumulation.md#losses-that-do-not-add-up). Equal "
-    "under `tp` and pipelines |",
+    "`Task(loss_scope=\"model\")` says that every data rank is to [run the model on all "
+    "samples](techniques/accumulation.md#losses-that-do-not-add-up). Equal under `tp` and pipelines |",
     "| states, counters and tables kept from batch to batch in plain attributes | all, also beside accumulation; "
     "stages of `pp` keep what [their own part made](techniques/pipeline.md), and schedules with several stages on a "
     "rank are refused. What mixes samples is seen by a second forward in a row |",

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from shardwise.trace.flow import ModuleCall
+from shardwise.trace.generators import KINDS, shared_states, state_of
 from shardwise.trace.own_class import is_own
 
 _OWN = frozenset(vars(nn.Module()))
@@ -47,6 +48,8 @@ def contents(value: Any, *, tensors: bool = True, deep: int = DEEP) -> Any:
         return (id(value), value._version) if tensors else None
     if isinstance(value, _ATOMS):
         return value
+    if isinstance(value, KINDS):
+        return state_of(value)
     if not deep or isinstance(value, nn.Module | type) or callable(value):
         return None
     below = [contents(held, tensors=tensors, deep=deep - 1) for held in _held(value)]
@@ -64,8 +67,13 @@ def _held(value: Any) -> list[Any]:
 
 
 def structure(child: nn.Module) -> list[Any]:
-    """Returns the numbers and the structure that a module's own plain attributes hold, without tensors."""
-    return [(key, contents(value, tensors=False)) for key, value in vars(child).items() if key not in _OWN]
+    """Returns the numbers and the structure that a module's own plain attributes hold, without tensors.
+
+    Also where the generators stand that all code draws from: a call that draws of them is not left out, or what comes
+    after it would draw other numbers.
+    """
+    held = [(key, contents(value, tensors=False)) for key, value in vars(child).items() if key not in _OWN]
+    return [*held, shared_states()]
 
 
 class Left:

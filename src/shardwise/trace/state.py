@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.trace.caches import CacheState
+from shardwise.trace.generators import KINDS, put_back, standing_at, state_of
 from shardwise.trace.own_class import is_own
 
 _OWN = frozenset(vars(nn.Module()))
@@ -52,7 +53,8 @@ def _hooks(module: nn.Module) -> Iterator[dict[int, Any]]:
 def _keys(child: nn.Module, table: dict[str, Any]) -> list[str]:
     if table is not vars(child):
         return list(table)
-    return [key for key, value in table.items() if key not in _OWN and (isinstance(value, _PLAIN) or is_own(value))]
+    plain = (*_PLAIN, *KINDS)
+    return [key for key, value in table.items() if key not in _OWN and (isinstance(value, plain) or is_own(value))]
 
 
 def _kept_in(child: nn.Module, table: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
@@ -106,6 +108,8 @@ class ModuleState:
                     value, copied = kept[id(table), key]
                     if isinstance(copied, PassedState):
                         below.enter_context(copied.standing_in())
+                    elif isinstance(value, KINDS):
+                        below.enter_context(standing_at(value, copied))
                     table[key] = _standing_in(value, copied, self._by_value)
                 else:
                     del table[key]
@@ -138,6 +142,8 @@ class ModuleState:
                     value.copy_(copied[0])
             elif isinstance(copied, PassedState):
                 copied.restore()
+            elif isinstance(value, KINDS) and copied is not None and state_of(value) != copied:
+                put_back(value, copied)
 
 
 class PassedState:
@@ -250,6 +256,8 @@ def _copy_of(value: Any) -> Any:
 def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone(), value._version
+    if isinstance(value, KINDS):
+        return state_of(value)
     kept = isinstance(value, (tuple, *_CONTAINERS)) or is_own(value)
     return PassedState(value, written=True) if kept else None
 
@@ -277,6 +285,8 @@ def _differs(now: Any, value: Any, copied: Any) -> bool:
         return value._version != copied[1]
     if isinstance(copied, PassedState):
         return copied.changed()
+    if isinstance(value, KINDS):
+        return state_of(value) != copied
     if isinstance(value, dict):
         return list(value) != list(copied) or any(value[key] is not copied[key] for key in value)
     if isinstance(value, list | deque):
