@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from pipeline_tasks import WIDTH, task, vectors
 from torch import Tensor, nn
@@ -294,3 +296,50 @@ def tables() -> Task:
 
 def averaged() -> Task:
     return task(Averaged, EVEN)
+
+
+# --- numbers drawn by Python and numpy
+
+
+class Dropped(Layers):
+    """Layers dropped by a draw of Python's; each draws another number of numpy's inside."""
+
+    def start(self) -> None:
+        self.layers = nn.ModuleList(Scaled() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if random.random() > 0.4:
+                x = x + layer(x)
+        return self.head(x)
+
+
+class Scaled(nn.Module):
+    """A layer times a number drawn by numpy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).tanh() * float(np.random.rand() + 0.5)
+
+
+class OwnGenerators(Layers):
+    """Numbers of generators that the module itself holds, which go on from batch to batch."""
+
+    def start(self) -> None:
+        self.numbers, self.others = np.random.default_rng(3), random.Random(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x) * (float(self.numbers.random()) + self.others.random())
+        return self.head(x)
+
+
+def dropped() -> Task:
+    return task(Dropped, EVEN)
+
+
+def own_generators() -> Task:
+    return task(OwnGenerators, EVEN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import remembering_tasks
 import torch
@@ -17,7 +18,8 @@ from shardwise.trace.state import ModuleState
 
 TWO = "pp=2,microbatches=2"
 CASES = [
-    ("updated", TWO), ("counted", TWO), ("stored", TWO), ("telling", "pp=2"), ("ghost_on_all", "dp_shard=2,zero=3"),
+    ("updated", TWO), ("counted", TWO), ("stored", TWO), ("telling", "pp=2"), ("dropped", TWO),
+    ("ghost_on_all", "dp_shard=2,zero=3"),
     *(pytest.param(name, TWO, marks=pytest.mark.long) for name in ("listed", "first", "turns", "written", "tables")),
     *(pytest.param(name, plan, marks=pytest.mark.long) for name, plan in (
         ("listed", "pp=2"), ("listed", "pp=3,microbatches=4"), ("listed", "tp=2,pp=2"),
@@ -27,7 +29,10 @@ CASES = [
         ("listed", "pp=2,remat=full"),
         ("ghost_on_all", "dp_replicate=3,accumulate=2"), ("ghost_on_all", "dp_shard=2,zero=2,pp=2"),
         ("ghost_on_all", "dp_shard=2,zero=1,tp=2"), ("averaged_on_all", "dp_shard=2,zero=3"), ("ghost", "tp=2,pp=2"),
-        ("turns", "pp=2,schedule=interleaved1f1b"), ("updated", "pp=2,schedule=zbh1,microbatches=4"),
+        ("dropped", "pp=4,microbatches=4"), ("dropped", "pp=2,schedule=interleaved1f1b"), ("own_generators", TWO),
+        ("dropped", "dp_shard=2,zero=3,pp=2"), ("own_generators", "dp_replicate=2"), ("own_generators", "tp=2"),
+        ("dropped", "dp_shard=2,zero=3,remat=full"), ("turns", "pp=2,schedule=interleaved1f1b"),
+        ("updated", "pp=2,schedule=zbh1,microbatches=4"),
     )),
 ]  # fmt: skip
 REFUSED = [
@@ -72,6 +77,26 @@ def test_which_cuts_have_a_stage_run_on() -> None:
     assert kept(remembering_tasks.Turns) == [(False, "")] * 2
     assert [why[:20] for _, why in kept(remembering_tasks.First)] == ["what one forward lea"] * 2
     assert [on for on, _ in kept(remembering_tasks.Counted)] == [True] * 2
+
+
+def test_generators_are_put_back() -> None:
+    module = remembering_tasks.OwnGenerators()
+    module.third = torch.Generator().manual_seed(3)  # type: ignore[assignment]
+    module.fourth = np.random.RandomState(3)  # type: ignore[assignment]
+    state = ModuleState(module)
+
+    def drawn() -> list[float]:
+        own = module.numbers.random(), module.others.random(), module.fourth.random()
+        return [*own, float(torch.rand((), generator=module.third))]
+
+    assert not state.changed()
+    first = drawn()
+    assert len(state.changed()) == 4
+    with state.standing_in():
+        assert drawn() == first
+    second = drawn()
+    state.restore()
+    assert [drawn(), drawn()] == [first, second]
 
 
 def test_what_objects_and_containers_hold_is_put_back() -> None:

@@ -260,7 +260,7 @@ def _left_differs(run: Runner, left: list[str], whole: Any, parts: tuple[Any, An
                   dtype: torch.dtype) -> list[str]:  # fmt: skip
     """Problems of a second forward, which finds what a first one left in the module."""
     of_whole, first, second = run.second(whole), run.second(parts[0]), run.second(parts[1])
-    apart = _apart(of_whole, first, second, dtype) if _finite(of_whole, first, second) else None
+    apart = _apart(of_whole, first, second, dtype) if finite(of_whole, first, second) else None
     if apart is None:
         return []
     (name, value, added), (n, a, b) = apart, sizes

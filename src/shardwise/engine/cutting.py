@@ -6,7 +6,7 @@ got no token) belongs where the module that holds it ran.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from shardwise.trace.deferred import Built, seed_of
 from shardwise.trace.flow import Flow
 from shardwise.trace.recorded import trace_forward
 
+TRIES = 24  # forwards that are followed to find all the calls of one that chance leaves some out of
 UNEVEN = 1.5  # times the mean, from which a stage's share is worth a notice
 
 
@@ -64,8 +65,11 @@ def cut_forward(
     available = samples_in(sample)
     counts = (min(2, available), min(3, available))
     module = built.module
-    flow, notice = _traced(task, plan, precision, built, slice_samples(sample, 0, counts[0]), 0)
-    other, _ = _traced(task, plan, precision, built, slice_samples(sample, 0, counts[1]), 1)
+    few = [slice_samples(sample, 0, count) for count in counts]
+    flow, notice = _traced(task, plan, precision, built, few[0], 0)
+    other, _ = _traced(task, plan, precision, built, few[1], 1)
+    if flow.order != other.order:
+        flow, other = _fullest([_traced(task, plan, precision, built, one, n)[0] for n in range(TRIES)] for one in few)
     whole = plan.remat != "none" or plan.compile or plan.zero == 3
     units = [*inseparable, *(blocks.paths if whole else ())]
     apart = _apart(plan, schedule) if flow.taken else ""
@@ -78,7 +82,7 @@ def cut_forward(
     stages = make_stages(flow, other, counts, places)
     holders, buffers = _holders(flow, module, stages, schedule)
     cut = StagePlacement(schedule, stages, holders, buffers, rank, _shares_draws(flow, stages))
-    cut.by_values = bool(notice or flow.later)  # it could not be followed without, or what was left decides
+    cut.by_values = bool(notice or flow.later or flow.varies)  # or by what was left, or by chance
     held = (*module.named_parameters(), *module.named_buffers())
     cut.written = [name for name, each in held if id(each) in flow.stateful and each.is_floating_point()]
     return cut, notice
@@ -95,6 +99,27 @@ def _traced(
     except Exception as error:
         what = f"pp={plan.pp}: the forward cannot be followed on {samples_in(sample)} samples to find stages"
         raise blame(error, what, task, precision, built.module, sample) from error
+
+
+def _fullest(flows: Iterable[list[Flow]]) -> tuple[Flow, Flow]:
+    """Of forwards that chance leaves calls out of, for two numbers of samples: one of each that has all the calls.
+
+    Where there are no such two, the first ones, which do other calls.
+    """
+    first, second = ([*each] for each in flows)
+    for flow in sorted(first, key=lambda each: len(each.order), reverse=True):
+        other = next((each for each in second if each.order == flow.order), None)
+        if other is not None and all(_among(each.order, flow.order) for each in (*first, *second)):
+            always = set(flow.order).intersection(*(each.order for each in (*first, *second)))
+            flow.varies = frozenset(set(flow.order) - always)
+            return flow, other
+    return first[0], next((each for each in second if each.order != first[0].order), second[0])
+
+
+def _among(some: list[tuple[str, int]], calls: list[tuple[str, int]]) -> bool:
+    """Whether calls are made in the order of others, of which some may be left out."""
+    left = iter(calls)
+    return all(call in left for call in some)
 
 
 def _places(

@@ -113,6 +113,7 @@ class Flow:
     stateful: set[int] = field(default_factory=set)  # ids of parameters and buffers that are written by an operation
     later: list[Flow] = field(default_factory=list)  # forwards that find what this one left, where that matters
     carried: dict[int, tuple[int, int]] = field(default_factory=dict)  # of a later one: number -> (which, number there)
+    varies: frozenset[tuple[str, int]] = frozenset()  # calls (path, place) that chance leaves out of other forwards
     changes: list[Change] = field(default_factory=list)  # of plain attributes, where they matter
     _influenced: dict[int, set[int]] = field(default_factory=dict)
 
@@ -125,6 +126,11 @@ class Flow:
             if op.reads_value or op.inner or not found.isdisjoint(op.makes):
                 found.update(op.reads)
         return found
+
+    @cached_property
+    def order(self) -> list[tuple[str, int]]:
+        """Returns (path, place) of every call, in the order they were entered."""
+        return [(call.path, call.place) for call in self.calls()]
 
     @property
     def outline(self) -> list[tuple[float, int, int]]:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -221,11 +222,12 @@ def trace_forward(
     """
     module = built.module
     state = ModuleState(module)
-    kept = random.getstate()
+    kept = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             random.seed(seed)
+            np.random.seed(seed)
             try:
                 return _fake(built, run, batch, dtype_of), ""
             except Exception as error:
@@ -236,7 +238,8 @@ def trace_forward(
                 notice = f"traced on real tensors{weights}, since shapes alone do not do: {first}"
                 return _real(built, run, batch, dtype_of, few), notice
     finally:
-        random.setstate(kept)
+        random.setstate(kept[0])
+        np.random.set_state(kept[1])
         state.restore()
 
 

@@ -28,6 +28,7 @@ from torch import nn
 
 from shardwise.errors import InputError, RefusedPlan, did_you_mean
 from shardwise.parallel.pipeline.balance import Prefix, Used, balanced, costs_of, uses, uses_led
+from shardwise.parallel.pipeline.chance import met_by_chance
 from shardwise.parallel.pipeline.inner import By, blocked, crossed, crossed_at, found_by
 from shardwise.parallel.pipeline.lasting import conflict, told_lasting, twin_of
 from shardwise.parallel.pipeline.left import told_written
@@ -47,11 +48,17 @@ class CutPoint:
     numbers: tuple[int, ...]
     callees: tuple[str, ...] = ()  # of a function's place: modules that the same code calls
     runs_on: bool = False  # the stage before it comes to the end of the forward too, for what is left there
+    others: tuple[CutPoint, ...] = ()  # where chance leaves its call out: the next calls, up to one that is always made
 
     @property
     def clean(self) -> bool:
         """Whether all that crosses the cut is given to the call as arguments."""
         return set(self.numbers) <= set(self.call.arguments)
+
+    @property
+    def shapes(self) -> list[tuple[int, ...] | None]:
+        """Returns those of what crosses, where it is clean."""
+        return [self.call.shapes[self.call.arguments.index(number)] for number in self.numbers]
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,14 @@ class Holder:
     times: int = 0  # that the code has made this call when the boundary is met
 
 
+@dataclass(frozen=True)
+class Edge:
+    """A place where a stage begins or ends, and where what crosses is taken hold of there."""
+
+    point: CutPoint
+    holders: tuple[Holder, ...]
+
+
 @dataclass
 class Stage:
     """One stage's part of the forward: from the entry of one call (or the start) to that of another (or the end)."""
@@ -87,6 +102,8 @@ class Stage:
     skips: list[Skip] = field(default_factory=list)
     received: list[Holder] = field(default_factory=list)
     sent: list[Holder] = field(default_factory=list)
+    entries: list[Edge] = field(default_factory=list)  # where it begins: the first of these that a forward comes to
+    exits: list[Edge] = field(default_factory=list)
     taken: list[Taken] = field(default_factory=list)  # gradients that the forward takes itself, of all stages
     by: dict[int, By] = field(default_factory=dict)  # of each of them: where this stage has what it is taken by
     differentiates: bool = False  # whether it takes any, by whatever means
@@ -94,6 +111,11 @@ class Stage:
     answers: bool = False  # whether one comes back over its end
     careful: bool = False  # before it the forward writes into parameters, which are absent here
     runs_on: bool = False  # to the end of the forward, for what it leaves there
+
+    @property
+    def holders(self) -> list[Holder]:
+        """Where the stage takes hold of anything."""
+        return [*self.kept, *(holder for edge in (*self.entries, *self.exits) for holder in edge.holders)]
 
     @property
     def kept(self) -> list[Holder]:
@@ -123,7 +145,7 @@ def find_places(
         elif crossing:
             callees = {inner.path for inner in callers[call.path, call.place].inside} if functions else ()
             places.append(CutPoint(call, tuple(crossing), tuple(sorted(callees))))
-    return _lasting(flow, _usable(flow, places), own=own), others
+    return met_by_chance(flow, _lasting(flow, _usable(flow, places), own=own), places), others
 
 
 def _lasting(flow: Flow, places: list[CutPoint], *, own: bool) -> list[CutPoint]:
@@ -335,8 +357,9 @@ def make_stages(flow: Flow, other: Flow, samples: tuple[int, int], places: list[
     same = [(a.path, a.place) for a in flow.calls()] == [(b.path, b.place) for b in other.calls()]
     if not same:
         raise RefusedPlan(
-            "the forward runs other modules from one time to the next (layers dropped by chance, or by the number of "
-            "samples), so that stages would not meet: a pipeline needs one order of modules"
+            "the forward runs other modules from one time to the next (a choice by values of its samples, or by their "
+            "number), so that stages would not meet: a pipeline needs one order of modules, of which draws of Python's "
+            "or numpy's may leave some out"
         )
     edges: list[CutPoint | None] = [None, *places, None]
     times = [0, *[place.call.enter for place in places], flow.end]
@@ -364,8 +387,9 @@ def make_stages(flow: Flow, other: Flow, samples: tuple[int, int], places: list[
             stage.skips += skips_after(stage.exit.call, flow, other, samples)
         for later in flow.later:
             _add_used(stage, later)
-        stage.received = _holders(flow, stage, stage.entry)
-        stage.sent = _holders(flow, stage, stage.exit)
+        stage.entries, stage.exits = _edges(flow, stage, stage.entry), _edges(flow, stage, stage.exit)
+        stage.received = [*stage.entries[0].holders] if stage.entries else []
+        stage.sent = [*stage.exits[0].holders] if stage.exits else []
         _take_part(flow, stage)
         stages.append(stage)
     return stages
@@ -391,6 +415,11 @@ def _take_part(flow: Flow, stage: Stage) -> None:
         stage.over = frozenset(crossed(flow, stage.entry.call, stage.entry.numbers))
     stage.answers = stage.exit is not None and crossed_at(flow, stage.exit)
     stage.by = found_by(flow, stage.stop, stage.entry, stage.skips, stage.exit)
+
+
+def _edges(flow: Flow, stage: Stage, boundary: CutPoint | None) -> list[Edge]:
+    points = [boundary, *boundary.others] if boundary is not None else []
+    return [Edge(point, tuple(_holders(flow, stage, point))) for point in points]
 
 
 def _holders(flow: Flow, stage: Stage, boundary: CutPoint | None) -> list[Holder]:

@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.comm import Axis
 from shardwise.errors import RefusedPlan
-from shardwise.parallel.pipeline.cuts import Holder, Stage
+from shardwise.parallel.pipeline.cuts import Edge, Holder, Stage
 from shardwise.parallel.pipeline.on_nothing import RAISED, OnNothing
 from shardwise.parallel.pipeline.shared import SharedGradients
 from shardwise.parallel.pipeline.skips import Skip, made_up_shapes
@@ -125,18 +125,18 @@ class StagedModule:
             inside = [self.module.get_submodule(call.path) for call in skip.call.below()]
             add(skip.path, skip.place, partial(self._leave_out, skip, along, [id(child) for child in inside]))
         marks: dict[tuple[int, int], dict[tuple[Spot, str], Action]] = {}
-        for edge, action in ((stage.entry, self._enter), (stage.exit, self._exit)):
-            if edge is not None and edge.call.own is None:
-                child = self.module.get_submodule(edge.call.path)
-                after = actions.get((id(child), edge.call.place)) if action == self._exit else None
-                add(edge.call.path, edge.call.place, action if after is None else partial(self._exit, after=after))
-            elif edge is not None and edge.call.own is not None:
-                child = self.module.get_submodule(edge.call.path)
-                marks.setdefault((id(child), edge.call.place), {})[edge.call.own] = action
-                followed += [child, *map(self.module.get_submodule, edge.callees)]
+        edges = [(edge, self._enter) for edge in stage.entries] + [(edge, self._exit) for edge in stage.exits]
+        for edge, action in edges:
+            call, child = edge.point.call, self.module.get_submodule(edge.point.call.path)
+            if call.own is None:  # at a call where the stage may both begin and end, it begins first
+                at_hand = actions.get((id(child), call.place))
+                add(call.path, call.place, partial(action, edge, at_hand))
+            else:
+                marks.setdefault((id(child), call.place), {})[call.own] = partial(action, edge, None)
+                followed += [child, *map(self.module.get_submodule, edge.point.callees)]
         notes: dict[tuple[int, int], set[_Key]] = {}
         own: dict[tuple[int, int], dict[Spot, Holder]] = {}
-        for holder in (*stage.received, *stage.sent, *stage.kept):
+        for holder in stage.holders:
             child = self.module.get_submodule(holder.path)
             if holder.own is not None:
                 own.setdefault((id(child), holder.place), {})[holder.own[0]] = holder
@@ -319,33 +319,36 @@ class StagedModule:
         self._taken += sum(skip.call.enter < one.enter < skip.call.exit for one in self._stage.taken)
         return _made_up(skip, self.dtype, self.axes, along, args, kwargs)
 
-    def _exit(self, args: tuple, kwargs: dict, after: Action | None = None) -> Any:
-        """The stage is over. Where it runs on, what comes is made up: `after` gives the result of the call at hand."""
+    def _exit(self, edge: Edge, at_hand: Action | None, args: tuple, kwargs: dict) -> Any:
+        """The stage is over. Where it runs on, what comes is made up: `at_hand` gives the result of this call."""
         stage = self._stage
         assert stage is not None and stage.exit is not None
-        leaves = [settled(self._met(holder)) for holder in stage.sent]
+        made = at_hand(args, kwargs) if at_hand is not None and not stage.runs_on else None
+        leaves = [settled(self._met(holder)) for holder in edge.holders]
         if not stage.runs_on:
             raise StageExit(leaves)
         if self._over is None:
-            copied = zip(leaves, stage.sent, strict=True)
+            copied = zip(leaves, edge.holders, strict=True)
             self._over = [leaf.clone() if holder.written else leaf for leaf, holder in copied]
             torch.set_grad_enabled(False)
-        return after(args, kwargs) if after is not None else None
+        return at_hand(args, kwargs) if at_hand is not None else made
 
     def _held(self, holder: Holder) -> torch.Tensor:
         return self._noted[_key(holder)][holder.leaf]
 
-    def _enter(self, args: tuple, kwargs: dict) -> None:
-        """What was received takes the place of what the caller holds."""
+    def _enter(self, edge: Edge, at_hand: Action | None, args: tuple, kwargs: dict) -> None:
+        """What was received takes the place of what the caller holds, where the stage has not begun yet."""
         stage = self._stage
         assert stage is not None and stage.entry is not None
+        if self._entered:
+            return
         if self._shared is None:
             torch.set_grad_enabled(self._grad)
         read_ahead(False)
         if self.on_enter is not None:
             self.on_enter()
         on, leaves = torch.is_grad_enabled(), list[torch.Tensor | None]()
-        for holder, (received, needs_gradient) in zip(stage.received, self._inbox, strict=True):
+        for holder, (received, needs_gradient) in zip(edge.holders, self._inbox, strict=True):
             needed = needs_gradient and on
             self._put(self._met(holder), received, needed, holder.written)
             leaves.append(self.taken[-1] if needed else None)

@@ -1,0 +1,55 @@
+"""Stages of a forward that leaves calls out by chance: layers dropped by a draw of Python's or numpy's.
+
+    for layer in self.layers:
+        if random.random() > self.drop: x = layer(x)        stage 1 begins at layer 2, or at 3 where 2 is dropped
+
+All stages draw the same numbers, so they come to the same calls. A stage begins at the first of some calls that the
+forward comes to, up to one that it always makes; each of them is given all that crosses there.
+
+What this does not do: follow draws of torch's that the forward reads, which stages need not share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from shardwise.trace.flow import Flow
+
+if TYPE_CHECKING:
+    from shardwise.parallel.pipeline.cuts import CutPoint
+
+
+def met_by_chance(flow: Flow, places: list[CutPoint], known: list[CutPoint]) -> list[CutPoint]:
+    """The places that every forward comes to, or in whose stead one of the next calls can be one.
+
+    known  all places, also those that nothing is computed before
+    """
+    if not flow.varies:
+        return places
+    by_call = {(place.call.path, place.call.place): place for place in known if place.call.own is None}
+    found = [(place, _in_its_stead(flow, place, by_call)) for place in places]
+    return [replace(place, others=others) for place, others in found if others is not None]
+
+
+def _in_its_stead(
+    flow: Flow, place: CutPoint, known: dict[tuple[str, int], CutPoint]
+) -> tuple[CutPoint, ...] | None:  # fmt: skip
+    parent, call = flow.root, place.call
+    while inner := [each for each in parent.inside if each.enter < call.enter < each.exit]:
+        parent = inner[0]
+        if (parent.path, parent.place) in flow.varies:
+            return None
+    if call.own is not None or (call.path, call.place) not in flow.varies:
+        return ()
+    found: list[CutPoint] = []
+    for each in parent.inside if place.clean else ():
+        if each.enter <= call.enter:
+            continue
+        other = known.get((each.path, each.place))
+        if other is None or not other.clean or other.shapes != place.shapes:
+            return None
+        found.append(other)
+        if (each.path, each.place) not in flow.varies:
+            return tuple(found)
+    return None
