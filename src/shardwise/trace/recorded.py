@@ -166,8 +166,8 @@ def _followed(
     earlier: Sequence[Recorder] = (), watch: AttributeWatch | None = None,
 ) -> tuple[Flow, Recorder]:  # fmt: skip
     recorder = Recorder(
-        {id(param): known[name] for name, param in module.named_parameters()},
-        {id(buffer): known[name] for name, buffer in module.named_buffers()},
+        {id(param): known[name] for name, param in module.named_parameters() if name in known},
+        {id(buffer): known[name] for name, buffer in module.named_buffers() if name in known},  # not those made since
         earlier,
     )
     root = ModuleCall("", 0, 0, [], [])
