@@ -343,3 +343,21 @@ def dropped() -> Task:
 
 def own_generators() -> Task:
     return task(OwnGenerators, EVEN)
+
+
+class Reset(Layers):
+    """A state of each sample, that begins anew where there are more or fewer samples."""
+
+    def start(self) -> None:
+        self.state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        old = self.state if self.state is not None and len(self.state) == len(x) else torch.zeros_like(x)
+        for layer in self.layers:
+            x = x + layer(x + old)
+        self.state = x.detach()
+        return self.head(x)
+
+
+def reset() -> Task:
+    return task(Reset, lambda step: vectors(step, samples=5 - step))

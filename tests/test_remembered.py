@@ -65,6 +65,13 @@ def test_batch_norms_over_groups_of_samples_are_told() -> None:
     assert _norms_differ([4, 4], [2, 4], [3, 4])
 
 
+def test_states_of_other_samples_are_refused(pool: RankPool) -> None:
+    """One process sees that there is one sample less, and on a rank there are as many as before."""
+    result = verify("remembering_tasks:reset", "dp_replicate=2", pool=pool, timeout_s=60)
+    assert result.refused, result.text()
+    assert "after one of 5 samples comes one of 4: rank 0 of 2 has as many as before" in result.refused
+
+
 def test_which_cuts_have_a_stage_run_on() -> None:
     """Where the code around a cut leaves something behind it; not where a layer keeps what is its own."""
 

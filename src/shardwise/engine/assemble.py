@@ -198,6 +198,7 @@ def look_at_task(state: RankState, *, masks: bool) -> Findings:
         at_many(deal(samples_in(sample), state.plan.step_microbatches, state.data_ranks, 0)[0][3])
     else:
         sample, state.look_first = whole, at_many  # how many samples a step takes is not known yet
+    state.keeps_samples = findings.keeps_samples
     state.notices += findings.notices
     state.notices += state.chunks.notices() if state.chunks is not None else []
     _follow_writes(state, findings)

@@ -46,6 +46,7 @@ class Findings:
     draws: list[str] | None = field(default_factory=list)  # its random ops, each with its module; None: not looked at
     scores: bool = False  # attention has dropout
     outside: list[str] = field(default_factory=list)  # units of zero=3 whose weights are read while they do not run
+    keeps_samples: str = ""  # the name of what it keeps of each sample for the next forward
     into_arguments: list[str] = field(default_factory=list)  # units of zero=3 that write into what they are given
     sample_bytes: float = 0.0  # of the widest result of a module, for each sample
 
@@ -159,7 +160,10 @@ def _look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, A
             elif strict:
                 problems += _joined_differs(of_whole, Runner(module, joined, seen)((whole, parts))[0], dtype)
             if strict and joined is None and not problems and (left := share(seen.left)):
-                problems += share(_left_differs(run, left, whole, parts, sizes, dtype))
+                each = seen.kept_shapes[0] != seen.kept_shapes[-1]
+                found, read = _left_differs(run, left, of_whole, whole, parts, sizes, dtype)
+                problems += share(found)
+                findings.keeps_samples = "".join(share(left[:1] if each and read else [])[:1])
             if masks and strict and joined is None and anywhere(findings.dims.known) and not problems:
                 problems += _masks_differ(run, findings.dims, whole, parts, sizes, dtype)
         findings.draws = share(list(dict.fromkeys(_told_draw(one.path, one.op) for one in drawn)))
@@ -256,13 +260,14 @@ def _sums_differ(whole: Loss, first: Loss, second: Loss, sizes: tuple[int, int, 
     ]
 
 
-def _left_differs(run: Runner, left: list[str], whole: Any, parts: tuple[Any, Any], sizes: tuple[int, int, int],
-                  dtype: torch.dtype) -> list[str]:  # fmt: skip
-    """Problems of a second forward, which finds what a first one left in the module."""
+def _left_differs(run: Runner, left: list[str], of_first: Loss, whole: Any, parts: tuple[Any, Any],
+                  sizes: tuple[int, int, int], dtype: torch.dtype) -> tuple[list[str], bool]:  # fmt: skip
+    """(problems of a second forward, which finds what a first one left in the module; whether it reads that)."""
     of_whole, first, second = run.second(whole), run.second(parts[0]), run.second(parts[1])
     apart = _apart(of_whole, first, second, dtype) if finite(of_whole, first, second) else None
+    read = of_whole.numbers() != of_first.numbers()
     if apart is None:
-        return []
+        return [], read
     (name, value, added), (n, a, b) = apart, sizes
     what = f"'{left[0]}'{f' and {len(left) - 1} more' if len(left) > 1 else ''}"
     return [
@@ -270,7 +275,7 @@ def _left_differs(run: Runner, left: list[str], whole: Any, parts: tuple[Any, An
         f"of all samples of a batch together, and a second forward reads it: there the loss's {name} on {n} samples "
         f"and on {a} and {b} of them is {value:.6g} against {added:.6g} in parts, so ranks would each keep one of "
         'their own samples: Task(loss_scope="model") has every rank run the model on all of them'
-    ]
+    ], read
 
 
 def _joined_differs(whole: Loss, joined: Loss, dtype: torch.dtype) -> list[str]:

@@ -26,6 +26,7 @@ from shardwise.step.loss import Loss
 from shardwise.trace.argument_writes import ArgumentWrites
 from shardwise.trace.functional import differentiating, transforming, with_values
 from shardwise.trace.leaves import written_tensors
+from shardwise.trace.own_class import CONTAINERS, is_own
 from shardwise.trace.state import ModuleState
 
 Evaluate = Callable[[Any], Loss]
@@ -98,6 +99,7 @@ class Runner:
         try:
             yield
             self.seen.left = self.seen.left or self._left(state)
+            self.seen.kept_shapes.append(_shapes_of([table.get(key) for table, key in state.changed()]))
         finally:
             self.seen.restore_parameters()
             state.restore()
@@ -121,6 +123,14 @@ class Runner:
             self.seen.norm_rows.append(finder.rows)
 
 
+def _shapes_of(kept: Any) -> list[torch.Size]:
+    """The shapes of the tensors that something holds, in lists, dicts and objects of a class of one's own too."""
+    if isinstance(kept, torch.Tensor):
+        return [kept.shape]
+    below = list(kept.values()) if isinstance(kept, dict) else [*kept] if isinstance(kept, CONTAINERS) else []
+    return [shape for each in (vars(kept).values() if is_own(kept) else below) for shape in _shapes_of(each)]
+
+
 class Seen(TorchDispatchMode):
     """Notes what runs: modules, reentrant checkpoints, and writes into parameters, whose values it keeps."""
 
@@ -141,6 +151,7 @@ class Seen(TorchDispatchMode):
         self.in_pieces = {name for name, param in module.named_parameters() if isinstance(param, DTensor)}
         self.attends = False  # attention with dropout ran
         self.left: list[str] = []  # names of what a forward left for the next one
+        self.kept_shapes: list[list[torch.Size]] = []  # of the tensors in it, in each forward
         self.replaced: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by assigning to .data, and what it was
 
     @contextmanager

@@ -34,6 +34,7 @@ from shardwise.parallel.pipeline.tape import Tape
 from shardwise.part.pairs import as_pairs
 from shardwise.random import Samples
 from shardwise.step.control import Agreement, Tally, agree
+from shardwise.step.kept import meet_kept
 from shardwise.step.loss import NO_GRAPH, Loss
 from shardwise.step.masks import drawing, seed_masks
 from shardwise.step.normalise import square_norm
@@ -132,6 +133,7 @@ class _Row:
     def _forward(self, stage: int, index: int) -> None:
         state, staged, part = self.state, self.staged, self.parts[index]
         self._meet(part)
+        meet_kept(state, part)
         self.tally.stood_in |= part.count == 0
         seed_masks(state, index, part, alone=self._first)
         self._first = False

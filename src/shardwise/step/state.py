@@ -87,6 +87,8 @@ class RankState:
     order: FixedOrder | None = None
     chunks: Chunks | None = None
     pairs: frozenset[str] = frozenset()
+    keeps_samples: str = ""  # the name of what the forward keeps of each sample for the next one
+    last_total: int = 0  # samples of the last micro-batch, then
     steps_done: int = 0
     skipped_steps: int = 0
 

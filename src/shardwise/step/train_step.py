@@ -24,6 +24,7 @@ from shardwise.part import forget
 from shardwise.step.batching import fields_of, parts_of, pieces_of, told_beside_first
 from shardwise.step.control import Agreement, PendingRow, Tally, agree, gather_reached
 from shardwise.step.inputs import name_bad_input
+from shardwise.step.kept import meet_kept
 from shardwise.step.loss import NO_GRAPH, TWICE, is_second_backward
 from shardwise.step.masks import drawing, seed_masks
 from shardwise.step.normalise import NotFinite, normalise, square_norm
@@ -179,6 +180,7 @@ def _set_learning_rate(state: RankState) -> None:
 
 
 def _micro_batch(state: RankState, index: int, part: Share, tally: Tally, *, last: bool) -> None:
+    meet_kept(state, part)
     state.phase.stand_in = part.count == 0
     tally.stood_in |= part.count == 0
     seed_masks(state, index, part)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 from torch import nn
 
+CONTAINERS = (list, dict, set, frozenset, deque, tuple)
 _OTHERS = ("torch", "shardwise", "numpy", "builtins", "functools", "threading", "logging")
 
 

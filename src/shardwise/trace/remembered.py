@@ -11,7 +11,6 @@ What this does not do: look into closures, or into objects of torch's classes.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +19,9 @@ from torch import nn
 
 from shardwise.trace.flow import ModuleCall
 from shardwise.trace.generators import KINDS, shared_states, state_of
-from shardwise.trace.own_class import is_own
+from shardwise.trace.own_class import CONTAINERS, is_own
 
 _OWN = frozenset(vars(nn.Module()))
-_CONTAINERS = (list, dict, set, frozenset, deque, tuple)
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 DEEP = 6  # containers within containers
 
@@ -55,13 +53,13 @@ def contents(value: Any, *, tensors: bool = True, deep: int = DEEP) -> Any:
     below = [contents(held, tensors=tensors, deep=deep - 1) for held in _held(value)]
     if isinstance(value, dict):
         return [*map(str, value)], below
-    return below if isinstance(value, _CONTAINERS) or is_own(value) else None
+    return below if isinstance(value, CONTAINERS) or is_own(value) else None
 
 
 def _held(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return list(value.values())
-    if isinstance(value, _CONTAINERS):
+    if isinstance(value, CONTAINERS):
         return list(value)
     return [list(vars(value)), *vars(value).values()] if is_own(value) else []
 
