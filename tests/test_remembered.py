@@ -37,7 +37,7 @@ CASES = [
 ]  # fmt: skip
 REFUSED = [
     ("last", "pp=2", "in 'last', is in the way: what one forward leaves there, a later one reads on the other side"),
-    ("ghost", "dp_replicate=2", 'Task(loss_scope="model") has every rank run the model on all samples'),
+    ("ghost", "dp_replicate=2", 'loss_scope="model" (of Task, of prepare) has every rank run the model on all samples'),
     ("ghost_on_all", "dp_shard=2,zero=3,deterministic=4", 'loss_scope="model" has every data rank run'),
     ("averaged", "dp_replicate=2", "the forward leaves 'mean' in the module, computed of all samples"),
     ("listed", "pp=2,schedule=interleaved1f1b", "the forward changes 'memory' for the next one to find"),

@@ -274,7 +274,7 @@ def _left_differs(run: Runner, left: list[str], of_first: Loss, whole: Any, part
         f"the forward leaves {what} in the module, computed "
         f"of all samples of a batch together, and a second forward reads it: there the loss's {name} on {n} samples "
         f"and on {a} and {b} of them is {value:.6g} against {added:.6g} in parts, so ranks would each keep one of "
-        'their own samples: Task(loss_scope="model") has every rank run the model on all of them'
+        'their own samples: loss_scope="model" (of Task, of prepare) has every rank run the model on all of them'
     ], read
 
 
@@ -298,7 +298,7 @@ def _norms_differ(whole: list[int], first: list[int], second: list[int]) -> list
     return [
         f"batch norms get {_told(whole)} values of a channel on some samples, and {parts}: they are taken over groups "
         "of samples within a batch (ghost batches), which ranks would "
-        'group otherwise: Task(loss_scope="model") has every rank run the model on all samples'
+        'group otherwise: loss_scope="model" (of Task, of prepare) has every rank run the model on all samples'
     ]
 
 
@@ -327,7 +327,8 @@ def _masks_differ(run: Runner, dims: BatchDims, whole: Any, parts: tuple[Any, An
 def _statistics_differ(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
     return [
         f"'{name}' is computed from the samples of a micro-batch, by other means than batch norm, so ranks "
-        'would each keep statistics of their own: Task(loss_scope="model") has every rank run the model on all samples'
+        'would each keep statistics of their own: loss_scope="model" (of Task, of prepare) has every rank run the model '
+        "on all samples"
         for name, value in first.items()
         if name in second and value.shape == second[name].shape and not torch.equal(value, second[name])
     ]

@@ -1,4 +1,4 @@
-"""Flat buckets: parameters laid end to end in backward's order, and where each rank's equal piece of them begins.
+"""Flat buckets: parameters end to end in order, and their size (read by comm/buckets, costs/software, held).
 
 bucket 0 |  w4  | b4 |pad|      each bucket is a multiple of the shard degree, so shards are equal:
 bucket 1 |   w3     | b3 |      rank r holds [r*size/N, (r+1)*size/N) of every bucket

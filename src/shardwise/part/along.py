@@ -1,4 +1,4 @@
-"""Rules of flips, scans, sorts, index and scatter: they keep dims and read along some. Labels: trace/axis_rules."""
+"""Rules of flips, scans, sorts, index and scatter, which read along some dims. Labels: axis_rules/reductions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dynamic loss scale for fp16: powers of two, so that scaling itself rounds nothing.
+"""Dynamic loss scale for fp16: powers of two, which round nothing (made by assemble; proof: own_precision).
 
 Source: Micikevicius et al., "Mixed Precision Training" (ICLR 2018), section 3.2.
 """

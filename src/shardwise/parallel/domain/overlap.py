@@ -1,4 +1,4 @@
-"""Convolve a tile while its halo is on its way, forward and backward; only outputs that read the halo wait for it.
+"""Convolve a tile while its halo is on its way; which do, and what is told: convolve, domain, engine/positions.
 
     forward     post the halo | convolve the tile, zeros around it | wait | the border's outputs again, with the halo
     backward    gradient of the halo, from the border's | send it back | the tile's and the weight's | wait | add

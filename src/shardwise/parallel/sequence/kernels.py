@@ -1,4 +1,4 @@
-"""Attention of one block of queries and keys, with the log-sum-exp by which a ring merges blocks.
+"""Attention of one block of queries and keys, for a ring. Forecasts: costs/software, rehearsal/gpu_kernels.
 
 A fused kernel does it where there is one that returns that sum: on a CPU, for blocks without a mask and for those on
 the diagonal of a causal one. Otherwise the block's scores (B, H, s, t) are written, of as many rows at a time as
