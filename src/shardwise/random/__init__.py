@@ -1,12 +1,11 @@
 """Randomness inside a module that does not depend on the layout: masks by global index, and how they are drawn."""
 
+from shardwise.random.dims import BatchDims, Drawn
 from shardwise.random.draws import DRAWS
 from shardwise.random.hashing import WITHOUT, has_kernel, hashed
 from shardwise.random.modes import (
     EACH_ITS_OWN,
-    BatchDims,
     ConstantRandom,
-    Drawn,
     GlobalRandom,
     Samples,
     draws,

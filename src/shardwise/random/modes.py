@@ -27,9 +27,9 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,6 +37,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import RefusedPlan
+from shardwise.random.dims import PACKED, UNCLEAR, BatchDims, Drawn
 from shardwise.random.draws import DRAWS, BitSource
 from shardwise.random.hashing import below_at, bits_at, has_kernel, hashed, is_below, mix
 from shardwise.random.packed import PackedRows, packed_among
@@ -56,100 +57,12 @@ class Samples:
     total: int = 1
 
 
-class Drawn(NamedTuple):
-    """A random op that ran: in which module, what it is, its shape, and whether it lies along a packed sequence."""
-
-    path: str
-    op: str
-    shape: tuple[int, ...]
-    packed: bool = False
-
-    @property
-    def key(self) -> tuple[str, str, int]:
-        return self.path, self.op, len(self.shape)
-
-
 EACH_ITS_OWN = (  # a remedy at every door: a proof has no such option, since it would have nothing to compare
     "train with train.randomness=fast (randomness='fast' in Python), by which each rank draws its own, and prove the "
     "module with that draw off (its rate at 0)"
 )
-_UNCLEAR, _PACKED = -2, -3
 _SAME_LEVEL = 8  # times that a module's draws are one level in the look; a rejection loop would never end by it
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
-
-
-@dataclass
-class BatchDims:
-    """Which dim of a random tensor is the batch; -1: none of them; -2: it follows the samples in another way; -3: its
-    first dim is the rows of the packed sequence that its module was called with.
-
-    Learnt at start by running a few samples and fewer, and looking at which dim changed. `known` has the shapes and
-    dims met, by (module path, op, number of dims).
-    """
-
-    known: dict[tuple[str, str, int], list[tuple[tuple[int, ...], int]]] = field(default_factory=dict)
-
-    def learn(self, whole: list[Drawn], part: list[Drawn], whole_count: int, part_count: int) -> None:
-        """Compare the random ops of two runs."""
-        for key in sorted({drawn.key for drawn in (*whole, *part)}):
-            first = [drawn for drawn in whole if drawn.key == key]
-            second = [drawn for drawn in part if drawn.key == key]
-            if len(first) == len(second):
-                pairs = zip(first, second, strict=True)
-                met = [(one.shape, _batch_dim(one, other, whole_count, part_count)) for one, other in pairs]
-            else:  # which ops run depends on the samples
-                met = [(drawn.shape, _UNCLEAR) for drawn in first or second]
-            self.known[key] = list(dict.fromkeys(self.known.get(key, []) + met))
-
-    def find(self, path: str, op: str, shape: tuple[int, ...], local_samples: int) -> int:
-        """The batch dim of this tensor; where nothing at all was learnt, the first dim if the samples divide it."""
-        if not self.known:
-            return 0 if shape and local_samples and shape[0] % local_samples == 0 else -1
-        entries = self.known.get((path, op, len(shape)))
-        if entries is not None and len({dim for _, dim in entries}) == 1:
-            found = {entries[0][1]}
-        else:
-            if entries is None:  # a module that was not reached at start: others where the same op has this shape
-                entries = [e for (_, o, ndim), es in self.known.items() if o == op and ndim == len(shape) for e in es]
-            found = {dim for met, dim in entries if _alike(shape, met, dim, local_samples)}
-        dim = found.pop() if len(found) == 1 else _UNCLEAR
-        return _UNCLEAR if dim >= 0 and local_samples and shape[dim] % local_samples else dim
-
-    def of(self, op: str, shape: tuple[int, ...], samples: int) -> int | None:
-        """Returns the dim that counts samples in what an op draws, by what any module drew; -1: none does, -2: not
-        clear; None: nothing of as many dims was met."""
-        met = [one for known, entries in self.known.items() if known[1:] == (op, len(shape)) for one in entries]
-        fits = [(other, dim) for other, dim in met if dim < 0 or shape[dim] == samples]
-        dims = {dim for _, dim in fits}
-        if len(dims) > 1:
-            dims = {dim for other, dim in fits if _alike(shape, other, dim, 0)}
-        return None if not met else dims.pop() if len(dims) == 1 else _UNCLEAR
-
-    def unclear(self) -> list[str]:
-        """The ops, with their modules, whose draws cannot be dealt over samples."""
-        return [
-            f"{op} in module '{path}'"
-            for (path, op, _), entries in self.known.items()
-            if any(dim == _UNCLEAR for _, dim in entries)
-        ]
-
-
-def _batch_dim(one: Drawn, other: Drawn, count: int, other_count: int) -> int:
-    shape, shape_of_other = one.shape, other.shape
-    differ = [d for d in range(len(shape)) if shape[d] != shape_of_other[d]]
-    if not differ:
-        return -1
-    if one.packed and other.packed and differ == [0]:
-        return _PACKED
-    fits = len(differ) == 1 and shape[differ[0]] * other_count == shape_of_other[differ[0]] * count
-    return differ[0] if fits else _UNCLEAR
-
-
-def _alike(shape: tuple[int, ...], met: tuple[int, ...], dim: int, local_samples: int) -> bool:
-    """Whether a tensor may be the same op's as one met, with another number of samples."""
-    varies = 0 if dim == _PACKED else dim
-    same = all(a == b for place, (a, b) in enumerate(zip(shape, met, strict=True)) if place != varies)
-    return same and (dim < 0 or not local_samples or shape[dim] % local_samples == 0)
 
 
 class _Paths:
@@ -287,14 +200,14 @@ class GlobalRandom(TorchDispatchMode):
         found, count = self.paths.rows_of(shape), max(self.samples.count, 1)
         if found is None or found[0].sequences % count:
             return None
-        is_packed = not self.dims.known or self.dims.find(path, str(func), found[1], count) == _PACKED
+        is_packed = not self.dims.known or self.dims.find(path, str(func), found[1], count) == PACKED
         return found if is_packed else None
 
     def _batch_dim(self, path: str, func, shape: tuple[int, ...]) -> int:
         if self.samples.count == self.samples.total:
             return -1  # all samples are here
         dim = self.dims.find(path, str(func), shape, max(self.samples.count, 1))
-        if dim in (_UNCLEAR, _PACKED):  # packed, and not of one sequence or as many for each sample
+        if dim in (UNCLEAR, PACKED):  # packed, and not of one sequence or as many for each sample
             raise RefusedPlan(_not_dealt(f"{func} in module '{path}' (shape {shape})"))
         return dim
 
