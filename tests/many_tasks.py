@@ -88,3 +88,7 @@ def normalised_twice() -> Task:
 
 def chunked() -> Task:
     return made(in_chunks)
+
+
+def ghosts() -> Task:
+    return made(ghost)

@@ -64,9 +64,9 @@ def queued(plan: str | None, writes: bool = False, scope: Any = "model") -> tupl
     return losses, {name: value.clone() for name, value in state().items()}
 
 
-def check(plan: str, pool: RankPool) -> None:
-    (alone,) = pool.run(queued, 1, None)
-    for losses, weights in pool.run(queued, shardwise.Plan.parse(plan).world_size, plan):
+def check(plan: str, pool: RankPool, *, writes: bool = False) -> None:
+    (alone,) = pool.run(queued, 1, None, writes)
+    for losses, weights in pool.run(queued, shardwise.Plan.parse(plan).world_size, plan, writes):
         torch.testing.assert_close(losses, alone[0], rtol=1e-11, atol=1e-12)
         torch.testing.assert_close(weights, alone[1], rtol=0, atol=1e-11)
 
@@ -82,9 +82,13 @@ def test_a_queue_under_other_plans(plan: str, pool: RankPool) -> None:
 
 
 @pytest.mark.long
-def test_what_would_be_lost_is_refused(pool: RankPool) -> None:
-    with pytest.raises(RefusedPlan, match="the forward writes into parameter 'scale'"):
-        pool.run(queued, 2, "dp_shard=2,zero=3", True)
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=2", "dp_shard=2,zero=3"])
+def test_what_its_forward_writes_into_a_weight_is_kept(plan: str, pool: RankPool) -> None:
+    check(plan, pool, writes=True)
+
+
+@pytest.mark.long
+def test_a_model_that_mixes_samples_is_told_how(pool: RankPool) -> None:
     with pytest.raises(RefusedPlan, match='loss_scope="model"'):
         pool.run(queued, 2, "dp_replicate=2", False, "sample")
 

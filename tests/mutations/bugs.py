@@ -577,6 +577,11 @@ RUNS = [
         "step + 1 == self.job.steps or", "False or", RUN, "dp_replicate=2"),
 ]  # fmt: skip
 
+MANY = [
+    bug("what hangs on the number of samples is not looked at", "engine.many:look_at_many",
+        "unlike = _norms_differ(", "return []\n    unlike = _norms_differ(", "many_tasks:ghosts", "dp_replicate=2"),
+]  # fmt: skip
+
 S = "scripts/"  # compared with the script alone, in one process
 
 SCRIPTS = [
@@ -655,5 +660,5 @@ COMPLEX = [
 
 BUGS = [
     *COMM, *PARALLEL, *BATCH_NORM, *STEP, *PIPELINE, *TENSOR, *EXPERT, *MORE, *SEQUENCE, *DOMAIN, *DETERMINISTIC, *RUNS,
-    *SCRIPTS, *CHUNKS, *COMPLEX,
+    *SCRIPTS, *CHUNKS, *COMPLEX, *MANY,
 ]  # fmt: skip

@@ -194,7 +194,9 @@ def look_at_task(state: RankState, *, masks: bool) -> Findings:
         findings.outside, findings.into_arguments = (
             sorted({path for rank in found for path in rank[place]}) for place in (0, 1)
         )
-    if task.batch is not None:
+    if findings.outside or findings.into_arguments:
+        pass  # all is made anew
+    elif task.batch is not None:
         at_many(deal(samples_in(sample), state.plan.step_microbatches, state.data_ranks, 0)[0][3])
     else:
         sample, state.look_first = whole, at_many  # how many samples a step takes is not known yet

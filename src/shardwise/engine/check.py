@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -53,8 +53,8 @@ class Findings:
 
 def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, Any] | None,
          sizes: tuple[int, int, int], *, joined: Callable[[Any], Loss] | None, dtype: torch.dtype, strict: bool,
-         masks: bool, share: Callable[[list[str]], list[str]] = list, again: Again, staged: bool | None = None
-) -> Findings:  # fmt: skip
+         masks: bool, share: Callable[[list[str]], list[str]] = list, again: Again, staged: bool | None = None,
+         follows: bool = False) -> Findings:  # fmt: skip
     """Evaluate `whole` and its two `parts` (sizes gives their samples) and compare.
 
     Without gradients; with them for a forward that takes some itself.
@@ -66,13 +66,15 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
     share    what any rank that runs a part of the forward found, so that all go the same way from there
     again    the same in float64 in one process: what differs, as text; asked for where values were read in Python,
              whose choices may differ by less than this look tells from rounding. Collective, asked or not
+    follows  what forwards write into pieces of weights is brought to them
     staged   of a module that runs in pipeline stages: whether it takes gradients itself, since this rank's part may
              fail without them where others' do not
 
     Raises `TakesGradients` where units of zero=3 are to be put together first.
     """
 
-    settings = {"joined": joined, "dtype": dtype, "strict": strict, "masks": masks, "share": share, "again": again}
+    settings = {"joined": joined, "dtype": dtype, "strict": strict, "masks": masks, "share": share, "again": again,
+                "follows": follows}  # fmt: skip
     return gently(
         module, lambda: _look(module, with_attributes_alone(module, evaluate), whole, parts, sizes, **settings),
         share=share, staged=staged,
@@ -118,7 +120,7 @@ def _unwarned() -> Iterator[None]:
 
 def _look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, Any] | None,
           sizes: tuple[int, int, int], *, joined: Callable[[Any], Loss] | None, dtype: torch.dtype, strict: bool,
-          masks: bool, share: Callable[[list[str]], list[str]], again: Again) -> Findings:  # fmt: skip
+          masks: bool, share: Callable[[list[str]], list[str]], again: Again, follows: bool) -> Findings:  # fmt: skip
     def anywhere(here: object) -> bool:
         return bool(share(["here"] if here else []))
 
@@ -128,7 +130,7 @@ def _look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, A
         run = Runner(module, evaluate, seen)
         findings.batch_norms = batch_norm_modules(module)
         before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        with AllPairs(sizes[0]) as pairs, _written_in_pieces(seen, share):
+        with AllPairs(sizes[0]) as pairs, nullcontext() if follows else _written_in_pieces(seen, share):
             of_whole, calls, after = run(whole)
         if anywhere(seen.attends):
             findings.scores = run.scores = True

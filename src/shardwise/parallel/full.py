@@ -395,10 +395,16 @@ class FullShard:
 
     def select(self, index: int, whole: torch.Tensor, shard_rank: int) -> torch.Tensor:
         """The view of a whole parameter that is the piece of a rank of dp_shard (`torch.chunk`'s cut)."""
-        if not isinstance(self.params[index], DTensor):
+        param = self.params[index]
+        if not isinstance(param, DTensor):
             return whole.view(-1)[: whole.numel() if shard_rank == 0 else 0]
-        placement = self.params[index].placements[-1]
-        dim = placement.dim
+        return self._narrowed(whole, param.placements[-1].dim, shard_rank)
+
+    def cut_like(self, param: DTensor, whole: torch.Tensor) -> torch.Tensor:
+        """The view of a whole tensor that is this rank's piece, as of a parameter of its shape, a frozen one too."""
+        return self._narrowed(whole, param.placements[-1].dim, self._shards.index)
+
+    def _narrowed(self, whole: torch.Tensor, dim: int, shard_rank: int) -> torch.Tensor:
         each = -(-whole.shape[dim] // self.ranks)
         low = min(shard_rank * each, whole.shape[dim])
         return whole.narrow(dim, low, min(each, whole.shape[dim] - low))

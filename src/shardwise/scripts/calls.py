@@ -15,12 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shardwise.comm import Axis
 from shardwise.device import seed_generators
 from shardwise.engine.engine import Engine
-from shardwise.engine.evaluated import Seen
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout.dealing import Share
 from shardwise.memory.chunk_waiting import whole
@@ -30,11 +28,12 @@ from shardwise.parallel.full import FullShard
 from shardwise.part.tensor import Gathers
 from shardwise.scripts.additive import LossLook
 from shardwise.scripts.all_samples import same_on_all, weakly_divided
-from shardwise.scripts.arrivals import weakly
+from shardwise.scripts.arrivals import techniques_of, weakly
 from shardwise.scripts.dealt import Dealt
 from shardwise.scripts.divisor import Divisor, Held
 from shardwise.scripts.draws import SampleDraws
 from shardwise.scripts.entries import Entries
+from shardwise.scripts.forward_writes import ForwardWrites, registrations
 from shardwise.scripts.guard import Gate
 from shardwise.scripts.kept import Kept
 from shardwise.scripts.loader import PartLoader
@@ -102,7 +101,8 @@ class Calls(Loop):
         self._done = False  # its backward of this batch is over
         self._no_batch()
         self._looks = mesh.data.size > 1 and not self.on_every_rank
-        self._writes: tuple[Seen, ExitStack] | None = None  # by the first forward, which units of zero=3 would lose
+        self.writes: list[ForwardWrites] = []
+        self._registers = ExitStack()  # what a forward puts in the places of parameters is refused
         self._looked: dict[nn.Module | None, ModelLook] = {}  # entries of the model, on their first samples
         self._check = check
         self._dim: int | None = 0  # of a batch's tensors that counts samples
@@ -173,13 +173,15 @@ class Calls(Loop):
     # --- the model
 
     def watch(
-        self, engine: Engine, meeting: Meeting | None, gate: Gate, *, gathers: bool, settle: Callable[[], None]
+        self, engine: Engine, meeting: Meeting | None, gate: Gate, *, gathers: bool, settle: Callable[[], None],
+        written: Callable[[], None],
     ) -> None:  # fmt: skip
         """Follow the model's calls from here on; its weights are in place.
 
         gate     opened where the engine reads parameters
         gathers  every forward needs all ranks, not only one in training
         settle   brings the weights up to what the script did to the optimizer's pieces
+        written  notes that sharded weights may have been written into
         """
         self._settle = weakref.WeakMethod(settle)
         self.engine, self._meeting, self._gate, self.gathers = engine, meeting, gate, gathers
@@ -192,6 +194,8 @@ class Calls(Loop):
         self.model.register_forward_hook(self._leave, with_kwargs=True)
         if self.mesh.world.size > 1:
             self._listen(engine)
+        units = [one for one in techniques_of(engine) if isinstance(one, FullShard)]
+        self.writes = [ForwardWrites(one, engine.state, written) for one in units]
         self.resume()
 
     @names_line
@@ -211,6 +215,9 @@ class Calls(Loop):
         if settle is not None:
             settle()
         self.inside += 1
+        if self.inside == 1 and self.mesh.world.size > 1:
+            self._registers.close()  # of a forward that failed
+            self._registers.enter_context(registrations(self.model))
         trains = self._trains(module)
         if self.inside == 1 and self.mesh.data.size > 1:
             self.leader.comes_with((args, kwargs), trains=trains)
@@ -236,7 +243,7 @@ class Calls(Loop):
         if self.loss_look is not None:
             self.told.say(self.loss_look.enter(self.model, (args, kwargs), self._look_now.inside))
         if self.on_every_rank:
-            self._see_writes()
+            self._looked[self.entries.now] = ModelLook([], [])
         elif self.whole is not None and self.inside == 1:
             self.whole.dims = self._look_now.dims
             args, kwargs = self._own_samples(self.whole, args, kwargs)
@@ -254,27 +261,6 @@ class Calls(Loop):
         """Whether a forward is one of the script's in training; a look has gradients where a forward needs some."""
         assert self.engine is not None
         return module.training and torch.is_grad_enabled() and not self.engine.state.phase.looked_at
-
-    def _see_writes(self) -> None:
-        """Watch what the model's first forward in training writes into, where units of zero=3 would lose it."""
-        if self.inside == 1 and not self._looked and isinstance(self.engine.technique, FullShard):  # type: ignore[union-attr]
-            seen, noting = Seen(self.model), ExitStack()
-            noting.enter_context(seen.noting_writes())
-            own = set(self.model.modules())
-
-            def replaced(module: nn.Module, name: str, param: Any) -> None:
-                if module in own:
-                    seen.ever_written.add(name)
-
-            noting.callback(register_module_parameter_registration_hook(replaced).remove)
-            self._writes = seen, noting
-        self._looked[self.entries.now] = ModelLook([], [])
-
-    def _refuse_writes(self, seen: Seen, noting: ExitStack) -> None:
-        self._writes = None
-        noting.close()
-        for problem in seen.problems():
-            raise RefusedPlan(problem)
 
     def _own_samples(self, whole: WholeBatch, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The call on this rank's samples, for which the model draws, alone or as a stand-in."""
@@ -320,8 +306,8 @@ class Calls(Loop):
         if self.engine.state.precision.mixed:
             output = self.engine.state.precision.cast_outputs(output)
         trains = self._trains(module)
-        if self._writes is not None and not self.inside:
-            self._refuse_writes(*self._writes)
+        if not self.inside:
+            self._registers.close()
         if self.whole is not None and self.whole.spreads and not self.inside and trains:
             output = self.whole.leave(output)
         if self.engine.state.tensor is not None or self._door is not None:

@@ -27,6 +27,7 @@ from shardwise.engine.many import Many, look_at_many, sizes_to_try, too_many
 from shardwise.engine.samples import SAMPLES
 from shardwise.errors import InputError, RefusedPlan, first_line
 from shardwise.host import put, read
+from shardwise.memory.recompute import note_written
 from shardwise.parallel.batchnorm import batch_norm_modules
 from shardwise.part import plain
 from shardwise.random import BatchDims
@@ -113,7 +114,7 @@ def look_at_model(
     try:
         findings = look(
             engine.module, evaluate, given[0], (given[1], given[2]), sizes, joined=None,
-            dtype=engine.state.precision.compute, strict=True, masks=False,
+            dtype=engine.state.precision.compute, strict=True, masks=False, follows=True,
             again=lambda asked: _differs(engine, evaluate, given[0], alone, plainly) if asked else None,
         )  # fmt: skip
     except RefusedPlan as error:
@@ -123,6 +124,7 @@ def look_at_model(
     ranks = range(len(held))
     each = [deal(rows, len(ranks), rank).part.count for rank in ranks] if spreads else [int(a * b) for a, b in held]
     findings.notices += _look_at_many(engine, batch, places, rows, each, findings, made)
+    note_written(engine.module, findings.written)
     if findings.reentrant:
         engine.state.technique.expect_pieces()
     return ModelLook(

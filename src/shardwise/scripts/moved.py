@@ -241,6 +241,14 @@ class InPlace:
                 refuse_replaced(name)
 
 
+def parameters_of_units(module: nn.Module) -> list[Any]:
+    """Returns what FSDP itself puts in the places of the parameters that it shards: pieces, and whole ones."""
+    units = [child for child in module.modules() if isinstance(child, FSDPModule)]
+    groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
+    held = [one for group in groups for one in group.fsdp_params]
+    return [one.sharded_param for one in held] + [getattr(one, "_unsharded_param", None) for one in held]
+
+
 def _of_units(module: nn.Module) -> dict[int, Any]:
     """FSDP's record of each parameter that it shards."""
     units = [child for child in module.modules() if isinstance(child, FSDPModule)]

@@ -92,7 +92,7 @@ class Pieces:
         if any(id(one.__dict__.get("pairs", one)) in self._shares for one in pieces):
             raise RefusedPlan(OF_A_SHARE.format(name))
         if (name, attribute) == ("__set__", "data"):
-            return self._assign(*args)
+            return self.assign(*args)
         if attribute or name in _ITSELF:
             return self._seen(func(*args, **kwargs))
         if writes_into(name):
@@ -228,7 +228,7 @@ class Pieces:
             self.technique._used_now.add(self._index[id(piece)])
             self.technique.heard(piece)
 
-    def _assign(self, param: DTensor, value: torch.Tensor) -> None:
+    def assign(self, param: DTensor, value: torch.Tensor) -> None:
         """`param.data = value`: the storage is another one from here on, as in one process."""
         if id(param) in self._pairs and value.is_complex():
             value = pairs_of(value) if isinstance(value, DTensor) else as_pairs(value.detach())
@@ -291,10 +291,16 @@ def _kind_of(known: weakref.ref[Pieces]) -> type[DTensor]:
             pieces = _asked(known)
             with torch._C.DisableTorchFunctionSubclass():
                 if pieces is None:
+                    script = known()
+                    if func == _SET_DATA and script is not None and script.inside() and not script.gate.is_open:
+                        return script.assign(*args)
                     return func(*args, **(kwargs or {}))
                 return names_line(pieces.answer)(func, args, kwargs or {})
 
     return ShardedWeight
+
+
+_SET_DATA = torch.Tensor.data.__set__
 
 
 class _Lost(torch.Tensor):

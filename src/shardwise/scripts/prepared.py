@@ -305,7 +305,8 @@ class Prepared(Stepping):
             self._see_pieces(engine.technique, cuts)
         self._watch_pieces()
         self.calls.watch(
-            engine, self.meeting, self._gate, gathers=in_pieces or bool(mesh.inner), settle=self.settle
+            engine, self.meeting, self._gate, gathers=in_pieces or bool(mesh.inner), settle=self.settle,
+            written=weakly(self.may_have_written),
         )  # fmt: skip
         if self.pending is not None:
             put_saved(self, self.pending)

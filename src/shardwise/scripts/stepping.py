@@ -331,6 +331,8 @@ class Stepping(Weighing):
         with self._gate.open():
             engine.state.on_nonfinite = "skip"  # until a step is asked for: a GradScaler leaves it out
             result, self._usable = complete(engine.state, tally)
+            for writes in self.calls.writes:
+                writes.refuse_unkept()
             self._result = result
             self.grad_norm = result.grad_norm
             if self._earlier is not None:
