@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_prepare import BAR, adamw, samples
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.data import DataLoader
 
 import shardwise
@@ -295,3 +296,35 @@ def test_all_ranks_deal_alike_where_a_draw_looks_like_one_for_samples(pool: Rank
     losses, _, _ = run(None, points, 12)
     for theirs, _, _ in pool.run(run, 2, "dp_replicate=2", points, 12):
         assert theirs == pytest.approx(losses, rel=BAR)
+
+
+def judged(plan: str | None) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """What one model gives, cut by its last dim, is given to another one, whose weights are gathered to be normed."""
+    torch.manual_seed(0)
+    maker: Any = nn.Sequential(weight_norm(nn.Linear(3, 12)), nn.ReLU(), nn.Linear(12, 5)).double()
+    judge: Any = nn.Sequential(spectral_norm(nn.Linear(5, 12)), nn.LeakyReLU(0.2), spectral_norm(nn.Linear(12, 1)))
+    judge = judge.double()
+    makes, judges = adamw(maker), adamw(judge)
+    loader: Any = DataLoader(samples(12), batch_size=4)
+    prepared: Any = None
+    if plan:
+        maker, makes, loader = shardwise.prepare(maker, makes, loader, plan=plan)
+        prepared = judge, judges, loader = shardwise.prepare(judge, judges, loader, plan=plan)
+    losses = []
+    for x, _ in loader:
+        made = maker(x[:, :3]).detach()
+        loss = torch.relu(1 - judge(x[:, :5])).mean() + torch.relu(1 + judge(made)).mean()
+        judges.zero_grad()
+        loss = prepared.backward(loss) if prepared else loss
+        if not prepared:
+            loss.backward()
+        judges.step()
+        losses.append(loss.item())
+    return losses, judge.state_dict()
+
+
+def test_what_another_model_gave_is_whole_for_a_model_whose_weights_are_cut(pool: RankPool) -> None:
+    losses, weights = judged(None)
+    for theirs, held in pool.run(judged, 2, "tp=2"):
+        assert theirs == pytest.approx(losses, rel=BAR)
+        assert all(float((held[name] - weight).abs().max()) < BAR for name, weight in weights.items())

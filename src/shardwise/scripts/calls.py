@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from shardwise.comm import Axis
 from shardwise.device import seed_generators
@@ -25,6 +26,8 @@ from shardwise.memory.chunk_waiting import whole
 from shardwise.mesh import Mesh
 from shardwise.parallel.batchnorm import sync_module
 from shardwise.parallel.full import FullShard
+from shardwise.part import whole as uncut
+from shardwise.part.levels import Distributed
 from shardwise.part.tensor import Gathers
 from shardwise.scripts.additive import LossLook
 from shardwise.scripts.all_samples import same_on_all, weakly_divided
@@ -277,9 +280,13 @@ class Calls(Loop):
         return args, kwargs
 
     def _cut(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """This rank's shares of the arguments, where the plan cuts positions; whole within a method of the model's."""
+        """This rank's shares of the arguments, where the plan cuts positions; whole within a method of the model's.
+
+        What another model of the loop gave is whole where this one's weights are cut: its cuts are for such arguments.
+        """
         if self._door is None or self.inside > 1:
-            return args, kwargs
+            cut = self._door is None and self.inside == 1 and self.engine.state.tensor is not None  # type: ignore[union-attr]
+            return tree_map_only(Distributed, uncut, (args, kwargs)) if cut else (args, kwargs)
         Gathers.told = None
         call, notice = self._door.enter(args, kwargs)
         if notice:
