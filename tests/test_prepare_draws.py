@@ -173,3 +173,37 @@ def test_weights_that_a_forward_draws_are_alike_on_every_rank(plan: str, pool: R
 def test_weights_and_samples_drawn_in_one_shape_are_refused(pool: RankPool) -> None:
     with pytest.raises(RefusedPlan, match="no dim is sure to count"):
         pool.run(drawn_weights, 2, "dp_replicate=2", True)
+
+
+def drawn_by_count(plan: str | None, mirrored: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """A class drawn for each sample; or times, of which half are drawn and the others mirrored."""
+    torch.manual_seed(0)
+    model: Any = nn.Linear(6, 2).double()
+    optimizer: Any = adamw(model)
+    loader: Any = DataLoader(samples(24), batch_size=8)
+    prepared: Any = shardwise.prepare(model, optimizer, loader, plan=plan) if plan else None
+    model, optimizer, loader = prepared or (model, optimizer, loader)
+    losses = []
+    for x, y in loader:
+        if mirrored:
+            half = torch.rand(len(x) // 2 + 1, dtype=x.dtype)
+            drawn = torch.cat([half, 1 - half])[: len(x)]
+        else:
+            drawn = torch.multinomial(torch.tensor([0.5, 0.3, 0.2]), len(x), replacement=True).double()
+        loss = (model(x * drawn[:, None]) - y).square().mean()
+        optimizer.zero_grad()
+        loss = prepared.backward(loss) if prepared else loss
+        if not prepared:
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def test_classes_drawn_for_samples_are_one_process_s_and_half_as_many_times_are_refused(pool: RankPool) -> None:
+    losses, _ = drawn_by_count(None, False)
+    assert all(
+        theirs == pytest.approx(losses, rel=BAR) for theirs, _ in pool.run(drawn_by_count, 2, "dp_replicate=2", False)
+    )
+    with pytest.raises(RefusedPlan, match=r"drawn 3 at a time for 4 samples.*test_prepare_draws.py, line"):
+        pool.run(drawn_by_count, 2, "dp_replicate=2", True)

@@ -61,12 +61,14 @@ _TOGETHER = (
     "together"
 )
 _HANGS = (
-    "random numbers are drawn {} at a time for {} samples, and {} for {} (torch.multinomial(weights, 5 * len(x)), or "
-    "noise for two views in one tensor): each rank draws for its samples alone, where one process draws for all, and "
-    "which of its numbers belong to them is not known. Draw with samples first, as torch.randn(len(x), 5), or in the "
-    "dataset"
+    "random numbers are drawn {} at a time for {} samples, and {} for {} (torch.multinomial(weights, 5 * len(x)), "
+    "noise for two views in one tensor, or times of which half are mirrored): each rank draws for its samples alone, "
+    "where one process draws for all, and which of its numbers belong to them is not known. Draw with samples first, "
+    'as torch.randn(len(x), 5), in the dataset, or with prepare(..., loss_scope="global"), by which a script has whole '
+    "batches"
 )
 _TRIES = 3  # batches that are dealt unevenly to find out whether what is drawn hangs on the number of samples
+_FORMS = (lambda n: n // 2, lambda n: n // 2 + 1, lambda n: (n + 1) // 2, lambda n: n - 1, lambda n: n + 1)
 _PERIODS = 3  # from a batch to its backward, in which all operations are followed
 _INERT = ("dropout_p", "dropout", "p")  # arguments that switch a random op off at 0
 
@@ -210,6 +212,12 @@ class SampleDraws(TorchFunctionMode):
             raise RefusedPlan(_MIXES)
         if _is_off(func, given):
             return func(*args, **kwargs)
+        of_classes = given.get("num_samples") == rows and given["self"].dim() == 1  # one for each sample
+        if of_classes and self._seen_at((rows,), rows) != -1:
+            found.append(0)
+            given["num_samples"] = total
+            with draws_of_one_process():
+                return func(**given)[_rows(0, low, rows)].clone()
         wide_args = [size(value) if name in sized else value for name, value in zip(names, args, strict=False)]
         wide_args, wide_kwargs = tree_map_only(torch.Tensor, whole, (wide_args, dict(kwargs)))
         if not found:
@@ -282,17 +290,18 @@ class SampleDraws(TorchFunctionMode):
             self._tries[line] += 1
 
     def _note(self, size: int, rows: int) -> None:
-        """Raise `RefusedPlan` where as much more is drawn in a line as there are more samples.
+        """Raise `RefusedPlan` where as much more is drawn in a line as there are more samples, or as half of them.
 
         What ranks know alike is kept alone: of batches of which each has as many samples.
         """
         line = line_of_script()
         if not self.even:
             self._seen.add(line)
-        if rows < 1 or size < 2 * rows or size % rows:
+        if rows < 1 or size < 2 or not (size % rows == 0 or any(form(rows) == size for form in _FORMS)):
             return
         before, of = self._suspects.get(line, (size, rows))
-        if of != rows and before != size and before * rows == size * of:
+        alike = before * rows == size * of or any((form(of), form(rows)) == (before, size) for form in _FORMS)
+        if of != rows and before != size and alike:
             raise RefusedPlan(_HANGS.format(before, of, size, rows))
         if self.even:
             self._suspects[line] = (size, rows)
