@@ -541,7 +541,7 @@ def once(plan: str, case: str) -> None:
     if case == "unseen draws":
         model.layers[1].forward = unseen_noise
     if case == "draws inside":
-        model.layers[1].forward = lambda x: x + torch.rand(3, 8, dtype=x.dtype).mean()
+        model.layers[1].forward = lambda x: x + torch.rand(2 * len(x), 8, dtype=x.dtype).mean()
     optimizer = torch.optim.LBFGS(model.parameters()) if case == "joint" else adamw(model)
     loader: Any = DataLoader(samples(12), batch_size=4)
     if case == "distributed sampler":
@@ -603,7 +603,7 @@ class LateDraws(TensorDataset):
         ("own order", "dp_replicate=2", RunError, "drew other samples in step 0"),
         ("late draws", "dp_replicate=2", RunError, 'batch 1: random numbers were drawn where samples.*reads="whole"'),
         ("divided twice", "dp_replicate=2,accumulate=2", InputError, "divided by 2, the micro-batches.*mean_over=n"),
-        ("draws inside", "dp_replicate=2", RefusedPlan, r"shape \(3, 8\).*randomness=\"fast\""),
+        ("draws inside", "dp_replicate=2", RefusedPlan, r"shape \(4, 8\).*randomness=\"fast\""),
         ("unseen draws", "dp_replicate=2", RefusedPlan, "cannot be followed"),
         ("other loader", "dp_replicate=2", InputError, "has handed out no batch"),
         ("mixes", "dp_shard=2,zero=3", RefusedPlan, "mixes samples"),
