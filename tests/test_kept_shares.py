@@ -64,7 +64,24 @@ class PastAttributes(Recurrent):
         return super().forward(x) * self.scale * self.mean.sum(0) + 0.1 * length
 
 
-MODULES = {"recurrent": Recurrent, "contractive": Contractive, "past_attributes": PastAttributes}
+class Stepping(nn.Module):
+    """For each sample a step of descent on its own error, by weights that are read again to be named (MAML)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.rate = nn.Parameter(torch.randn(OUT, WIDTH) / 3), nn.Parameter(torch.tensor(0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = []
+        for rows in x:
+            with torch.enable_grad():
+                error = (rows @ self.weight.T).square().mean()
+                (slope,) = torch.autograd.grad(error, [self.weight], create_graph=True)
+            found.append((rows @ (self.weight - self.rate * slope).T).mean(0))
+        return torch.stack(found)
+
+
+MODULES = {"stepping": Stepping, "recurrent": Recurrent, "contractive": Contractive, "past_attributes": PastAttributes}
 
 
 def made(name: str) -> Task:
@@ -79,7 +96,7 @@ def recurrent() -> Task:
     ("name", "plan"),
     [
         ("recurrent", "tp=3"), ("recurrent", "tp=2,dp_shard=2,zero=3,remat=full"), ("recurrent", "tp=2,pp=2"),
-        ("contractive", "tp=2,sp=true"), ("past_attributes", "tp=2"),
+        ("contractive", "tp=2,sp=true"), ("past_attributes", "tp=2"), ("stepping", "tp=2"),
     ],
 )  # fmt: skip
 def test_equal_to_one_process(name: str, plan: str, pool: RankPool) -> None:
@@ -96,6 +113,7 @@ def kept(task: Task, plan: str) -> Derived:
 def test_what_is_kept_in_shares() -> None:
     found = kept(made("recurrent"), "tp=2")
     assert {cut.role for cut in found.cuts.values()} == {"kept"} and not found.whole.keys() & found.cuts.keys()
+    assert {cut.role for cut in kept(made("stepping"), "tp=2").cuts.values()} == {"kept, read once"}
     assert found.cuts["turn"].owners.counts == (4, 3) and "lstm.weight_ih_l0_reverse" in found.cuts
 
 

@@ -7,6 +7,7 @@ from typing import Any
 MEANING = {
     "output": "by outputs",
     "kept": "kept in shares",
+    "kept, read once": "kept in shares",
     "input": "by inputs",
     "rows": "by rows",
     "beside": "with its weight",

@@ -71,6 +71,8 @@ ON_CUT: list[Callable[[], None]] = []  # called when a module is added to them
 
 FLAT = "_flat_weights"
 KEPT = "kept"  # the role of a parameter that ranks hold in shares, and gather whenever it is read
+ONCE = "kept, read once"  # or once in a forward, which takes gradients by what it has read
+IN_SHARES = (KEPT, ONCE)
 
 
 class ParameterCut(Protocol):
@@ -107,6 +109,12 @@ def see_parts(
             child.__dict__["_tensor_cuts"] = (mine, axis, summed)
             child.__class__ = _seeing_parts(type(child), tuple(sorted(mine)))
 
+    hooks, reads = list[Any](), _Reads()
+    if any(cut.role == ONCE for cut in cuts.values()):
+        hooks.append(module.register_forward_pre_hook(reads.begin))
+        hooks.append(module.register_forward_hook(reads.end, always_call=True))
+        for child, _ in before:
+            child.__dict__["_reads"] = reads
     if any(each.positions for each in summed):
         CUT_MODULES.add(module)
         for each in ON_CUT:
@@ -115,12 +123,15 @@ def see_parts(
 
     def undo() -> None:
         undo_ranges()
+        for hook in hooks:
+            hook.remove()
         CUT_MODULES.discard(module)
         for child, kind in before:
             child.__class__ = kind
             del child.__dict__["_tensor_cuts"]
             child.__dict__.pop("_read_outside", None)
             child.__dict__.pop("_set_outside", None)
+            child.__dict__.pop("_reads", None)
 
     return undo
 
@@ -149,7 +160,7 @@ def _seeing_parts(kind: type, leaves: tuple[str, ...]) -> type:
 def _flat_weights(self: nn.Module) -> Any:
     """What torch's recurrent layers run on: their parameters in a list, past their attributes."""
     cuts = self.__dict__.get("_tensor_cuts", ({},))[0]
-    if not any(cut is not None and cut.role == KEPT for cut in cuts.values()):
+    if not any(cut is not None and cut.role in IN_SHARES for cut in cuts.values()):
         return self.__dict__[FLAT]
     return [getattr(self, name, None) for name in self._flat_weights_names]
 
@@ -187,6 +198,36 @@ def _setter(leaf: str):
     return put
 
 
+def _read_once(module: nn.Module, leaf: str, held: torch.Tensor, read: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """What a forward has read of a weight already, while it runs, where weights are read once; else read now."""
+    mine, known = module.__dict__["_tensor_cuts"][0], module.__dict__.get("_reads")
+    cut = mine[leaf]
+    if known is None or cut is None or cut.role != ONCE or not known.running:
+        return read()
+    key = id(held), held._version, torch.is_grad_enabled()
+    if key not in known.given:
+        known.given[key] = read()
+    return known.given[key]
+
+
+class _Reads:
+    """What one forward of a module has read of its weights."""
+
+    def __init__(self) -> None:
+        self.given: dict[tuple[int, int, bool], torch.Tensor] = {}
+        self.running = False
+
+    def begin(self, *_: Any) -> None:
+        """A forward begins."""
+        self.given.clear()
+        self.running = True
+
+    def end(self, *_: Any) -> None:
+        """It is over, as is what it has read."""
+        self.given.clear()
+        self.running = False
+
+
 def _reader(leaf: str):
     def read(self: nn.Module) -> torch.Tensor:
         held, told = self._parameters.get(leaf), self.__dict__.get("_tensor_cuts")
@@ -197,14 +238,14 @@ def _reader(leaf: str):
             return held
         outermost = before_transforms() if innermost(held) is held else nullcontext()
         with outermost, torch.enable_grad() if _OWN.ahead else nullcontext():
-            given = seen(held, *told)
+            given = _read_once(self, leaf, held, lambda: seen(held, *told))
         return _in_its_way(self, leaf, given)
 
     def seen(held: torch.Tensor, cuts: Mapping[str, Any], axis: Axis, summed: tuple[Axis, ...]) -> torch.Tensor:
         if isinstance(held, DTensor):
             return held  # sharded by zero=3 and not gathered now: for its dtype or device
         cut = cuts[leaf]
-        if cut is not None and cut.role == KEPT and held.shape[cut.dim] == cut.owners.size:
+        if cut is not None and cut.role in IN_SHARES and held.shape[cut.dim] == cut.owners.size:
             return held  # a tensor that stands for the whole weight, by `functional_call`
         with torch._C.DisableTorchFunctionSubclass():  # a script's parameter, which beside this counts otherwise
             given = with_summed_gradient(held, tuple(each for each in summed if each not in _OWN.axes))
@@ -213,7 +254,7 @@ def _reader(leaf: str):
         else:
             with torch._C.DisableTorchFunctionSubclass():  # a script's parameter, whose share nobody else may read
                 given = to_part(given, cut.dim, cut.owners, axis, cut.name)
-                given = whole_over_axis(given, axis) if cut.role == KEPT else given
+                given = whole_over_axis(given, axis) if cut.role in IN_SHARES else given
         if given is not held:
             given.reads_weight = True  # for `self.weight.data = ...`: see `part.assigned`
         return given

@@ -28,7 +28,7 @@ from shardwise.comm import Axis, Gathering
 from shardwise.parallel.slots import ValueOf
 from shardwise.parallel.tensor.derive import Derived, WeightCut
 from shardwise.part.gathering import rows_of, whole_of
-from shardwise.part.parameters import KEPT, see_parts
+from shardwise.part.parameters import IN_SHARES, see_parts
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class TensorParallel:
 
     def notices(self) -> list[str]:
         """One line on what is cut, and one on weights that could not be."""
-        if any(cut.role == KEPT for cut in self.cuts.values()):
+        if any(cut.role in IN_SHARES for cut in self.cuts.values()):
             return [
                 f"tp={self.axis.size} finds no weight whose products ranks could share: each rank keeps its share of "
                 f"{len(self.cuts)} parameters and gathers them to read, so memory is spared and every rank computes "

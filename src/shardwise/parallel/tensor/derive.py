@@ -33,7 +33,7 @@ class WeightCut:
     name: str
     dim: int
     owners: Owners
-    role: str  # "output" | "input" | "rows" | "beside" (a bias, a per-head scale) | "kept" (in shares; read whole)
+    role: str  # "output" | "input" | "rows" | "beside" (a bias, a per-head scale) | KEPT, ONCE (in shares; read whole)
     family: int
 
 

@@ -25,10 +25,13 @@ from shardwise.part.pairs import pairs_in
 from shardwise.part.parameters import FLAT, KEPT
 
 
-def kept_shares(module: nn.Module, ranks: int, whole: dict[str, str], barred: Collection[str]) -> Derived:
+def kept_shares(
+    module: nn.Module, ranks: int, whole: dict[str, str], barred: Collection[str], role: str = KEPT
+) -> Derived:
     """Every weight that `ranks` can hold in shares, but for the `barred`; without cuts where they are too little.
 
     whole  why no parameter's products can be shared
+    role   whether each is gathered whenever it is read, or once in a forward
     """
     named = dict(module.named_parameters())
     hidden, pairs = set(_beside_attributes(module)), pairs_in(module)
@@ -38,7 +41,7 @@ def kept_shares(module: nn.Module, ranks: int, whole: dict[str, str], barred: Co
         dim = next((d for d, size in enumerate(sizes) if size >= ranks), None)
         if dim is None or name in barred or id(param) in hidden or not param.is_floating_point():
             continue
-        derived.cuts[name] = WeightCut(name, dim, Owners.blocks(param.shape[dim], ranks), KEPT, number)
+        derived.cuts[name] = WeightCut(name, dim, Owners.blocks(param.shape[dim], ranks), role, number)
         derived.whole.pop(name, None)
     spared = sum(named[name].numel() for name in derived.cuts)
     if spared < SHARE * sum(param.numel() for param in named.values()):

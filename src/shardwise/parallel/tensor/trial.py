@@ -20,7 +20,7 @@ from shardwise.parallel.tensor.derive import Derived, derive, matching, starved
 from shardwise.parallel.tensor.kept import kept_shares
 from shardwise.parallel.tensor.raw_reads import RawReads
 from shardwise.part import Uncut, forget
-from shardwise.part.parameters import KEPT, see_parts
+from shardwise.part.parameters import IN_SHARES, KEPT, ONCE, see_parts
 from shardwise.random import python_restored, seed_python
 from shardwise.trace.axes import Axes, Found
 from shardwise.trace.deferred import Built
@@ -135,7 +135,7 @@ class TrialModule:
 
         with self.playing(share) as (named, batch):
             undo = see_parts(self.built.module, tensor.cuts, tensor.axis, summed=summed)
-            kept = {name: cut for name, cut in tensor.cuts.items() if cut.role == KEPT}
+            kept = {name: cut for name, cut in tensor.cuts.items() if cut.role in IN_SHARES}
             try:
                 for _ in self.ways():
                     with RawReads(kept, named) if kept else nullcontext():
@@ -203,19 +203,25 @@ def _kept(
 ) -> Derived | None:
     """Returns cuts that only store weights in shares, where no product can be shared; None where that fails too."""
     whole = dict.fromkeys(derived.cuts, "its products are not cut") | derived.whole
-    barred = {*asked, *found.written}
+    barred, role = {*asked, *found.written}, KEPT
     while True:
-        kept = kept_shares(stage.built.module, ranks, whole, barred)
+        kept = kept_shares(stage.built.module, ranks, whole, barred, role)
         try:
             stopped = stage.rehearse(kept, ranks, sequence) if kept.cuts else None
-        except Exception:  # what is told is why nothing could be cut
-            return None
+        except Exception as error:  # what is told is why nothing could be cut
+            if role == ONCE or _UNUSED not in str(error):
+                return None
+            role = ONCE
+            continue
         if stopped is None:
             return kept if kept.cuts else None
         more = stopped.origins & kept.cuts.keys()
         if not more:
             return None
         barred |= more
+
+
+_UNUSED = "not have been used in the graph"  # by torch, of a gradient by another tensor than what was computed with
 
 
 def _raised(refusal: RefusedPlan) -> NoReturn:
