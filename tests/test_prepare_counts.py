@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from test_prepare import BAR, adamw, net, samples
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import shardwise
-from shardwise.errors import RefusedPlan
+from shardwise.errors import InputError, RefusedPlan
 from shardwise.ranks import RankPool
 
 
@@ -163,3 +163,24 @@ def test_episodes_are_whole_or_refused(pool: RankPool) -> None:
         assert losses == pytest.approx(expected[0], rel=BAR)
         for name, weight in expected[1].items():
             assert float((weights[name] - weight).abs().max()) < BAR, name
+
+
+def weighed_by_its_mean(plan: str, ranks_alike: bool) -> None:
+    """The loss is multiplied by a running mean of the losses that came before it."""
+    model: Any = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader: Any = DataLoader(TensorDataset(torch.randn(16, 4)), 8)
+    prepared = model, optimizer, loader = shardwise.prepare(model, optimizer, loader, plan=plan)
+    mean = 0.5
+    for (x,) in loader:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        mean = mean if ranks_alike else 0.9 * mean + 0.1 * loss.item()
+        prepared.backward(loss * (1 + mean))
+        optimizer.step()
+
+
+def test_a_loss_weighed_by_what_this_rank_found_is_refused(pool: RankPool) -> None:
+    pool.run(weighed_by_its_mean, 2, "dp_replicate=2", True)
+    with pytest.raises(InputError, match="by a number that differs between ranks"):
+        pool.run(weighed_by_its_mean, 2, "dp_replicate=2", False)

@@ -262,6 +262,12 @@ def _unequal(table: torch.Tensor, unknown: bool) -> str:
     )
     if unknown:
         return f"prepared.backward(loss) without a weight: what the loss is a mean over cannot be seen, and {told}"
+    if len(table[:, 1].unique()) == 1 == len(table[:, 2].unique()):
+        return (
+            "prepared.backward(loss) without a weight: the loss is multiplied or divided by a number that differs "
+            "between ranks, as one that is made of this rank's own loss (loss.item(), a running mean): make it of what "
+            'prepared.backward or prepared.sum(...) returns, or take prepare(..., loss_scope="global")'
+        )
     samples = ", ".join(f"{int(row[2])} samples on rank {rank}" for rank, row in enumerate(table))
     means = ", ".join(f"{row[1]:g} on rank {rank}" for rank, row in enumerate(table))
     return f"prepared.backward(loss) without a weight: the loss is a mean over {means} ({samples}), and {told}"
