@@ -53,6 +53,26 @@ def one_length() -> Task:
     return position_wise().with_(model=OneLength)
 
 
+class Penalised(PositionWise):
+    """With a penalty on its weights, read past their attributes or by these."""
+
+    def __init__(self, past: bool):
+        super().__init__()
+        self.past = past
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.parameters() if self.past else (self.layers[0].weight, self.layers[3].weight)
+        return self.layers(x) + sum(weight.square().sum() for weight in weights)
+
+
+def penalised() -> Task:
+    return position_wise().with_(model=lambda: Penalised(False))
+
+
+def penalised_past_attributes() -> Task:
+    return position_wise().with_(model=lambda: Penalised(True))
+
+
 def one_length_named() -> Task:
     return one_length().with_(sequence={"x": 1, "y": 1})
 

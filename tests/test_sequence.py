@@ -604,6 +604,14 @@ def test_a_batch_without_a_sequence_is_refused(pool) -> None:
     assert "is not given (B, S, E) first" in found.refused
 
 
+@pytest.mark.parametrize("plan", ["cp=2", pytest.param("tp=2", marks=pytest.mark.long)])
+def test_weights_that_are_read_past_their_attributes_are_refused(plan: str, pool) -> None:
+    """Under cp their gradients would count once for each rank, and under tp the loss would be that of shares."""
+    assert verify("sequence_tasks:penalised", plan, pool=pool).parity
+    found = verify("sequence_tasks:penalised_past_attributes", plan, pool=pool)
+    assert found.refused and (plan == "tp=2" or "as by parameters()" in found.refused), found.text()
+
+
 def test_a_sequence_of_one_length_is_told_how_to_name_it(pool) -> None:
     """What the refusal says to write is what `Task.sequence` takes, and with it the plan is equal."""
     refused = verify("sequence_tasks:one_length", "cp=2", pool=pool).refused

@@ -111,7 +111,9 @@ def _place_of(frame: Any) -> tuple[str, int, int]:
 
 def by_a_module(frame: Any) -> bool:
     """Whether the code that called a function of torch is neither ours nor torch's own machinery."""
-    while frame is not None and frame.f_code.co_filename in _ANSWERS:
+    while frame is not None and (
+        frame.f_code.co_filename in _ANSWERS or frame.f_code.co_name == "__torch_function__"  # of another mode
+    ):
         frame = frame.f_back
     return frame is not None and not frame.f_code.co_filename.startswith(_OTHERS)
 

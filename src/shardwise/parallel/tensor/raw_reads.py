@@ -1,12 +1,12 @@
-"""Detect weights kept in shares (`kept`) that a forward reads otherwise than as attributes of their module.
+"""Detect weights that a forward reads otherwise than as attributes of their module, where ranks hold shares of them.
 
-    self.weight.square()                            the whole weight, gathered: exact
-    for p in self.parameters(): p.square()          the parameter itself, which is this rank's share: cannot be kept so
+    self.weight.square()                            the whole weight, or a part of it: exact
+    for p in self.parameters(): p.square().sum()    the parameter itself, which is this rank's share: it is left whole
     for p, q in zip(...): q.data.lerp_(p.data, m)   each element alone, both kept alike: right on shares
     grad(y, [*self.parameters()])                   a name for what a gradient is taken by: right on shares
 
-Seen where a rehearsal runs the module's own code, by functions of torch that it calls on shares. Of weights whose
-products are cut, `trace/axes` sees the same.
+Seen where a rehearsal runs the module's own code, by functions of torch that it calls on parameters. Where positions
+are cut, what a gradient is of is settled where an attribute is read, so whole parameters cannot be read past theirs.
 
 What this does not do: see such code where it is run again in backward alone.
 """
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from shardwise.errors import RefusedPlan
 from shardwise.parallel.tensor.derive import WeightCut
 from shardwise.part import Uncut
 from shardwise.trace.leaves import tensors_in
@@ -41,10 +42,15 @@ _How = tuple[str, int, Any]  # of a share: its parameter, and how that is cut
 
 
 class RawReads(TorchFunctionMode):
-    """While entered, raises `Uncut` where the module's code computes with a share as if it were the weight."""
+    """While entered, raises `Uncut` where the module's code computes with a share as if it were the weight.
 
-    def __init__(self, cuts: dict[str, WeightCut], named: dict[str, torch.Tensor]):
+    summed  axes over which positions are cut, in words: `RefusedPlan` where it computes with a parameter itself
+    """
+
+    def __init__(self, cuts: dict[str, WeightCut], named: dict[str, torch.Tensor], summed: str = ""):
         super().__init__()
+        self.summed = summed
+        self.whole = {id(tensor): name for name, tensor in named.items() if summed and tensor.requires_grad}
         shares = [(tensor, cuts[name]) for name, tensor in named.items() if name in cuts]
         self.shares: dict[int, _How] = {id(tensor): (cut.name, cut.dim, cut.owners) for tensor, cut in shares}
         self.alive: list[torch.Tensor] = [tensor for tensor, _ in shares]
@@ -53,9 +59,20 @@ class RawReads(TorchFunctionMode):
         output = func(*args, **(kwargs or {}))
         given = tensors_in((args, kwargs))
         met = [self.shares[id(tensor)] for tensor in given if id(tensor) in self.shares]
-        if met and by_a_module(sys._getframe(1)):
-            self._met(func, given, met, output)
+        whole = [self.whole[id(tensor)] for tensor in given if id(tensor) in self.whole]
+        if (met or whole) and by_a_module(sys._getframe(1)):
+            if met:
+                self._met(func, given, met, output)
+            if any(tensor.requires_grad for tensor in tensors_in(output)) and whole:
+                self._refuse(whole[0])
         return output
+
+    def _refuse(self, name: str) -> None:
+        raise RefusedPlan(
+            f"{self.summed}: the forward computes with '{name}' past its attribute, as by parameters(), and its "
+            "gradient would count once for each rank: read it as an attribute (self.weight), or leave a penalty on "
+            "weights to the optimizer (weight_decay)"
+        )
 
     def _met(self, func: Any, given: list[torch.Tensor], met: list[_How], output: Any) -> None:
         name, made = getattr(func, "__name__", str(func)), tensors_in(output)

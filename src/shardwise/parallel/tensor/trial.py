@@ -20,7 +20,7 @@ from shardwise.parallel.tensor.derive import Derived, derive, matching, starved
 from shardwise.parallel.tensor.kept import kept_shares
 from shardwise.parallel.tensor.raw_reads import RawReads
 from shardwise.part import Uncut, forget
-from shardwise.part.parameters import IN_SHARES, KEPT, ONCE, see_parts
+from shardwise.part.parameters import KEPT, ONCE, see_parts
 from shardwise.random import python_restored, seed_python
 from shardwise.trace.axes import Axes, Found
 from shardwise.trace.deferred import Built
@@ -135,10 +135,9 @@ class TrialModule:
 
         with self.playing(share) as (named, batch):
             undo = see_parts(self.built.module, tensor.cuts, tensor.axis, summed=summed)
-            kept = {name: cut for name, cut in tensor.cuts.items() if cut.role in IN_SHARES}
             try:
                 for _ in self.ways():
-                    with RawReads(kept, named) if kept else nullcontext():
+                    with RawReads(tensor.cuts, named, _said(summed)) if tensor.cuts or summed else nullcontext():
                         loss = self.run(self.built.module, batch)
                     loss.total.backward()
             except Uncut as error:
@@ -155,11 +154,14 @@ class TrialModule:
         return None
 
 
+def _said(axes: tuple[Axis, ...]) -> str:
+    return ",".join(f"{axis.name}={axis.size}" for axis in axes)
+
+
 def _fails_cut(tensor: TensorParallel, summed: tuple[Axis, ...], error: Exception) -> str:
     said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if summed:
-        axes = ",".join(f"{axis.name}={axis.size}" for axis in summed)
-        return f"{axes}: the module runs whole, but not once its positions are cut: {said}"
+        return f"{_said(summed)}: the module runs whole, but not once its positions are cut: {said}"
     return (
         f"tp={tensor.axis.size}: the module runs whole, but not once its weights are cut: {said}; "
         "keep what it is about whole by tp_whole=..., or use tp=1"
