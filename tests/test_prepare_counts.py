@@ -184,3 +184,21 @@ def test_a_loss_weighed_by_what_this_rank_found_is_refused(pool: RankPool) -> No
     pool.run(weighed_by_its_mean, 2, "dp_replicate=2", True)
     with pytest.raises(InputError, match="by a number that differs between ranks"):
         pool.run(weighed_by_its_mean, 2, "dp_replicate=2", False)
+
+
+def times(by: str) -> None:
+    """A mean times the number of samples is one process's sum; times a constant that looks like it, a mean."""
+    model: Any = net()
+    optimizer, loader = adamw(model), DataLoader(samples(24), batch_size=8)
+    prepared = model, optimizer, loader = shardwise.prepare(model, optimizer, loader, plan="dp_replicate=2")
+    for x, y in loader:
+        optimizer.zero_grad()
+        prepared.backward((model(x) - y).square().mean() * (len(x) if by == "len(x)" else 4.0))
+        optimizer.step()
+
+
+@pytest.mark.long
+def test_a_mean_times_the_number_of_samples_is_refused_and_times_a_constant_is_not(pool: RankPool) -> None:
+    pool.run(times, 2, "4.0")
+    with pytest.raises(InputError, match="without a weight"):
+        pool.run(times, 2, "len(x)")

@@ -143,7 +143,11 @@ def _of(node: Any, depth: int, held: Held | None) -> Divisor:
         if inner.kind == "sum" and held is not None and _counts(node, held):
             return UNKNOWN
         by = _one_number(getattr(node, "_saved_other", None))  # alike on all ranks, as one process has it
-        return inner if by is None or inner.kind != "mean" else replace(inner, beside=(*inner.beside, by))
+        if by is None or inner.kind != "mean":
+            return inner
+        if held is not None and held.suspects is not None and _may_count(by, held):
+            held.suspects.add((name, by))  # `loss.mean() * len(x)`, or a constant: parts of other sizes tell
+        return replace(inner, beside=(*inner.beside, by))
     if name == "Div" and len(children) == 1 and node.next_functions[0][0] is children[0]:
         inner, by = _of(children[0], depth - 1, held), _one_number(node._saved_other)
         if inner.kind == "sum" and held is not None and by not in inner.sizes:
