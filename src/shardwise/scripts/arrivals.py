@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardwise.comm.buckets import GradientBuckets
 from shardwise.engine.engine import Engine
 from shardwise.engine.recipe import trainable
 from shardwise.errors import RefusedPlan
@@ -114,3 +115,15 @@ def techniques_of(engine: Engine | None) -> list[Any]:
     """Returns the data-parallel techniques that hold the engine's weights: one, or the experts' and the rest's."""
     technique: Any = engine.technique if engine is not None else None
     return [technique.rest, technique.experts] if isinstance(technique, WithExperts) else [technique]
+
+
+def share_uncut(engine: Engine) -> None:
+    """Give every rank the gradients of what zero=3 does not cut, as they now are. Collective."""
+    for one in techniques_of(engine):
+        if isinstance(one, FullShard):
+            one.share_uncut()
+
+
+def buckets_of(engine: Engine) -> list[GradientBuckets]:
+    """Where gradients are gathered as backward makes them; FSDP2 has its own."""
+    return [one.buckets for one in techniques_of(engine) if hasattr(one, "buckets")]

@@ -54,13 +54,12 @@ from shardwise.scripts.rows import (
 )
 from shardwise.scripts.saying import Notices, is_called_by_engine, line_of_script
 from shardwise.scripts.tape import tensors_in, writes
-from shardwise.trace.drawn import named_fill
+from shardwise.trace.drawn import overwrites
 from shardwise.trace.functional import transforming
 
 _COUNTS = {"__len__", "numel", "nelement", "ndimension", "__format__", "__repr__", "__str__"}  # no elements in them
 _PASSAGES = (__file__, *(str(module.__file__) for module in (draws, tape)))
 _NOTHING: Any = lambda: None  # noqa: E731
-_OVERWRITES = {"copy_", "zero_", "fill_"}  # and what draws so
 
 
 class Kept(Origins, TorchFunctionMode, Events):
@@ -249,7 +248,7 @@ class Kept(Origins, TorchFunctionMode, Events):
         if self.after and not self._is_for_next(given):
             return self._afterwards(func, args, kwargs)
         name = getattr(func, "__name__", "")
-        if (name in _OVERWRITES or named_fill(name)) and args and isinstance(args[0], torch.Tensor):
+        if overwrites(name) and args and isinstance(args[0], torch.Tensor):
             given = given[1:]  # what it held is gone
         made = [self._of(tensor) for tensor in given]
         batch = self._batch(made)

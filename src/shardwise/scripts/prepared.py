@@ -39,7 +39,7 @@ from shardwise.random import Randomness
 from shardwise.ranks.launchers import own_device
 from shardwise.scripts import optimizer as optimizers
 from shardwise.scripts.agreement import same_given
-from shardwise.scripts.arrivals import techniques_of, weakly
+from shardwise.scripts.arrivals import buckets_of, techniques_of, weakly
 from shardwise.scripts.calls import Calls, leader_of
 from shardwise.scripts.complexes import show_complex
 from shardwise.scripts.copies import Copies
@@ -75,7 +75,7 @@ from shardwise.scripts.start import (
     with_dtype,
 )
 from shardwise.scripts.state import States, holds_pieces, put, states_of
-from shardwise.scripts.stepping import Stepping, buckets_of
+from shardwise.scripts.stepping import Stepping
 from shardwise.scripts.whole_draws import draw_whole
 from shardwise.task import Domain
 

@@ -19,15 +19,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.comm import gather_rows
-from shardwise.comm.buckets import GradientBuckets
-from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.host import row_of
 from shardwise.layout import Plan
 from shardwise.parallel.full import FullShard
 from shardwise.part import forget, plain, whole
 from shardwise.scripts.agreement import compare, same_change
-from shardwise.scripts.arrivals import techniques_of
+from shardwise.scripts.arrivals import buckets_of, share_uncut
 from shardwise.scripts.divisor import Divisor, divisor_of
 from shardwise.scripts.draws import SampleDraws
 from shardwise.scripts.earlier import Earlier
@@ -448,15 +446,3 @@ class Stepping(Weighing):
 def _local(tensor: Any) -> torch.Tensor:
     """This rank's elements."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def share_uncut(engine: Engine) -> None:
-    """Give every rank the gradients of what zero=3 does not cut, as they now are. Collective."""
-    for one in techniques_of(engine):
-        if isinstance(one, FullShard):
-            one.share_uncut()
-
-
-def buckets_of(engine: Engine) -> list[GradientBuckets]:
-    """Where gradients are gathered as backward makes them; FSDP2 has its own."""
-    return [one.buckets for one in techniques_of(engine) if hasattr(one, "buckets")]

@@ -40,7 +40,9 @@ def asks_by_values(func: Any) -> bool:
 
 
 @cache
-def named_fill(name: str) -> bool:
-    """Whether a function of this name is an operation that `fills`."""
+def overwrites(name: str) -> bool:
+    """Whether a function of this name leaves nothing of what its first argument held: it copies, or draws (`fills`)."""
+    if name in ("copy_", "zero_", "fill_"):
+        return True
     packet = getattr(torch.ops.aten, name, None) if name.endswith("_") and not name.startswith("_") else None
     return packet is not None and any(fills(getattr(packet, each)) for each in packet.overloads())
