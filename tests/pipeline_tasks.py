@@ -582,6 +582,25 @@ class KeptByAModule(nn.Module):
         return self.head(x + self.blocks[0].kept)
 
 
+class Nested(nn.Module):
+    """One class inside itself: calls of torch's functions stand at one place of code for each of its modules."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.inner = Nested(depth - 1) if depth else None
+        self.first, self.middle = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH if depth < 2 else OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.inner is None else self.inner(x)
+        kept = torch.tanh(x)  # which is given to no module
+        return self.last(self.middle(self.first(x)) * kept)
+
+
+def nested() -> Task:
+    return task(lambda: Nested(2))
+
+
 def kept_by_a_module() -> Task:
     return task(KeptByAModule)
 
