@@ -324,6 +324,8 @@ def _numbers_of(node: Any) -> list[tuple[float, float]]:
 
 
 def _may_count(count: float, held: Held) -> bool:
+    if not math.isfinite(count):
+        return False
     whole = round(count)
     return whole >= held.samples and abs(count - whole) < 1e-6 and whole % held.samples == 0
 
