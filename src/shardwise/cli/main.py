@@ -385,7 +385,7 @@ def _open_streams() -> None:
 
 
 def _told_unless_ended(unraisable: Any) -> None:
-    """Hook for exceptions that nothing can catch: not told where SIGTERM met a destructor, since it is raised again."""
+    """Print an exception that nothing could catch, unless it is `Ended`, which is raised again."""
     if unraisable.exc_type is not Ended:
         sys.__unraisablehook__(unraisable)
 

@@ -107,7 +107,7 @@ def _normal_of_floats(source, args, kwargs):
 
 
 def _normal_by(source, args, kwargs):
-    """`normal(mean, std)`, one of them a tensor or both."""
+    """Returns normal numbers about `mean` of width `std`, of which at least one is a tensor."""
     mean, std = args[0], args[1] if len(args) > 1 else kwargs.get("std", 1.0)
     like: torch.Tensor = mean + std  # of their common shape
     return (normal(source.bits(like.shape, like.device)) * std + mean).to(like.dtype)

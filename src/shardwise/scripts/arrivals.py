@@ -63,7 +63,7 @@ class Heard:
 
     @abstractmethod
     def _passes(self, what: str) -> None:
-        """Check that all ranks are at the same call, `what`."""
+        """Raise where other ranks have come to another call than this one, `what`."""
 
     def _listen(self, engine: Engine) -> None:
         """Hear of gradients that arrive at parameters."""

@@ -227,7 +227,7 @@ def _largest_outside(module: nn.Module, paths: list[str]) -> list[str]:
 
 
 def _around(module: nn.Module, paths: list[str]) -> list[str]:
-    """The modules with a forward of their own that hold these units, the whole model apart."""
+    """Returns the paths of the modules around these units that are called as a whole; the model itself is none."""
     found: dict[str, None] = {}
     for path in paths:
         outer = path.rpartition(".")[0]
