@@ -1,4 +1,4 @@
-"""Build a rank's groups (axis order: layout/grid). `Axis` takes plan keys to techniques; also in rehearsal/rank_row.
+"""Build a rank's groups (axis order: layout/grid). `Axis` takes plan keys to techniques; made in rehearsal/rank_row too
 
 plan dp_replicate=2,dp_shard=2 -> axes dp_replicate [0, 2], [1, 3] and dp_shard [0, 1], [2, 3], and `data`, both
 together: the ranks over which a micro-batch's samples are dealt. With tp or pp, all of these lie inside one

@@ -1,4 +1,4 @@
-"""`Layout`: a plan's numbers that forecasts need (`SAME_KEYS`: by one name). A new key: also rehearsal/cut_module."""
+"""`Layout`: a plan's numbers that forecasts need (`SAME_KEYS`: taken by name). A new key: also rehearsal/cut_module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text for fine-tuning from JSON lines, tokenized, prompts masked, whole documents packed into rows.
+"""Text for fine-tuning from JSON lines (`json_lines` reads for data/tokenized too), prompts masked, packed into rows.
 
 A line is {"prompt": ..., "completion": ...}, {"messages": [{"role": ..., "content": ...}, ...]} or {"text": ...}.
 What the model should learn are completions, what the assistant says, or all of a text; the rest has the label -100.

@@ -1,4 +1,4 @@
-"""A moving average of the weights, in pieces as the plan has them. A change: also training/loop, proof/plain_run, run.
+"""A moving average of the weights, in pieces. Used by training/loop; saved by checkpoint/holdings; proof: plain_run.
 
     e <- decay e + (1 - decay) w        after each step, on every element once: no communication, 1/N of the bytes
 

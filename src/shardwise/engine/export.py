@@ -1,4 +1,4 @@
-"""Whole weights out of a running plan (`state_dict`, `save_weights`), and the bytes that this rank holds."""
+"""Whole weights out of a running plan, files too (for training/loop, scripts/held); bytes that this rank holds."""
 
 from __future__ import annotations
 

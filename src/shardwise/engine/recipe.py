@@ -1,4 +1,4 @@
-"""The order in which a plan is applied to a module: build, prepare blocks, make the technique, put weights in place."""
+"""The order in which a plan is applied: build, prepare blocks (recompute, compile), technique, weights into place."""
 
 from __future__ import annotations
 

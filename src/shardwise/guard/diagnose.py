@@ -1,4 +1,4 @@
-"""From records of all ranks to the rank at fault, the collective and why. Ops whose sizes must agree: `_EVEN`.
+"""From records of all ranks to the rank at fault, in the words of the message. Ops whose sizes must agree: `_EVEN`.
 
 Certain at once, whatever the deadlines are:
     differ    two ranks issued different collectives under one number of a group

@@ -1,4 +1,4 @@
-"""`key`: a field of `Plan` with what other rooms ask of that key of a plan: its help, choices, what it needs."""
+"""`key`: a field of `Plan` with its help and choices; `Need`: what a key acts on; a plan without it is refused."""
 
 from __future__ import annotations
 

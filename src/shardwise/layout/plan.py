@@ -1,4 +1,4 @@
-"""`Plan`: how a task is spread; no torch. A new key: also rules, costs/layout. Precisions: precisions; fields: keys.
+"""`Plan`: how a task is spread; no torch. A new key: also keys (a need), rules, costs/layout, rehearsal/cut_module.
 
 Text form, the same everywhere: `dp_shard=4,zero=3,precision=bf16`. A value that ends in `.toml` is a file with the
 same keys. World size = dp_replicate * dp_shard * tp * pp * cp * cp_ulysses * prod(domain); `ep` adds no ranks.

@@ -1,4 +1,4 @@
-"""Rules of losses, embeddings and `gather` over cut classes: the target's entry lies on one rank."""
+"""Rules of losses, embeddings and `gather` over cut classes. Their labels: trace/axis_rules/products, reductions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""List every legal combination of degrees and choices for a world size and a batch. A new key: `SEARCHED`.
+"""List legal combinations of degrees and choices. A key comes as asked for by itself; one that is varied: `SEARCHED`.
 
 Innermost to outermost: tp, cp_ulysses, cp, domain, dp_shard, pp, dp_replicate. What is not enumerated: zero >= 2 with
 pp > 1 unless it is asked for (gradients are reduced, and weights gathered, for every micro-batch), offload where

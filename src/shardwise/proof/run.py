@@ -1,4 +1,4 @@
-"""`verify CONFIG.toml`: compare what `train` does with a configuration with a plain loop in one process (plain_run).
+"""`verify CONFIG.toml`: some steps of `train` against plain_run. `_small`: settings of a run that a proof switches off.
 
     N ranks       the training loop itself, under the plan, in float64: its loader and workers, schedule, clipping,
                   optimizer, average, evaluations and metrics, over several steps across an epoch's end

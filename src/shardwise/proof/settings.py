@@ -1,4 +1,4 @@
-"""Settings of both sides of a proof. A new one: also parity, oracle, own_precision, cli/main; of a run: plain_run."""
+"""Settings of both sides of a proof. A new one: parity, oracle, own_precision, cli/main; of a run: plain_run, run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`launch`: fresh, supervised processes for one real run. The first failure ends them all."""
+"""`launch`: start a run's processes; the first failure ends them. What a hang leaves and says: supervise, diagnose."""
 
 from __future__ import annotations
 

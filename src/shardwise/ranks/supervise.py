@@ -1,4 +1,4 @@
-"""Watch the ranks of one run until each has reported, died or timed out; then report what went wrong."""
+"""Watch the ranks that this program started (a launcher's: guard/watcher): reports, hangs, stacks; make the error."""
 
 from __future__ import annotations
 

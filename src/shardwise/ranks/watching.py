@@ -1,4 +1,4 @@
-"""Start the process that watches this host's ranks where a launcher started them (`guard.watcher`)."""
+"""Under a launcher: begin this rank's record and start its host's watcher process (guard/watcher)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank's module without values: shares put in, in the same order as engine/recipe applies them."""
+"""One rank's module without values: shares put in, blocks recomputed, in the same order as engine/recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trace one step of any module on fake tensors: products, bytes moved, FLOPs, the peak of live bytes.
+"""Trace a micro-batch of a whole module on fake tensors, recompute included: ops, bytes, FLOPs. A rank's: rank_row.
 
 The module's own forward, loss and backward run under a dispatch mode on tensors without values; nothing is computed
 and no memory is used. Recompute is applied as it is in a run, so what it adds is seen, not estimated.

@@ -1,4 +1,4 @@
-"""One step's time and memory of a traced module that is cut (tp, pp, cp, domain, ep), from its ranks' rehearsals.
+"""Time and memory of a step of a traced module that is cut (messages, rings and halos too), from its ranks' rehearsals.
 
 memory   rank by rank: states of the parameters that it holds, and the peak of its row
 time     tp: a micro-batch's compute and its collectives, one after another; tiles: the same, and their halos, but

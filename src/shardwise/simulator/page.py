@@ -1,4 +1,4 @@
-"""One step as an HTML page with SVG: where time goes, who runs what when, memory over time. Runs: report/page.
+"""One step as an HTML page with SVG; `memory_over_time`: a rank's bytes as a curve. Of runs: report/page.
 
     step's time   one bar, dealt to its parts
     timeline      a lane for each rank of a pipeline, or for each stream

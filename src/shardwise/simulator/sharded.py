@@ -1,4 +1,4 @@
-"""Time that data ranks add to a traced module's step: gradients reduced, weights gathered."""
+"""Time that data ranks (replicas, ZeRO) add to a traced module's step: gradients reduced, weights gathered."""
 
 from __future__ import annotations
 

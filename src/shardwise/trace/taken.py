@@ -1,4 +1,4 @@
-"""Find the gradients that a forward takes itself, and what the tensors influence by which they are taken.
+"""Find gradients that a forward itself takes (`autograd.grad` inside), and which tensors they are taken by.
 
     energy = self.net(x)
     (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)      one `Taken`: of energy.sum(), by x

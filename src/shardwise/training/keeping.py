@@ -1,4 +1,4 @@
-"""When a run saves checkpoints, resumes and stops on a signal (called by loop); ranks exchange stragglers' rows.
+"""When a run saves checkpoints and best weights, what it resumes from, stops on a signal; ranks exchange stragglers.
 
     a step is done -> due by steps?  by time, or asked to stop by a signal? (ranks ask each other about once a second)
                    -> save in the background; when asked to stop: save, wait, leave

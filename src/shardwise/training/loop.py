@@ -1,4 +1,4 @@
-"""One rank's run from the first step to the final table: makes the record of each step that metrics and display show.
+"""One rank's run, step by step: records, evaluations, when it ends, its weights at the end. Best ones: keeping.
 
 for each optimizer step:  parts or a global batch -> engine.step -> one metrics line, one step of the display
 at times and at the end:  held-out data -> engine.evaluate

@@ -1,4 +1,4 @@
-"""Note every tensor that tiles gather whole, and its bytes, in a rehearsal; engine/positions tells them.
+"""Note every tensor that tiles gather whole, and its bytes, in a rehearsal; engine/positions tells or refuses.
 
 Nothing is gathered in silence. What mixes positions and has no rule is refused; `whole` is how a model asks for it.
 """

@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank of `ep` holds a block of experts (also in exchange, find, checkpoint/holdings).
+"""Experts' forward on the ranks of `ep`, each with a block of them (also exchange: rows; find; checkpoint/holdings).
 
     rank 0   tokens 0..3 -> router -> pairs ==all-to-all==> experts 0, 1 of all tokens ==all-to-all==> sums for 0..3
     rank 1   tokens 4..6 -> router -> pairs ==all-to-all==> experts 2, 3 of all tokens ==all-to-all==> sums for 4..6

@@ -1,4 +1,4 @@
-"""Of places to cut a forward, those that balance its stages: by cost first, then by parameters."""
+"""Choose, of places to cut a forward, those that balance stages: by cost, then parameters. For traced modules."""
 
 from __future__ import annotations
 

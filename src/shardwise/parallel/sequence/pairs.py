@@ -1,4 +1,4 @@
-"""Plan a ring: which runs of queries meet which runs of keys, and what of a mask lies between them.
+"""Plan a ring: who sends whose keys to whom (`Call`), which queries meet which keys, what a mask says of them.
 
 A block of keys is split along the runs of indices that its rank owns, and so are queries. A pair of runs is empty by
 the mask (nothing is computed or sent), full, on the causal diagonal, or masked.

@@ -1,4 +1,4 @@
-"""Pass keys and values around a ring, and sums of their gradients back. A plan's key would come by `Axis` (mesh).
+"""Pass keys, values and their gradients around a ring, as pairs' `Call` has it. A plan's key would come by `Axis`.
 
 A block goes from one rank that reads any of it to the next, past those that do not; the next one comes while the one
 at hand is computed. The sum of its gradients goes the same way, then to its owner.

@@ -1,4 +1,4 @@
-"""Axis labels of contractions: an activation's labels meet a weight's inner dim. On shares: part/products."""
+"""Axis labels of products, convolutions and embeddings. Their rules on shares: part/products, part/loss."""
 
 from __future__ import annotations
 
