@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from shardwise.cluster import Cluster, model
 from shardwise.costs.layout import Layout
@@ -21,6 +22,7 @@ from shardwise.simulator import simulate
 Row = tuple[str, str, str, str]
 DEVICE = "h100-sxm-80gb"
 SOFT = software("shardwise")
+NO_MODEL_AXES = (("tp", 1), ("pp", 1), ("cp", 1))
 
 
 def shape_of(name: str) -> Shape:
@@ -31,11 +33,10 @@ def cluster_of(devices: int, device: str = DEVICE, link: str = "ib-400") -> Clus
     return Cluster.parse(f"{devices} {device}" if devices <= 8 else f"{devices // 8}x8 {device}, {link}")
 
 
-def searched(name: str, devices: int, batch: int, seq: int = 4096, **limits: object) -> Search:
+def searched(name: str, devices: int, batch: int, seq: int = 4096, **limits: Any) -> Search:
     machine = cluster_of(devices)
-    return search(
-        decoder(shape_of(name), machine, SOFT, batch, seq, "bf16"), machine, Constraints(**limits, offload=False)
-    )  # type: ignore[arg-type]
+    subject = decoder(shape_of(name), machine, SOFT, batch, seq, "bf16")
+    return search(subject, machine, Constraints(**limits, offload=False))
 
 
 def any_fits(name: str, devices: int, seq: int = 4096) -> bool:
@@ -84,12 +85,13 @@ def scale() -> Iterator[Row]:
     for devices in (100, 1000, 10_000, 100_000):
         told = []
         for label, limits in (
-            ("DDP", {"max_tp": 1, "max_pp": 1, "fixed": (("dp_shard", 1),)}), ("FSDP", {"max_tp": 1, "max_pp": 1, "fixed": (("zero", 3),)}),
-            ("3D", {"max_tp": 8, "max_pp": 8}),
-        ):  # fmt: skip
+            ("DDP", {"most": NO_MODEL_AXES, "fixed": (("dp_shard", 1),)}),
+            ("FSDP", {"most": NO_MODEL_AXES, "fixed": (("zero", 3),)}),
+            ("3D", {"most": (("tp", 8), ("pp", 8), ("cp", 1))}),
+        ):
             world = devices // 8 * 8
             try:
-                best = searched("llama3-8b", world, world, 8192, most=(("cp", 1),), **limits).best
+                best = searched("llama3-8b", world, world, 8192, **limits).best
                 told.append(f"{label} {best.forecast.mfu:.0%}")
             except InputError:
                 told.append(f"{label} does not fit")

@@ -1,4 +1,4 @@
-"""The command `run`: run a user's script on local ranks (ranks/script)."""
+"""The command `run`: run a user's script on local ranks, and its options (the ranks themselves: ranks/script)."""
 
 from __future__ import annotations
 

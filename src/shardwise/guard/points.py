@@ -1,4 +1,4 @@
-"""Named points of a run, for ranks' records and injected faults. A new phase: `PHASES`, and where it is reached.
+"""Named points of a run, for records and faults. `PHASES`: the deadline and words of each; a new one goes there.
 
     start -> (input -> forward -> reduce -> update -> [evaluate] -> [save]) for each step -> end
 

@@ -1,4 +1,4 @@
-"""`KINDS`: a row for each pipeline schedule, which plans, rules, forecasts and the search read; a new one goes here.
+"""`KINDS`: a row for each pipeline schedule, its order included; plans, rules, forecasts, search read it. Add one here.
 
 A new schedule is a function that writes a rank's ops and one row of the table at the end of this file.
 

@@ -1,4 +1,4 @@
-"""Pipeline schedules as pure data: for each rank, in which order it runs forwards and backwards of which micro-batch.
+"""Pipeline schedules as pure data, made from a row of schedule_kinds: for each rank, which op it runs when.
 
     pp=3, schedule=1f1b, 4 micro-batches (a digit is the micro-batch; B takes two units of time)
 

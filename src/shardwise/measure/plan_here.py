@@ -1,4 +1,4 @@
-"""Run a plan on this machine's ranks, for `compare`: step time, live bytes, bytes over the wire, loss."""
+"""Run a plan some steps on this machine's ranks, for `compare`: step time, bytes, loss; tasks with `batch` alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of flips, scans, sorts, index and scatter, which read along some dims. Labels: axis_rules/reductions."""
+"""Rules of flips, rolls, pads, sorts, topk, diagonals, index, scatter. Scans: scans. Labels: axis_rules/reductions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read a decoder's numbers (`Shape`) from a catalogue name or a configuration file."""
+"""A decoder's numbers (`Shape`) by catalogue name or `config.json`. Its words: `WORDS`; a family: decoder_families."""
 
 from __future__ import annotations
 

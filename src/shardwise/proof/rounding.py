@@ -1,4 +1,4 @@
-"""Measure what rounding alone does: one process runs again, weights and inputs moved by one epsilon.
+"""Measure what rounding alone does to each compared number: one process again, all moved by one epsilon.
 
     noise of a tensor = its largest difference from the first run, over the runs
 

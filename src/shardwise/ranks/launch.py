@@ -1,4 +1,4 @@
-"""`launch`: start a run's processes; the first failure ends them. What a hang leaves and says: supervise, diagnose."""
+"""`launch`: start a run's processes and their logs; the first failure ends them. Hangs: supervise, diagnose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shardwise run script.py`: run a script on local ranks, supervised as a run is.
+"""A user's script in a rank's process, as `shardwise run` starts it; supervised as a run is. Options: cli/run_script.
 
 Each rank runs the whole script as `python script.py` would, with a process group that `prepare` and `parallelize` find.
 """

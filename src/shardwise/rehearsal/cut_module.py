@@ -1,4 +1,4 @@
-"""Rehearse one rank of a module that is cut. `Cuts`: plan keys (a new one: here too), whole modules' rehearsals too.
+"""Rehearse one rank of a module that is cut. `Cuts`: plan keys, a new one too (rehearsals of whole modules read it).
 
 The cuts are those of a run (`engine/tensor`, `engine/cutting`, `engine/positions`). A rank's share of the weights is
 put into the module, and its row of the schedule is played: nothing is sent, what would arrive is made up in the right

@@ -83,7 +83,6 @@ class Kept(Origins, TorchFunctionMode, Events):
         self._others: dict[int, weakref.ref[torch.Tensor]] = {}  # of other loaders' batches
         self._given: list[tuple[StorageWeakRef, int, Share]] = []  # what models gave, and for which samples
         self._digests = Digests()
-        self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
         self._weights: set[int] = set()  # storages of the parameters
         self._models: list[weakref.ref[torch.nn.Module]] = []
         self._tensors_alone = self._even = True

@@ -67,6 +67,7 @@ class Origins:
         self.expected: Handed | None = None  # of batches that the script has kept from a loop, the next
         self._made: dict[int, Origin] = {}
         self._before: dict[int, Origin] = {}  # of earlier steps
+        self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}  # the models' weights
         self._undealt: dict[int, weakref.ref[torch.Tensor]] = {}  # made of draws that every rank made alike
         self._older: set[int] = set()  # what was made when the last backward ended
 
@@ -158,6 +159,8 @@ class Origins:
     ) -> None:
         """Note what every rank draws alike by a count that may be its samples', and what is made of that."""
         found = [*results, *(given[:1] if drawn else [])]  # drawn in place
+        weights = {weight.shape for one in self._parameters.values() if (weight := one()) is not None}
+        drawn = drawn and not any(one.shape in weights for one in given)  # noise for weights or gradients
         drawn = drawn and any(one.dim() and len(one) == held.count < held.total for one in found)
         if drawn or any(map(self._is_undealt, given)):
             self._undealt |= {id(one): weakref.ref(one) for one in found}

@@ -1,4 +1,4 @@
-"""`shardwise.save(prepared, folder)` and `shardwise.load(prepared, folder)`: checkpoints of a script.
+"""`shardwise.save` and `load` of a prepared script, in the foreground, by checkpoint/save and load.
 
 Every rank writes its own pieces of weights, optimizer state and buffers, with digests (`checkpoint/`); they load under
 any plan. Beside them: where the loader stands in its epoch, where rank 0's generators stand, and what the script gives.

@@ -1,4 +1,4 @@
-"""`Model`, `Counted`, `Update`: what forecasts of a traced module need of its traces and its optimizer."""
+"""`Model`, `Counted`, `Update`: data that forecasts take from traces and optimizers. Times: traced, costs/ops."""
 
 from __future__ import annotations
 

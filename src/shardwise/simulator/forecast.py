@@ -1,4 +1,4 @@
-"""`Forecast`: time and memory of one step of a plan, each figure with its basis. As text: planner/text."""
+"""`Forecast`: one step of a plan by any simulation. A new figure: `as_dict` (JSON), planner/text (text)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time that data ranks (replicas, ZeRO) add to a traced module's step: gradients reduced, weights gathered."""
+"""Time that replicas and ZeRO add to a step: of traced modules, and `play_units` (ZeRO-3) for decoders' stages too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One step of a decoder's pipeline: the schedule's table played stage by stage (simulator/pipeline.py).
+"""One step of a decoder's pipeline, zero=3's gathers too: the schedule's table played stage by stage (pipeline).
 
 Under ZeRO-2 every backward of a stage is followed by the reduction of its gradients, under ZeRO-3 every forward and
 backward by the gathering of its weights too, as in `parallel/flat.py` and `parallel/full.py`: for each micro-batch.

@@ -1,4 +1,4 @@
-"""One step of a traced module under replicas or ZeRO, from its traces. With other axes: cut.
+"""A traced module's step under replicas or ZeRO; `between` adds up seconds of a trace's ops, for cut too.
 
 Two traces, of one and two samples (or one, of the very micro-batch), give what a micro-batch costs: time and bytes
 follow from shapes on the line through both.

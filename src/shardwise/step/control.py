@@ -1,4 +1,4 @@
-"""The control row: loss, weights and squared norms of each data rank, gathered once; from it all ranks decide."""
+"""The control row of each data rank, gathered once; columns by place, read by normalise and pipelined too."""
 
 from __future__ import annotations
 

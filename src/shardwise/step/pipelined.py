@@ -1,4 +1,4 @@
-"""A step under a pipeline: run this rank's row of the schedule; agree over stages. Forecasts: rehearsal/rank_row.
+"""A step under a pipeline: this rank's row of the schedule, its draws, the control row over stages. See also: rank_row.
 
     for each op of the row:
         F    receive hidden states . forward of the stage . send on; the last stage computes the loss

@@ -66,7 +66,8 @@ def _sizes(tensor: torch.Tensor, ndim: int) -> tuple[int, ...]:
 @cache
 def _tried(func: Any, leaves: tuple, spec: Any, ndim: int) -> bool:
     """`leaves`: a `_Small` for each tensor, other arguments as they are."""
-    with _disable_current_modes(), torch.no_grad(), warnings.catch_warnings(action="ignore"):
+    none = torch._C.DisableTorchFunction()  # nor do those that follow a script's draws take these for its own
+    with _disable_current_modes(), none, torch.no_grad(), warnings.catch_warnings(action="ignore"):
         generator = torch.Generator().manual_seed(0)
         try:
             return all(_holds(func, leaves, spec, ndim, *way, generator) for way in _ways(leaves))

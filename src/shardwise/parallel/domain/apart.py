@@ -1,4 +1,4 @@
-"""Functions on tiles that treat samples (and channels) apart: where an axis cuts those, each rank does its own.
+"""Pools, interpolations, shuffles on tiles: samples and channels that an axis of positions cuts stay apart. Not tp.
 
     windows of a field (B * rows, C, h, w), samples cut over d0      max_pool2d of a rank's own windows; nothing is sent
     the same, and w cut over d1                                      on tiles over d1 alone

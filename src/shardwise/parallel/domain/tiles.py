@@ -1,4 +1,4 @@
-"""Convert tiles to plain tensors and back, above autograd; `answers` registers a function on tiles.
+"""Tiles to plain tensors and back, above autograd; `answers` registers functions. Axes of positions alone; tp: part/.
 
     x (B, C, H, W) cut along H over d0, along W over d1
     fetched over d0      the rows that this rank's outputs read             Part[d1, W] of (B, C, h + halo, W)

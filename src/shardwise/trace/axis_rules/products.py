@@ -1,4 +1,4 @@
-"""Axis labels of products, convolutions and embeddings. Their rules on shares: part/products, part/loss."""
+"""Axis labels of products, convolutions, pooling, embeddings, attention. On shares: part/products, loss, channels"""
 
 from __future__ import annotations
 
