@@ -99,11 +99,11 @@ OF_ALL: dict[str, tuple[tuple[int, ...], Operation]] = {
 OPERATIONS = KEPT_APART | MATRICES | OF_ALL
 
 
-def _tried(name: str, cuts: dict[int, int]) -> float | str:
+def _tried(name: str, cuts: dict[int, int], meshes: tiles.Meshes) -> float | str:
     """How far an operation is off whose dims are cut over the axes of a grid; why it is refused. On every rank."""
     shape, run = OPERATIONS[name]
     grid = tuple(cuts.values())
-    axes = dict(zip(cuts, tiles.Meshes()[grid], strict=True))
+    axes = dict(zip(cuts, meshes[grid], strict=True))
     draws = torch.Generator().manual_seed(3)
     x, w = (torch.randn(each, dtype=tiles.DOUBLE, generator=draws).requires_grad_() for each in (shape, (3, 3)))
     y = run(x, w)
@@ -134,12 +134,12 @@ def _tried(name: str, cuts: dict[int, int]) -> float | str:
 
 def _found(names: list[str]) -> dict[tuple, float | str]:
     """Each operation with each dim cut, and with each pair of dims. Runs on every rank."""
-    ranks, found = dist.get_world_size(), {}
+    ranks, found, meshes = dist.get_world_size(), {}, tiles.Meshes()
     for name in names:
         dims = range(len(OPERATIONS[name][0]))
         ways = [{d: ranks} for d in dims] if ranks < 4 else [{d: 2, e: 2} for d in dims for e in dims if d < e]
         for cuts in ways:
-            found[name, *cuts] = _tried(name, cuts)
+            found[name, *cuts] = _tried(name, cuts, meshes)
     return found
 
 
