@@ -39,9 +39,24 @@ def _set(model: nn.Module, step: int) -> list[float]:
     return []
 
 
+def _other_memory(model: nn.Module, step: int) -> list[float]:
+    for param in model.parameters():
+        grad = param.grad.data
+        param.grad.data = torch.where(grad.abs() < 0.01, torch.zeros_like(grad), grad)
+    return [sum(param.grad.count_nonzero().item() for param in model.parameters())]
+
+
+def _kept(model: nn.Module, step: int) -> list[float]:
+    before = vars(model).setdefault("gradients_before", [])
+    read = [grad.sum().item() for grad in before] if step % 2 == 0 else []  # else they were set to zero
+    before[:] = [param.grad for param in model.parameters()]
+    return read
+
+
 def by_hand(plan: str | None, what: str, make: str = "adamw") -> tuple[list[float], list[float], dict]:
     """Losses, what the script read, and weights of a loop that works on `param.grad` between backward and step."""
-    change = {"clip": _clip, "noise": _noise, "left out": _left_out, "set": _set}[what]
+    ways = {"clip": _clip, "noise": _noise, "left out": _left_out, "set": _set, "other memory": _other_memory}
+    change = {**ways, "kept": _kept}[what]
     model: Any = net()
     optimizer: Any = {"adamw": adamw, "muon": muon}[make](model)
     loader: Any = DataLoader(samples(14), batch_size=4)
@@ -72,11 +87,13 @@ SHORT = [
     ("noise", "dp_shard=2,zero=3"),
     ("left out", "dp_shard=2,zero=2"),
     ("set", "tp=2,dp_shard=2"),
+    ("other memory", "dp_shard=2,zero=3"),
+    ("kept", "dp_replicate=2"),
 ]
 LONG = [
     (what, plan)
-    for what in ("clip", "noise", "left out", "set")
-    for plan in ("dp_shard=2,zero=1", "dp_shard=2,zero=2", "dp_shard=2,zero=3", "tp=2", "dp_shard=3,zero=3")
+    for what in ("clip", "noise", "left out", "set", "other memory", "kept")
+    for plan in ("dp_replicate=2", *(f"dp_shard=2,zero={k}" for k in (1, 2, 3)), "tp=2", "dp_shard=3,zero=3")
     if (what, plan) not in SHORT
 ]
 

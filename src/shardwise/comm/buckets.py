@@ -9,6 +9,7 @@ ended. So ranks always meet the same collectives, whether or not they used the s
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -66,6 +67,7 @@ class Bucket:
         self.params = params
         self.buffer: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []  # the buffer's parts, by entry
+        self._alone: list[int] = []  # who held them when they were made
         self.filled: set[int] = set()  # entries that hold a gradient since the buffer was made
         self.arrived = 0  # gradients of this micro-batch
         self.launched = False
@@ -80,6 +82,7 @@ class Bucket:
                 shaped(self.buffer[entry.start : entry.stop], param.shape, as_complex=param.is_complex())
                 for entry, param in zip(self.layout.entries, self.params, strict=True)
             ]
+            self._alone = self._holders()
             self.filled.clear()
         return self.buffer
 
@@ -93,6 +96,24 @@ class Bucket:
         self.buffer = sums
         entries = zip(self.layout.entries, self.params, strict=True)
         self._views = [shaped(sums[e.start : e.stop], p.shape, as_complex=p.is_complex()) for e, p in entries]
+        self._alone = self._holders()
+
+    def start_step(self) -> None:
+        """Begin without gradients: in other memory where somebody kept one of the last step's, or gave it memory of
+        its own (`param.grad.data = x`).
+        """
+        self.filled.clear()
+        for param in self.params:
+            param.grad = None
+        if self.buffer is not None and self._views and self._holders() != self._alone:
+            self.buffer = None
+            self.forget_views()
+
+    def _holders(self) -> list[int]:
+        """How many tensors lie in the buffer's memory, and how often each gradient is held."""
+        assert self.buffer is not None
+        users = torch._C._storage_Use_Count(self.buffer.untyped_storage()._cdata)
+        return [users, *map(sys.getrefcount, self._views)]
 
     def forget_views(self) -> None:
         """Drop the views of the buffer, which would keep its memory alive after it was taken away."""
@@ -161,9 +182,7 @@ class GradientBuckets:
         if self.order is not None:
             self.order.start_step()
         for bucket in self.buckets:
-            bucket.filled.clear()
-            for param in bucket.params:
-                param.grad = None
+            bucket.start_step()
 
     def start_micro_batch(self, *, sync: bool) -> None:
         """Before a forward; `sync`: this micro-batch's backward launches reductions."""

@@ -70,10 +70,10 @@ class Replicate:
     def start_step(self) -> None:
         """Forget the last step's gradients."""
         self._summed = False
-        self.buckets.start_step()
         for slot, pairs in zip(self.slots, self._pairs, strict=True):
             if pairs or self.precision.mixed:  # else the master is the buckets' parameter
                 slot.master.grad = None
+        self.buckets.start_step()
 
     def start_micro_batch(self, *, last: bool) -> None:
         """Gradients are summed over ranks once, with the last micro-batch."""

@@ -237,6 +237,10 @@ class Pieces:
                 f"param.data = a tensor of {tuple(value.shape)}, {value.dtype} on {value.device}, where the weight is "
                 f"{tuple(param.shape)}, {param.dtype} on {param.device}: the plan holds its pieces as they were"
             )
+        of = next((one for one in self.technique.params if torch.Tensor.grad.__get__(one) is param), None)
+        if of is not None:
+            self.set_gradient(of, value.detach())
+            return
         value, self.technique.written = value.detach(), True
         if isinstance(value, DTensor):
             local = value.redistribute(param.device_mesh, param.placements).to_local().contiguous()
