@@ -19,6 +19,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from shardwise.parallel.full import FullShard
 from shardwise.trace.functional import transforming
@@ -60,6 +61,7 @@ class Recorded:
         finally:
             for group in groups:
                 group.reduce_grads = group.reshard_after_backward = True
+                group._training_state = TrainingState.IDLE  # one that is over already would not be reduced
             if gathered and not records:
                 self._root._get_fsdp_state()._root_post_backward_final_callback()  # reduces, and frees
             elif gathered:
