@@ -223,6 +223,8 @@ class Calls(Loop):
             self._registers.enter_context(registrations(self.model))
         trains = self._trains(module)
         if self.inside == 1 and self.mesh.data.size > 1:
+            if trains and self.leader.unfed:
+                self.leader._comes_unfed((args, kwargs))
             self.leader.comes_with((args, kwargs), trains=trains)
         if self.kept is not None and self.inside == 1:
             self._entering = self.kept.enter((args, kwargs), self.model)

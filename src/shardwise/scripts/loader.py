@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from shardwise.errors import InputError, RunError
 from shardwise.layout.dealing import Share
 from shardwise.scripts.dealt import Dealer, Dealt
+from shardwise.scripts.pushed import Pushed
 from shardwise.scripts.reading import (
     Collated,
     Generators,
@@ -121,7 +122,12 @@ class PartLoader:
 
     def position(self) -> list[Any] | None:
         """Where this epoch stands, as JSON: batches handed out, generators at its start; None between epochs."""
-        return None if self._began is None else [self._out, self._began.as_json()]
+        return None if self._began is None or self.is_pushed else [self._out, self._began.as_json()]
+
+    @property
+    def is_pushed(self) -> bool:
+        """Returns whether the script makes the batches by itself."""
+        return isinstance(self.whole, Pushed)
 
     def go_on(self, position: list[Any] | None) -> None:
         """Let the next epoch be the rest of the one that `position` tells."""

@@ -25,7 +25,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.engine.engine import Engine
-from shardwise.errors import RefusedPlan
+from shardwise.errors import InputError, RefusedPlan
 from shardwise.guard.points import reach
 from shardwise.layout.dealing import Share
 from shardwise.mesh import Mesh
@@ -38,9 +38,11 @@ from shardwise.scripts.draws import SampleDraws
 from shardwise.scripts.kept import Kept
 from shardwise.scripts.loader import Events
 from shardwise.scripts.meeting import Meeting
+from shardwise.scripts.pushed import UNFED
 from shardwise.scripts.reading import share_generators, standing
 from shardwise.scripts.tape import tensors_in
 from shardwise.scripts.whole_batch import WholeBatch
+from shardwise.step.batching import samples_in
 
 _ELSEWHERE = (
     "the loader is gone through in a thread of the script's own (a background generator), in which ranks cannot meet "
@@ -93,12 +95,14 @@ class Loop(Heard, Events):
         self._in_loop = False  # between a batch and the next
         self._thread = threading.get_ident()
         self._stood: int | None = None  # the generators, when the loop ended
+        self.unfed = False  # there is no loader, and nothing was dealt
         self.unfollowed = False  # a forward is of a batch of a loop that has ended, and something was drawn since
 
     def before_epoch(self) -> None:
         """Set every rank's generators to rank 0's, so that samplers and datasets draw alike."""
         if self.is_elsewhere():
             return
+        self.unfed = False
         self._passes("an epoch over the loader")
         if self.mesh.world.size > 1:
             share_generators(self.mesh.world, self.mesh.device)
@@ -108,6 +112,30 @@ class Loop(Heard, Events):
         self._epoch, self._over, self._took, self._reads_ahead = self._last, False, False, False
         self._round, self._handed = False, []
         self._comes_to("input")
+
+    def begin_unfed(self) -> None:
+        """Begin without a loader: what the script makes its batches of is drawn alike on every rank. Collective."""
+        self.unfed = True
+        if self.mesh.world.size > 1:
+            share_generators(self.mesh.world, self.mesh.device)
+
+    def _comes_unfed(self, call: Any) -> None:
+        """A forward in training begins, and what it is given is the batch."""
+        if self.whole is None:
+            raise InputError(UNFED)
+        try:
+            total = samples_in(call, name="the model's arguments")
+        except InputError as error:
+            if self.whole.spreads:
+                raise InputError(f'{error}. loss_scope="model" runs the model on all of them on every rank') from None
+            total = 1  # which every rank has, whatever counts them
+        self._last += 1
+        self._begin(Handed(self._last, call, self._of_whole(total), 0, 0), fresh=True)
+
+    def _of_whole(self, total: int) -> Dealt:
+        """Which of a whole batch's samples this rank's forward takes."""
+        spreads = self.whole is not None and self.whole.spreads
+        return deal(total, *((self.mesh.data.size, self.mesh.data.index) if spreads else (1, 0)))
 
     def is_elsewhere(self) -> bool:
         """Whether it is not the thread in which the script was prepared that asks for batches."""
@@ -145,9 +173,7 @@ class Loop(Heard, Events):
 
     def before_batch(self, batch: Any, dealt: Dealt, checksum: int, dim: int | None) -> None:
         """Begin to follow a batch that is handed to the script: its samples, its draws, its loss."""
-        if self.whole is not None:
-            place = (self.mesh.data.size, self.mesh.data.index) if self.whole.spreads else (1, 0)
-            dealt = deal(dealt.part.total, *place)
+        dealt = dealt if self.whole is None else self._of_whole(dealt.part.total)
         self._last += 1
         handed = Handed(self._last, batch, dealt, checksum, dim)
         if self.is_elsewhere():

@@ -35,6 +35,7 @@ class OverRanks(WeightAccess):
 
     optimizer: Optimizer
     calls: Calls
+    loader: PartLoader
     _nothing: dict[str, nn.Parameter]  # a piece without elements, of parameters of which this rank holds none
     _groups: list[list[str]]  # names of what the plan trains, by the optimizer's groups
     _own_pieces: OwnPieces
@@ -57,6 +58,20 @@ class OverRanks(WeightAccess):
         """Check that all ranks are at the same call, `what`; raises `RunError` where another is elsewhere."""
         if self.meeting is not None and self._engine is not None:
             self.meeting.passes(what)
+
+    @names_line
+    def deal(self, *batch: Any) -> Any:
+        """Returns this rank's samples of a batch that the script has made by itself, alike on every rank: in place of
+        what a loader would hand out, for `prepare` without one. Collective.
+
+        batch  tensors, or tuples, lists and dicts of them, samples first; of several arguments a tuple comes back
+        """
+        if not self.loader.is_pushed:
+            raise InputError(
+                "prepared.deal: a loader was given to prepare, which deals out its batches by itself: go through it, "
+                "or prepare(model, optimizer, None, plan=...)"
+            )
+        return self.loader.whole.deal(self.loader, batch[0] if len(batch) == 1 else batch)
 
     @names_line
     def sum(self, *values: torch.Tensor | float) -> list[Any]:

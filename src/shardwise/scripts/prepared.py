@@ -61,6 +61,7 @@ from shardwise.scripts.methods import guard_methods, read_whole
 from shardwise.scripts.moved import FirstSteps, InPlace, refuse_replaced
 from shardwise.scripts.own_pieces import OwnPieces
 from shardwise.scripts.pieces import Pieces
+from shardwise.scripts.pushed import Pushed
 from shardwise.scripts.saved import put as put_saved
 from shardwise.scripts.saying import names_line
 from shardwise.scripts.shares import on_common_axes
@@ -86,7 +87,7 @@ _PREPARED: WeakSet[nn.Module] = WeakSet()  # what a plan has changed in place
 def prepare(
     model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer,
-    loader: Any,
+    loader: Any = None,
     *,
     plan: Plan | str = "single",
     randomness: Randomness = "global",
@@ -105,7 +106,8 @@ def prepare(
     model       built, with its weights; rank 0's are handed out where ranks differ. Changed in place. Or several that
                 one optimizer trains, as a tuple: (encoder, head)
     optimizer   made from the model's parameters, before its first step. Changed in place
-    loader      the one that one process would use; a batch of it is a global micro-batch
+    loader      the one that one process would use; a batch of it is a global micro-batch. None: the script makes its
+                batches by itself (`deal`, or another loss_scope than "sample")
     plan        any but pipelines; accumulate is the calls of `backward` in one step. What tp, ep, cp, cp_ulysses and
                 domain cut is derived in the model's first forward in training
     randomness  "global": noise and masks drawn for samples are those of one process; "fast": each rank draws its own
@@ -194,6 +196,8 @@ class Prepared(Stepping):
         reads = "part" if reads == "auto" and randomness == "fast" else reads
         self._batch_dim, self._reads = batch_dim, reads
         self.loader = self._cut(loader, self.calls, reads) if leader is None else loader
+        if loader is None:
+            self.calls.begin_unfed()
         self._begin()
         self._engine: Engine | None = None
         self._nothing = {}
@@ -437,7 +441,7 @@ class Prepared(Stepping):
 
     def _cut(self, loader: Any, events: Events | None, reads: Reads) -> PartLoader:
         place = (0, 1) if self.calls.whole is not None else (self.mesh.data.index, self.mesh.data.size)
-        return PartLoader(loader, *place, events, reads, self._batch_dim)
+        return PartLoader(Pushed() if loader is None else loader, *place, events, reads, self._batch_dim)
 
     @property
     def rank(self) -> int:
