@@ -96,6 +96,9 @@ KINDS = [
     "what depends on weights alone: all. Under `zero=3` such weights are "
     "[whole on every rank](techniques/zero3.md#weights-that-the-forward-writes), and one stage of a pipeline has all "
     "that uses one. What depends on samples (scales taken from the first batch) is refused on data ranks |",
+    "| weights that the forward replaces (`self.codes.weight = nn.Parameter(...)`) | held as buffers, which they are "
+    "in one process too: no optimizer moves what it does not hold. Refused where the replacement unties them from "
+    "another module |",
     "| averages over the batch that are kept (codebooks that move, running means of inputs), queues of earlier "
     "batches, ghost batches | each data rank would keep its own: refused there, until "
     "`Task(loss_scope=\"model\")` says that every data rank is to [run the model on all "

@@ -314,6 +314,20 @@ class Dropped(Layers):
         return self.head(x)
 
 
+class DroppedByTorch(Layers):
+    """Layers dropped by draws of torch's: of one tensor for all, and of one at each that has a dropout of its own."""
+
+    def start(self) -> None:
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = torch.empty(2).uniform_()
+        for place, layer in enumerate(self.layers):
+            if (drawn[place] if place < 2 else torch.rand(1)) > 0.4:
+                x = x + layer(x).tanh()
+        return self.head(x)
+
+
 class Scaled(nn.Module):
     """A layer times a number drawn by numpy."""
 
@@ -339,6 +353,10 @@ class OwnGenerators(Layers):
 
 def dropped() -> Task:
     return task(Dropped, EVEN)
+
+
+def dropped_by_torch() -> Task:
+    return task(DroppedByTorch, EVEN)
 
 
 def own_generators() -> Task:

@@ -19,7 +19,7 @@ from shardwise.trace.state import ModuleState
 TWO = "pp=2,microbatches=2"
 CASES = [
     ("updated", TWO), ("counted", TWO), ("stored", TWO), ("telling", "pp=2"), ("dropped", TWO),
-    ("ghost_on_all", "dp_shard=2,zero=3"),
+    ("dropped_by_torch", TWO), ("ghost_on_all", "dp_shard=2,zero=3"),
     *(pytest.param(name, TWO, marks=pytest.mark.long) for name in ("listed", "first", "turns", "written", "tables")),
     *(pytest.param(name, plan, marks=pytest.mark.long) for name, plan in (
         ("listed", "pp=2"), ("listed", "pp=3,microbatches=4"), ("listed", "tp=2,pp=2"),
@@ -30,6 +30,7 @@ CASES = [
         ("ghost_on_all", "dp_replicate=3,accumulate=2"), ("ghost_on_all", "dp_shard=2,zero=2,pp=2"),
         ("ghost_on_all", "dp_shard=2,zero=1,tp=2"), ("averaged_on_all", "dp_shard=2,zero=3"), ("ghost", "tp=2,pp=2"),
         ("dropped", "pp=4,microbatches=4"), ("dropped", "pp=2,schedule=interleaved1f1b"), ("own_generators", TWO),
+        ("dropped_by_torch", "pp=4,microbatches=4"), ("dropped_by_torch", "dp_shard=2,zero=3,pp=2"),
         ("dropped", "dp_shard=2,zero=3,pp=2"), ("own_generators", "dp_replicate=2"), ("own_generators", "tp=2"),
         ("dropped", "dp_shard=2,zero=3,remat=full"), ("turns", "pp=2,schedule=interleaved1f1b"),
         ("updated", "pp=2,schedule=zbh1,microbatches=4"),

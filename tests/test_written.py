@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import written_tasks
 
 from shardwise import verify
+from shardwise.engine.evaluated import Seen
+from shardwise.engine.replaced import may_replace
+from shardwise.errors import RefusedPlan
 from shardwise.ranks import RankPool
 
 EQUAL = [
@@ -13,6 +18,8 @@ EQUAL = [
     ("powers", "dp_shard=2,zero=3"),
     ("twice", "pp=2"),
     ("slopes", "dp_replicate=2"),
+    ("averages", "dp_replicate=2"),
+    ("set_from_outside", "pp=2"),
     ("switched", "dp_shard=2,zero=3,wrap=maker|critic"),
 ]
 MORE = [
@@ -23,6 +30,7 @@ MORE = [
     ("bounded", "dp_shard=2,zero=2,tp=2"), ("powers", "dp_shard=2,zero=2"), ("followed", "dp_shard=2,zero=3"),
     ("scaled", "dp_replicate=2,dp_shard=2,zero=3"), ("followed", "dp_shard=2,zero=3,pp=2"),
     ("blocks", "dp_replicate=2,remat=full"), ("blocks", "pp=2,remat=selective,schedule=gpipe"),
+    ("averages", "dp_shard=2,zero=3"), ("averages", "tp=2,pp=2"), ("averages", "pp=2,dp_shard=2,zero=2"),
     ("blocks_by_matrices", "dp_shard=2,zero=3,remat=full"), ("blocks_by_matrices", "dp_shard=2,zero=2"),
 ]  # fmt: skip
 
@@ -42,3 +50,21 @@ def test_no_stage_begins_between_two_uses_of_what_is_written(pool: RankPool) -> 
 def test_writes_by_each_piece_of_a_batch_are_refused(pool: RankPool) -> None:
     refused = verify("written_tasks:normalised", "dp_shard=2,zero=2,deterministic=4", pool=pool).refused or ""
     assert "deterministic: the forward changes parameter '0.weight'" in refused, refused
+
+
+def test_a_replacement_that_unties_a_weight_is_refused(pool: RankPool) -> None:
+    refused = verify("written_tasks:untied", "dp_replicate=2", pool=pool).refused or ""
+    assert "the forward replaces parameter 'weight' of a Embedding by another nn.Parameter" in refused, refused
+    assert "unties" in refused, refused
+
+
+def test_code_that_may_replace_weights_is_told_by_what_a_forward_comes_to() -> None:
+    assert may_replace(written_tasks.Averages())
+    assert not may_replace(written_tasks.Scaled(8, 8)), "a constructor makes parameters"
+
+
+def test_a_replacement_met_in_the_look_is_refused() -> None:
+    module = written_tasks.Averages()
+    seen = Seen(module)
+    with pytest.raises(RefusedPlan, match=r"replaces parameter 'sums' by another nn\.Parameter"), seen.watching():
+        module(torch.randn(4, written_tasks.WIDTH))

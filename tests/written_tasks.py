@@ -202,3 +202,70 @@ def switched() -> Task:
         return (F.softplus(-fooled) + F.softplus(made) + F.softplus(-real)).sum(), len(real)
 
     return task(Switched, loss=loss)
+
+
+class Averages(nn.Module):
+    """A table whose weight every forward replaces by another parameter, of averages over what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave, self.codes = nn.Linear(WIDTH, 8), nn.Linear(8, OUT), nn.Embedding(3, 8)
+        self.sums = nn.Parameter(self.codes.weight.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.enter(x))
+        nearest = torch.cdist(h, self.codes.weight).argmin(1)
+        quantised = h + (self.codes(nearest) - h).detach()
+        if self.training:
+            chosen = F.one_hot(nearest, 3).to(h.dtype)
+            self.sums = nn.Parameter(0.9 * self.sums + 0.1 * chosen.T @ h)
+            self.codes.weight = nn.Parameter(self.sums / (1 + chosen.sum(0)).unsqueeze(1))
+        return self.leave(quantised)
+
+
+def averages() -> Task:
+    return task(Averages, loss_scope="model")
+
+
+class Untied(Averages):
+    """The same, its table shared with another layer until the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.also = nn.Embedding(3, 8)
+        self.also.weight = self.codes.weight
+
+
+def untied() -> Task:
+    return task(Untied, loss_scope="model")
+
+
+class Table(nn.Module):
+    """A table that is a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.randn(3, 8))
+
+    def forward(self, places: Tensor) -> Tensor:
+        return F.embedding(places, self.weight)
+
+
+class SetFromOutside(nn.Module):
+    """A layer's buffer, put in place by the code that calls the layer, after the call and of what came before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave, self.codes = nn.Linear(WIDTH, 8), nn.Linear(8, OUT), Table()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.enter(x))
+        chosen = torch.cdist(h, self.codes.weight).argmin(1)
+        out = self.leave(h + (self.codes(chosen) - h).detach())
+        each = F.one_hot(chosen, 3).to(h.dtype)
+        self.codes.weight = (0.9 * self.codes.weight + 0.1 * each.T @ h).detach()
+        return out
+
+
+def set_from_outside() -> Task:
+    return task(SetFromOutside, loss_scope="model")

@@ -21,7 +21,7 @@ from shardwise.layout import Plan
 from shardwise.layout.schedules import Schedule, schedule_of
 from shardwise.mesh import Mesh
 from shardwise.parallel.pipeline.cuts import CutPoint, Stage, choose, make_stages
-from shardwise.parallel.pipeline.lasting import kept_twice
+from shardwise.parallel.pipeline.lasting import kept_on, kept_twice
 from shardwise.parallel.pipeline.placed import StagePlacement
 from shardwise.precision import Precision
 from shardwise.step.batching import samples_in, slice_samples
@@ -68,7 +68,7 @@ def cut_forward(
     few = [slice_samples(sample, 0, count) for count in counts]
     flow, notice = _traced(task, plan, precision, built, few[0], 0)
     other, _ = _traced(task, plan, precision, built, few[1], 1)
-    if flow.order != other.order:
+    if flow.order != other.order or flow.moved or flow.read_draws:
         flow, other = _fullest([_traced(task, plan, precision, built, one, n)[0] for n in range(TRIES)] for one in few)
     whole = plan.remat != "none" or plan.compile or plan.zero == 3
     units = [*inseparable, *(blocks.paths if whole else ())]
@@ -162,9 +162,11 @@ def _holders(
         holders[name] = ranks(used or where.of(module, param))
     _check_union(module, holders, stages, schedule)
     buffers = {}
+    kept = kept_on(flow, [stage.entry for stage in stages if stage.entry is not None])
     for name, buffer in module.named_buffers():
         used = [stage.index for stage in stages if id(buffer) in stage.buffers]
-        buffers[name] = schedule.owner[max(used or where.of(module, buffer))]
+        right = kept.get(id(buffer)) or used or where.of(module, buffer)
+        buffers[name] = schedule.owner[max(set(right) & set(used) or right)]
     return holders, buffers
 
 
@@ -207,12 +209,11 @@ def _check_union(
 
 
 def _shares_draws(flow: Flow, stages: list[Stage]) -> bool:
-    """Whether random numbers drawn before a stage are used in it without coming from the stage before."""
+    """Whether random numbers drawn before a stage are used in it, or decided by, without coming from the one before."""
     starts = [stage.start for stage in stages[1:]]
-    return any(
-        drawn and any(made < start < last for start in starts)
-        for drawn, made, last in zip(flow.drawn, flow.made, flow.last_use, strict=True)
-    )
+    uses = [(made, last) for drawn, made, last in zip(flow.drawn, flow.made, flow.last_use, strict=True) if drawn]
+    uses += [(time, flow.around(time).exit) for time in flow.read_draws]
+    return any(made < start < last for made, last in uses for start in starts)
 
 
 def _agree(cut: StagePlacement, mesh: Mesh) -> None:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.device import attention_as_ops
+from shardwise.engine.replaced import refuse_replaced, replacements
 from shardwise.errors import RefusedPlan
 from shardwise.parallel.batchnorm import FindBatchNorm, KnownStatistics
 from shardwise.part.levels import Distributed
@@ -191,8 +192,10 @@ class Seen(TorchDispatchMode):
             return original(*args)
 
         torch_checkpoint.CheckpointFunction.apply = reentrant
+        paths = {id(child): path for path, child in self.module.named_modules()}
+        other = replacements(lambda child, leaf: refuse_replaced(child, paths, leaf))
         try:
-            with self.noting_writes(), _inner_gradients(self._refuse_freed):
+            with self.noting_writes(), _inner_gradients(self._refuse_freed), other:
                 yield
         finally:
             del torch_checkpoint.CheckpointFunction.apply

@@ -23,6 +23,7 @@ from shardwise.engine.materialise import (
     fill_parameters,
 )
 from shardwise.engine.positions import find_positions
+from shardwise.engine.replaced import hold_replaced, may_replace
 from shardwise.engine.room import check_masks, check_room
 from shardwise.engine.samples import a_few, few_samples
 from shardwise.engine.tensor import cut_tensors
@@ -87,11 +88,13 @@ def apply_plan(
     notices = [built.notice] if built.notice else []
     refuse(module, plan)
     refuse_scripted(module, plan)
+    replaces = may_replace(module)
+    if few is None and (plan.tp > 1 or plan.ep > 1 or mesh.inner or replaces):
+        few = a_few(few_samples(task, plan, mesh.data, mesh.device))
+    notices += hold_replaced(task, precision, built, few) if replaces else []
     built.pairs = hold_pairs(module) if works_inside(plan) else pairs_in(module)
     notices += _other_dtypes(module, plan, precision)
     make_gradients_dense(module)
-    if few is None and (plan.tp > 1 or plan.ep > 1 or mesh.inner):
-        few = a_few(few_samples(task, plan, mesh.data, mesh.device))
     with refusing_others(partial(_own_collective, plan)):  # which one rank, that searches for all, would wait in
         spread = _spread(task, plan, mesh, precision, built, few, samples)
     notices += spread.notices()

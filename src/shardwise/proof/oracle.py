@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from shardwise.engine.groups import named_groups
+from shardwise.engine.replaced import as_one_process
 from shardwise.errors import InputError
 from shardwise.layout.dealing import micro_batches
 from shardwise.proof.eps import EpsWatch
@@ -93,11 +94,17 @@ def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Reco
                 optimizer.step()
                 eps.end()
         record.norms.append(norms[0])
-        record.gradients.append({name: None if p.grad is None else kept(p.grad) for name, p in named})
-        record.parameters.append({name: kept(param) for name, param in module.named_parameters()})
-        states = [kept_state(name, optimizer.state.get(param, {})) for name, param in named if param.numel()]
+        new = as_one_process(module, named)
+        mine = [(name, param) for name, param in named if name not in new]
+        record.gradients.append({name: None if p.grad is None else kept(p.grad) for name, p in mine})
+        parameters = dict(module.named_parameters())
+        record.parameters.append({name: kept(param) for name, param in parameters.items() if name not in new})
+        states = [kept_state(name, optimizer.state.get(param, {})) for name, param in mine if param.numel()]
         record.states.append({key: value for state in states for key, value in state.items()})
-        record.buffers.append({name: kept(buffer) for name, buffer in module.named_buffers()})
+        record.buffers.append({name: kept(buffer) for name, buffer in (*module.named_buffers(), *new.items())})
+    for name in as_one_process(module, named):  # a buffer, as a plan holds it
+        record.trained.discard(name)
+        del record.initial[name]
     record.notices += eps.notes()
     if arithmetic.met:
         record.notices.append("the optimizer computes in less than float64 by itself; both sides kept it in float64")
@@ -114,6 +121,8 @@ def _gradients(
             "the global weight of a batch is 0 (no sample or token counts): look at what Task.loss returns as weight, "
             "and whether every target is ignored or a mask is empty"
         )
+    new = as_one_process(module, named)
+    named = [(name, param) for name, param in named if name not in new]
     gradients = [param.grad for _, param in named if param.grad is not None]
     for gradient in gradients:
         gradient.div_(weight)

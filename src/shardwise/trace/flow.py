@@ -114,6 +114,7 @@ class Flow:
     later: list[Flow] = field(default_factory=list)  # forwards that find what this one left, where that matters
     carried: dict[int, tuple[int, int]] = field(default_factory=dict)  # of a later one: number -> (which, number there)
     varies: frozenset[tuple[str, int]] = frozenset()  # calls (path, place) that chance leaves out of other forwards
+    moved: bool = False  # the generators of Python's or numpy's module
     changes: list[Change] = field(default_factory=list)  # of plain attributes, where they matter
     _influenced: dict[int, set[int]] = field(default_factory=dict)
 
@@ -126,6 +127,19 @@ class Flow:
             if op.reads_value or op.inner or not found.isdisjoint(op.makes):
                 found.update(op.reads)
         return found
+
+    @cached_property
+    def read_draws(self) -> list[int]:
+        """Returns when code reads a value that depends on chance alone, by which it may decide."""
+        read = (op for op in self.ops if op.reads_value)
+        return [op.time for op in read if any(self.drawn[number] for number in op.reads)]
+
+    def around(self, time: int) -> ModuleCall:
+        """The innermost call whose code runs at a moment."""
+        owner = self.root
+        while inner := [call for call in owner.inside if call.enter <= time <= call.exit]:
+            owner = inner[0]
+        return owner
 
     @cached_property
     def order(self) -> list[tuple[str, int]]:
@@ -258,10 +272,4 @@ class Flow:
 
     def maker(self, number: int) -> str:
         """The path of the innermost module that made a tensor."""
-        path, call = "", self.root
-        while True:
-            inner = [c for c in call.inside if c.enter <= self.made[number] <= c.exit]
-            if not inner:
-                return path
-            call = inner[0]
-            path = call.path
+        return self.around(self.made[number]).path

@@ -24,6 +24,7 @@ from shardwise.trace.deferred import Built
 from shardwise.trace.fake import Fake, unlogged
 from shardwise.trace.flow import Flow, Leaf, ModuleCall, OwnCall
 from shardwise.trace.functional import transforming
+from shardwise.trace.generators import shared_states
 from shardwise.trace.hidden import hidden
 from shardwise.trace.numbered import Assignments, Recorder
 from shardwise.trace.own_calls import OwnCalls, Spot
@@ -110,12 +111,20 @@ def _leaf(leaf: Any, recorder: Recorder) -> Leaf:
     return Leaf(None, leaf)
 
 
-def _flow(module: nn.Module, run: Callable[[], Any], known: dict[str, int]) -> Flow:
-    """The flow of `run()`; `known`: name -> id under which the flow tells of a parameter or buffer.
+def _flow(module: nn.Module, forward: Callable[[], Any], known: dict[str, int], seed: int) -> Flow:
+    """The flow of `forward()`; `known`: name -> id under which the flow tells of a parameter or buffer.
 
-    Without gradients; with them where the forward takes some itself.
+    Without gradients; with them where the forward takes some itself. Each time it runs it draws the same numbers.
     """
-    state, left = ModuleState(module), Left(module)
+    state, left, stood = ModuleState(module), Left(module), list[Any]()
+
+    def run() -> Any:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        stood[:] = [shared_states()]
+        return forward()
+
     gradients = False
     try:
         flow, _ = _followed(module, run, known, gradients=False)
@@ -131,11 +140,12 @@ def _flow(module: nn.Module, run: Callable[[], Any], known: dict[str, int]) -> F
     state.restore()
     with torch.enable_grad(), HooksLeftOut(), switched_off(module) as off:
         run()  # the ops are written down without gradients, which hides where the forward itself does without
+        moved = shared_states() != stood[0]
     state.restore()
     if places:
         flow = _in_a_row(module, run, known, gradients, places) or flow
         state.restore()
-    flow.without_gradient = frozenset(off)
+    flow.without_gradient, flow.moved = frozenset(off), moved
     return flow
 
 
@@ -154,7 +164,11 @@ def _in_a_row(
     first = flows[0]
     first.later = flows[1:]
     same = all(flow.outline == first.outline and structures[0] == structures[-1] for flow in flows)
-    if same and not any(source for flow in flows for source in flow.carried if source not in flow.buffers):
+    changes = [change for flow in flows for change in flow.changes]
+    within = all(change.call.path == change.place[0] and not change.call.inside for change in changes)
+    if same and not any(
+        source for flow in flows for source in flow.carried if source not in flow.buffers or not within
+    ):
         return None
     for flow in flows:
         flow.forget_what_is_left()
@@ -225,18 +239,15 @@ def trace_forward(
     kept = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed)
             try:
-                return _fake(built, run, batch, dtype_of), ""
+                return _fake(built, run, batch, dtype_of, seed), ""
             except Exception as error:
                 state.restore()
                 first = str(error).splitlines()[0] if str(error) else ""
                 few = not built.notice and sum(param.numel() for param in module.parameters()) <= FEW_ELEMENTS
                 weights = "" if few else ", with all weights zero"
                 notice = f"traced on real tensors{weights}, since shapes alone do not do: {first}"
-                return _real(built, run, batch, dtype_of, few), notice
+                return _real(built, run, batch, dtype_of, few, seed), notice
     finally:
         random.setstate(kept[0])
         np.random.set_state(kept[1])
@@ -247,7 +258,7 @@ def _known(module: nn.Module) -> dict[str, int]:
     return {name: id(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
 
 
-def _fake(built: Built, run: Run, batch: Any, dtype_of: DtypeOf) -> Flow:
+def _fake(built: Built, run: Run, batch: Any, dtype_of: DtypeOf, seed: int) -> Flow:
     module, known = built.module, _known(built.module)
 
     def make(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -255,10 +266,10 @@ def _fake(built: Built, run: Run, batch: Any, dtype_of: DtypeOf) -> Flow:
 
     with unlogged(), Fake() as mode, standing_in(module, make):
         fake = tree_map_only(torch.Tensor, mode.from_tensor, batch)
-        return _flow(module, lambda: run(module, fake), known)
+        return _flow(module, lambda: run(module, fake), known, seed)
 
 
-def _real(built: Built, run: Run, batch: Any, dtype_of: DtypeOf, few: bool) -> Flow:
+def _real(built: Built, run: Run, batch: Any, dtype_of: DtypeOf, few: bool, seed: int) -> Flow:
     """On real tensors; `few`: with their values, else with zeros for weights, whose pages are never written to."""
     module, known = built.module, _known(built.module)
 
@@ -268,4 +279,4 @@ def _real(built: Built, run: Run, batch: Any, dtype_of: DtypeOf, few: bool) -> F
         return built.value(name).to("cpu", dtype_of(tensor), copy=True)
 
     with standing_in(module, make):
-        return _flow(module, lambda: run(module, batch), known)
+        return _flow(module, lambda: run(module, batch), known, seed)

@@ -1,4 +1,4 @@
-"""Stages of a forward that leaves calls out by chance: layers dropped by a draw of Python's or numpy's.
+"""Stages of a forward that leaves calls out by chance: layers dropped by a draw of Python's, numpy's or torch's.
 
     for layer in self.layers:
         if random.random() > self.drop: x = layer(x)        stage 1 begins at layer 2, or at 3 where 2 is dropped
@@ -6,7 +6,9 @@
 All stages draw the same numbers, so they come to the same calls. A stage begins at the first of some calls that the
 forward comes to, up to one that it always makes; each of them is given all that crosses there.
 
-What this does not do: follow draws of torch's that the forward reads, which stages need not share.
+Draws of torch's are those of their place in the forward (`random/modes`), and so alike on all stages too.
+
+What this does not do: follow a draw that is read together with what depends on parameters.
 """
 
 from __future__ import annotations

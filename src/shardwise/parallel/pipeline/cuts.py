@@ -213,18 +213,13 @@ def _usable(flow: Flow, places: list[CutPoint]) -> list[CutPoint]:
 
 
 def _decisions(flow: Flow) -> list[tuple[int, ModuleCall]]:
-    """When code reads a value that depends on parameters or on chance, and the innermost call that does.
+    """When code reads a value that depends on parameters, and the innermost call that does.
 
-    Also when it fills `.grad` by a backward: a stage that has nothing to run it on would fail there.
+    Also when it fills `.grad` by a backward: a stage that has nothing to run it on would fail there. What depends on
+    chance alone every stage draws for itself.
     """
-    times = [op.time for op in flow.ops if op.reads_value and any(flow.depends[n] or flow.drawn[n] for n in op.reads)]
-    found = []
-    for time in (*times, *flow.backwards):
-        owner = flow.root
-        while inner := [c for c in owner.inside if c.enter <= time <= c.exit]:
-            owner = inner[0]
-        found.append((time, owner))
-    return found
+    times = [op.time for op in flow.ops if op.reads_value and any(flow.depends[n] for n in op.reads)]
+    return [(time, flow.around(time)) for time in (*times, *flow.backwards)]
 
 
 def choose(
@@ -301,9 +296,7 @@ def _too_few(
             "used again, and no module is given it or gives it"
         )
     if any(owner is flow.root for _, owner in _decisions(flow)):
-        why = (
-            ". The outermost forward decides by a value that depends on parameters or on chance: stages cannot share it"
-        )
+        why = ". The outermost forward decides by a value that depends on parameters: stages cannot share it"
     written = next(filter(None, (told_written(flow, module, call) for call in flow.calls())), "")
     why += f". Elsewhere {written}" if written else ""
     why += told_lasting(flow) if not written else ""
@@ -358,8 +351,8 @@ def make_stages(flow: Flow, other: Flow, samples: tuple[int, int], places: list[
     if not same:
         raise RefusedPlan(
             "the forward runs other modules from one time to the next (a choice by values of its samples, or by their "
-            "number), so that stages would not meet: a pipeline needs one order of modules, of which draws of Python's "
-            "or numpy's may leave some out"
+            "number), so that stages would not meet: a pipeline needs one order of modules, of which draws may leave "
+            "some out"
         )
     edges: list[CutPoint | None] = [None, *places, None]
     times = [0, *[place.call.enter for place in places], flow.end]

@@ -71,7 +71,7 @@ def conflict(flow: Flow, place: ModuleCall) -> tuple[bool, str]:
         return False, "that place is not met again in a later forward, which finds what the first one left"
     if any(each.taken or each.backwards for each in flows) and flow.later:
         return False, "the forward takes gradients itself"
-    cuts = [_Cut(each, twin.enter) for each, twin in zip(flows, twins, strict=True) if twin is not None]
+    cuts = _cuts(flows, twins)
     on = any(_changed_behind(cut) for cut in cuts)
     for runs_on in (True,) if on else (False, True):
         why = _conflict(cuts, runs_on)
@@ -90,14 +90,45 @@ def _changed_behind(cut: _Cut) -> bool:
     return False
 
 
+def _cuts(flows: Sequence[Flow], twins: Sequence[ModuleCall | None]) -> list[_Cut]:
+    return [_Cut(each, twin.enter) for each, twin in zip(flows, twins, strict=True) if twin is not None]
+
+
 def _conflict(cuts: list[_Cut], runs_on: bool) -> str:
-    had: list[list[int]] = []  # of each forward, by number: the sides that have a tensor's right values
+    return _had(cuts, runs_on)[1]
+
+
+def _had(cuts: list[_Cut], runs_on: bool) -> tuple[list[list[int]], str]:
+    """(of each forward, by number: the sides that have a tensor's right values; why the cut cannot be)."""
+    had: list[list[int]] = []
     for cut in cuts:
         sides, why = _sides(cut, runs_on, cuts, had)
         if why:
-            return why
+            return had, why
         had.append(sides)
-    return ""
+    return had, ""
+
+
+def kept_on(flow: Flow, places: Sequence[CutPoint]) -> dict[int, list[int]]:
+    """The stages that have what a forward put in the place of a buffer, by the buffer's id.
+
+    Those that computed it of what was made up have it not.
+    """
+    found: dict[int, list[int]] = {}
+    sides = [_of_buffers(flow, place) for place in places]
+    for held in {held for each in sides for held in each}:
+        right = [each.get(held, BOTH) for each in sides]
+        edges = zip([AFTER, *right], [*right, BEFORE], strict=True)
+        found[held] = [stage for stage, (enter, leave) in enumerate(edges) if enter & AFTER and leave & BEFORE]
+    return found
+
+
+def _of_buffers(flow: Flow, place: CutPoint) -> dict[int, int]:
+    cuts = _cuts([flow, *flow.later], [place.call, *(twin_of(place.call, each) for each in flow.later)])
+    had = _had(cuts, place.runs_on)[0] if flow.later else []
+    last = flow.later[-1] if len(had) > len(flow.later) else flow
+    kept = [(last.buffers[number], source) for number, source in last.carried.items() if number in last.buffers]
+    return {held: had[which][number] for held, (which, number) in kept}
 
 
 def _sides(cut: _Cut, runs_on: bool, cuts: list[_Cut], had: list[list[int]]) -> tuple[list[int], str]:
