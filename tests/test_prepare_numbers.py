@@ -12,7 +12,7 @@ from torch.nn.functional import kl_div, log_softmax, softmax
 from torch.utils.data import DataLoader
 
 import shardwise
-from shardwise.errors import InputError
+from shardwise.errors import InputError, RefusedPlan
 from shardwise.ranks import RankPool
 
 
@@ -87,6 +87,7 @@ def weighed(plan: str | None, counts: bool) -> tuple[list[float], dict[str, torc
         out, log_var = model(x)
         apart, far = (out - y).square().mean(), (out - y).abs().sum(1).mean()
         loss = torch.exp(-log_var[0]) * apart + log_var[0] + far / (2 * log_var[1].exp()) + log_var[1] / 2
+        loss = loss + 0.01 * (torch.log1p(log_var.exp()) + torch.erf(log_var)).sum()  # operations that no list has
         if counts:
             loss = (out - y).square().sum() * (log_var[0].exp() / len(x))
         optimizer.zero_grad()
@@ -109,3 +110,44 @@ def test_learned_weights_of_terms_are_no_divisors(plan: str, pool: RankPool) -> 
 def test_a_count_beneath_such_a_weight_is_told(pool: RankPool) -> None:
     with pytest.raises(InputError, match=r"prepared.backward\(loss\) without a weight.*test_prepare_numbers.py, line"):
         pool.run(weighed, 2, "dp_replicate=2", True)
+
+
+class Carrying(nn.Module):
+    """Keeps its state from batch to batch, as rows of the samples that it had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.GRUCell(6, 5), nn.Linear(5, 2)
+        self.state: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = self.cell(x, self.state)
+        self.state = state.detach()
+        return self.out(state)
+
+
+def carried(plan: str | None, told: bool) -> list[float]:
+    torch.manual_seed(0)
+    model: Any = Carrying().double()
+    optimizer: Any = adamw(model)
+    loader: Any = DataLoader(samples(16), batch_size=4)
+    prepared: Any = shardwise.prepare(model, optimizer, loader, plan=plan) if plan else None
+    model, optimizer, loader = prepared or (model, optimizer, loader)
+    losses = []
+    for x, y in loader:
+        loss = 2.0 * (model(x) - y).square().mean()  # as many as a rank has samples
+        optimizer.zero_grad()
+        if prepared:
+            loss = prepared.backward(loss, mean_over=len(x)) if told else prepared.backward(loss)
+        else:
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_model_that_keeps_rows_is_not_dealt_others_where_the_mean_is_told(pool: RankPool) -> None:
+    for theirs in pool.run(carried, 2, "dp_replicate=2", True):
+        assert theirs == pytest.approx(carried(None, True), rel=BAR)
+    with pytest.raises(RefusedPlan, match=r"more or fewer than before.*mean_over=n\).*\[test_prepare_numbers.py, line"):
+        pool.run(carried, 2, "dp_replicate=2", False)

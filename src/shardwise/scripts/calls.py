@@ -32,7 +32,7 @@ from shardwise.part.tensor import Gathers
 from shardwise.scripts.additive import LossLook
 from shardwise.scripts.all_samples import same_on_all, weakly_divided
 from shardwise.scripts.arrivals import techniques_of, weakly
-from shardwise.scripts.dealt import Dealt
+from shardwise.scripts.dealt import Dealt, deal
 from shardwise.scripts.divisor import Divisor, Held
 from shardwise.scripts.draws import SampleDraws
 from shardwise.scripts.entries import Entries
@@ -44,7 +44,7 @@ from shardwise.scripts.lookout import ModelLook, look_at_model
 from shardwise.scripts.loop import Loop
 from shardwise.scripts.meeting import Meeting
 from shardwise.scripts.outside import Outside
-from shardwise.scripts.rows import failing_on_part
+from shardwise.scripts.rows import failing_on_part, fails_on_uneven
 from shardwise.scripts.saying import Notices, line_of_script, names_line
 from shardwise.scripts.shares import Door
 from shardwise.scripts.spread import refuse_transform, seen_outside, tensors_of, thawed
@@ -110,7 +110,7 @@ class Calls(Loop):
         self._check = check
         self._dim: int | None = 0  # of a batch's tensors that counts samples
         self._joined = set[nn.Module]()  # batch norms, over ranks
-        self.entries = Entries(model, self._routes)
+        self.entries = Entries(model, self._routes, self._fails)
         self._door: Door | None = None  # where the plan cuts positions
         self._constants: set[tuple[str, float]] = set()  # in losses, which do not count samples
         self._suspects: set[tuple[str, float]] = set()  # that may, and are tried on other numbers of samples
@@ -157,6 +157,14 @@ class Calls(Loop):
             return False
         followed = self.kept is not None and self.kept.on
         return self.gathers or followed or (torch.is_grad_enabled() and self.model.training)
+
+    def _fails(self, error: Exception) -> None:
+        """Raise `RefusedPlan` where a model's call fails on a batch that was dealt otherwise than those before."""
+        dealt, data = self.dealt, self.mesh.data
+        if dealt is None or self.whole is not None:
+            return
+        if dealt.part != deal(dealt.part.total, data.size, data.index).part:
+            raise fails_on_uneven(error, dealt.held) from error
 
     @property
     def _look_now(self) -> ModelLook:

@@ -4,7 +4,8 @@
     mse.sum() + penalty                                a sum beside it: ranks' sums are added up, and the penalty is in
                                                        each of them. Refused
 
-What this does not do: know a penalty that an operation makes which is not listed here; it counts as one of samples.
+What this does not do: know a penalty that an operation makes of weights and of an index, a mask or the like, where it
+is not listed here; it counts as one of samples.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def of_weights(node: Any) -> tuple[float, ...] | None:
             weights += 1
             continue
         children = [child for child, _ in one.next_functions]
-        if name not in _KNOWN or len(seen) > _MOST or (None in children and name not in _BESIDE_NOTHING):
+        alone = name in _KNOWN and (None not in children or name in _BESIDE_NOTHING)
+        if len(seen) > _MOST or not (alone or _is_of_its_graph(one, children)):
             return None
         if None in children and name in _WITH_NUMBERS:
             number = _number(one)
@@ -77,6 +79,18 @@ def of_weights(node: Any) -> tuple[float, ...] | None:
             numbers.append(number)
         waiting += [child for child in children if child is not None]
     return tuple(sorted(numbers)) if weights else None
+
+
+def _is_of_its_graph(node: Any, children: list[Any]) -> bool:
+    """Whether an operation, whichever it is, was given nothing but what has a graph: it kept no index or mask."""
+    if not children or None in children or hasattr(node, "saved_tensors"):  # or a function of the script's own
+        return False
+    for name in dir(node):
+        kept = getattr(node, name) if name.startswith("_saved_") else None
+        tensors = kept if isinstance(kept, list | tuple) else [kept]
+        if any(isinstance(one, torch.Tensor) and not one.requires_grad for one in tensors):
+            return False
+    return True
 
 
 def _number(node: Any) -> float | None:

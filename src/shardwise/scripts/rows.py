@@ -31,6 +31,12 @@ _FAILS = (
     "batch (an episode of classes, a shape by the batch's size) is given it by "
     'prepare(..., loss_scope="global")'
 )
+_UNEVEN_FAILS = (
+    "the model fails ({}) on the {} of the batch's {} samples that this rank is given, more or fewer than before: what "
+    "it keeps from batch to batch (a hidden state) has rows of those. A batch is dealt so where a number in the loss "
+    "may count samples, or a draw may hang on them: tell what this rank's mean is over, prepared.backward(loss, "
+    "mean_over=n), or prepare(..., check_loss=False)"
+)
 _DRAWN = (
     "an array of this rank's {} samples is made after NumPy's or Python's generator has drawn: every rank draws the "
     "same numbers there, where one process draws for each sample of the whole batch: draw by torch's operations "
@@ -42,6 +48,12 @@ _MODEL_FAILS = (
     'x.shape); or prepare(..., loss_scope="global") for a hidden state of the whole batch, loss_scope="model" for one '
     "graph that is the batch, which then every rank computes"
 )
+
+
+def fails_on_uneven(error: Exception, held: Share) -> RefusedPlan:
+    """Returns the refusal of a model that fails on a batch which was dealt so that ranks have other numbers of samples
+    than before."""
+    return with_line(_UNEVEN_FAILS.format(first_line(error), held.count, held.total), line_of_script())
 
 
 def fails_on_part(error: Exception, held: Share) -> RefusedPlan:

@@ -8,6 +8,7 @@ backward(loss)              read from its graph: a mean, or a sum that nothing d
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 
@@ -63,7 +64,8 @@ class Weighing(OverRanks):
                 refuse_division(loss, float(weight), self.engine.plan.accumulate)
         elif mean:
             form = "mean over"
-            if self._apart > 1 and divisor_of(loss, self.calls.held_by(loss)).kind == "sum":
+            held = replace(self.calls.held_by(loss), suspects=set())  # which are not compared
+            if self._apart > 1 and divisor_of(loss, held).kind == "sum":
                 raise InputError(
                     "prepared.backward: the loss is a sum over samples, which nothing divides, and mean_over says what "
                     "a mean is over: give the sum without it, or its weight, prepared.backward(loss, n), for the mean"
