@@ -63,6 +63,17 @@ def point_wise() -> Task:
     return _task(PointWise, _fields(3, ROWS, COLUMNS))
 
 
+class Penalised(PointWise):
+    """With a penalty on all its weights, taken past their attributes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 1e-3 * torch.stack([weight.square().sum() for weight in self.parameters()]).sum()
+
+
+def penalised() -> Task:
+    return _task(Penalised, _fields(3, ROWS, COLUMNS))
+
+
 def weighted() -> Task:
     return _task(PointWise, _fields(3, ROWS, COLUMNS), _area_weighted)
 

@@ -604,12 +604,20 @@ def test_a_batch_without_a_sequence_is_refused(pool) -> None:
     assert "is not given (B, S, E) first" in found.refused
 
 
-@pytest.mark.parametrize("plan", ["cp=2", pytest.param("tp=2", marks=pytest.mark.long)])
-def test_weights_that_are_read_past_their_attributes_are_refused(plan: str, pool) -> None:
-    """Under cp their gradients would count once for each rank, and under tp the loss would be that of shares."""
+@pytest.mark.parametrize("plan", ["cp=2,zero=1", *(pytest.param(plan, marks=pytest.mark.long) for plan in (
+    "cp=2,dp_shard=2,zero=2", "dp_replicate=2,cp=2,zero=1", "tp=2", "domain=2", "cp=2,zero=3", "cp=2,pp=2", "cp=2,zero=1,remat=full",
+))])  # fmt: skip
+def test_weights_that_are_read_past_their_attributes(plan: str, pool) -> None:
+    """Where positions are cut they are given to torch as attributes are; under tp the loss would be that of shares."""
+    if plan == "domain=2":
+        assert verify("domain_tasks:penalised", plan, pool=pool).parity
+        return
     assert verify("sequence_tasks:penalised", plan, pool=pool).parity
     found = verify("sequence_tasks:penalised_past_attributes", plan, pool=pool)
-    assert found.refused and (plan == "tp=2" or "as by parameters()" in found.refused), found.text()
+    if any(key in plan for key in ("zero=3", "pp=", "remat")):
+        assert "as by parameters(), where positions are cut, and " in (found.refused or ""), found.text()
+    else:
+        assert found.refused if plan == "tp=2" else found.parity, found.text()
 
 
 def test_a_sequence_of_one_length_is_told_how_to_name_it(pool) -> None:

@@ -360,6 +360,8 @@ MORE = [
 S = "sequence_tasks:"
 
 SEQUENCE = [
+    bug("a parameter taken past its attribute counts on every rank", "part.past:PastAttributes._read",
+        "getattr(child, leaf)", "param", "sequence_tasks:penalised_past_attributes", "cp=2,zero=1"),
     bug("every rank of a sequence counts a gradient that all have", "part.summands:summand",
         "elif axis.index:", "elif False:", S + "pooled", "cp=2"),
     bug("every rank of a sequence counts the loss and its weight", "step.control:Tally.row",

@@ -72,7 +72,7 @@ def find_positions(
         _agree(mesh, place, *met)
     shape, size_bytes = found["mask"]
     positions = replace(
-        positions, routes=tuple(found["routes"]), mask=(tuple(shape), size_bytes),
+        positions, routes=tuple(found["routes"]), mask=(tuple(shape), size_bytes), past=found["past"],
         results={(path, call): tuple(map(_along, leaves)) for path, call, leaves in found["results"]},
     )  # fmt: skip
     return domain.as_read(positions, task, batch) if plan.tiles > 1 else positions
@@ -94,6 +94,7 @@ class _Noted:
     results: dict[tuple[str, int], tuple[Along, ...]] = field(default_factory=dict)
     attention: list[sequence.AttentionCall] = field(default_factory=list)
     gathers: list[domain.Gather] = field(default_factory=list)
+    past: bool = False  # parameters are read past their attributes
 
 
 ON_HALF = "the module does not run on half"
@@ -158,6 +159,7 @@ def _first_through(
             "candidate": place, "zigzag": zigzag, "tables": positions.tables, "met": met, "stopped": cannot,
             "routes": [*sequence.explained(noted.attention), *domain.explained(noted.gathers)],
             "mask": (largest.mask, largest.mask_bytes) if largest is not None else ((), 0),
+            "past": noted.past,
             "results": [(path, call, along) for (path, call), along in noted.results.items()],
         }, stopped  # fmt: skip
     return None, stopped
@@ -319,6 +321,7 @@ def _rehearse(
         with domain.watching() as gathered:  # in backward too
             error = stage.rehearse(derived, plan.tp, plan.sp, positions.axes)
         noted.gathers[:] = gathered
+        noted.past |= stage.past
         return error, met.numbers([axis.name for axis in positions.axes])
     except RefusedPlan as refused:
         return refused, (0,) * (2 * len(positions.axes))

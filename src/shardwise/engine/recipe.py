@@ -45,6 +45,7 @@ from shardwise.parallel.tensor import TensorParallel, compile_block, install, wh
 from shardwise.part.crossing import Along
 from shardwise.part.pairs import hold_pairs, pairs_in
 from shardwise.part.parameters import see_parts
+from shardwise.part.past import read_past, refuse_past
 from shardwise.part.positions import Positions
 from shardwise.precision import Precision
 from shardwise.task import Task
@@ -182,6 +183,8 @@ class _Spread:
             install_experts(module, self.experts, mesh.device, traced=traced)
         elif self.row_wise:
             compute_own_rows(module, self.row_wise)
+        if self.positions is not None and self.positions.past:
+            read_past(module)
 
 
 def _spread(
@@ -201,6 +204,8 @@ def _spread(
         found.positions = find_positions(
             task, plan, mesh.inner, precision, built, few, derived, found.row_wise, samples, mesh
         )
+        if found.positions.past:
+            refuse_past(plan)
     return found
 
 

@@ -52,6 +52,7 @@ class Positions:
     inside   what cuts tensors inside the module, where the batch is whole
     stopped  why positions of the batch itself cannot be cut, for people
     tables   ranges inside the module are dealt alike (see `part/tables`)
+    past     the module's code takes parameters past their attributes (see `part/past`)
     results  how the axes cut each leaf of what a call of a submodule (path, place) gives, as rehearsed, where they do
     """
 
@@ -65,6 +66,7 @@ class Positions:
     tables: bool = False
     inside: CutsInside | None = None
     stopped: str = ""
+    past: bool = False
     results: Mapping[tuple[str, int], tuple[Along, ...]] = field(default_factory=dict)
     shapes: tuple[tuple[int, ...] | None, ...] = ()  # of each leaf behind the samples, where ranks may read tiles alone
     space: tuple[str, ...] = SPACE  # the axis of each dim of space, in the order in which tensors have these

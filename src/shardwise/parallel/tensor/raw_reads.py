@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from shardwise.errors import RefusedPlan
 from shardwise.parallel.tensor.derive import WeightCut
 from shardwise.part import Uncut
+from shardwise.part.past import NAMES
 from shardwise.trace.leaves import tensors_in
 from shardwise.trace.own_calls import by_a_module
 
@@ -34,7 +35,6 @@ _ALONE = frozenset(
     )
     for name in (plain, f"{plain}_", f"__{plain}__", f"__r{plain}__", f"__i{plain}__")
 ) | {"__rtruediv__", "__truediv__", "__itruediv__"}  # fmt: skip
-_NAMES = frozenset(("grad", "backward", "register_hook", "data_ptr"))  # who take a tensor for what it is
 _SIZES = (torch.Tensor.shape.__get__, torch.Tensor.size, torch.Tensor.numel)
 _DATA = torch.Tensor.data.__get__
 
@@ -76,7 +76,7 @@ class RawReads(TorchFunctionMode):
 
     def _met(self, func: Any, given: list[torch.Tensor], met: list[_How], output: Any) -> None:
         name, made = getattr(func, "__name__", str(func)), tensors_in(output)
-        if name in _NAMES or (not made and func not in _SIZES):
+        if name in NAMES or (not made and func not in _SIZES):
             return
         alike = len({how[1:] for how in met}) == 1 and len(met) == sum(tensor.dim() > 0 for tensor in given)
         if not alike or not (name in _ALONE or func == _DATA):

@@ -21,6 +21,7 @@ from shardwise.parallel.tensor.kept import kept_shares
 from shardwise.parallel.tensor.raw_reads import RawReads
 from shardwise.part import Uncut, forget
 from shardwise.part.parameters import KEPT, ONCE, see_parts
+from shardwise.part.past import PastAttributes
 from shardwise.random import python_restored, seed_python
 from shardwise.trace.axes import Axes, Found
 from shardwise.trace.deferred import Built
@@ -49,6 +50,7 @@ class TrialModule:
     def __init__(self, built: Built, batch: Any, run: Run, dtype_of: DtypeOf):
         self.built, self.batch, self.run, self.dtype_of = built, batch, run, dtype_of
         self.fake: FakeTensorMode | None = Fake()
+        self.past = False  # a rehearsal on cut positions met parameters that were read past their attributes
 
     def make(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the tensor that stands in for a parameter or buffer."""
@@ -129,6 +131,9 @@ class TrialModule:
                 derived.ledger.clear()  # type: ignore[union-attr]
         return self._rehearse(tensor, summed)
 
+    def _note_past(self) -> None:
+        self.past = True
+
     def _rehearse(self, tensor: TensorParallel, summed: tuple[Axis, ...]) -> Uncut | None:
         def share(name: str, whole: torch.Tensor) -> torch.Tensor:
             return tensor.share(name, self.make(name, whole)).contiguous()
@@ -137,7 +142,9 @@ class TrialModule:
             undo = see_parts(self.built.module, tensor.cuts, tensor.axis, summed=summed)
             try:
                 for _ in self.ways():
-                    with RawReads(tensor.cuts, named, _said(summed)) if tensor.cuts or summed else nullcontext():
+                    raw = RawReads(tensor.cuts, named, _said(summed)) if tensor.cuts or summed else nullcontext()
+                    past = PastAttributes(self.built.module, self._note_past) if summed else nullcontext()
+                    with raw, past:
                         loss = self.run(self.built.module, batch)
                     loss.total.backward()
             except Uncut as error:
