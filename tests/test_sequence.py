@@ -605,7 +605,8 @@ def test_a_batch_without_a_sequence_is_refused(pool) -> None:
 
 
 @pytest.mark.parametrize("plan", ["cp=2,zero=1", *(pytest.param(plan, marks=pytest.mark.long) for plan in (
-    "cp=2,dp_shard=2,zero=2", "dp_replicate=2,cp=2,zero=1", "tp=2", "domain=2", "cp=2,zero=3", "cp=2,pp=2", "cp=2,zero=1,remat=full",
+    "cp=2,dp_shard=2,zero=2", "dp_replicate=2,cp=2,zero=1", "tp=2", "domain=2", "cp=2,zero=3", "cp=2,pp=2",
+    "cp=2,zero=1,remat=full",
 ))])  # fmt: skip
 def test_weights_that_are_read_past_their_attributes(plan: str, pool) -> None:
     """Where positions are cut they are given to torch as attributes are; under tp the loss would be that of shares."""

@@ -20,6 +20,7 @@ EQUAL = [
     ("slopes", "dp_replicate=2"),
     ("averages", "dp_replicate=2"),
     ("set_from_outside", "pp=2"),
+    ("listed", "dp_replicate=2"),
     ("switched", "dp_shard=2,zero=3,wrap=maker|critic"),
 ]
 MORE = [
@@ -30,6 +31,7 @@ MORE = [
     ("bounded", "dp_shard=2,zero=2,tp=2"), ("powers", "dp_shard=2,zero=2"), ("followed", "dp_shard=2,zero=3"),
     ("scaled", "dp_replicate=2,dp_shard=2,zero=3"), ("followed", "dp_shard=2,zero=3,pp=2"),
     ("blocks", "dp_replicate=2,remat=full"), ("blocks", "pp=2,remat=selective,schedule=gpipe"),
+    ("listed", "dp_shard=2,zero=3"), ("listed", "tp=2"), ("stops", "pp=2"),
     ("averages", "dp_shard=2,zero=3"), ("averages", "tp=2,pp=2"), ("averages", "pp=2,dp_shard=2,zero=2"),
     ("blocks_by_matrices", "dp_shard=2,zero=3,remat=full"), ("blocks_by_matrices", "dp_shard=2,zero=2"),
 ]  # fmt: skip
@@ -50,6 +52,11 @@ def test_no_stage_begins_between_two_uses_of_what_is_written(pool: RankPool) -> 
 def test_writes_by_each_piece_of_a_batch_are_refused(pool: RankPool) -> None:
     refused = verify("written_tasks:normalised", "dp_shard=2,zero=2,deterministic=4", pool=pool).refused or ""
     assert "deterministic: the forward changes parameter '0.weight'" in refused, refused
+
+
+def test_a_module_that_cuts_samples_into_groups_is_not_blamed(pool: RankPool) -> None:
+    refused = verify("written_tasks:in_groups", "pp=2", pool=pool).refused or ""
+    assert "the forward fails on 5 samples, though one process runs on all 16" in refused, refused
 
 
 def test_a_replacement_that_unties_a_weight_is_refused(pool: RankPool) -> None:

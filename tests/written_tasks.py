@@ -7,7 +7,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from module_tasks import OUT, WIDTH, task
+from module_tasks import OUT, WIDTH, task, vectors
 from torch import Tensor, nn
 from unusual_kit import draws
 
@@ -269,3 +269,58 @@ class SetFromOutside(nn.Module):
 
 def set_from_outside() -> Task:
     return task(SetFromOutside, loss_scope="model")
+
+
+class Listed(nn.Module):
+    """Weights that are parameters, and read from a table of its own by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.named: dict[str, nn.Parameter] = {}
+        for name, shape in (("enter", (WIDTH, 8)), ("leave", (8, OUT))):
+            self.named[name] = nn.Parameter(torch.randn(shape) / 3)
+            self.register_parameter(name, self.named[name])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.named["enter"]) @ self.named["leave"]
+
+
+def listed() -> Task:
+    return task(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Listed()))
+
+
+class InGroups(nn.Module):
+    """Samples seen in four groups, so that it runs on multiples of four alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(WIDTH, 8), nn.Linear(8, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = torch.tanh(self.enter(x)).view(4, -1, 8)
+        return self.leave((groups - groups.mean(0)).flatten(0, 1))
+
+
+def in_groups() -> Task:
+    return task(InGroups, lambda step: vectors(step, samples=16), loss_scope="model")
+
+
+class Stops(nn.Module):
+    """Layers until the answer is sure enough, by its values; which those are changes from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(WIDTH, 8), nn.Linear(8, OUT)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+            if self.leave(x).softmax(-1).amax() > 0.8:
+                break
+        return self.leave(x)
+
+
+def stops() -> Task:
+    return task(Stops, loss_scope="model")

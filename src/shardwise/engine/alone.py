@@ -41,7 +41,7 @@ class Untried(Exception):
 
 def blame(
     error: Exception, what: str, task: Task, precision: Precision, module: nn.Module, batch: Any,
-    device: torch.device = CPU, parts: Sequence[Any] = (),
+    device: torch.device = CPU, parts: Sequence[Any] = (), more: Any = None,
 ) -> ShardwiseError:  # fmt: skip
     """What to raise where a forward failed under a plan: `InputError` only if one process fails on `batch` too.
 
@@ -49,6 +49,7 @@ def blame(
     module  the task's, for its size alone
     device  where the forward failed: a tensor that the loss makes on the CPU fails on an accelerator alone
     parts   of the batch, on which it ran too: one process may fail on one of them alone
+    more    a whole batch, of which `batch` are a few samples: one process may run on it alone
     """
     told = f"{type(error).__name__}: {error}"
     elements = sum(param.numel() for param in module.parameters())
@@ -56,6 +57,12 @@ def blame(
         return RefusedPlan(f"{what}: {told} (not tried in one process: {elements:.2g} parameters are many to hold)")
     try:
         alone = told_alone(task, precision, batch, device) or _told_of(parts, batch, task, precision, device)
+        many = alone is not None and more is not None and samples_in(more) > samples_in(batch)
+        if many and failure_alone(task, precision, more, device) is None:
+            return RefusedPlan(
+                f"{what}, though one process runs on all {samples_in(more)}: {told}. A plan is held against one "
+                "process on a few samples first: let the forward run on any number of them"
+            )
     except Untried as why:
         return RefusedPlan(f"{what}: {told} (not tried in one process: {why})")
     return alone or RefusedPlan(f"{what}, though one process runs on them: {told}")

@@ -188,7 +188,7 @@ def look_at_task(state: RankState, *, masks: bool) -> Findings:
     except Exception as error:
         what = f"under plan {state.plan} the forward fails on {n} samples"
         of = (task, state.precision, state.module, whole, state.device, parts or ())
-        raise (explained(error) or blame(error, what, *of)) from error
+        raise (explained(error) or blame(error, what, *of, more=sample)) from error
     if state.plan.zero == 3:
         found = gather_json([sorted(reads.units), findings.into_arguments], state.mesh.world, state.device)
         findings.outside, findings.into_arguments = (

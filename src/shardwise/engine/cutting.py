@@ -7,6 +7,7 @@ got no token) belongs where the module that holds it ran.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from shardwise.host import put
 from shardwise.layout import Plan
 from shardwise.layout.schedules import Schedule, schedule_of
 from shardwise.mesh import Mesh
-from shardwise.parallel.pipeline.cuts import CutPoint, Stage, choose, make_stages
+from shardwise.parallel.pipeline.cuts import CutPoint, Stage, choose, decisions, make_stages
 from shardwise.parallel.pipeline.lasting import kept_on, kept_twice
 from shardwise.parallel.pipeline.placed import StagePlacement
 from shardwise.precision import Precision
@@ -63,11 +64,19 @@ def cut_forward(
     """
     schedule = schedule_of(plan)
     available = samples_in(sample)
-    counts = (min(2, available), min(3, available))
     module = built.module
+    sizes = _sizes(available)
+    counts = sizes[0]
     few = [slice_samples(sample, 0, count) for count in counts]
-    flow, notice = _traced(task, plan, precision, built, few[0], 0)
-    other, _ = _traced(task, plan, precision, built, few[1], 1)
+    try:
+        (flow, notice), (other, _) = (_traced(task, plan, precision, built, one, n) for n, one in enumerate(few))
+    except ShardwiseError:
+        runs = partial(_runs, task, precision, built, sample)
+        counts = next(filter(runs, sizes[1:]), None) or counts
+        if counts == sizes[0]:
+            raise
+        few = [slice_samples(sample, 0, count) for count in counts]
+        (flow, notice), (other, _) = (_traced(task, plan, precision, built, one, n) for n, one in enumerate(few))
     if flow.order != other.order or flow.moved or flow.read_draws:
         flow, other = _fullest([_traced(task, plan, precision, built, one, n)[0] for n in range(TRIES)] for one in few)
     whole = plan.remat != "none" or plan.compile or plan.zero == 3
@@ -86,6 +95,24 @@ def cut_forward(
     held = (*module.named_parameters(), *module.named_buffers())
     cut.written = [name for name, each in held if id(each) in flow.stateful and each.is_floating_point()]
     return cut, notice
+
+
+def _sizes(available: int) -> list[tuple[int, int]]:
+    """Numbers of samples to follow the forward on, the first on which it runs: a module may cut them into groups."""
+    more = [(2**n, 2 ** (n + 1)) for n in range(1, 8)] + [(available // 2, available)]
+    return [(min(2, available), min(3, available)), *(pair for pair in more if pair[0] and pair[1] <= available)]
+
+
+def _runs(task: Task, precision: Precision, built: Built, sample: Any, counts: tuple[int, int]) -> bool:
+    """Whether the forward can be followed on both numbers of samples."""
+    built.module.train()
+    try:
+        for count in counts:
+            part = slice_samples(sample, 0, count)
+            trace_forward(built, output_alone(task, precision), part, 0, precision.held)
+    except Exception:
+        return False
+    return True
 
 
 def _traced(
@@ -176,18 +203,23 @@ class _Where:
     def __init__(self, flow: Flow, stages: list[Stage]):
         self.stages = stages
         self.spans: dict[str, list[tuple[int, int]]] = {}
+        times = [time for time, _ in decisions(flow)]
+        self.decided = sorted({s.index for s in stages for time in times if s.start <= time < s.stop})
         for call in flow.calls():
             self.spans.setdefault(call.path, []).append((call.enter, call.exit))
 
     def of(self, module: nn.Module, tensor: torch.Tensor) -> list[int]:
-        """Indices of stages; the first one for a tensor of the outermost module or of one that never runs."""
+        """Indices of stages; the first one for a tensor of the outermost module or of one that never runs.
+
+        One that never ran may run where the forward decides by values on other samples.
+        """
         for path, child in module.named_modules():
             if any(tensor is held for held in (*child._parameters.values(), *child._buffers.values())):
                 while path and path not in self.spans:
                     path = path.rpartition(".")[0]
                 spans = self.spans.get(path, [])
                 found = [s.index for s in self.stages for enter, leave in spans if s.start < leave and enter < s.stop]
-                return sorted(set(found)) or [0]
+                return sorted(set(found)) or self.decided or [0]
         return [0]
 
 

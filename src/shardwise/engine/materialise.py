@@ -12,6 +12,7 @@ from shardwise.parallel.slots import ValueOf
 from shardwise.precision import Precision
 from shardwise.task import Task
 from shardwise.trace.deferred import Built, build, build_for_real, named_tensors
+from shardwise.trace.stand_in import exchange
 
 
 def build_everywhere(task: Task, seed: int, world: Axis, device: torch.device) -> tuple[Built, ValueOf]:
@@ -54,10 +55,7 @@ def _replace(module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor
                     child.__dict__[leaf] = made[id(tensor)]
                 else:
                     table[leaf] = made[id(tensor)]
-    for child in module.modules():  # a list of its weights, as recurrent layers keep, would hold the old ones
-        for held in vars(child).values():
-            if isinstance(held, list) and any(id(one) in made for one in held):
-                held[:] = [made.get(id(one), one) for one in held]
+    exchange(module, made)
 
 
 def _parameter(old: torch.Tensor, value: torch.Tensor) -> nn.Parameter:

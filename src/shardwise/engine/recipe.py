@@ -51,6 +51,7 @@ from shardwise.precision import Precision
 from shardwise.task import Task
 from shardwise.trace.blocks import Blocks, blocks_of
 from shardwise.trace.deferred import Built
+from shardwise.trace.stand_in import held_beside
 
 
 @dataclass
@@ -126,7 +127,8 @@ def apply_plan(
     if mesh.shard.size > 1 and plan.zero == 3:
         notices += blocks.warnings
         units = [path for path in blocks.paths if path not in enclosed]
-        kept = {name for name, _ in module.named_parameters() if name in enclosed} - absent
+        kept = {name for name, _ in module.named_parameters() if name in enclosed} | held_beside(module)
+        kept -= absent
         technique = _full_shard(module, units, value_of, mesh, precision, absent, frozen, spread.experts, order, kept)
         given_values(map(module.get_submodule, units) if chunks is not None else ())
     else:

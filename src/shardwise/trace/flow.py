@@ -12,6 +12,7 @@ module's arguments. No names are used, and no class is known.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -242,9 +243,16 @@ class Flow:
 
     def times(self, made: OwnCall, moment: int) -> int:
         """Returns how often a forward's own code has called the function that made a tensor, up to a moment."""
-        code = made.whose.path, made.whose.place, made.place[:3]
-        known = [one for one in self.functions if one.exit < moment and one.own is not None]
-        return sum((one.path, one.place, one.own[0][:3]) == code for one in known if one.own)
+        return bisect.bisect_left(self._exits.get((made.whose.path, made.whose.place, made.place[:3]), []), moment)
+
+    @cached_property
+    def _exits(self) -> dict[tuple, list[int]]:
+        """When each call of torch's functions was over, in order, by the code that made it."""
+        found: dict[tuple, list[int]] = {}
+        for one in self.functions:
+            if one.own is not None:
+                found.setdefault((one.path, one.place, one.own[0][:3]), []).append(one.exit)
+        return {code: sorted(exits) for code, exits in found.items()}
 
     def influenced_by(self, number: int) -> set[int]:
         """Numbers of the tensors that follow from one, itself among them."""

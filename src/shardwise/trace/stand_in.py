@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,10 @@ import torch
 from torch import nn
 
 from shardwise.trace.deferred import named_tensors
+from shardwise.trace.own_class import is_own
 
+DEEP = 4  # containers within containers
+_OWN = frozenset(vars(nn.Module()))
 Make = Callable[[str, torch.Tensor], torch.Tensor]  # (name, tensor) -> what stands in for it
 
 
@@ -35,19 +38,63 @@ def standing_in(module: nn.Module, make: Make) -> Iterator[dict[str, torch.Tenso
                     home = child.__dict__ if table is plain else table
                     kept.append((home, leaf, tensor))
                     home[leaf] = other(tensor)
-    lists = _lists_of(module, made)
-    for held, before in lists:
-        held[:] = [made.get(id(one), one) for one in before]
+    exchange(module, made)
     try:
         yield dict(module.named_parameters())
     finally:
         for home, leaf, tensor in kept:
             home[leaf] = tensor
-        for held, before in lists:
-            held[:] = before
+        exchange(module, {id(made[id(tensor)]): tensor for _, _, tensor in kept})
 
 
-def _lists_of(module: nn.Module, made: Container[int]) -> list[tuple[list, list]]:
-    """Lists of its weights that a module keeps beside them, as recurrent layers do, each with what it holds."""
-    lists = [held for child in module.modules() for held in vars(child).values() if isinstance(held, list)]
-    return [(held, list(held)) for held in lists if any(id(one) in made for one in held)]
+def exchange(module: nn.Module, made: Mapping[int, torch.Tensor], deep: int = DEEP) -> None:
+    """Put tensors, known by the ids of others, in the places of these in what modules keep beside their tables.
+
+    Recurrent layers keep a list of their weights, other modules a dict or an object of a class of their own.
+    """
+    for child in module.modules():
+        for key, held in list(vars(child).items()):
+            if key not in _OWN and not isinstance(held, torch.Tensor):
+                new = _exchanged(held, made, deep)
+                if new is not held:
+                    child.__dict__[key] = new
+
+
+class _Met(dict):
+    """Exchanges nothing, and notes the ids that it is asked for."""
+
+    def get(self, key: int, default: Any = None) -> Any:
+        self[key] = default
+        return default
+
+
+def held_beside(module: nn.Module) -> set[str]:
+    """Returns the names of parameters that a module keeps a second time, beside its tables; not recurrent layers'."""
+    met = _Met()
+    recurrent = [vars(child).pop("_flat_weights", None) for child in module.modules()]
+    try:
+        exchange(module, met)
+    finally:
+        for child, held in zip(module.modules(), recurrent, strict=True):
+            if held is not None:
+                child.__dict__["_flat_weights"] = held
+    return {name for name, param in module.named_parameters() if id(param) in met}
+
+
+def _exchanged(held: Any, made: Mapping[int, torch.Tensor], deep: int) -> Any:
+    """The same object, with what it holds exchanged; a tuple anew."""
+    if isinstance(held, torch.Tensor):
+        return made.get(id(held), held)
+    if not deep or isinstance(held, nn.Module | type):
+        return held
+    table = vars(held) if is_own(held) else held
+    if isinstance(table, tuple):
+        new = [_exchanged(each, made, deep - 1) for each in table]
+        same = all(a is b for a, b in zip(new, table, strict=True))
+        return held if same else getattr(type(held), "_make", tuple)(new)
+    if isinstance(table, dict | list):
+        for key, each in list(table.items() if isinstance(table, dict) else enumerate(table)):
+            new = _exchanged(each, made, deep - 1)
+            if new is not each:
+                table[key] = new
+    return held

@@ -198,7 +198,7 @@ def _kept_by_a_caller(flow: Flow, boundary: ModuleCall, number: int) -> Holder |
 
 def _usable(flow: Flow, places: list[CutPoint]) -> list[CutPoint]:
     """One place for each moment, the outermost; none where code around it decided by values that a stage lacks."""
-    decided = _decisions(flow)
+    decided = decisions(flow)
     costs = costs_of(flow)
     times = [time for time, _ in uses(flow)]
     count = Prefix(times, [1.0] * len(times))
@@ -212,8 +212,8 @@ def _usable(flow: Flow, places: list[CutPoint]) -> list[CutPoint]:
     return kept
 
 
-def _decisions(flow: Flow) -> list[tuple[int, ModuleCall]]:
-    """When code reads a value that depends on parameters, and the innermost call that does.
+def decisions(flow: Flow) -> list[tuple[int, ModuleCall]]:
+    """Returns when code reads a value that depends on parameters, and the innermost call that does.
 
     Also when it fills `.grad` by a backward: a stage that has nothing to run it on would fail there. What depends on
     chance alone every stage draws for itself.
@@ -295,7 +295,7 @@ def _too_few(
             f". Elsewhere a module keeps to itself what is read later: at '{call.path}', {_made_in(flow, number)} is "
             "used again, and no module is given it or gives it"
         )
-    if any(owner is flow.root for _, owner in _decisions(flow)):
+    if any(owner is flow.root for _, owner in decisions(flow)):
         why = ". The outermost forward decides by a value that depends on parameters: stages cannot share it"
     written = next(filter(None, (told_written(flow, module, call) for call in flow.calls())), "")
     why += f". Elsewhere {written}" if written else ""
