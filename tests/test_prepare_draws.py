@@ -143,12 +143,14 @@ class DrawsWeights(nn.Module):
         )
 
 
-def drawn_weights(plan: str | None, mixed: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+def drawn_weights(
+    plan: str | None, mixed: bool, check_loss: bool = True
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     model: Any = DrawsWeights(mixed).double()
     optimizer: Any = adamw(model)
     loader: Any = DataLoader(samples(22), batch_size=8)
-    prepared: Any = shardwise.prepare(model, optimizer, loader, plan=plan) if plan else None
+    prepared: Any = shardwise.prepare(model, optimizer, loader, plan=plan, check_loss=check_loss) if plan else None
     model, optimizer, loader = prepared or (model, optimizer, loader)
     losses = []
     for x, y in loader:
@@ -173,9 +175,15 @@ def test_weights_that_a_forward_draws_are_alike_on_every_rank(plan: str, pool: R
 def test_weights_and_samples_drawn_in_one_shape_are_refused(pool: RankPool) -> None:
     with pytest.raises(RefusedPlan, match="no dim is sure to count"):
         pool.run(drawn_weights, 2, "dp_replicate=2", True)
+    with pytest.raises(RefusedPlan, match=r"shape \(4, 6\), as one of its weights.*check_loss=False"):
+        pool.run(drawn_weights, 2, "dp_replicate=2", False, False)
 
 
-def drawn_by_count(plan: str | None, mirrored: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+def of_size(n: int) -> torch.Tensor:
+    return torch.rand(n, dtype=torch.float64)
+
+
+def drawn_by_count(plan: str | None, mirrored: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     """A class drawn for each sample; or times, of which half are drawn and the others mirrored."""
     torch.manual_seed(0)
     model: Any = nn.Linear(6, 2).double()
@@ -186,7 +194,7 @@ def drawn_by_count(plan: str | None, mirrored: bool) -> tuple[list[float], dict[
     losses = []
     for x, y in loader:
         if mirrored:
-            half = torch.rand(len(x) // 2 + 1, dtype=x.dtype)
+            half = torch.rand(len(x) // 2 + 1).double() if mirrored == "told" else of_size(len(x) // 2 + 1)
             drawn = torch.cat([half, 1 - half])[: len(x)]
         else:
             drawn = torch.multinomial(torch.tensor([0.5, 0.3, 0.2]), len(x), replacement=True).double()
@@ -201,9 +209,15 @@ def drawn_by_count(plan: str | None, mirrored: bool) -> tuple[list[float], dict[
 
 
 def test_classes_drawn_for_samples_are_one_process_s_and_half_as_many_times_are_refused(pool: RankPool) -> None:
-    losses, _ = drawn_by_count(None, False)
+    losses, _ = drawn_by_count(None, "")
     assert all(
-        theirs == pytest.approx(losses, rel=BAR) for theirs, _ in pool.run(drawn_by_count, 2, "dp_replicate=2", False)
+        theirs == pytest.approx(losses, rel=BAR) for theirs, _ in pool.run(drawn_by_count, 2, "dp_replicate=2", "")
     )
+    with pytest.raises(RefusedPlan, match=r"drawn 3 at a time, by the number of samples.*test_prepare_draws.py, line"):
+        pool.run(drawn_by_count, 2, "dp_replicate=2", "told")
+
+
+@pytest.mark.long
+def test_half_as_many_times_whose_number_nothing_tells_are_refused_in_the_second_batch(pool: RankPool) -> None:
     with pytest.raises(RefusedPlan, match=r"drawn 3 at a time for 4 samples.*test_prepare_draws.py, line"):
-        pool.run(drawn_by_count, 2, "dp_replicate=2", True)
+        pool.run(drawn_by_count, 2, "dp_replicate=2", "passed on")

@@ -352,24 +352,27 @@ class Quantized(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.encode, self.decode = nn.Linear(6, 2), nn.Linear(2, 2)
+        self.writes = True
         self.register_buffer("counts", torch.ones(4))
         self.register_buffer("last", torch.zeros(1), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         z = self.encode(x)
-        if self.training:
+        if self.training and self.writes:
             found = torch.bincount((z[:, 0] * 9).long() % 4, minlength=4)
             self.counts.mul_(0.9).add_(found, alpha=0.1)
             self.last.copy_(found.argmax())
         return self.decode(z / self.counts.mean())
 
 
-def quantized(plan: str, check_loss: bool) -> None:
+def quantized(plan: str, check_loss: bool, first: int = 0) -> None:
+    """`first`: the step from which on the buffer is written."""
     torch.manual_seed(0)
     model = Quantized().double()
-    loader = DataLoader(samples(16), batch_size=4)
+    loader = DataLoader(samples(40 if first else 16), batch_size=4)
     prepared = shardwise.prepare(model, adamw(model), loader, plan=plan, check_loss=check_loss)
-    for x, y in prepared.loader:
+    for step, (x, y) in enumerate(prepared.loader):
+        model.writes = step >= first
         prepared.optimizer.zero_grad()
         prepared.backward((model(x) - y).square().mean())
         prepared.optimizer.step()
@@ -388,6 +391,11 @@ def test_a_buffer_that_a_rank_writes_from_its_samples_is_refused(
 ) -> None:
     with pytest.raises(RefusedPlan, match=words):
         pool.run(quantized, 2, plan, check_loss)
+
+
+def test_a_buffer_that_is_written_from_a_later_step_on_is_refused(pool: RankPool) -> None:
+    with pytest.raises(RefusedPlan, match=r"after step 8 the buffer 'counts' \(1 in all\).*line \d+: .*step"):
+        pool.run(quantized, 2, "dp_replicate=2", True, 5)
 
 
 def by_tokens(plan: str, what: str) -> list[str]:

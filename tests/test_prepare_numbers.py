@@ -18,7 +18,8 @@ from shardwise.ranks import RankPool
 
 def loss_of(kind: str, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Of four samples to a rank, and of five and three once: a temperature is 4, and what counts them is not."""
-    t = float(len(out)) if kind == "counted" else 4.0
+    n = len(out)
+    t = float(n) if kind == "counted" else 4.0
     apart = kl_div(log_softmax(out / t, 1), softmax(y / t, 1), reduction="batchmean") * t * t
     entropy = -(out.softmax(1) * out.log_softmax(1)).sum(1).mean(0)
     return apart + 0.1 * entropy + 0.0 * out[0].sum()

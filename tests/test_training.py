@@ -167,6 +167,36 @@ def test_a_plan_that_the_ranks_refuse_leaves_no_folder(here, capfd):
     assert not list((here / "runs").iterdir())
 
 
+class CountsLate(torch.nn.Module):
+    """Keeps a sum of its samples from step 5 on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+        self.register_buffer("total", torch.zeros(3))
+
+    def forward(self, x, step):
+        if int(step[0]) >= 5:
+            self.total.add_(x.detach().sum(0))
+        return self.layer(x)
+
+
+def counting_late() -> shardwise.Task:
+    def batch(step: int):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+        return x, torch.full((4,), step)
+
+    return shardwise.Task(
+        model=CountsLate, batch=batch, inputs=lambda b: (b, {}), loss=lambda out, b: (out.square().sum(), len(out))
+    )
+
+
+@pytest.mark.long
+def test_a_buffer_that_ranks_write_from_a_later_step_on_ends_the_run(here):
+    with pytest.raises(shardwise.errors.RefusedPlan, match=r"after step 8 the buffer 'total' \(1 in all\)"):
+        shardwise.train(counting_late, "dp_replicate=2", steps=20)
+
+
 def with_lbfgs() -> shardwise.Task:
     return tasks.mlp().with_(optimizer=lbfgs)
 

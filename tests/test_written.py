@@ -21,6 +21,7 @@ EQUAL = [
     ("averages", "dp_replicate=2"),
     ("set_from_outside", "pp=2"),
     ("listed", "dp_replicate=2"),
+    ("after_use", "dp_replicate=2,remat=full"),
     ("switched", "dp_shard=2,zero=3,wrap=maker|critic"),
 ]
 MORE = [
@@ -33,6 +34,8 @@ MORE = [
     ("blocks", "dp_replicate=2,remat=full"), ("blocks", "pp=2,remat=selective,schedule=gpipe"),
     ("listed", "dp_shard=2,zero=3"), ("listed", "tp=2"), ("stops", "pp=2"),
     ("averages", "dp_shard=2,zero=3"), ("averages", "tp=2,pp=2"), ("averages", "pp=2,dp_shard=2,zero=2"),
+    ("after_use", "dp_shard=2,zero=2,remat=selective"), ("before_use", "dp_replicate=2,remat=full"),
+    ("before_use", "dp_shard=2,zero=1,remat=selective"), ("after_use", "dp_replicate=2"),
     ("blocks_by_matrices", "dp_shard=2,zero=3,remat=full"), ("blocks_by_matrices", "dp_shard=2,zero=2"),
 ]  # fmt: skip
 

@@ -93,6 +93,36 @@ class Block(nn.Module):
         return x + self.leave(torch.tanh(self.enter(x)))
 
 
+class AfterUse(nn.Module):
+    """A residual block that shrinks a weight and a buffer once it has used them, or before, where nothing notes it."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.enter, self.weight, self.first = nn.Linear(8, 8), nn.Parameter(0.7 * torch.eye(8)), first
+        self.register_buffer("scale", torch.linspace(0.5, 1.0, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            self._shrink()
+        y = torch.tanh(self.enter(x) * self.scale) @ self.weight
+        if not self.first:
+            self._shrink()
+        return x + torch.sin(y)
+
+    def _shrink(self) -> None:
+        if self.training:
+            self.weight.data.mul_(0.9)
+            self.scale.data.mul_(0.8)
+
+
+def after_use() -> Task:
+    return task(lambda: nn.Sequential(nn.Linear(WIDTH, 8), AfterUse(False), AfterUse(False), nn.Linear(8, OUT)))
+
+
+def before_use() -> Task:
+    return task(lambda: nn.Sequential(nn.Linear(WIDTH, 8), AfterUse(True), AfterUse(True), nn.Linear(8, OUT)))
+
+
 def _stack() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 8), *(Block() for _ in range(3)), nn.Linear(8, OUT))
 

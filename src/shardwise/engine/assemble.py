@@ -354,4 +354,4 @@ def _follow_writes(state: RankState, findings: Findings) -> None:
         )
     state.written = bool(findings.written)
     if state.plan.remat != "none":
-        note_written(state.module, findings.written)
+        note_written(state.module, [*findings.written, *findings.changed], findings.batch_norms)

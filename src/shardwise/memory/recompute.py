@@ -13,7 +13,9 @@ it is written into. torch looks at versions of tensors alone, which a view by `_
 rows of positions) does not share, and would go on from the changed one.
 
 Counters, running statistics and what lies in objects that a block is given (a cache of keys and values) advance once:
-the second forward meets them as the first did. So do weights into which the block writes (`note_written`).
+the second forward meets them as the first did. So do weights and buffers into which the block writes, also where
+nothing notes it (`.data`), once a look has seen it (`note_written`); it then runs to its end, since what is written
+after its use is what one process's backward finds.
 
 What this does not do: recompute what lies outside the blocks.
 """
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -78,22 +81,27 @@ class _Keeping(_CachingTorchDispatchMode):
                 kept.version = kept.val._version
 
 
-# of each block that runs again, the weights into which it writes
-_WRITTEN: WeakKeyDictionary[nn.Module, list[nn.Parameter]] = WeakKeyDictionary()
+# of each block that runs again, the weights and buffers into which it writes
+_WRITTEN: WeakKeyDictionary[nn.Module, list[torch.Tensor]] = WeakKeyDictionary()
 
 
-def note_written(module: nn.Module, names: Collection[str]) -> None:
-    """Tell the blocks of a module that run again into which of its parameters forwards write."""
-    written = {id(param) for name, param in module.named_parameters() if name in names}
-    for block, params in list(_WRITTEN.items()):
+def note_written(module: nn.Module, names: Collection[str], norms: Collection[nn.Module] = ()) -> None:
+    """Tell the blocks of a module that run again into which of its parameters and buffers forwards write.
+
+    norms   keep statistics, which are followed otherwise
+    """
+    theirs = {id(buffer) for norm in norms for buffer in norm.buffers()}
+    named = (*module.named_parameters(), *module.named_buffers())
+    written = {id(tensor) for name, tensor in named if name in names} - theirs
+    for block, held in list(_WRITTEN.items()):
         if any(block is child for child in module.modules()):
-            params[:] = [param for param in block.parameters() if id(param) in written]
+            held[:] = [tensor for tensor in (*block.parameters(), *block.buffers()) if id(tensor) in written]
 
 
 class _Weights:
-    """Parameters as they are now, for a second forward that writes into them as the first did."""
+    """Parameters and buffers as they are now, for a second forward that writes into them as the first did."""
 
-    def __init__(self, params: list[nn.Parameter]):
+    def __init__(self, params: list[torch.Tensor]):
         self._kept = [(param, param.detach().clone()) for param in params]
 
     @contextmanager
@@ -123,7 +131,7 @@ def recompute_block(block: nn.Module, policy: str, by_value: bool = False) -> No
     wraps what runs both times: a mode that is entered around this forward is not there in backward.
     by_value  look for buffers that change by their values, once: of a plain module with torch's own batch norm
     """
-    options = {} if policy == "full" else {"context_fn": _contexts}
+    options: dict[str, Any] = {} if policy == "full" else {"context_fn": _contexts}
     forward = block.forward
     changing: list[tuple[dict, str]] | None = None  # counters and statistics that the forward advances, once known
     written = _WRITTEN.setdefault(block, [])
@@ -134,7 +142,8 @@ def recompute_block(block: nn.Module, policy: str, by_value: bool = False) -> No
             return forward(*args, **kwargs)
         before = ModuleState(block, changing, by_value)
         given, weights = PassedState(args, kwargs), _Weights(written)
-        output = checkpoint(_again(forward, before, given, weights), *args, use_reentrant=False, **options, **kwargs)
+        again = _again(forward, before, given, weights)
+        output = checkpoint(again, *args, use_reentrant=False, early_stop=not written, **options, **kwargs)
         if changing is None:
             changing = before.changed()
         return output

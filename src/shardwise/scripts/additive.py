@@ -19,7 +19,6 @@ where it changes with other samples; by size it is told only elsewhere: time may
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -35,10 +34,12 @@ from shardwise.part import whole
 from shardwise.scripts.batches import Handed
 from shardwise.scripts.divisor import Divisor, Held, divisor_of
 from shardwise.scripts.following import put_on, take_off
+from shardwise.scripts.graphs import followed
 from shardwise.scripts.lookout import Rows
-from shardwise.scripts.tape import ALIASED, LossTape, aliased, tensors_in
+from shardwise.scripts.more import GIVEN, NOT_AGAIN, UNCHECKED, LooksAtMore
+from shardwise.scripts.repeated import alike
+from shardwise.scripts.tape import LossTape, aliased, tensors_in
 
-_NODES = 4000  # of a graph that are followed
 _AGAIN = 3  # forwards of one batch, in which losses of several kinds are met
 _FEW = 4  # samples, below which either half is kept in turn: one alone may hide what the others change
 _Choice = Callable[[torch.Tensor], torch.Tensor]
@@ -47,10 +48,6 @@ _OTHERS: tuple[_Choice, ...] = (  # which samples of the kept half are in the ot
     lambda first: first[:1],
     lambda first: first[-1:],
 )
-_NOT_AGAIN = (RuntimeError, IndexError, ValueError)  # of operations on other samples
-_BETWEEN = ("ViewBackward", "AliasBackward", ALIASED)  # modules, as a look itself puts there
-_GIVEN = "what the model is given for some samples"
-_UNCHECKED = "that the loss adds up over samples was not checked: "
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ class _Again:
     divisor: Divisor
 
 
-class LossLook:
+class LossLook(LooksAtMore):
     """Follows a loop from a batch to its losses. One for all models of a loop."""
 
     def __init__(self, device: torch.device) -> None:
@@ -74,6 +71,7 @@ class LossLook:
         self.wanted = True  # the next batch is to be recorded; the same on every rank
         self.unsure = False  # numbers in losses may count samples; the same on every rank
         self._began = self._first = False  # modules inside are heard of in the first batch alone
+        self._origins = {}
         self._known: set[int] = set()  # kinds of losses that were looked at
         self._batch: list[torch.Tensor] = []
         self.beside: list[torch.Tensor] = []  # of other batches
@@ -82,7 +80,7 @@ class LossLook:
         self._inner: list[torch.Tensor] = []  # the last inside a model
         self._dims: dict[int, tuple[torch.Tensor, int]] = {}  # by id, where it has its samples, as far as that is known
         self._handles: list[Any] = []
-        self.samples, self.dim = 0, 0  # that this rank holds
+        self.samples, self.total, self.dim = 0, 0, 0  # that this rank holds, that all do
         self._blind = False  # which dim counts them is not known
 
     def begin(self, handed: Handed, *, every: bool, fresh: bool) -> None:
@@ -103,6 +101,9 @@ class LossLook:
     def _begin(self, handed: Handed, *, every: bool) -> None:
         self._forget()
         self.samples, self.dim, self._blind = handed.dealt.held.count, handed.dim or 0, handed.dim is None
+        self.total, self._tape.samples = handed.dealt.part.total, self.samples
+        self.assumed, self._even = False, handed.dealt.even
+        self._tape.asked |= self._began or not handed.tensors_alone
         if self.wanted and every and not self._blind:
             self._first, self._began = not self._began, True
             self._batch = [one for one in handed.tensors if self._halves(one) is not None]
@@ -159,12 +160,12 @@ class LossLook:
         paused, self._tape.paused = self._tape.paused, True
         try:
             again, _ = self._given_again(given, _OTHERS[0], second=False)
-        except _NOT_AGAIN:
+        except NOT_AGAIN:
             return {}
         finally:
             self._tape.paused = paused
         for one, other in zip(given, again, strict=True):
-            changed = ~_alike(one.detach(), other) if other.shape == one.shape else torch.zeros(())
+            changed = ~alike(one.detach(), other) if other.shape == one.shape else torch.zeros(())
             for at in dict.fromkeys((self.dim, *range(one.dim()))) if changed.any() else ():
                 halves = self._halves_along(one, at)
                 if halves is not None and not changed.index_select(at, halves[1]).any():
@@ -239,26 +240,30 @@ class LossLook:
         if loss.grad_fn is None:
             return []
         outputs = self._with_samples()
-        kind, reached = _followed(loss, outputs)
+        kind, reached = followed(loss, outputs)
         if kind in self._known:
             return []
         if not self._on and self._blind:
             self.wanted = False
-            return [f"{_UNCHECKED}which dim of a batch counts its samples is not known (prepare(..., batch_dim=0))"]
+            return [f"{UNCHECKED}which dim of a batch counts its samples is not known (prepare(..., batch_dim=0))"]
         if not self._on:
             self.wanted = self.wanted or bool(reached)  # with the next batch
-            return [] if self.wanted else [f"{_UNCHECKED}its operations in the model are others than at first"]
+            return [] if self.wanted else [f"{UNCHECKED}its operations in the model are others than at first"]
         self.wanted = False
         self._known.add(kind)
         reached = reached or self._inner
         if not reached:
-            return [f"{_UNCHECKED}no output of the model has the {self.samples} samples of the batch"]
+            return [f"{UNCHECKED}no output of the model has the {self.samples} samples of the batch"]
         if sum(one.nbytes for one in reached) > COSTLY_BYTES:
-            return [f"{_UNCHECKED}its outputs are large, and the look would hold them several times"]
+            return [f"{UNCHECKED}its outputs are large, and the look would hold them several times"]
         self._tape.paused = True
         try:
             beside = [one for one in self.beside if self._halves(one) is not None]
-            return self._look(loss, weight, [*self._batch, *beside, *outputs, *reached], reached)
+            notices = self._look(loss, weight, [*self._batch, *beside, *outputs, *reached], reached)
+            if self._asks_again():
+                self.wanted = True
+                self._known.discard(kind)
+            return notices
         finally:
             self._tape.paused = False
 
@@ -270,21 +275,21 @@ class LossLook:
 
     def _look_at_given(self, given: list[torch.Tensor]) -> list[str]:
         """Raise `RefusedPlan` where the script made what a model is given for some samples of other samples too."""
-        for second in (False, True) if self.samples < _FEW else (False,):
+        for second in (False, True):
             for by in _OTHERS:
                 try:
                     again, sources = self._given_again(given, by, second)
-                except _NOT_AGAIN as error:
-                    return [f"{_GIVEN} was not checked: it could not be computed again ({first_line(error)})"]
+                except NOT_AGAIN as error:
+                    return [f"{GIVEN} was not checked: it could not be computed again ({first_line(error)})"]
                 for one, other in zip(given, again, strict=True):
                     if other is not one and id(one) not in sources:
                         self._compare_given(one, other, second)
-        return []
+        return self._look_at_more_given(given)
 
     def _given_again(self, given: list[torch.Tensor], by: _Choice, second: bool) -> tuple[list[torch.Tensor], set[int]]:
         """What a model is given, computed again on some samples in place of the others; the ids of what they are."""
         sources = [*self._batch, *self._with_samples()]
-        written = {id(one.args[0]): one.before for one in reversed(self._tape.operations) if one.before is not None}
+        written = self._written()
         with torch.no_grad():
             values = {id(one): self._doubled(one, whole(written.get(id(one), one)).detach(), by, second)
                       for one in sources}  # fmt: skip
@@ -296,10 +301,10 @@ class LossLook:
             given, other = (value.index_select(halves[0], halves[1 + second]) for value in (given, other))
         if halves is None and not (given.dtype.is_floating_point or given.dtype.is_complex):
             return  # a length or a count may follow the batch
-        same = given.shape == other.shape and bool(_alike(given, other).all())
+        same = given.shape == other.shape and bool(alike(given, other).all())
         if not same:
             raise RefusedPlan(
-                f"{_GIVEN} changes with the other samples of the batch, of which each rank has a part (inputs "
+                f"{GIVEN} changes with the other samples of the batch, of which each rank has a part (inputs "
                 "normalised by the batch's own mean, rolled or sorted over samples): make it in the dataset or the "
                 'collate function; or prepare(..., loss_scope="global"), by which a script has whole batches'
             )
@@ -312,13 +317,13 @@ class LossLook:
                 with torch.enable_grad():
                     before = self._again(loss, weight, sources, reached, None, kept)
                     others = [self._again(loss, weight, sources, reached, by, kept) for by in _OTHERS]
-            except _NOT_AGAIN as error:
-                return [f"{_UNCHECKED}its operations could not be computed again ({first_line(error)})"]
-            if not (kept or bool(before.gradients.any())) or abs(before.value - value) > bar * max(abs(value), 1.0):
-                return [f"{_UNCHECKED}it is made by operations that could not be followed"]
+            except NOT_AGAIN as error:
+                return [f"{UNCHECKED}its operations could not be computed again ({first_line(error)})"]
+            if abs(before.value - value) > bar * max(abs(value), 1.0):
+                return [f"{UNCHECKED}it is made by operations that could not be followed"]
             for other in others if bool(before.gradients.any()) else []:
                 self._compare(before, other, weight, bar)
-        return []
+        return self._look_at_more(loss, sources, reached, bar)
 
     def _compare(self, before: _Again, other: _Again, weight: Any, bar: float) -> None:
         first, second = before.gradients, other.gradients
@@ -409,42 +414,3 @@ class LossLook:
         half = self.samples // 2
         one, other = rows % self.samples < half, rows // (size // self.samples) < half
         return at, rows[one & other], rows[~one & ~other]
-
-
-def _alike(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Which elements are the same, but for rounding."""
-    if not (one.numel() and (one.dtype.is_floating_point or one.dtype.is_complex)):
-        return one == other
-    bar = {torch.float64: 1e-9, torch.float32: 1e-4}.get(one.dtype, 5e-2)
-    return torch.isclose(other, one, rtol=bar, atol=bar * float(one.abs().max()), equal_nan=True)
-
-
-def _followed(loss: torch.Tensor, outputs: list[torch.Tensor]) -> tuple[int, list[torch.Tensor]]:
-    """(a number for the operations of the loss, the outputs it is made of); none that another of them is made of."""
-    ends = {one.grad_fn: one for one in outputs}
-    names, found = _walk([loss.grad_fn], ends.__contains__)
-    reached = [ends[node] for node in found]
-    if len(reached) > 1:
-        above = [child for node in found for child, _ in node.next_functions if child is not None]
-        behind = set(_walk(above, ends.__contains__)[1])
-        reached = [one for one in reached if one.grad_fn not in behind]
-    return zlib.crc32(" ".join(names).encode()), reached
-
-
-def _walk(nodes: list[Any], is_end: Callable[[Any], bool]) -> tuple[list[str], list[Any]]:
-    """The names of the nodes of a graph down to its ends, and the ends that were met."""
-    waiting, seen, names, found = list(nodes), set(nodes), list[str](), list[Any]()
-    while waiting and len(names) < _NODES:
-        node = waiting.pop()
-        if is_end(node):
-            found.append(node)
-            continue
-        if not node.name().startswith(
-            ("ViewBackward", "AliasBackward", ALIASED)
-        ):  # as a look itself puts between modules
-            names.append(node.name())
-        for child, _ in node.next_functions:
-            if child is not None and child not in seen:
-                seen.add(child)
-                waiting.append(child)
-    return names, found

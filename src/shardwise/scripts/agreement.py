@@ -50,7 +50,7 @@ def compare(
         repr([sorted((k, _plain(v)) for k, v in g.items() if k != "params") for g in groups]).encode()
     )
     generator = _generators(engine.device) if generators else 0
-    wanted = look is not None and look.wanted
+    wanted = look.wanted + 2 * look.assumed if look is not None else 0
     row = [kind, first, float(tally.samples), wanted, checksum, generator, settings, *_by_samples(forms), *_given(over)]
     row += [float(engine.mesh.data.ranks[0]), float(checksum_of(entered))]
     rows = read(gather_rows(put(row, engine.device), engine.mesh.world), "a script's samples and means")
@@ -59,7 +59,7 @@ def compare(
     kinds_apart, _, _, _, batches_apart, generators_apart, settings_apart = (table != table[0]).any(dim=0).tolist()
     numbers_apart = bool((means != means[0]).any(dim=0).all())
     if look is not None:
-        look.wanted = bool(table[:, 3].any())
+        look.assumed, look.wanted = bool((table[:, 3] > 1).any()), bool(table[:, 3].any())
     if batches_apart:
         raise RunError(
             f"the ranks' loaders drew other samples in step {engine.steps_done}: the sampler draws from a generator "

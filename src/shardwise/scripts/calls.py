@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -264,7 +265,8 @@ class Calls(Loop):
             self.draws.alike = self.engine.state.phase.same
             if not self.draws.alike:
                 look = self._look_now
-                self.draws.enter(first=not self._dim and not look.turned, dims=look.drawn)
+                unseen = [] if self._check else [tuple(param.shape) for param in self.model.parameters()]
+                self.draws.enter(first=not self._dim and not look.turned, dims=look.drawn, weights=unseen)
         elif self.randomness == "fast" and self.engine.data_ranks > 1:
             self.forwards += 1
             seed_generators(seed_of("fast", self.seed, self.forwards, self.engine.data_rank))
@@ -353,7 +355,8 @@ class Calls(Loop):
         dealt = self.of_loss
         varies = self.loss_look is not None and dealt is not None and dealt.part.total >= 2 * self.mesh.data.size
         suspects = self.leader._suspects if varies else None
-        return Held(samples, self._dim or 0, frozenset(ends), self.leader._constants, suspects, others=others)
+        held = Held(samples, self._dim or 0, frozenset(ends), self.leader._constants, suspects, others=others)
+        return held if self.loss_look is None else replace(held, known=self.loss_look.is_number)
 
     def has_varied(self, forms: Sequence[tuple[Divisor, int]]) -> None:
         """Note numbers in a step's losses that were alike on all ranks: of unlike parts of a batch, they count none."""

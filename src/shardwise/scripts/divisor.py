@@ -81,7 +81,8 @@ class Held:
     which nothing is asked. `constants` grows: numbers that losses of other numbers of samples had too, by operation.
     `suspects` grows too: numbers beneath what no mean goes through (a softmax), which are constants unless they change
     with the number of samples; None: which cannot be tried. `behind` is filled with whole numbers that stand there.
-    `others`: dims that count them in what the model gives."""
+    `others`: dims that count them in what the model gives. `known`: whether a node's number is known to come from:
+    "counts", "written"."""
 
     samples: int
     dim: int = 0
@@ -90,6 +91,7 @@ class Held:
     suspects: set[tuple[str, float]] | None = None
     behind: set[float] = field(default_factory=set, compare=False)
     others: frozenset[int] = frozenset()
+    known: Callable[[Any, float, str], bool] = field(default=lambda node, number, origin: False, compare=False)
 
     @property
     def dims(self) -> frozenset[int]:
@@ -145,11 +147,13 @@ def _of(node: Any, depth: int, held: Held | None) -> Divisor:
         by = _one_number(getattr(node, "_saved_other", None))  # alike on all ranks, as one process has it
         if by is None or inner.kind != "mean":
             return inner
-        if held is not None and held.suspects is not None and _may_count(by, held):
-            held.suspects.add((name, by))  # `loss.mean() * len(x)`, or a constant: parts of other sizes tell
+        if held is not None and _is_suspect(node, by, by, held):
+            return UNKNOWN  # `loss.mean() * len(x)`
         return replace(inner, beside=(*inner.beside, by))
     if name == "Div" and len(children) == 1 and node.next_functions[0][0] is children[0]:
         inner, by = _of(children[0], depth - 1, held), _one_number(node._saved_other)
+        if inner.kind == "sum" and held is not None and by is not None and held.known(node, by, "written"):
+            return replace(inner, beside=(*inner.beside, by))  # a constant, alike on all ranks
         if inner.kind == "sum" and held is not None and by not in inner.sizes:
             return UNKNOWN  # a count of something else, or a constant
         return _divided(inner, by)
@@ -244,9 +248,18 @@ def _is_asked_behind(node: Any, held: Held, asked: Callable[[Any, Held], bool]) 
     for number, count in _numbers_of(node):
         if round(count) > 1 and abs(count - round(count)) < 1e-6:
             held.behind.add(number)  # which all ranks compare
-        if _may_count(count, held):
-            held.suspects.add((name_of(node), number))
+        if _is_suspect(node, number, count, held):
+            return True
     return False
+
+
+def _is_suspect(node: Any, number: float, count: float, held: Held) -> bool:
+    """Whether a number counts samples for sure; one that may is tried on parts of other sizes."""
+    if not _may_count(count, held) or held.known(node, number, "written"):
+        return False
+    if held.suspects is not None:
+        held.suspects.add((name_of(node), number))
+    return held.known(node, number, "counts")
 
 
 def _normalises(node: Any) -> bool:
@@ -303,7 +316,7 @@ def _signed(dim: int) -> int:
 def _counts(node: Any, held: Held) -> bool:
     """Whether the constant that a Mul or Div has may be the number of samples, or of what they have."""
     for number, count in _numbers_of(node):
-        if (name_of(node), number) in held.constants:
+        if (name_of(node), number) in held.constants or held.known(node, number, "written"):
             continue
         if _may_count(count, held):
             return True

@@ -21,7 +21,7 @@ that is no call of torch and comes later than the first periods.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from typing import Any
 
@@ -38,6 +38,7 @@ from shardwise.part.pointwise import draws_of_one_process
 from shardwise.random import BatchDims
 from shardwise.scripts.following import may_draw, put_on, take_off
 from shardwise.scripts.saying import line_of_script, names_line, place_in_script
+from shardwise.scripts.stated import stated
 from shardwise.trace.drawn import asks_by_values, is_random
 
 _MIXES = (
@@ -61,11 +62,16 @@ _TOGETHER = (
     "together"
 )
 _HANGS = (
-    "random numbers are drawn {} at a time for {} samples, and {} for {} (torch.multinomial(weights, 5 * len(x)), "
+    "random numbers are drawn {} (torch.multinomial(weights, 5 * len(x)), "
     "noise for two views in one tensor, or times of which half are mirrored): each rank draws for its samples alone, "
     "where one process draws for all, and which of its numbers belong to them is not known. Draw with samples first, "
     'as torch.randn(len(x), 5), in the dataset, or with prepare(..., loss_scope="global"), by which a script has whole '
     "batches"
+)
+_AS_A_WEIGHT = (
+    "the model draws random numbers of shape {}, as one of its weights has, and a rank has {} samples: whether they "
+    "are for samples or for a weight shows where it runs on fewer samples, which check_loss=False leaves out: leave "
+    'the look on, or use prepare(..., randomness="fast")'
 )
 _TRIES = 3  # batches that are dealt unevenly to find out whether what is drawn hangs on the number of samples
 _FORMS = (lambda n: n // 2, lambda n: n // 2 + 1, lambda n: (n + 1) // 2, lambda n: n - 1, lambda n: n + 1)
@@ -93,6 +99,7 @@ class SampleDraws(TorchFunctionMode):
         self.alike = False  # the model is given the same on every rank, which draw alike; positions may be cut
         self._first = True
         self._dims = BatchDims()  # of draws that the look at the model has seen
+        self._weights = frozenset[tuple[int, ...]]()  # sizes of weights that may be drawn like samples
         self._op = ""  # under way
         self.whole = False  # the script has whole batches, and the model's forward alone some samples
         self.followed = ""  # the first op of the model whose draws were dealt to samples
@@ -151,11 +158,13 @@ class SampleDraws(TorchFunctionMode):
         self._stands = generators(current_device())
         return output
 
-    def enter(self, *, first: bool, dims: BatchDims) -> None:
+    def enter(self, *, first: bool, dims: BatchDims, weights: Collection[tuple[int, ...]] = ()) -> None:
         """Note that the model's forward begins; `first`: what it is given and gives has samples in the first dim.
 
         dims    where the look at the model has seen that what it draws has samples
+        weights sizes of the model's weights, where nothing was looked at
         """
+        self._weights = frozenset(tuple(sorted(shape)) for shape in weights)
         self.inside, self._first, self._stands = True, first, generators(current_device())
         self._dims = dims
 
@@ -248,6 +257,8 @@ class SampleDraws(TorchFunctionMode):
     def _place(self, shape: Any, rows: int) -> int | None:
         """The dim that counts this rank's samples."""
         fits = [at for at, size in enumerate(shape) if size == rows]
+        if self.inside and fits and tuple(sorted(shape)) in self._weights:
+            raise RefusedPlan(_AS_A_WEIGHT.format(tuple(shape), rows))
         seen = self._seen_at(tuple(shape), rows)
         if seen is not None:
             return seen if seen in fits else None
@@ -299,10 +310,13 @@ class SampleDraws(TorchFunctionMode):
             self._seen.add(line)
         if rows < 1 or size < 2 or not (size % rows == 0 or any(form(rows) == size for form in _FORMS)):
             return
+        said = stated()
+        if said is not None and said.counts and size != rows:
+            raise RefusedPlan(_HANGS.format(f"{size} at a time, by the number of samples, for {rows} of them"))
         before, of = self._suspects.get(line, (size, rows))
         alike = before * rows == size * of or any((form(of), form(rows)) == (before, size) for form in _FORMS)
         if of != rows and before != size and alike:
-            raise RefusedPlan(_HANGS.format(before, of, size, rows))
+            raise RefusedPlan(_HANGS.format(f"{before} at a time for {of} samples, and {size} for {rows}"))
         if self.even:
             self._suspects[line] = (size, rows)
 

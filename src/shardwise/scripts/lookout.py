@@ -124,7 +124,7 @@ def look_at_model(
     ranks = range(len(held))
     each = [deal(rows, len(ranks), rank).part.count for rank in ranks] if spreads else [int(a * b) for a, b in held]
     findings.notices += _look_at_many(engine, batch, places, rows, each, findings, made)
-    note_written(engine.module, findings.written)
+    note_written(engine.module, [*findings.written, *findings.changed], findings.batch_norms)
     if findings.reentrant:
         engine.state.technique.expect_pieces()
     return ModelLook(

@@ -3,7 +3,8 @@
     gradient and learning rate are not zero, and nothing moves     the optimizer holds other tensors than the plan
     the model's parameter is not the one that the plan trains      converted, replaced or unfrozen after `prepare`
     ranks that hold the same weights come to others                something moved on one rank alone
-    a buffer is another on ranks with other samples                the model's forward writes it from a rank's samples
+    a buffer is another on ranks with other samples                the model's forward writes it from a rank's samples;
+                                                                   asked after steps 4, 8, 16 and so on too
 
 Looked at are the elements with the largest gradients, and a few of each weight. In the first step, gradients that are
 rounding beside the rest, and that the optimizer scales up (Adam divides by their own size), are told.
@@ -11,7 +12,6 @@ rounding beside the rest, and that the optimizer scales up (Adam divides by thei
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Collection
 from typing import Any
 
@@ -21,19 +21,23 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm import gather_json, gather_rows
+from shardwise.engine.alike import HeldAlike, elements
 from shardwise.engine.engine import Engine
-from shardwise.errors import InputError, RefusedPlan, RunError
+from shardwise.errors import InputError, RunError
 from shardwise.host import put
 from shardwise.parallel.slots import Slot
-from shardwise.part.levels import Distributed
 from shardwise.scripts.optimizer import THAWS
 from shardwise.scripts.saying import names_line
 
 _STEPS = 3
 _AGAIN = 50  # steps from one look at whose parameters the model has to the next
 _FEW = 16  # elements of a tensor
-_MANY = 2**16  # of a buffer, of which a step may change a few rows
 _ROUNDING = 1e-5  # of the largest gradient
+_REMEDY = (
+    "write it in the script instead, from outputs of all samples "
+    '(prepare(..., loss_scope="global")) or from prepared.sum(tensor); or add up what it is made of '
+    "by torch.distributed.all_reduce in the forward"
+)
 _REPLACED = (
     "parameter '{}' was replaced after prepare (a conversion such as model.to or .double(), another parameter or "
     "module in its place, pruning), so what the plan trains is not what the model uses: do that before prepare, or "
@@ -50,10 +54,7 @@ class FirstSteps:
         self._seen: list[tuple[Slot, torch.Tensor, torch.Tensor, float, float]] = []  # slot, places, values, |g|, rate
         self._moved = self._should = False
         self._frozen = [param for param in engine.module.parameters() if not param.requires_grad]
-        mesh, plan = engine.mesh, engine.plan
-        pieces = plan.zero == 3 or plan.ep > 1
-        self._holding = mesh.tp.index * mesh.shard.size + (mesh.shard.index if pieces else 0)  # equal: the same weights
-        self._place = mesh.tp.index * mesh.shard.size + (mesh.shard.index if plan.ep > 1 else 0)  # the same buffers
+        self._alike = HeldAlike(engine.module, engine.mesh, _REMEDY)
 
     @torch.no_grad()
     def before(self) -> None:
@@ -71,7 +72,7 @@ class FirstSteps:
         for slot in self.engine.technique.slots:
             if slot.master.grad is None or not slot.master.numel() or slot.name not in rates:
                 continue
-            gradient, values = _flat(slot.master.grad), _flat(slot.master)
+            gradient, values = elements(slot.master.grad), elements(slot.master)
             if gradient.numel():
                 places = gradient.abs().topk(min(_FEW, gradient.numel())).indices
                 largest = float(gradient[places[0]].abs())
@@ -79,38 +80,31 @@ class FirstSteps:
 
     @torch.no_grad()
     def after(self) -> list[str]:
-        """The weights are published. Collective in the first steps; raises `RunError`; returns notices."""
+        """The weights are published. Collective in the first steps and some later ones; raises `RunError`; returns
+        notices."""
         self._steps += 1
         if self._steps > _STEPS:
+            if self._alike.is_due(self._steps):
+                self._alike(self._steps)
             return []
         sizes: dict[str, tuple[float, float]] = {}  # name -> gradient, change by unit of learning rate
         for slot, places, values, gradient, rate in self._seen:
-            change = float((_flat(slot.master)[places] - values).abs().max())
+            change = float((elements(slot.master)[places] - values).abs().max())
             self._moved |= change > 0
             least = 4 * torch.finfo(values.dtype).eps * float(values.abs().max())
             self._should |= rate * gradient > least
             sizes[slot.name] = (gradient, change / rate if rate else 0.0)
         device, world = self.engine.device, self.engine.mesh.world
-        row = [
-            self._moved,
-            self._should,
-            self._digest(),
-            self._holding,
-            *_largest(sizes),
-            self._place,
-            _check(self._buffers()),
-        ]
-        sent = put([float(value) for value in row], device)
-        table = gather_rows(sent, world).cpu()
+        row = [float(self._moved), float(self._should), *_largest(sizes), *self._alike.row()]
+        table = gather_rows(put(row, device), world).cpu()
         if self._steps == _STEPS and not bool(table[:, 0].any()) and bool(table[:, 1].any()):
             raise RunError(
                 f"the weights did not move in {_STEPS} steps, although gradients and the learning rate are not "
                 "zero: the optimizer's step() does nothing to the tensors that the plan gave it"
             )
-        self._check_same(table)
-        self._check_buffers(table)
+        self._alike.check(table[:, 4:], self._steps)
         if self._steps == 1 and self.engine.state.precision.compute.itemsize <= 4:
-            return self._rounding(sizes, float(table[:, 4].max()), float(table[:, 5].max()))
+            return self._rounding(sizes, float(table[:, 2].max()), float(table[:, 3].max()))
         return []
 
     def _check_parameters(self) -> None:
@@ -128,68 +122,6 @@ class FirstSteps:
             param = held.get(slot.name)
             if param is None or not _is_same(param, slot.master):
                 raise InputError(_REPLACED.format(slot.name))
-
-    def _digest(self) -> int:
-        """A number for the model's weights as this rank has them, by a few elements of each."""
-        check = 0
-        for _, param in self.engine.module.named_parameters():
-            check = zlib.crc32(_few(param), check)
-        return check
-
-    def _check_same(self, table: torch.Tensor) -> None:
-        held: dict[float, set[float]] = {}
-        for row in table.tolist():
-            held.setdefault(row[3], set()).add(row[2])
-        if all(len(found) == 1 for found in held.values()):
-            return
-        mine = {name: zlib.crc32(_few(param)) for name, param in self.engine.module.named_parameters()}
-        found = self._first_apart(self._holding, mine)
-        if found is not None:
-            apart, rank, first = found
-            raise RunError(
-                f"after step {self._steps} the weights of '{apart[0]}' ({len(apart)} in all) are others on rank "
-                f"{rank} than on rank {first}, which hold the same: the script changes weights, or the optimizer's "
-                "settings or state, on one rank alone"
-            )
-
-    def _first_apart(self, place: Any, mine: dict[str, int]) -> tuple[list[str], int, int] | None:
-        """Returns (names, rank, first rank of its place) where ranks of one place differ, else None. Collective.
-
-        place  equal on ranks that should have the same
-        mine   name -> a number for this rank's tensor
-        """
-        told = gather_json([place, mine], self.engine.mesh.world, self.engine.device)
-        for rank, (where, theirs) in enumerate(told):
-            first, (_, expected) = next((n, one) for n, one in enumerate(told) if one[0] == where)
-            apart = [name for name in expected if theirs.get(name) != expected[name]]
-            if apart:
-                return apart, rank, first
-        return None
-
-    def _buffers(self) -> dict[str, int]:
-        """Of each buffer that is saved with the weights, a number for its elements as this rank has them."""
-        found = {}
-        for path, module in self.engine.module.named_modules():
-            for name, buffer in module._buffers.items():
-                if _is_saved(module, name, buffer):
-                    found[f"{path}.{name}" if path else name] = zlib.crc32(_few(buffer, _MANY))
-        return found
-
-    def _check_buffers(self, table: torch.Tensor) -> None:
-        """Raise `RefusedPlan` where ranks that should have the same buffers have others. Collective."""
-        if len(table[:, 6:].unique(dim=0)) == len(table[:, 6].unique()):
-            return
-        found = self._first_apart(self._place, self._buffers())
-        if found is not None:
-            apart, rank, first = found
-            raise RefusedPlan(
-                f"after step {self._steps} the buffer '{apart[0]}' ({len(apart)} in all) is another on rank {rank} "
-                f"than on rank {first}: the model's forward makes it of the samples that it is given, of which "
-                "each rank has a part, where one process makes it of all (a codebook, a queue, a running mean): "
-                "write it in the script instead, from outputs of all samples "
-                '(prepare(..., loss_scope="global")) or from prepared.sum(tensor); or add up what it is made of '
-                "by torch.distributed.all_reduce in the forward"
-            )
 
     def _rounding(self, sizes: dict[str, tuple[float, float]], gradient: float, change: float) -> list[str]:
         """A notice on gradients that are rounding beside the largest, and move their weights as far as others do."""
@@ -256,29 +188,8 @@ def _of_units(module: nn.Module) -> dict[int, Any]:
     return {id(one.sharded_param): one for group in groups for one in group.fsdp_params}
 
 
-def _flat(tensor: Any) -> torch.Tensor:
-    """This rank's elements."""
-    tensor = tensor.detach()
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).reshape(-1)
-
-
 def _largest(sizes: dict[str, tuple[float, float]]) -> list[float]:
     return [max((pair[at] for pair in sizes.values()), default=0.0) for at in (0, 1)]
-
-
-def _is_saved(module: nn.Module, name: str, buffer: Any) -> bool:
-    held = buffer is not None and buffer.layout is torch.strided and not isinstance(buffer, Distributed)
-    return held and name not in module._non_persistent_buffers_set
-
-
-def _check(found: dict[str, int]) -> int:
-    return zlib.crc32(repr(sorted(found.items())).encode())
-
-
-def _few(tensor: torch.Tensor, most: int = _FEW) -> bytes:
-    flat = _flat(tensor)
-    few = flat[:: max(1, flat.numel() // most)][:most].cpu().contiguous()
-    return few.view(torch.uint8).numpy().tobytes() if few.numel() else b""
 
 
 def _is_same(param: nn.Parameter, master: nn.Parameter) -> bool:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import wraps
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -79,15 +79,26 @@ def place_in_script() -> tuple[tuple[CodeType, int], ...]:
 def is_called_by_engine(*passages: str) -> bool:
     """Whether the engine, or torch for it, calls the operation under way: the first frame that is no mere passage, as
     torch's own functions and the files `passages` are, is theirs."""
-    frame = sys._getframe(1)
+    frame = _caller(passages)
+    return frame is not None and _KINDS[frame.f_code, passages] == _ENGINE
+
+
+def frame_of_script(*passages: str) -> FrameType | None:
+    """Returns the script's frame that calls the operation under way; None where the engine, or torch for it, does."""
+    frame = _caller(passages)
+    return frame if frame is not None and _KINDS[frame.f_code, passages] == _SCRIPT else None
+
+
+def _caller(passages: tuple[str, ...]) -> FrameType | None:
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         kind = _KINDS.get((frame.f_code, passages))
         if kind is None:
             kind = _KINDS[frame.f_code, passages] = _kind(frame.f_code.co_filename, passages)
         if kind != _PASSAGE:
-            return kind == _ENGINE
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+            return frame
+        frame = frame.f_back
+    return None
 
 
 def _kind(name: str, passages: tuple[str, ...]) -> int:

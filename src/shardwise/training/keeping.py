@@ -29,6 +29,7 @@ from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.stored import Stored
 from shardwise.comm import gather_json, gather_rows
 from shardwise.data import Loader
+from shardwise.engine.alike import HeldAlike
 from shardwise.engine.ema import Ema
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan, RunError
@@ -40,6 +41,10 @@ from shardwise.training.stragglers import Stragglers
 LOOK_S = 1.0  # between looks at clocks and signals, where steps are shorter
 MOST_STEPS = 1000
 BEST = "best.safetensors"
+_REMEDY = (
+    'loss_scope="model" of the task has every rank run the model on all samples; or add up what it is made of by '
+    "torch.distributed.all_reduce in the forward"
+)
 _ANSWERS = ["", "well", "badly"]
 
 
@@ -100,6 +105,7 @@ class Keeper:
             self.check = ReplicaCheck(engine, self.check_every)
             self._hooked.enter_context(engine.around("update", self.check.before_update))
         self.stragglers = Stragglers(engine)
+        self._alike = HeldAlike(engine.module, engine.mesh, _REMEDY)
         self.stalls_s: list[float] = []  # of each save, what its step waited
         self.first = 0  # the first step of this run
         self.first_loss: float | None = None  # of the run that goes on
@@ -210,6 +216,8 @@ class Keeper:
     def after(self, step: int, first_loss: float | None) -> bool:
         """Save when it is time; whether the run is to stop here. Collective."""
         done = step + 1
+        if self.check is None and (done == self.job.steps or self._alike.is_due(done)):
+            self._alike(done)
         if self.check is not None and self.check_every is not None and done % self.check_every == 0:
             self.check()
         if self.saver is None or done == self.job.steps:

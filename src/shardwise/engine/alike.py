@@ -1,0 +1,130 @@
+"""Compare over ranks what several of them hold alike: weights, and buffers that are saved with them, by a few numbers.
+
+Ranks that see other samples come to the same weights and buffers, since what they change by is summed over ranks. What
+a forward writes by itself, of its own samples, is not; it may begin after any number of steps (a codebook after a
+warm-up, statistics at every hundredth step). So the comparison goes on: after steps 1, 2, 4, 8 and so on.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.comm import gather_json, gather_rows
+from shardwise.errors import RefusedPlan, RunError
+from shardwise.host import put
+from shardwise.mesh import Mesh
+from shardwise.part.levels import Distributed
+
+_FEW = 16  # elements of a weight
+_MANY = 2**16  # of a buffer, of which a step may change a few rows
+
+
+class HeldAlike:
+    """What one rank holds that others hold too. Every rank makes one and calls it after the same steps.
+
+    remedy  ends the message on a buffer that differs
+    """
+
+    def __init__(self, module: nn.Module, mesh: Mesh, remedy: str) -> None:
+        plan = mesh.plan
+        self._module, self._mesh, self._remedy = module, mesh, remedy
+        place = mesh.pp.index * mesh.tp.size * mesh.shard.size + mesh.tp.index * mesh.shard.size
+        self._weights_place = place + (mesh.shard.index if plan.zero == 3 or plan.ep > 1 else 0)  # equal: the same ones
+        self._buffers_place = place + (mesh.shard.index if plan.ep > 1 else 0)
+
+    @staticmethod
+    def is_due(step: int) -> bool:
+        """Returns whether the comparison is made after so many steps."""
+        return step > 0 and step & (step - 1) == 0
+
+    def __call__(self, step: int) -> None:
+        """Raise where ranks differ after so many steps. Collective."""
+        if self._mesh.world.size > 1:
+            self.check(gather_rows(put(self.row(), self._mesh.device), self._mesh.world).cpu(), step)
+
+    def row(self) -> list[float]:
+        """Returns four numbers, which `check` takes of all ranks."""
+        weights = _check(self._weights())
+        return [float(one) for one in (self._weights_place, weights, self._buffers_place, _check(self._buffers()))]
+
+    def check(self, table: torch.Tensor, step: int) -> None:
+        """Raise where ranks that hold the same have other numbers: a row for each rank. Collective."""
+        if _differ(table[:, :2]):
+            self._refuse_weights(step)
+        if _differ(table[:, 2:]):
+            self._refuse_buffers(step)
+
+    def _refuse_weights(self, step: int) -> None:
+        found = self._first_apart(self._weights_place, self._weights())
+        if found is not None:
+            apart, rank, first = found
+            raise RunError(
+                f"after step {step} the weights of '{apart[0]}' ({len(apart)} in all) are others on rank "
+                f"{rank} than on rank {first}, which hold the same: they are changed, or the optimizer's "
+                "settings or state are, on one rank alone, or by a forward, of its own samples"
+            )
+
+    def _refuse_buffers(self, step: int) -> None:
+        found = self._first_apart(self._buffers_place, self._buffers())
+        if found is not None:
+            apart, rank, first = found
+            raise RefusedPlan(
+                f"after step {step} the buffer '{apart[0]}' ({len(apart)} in all) is another on rank {rank} "
+                f"than on rank {first}: the model's forward makes it of the samples that it is given, of which "
+                "each rank has a part, where one process makes it of all (a codebook, a queue, a running mean): "
+                + self._remedy
+            )
+
+    def _first_apart(self, place: int, mine: dict[str, int]) -> tuple[list[str], int, int] | None:
+        """(names, rank, first rank of its place) where ranks of one place differ. Collective."""
+        told = gather_json([place, mine], self._mesh.world, self._mesh.device)
+        for rank, (where, theirs) in enumerate(told):
+            first, (_, expected) = next((n, one) for n, one in enumerate(told) if one[0] == where)
+            apart = [name for name in expected if theirs.get(name) != expected[name]]
+            if apart:
+                return apart, rank, first
+        return None
+
+    def _weights(self) -> dict[str, int]:
+        """Of each weight, a number for a few of its elements as this rank has them."""
+        return {name: zlib.crc32(_few(param, _FEW)) for name, param in self._module.named_parameters()}
+
+    def _buffers(self) -> dict[str, int]:
+        """Of each buffer that is saved with the weights, a number for its elements as this rank has them."""
+        found = {}
+        for path, module in self._module.named_modules():
+            for name, buffer in module._buffers.items():
+                if _is_saved(module, name, buffer):
+                    found[f"{path}.{name}" if path else name] = zlib.crc32(_few(buffer, _MANY))
+        return found
+
+
+def elements(tensor: Any) -> torch.Tensor:
+    """Returns this rank's elements, in a row."""
+    tensor = tensor.detach()
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).reshape(-1)
+
+
+def _differ(pairs: torch.Tensor) -> bool:
+    """Whether rows of one place have other numbers."""
+    return len(pairs.unique(dim=0)) > len(pairs[:, 0].unique())
+
+
+def _is_saved(module: nn.Module, name: str, buffer: Any) -> bool:
+    held = buffer is not None and buffer.layout is torch.strided and not isinstance(buffer, Distributed)
+    return held and name not in module._non_persistent_buffers_set
+
+
+def _check(found: dict[str, int]) -> int:
+    return zlib.crc32(repr(sorted(found.items())).encode())
+
+
+def _few(tensor: torch.Tensor, most: int) -> bytes:
+    flat = elements(tensor)
+    few = flat[:: max(1, flat.numel() // most)][:most].cpu().contiguous()
+    return few.view(torch.uint8).numpy().tobytes() if few.numel() else b""

@@ -1,0 +1,214 @@
+"""Tell where a number that an operation is given comes from: written in the script, a count of samples, or unknown.
+
+    e[:4]       4 stands there: as many of a rank's samples as of all
+    e[:K]       likewise where the file says K = 4, and nothing else of K
+    e[:len(x)]  counts samples; so does n where the file says n = len(x) or b, c = x.shape
+    e[:k]       an argument, an attribute: unknown
+
+Read from the text of the expression under way. Where there is no text, every number is unknown.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from shardwise.scripts.saying import frame_of_script
+
+
+@dataclass(frozen=True)
+class Stated:
+    """The numbers that stand in an expression, without their signs; whether it counts samples; whether it has names of
+    unknown making."""
+
+    written: frozenset[float] = frozenset()
+    counts: bool = False
+    unknown: bool = True
+
+    def of(self, number: float) -> str:
+        """Returns where a number comes from: "counts", "written", or "" for unknown."""
+        if abs(float(number)) in self.written:
+            return "" if self.counts else "written"
+        return "counts" if self.counts else ""
+
+
+NOTHING = Stated()
+_FILES = ("all_samples", "complexes", "cut_weights", "draws", "guard", "kept", "saying", "stated", "tape")
+_PASSAGES = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in _FILES)  # which call what a script calls
+
+
+def stated() -> Stated | None:
+    """Returns what the script's expression that calls the operation under way says of the numbers it is given; None
+    where the engine calls it."""
+    frame = frame_of_script(*_PASSAGES)
+    return None if frame is None else _stated(frame.f_code, frame.f_lasti)
+
+
+def asks() -> bool:
+    """Returns whether the script itself, and not the engine for it, calls the operation under way."""
+    return frame_of_script(*_PASSAGES) is not None
+
+
+@lru_cache(maxsize=4096)
+def _stated(code: CodeType, at: int) -> Stated:
+    node = _expression(code, at)
+    parts = _arguments(node) if node is not None else None
+    if parts is None:
+        return NOTHING
+    names = _names(code.co_filename, code.co_firstlineno)
+    written, counts, unknown = set[float](), False, False
+    for part in parts:
+        counts |= _counts(part, names)
+        for one in ast.walk(part):
+            values: list[ast.AST | None] = names.get(one.id, [None]) if isinstance(one, ast.Name) else [one]
+            known = [number for value in values if (number := _written(value)) is not None]
+            written |= set(known)
+            unknown |= isinstance(one, ast.Attribute | ast.Call)
+            unknown |= isinstance(one, ast.Name) and not all(map(_is_constant, values))
+    return Stated(frozenset(written), counts, unknown)
+
+
+def _expression(code: CodeType, at: int) -> ast.AST | None:
+    """The expression that an instruction is of, parsed from the text."""
+    line, end, column, last = next(islice(code.co_positions(), at // 2, None), (None,) * 4)
+    if line is None or end is None or column is None or last is None:
+        return None
+    lines = [text.encode() for text in linecache.getlines(code.co_filename)[line - 1 : end]]
+    if not lines:
+        return None
+    lines[-1] = lines[-1][:last]
+    lines[0] = lines[0][column:]
+    try:
+        return ast.parse(b"(" + b"".join(lines) + b"\n)", mode="eval").body
+    except SyntaxError:
+        pass
+    try:
+        return ast.parse(b"".join(lines)).body[0]  # loss /= n
+    except (SyntaxError, IndexError):
+        return None
+
+
+def _arguments(node: ast.AST) -> list[ast.AST] | None:
+    """What the operation itself is given, not what that was made by."""
+    if isinstance(node, ast.Call):
+        return [*node.args, *(one.value for one in node.keywords)]
+    if isinstance(node, ast.Subscript):
+        return [node.slice]
+    if isinstance(node, ast.BinOp):
+        return [node.left, node.right]
+    if isinstance(node, ast.AugAssign):
+        return [node.value]
+    return None
+
+
+Names = dict[str, list[ast.AST | None]]  # all that is assigned to a name; None for a loop's, an argument, and the like
+_Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+
+@lru_cache(maxsize=256)
+def _names(file: str, line: int) -> Names:
+    """What the names mean in the function that begins in a line of a file, or in the file itself."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return {}
+    scopes = [node for node in ast.walk(tree) if isinstance(node, _Scope) and _begins(node) <= line <= node.end_lineno]  # type: ignore[operator]
+    found: Names = {}
+    for scope in (tree, *scopes):  # those further in come later
+        found |= _assigned(scope)
+    return found
+
+
+def _begins(node: Any) -> int:
+    return min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", []))])
+
+
+def _assigned(scope: ast.AST) -> Names:
+    """By name, all that is assigned in a scope, but for functions in it."""
+    found: Names = {}
+    plain: dict[int, ast.AST] = {}  # by the id of a name that is assigned to
+    waiting: list[ast.AST] = [scope]
+    while waiting:  # a statement comes before what is in it
+        node = waiting.pop(0)
+        waiting += [one for one in ast.iter_child_nodes(node) if not isinstance(one, _Scope)]
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                _assign(target, node.value, plain)
+        elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+            _assign(node.target, node.value, plain)
+        elif isinstance(node, ast.For | ast.comprehension) and _is_range(node.iter):
+            plain[id(node.target)] = ast.Tuple(node.iter.args, ast.Load())  # type: ignore[attr-defined]
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
+            found.setdefault(node.id, []).append(plain.get(id(node)))
+        elif isinstance(node, ast.arg):
+            found.setdefault(node.arg, []).append(None)
+    return found
+
+
+def _assign(target: ast.AST, value: ast.expr, plain: dict[int, ast.AST]) -> None:
+    if isinstance(target, ast.Name):
+        plain[id(target)] = value
+    elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+        for one, other in zip(target.elts, value.elts, strict=True):
+            _assign(one, other, plain)
+    elif isinstance(target, ast.Tuple) and _is_shape(value):
+        for at, one in enumerate(target.elts):  # b, c = x.shape
+            plain[id(one)] = ast.Subscript(value, ast.Constant(at), ast.Load())
+
+
+def _written(node: ast.AST | None) -> float | None:
+    """The number that an expression of numbers alone is: 4, 2 * 8."""
+    if isinstance(node, ast.Constant):
+        return abs(float(node.value)) if isinstance(node.value, int | float) else None
+    if not isinstance(node, ast.BinOp | ast.UnaryOp):
+        return None
+    parts = [_written(one) for one in ast.iter_child_nodes(node) if isinstance(one, ast.expr)]
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    of_two = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
+    return known[0] * known[-1] if of_two else known[0] if isinstance(node, ast.UnaryOp) else None
+
+
+def _is_constant(node: ast.AST | None) -> bool:
+    """Whether an expression is of numbers alone."""
+    known = ast.Constant | ast.BinOp | ast.UnaryOp | ast.Tuple | ast.operator | ast.unaryop | ast.expr_context
+    return node is not None and all(isinstance(one, known) for one in ast.walk(node))
+
+
+def _is_range(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range"
+
+
+_HOLDS = ast.BinOp | ast.UnaryOp | ast.Slice | ast.Tuple | ast.List | ast.Starred  # what a count may be a part of
+
+
+def _counts(node: ast.AST, names: Names, depth: int = 3) -> bool:
+    """Whether an expression has the number of a tensor's rows: len(x), x.size(0), x.shape[0], or a name for such."""
+    if isinstance(node, ast.Name):
+        values = names.get(node.id, []) if depth else []
+        return bool(values) and all(value is not None and _counts(value, names, depth - 1) for value in values)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        as_number = node.func.id in ("int", "float") and len(node.args) == 1
+        return node.func.id == "len" or (as_number and _counts(node.args[0], names, depth))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "size":
+        return len(node.args) == 1 and _is_zero(node.args[0])
+    if isinstance(node, _HOLDS):
+        return any(_counts(one, names, depth) for one in ast.iter_child_nodes(node))
+    return isinstance(node, ast.Subscript) and _is_shape(node.value) and _is_zero(node.slice)
+
+
+def _is_shape(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Attribute) and node.func.attr == "size" and not node.args
+    return isinstance(node, ast.Attribute) and node.attr == "shape"
+
+
+def _is_zero(node: Any) -> bool:
+    return isinstance(node, ast.Constant) and node.value == 0
