@@ -38,10 +38,12 @@ DTYPES = (
     torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
 FORWARD, BACKWARD = "hidden states", "gradients of hidden states"
-MOST_TENSORS, MOST_DIMS = 24, 8
+MOST_TENSORS, MOST_DIMS = 256, 8
 TELLING = MOST_TENSORS - 1  # the place of the small message among a boundary's tensors
 MOST_CUTS = 3  # of one tensor, over axes of positions
 WIDTH = 3 + MOST_DIMS + 3 * MOST_CUTS  # numbers that tell of one tensor
+TOLD_AT_ONCE = 2  # tensors that the first small message tells of; another one tells of more
+FIRST = 1 + TOLD_AT_ONCE * WIDTH
 
 
 @dataclass(frozen=True)
@@ -200,9 +202,9 @@ class Mail:
         return [tensor for _, tensor in arriving]
 
     def _tell(self, stage: int, batch: int, told: list[Told]) -> None:
-        row = torch.zeros(1 + MOST_TENSORS * WIDTH, dtype=torch.int64)
+        row = torch.zeros(1 + max(TOLD_AT_ONCE, len(told)) * WIDTH, dtype=torch.int64)
         row[0] = len(told)
-        for place, one in enumerate(told[:MOST_TENSORS]):
+        for place, one in enumerate(told):
             if one.dtype not in DTYPES or len(one.shape) > MOST_DIMS:
                 raise RefusedPlan(f"stage {stage} would send {_listed([one])}, which messages cannot describe")
             numbers = [DTYPES.index(one.dtype), int(one.needs_gradient), len(one.shape), *one.shape]
@@ -211,7 +213,9 @@ class Mail:
             for cut, (name, dim, owners) in enumerate(one.cuts):
                 at = start + 3 + MOST_DIMS + 3 * cut
                 row[at : at + 3] = torch.tensor([1 + self._place(name), dim, len(owners.stops)])
-        self._control(row, stage, batch)
+        for part in row.split([FIRST, len(row) - FIRST]):
+            if len(part):
+                self._control(part.clone(), stage, batch)
 
     def _tell_runs(self, stage: int, batch: int, told: list[Told]) -> None:
         """Who owns which index of the cut dims: as many numbers as there are runs, where there are any."""
@@ -230,7 +234,9 @@ class Mail:
         return next(place for place, axis in enumerate(self.inner) if axis.name == name)
 
     def _hear(self, boundary: int, batch: int) -> list[Told]:
-        numbers = self._heard(1 + MOST_TENSORS * WIDTH, boundary, batch)
+        numbers = self._heard(FIRST, boundary, batch)
+        if (more := numbers[0] - TOLD_AT_ONCE) > 0:
+            numbers += self._heard(more * WIDTH, boundary, batch)
         rows = [numbers[1 + place * WIDTH :][:WIDTH] for place in range(numbers[0])]
         cuts = [[row[at : at + 3] for at in range(3 + MOST_DIMS, WIDTH, 3) if row[at]] for row in rows]
         total = 2 * sum(runs for each in cuts for _, _, runs in each)
