@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,7 +128,7 @@ class Carrying(nn.Module):
         return self.out(state)
 
 
-def carried(plan: str | None, told: bool) -> list[float]:
+def carried(plan: str | None, told: bool, scale: Any = None) -> list[float]:
     torch.manual_seed(0)
     model: Any = Carrying().double()
     optimizer: Any = adamw(model)
@@ -136,10 +137,11 @@ def carried(plan: str | None, told: bool) -> list[float]:
     model, optimizer, loader = prepared or (model, optimizer, loader)
     losses = []
     for x, y in loader:
-        loss = 2.0 * (model(x) - y).square().mean()  # as many as a rank has samples
+        n, loss = len(x), (model(x) - y).square().mean()
+        loss = 2.0 * loss if scale is None else scale.by * loss  # as many as a rank has samples
         optimizer.zero_grad()
         if prepared:
-            loss = prepared.backward(loss, mean_over=len(x)) if told else prepared.backward(loss)
+            loss = prepared.backward(loss, mean_over=n) if told else prepared.backward(loss)
         else:
             loss.backward()
         optimizer.step()
@@ -148,7 +150,9 @@ def carried(plan: str | None, told: bool) -> list[float]:
 
 
 def test_a_model_that_keeps_rows_is_not_dealt_others_where_the_mean_is_told(pool: RankPool) -> None:
-    for theirs in pool.run(carried, 2, "dp_replicate=2", True):
-        assert theirs == pytest.approx(carried(None, True), rel=BAR)
+    alone = carried(None, True)
+    for told in (True, False):  # the text says that 2.0 is a constant
+        for theirs in pool.run(carried, 2, "dp_replicate=2", told):
+            assert theirs == pytest.approx(alone, rel=BAR)
     with pytest.raises(RefusedPlan, match=r"more or fewer than before.*mean_over=n\).*\[test_prepare_numbers.py, line"):
-        pool.run(carried, 2, "dp_replicate=2", False)
+        pool.run(carried, 2, "dp_replicate=2", False, SimpleNamespace(by=2.0))
