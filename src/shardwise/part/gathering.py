@@ -8,9 +8,6 @@ Part (2, 2) of (4, 2)  --gather-->  (4, 2) on every rank               all-gathe
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch._prims_common import make_contiguous_strides_for as strides_in_order
 from torch.autograd.function import once_differentiable
@@ -36,23 +33,6 @@ def gather(part: Part) -> torch.Tensor:
     if LastGathered.key != key or LastGathered.held is None:
         LastGathered.key, LastGathered.held = key, gathered(part)
     return LastGathered.held
-
-
-def put_back(func: Any, args: tuple, kwargs: dict) -> Callable[[torch.Tensor], None] | None:
-    """Returns what writes a view that was taken of a gathered copy back into this rank's share; None where that is not
-    plain memory of the part's own. Collective, as it is called.
-    """
-    part, more = args[0], args[1:]
-    if isinstance(part.local, Distributed) or part.copied or part.axis.positions:
-        return None
-
-    def put(written: torch.Tensor) -> None:
-        whole = gathered(part).clone()
-        func(whole, *more, **kwargs).copy_(written)
-        mine = to_device(part.owners.indices(part.axis.index), part.device)
-        part.local.copy_(whole.index_select(part.dim_cut, mine))
-
-    return put
 
 
 def gathered(part: Part) -> torch.Tensor:

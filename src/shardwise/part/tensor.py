@@ -306,7 +306,7 @@ def _may_be_gathered(part: Part) -> bool:
 
 def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
     """The operation on whole tensors, where the parts in its way are soft. Called while an `Uncut` is handled."""
-    from shardwise.part.gathering import gather, gathered, put_back
+    from shardwise.part.gathering import gather, gathered
     from shardwise.part.sums import Sum
 
     writes = facts(func).writes and is_part(args[0])
@@ -327,16 +327,11 @@ def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
         raise  # what is being handled
     if Gathers.told is not None:
         Gathers.told(facts(func).name, sum(part.nbytes for part in soft))
-    given = args
     args, kwargs = replaced(Part, lambda p: gather(p) if is_part(p) and _may_be_gathered(p) else p, (args, kwargs))
     output = func(*args, **kwargs)
-    if not facts(func).is_view:
-        return output
-    put = put_back(func, given, kwargs) if given[0] is soft[0] and isinstance(output, torch.Tensor) else None
-    if put is not None:
-        return Sum.taken(output, soft[0].axis, ViewOf(soft[0], put))
-    # of a copy: reading it is right, writing into it would be lost
-    return replaced(torch.Tensor, lambda copy: Sum.read_only(copy, soft[0].axis), output)
+    if facts(func).is_view:  # of a copy: reading it is right, writing into it would be lost
+        return replaced(torch.Tensor, lambda copy: Sum.read_only(copy, soft[0].axis), output)
+    return output
 
 
 def in_backward() -> bool:
