@@ -590,7 +590,7 @@ class LateDraws(TensorDataset):
 @pytest.mark.parametrize(
     ("case", "plan", "kind", "words"),
     [
-        ("ignored", "dp_shard=2,zero=2", InputError, r"mean over 2 on rank 0, 4 on rank 1 \(2 samples on rank 0, 2"),
+        ("ignored", "dp_shard=2,zero=2", RefusedPlan, "where it stands among them"),
         ("unseen", "dp_replicate=2", InputError, "cannot be seen.*mean_over=n.*or the sum and its weight"),
         ("prepared before", "dp_shard=2,zero=3", InputError, "was prepared before.*call prepare once for each model"),
         ("vector", "dp_replicate=2", InputError, r"got shape \(2, 2\): give its .mean"),

@@ -15,8 +15,8 @@ def bug(name: str, where: str, old: str, new: str, task: str, plan: str, ranks: 
 
 
 COMM = [
-    bug("gradients of the last step stay in the bucket", "comm.buckets:GradientBuckets.start_step",
-        "bucket.filled.clear()", "pass", M + "mlp", "dp_replicate=2"),
+    bug("gradients of the last step stay in the bucket", "comm.buckets:Bucket.start_step",
+        "self.filled.clear()", "pass", M + "mlp", "dp_replicate=2"),
     bug("an unused parameter's part of a bucket is not zeroed", "comm.buckets:Bucket.complete",
         "self.view(place).zero_()", "self.view(place).fill_(0.01)", "module_tasks:routed_experts", "dp_replicate=2"),
     bug("what backward did not reach is never sent", "comm.buckets:GradientBuckets.finish_micro_batch",

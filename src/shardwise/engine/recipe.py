@@ -25,7 +25,7 @@ from shardwise.engine.materialise import (
 from shardwise.engine.positions import find_positions
 from shardwise.engine.replaced import hold_replaced, may_replace
 from shardwise.engine.room import check_masks, check_room
-from shardwise.engine.samples import a_few, few_samples
+from shardwise.engine.samples import a_few, few_samples, has_samples
 from shardwise.engine.tensor import cut_tensors
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
@@ -90,7 +90,7 @@ def apply_plan(
     notices = [built.notice] if built.notice else []
     refuse(module, plan)
     refuse_scripted(module, plan)
-    replaces = may_replace(module)
+    replaces = may_replace(module) and (few is not None or has_samples(task))
     if few is None and (plan.tp > 1 or plan.ep > 1 or mesh.inner or replaces):
         few = a_few(few_samples(task, plan, mesh.data, mesh.device))
     notices += hold_replaced(task, precision, built, few) if replaces else []

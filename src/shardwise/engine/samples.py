@@ -35,6 +35,11 @@ def check_data(task: Task) -> None:
             )
 
 
+def has_samples(task: Task) -> bool:
+    """Returns whether there is something to look at: of a script's model, nothing before it is called."""
+    return task.batch is None or task.batch(0) is not None
+
+
 def few_samples(task: Task, plan: Plan, data: Axis, device: torch.device) -> Any:
     """A batch to look at, the same on all ranks. Collective.
 

@@ -156,7 +156,8 @@ class Loop(Heard, Events):
 
     def wants_uneven(self) -> bool:
         """Whether draws of the script's, or numbers in its losses, may hang on the number of a rank's samples."""
-        if self.loss_look is not None and (self.loss_look.unsure or self.loss_look.assumed):
+        look = self.loss_look
+        if look is not None and (look.unsure or (look.assumed and not self.goes_beside())):
             return True
         return self._watched is not None and self.whole is None and self._watched.unsure
 

@@ -199,6 +199,8 @@ def asked_of(way: Repeated, loss: Any, values: dict[int, torch.Tensor], places: 
         )
     befores = [way.of(one, places[id(at)]) for one, at in zip(found[0], reached, strict=True)]
     before, now = (torch.cat([one.reshape(-1).double() for one in each]) for each in (befores, found[1]))
+    if not (bool(before.isfinite().all()) and bool(now.isfinite().all())):
+        raise RuntimeError("a gradient is not finite, whatever the samples")
     square, most = float(before.dot(before)), float(before.abs().max())
     factor = float(now.dot(before)) / square if square else 0.0
     if not factor:
