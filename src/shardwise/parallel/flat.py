@@ -125,11 +125,11 @@ class Flat:
     def start_step(self) -> None:
         """Forget the last step's gradients."""
         self._summed = False
-        self.buckets.start_step()
         for part in self.shards:
             part.gradient = None
         for slot in self.slots:
             slot.master.grad = None
+        self.buckets.start_step()  # behind them, which may lie in the buckets' memory
 
     def start_micro_batch(self, *, last: bool) -> None:
         """Prepare for a micro-batch, whose gradients are reduced under zero=2, under zero=1 only if it is the last."""
