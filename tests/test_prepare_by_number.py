@@ -72,7 +72,17 @@ def mirrored(model: Model, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return errors(model, x * t[:, None] / 10, y).mean()
 
 
+TABLE = torch.arange(300, dtype=torch.float64) / 300
+
+
+def of_a_table(model: Model, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Rows of a table that is as long as it is, as many as all ranks have samples."""
+    rows = TABLE[torch.randint(len(TABLE) - 3, (8,))]
+    return errors(model, x, y).mean() + rows.mean() * model[0].weight.square().sum()  # type: ignore[index]
+
+
 EQUAL: dict[str, Any] = {
+    "of a table": of_a_table,
     "counted": lambda model, x, y: taken(errors(model, x, y), len(x)).mean(),
     "views": of_two_views,
     "classes": of_classes,
@@ -145,7 +155,9 @@ LONG = pytest.mark.long
 WEIGHED = ("looped",)  # whose mean is not seen
 
 
-@pytest.mark.parametrize("kind", [pytest.param(one, marks=() if one == "views" else LONG) for one in EQUAL])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(one, marks=() if one in ("views", "of a table") else LONG) for one in EQUAL]
+)
 def test_numbers_of_samples_are_one_process_s(kind: str, pool: RankPool) -> None:
     check_equal(pool, "dp_replicate=2", kind, kind in WEIGHED)
 

@@ -311,7 +311,7 @@ class SampleDraws(TorchFunctionMode):
         if rows < 1 or size < 2 or not (size % rows == 0 or any(form(rows) == size for form in _FORMS)):
             return
         said = stated()
-        if said is not None and said.counts and size != rows:
+        if said is not None and said.may_be_of(rows) and size != rows:
             raise RefusedPlan(_HANGS.format(f"{size} at a time, by the number of samples, for {rows} of them"))
         before, of = self._suspects.get(line, (size, rows))
         alike = before * rows == size * of or any((form(of), form(rows)) == (before, size) for form in _FORMS)

@@ -58,14 +58,14 @@ class Repeated:
             if any(tensor.requires_grad for tensor in tensors_in(one.output)):
                 raise RuntimeError("what was drawn has a gradient")
             return tree_map_only(torch.Tensor, self._drawn, one.output)
-        if not (touched or one.stated.counts or one.stated.unknown):
+        if not (touched or one.stated.may_be_of(self.samples) or one.stated.unknown):
             return one.output
         if touched and getattr(one.function, "__name__", "") in SELECTS:
             self._note_selected(one)
         counts = self._counts(one, call)
         if not counts:
             return one.function(*call[0], **call[1]) if touched else one.output
-        sure = one.stated.counts or self.guesses
+        sure = one.stated.may_be_of(self.samples) or self.guesses
         if not (touched or sure):
             return one.output
         if one.before is not None or not touched:
@@ -80,7 +80,7 @@ class Repeated:
             for at, number in enumerate(numbers_in(call))
             if self.tape.may_count(number)
             and abs(float(number)) not in written
-            and (one.stated.counts or one.stated.unknown)
+            and (one.stated.may_be_of(self.samples) or one.stated.unknown)
         ]
 
     def _tried(self, one: Operation, call: tuple[tuple, dict], counts: list[int]) -> Any:
@@ -91,7 +91,7 @@ class Repeated:
         )
         ways: list[list[int]] = [[at] for at in counts] + ([counts] if len(counts) > 1 else [])
         kept: Any = None
-        if not one.stated.counts:
+        if not one.stated.may_be_of(self.samples):
             ways = [[], *ways]
         for way in ways if grown else []:
             try:
@@ -100,9 +100,9 @@ class Repeated:
                 continue
             kept = found if not way else kept
             if self._repeats(found, one.output):
-                self.assumed |= bool(way) and not one.stated.counts
+                self.assumed |= bool(way) and not one.stated.may_be_of(self.samples)
                 return found
-        sure = one.stated.counts or self.guesses
+        sure = one.stated.may_be_of(self.samples) or self.guesses
         return self._given_more(one, call, counts if sure else [])
 
     def _given_more(self, one: Operation, call: tuple[tuple, dict], counts: list[int]) -> Any:

@@ -12,24 +12,28 @@ from __future__ import annotations
 
 import ast
 import linecache
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
+import torch
+
 from shardwise.scripts.saying import frame_of_script
 
 
 @dataclass(frozen=True)
 class Stated:
-    """The numbers that stand in an expression, without their signs; whether it counts samples; whether it has names of
-    unknown making."""
+    """The numbers that stand in an expression, without their signs; whether it counts rows of tensors; whether it has
+    names of unknown making; of what it counts the rows; how many those are now, where that is known."""
 
     written: frozenset[float] = frozenset()
     counts: bool = False
     unknown: bool = True
+    counted: tuple[ast.AST, ...] = ()
+    lengths: frozenset[int] = frozenset()
 
     def of(self, number: float) -> str:
         """Returns where a number comes from: "counts", "written", or "" for unknown."""
@@ -37,7 +41,13 @@ class Stated:
             return "" if self.counts else "written"
         return "counts" if self.counts else ""
 
+    def may_be_of(self, samples: int) -> bool:
+        """Returns whether it counts rows of what has as many as there are samples, or some for each; len(data) not."""
+        near = range(samples, _MOST_VIEWS * samples + 1, max(1, samples))
+        return self.counts and (not self.lengths or any(one in near for one in self.lengths))
 
+
+_MOST_VIEWS = 8  # rows for each sample
 NOTHING = Stated()
 _FILES = ("all_samples", "complexes", "cut_weights", "draws", "guard", "kept", "saying", "stated", "tape")
 _PASSAGES = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in _FILES)  # which call what a script calls
@@ -47,7 +57,23 @@ def stated() -> Stated | None:
     """Returns what the script's expression that calls the operation under way says of the numbers it is given; None
     where the engine calls it."""
     frame = frame_of_script(*_PASSAGES)
-    return None if frame is None else _stated(frame.f_code, frame.f_lasti)
+    if frame is None:
+        return None
+    found = _stated(frame.f_code, frame.f_lasti)
+    held = [_value(one, frame) for one in found.counted]
+    if not held or any(one is None for one in held):
+        return found
+    rows = frozenset(len(one) for one in held if isinstance(one, torch.Tensor) and one.dim())
+    return replace(found, counts=bool(rows), unknown=found.unknown or not rows, lengths=rows)
+
+
+def _value(node: ast.AST, frame: Any) -> Any:
+    """What a name, or an attribute of one, is in a frame; None where that is not seen."""
+    if isinstance(node, ast.Name):
+        return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
+    if isinstance(node, ast.Attribute):
+        return getattr(_value(node.value, frame), "__dict__", {}).get(node.attr)
+    return None
 
 
 def asks() -> bool:
@@ -62,16 +88,16 @@ def _stated(code: CodeType, at: int) -> Stated:
     if parts is None:
         return NOTHING
     names = _names(code.co_filename, code.co_firstlineno)
-    written, counts, unknown = set[float](), False, False
+    written, unknown, counted = set[float](), False, list[ast.AST]()
     for part in parts:
-        counts |= _counts(part, names)
+        _counts(part, names, counted)
         for one in ast.walk(part):
             values: list[ast.AST | None] = names.get(one.id, [None]) if isinstance(one, ast.Name) else [one]
             known = [number for value in values if (number := _written(value)) is not None]
             written |= set(known)
             unknown |= isinstance(one, ast.Attribute | ast.Call)
             unknown |= isinstance(one, ast.Name) and not all(map(_is_constant, values))
-    return Stated(frozenset(written), counts, unknown)
+    return Stated(frozenset(written), bool(counted), unknown, tuple(counted))
 
 
 def _expression(code: CodeType, at: int) -> ast.AST | None:
@@ -189,19 +215,28 @@ def _is_range(node: ast.AST) -> bool:
 _HOLDS = ast.BinOp | ast.UnaryOp | ast.Slice | ast.Tuple | ast.List | ast.Starred  # what a count may be a part of
 
 
-def _counts(node: ast.AST, names: Names, depth: int = 3) -> bool:
-    """Whether an expression has the number of a tensor's rows: len(x), x.size(0), x.shape[0], or a name for such."""
+def _counts(node: ast.AST, names: Names, found: list[ast.AST], depth: int = 3) -> bool:
+    """Whether an expression has the number of a tensor's rows: len(x), x.size(0), x.shape[0], or a name for such; those
+    tensors are added to `found`."""
     if isinstance(node, ast.Name):
-        values = names.get(node.id, []) if depth else []
-        return bool(values) and all(value is not None and _counts(value, names, depth - 1) for value in values)
+        values, inner = names.get(node.id, []) if depth else [], list[ast.AST]()
+        held = bool(values) and all(one is not None and _counts(one, names, inner, depth - 1) for one in values)
+        found += inner if held else []
+        return held
+    of: ast.AST | None = None
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        as_number = node.func.id in ("int", "float") and len(node.args) == 1
-        return node.func.id == "len" or (as_number and _counts(node.args[0], names, depth))
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "size":
-        return len(node.args) == 1 and _is_zero(node.args[0])
-    if isinstance(node, _HOLDS):
-        return any(_counts(one, names, depth) for one in ast.iter_child_nodes(node))
-    return isinstance(node, ast.Subscript) and _is_shape(node.value) and _is_zero(node.slice)
+        if node.func.id in ("int", "float") and len(node.args) == 1:
+            return _counts(node.args[0], names, found, depth)
+        of = node.args[0] if node.func.id == "len" and node.args else None
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "size":
+        of = node.func.value if len(node.args) == 1 and _is_zero(node.args[0]) else None
+    elif isinstance(node, _HOLDS):
+        every = [_counts(one, names, found, depth) for one in ast.iter_child_nodes(node)]
+        return any(every)
+    elif isinstance(node, ast.Subscript) and _is_shape(node.value) and _is_zero(node.slice):
+        of = node.value.func.value if isinstance(node.value, ast.Call) else node.value.value  # type: ignore[attr-defined]
+    found += [] if of is None else [of]
+    return of is not None
 
 
 def _is_shape(node: ast.AST) -> bool:
