@@ -53,7 +53,7 @@ class HeldAlike:
         return [float(one) for one in (self._weights_place, weights, self._buffers_place, _check(self._buffers()))]
 
     def check(self, table: torch.Tensor, step: int) -> None:
-        """Raise where ranks that hold the same have other numbers: a row for each rank. Collective."""
+        """Raise where ranks that should hold equal tensors do not: each rank gives one row of numbers. Collective."""
         if _differ(table[:, :2]):
             self._refuse_weights(step)
         if _differ(table[:, 2:]):

@@ -104,7 +104,7 @@ def _sizes(available: int) -> list[tuple[int, int]]:
 
 
 def _runs(task: Task, precision: Precision, built: Built, sample: Any, counts: tuple[int, int]) -> bool:
-    """Whether the forward can be followed on both numbers of samples."""
+    """Returns whether the forward can be traced with either number of samples."""
     built.module.train()
     try:
         for count in counts:

@@ -89,7 +89,7 @@ def _codes(function: Any) -> Iterator[CodeType]:
 
 
 def hold_replaced(task: Task, precision: Precision, built: Built, sample: Any) -> list[str]:
-    """Hold as buffers what a forward on a few samples replaces; returns what is worth telling.
+    """Turn parameters that a forward on a few samples replaces into buffers; returns notices for the user.
 
     Raises `RefusedPlan` for such a weight that another module holds too, since the replacement unties them.
     """

@@ -15,7 +15,7 @@ _BETWEEN = ("ViewBackward", "AliasBackward", ALIASED)  # modules, as a look itse
 
 
 def followed(loss: torch.Tensor, outputs: list[torch.Tensor]) -> tuple[int, list[torch.Tensor]]:
-    """Returns a number for the operations of the loss, and the outputs it is made of, but those behind others."""
+    """Returns a checksum of the names of the loss's operations, and the outputs that it is directly made of."""
     ends = {one.grad_fn: one for one in outputs}
     names, found = _walk([loss.grad_fn], ends.__contains__)
     reached = [ends[node] for node in found]

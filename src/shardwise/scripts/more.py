@@ -42,7 +42,7 @@ class LooksAtMore:
 
     @abstractmethod
     def _halves(self, tensor: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor] | None:
-        """Where a tensor has the samples."""
+        """Returns (dim of the samples, rows of their first half, of their second); None where no dim counts samples."""
 
     @abstractmethod
     def _with_samples(self) -> list[torch.Tensor]:
@@ -100,7 +100,7 @@ class LooksAtMore:
         return halves[0] if halves is not None else 0
 
     def _assume(self, assumed: bool) -> None:
-        """Note whether numbers were taken for counts: asked again where ranks hold other numbers of samples."""
+        """Note that numbers were guessed to count samples, so that an unevenly dealt batch is to confirm it."""
         self.assumed |= assumed and self._even and self._tries < _TRIES
 
     def _asks_again(self) -> bool:

@@ -32,7 +32,7 @@ class Pushed:
             yield self._waiting.popleft()
 
     def deal(self, parts: Any, batch: Any) -> Any:
-        """Returns what `parts`, this rank's loader over these batches, hands out of one more."""
+        """Returns this rank's samples of one more batch, as its loader `parts` deals them."""
         self._waiting.append(batch)
         if self._epoch is None:
             self._epoch = iter(parts)

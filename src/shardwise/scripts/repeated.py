@@ -106,7 +106,7 @@ class Repeated:
         return self._given_more(one, call, counts if sure else [])
 
     def _given_more(self, one: Operation, call: tuple[tuple, dict], counts: list[int]) -> Any:
-        """What an operation gives with the numbers at these places as those of all samples."""
+        """Returns the operation's result with the numbers at these places scaled to all ranks' samples."""
         at = -1
 
         def changed(number: Any) -> Any:

@@ -68,7 +68,7 @@ def stated() -> Stated | None:
 
 
 def _value(node: ast.AST, frame: Any) -> Any:
-    """What a name, or an attribute of one, is in a frame; None where that is not seen."""
+    """Returns the value of a name, or of an attribute of one, in a frame; None where it is not found."""
     if isinstance(node, ast.Name):
         return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
     if isinstance(node, ast.Attribute):
@@ -203,7 +203,7 @@ def _written(node: ast.AST | None) -> float | None:
 
 
 def _is_constant(node: ast.AST | None) -> bool:
-    """Whether an expression is of numbers alone."""
+    """Returns whether an expression consists of literal numbers alone."""
     known = ast.Constant | ast.BinOp | ast.UnaryOp | ast.Tuple | ast.operator | ast.unaryop | ast.expr_context
     return node is not None and all(isinstance(one, known) for one in ast.walk(node))
 

@@ -213,7 +213,7 @@ def _usable(flow: Flow, places: list[CutPoint]) -> list[CutPoint]:
 
 
 def decisions(flow: Flow) -> list[tuple[int, ModuleCall]]:
-    """Returns when code reads a value that depends on parameters, and the innermost call that does.
+    """Returns (time, innermost module call) of each read of a value in Python that depends on parameters.
 
     Also when it fills `.grad` by a backward: a stage that has nothing to run it on would fail there. What depends on
     chance alone every stage draws for itself.
