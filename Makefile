@@ -1,6 +1,7 @@
 # make train   create the environment, install, and run the main job
 # make test    lint, types and tests
 # make test-long   the full counts of random and property tests
+# make test-gpu    what a GPU alone can show
 # make test-mutations   plant every bug of tests/mutations and write docs/tables/mutations.md
 PYTHON ?= python3
 VENV := .venv
@@ -12,7 +13,7 @@ PLAN ?= dp_shard=$(NPROC),zero=3
 # tests start some hundred processes: each would compile every module again that it imports
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-long test-mutations lint types tests docs coverage-table scripts-table clean
+.PHONY: train test test-long test-gpu test-mutations lint types tests docs coverage-table scripts-table clean
 
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
@@ -46,6 +47,10 @@ tests: $(VENV)/.installed
 
 test-long: $(VENV)/.installed
 	HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=10 --timeout=1800
+
+# what a GPU alone can show; skipped where there is none
+test-gpu: $(VENV)/.installed
+	$(BIN)/python -m pytest -m gpu -n $(JOBS) --dist worksteal
 
 test-mutations: $(VENV)/.installed
 	$(BIN)/python tests/mutations/run.py --write

@@ -27,6 +27,12 @@ settings.register_profile("search", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests run on the CPU, on machines with a GPU too; `-m gpu` are those that want one."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
     """Ranks for the whole session: `pool.run(function, world_size, *args)`."""

@@ -13,14 +13,19 @@ import torch
 import torch.distributed as dist
 import torchgen
 import yaml
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import shardwise.part.gathering
-from shardwise import Plan, Task, parallelize
+from shardwise import Plan, Task, parallelize, prepare, verify
 from shardwise.comm import Axis, Pending, all_reduce, copies_of
 from shardwise.errors import InputError, ShardwiseError
 from shardwise.host import HostReads
 from shardwise.models import tasks
 from shardwise.parallel.sequence import kernels
+from shardwise.proof.oracle import run_oracle
+from shardwise.proof.rank import run_rank
+from shardwise.proof.settings import Settings
 from shardwise.ranks import RankPool
 from shardwise.task_names import resolve_task
 from shardwise.testing import mock_device
@@ -298,3 +303,67 @@ def groups_for_messages() -> int:
 
 def test_messages_that_would_wait_for_each_other_have_groups_of_their_own(mocks: RankPool) -> None:
     assert mocks.run(groups_for_messages, 2) == [4, 4]
+
+
+# --- doors on a device
+
+
+def proof_on_the_device(name: str, plan: str) -> tuple[list[float], list[float], bool]:
+    """Losses of one process and of this rank in a proof on the device, and whether all gradients are equal."""
+    device = mock_device.install()
+    mock_device.join_group()
+    settings = Settings(clip_norm=1.0, device=device.type)
+    alone = run_oracle(resolve_task(name).with_(optimizer=momentum), settings)
+    assert len(mock_device.SEEN) > 20
+    ranks = run_rank(resolve_task(name).with_(optimizer=momentum), Plan.parse(f"{plan},precision=fp64"), settings)
+    near = [
+        torch.allclose(mine, value, rtol=0, atol=1e-12)
+        for step, found in zip(alone.gradients, ranks.gradients, strict=False)
+        for value, mine in ((value, found[key]) for key, value in step.items())
+        if value is not None and mine is not None
+    ]
+    return alone.losses, ranks.losses, all(near)
+
+
+def test_a_proof_on_the_device_runs_both_sides_there(mocks: RankPool) -> None:
+    for alone, ranks, near in mocks.run(proof_on_the_device, 2, named("decoder"), "dp_replicate=2"):
+        assert near and max(abs(a - b) for a, b in zip(alone, ranks, strict=True)) < 1e-12
+
+
+def test_a_proof_on_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(InputError, match=r'device = "cuda", but torch sees no accelerator on this machine: use "cpu"'):
+        verify(tasks.mlp(), "dp_replicate=2", device="cuda")
+
+
+def script(device: str, world: int) -> tuple[list[float], str, list[str]]:
+    """Losses of a script whose model lies on `device`, where it is in the end, and what was told."""
+    mock_device.install()
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(24, 6), torch.randint(0, 2, (24,)))
+    loader = DataLoader(data, batch_size=8, shuffle=True)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses, told = [], []
+    if world > 1:
+        mock_device.join_group()
+        prepared = model, optimizer, loader = prepare(model, optimizer, loader, plan="dp_replicate=2")
+        told = sorted(prepared._told._said)
+    for x, y in loader:
+        x, y = x.to(device), y.to(device)
+        loss = nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        if world > 1:
+            loss = prepared.backward(loss)
+        else:
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, next(model.parameters()).device.type, told
+
+
+@pytest.mark.parametrize("device", ["cpu", "mock"])
+def test_a_script_runs_where_it_put_its_model(device: str, mocks: RankPool) -> None:
+    ((alone, *_),) = mocks.run(script, 1, device, 1)
+    for losses, where, told in mocks.run(script, 2, device, 2):
+        assert where == device and max(abs(a - b) for a, b in zip(losses, alone, strict=True)) < 1e-6
+        assert any("though this machine has an accelerator" in one for one in told) == (device == "cpu")

@@ -28,7 +28,7 @@ torch.set_default_dtype(torch.float64)
 x = torch.randn(32, 6)
 model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-loader = DataLoader(TensorDataset(x, x[:, :1].sin()), batch_size=8)
+loader = DataLoader(TensorDataset(x, x[:, :1].sin()), batch_size=8, num_workers=1)  # forked, without a main guard
 seen = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
 prepared = shardwise.prepare(model, optimizer, loader, plan="dp_replicate=2")
 model, optimizer, loader = prepared

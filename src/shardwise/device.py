@@ -61,7 +61,16 @@ def pick_device(requested: str | torch.device | None = None, local_rank: int | N
         raise InputError(f"device {device} was asked for, but torch sees no {device.type.upper()} device")
     if device.index is not None:
         torch.accelerator.set_device_index(device.index)
-    return device
+        return device
+    return current_device() if local_rank is None else take(local_rank)
+
+
+def check_device(kind: str, asked: str = "device", also: str = "") -> None:
+    """Raise `InputError` unless `kind` is "cpu" or the type of this machine's accelerator; `asked` names the option."""
+    found = None if kind == "cpu" else accelerator()
+    if kind != "cpu" and (found is None or found.type != kind):
+        here = "no accelerator" if found is None else f'an accelerator of type "{found.type}"'
+        raise InputError(f'{asked} = "{kind}", but torch sees {here} on this machine: use{also} "cpu"')
 
 
 def describe() -> str:
@@ -77,11 +86,15 @@ def on_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def group_backend() -> str:
-    """Backends of a process group: gloo, and the accelerator's own beside it for its tensors."""
+def group_backend(ranks_here: int | None) -> str:
+    """Backends of a process group: gloo, and the accelerator's own beside it where each rank has a device to itself.
+
+    ranks_here  that see the same devices; None where each may see others (Slurm shows each rank its own). Ranks that
+                share a device meet over gloo: NCCL refuses them
+    """
     import torch.distributed as dist
 
-    kind = accelerator()
+    kind = None if ranks_here is not None and ranks_here > device_count() else accelerator()
     own = None if kind is None else dist.Backend.default_device_backend_map.get(kind.type)
     return "gloo" if kind is None or own is None else f"cpu:gloo,{kind.type}:{own}"
 
@@ -109,6 +122,13 @@ def device_name(device: torch.device) -> str | None:
     """The product's name as its driver tells it; None for the CPU, or where the driver tells none."""
     tell = None if on_host(device) else getattr(torch.get_device_module(device), "get_device_name", None)
     return None if tell is None else tell(device)
+
+
+def device_uuid(device: torch.device) -> str | None:
+    """What tells this device from every other one, as its driver has it; None where none tells."""
+    tell = None if on_host(device) else getattr(torch.get_device_module(device), "get_device_properties", None)
+    uuid = None if tell is None else getattr(tell(device), "uuid", None)
+    return None if uuid is None else str(uuid)
 
 
 def peak_bytes(device: torch.device) -> int | None:

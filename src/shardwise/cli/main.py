@@ -159,6 +159,7 @@ def train(
     help="A small proof of a large plan: the least ranks, blocks and samples that keep its structure.",
 )
 @click.option("--clip-norm", type=float, default=None, help="Largest norm of the gradient, clipped on both sides.")
+@click.option("--device", default="cpu", show_default=True, help="Of both sides: cpu, or the accelerator: cuda, xpu.")
 @common
 @click.pass_obj
 def verify(
@@ -170,6 +171,7 @@ def verify(
     seed: int | None,
     shrink: bool,
     clip_norm: float | None,
+    device: str,
 ) -> None:
     """Compare a task under a plan with one process: loss, gradients, parameters, buffers, optimizer state.
 
@@ -183,9 +185,11 @@ def verify(
     Exit code 0 when they agree, 1 when they do not or nothing was proven, 3 when the plan is refused.
     """
     if target.endswith(".toml"):
+        if device != "cpu":
+            raise click.UsageError("--device is for tasks: of a configuration both sides run on the CPU")
         parity = _prove_run(answer, target, plan, overrides, steps, seed, shrink, clip_norm)
     else:
-        parity = _prove_task(answer, target, plan, overrides, steps, seed, shrink, clip_norm)
+        parity = _prove_task(answer, target, plan, overrides, steps, seed, shrink, clip_norm, device)
     answer.fields.update(_plain(parity.as_dict()))
     if parity.refused:
         raise RefusedPlan(parity.refused)
@@ -194,7 +198,8 @@ def verify(
 
 
 def _prove_task(
-    answer: Answer, task: str, plan: str | None, overrides: Any, steps: Any, seed: Any, shrink: bool, clip_norm: Any
+    answer: Answer, task: str, plan: str | None, overrides: Any, steps: Any, seed: Any, shrink: bool, clip_norm: Any,
+    device: str,
 ) -> Any:  # fmt: skip
     from shardwise.layout import Plan, check
 
@@ -209,7 +214,9 @@ def _prove_task(
     from shardwise.proof.parity import verify as prove
 
     with timing(not answer.as_json) as say:
-        return prove(task, parsed, steps=steps or 2, seed=seed or 0, shrink=shrink, clip_norm=clip_norm, say=say)
+        return prove(
+            task, parsed, steps=steps or 2, seed=seed or 0, shrink=shrink, clip_norm=clip_norm, device=device, say=say
+        )
 
 
 def _prove_run(

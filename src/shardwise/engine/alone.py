@@ -73,8 +73,23 @@ def told_alone(task: Task, precision: Precision, batch: Any, device: torch.devic
     alone = failure_alone(task, precision, batch, device)
     if alone is None:
         return None
-    cure = remedy(task, precision, batch, alone, device)
+    alone, cure = cured(task, precision, batch, alone, device)
     return InputError(f"the task fails on {samples_in(batch)} samples in one process too: {reason(alone)}{cure}")
+
+
+def cured(
+    task: Task, precision: Precision, batch: Any, error: Exception, device: torch.device
+) -> tuple[Exception, str]:
+    """Returns what to tell of an error of one process, and its remedy: the CPU says what an accelerator only asserts.
+
+    Of a task that fails on the accelerator alone, that it does.
+    """
+    if device == CPU or is_out_of_memory(error):
+        return error, remedy(task, precision, batch, error)
+    there = failure_alone(task, precision, batch)
+    if there is None:
+        return error, f". On the CPU it runs: tensors that it makes are to be made on {device.type}"
+    return there, remedy(task, precision, batch, there)
 
 
 def _told_of(
@@ -180,16 +195,13 @@ def _given_to(error: Exception) -> str:
     return f" This is {layer}, given {', '.join(map(str, shapes))}"
 
 
-def remedy(task: Task, precision: Precision, batch: Any, error: Exception, device: torch.device = CPU) -> str:
+def remedy(task: Task, precision: Precision, batch: Any, error: Exception) -> str:
     """What to change where a batch is made, found by trying: tensors for arrays, other dtypes; empty where none helps.
 
-    Of a batch without names, what it is. Of a task that fails on the `device` alone, that it does.
+    Of a batch without names, what it is.
     """
     if is_out_of_memory(error):
         return of_pairs(batch, error)
-    if device != CPU:
-        runs = failure_alone(task, precision, batch) is None
-        return f". On the CPU it runs: tensors that it makes are to be made on {device.type}" if runs else ""
     leaves, spec = tree_flatten(batch)
     arrays = [index for index, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)]
     as_tensors = [torch.tensor(leaf) if index in arrays else leaf for index, leaf in enumerate(leaves)]

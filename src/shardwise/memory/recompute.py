@@ -136,16 +136,23 @@ def recompute_block(block: nn.Module, policy: str, by_value: bool = False) -> No
     changing: list[tuple[dict, str]] | None = None  # counters and statistics that the forward advances, once known
     written = _WRITTEN.setdefault(block, [])
 
+    @torch.compiler.disable  # torch before 2.13 cannot follow it
+    def looked_at(args: Any, kwargs: Any) -> tuple[ModuleState, PassedState, _Weights]:
+        return ModuleState(block, changing, by_value), PassedState(args, kwargs), _Weights(written)
+
+    @torch.compiler.disable
+    def changes(before: ModuleState) -> Any:
+        return before.changed()
+
     def recomputed(*args, **kwargs):
         nonlocal changing
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        before = ModuleState(block, changing, by_value)
-        given, weights = PassedState(args, kwargs), _Weights(written)
+        before, given, weights = looked_at(args, kwargs)
         again = _again(forward, before, given, weights)
         output = checkpoint(again, *args, use_reentrant=False, early_stop=not written, **options, **kwargs)
         if changing is None:
-            changing = before.changed()
+            changing = changes(before)
         return output
 
     def inside(wrap: Callable[[Callable], Callable]) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from shardwise.device import attention_as_ops, pick_device
 from shardwise.engine.groups import named_groups
 from shardwise.engine.replaced import as_one_process
 from shardwise.errors import InputError
@@ -142,7 +143,12 @@ def _sums(task, module, named, batch, step, settings, random, watch: ModuleWatch
         random.begin(settings.seed, step, index, samples)
         if watch is not None:
             watch.begin(index, samples.start, samples.count, samples.total)
-        with random.watching(module), KeepDouble(), default_dtype(settings.dtype):
+        with (
+            attention_as_ops(settings.device != "cpu"),
+            random.watching(module),
+            KeepDouble(),
+            default_dtype(settings.dtype),
+        ):
             args, kwargs = call_arguments(task, part)
             loss = loss_on(task, module(*args, **kwargs), part)
             objective = loss.total
@@ -195,11 +201,12 @@ def _cuts(samples: int, settings: Settings):
 
 
 def plain_module(task: Task, settings: Settings) -> nn.Module:
-    """The module with its replayed initial values, in the proof's dtype."""
+    """The module with its replayed initial values, in the proof's dtype, on its device."""
     dtype = settings.dtype
     built = build(task.model, settings.seed)
     module = built.module
     built.given = task.weights
+    device = pick_device(settings.device)
     values = {id(tensor): built.value(name).clone() for name, tensor in named_tensors(module)}
     with torch.no_grad():
         for place, (_, tensor) in enumerate(named_tensors(module)):
@@ -208,7 +215,7 @@ def plain_module(task: Task, settings: Settings) -> nn.Module:
                 tensor.data = tensor.data.to(dtype)
             elif tensor.is_complex():
                 tensor.data = tensor.data.to(dtype.to_complex())
-            tensor.data = nudged(tensor.data, settings, place)
+            tensor.data = nudged(tensor.data, settings, place).to(device)
     if settings.nudge_inside:
         _nudge_inside(module, settings)
     return module.train()
@@ -230,10 +237,12 @@ def _nudge_inside(module: nn.Module, settings: Settings) -> None:
 
 
 def _cast(batch: Any, settings: Settings) -> Any:
-    """Floating-point data in the proof's dtype."""
+    """Floating-point data in the proof's dtype, all of it on the proof's device."""
+    device = pick_device(settings.device)
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return nudged(tensor.to(settings.dtype), settings, -1) if tensor.is_floating_point() else tensor
+        tensor = nudged(tensor.to(settings.dtype), settings, -1) if tensor.is_floating_point() else tensor
+        return tensor.to(device)
 
     return tree_map_only(torch.Tensor, cast, batch)
 

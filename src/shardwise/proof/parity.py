@@ -33,6 +33,7 @@ def verify(
     steps: int = 2,
     seed: int = 0,
     clip_norm: float | None = None,
+    device: str = "cpu",
     shrink: bool = False,
     pool: Any = None,
     timeout_s: float = 600.0,
@@ -40,12 +41,14 @@ def verify(
 ) -> Parity:
     """Prove a plan on a task. Returns a `Parity`; a refused plan is told in its `refused`.
 
+    device of both sides: "cpu", or the type of the accelerator ("cuda", "xpu"), which ranks share where there are fewer
     shrink a small proof of a large plan: least degrees, blocks and samples that keep its structure
 
     pool   a `RankPool` to run in; one is made (and closed) where none is given
     say    is told what is being done
     Raises `InputError` for a task that fails in one process too.
     """
+    from shardwise.device import check_device
     from shardwise.engine.samples import check_data
     from shardwise.proof.settings import Settings
 
@@ -53,6 +56,7 @@ def verify(
         raise InputError(f"verify needs at least 1 step, got {steps}")
     if clip_norm is not None and not clip_norm > 0:
         raise InputError(f"clip_norm must be positive, got {clip_norm}")
+    check_device(device)
     chosen = Plan.parse(plan)
     parity = Parity(str(chosen), chosen.world_size)
     try:
@@ -68,7 +72,7 @@ def verify(
         parity.notes += small.notes
         parity.proven = str(chosen)
         parity.world_size = chosen.world_size
-    settings = Settings(steps=steps, seed=seed, accumulate=chosen.step_microbatches, clip_norm=clip_norm)
+    settings = Settings(steps=steps, seed=seed, accumulate=chosen.step_microbatches, clip_norm=clip_norm, device=device)
     if chosen.precision == "fp32":
         _refuse_half(resolved, settings)
     say(f"verify: {steps} steps of {resolved.name} in one process, float64")
@@ -190,15 +194,17 @@ def _refuse_half(task: Task, settings: Any) -> None:
 
 def _blamed(task: Task, settings: Any, error: Exception) -> ShardwiseError:
     """What to raise where the oracle fails: the task is wrong if a step in plain PyTorch fails on the batch too."""
-    from shardwise.engine.alone import failure_alone, reason, remedy
+    from shardwise.device import pick_device
+    from shardwise.engine.alone import cured, failure_alone, reason
     from shardwise.engine.room import is_out_of_memory
     from shardwise.precision import Precision
     from shardwise.proof.settings import global_batch
 
-    precision, batch = Precision.of(Plan()), global_batch(task, settings, 0)
-    alone = failure_alone(task, precision, batch)
+    precision, batch, device = Precision.of(Plan()), global_batch(task, settings, 0), pick_device(settings.device)
+    alone = failure_alone(task, precision, batch, device)
     if alone is not None:
-        cure = NO_ROOM if is_out_of_memory(alone) else remedy(task, precision, batch, alone)
+        no_room = is_out_of_memory(alone)
+        alone, cure = (alone, NO_ROOM) if no_room else cured(task, precision, batch, alone, device)
         return InputError(f"the task fails in one process too: {reason(alone)}{cure}")
     return RefusedPlan(f"the proof's one process fails, though a step in plain PyTorch does not: {reason(error)}")
 
@@ -216,12 +222,12 @@ def _on_ranks(function: Any, asked: tuple, parity: Parity, pool: Any, timeout_s:
     """What every rank returns of `function(task, plan, ...)`, the plan's precision being that of the proof."""
     from shardwise.ranks import RankPool
 
-    task, plan, *rest = asked
+    task, plan, settings, *rest = asked
     exact = plan.exact("fp64" if parity.float64 else "fp32")
     if pool is not None:
-        return pool.run(function, plan.world_size, task, exact, *rest, timeout_s=timeout_s)
-    with RankPool() as own:
-        return own.run(function, plan.world_size, task, exact, *rest, timeout_s=timeout_s)
+        return pool.run(function, plan.world_size, task, exact, settings, *rest, timeout_s=timeout_s)
+    with RankPool(accelerators=settings.device != "cpu") as own:
+        return own.run(function, plan.world_size, task, exact, settings, *rest, timeout_s=timeout_s)
 
 
 def _joined(records: list[Any]) -> Any:

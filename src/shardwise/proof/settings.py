@@ -25,13 +25,14 @@ class Settings:
     batch_samples: int = 8
     nudge: int = 0  # above 0: weights and inputs move by one epsilon of the dtype, each up or down, as this seed has it
     nudge_inside: bool = False  # beside them, what each module without children returns
+    device: str = "cpu"  # or the type of the accelerator, which ranks share where there are fewer
     share: tuple[int, int] | None = None  # (rank, ranks): the samples of one data rank alone
     halves: bool = False  # accumulate each micro-batch in two parts: the same sum in another order
 
     @property
     def of_engine(self) -> dict[str, Any]:
         """Returns what `parallelize` is given beside a task and a plan."""
-        return {"seed": self.seed, "randomness": "global", "clip_norm": self.clip_norm, "device": "cpu"}
+        return {"seed": self.seed, "randomness": "global", "clip_norm": self.clip_norm, "device": self.device}
 
 
 def global_batch(task: Task, settings: Settings, step: int) -> Any:

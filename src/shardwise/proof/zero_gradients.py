@@ -99,7 +99,7 @@ def _of_the_same_gradients(
     for step, gradients in enumerate(many.gradients):
         for name, param in named:
             gradient = gradients.get(name)
-            param.grad = None if gradient is None else gradient.to(param.dtype)
+            param.grad = None if gradient is None else gradient.to(param)
         with KeepDouble(), default_dtype(settings.dtype):
             optimizer.step()
         for name, param in named:

@@ -104,7 +104,7 @@ def _backend(local_rank: int) -> str:
     from shardwise.device import group_backend, take
 
     take(local_rank)
-    return group_backend()
+    return group_backend(None)
 
 
 def leave(code: int) -> None:

@@ -26,11 +26,13 @@ class RankPool:
             sums = pool.run(add_ranks, 4)
 
     `threads` is each rank's number of torch threads. `quiet` throws the ranks' output away.
+    `accelerators` gives each rank the accelerator of its number, and their own backend where there is one for each.
     """
 
-    def __init__(self, threads: int = 1, *, quiet: bool = False):
+    def __init__(self, threads: int = 1, *, quiet: bool = False, accelerators: bool = False):
         self.threads = threads
         self.quiet = quiet
+        self.accelerators = accelerators
         self._idle: list[RankProcess] = []
         self._started = 0
         self._closed = False
@@ -70,7 +72,7 @@ class RankPool:
         with meeting_place() as folder, records_of(len(ranks)) as (record, readers):
             store = os.path.join(folder, "store")
             choices = {
-                "backend": "gloo",
+                "backend": None if self.accelerators else "gloo",
                 "threads": self.threads,
                 "group_timeout_s": max(timeout_s - min(5.0, timeout_s / 10), 0.1),
             }

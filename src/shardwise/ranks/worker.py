@@ -71,6 +71,7 @@ def _settle(stacks: int, output: int, errors: int) -> None:
     answer_with_stacks(stacks)
     os.dup2(output, 1)
     os.dup2(errors, 2)
+    multiprocessing.set_start_method(None, force=True)  # a job's own processes (a loader's workers) begin as elsewhere
     threading.Thread(target=_end_with_caller, name="end-with-caller", daemon=True).start()
     # what the fork server imported is never garbage: later collections need not walk it
     gc.freeze()
@@ -174,20 +175,24 @@ def _open_group(job: RankCall) -> None:
 
 def _backend_for(job: RankCall) -> str:
     """gloo, joined by the accelerator's own where each rank can have a device to itself."""
-    from shardwise.device import device_count, group_backend, take
+    from shardwise.device import group_backend, take
 
-    if device_count() < job.world_size:
-        return "gloo"
     take(job.rank)
-    return group_backend()
+    return group_backend(job.world_size)
 
 
 def _clean() -> bool:
     """Leave nothing of a job behind that the next one could notice; False where that cannot be."""
     import torch.distributed as dist
 
+    from shardwise.device import current_device, synchronize
+
     if dist.is_initialized():
         dist.destroy_process_group()
+    try:
+        synchronize(current_device())
+    except RuntimeError:
+        return False  # an accelerator is of no more use to a process in which one of its kernels has failed
     try:
         _forget_meshes()
     except (ImportError, AttributeError):

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint.optimizers import options_of
 from shardwise.comm import gather_json, gather_rows
-from shardwise.device import on_host
+from shardwise.device import accelerator, on_host
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer import refuse, shares_of
 from shardwise.engine.recipe import trainable
@@ -36,7 +36,6 @@ from shardwise.parallel.full import FullShard
 from shardwise.part.parameters import read_outside
 from shardwise.part.tensor import Gathers
 from shardwise.random import Randomness
-from shardwise.ranks.launchers import own_device
 from shardwise.scripts import optimizer as optimizers
 from shardwise.scripts.agreement import same_given
 from shardwise.scripts.arrivals import buckets_of, techniques_of, weakly
@@ -67,7 +66,9 @@ from shardwise.scripts.saying import names_line
 from shardwise.scripts.shares import on_common_axes
 from shardwise.scripts.spread import check_cuts, shared_call, thawed, wait_for_call
 from shardwise.scripts.start import (
+    ON_THE_HOST,
     check_given,
+    device_of,
     generators_kept,
     is_compiled,
     join_ranks,
@@ -117,6 +118,7 @@ def prepare(
     batch_dim   the dim of a batch's tensors that counts its samples; of tensors with fewer dims, the first. None: the
                 first, or the second where the loader's batch_size is found there alone
     seed        of "fast" draws
+    device      where the plan holds the model; None: where the model lies, on an accelerator that of this rank
     check_loss  look at model and loss on the first batch, of which each rank then holds two samples or more; False: the
                 script vouches for both, and each rank holds its part alone
     spatial     which dims of the model's arguments are space, under domain; None: those behind batch and channel
@@ -146,13 +148,15 @@ def prepare(
         reads,
         batch_dim,
         seed,
-        own_device(device),
+        device_of(model, device),
         check_loss,
         spatial,
         loss_scope,
         thaws,
     )
     prepared = Prepared(model, optimizer, loader, *given)
+    if device is None and on_host(prepared.mesh.device) and accelerator() is not None:
+        prepared._told.say([ON_THE_HOST])
     _PREPARED.add(model)
     if isinstance(model, Several) and isinstance(model.given, nn.Module):
         _PREPARED.add(model.given)

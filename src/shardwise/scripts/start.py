@@ -22,6 +22,7 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan, check
 from shardwise.mesh import Mesh
 from shardwise.ranks import here, join
+from shardwise.ranks.launchers import own_device
 from shardwise.scripts.entries import Way
 from shardwise.scripts.guard import refuse_hooks
 from shardwise.scripts.shares import Named
@@ -102,6 +103,18 @@ def join_ranks(plan: Plan) -> None:
             f"plan {plan} needs {plan.world_size} ranks, but this script was started as one process: start it with "
             f"torchrun --nproc-per-node {plan.world_size} (or srun or mpirun -n {plan.world_size})"
         )
+
+
+ON_THE_HOST = (
+    "the model lies on the CPU and is trained there, though this machine has an accelerator: move it there before "
+    "prepare, and its batches in the loop"
+)
+
+
+def device_of(model: nn.Module, asked: str | torch.device | None) -> torch.device:
+    """Returns this rank's device: as asked, else the CPU for a model that lies there, else the rank's accelerator."""
+    kinds = {param.device.type for param in model.parameters()}
+    return own_device("cpu" if asked is None and kinds == {"cpu"} else asked)
 
 
 def waits_for_call(plan: Plan) -> bool:

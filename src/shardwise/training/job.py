@@ -107,12 +107,9 @@ def make_job(effective: Effective, given: Task | Callable[[], Task] | None = Non
 
 def _check_device(device: str) -> None:
     if device not in ("auto", "cpu"):
-        from shardwise.device import accelerator
+        from shardwise.device import check_device
 
-        found = accelerator()
-        if found is None or found.type != device:
-            here = "no accelerator" if found is None else f'an accelerator of type "{found.type}"'
-            raise InputError(f'train.device = "{device}", but torch sees {here} on this machine: use "auto" or "cpu"')
+        check_device(device, "train.device", ' "auto" or')
 
 
 def _check_options(effective: Effective, task: Task) -> None:
