@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from test_mock_device import CASES, MORE, named
+from test_prepare import SCRIPTS as SOURCES
+from test_prepare import changed, run_script, same
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader
 
 from shardwise import parallelize, verify
+from shardwise.errors import RunError
 from shardwise.models import tasks
 from shardwise.ranks import RankPool
 from shardwise.task_names import resolve_task
@@ -70,3 +80,48 @@ def test_a_step_waits_for_the_device_once():
             torch.cuda.set_sync_debug_mode("default")
     waits = [f"{w.filename}:{w.lineno}" for w in told if "synchronizing CUDA operation" in str(w.message)]
     assert len(waits) == 1, waits
+
+
+# --- scripts, their models and batches moved to the device
+
+PLACE = "for _each in [v for v in list(globals().values()) if isinstance(v, torch.nn.Module)]: _each.cuda()\n"
+SCRIPTS = ("vae", "unet", "siamese", "image_classifier", "causal_lm", "dino", "detector", "mixup", "trainer", "lora",
+           "lstm_lm", "masked_lm", "seq2seq", "unet3d", "graph_net", "swa", "early_stopping", "fine_tuning",
+           "segmentation", "multitask", "rare_classes", "contrastive", "translation", "stages")  # fmt: skip
+
+
+def placed(text: str) -> str:
+    """The script with its modules moved where the first optimizer is made, which knows their parameters."""
+    found = re.search(r"^\w+ = .*(optim\.|AdamW|SGD)", text, re.M)
+    assert found is not None
+    return text[: found.start()] + PLACE + text[found.start() :]
+
+
+def run_placed(path: str) -> dict[str, Any]:
+    own = DataLoader.__iter__
+
+    def moved(loader: DataLoader) -> Iterator[Any]:
+        for batch in own(loader):
+            yield tree_map_only(torch.Tensor, lambda tensor: tensor.to("cuda"), batch)
+
+    DataLoader.__iter__ = moved
+    try:
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), run_script(path))
+    finally:
+        DataLoader.__iter__ = own
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_on_the_device_equal_one_process(name: str, pool: RankPool, tmp_path: Path) -> None:
+    def run(ranks: int, text: str) -> list[dict[str, Any]]:
+        path = tmp_path / f"{name}.py"
+        path.write_text(placed(text))
+        return pool.run(run_placed, ranks, str(path), timeout_s=120)
+
+    try:
+        (alone,) = run(1, (SOURCES / f"{name}.py").read_text())
+    except RunError as error:
+        pytest.skip(f"runs on the CPU alone: {str(error)[:200]}")
+    for plan in ("dp_replicate=2", "dp_shard=2,zero=2", "dp_shard=2,zero=3"):
+        for found in run(2, changed(name, plan)):
+            same(found, alone)

@@ -30,6 +30,7 @@ from shardwise.errors import RefusedPlan
 from shardwise.scripts.calls import Calls
 from shardwise.scripts.entries import Way
 from shardwise.scripts.saying import names_line
+from shardwise.scripts.units import groups_of
 
 _OURS = (str(Path(shardwise.__file__ or "").parent), str(Path(torch.__file__ or "").parent / "distributed"))
 _STATE = {"_tensor_cuts", "_read_outside", "_set_outside", "_is_fsdp_managed_module", "_fsdp_use_orig_params"}
@@ -113,7 +114,7 @@ class Copies:
 def _gathered_as_before(model: nn.Module | None) -> Iterator[None]:
     """Context: units that run, whose weights are gathered, have them again behind it."""
     units = [child for child in model.modules() if isinstance(child, FSDPModule)] if model is not None else []
-    groups = [(unit, unit._get_fsdp_state()._fsdp_param_groups) for unit in units]
+    groups = [(unit, groups_of(unit)) for unit in units]
     running = [unit for unit, of_unit in groups if any(group.is_unsharded for group in of_unit)]
     yield
     for unit in running:

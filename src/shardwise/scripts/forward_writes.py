@@ -29,6 +29,7 @@ from shardwise.host import read
 from shardwise.parallel.full import FullShard
 from shardwise.scripts.moved import parameters_of_units, refuse_replaced
 from shardwise.scripts.saying import names_line
+from shardwise.scripts.units import groups_of
 from shardwise.step.state import RankState
 
 _LOWER = (
@@ -82,7 +83,7 @@ class ForwardWrites:
     def _enter(self, unit: nn.Module) -> None:
         if self._state.phase.looked_at:
             return  # who looks puts weights back
-        groups = unit._get_fsdp_state()._fsdp_param_groups
+        groups = groups_of(unit)
         held = [(one, one._unsharded_param.data) for group in groups for one in group.fsdp_params]
         self._gathered[unit] = [(one, memory, _uses(memory)) for one, memory in held]
 

@@ -28,6 +28,7 @@ from shardwise.host import put
 from shardwise.parallel.slots import Slot
 from shardwise.scripts.optimizer import THAWS
 from shardwise.scripts.saying import names_line
+from shardwise.scripts.units import groups_of
 
 _STEPS = 3
 _AGAIN = 50  # steps from one look at whose parameters the model has to the next
@@ -176,7 +177,7 @@ class InPlace:
 def parameters_of_units(module: nn.Module) -> list[Any]:
     """Returns what FSDP itself puts in the places of the parameters that it shards: pieces, and whole ones."""
     units = [child for child in module.modules() if isinstance(child, FSDPModule)]
-    groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
+    groups = [group for unit in units for group in groups_of(unit)]
     held = [one for group in groups for one in group.fsdp_params]
     return [one.sharded_param for one in held] + [getattr(one, "_unsharded_param", None) for one in held]
 
@@ -184,7 +185,7 @@ def parameters_of_units(module: nn.Module) -> list[Any]:
 def _of_units(module: nn.Module) -> dict[int, Any]:
     """FSDP's record of each parameter that it shards."""
     units = [child for child in module.modules() if isinstance(child, FSDPModule)]
-    groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
+    groups = [group for unit in units for group in groups_of(unit)]
     return {id(one.sharded_param): one for group in groups for one in group.fsdp_params}
 
 

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from shardwise.parallel.full import FullShard
+from shardwise.scripts.units import groups_of
 from shardwise.trace.functional import transforming
 
 _KNOWN: WeakSet[Recorded] = WeakSet()
@@ -48,7 +49,7 @@ class Recorded:
     @contextmanager
     def running(self, *, records: bool) -> Iterator[None]:
         """Context of a backward, which is recorded itself or goes through what was."""
-        groups = [group for unit in self._units for group in unit._get_fsdp_state()._fsdp_param_groups]
+        groups = [group for unit in self._units for group in groups_of(unit)]
         if self.on:
             self._passes("a backward through gradients")
             for unit in self._units:

@@ -11,10 +11,19 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import distribute_tensor
 
 
+def groups_of(unit: FSDPModule) -> list[Any]:
+    """Returns FSDP2's groups of a unit's parameters: one or none before torch 2.12, which has several for several
+    meshes."""
+    state = unit._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
 def held_by_units(module: torch.nn.Module) -> list[Any]:
     """Returns what FSDP2 knows of each parameter of its units."""
-    states = [unit._get_fsdp_state() for unit in module.modules() if isinstance(unit, FSDPModule)]
-    return [held for state in states for group in state._fsdp_param_groups for held in group.fsdp_params]
+    units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+    return [held for unit in units for group in groups_of(unit) for held in group.fsdp_params]
 
 
 def reset(held: Any) -> None:
@@ -31,7 +40,7 @@ def written_back(unit: FSDPModule) -> Iterator[None]:
     """Context, in which a unit's weights are gathered: what is written into them comes to this rank's pieces, at the
     end, or before the unit's own forward inside, after which its weights are given back.
     """
-    groups = unit._get_fsdp_state()._fsdp_param_groups
+    groups = groups_of(unit)
     gathered = [(one, one._unsharded_param.data) for group in groups for one in group.fsdp_params]
 
     @torch.no_grad()

@@ -208,7 +208,8 @@ def _cost(func, args, kwargs, output, outputs: list[torch.Tensor]) -> float:
     elements = sum(t.numel() for t in outputs) if not _is_view(func) else 0
     flops = 0.0
     if func is _aten._scaled_dot_product_flash_attention_for_cpu.default:
-        flops = flop_counter.sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape)
+        (batch, heads, queries, width), keys, values = args[0].shape, args[1].shape[2], args[2].shape[3]
+        flops = 2 * batch * heads * queries * keys * (width + values)
     elif func._overloadpacket in flop_counter.flop_registry:
         flops = flop_counter.flop_registry[func._overloadpacket](*args, **kwargs, out_val=output)
     return float(flops) + ELEMENT_COST * elements
