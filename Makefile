@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 NPROC ?= 2
 # processes that run tests side by side, each with ranks of its own
 JOBS ?= 2
+# files of tests whose proofs run on a GPU too
+PROOFS := $(wildcard $(addprefix tests/test_,$(addsuffix .py,modules unlike parity domain sequence expert taken written complex)))
 PLAN ?= dp_shard=$(NPROC),zero=3
 # tests start some hundred processes: each would compile every module again that it imports
 unexport PYTHONDONTWRITEBYTECODE
@@ -51,6 +53,7 @@ test-long: $(VENV)/.installed
 # what a GPU alone can show; skipped where there is none
 test-gpu: $(VENV)/.installed
 	$(BIN)/python -m pytest -m gpu -n $(JOBS) --dist worksteal
+	$(BIN)/python -m pytest --proofs-on cuda -m "not long" -n $(JOBS) --dist worksteal $(PROOFS)
 
 test-mutations: $(VENV)/.installed
 	$(BIN)/python tests/mutations/run.py --write

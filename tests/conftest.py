@@ -27,9 +27,20 @@ settings.register_profile("search", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Proofs that name no device can be run on an accelerator."""
+    parser.addoption("--proofs-on", default="cpu", help="the type of the accelerator that proofs run on")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Tests run on the CPU, on machines with a GPU too; `-m gpu` are those that want one."""
-    if config.option.markexpr != "gpu":
+    """Tests run on the CPU, on machines with a GPU too; `-m gpu` are those that want one, `--proofs-on cuda` may."""
+    device = config.option.proofs_on
+    if device != "cpu":
+        from shardwise.proof.parity import verify
+
+        assert verify.__kwdefaults__ is not None
+        verify.__kwdefaults__["device"] = device
+    elif config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 

@@ -17,8 +17,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shardwise
+from shardwise.engine.check import added_up
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.ranks import RankPool
+from shardwise.step.loss import Loss
 
 
 def experts() -> tuple[nn.Module, TensorDataset]:
@@ -405,3 +407,17 @@ def beside(plan: str | None) -> list[float]:
 def test_what_a_script_calls_and_reads_beside_the_forward(plan: str, pool: RankPool) -> None:
     for found in pool.run(beside, 2, plan):
         assert found == pytest.approx(beside(None), rel=BAR)
+
+
+def test_sums_under_autocast_are_compared_as_its_dtype_rounds() -> None:
+    """Terms that cancel leave the rounding of all of them; without autocast float32 has to add up."""
+
+    class Cancelling(Loss):
+        terms = 10.0
+
+    whole = Cancelling(torch.tensor(0.4), 5.0)
+    assert not added_up("sum", whole, 0.43, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert added_up("sum", whole, 0.43, torch.float32) and not added_up("sum", whole, 1.4, torch.float32)
+        assert not added_up("weight", whole, 5.4, torch.float32) and not added_up("sum", whole, 0.43, torch.float64)
+    assert not added_up("sum", Loss(torch.tensor(0.4), 5.0), 0.43, torch.bfloat16)

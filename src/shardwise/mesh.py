@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise.comm import Axis, everybody, gather_json
+from shardwise.comm import Axis, refuse_shared_devices
 from shardwise.comm.recording import name_axes
-from shardwise.device import CPU, backend_of, device_uuid, on_host
+from shardwise.device import on_host
 from shardwise.errors import InputError
 from shardwise.layout import Grid, Plan
 from shardwise.layout.grid import AXES, INNER, SPACE
@@ -100,7 +100,7 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
         experts = _experts(plan, Grid(plan), 0, shard, data)
         everyone = Axis.alone("world")
         return Mesh(plan, 0, device, replicate, shard, data, gradients, (), tp, pp, everyone, *experts, None)
-    _refuse_shared_devices(device)
+    refuse_shared_devices(device)
     grid = Grid(plan)
     used = [a for a, n in zip(AXES, grid.shape, strict=True) if n > 1 or a in ("dp_replicate", "dp_shard")]
     shape = tuple(dict(zip(AXES, grid.shape, strict=True))[axis] for axis in used)
@@ -123,21 +123,6 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
     )  # fmt: skip
     name_axes(made.group_axes)
     return made
-
-
-def _refuse_shared_devices(device: torch.device) -> None:
-    """Raise `InputError` on all ranks where two of them have one accelerator, and a backend that refuses it later."""
-    world = dist.group.WORLD
-    if on_host(device) or backend_of(world, device) in (None, "gloo") or backend_of(world, CPU) is None:
-        return
-    held: dict[str, int] = {}
-    for rank, uuid in enumerate(gather_json(device_uuid(device), everybody(), CPU)):
-        if uuid is not None and held.setdefault(uuid, rank) != rank:
-            raise InputError(
-                f"ranks {held[uuid]} and {rank} have one accelerator, over which they cannot send each other anything: "
-                "start as many ranks on each host as it has accelerators. `shardwise train` and `shardwise run` may "
-                "start more (--nproc): those meet through the host's memory"
-            )
 
 
 def _rows(

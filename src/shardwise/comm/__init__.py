@@ -19,7 +19,7 @@ from shardwise.comm.collectives import (
 )
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.observe import Observer, tagged
-from shardwise.comm.text import everybody, gather_json, of_first
+from shardwise.comm.text import everybody, gather_json, of_first, refuse_shared_devices
 from shardwise.comm.together import Gathering, gathered_alone, gathered_together, ready
 from shardwise.comm.trail import Trail
 
@@ -47,6 +47,7 @@ __all__ = [
     "ready",
     "receive",
     "reduce_scatter",
+    "refuse_shared_devices",
     "send",
     "sum_over",
     "tagged",

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.collectives import Axis, broadcast, gather_rows
+from shardwise.device import CPU, backend_of, device_uuid, on_host
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.host import read
 
@@ -74,3 +75,18 @@ def _gathered(data: bytes, size: int, axis: Axis, device: torch.device) -> list[
     """Every rank's bytes, filled up to one size."""
     row = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
     return [bytes(told) for told in read(gather_rows(row.to(device, non_blocking=True), axis), "texts")]
+
+
+def refuse_shared_devices(device: torch.device) -> None:
+    """Raise `InputError` on all ranks where two of them have one accelerator, and a backend that refuses it later."""
+    world = dist.group.WORLD
+    if on_host(device) or backend_of(world, device) in (None, "gloo") or backend_of(world, CPU) is None:
+        return
+    held: dict[str, int] = {}
+    for rank, uuid in enumerate(gather_json(device_uuid(device), everybody(), CPU)):
+        if uuid is not None and held.setdefault(uuid, rank) != rank:
+            raise InputError(
+                f"ranks {held[uuid]} and {rank} have one accelerator, over which they cannot send each other anything: "
+                "start as many ranks on each host as it has accelerators. `shardwise train` and `shardwise run` may "
+                "start more (--nproc): those meet through the host's memory"
+            )

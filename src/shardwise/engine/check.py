@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from shardwise.device import autocast_states
 from shardwise.engine.alone import Untried, needs_gradients
 from shardwise.engine.choices import Again
 from shardwise.engine.evaluated import Evaluate, Runner, Seen, TakesGradients, WritesWeights, has_units
@@ -217,14 +218,23 @@ def _told_draw(path: str, op: str) -> str:
 
 
 def bar_of(dtype: torch.dtype) -> float:
-    """Returns what rounding may change in a result of this dtype, as a part of it."""
-    return {torch.float64: 1e-9, torch.float32: 1e-4}.get(dtype, 5e-2)
+    """Returns what rounding may change in a result of this dtype, as a part of it; float32 is less under autocast."""
+    narrow = dtype == torch.float32 and any(autocast_states())
+    return 5e-2 if narrow else {torch.float64: 1e-9, torch.float32: 1e-4}.get(dtype, 5e-2)
 
 
-def close(a: float, b: float, dtype: torch.dtype, least: float = 0.0) -> bool:
-    """Whether two sums are the same, but for rounding."""
+def close(a: float, b: float, dtype: torch.dtype, least: float = 0.0, terms: float = 0.0) -> bool:
+    """Whether two sums are the same, but for rounding.
+
+    terms   added up without their signs: where a dtype rounds much, sums of terms that cancel differ by a part of these
+    """
     bar = max(bar_of(dtype), least)
-    return abs(a - b) <= bar * max(abs(a), abs(b), 1e-6)
+    return abs(a - b) <= bar * max(abs(a), abs(b), 1e-6, terms if bar > 1e-3 else 0.0)
+
+
+def added_up(name: str, whole: Loss, value: float, dtype: torch.dtype, least: float = 0.0) -> bool:
+    """Whether a number of a loss is what its parts add up to, but for rounding."""
+    return close(whole.numbers()[name], value, dtype, least, whole.terms if name == "sum" else 0.0)
 
 
 def _apart(
@@ -233,7 +243,7 @@ def _apart(
     """The first number of the loss that does not add up: its name, the whole's, and the sum of the parts'."""
     for name, value in whole.numbers().items():
         parts = first.numbers().get(name, 0.0) + second.numbers().get(name, 0.0)
-        if not close(value, parts, dtype, least):
+        if not added_up(name, whole, parts, dtype, least):
             return name, value, parts
     return None
 
@@ -282,7 +292,7 @@ def _left_differs(run: Runner, left: list[str], of_first: Loss, whole: Any, part
 
 def _joined_differs(whole: Loss, joined: Loss, dtype: torch.dtype) -> list[str]:
     for name, value in whole.numbers().items():
-        if not close(value, joined.numbers().get(name, 0.0), dtype):
+        if not added_up(name, whole, joined.numbers().get(name, 0.0), dtype):
             return [
                 f'with loss_scope="global" the loss\'s {name} on a few samples is {value:.6g}, but '
                 f"{joined.numbers().get(name, 0.0):.6g} on the model's outputs for parts of them put together: return "

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from shardwise.engine.check import bar_of, close, finite, with_attributes_alone
+from shardwise.engine.check import added_up, bar_of, finite, with_attributes_alone
 from shardwise.engine.evaluated import Evaluate, Runner, Seen
 from shardwise.engine.samples import COSTLY_BYTES
 from shardwise.parallel.batchnorm import KnownStatistics, Statistics
@@ -117,7 +117,7 @@ def look_at_many(
 def _sums_differ(whole: Loss, parts: list[Loss], sizes: list[int], dtype: torch.dtype) -> list[str]:
     for name, value in whole.numbers().items() if finite(whole, *parts) else ():
         added = sum(part.numbers().get(name, 0.0) for part in parts)
-        if not close(value, added, dtype):
+        if not added_up(name, whole, added, dtype):
             return [
                 f"what the module gives for a sample hangs on how many there are: the loss's {name} on {sum(sizes)} "
                 f"samples is {value:.6g} against {added:.6g} on {_told(sizes)} of them, {_FOR_PARTS} (a branch by "

@@ -35,7 +35,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from shardwise.cluster import Cluster, Device, Figure, Tier
 from shardwise.cluster.cluster import Between
 from shardwise.cluster.tables import bus_factor
-from shardwise.comm import everybody, gather_json
+from shardwise.comm import everybody, gather_json, refuse_shared_devices
 from shardwise.device import device_count, device_name, memory_bytes, on_host, pace_us, synchronize
 from shardwise.errors import InputError
 from shardwise.measure.between_nodes import between_times
@@ -236,6 +236,7 @@ def _joined(place: LaunchedPlace, ranks: int | None, say: Say, budget: Budget, q
         )
     rank, _ = join(LIMIT_S)
     device, say = own_device(), say if rank == 0 else silent
+    refuse_shared_devices(device)
     nodes = nodes_of(gather_json((socket.gethostname(), place.local_rank), everybody(), device))
     mine = next(node for node in nodes if rank in node)
 

@@ -36,6 +36,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.device import seed_generators
 from shardwise.errors import RefusedPlan
 from shardwise.random.dims import PACKED, UNCLEAR, BatchDims, Drawn
 from shardwise.random.draws import DRAWS, BitSource
@@ -216,7 +217,7 @@ class GlobalRandom(TorchDispatchMode):
         tensors = [t for t in (output if isinstance(output, tuple) else (output,)) if isinstance(t, torch.Tensor)]
         if any(self._batch_dim(path, func, tuple(t.shape)) != -1 for t in tensors):
             raise RefusedPlan(_not_dealt(f"{func} in module '{path}'"))
-        torch.default_generator.manual_seed(key & (2**63 - 1))
+        seed_generators(key)  # a device draws by its own
         output = func(*args, **kwargs)
         torch.default_generator.manual_seed(mix(key))
         return output

@@ -310,7 +310,7 @@ class LossLook(LooksAtMore):
             )
 
     def _look(self, loss: Any, weight: Any, sources: list[torch.Tensor], reached: list[torch.Tensor]) -> list[str]:
-        bar = {torch.float64: 1e-9, torch.float32: 1e-4}.get(loss.dtype, 5e-2)
+        bar = self._tape.rounding(loss.dtype)
         value = loss.detach().item()
         for kept in (False, True) if self.samples < _FEW else (False,):
             try:

@@ -259,7 +259,7 @@ class Kept(Origins, TorchFunctionMode, Events):
         if own:
             self._refuse_undealt(given, self._held.count)
         of = frozenset[Outside]().union(*(one.of for one in made), self._numbers(numbers))
-        stood = None if given else torch.get_rng_state()
+        stood = None if given else generators(self._mesh.device)
         beside = any(one.beside for one in made)
         try:
             if func is torch.autograd.grad and in_a_forward(self._models):
@@ -277,7 +277,7 @@ class Kept(Origins, TorchFunctionMode, Events):
         read = frozenset[Outside]().union(*(one.read for one in made), self._numbers_read(numbers))
         self._tell_own(name, output, made)
         if stood is not None:
-            own, of = self._from_nowhere(results, args, kwargs, drawn=not torch.equal(stood, torch.get_rng_state()))
+            own, of = self._from_nowhere(results, args, kwargs, drawn=stood != generators(self._mesh.device))
             batch, self.drawn_for = self.drawn_for or self.following, None
         if writes(name) and args and isinstance(args[0], torch.Tensor):
             results.append(args[0])

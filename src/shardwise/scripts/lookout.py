@@ -384,6 +384,14 @@ class _OfOutputs(Loss):
     @property
     def total(self) -> torch.Tensor:
         """The sum, with its graph."""
+        return self._added(lambda each: each + each.square())  # not linear: a mean taken off would cancel in a sum
+
+    @property
+    def terms(self) -> float:
+        """The sum of its terms without their signs: narrow precision rounds by these."""
+        return float(self._added(lambda each: each.abs() + each.square()).detach())
+
+    def _added(self, term: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for leaf, at in zip(self._leaves, self._made.rows(self._leaves, self._count), strict=True):
             if not isinstance(leaf, torch.Tensor) or at is None or not leaf.is_floating_point():
@@ -392,6 +400,5 @@ class _OfOutputs(Loss):
             if len(samples) == self._count:
                 rows = samples.reshape(self._count, -1).double()
                 signs = torch.cos(torch.arange(rows.shape[1], dtype=torch.float64, device=rows.device))
-                each = (rows * signs).sum(dim=1)  # (count,)
-                total = total + (each + each.square()).sum()  # not linear: a mean taken off would cancel in a sum
+                total = total + term((rows * signs).sum(dim=1)).sum()  # of (count,)
         return total

@@ -24,6 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from shardwise.device import generators
+from shardwise.engine.check import bar_of
 from shardwise.part.levels import Distributed
 from shardwise.scripts.stated import NOTHING, Stated, asks, stated
 
@@ -54,7 +56,7 @@ class LossTape(TorchFunctionMode):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.kind = device.type
+        self.device, self.kind = device, device.type
         self.inside = False
         self.paused = self.idle = False
         self.operations: list[Operation] = []
@@ -64,6 +66,11 @@ class LossTape(TorchFunctionMode):
         self.made: dict[
             Any, dict[float, str]
         ] = {}  # by a node of autograd, where the numbers come from that it was given
+
+    def rounding(self, dtype: torch.dtype) -> float:
+        """Returns what rounding may change in a loss of this dtype, as a part of it."""
+        narrow = any(one.autocast[0] for one in self.operations)
+        return bar_of(self.operations[0].autocast[1] if narrow and dtype == torch.float32 else dtype)
 
     def clear(self) -> None:
         """Forget what was recorded."""
@@ -84,9 +91,9 @@ class LossTape(TorchFunctionMode):
         given, name = tensors_in((args, kwargs)), getattr(func, "__name__", "")
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
         before = first.detach().clone() if first is not None and writes(name) else None
-        stood = torch.get_rng_state()
+        stood = generators(self.device)
         output = func(*args, **kwargs)
-        drawn = not torch.equal(stood, torch.get_rng_state())
+        drawn = stood != generators(self.device)
         if name in _NUMBERS and isinstance(output, int | float) and not self.inside:
             self.numbers.append((float(output), given[0]))
         elif (before is not None and not drawn) or (before is None and tensors_in(output)):

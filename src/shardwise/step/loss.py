@@ -42,6 +42,11 @@ class Loss:
     weight: torch.Tensor | float
     extras: dict[str, Extra] = field(default_factory=dict)
 
+    @property
+    def terms(self) -> float:
+        """The sum of its samples' terms without their signs, where that is known; else 0."""
+        return 0.0
+
     def with_extras(self, extras: dict[str, Extra]) -> Loss:
         """A copy with more extra terms."""
         return Loss(self.total, self.weight, {**self.extras, **extras})

@@ -266,13 +266,14 @@ def train_rank(job: Job) -> dict[str, Any]:
 
 def _joined(job: Job, forecast: dict[str, Any] | None, resume: str | None) -> Run:
     """One rank of a world that a launcher started: rank 0 makes the folder and tells the others."""
-    from shardwise.comm import everybody, gather_json
+    from shardwise.comm import everybody, gather_json, refuse_shared_devices
     from shardwise.ranks import join
     from shardwise.ranks.launchers import own_device
 
     config = job.effective.config.train
     rank, _ = join(deadlines=_deadlines(config))
     device = own_device("cpu" if job.effective.config.train.device == "cpu" else None)
+    refuse_shared_devices(device)
     placed, error = job, ""
     with ExitStack() as stack:
         if rank == 0:
