@@ -35,6 +35,7 @@ from shardwise.comm import Gathering, Trail, all_reduce, broadcast, ready
 from shardwise.comm.tree import FixedOrder, ReduceInOrder
 from shardwise.errors import RefusedPlan
 from shardwise.mesh import Mesh
+from shardwise.parallel.fsdp import can_cut, know_detach, reduce_unused
 from shardwise.parallel.slots import Slot, ValueOf, bring_back, joined
 from shardwise.part import Part
 from shardwise.part.pairs import as_complex, pairs_in
@@ -103,6 +104,7 @@ class FullShard:
         self.pairs = pairs_in(module)  # names of those that are complex outside
         self._of_pairs = {id(param) for name, param in module.named_parameters() if name in self.pairs}
         self._whole = {id(param) for param in held if not self._dims(param) or param.numel() == 0}
+        self._whole |= {id(param) for param in held if not can_cut(param)}
         self._whole |= {id(param) for child in module.modules() if getattr(child, "held_whole", False)
                         for param in child.parameters(recurse=False)}  # fmt: skip
         self._whole_gradients: dict[int, torch.Tensor] = {}
@@ -124,6 +126,7 @@ class FullShard:
 
     def _shard(self, module: nn.Module, units: list[nn.Module], mesh: Mesh) -> None:
         assert mesh.device_mesh is not None
+        know_detach()
         device_mesh = mesh.device_mesh if self._replicas > 1 else mesh.device_mesh["dp_shard"]
         ranks = mesh.shard.size
         precision = self.precision
@@ -148,8 +151,7 @@ class FullShard:
             shard.set_force_sum_reduction_for_comms(True)
             if self.order is not None:
                 shard.set_custom_reduce_scatter(ReduceInOrder(self.order))
-        if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13: ranks may differ inside a unit
-            module.set_reduce_scatter_unused_params(True)
+        reduce_unused(module)  # ranks may differ inside a unit
         for unit, name in zip(self.units, self._names, strict=True):
             unit.register_forward_pre_hook(lambda m, a, name=name: self._trail.mark(name), prepend=True)
             if mesh.plan.domain_depth > 1:

@@ -27,10 +27,10 @@ from torch.distributed.fsdp import FSDPModule
 import shardwise
 from shardwise.engine.engine import Engine
 from shardwise.errors import RefusedPlan
+from shardwise.parallel.fsdp import groups_of
 from shardwise.scripts.calls import Calls
 from shardwise.scripts.entries import Way
 from shardwise.scripts.saying import names_line
-from shardwise.scripts.units import groups_of
 
 _OURS = (str(Path(shardwise.__file__ or "").parent), str(Path(torch.__file__ or "").parent / "distributed"))
 _STATE = {"_tensor_cuts", "_read_outside", "_set_outside", "_is_fsdp_managed_module", "_fsdp_use_orig_params"}

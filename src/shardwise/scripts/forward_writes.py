@@ -26,10 +26,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shardwise.errors import RefusedPlan
 from shardwise.host import read
+from shardwise.parallel.fsdp import groups_of
 from shardwise.parallel.full import FullShard
 from shardwise.scripts.moved import parameters_of_units, refuse_replaced
 from shardwise.scripts.saying import names_line
-from shardwise.scripts.units import groups_of
 from shardwise.step.state import RankState
 
 _LOWER = (

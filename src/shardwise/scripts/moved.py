@@ -25,10 +25,10 @@ from shardwise.engine.alike import HeldAlike, elements
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RunError
 from shardwise.host import put
+from shardwise.parallel.fsdp import groups_of
 from shardwise.parallel.slots import Slot
 from shardwise.scripts.optimizer import THAWS
 from shardwise.scripts.saying import names_line
-from shardwise.scripts.units import groups_of
 
 _STEPS = 3
 _AGAIN = 50  # steps from one look at whose parameters the model has to the next

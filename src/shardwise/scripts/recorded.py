@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from shardwise.parallel.fsdp import groups_of
 from shardwise.parallel.full import FullShard
-from shardwise.scripts.units import groups_of
 from shardwise.trace.functional import transforming
 
 _KNOWN: WeakSet[Recorded] = WeakSet()

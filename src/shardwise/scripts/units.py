@@ -10,14 +10,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import distribute_tensor
 
-
-def groups_of(unit: FSDPModule) -> list[Any]:
-    """Returns FSDP2's groups of a unit's parameters: one or none before torch 2.12, which has several for several
-    meshes."""
-    state = unit._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return state._fsdp_param_groups
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+from shardwise.parallel.fsdp import groups_of
 
 
 def held_by_units(module: torch.nn.Module) -> list[Any]:

@@ -19,6 +19,10 @@ from shardwise.trace.own_calls import OwnCalls
 from shardwise.trace.taken import SEVERAL_AT_ONCE, Taken, listed
 
 _aten = torch.ops.aten
+_ATTENTION = {
+    _aten._scaled_dot_product_flash_attention_for_cpu, _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_efficient_attention, _aten._scaled_dot_product_cudnn_attention,
+}  # fmt: skip
 ELEMENT_COST = 50.0  # floating-point operations in the time that one element of an op's result takes in memory
 
 
@@ -207,7 +211,7 @@ def _cost(func, args, kwargs, output, outputs: list[torch.Tensor]) -> float:
     """Floating-point operations, and elements of the result as `ELEMENT_COST` each."""
     elements = sum(t.numel() for t in outputs) if not _is_view(func) else 0
     flops = 0.0
-    if func is _aten._scaled_dot_product_flash_attention_for_cpu.default:
+    if func._overloadpacket in _ATTENTION:  # torch 2.11 counts none whose keys have fewer heads
         (batch, heads, queries, width), keys, values = args[0].shape, args[1].shape[2], args[2].shape[3]
         flops = 2 * batch * heads * queries * keys * (width + values)
     elif func._overloadpacket in flop_counter.flop_registry:

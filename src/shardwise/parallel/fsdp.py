@@ -1,0 +1,62 @@
+"""What FSDP2 calls otherwise, or lacks, in one of the versions of torch that are supported (2.11 to 2.13).
+
+    2.11   one group of parameters for each unit; 2.12 has a list
+    2.11   shards no integers, and casts them where precision is mixed: they are held whole
+    2.12   and before: no gradients of zeros for what one rank alone leaves out, so ranks of a routed model would come
+           to reduce-scatters of different sizes; and DTensor does not know `detach_`
+
+torch itself is asked which it is, but for integers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._ops._tensor_ops import propagate_single_input_strategy
+
+
+def groups_of(unit: FSDPModule) -> list[Any]:
+    """Returns FSDP2's groups of a unit's parameters: one or none in torch 2.11, later one for each mesh."""
+    state = unit._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def can_cut(param: torch.Tensor) -> bool:
+    """Returns whether FSDP2 shards a parameter of this type: torch 2.11 lets every shard require gradients."""
+    return param.is_floating_point() or param.is_complex() or torch.__version__ >= (2, 12)
+
+
+def reduce_unused(root: FSDPModule) -> None:
+    """Let every rank reduce zeros for parameters that its own backward does not reach: others' may."""
+    if hasattr(root, "set_reduce_scatter_unused_params"):
+        root.set_reduce_scatter_unused_params(True)
+        return
+    assert isinstance(root, torch.nn.Module)
+    for unit in root.modules():
+        for group in groups_of(unit) if isinstance(unit, FSDPModule) else ():
+            group.post_backward = _with_zeros(group, group.post_backward)
+
+
+def _with_zeros(group: Any, own: Any) -> Any:
+    def post_backward(*unused: Any) -> None:
+        for held in group.fsdp_params if group.reduce_grads else ():
+            param = getattr(held, "_unsharded_param", None)
+            if param is None or not param.requires_grad or held.unsharded_accumulated_grad is not None:
+                continue
+            if torch.Tensor.grad.__get__(param) is None:  # not what a script sees in its place
+                torch.Tensor.grad.__set__(param, torch.zeros_like(param))
+        own(*unused)
+
+    return post_backward
+
+
+def know_detach() -> None:
+    """Let DTensor take `detach_`, which autograd does to a weight made whole in a forward without gradients."""
+    known, operation = DTensor._op_dispatcher.sharding_propagator, torch.ops.aten.detach_.default
+    if operation not in known.op_strategy_funcs:
+        known.register_op_strategy(operation, propagate_single_input_strategy)
