@@ -12,10 +12,11 @@ import torch
 from test_mock_device import CASES, MORE, named
 from test_prepare import SCRIPTS as SOURCES
 from test_prepare import changed, run_script, same
+from torch import nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
-from shardwise import parallelize, verify
+from shardwise import Task, parallelize, verify
 from shardwise.errors import RunError
 from shardwise.models import tasks
 from shardwise.ranks import RankPool
@@ -36,6 +37,26 @@ def test_cuda_equals_cpu_in_float64():
 
 
 PROVEN = [(task, plan) for task, plan, *_ in CASES + MORE if "precision" not in plan]
+PROVEN += [("unlike_tasks:final_state", "dp_shard=2,zero=2"), ("unlike_tasks:final_state", "dp_shard=2,zero=3"),
+           ("unlike_tasks:final_state_gru", "tp=2"), ("test_gpu:tagger", "dp_replicate=2")]  # fmt: skip
+
+
+class Tagger(nn.Module):
+    """A recurrent layer with dropout between its levels, which cuDNN draws in a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory, self.out = nn.LSTM(6, 8, num_layers=2, dropout=0.3, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.memory(x)[0])
+
+
+def tagger() -> Task:
+    def batch(step: int) -> torch.Tensor:
+        return torch.randn(6, 5, 6, generator=torch.Generator().manual_seed(step))
+
+    return Task(Tagger, batch=batch, loss=lambda out, x: (out.square().sum(), len(x)), inputs=lambda x: ((x,), {}))
 
 
 @pytest.mark.parametrize(("task", "plan"), PROVEN)

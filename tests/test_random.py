@@ -380,3 +380,24 @@ def test_a_kernel_that_is_wrong_or_cannot_be_made_is_not_used(monkeypatch: pytes
         monkeypatch.setattr(hashing, "gives_the_bits", gives)
         assert not hashing.has_kernel.__wrapped__(torch.device("xpu"))
         assert why in told.pop("xpu")
+
+
+class Noted(nn.LSTM):
+    """Tells whether cuDNN was allowed in its forward."""
+
+    def forward(self, *args, **kwargs):
+        self.allowed = torch.backends.cudnn.enabled
+        return super().forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("layers", "dropout", "training"), [(2, 0.1, True), (2, 0.1, False), (1, 0.0, True)])
+def test_recurrent_layers_draw_where_masks_are_seen(layers: int, dropout: float, training: bool) -> None:
+    """cuDNN draws in its kernel, from a state of its own: the layer runs without it, and what follows with it."""
+    module = nn.Sequential(Noted(4, 4, num_layers=layers, dropout=dropout)).train(training)
+    for mode in (GlobalRandom(BatchDims()), ConstantRandom()):
+        with mode.watching(module):
+            module(torch.randn(3, 2, 4))
+        assert module[0].allowed is not (dropout > 0 and training) and torch.backends.cudnn.enabled
+        with pytest.raises(RuntimeError), mode.watching(module):
+            module(torch.randn(3, 2, 5))
+        assert torch.backends.cudnn.enabled

@@ -262,6 +262,13 @@ def generators_kept() -> Iterator[None]:
             set_generator_state(device, own)
 
 
+def allow_cudnn(yes: bool) -> bool:
+    """Let torch take cuDNN's kernels, or not, from now on; returns whether it took them before."""
+    before = torch._C._get_cudnn_enabled()
+    torch._C._set_cudnn_enabled(yes)  # directly: torch's own tests forbid to assign the flag
+    return before
+
+
 def attention_as_ops(yes: bool = True) -> AbstractContextManager[None]:
     """Returns a context in which an accelerator's attention runs as single ops, so that modes see its dropout.
 

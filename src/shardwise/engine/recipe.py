@@ -72,6 +72,11 @@ class Applied:
     chunks: Chunks | None = None  # where wide tensors are computed in chunks of positions
 
 
+def _stay() -> None:
+    """In place of `flatten_parameters` of recurrent layers, which gives weights other memory for cuDNN in each forward
+    that finds them changed: a plan holds theirs, and would gather and publish into what they have left."""
+
+
 def apply_plan(
     task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: int, few: Any = None, samples: int | None = None,
     enclosed: Collection[str] = (),
@@ -87,6 +92,9 @@ def apply_plan(
     """
     built, value_of = build_everywhere(task, seed, mesh.world, mesh.device)
     module = built.module
+    for child in module.modules():
+        if isinstance(child, nn.RNNBase):
+            child.flatten_parameters = _stay
     notices = [built.notice] if built.notice else []
     refuse(module, plan)
     refuse_scripted(module, plan)

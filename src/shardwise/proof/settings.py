@@ -63,4 +63,5 @@ def nudged(tensor: torch.Tensor, settings: Settings, place: int) -> torch.Tensor
         return tensor
     generator = torch.Generator().manual_seed(1000003 * settings.nudge + place)
     signs = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor.dtype) * 2 - 1
+    signs = signs.to(tensor.device)
     return tensor * (1 + signs * torch.finfo(tensor.dtype).eps)

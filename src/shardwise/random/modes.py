@@ -36,7 +36,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.device import seed_generators
+from shardwise.device import allow_cudnn, seed_generators
 from shardwise.errors import RefusedPlan
 from shardwise.random.dims import PACKED, UNCLEAR, BatchDims, Drawn
 from shardwise.random.draws import DRAWS, BitSource
@@ -110,16 +110,29 @@ class _Paths:
         return None if packed is None or rows is None else (packed, rows)
 
 
+def _draws_inside(module: nn.Module) -> bool:
+    """Whether cuDNN would draw this layer's masks in a kernel, from a state of its own."""
+    return isinstance(module, nn.RNNBase) and module.training and module.dropout > 0 and module.num_layers > 1
+
+
 @contextmanager
 def _watched(module: nn.Module, paths: _Paths) -> Iterator[None]:
     handles = []
+    cudnn: list[bool] = []  # before each layer that runs without it
     for path, child in module.named_modules():
 
         def enter(module: nn.Module, args: tuple, kwargs: dict, path: str = path) -> None:
             paths.enter(path, packed_among((*args, *kwargs.values())))
+            if _draws_inside(module):
+                cudnn.append(allow_cudnn(False))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if _draws_inside(module):
+                allow_cudnn(cudnn.pop())
+            paths.leave()
 
         handles.append(child.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-        handles.append(child.register_forward_hook(lambda m, a, o: paths.leave(), always_call=True))
+        handles.append(child.register_forward_hook(leave, always_call=True))
     try:
         yield
     finally:
@@ -252,14 +265,15 @@ def python_restored() -> Iterator[None]:
 
 
 def _inert_dropout(func, args, kwargs) -> bool:
-    """Whether an op that can draw (fused attention, recurrent layers) has its dropout off."""
-    if func is _aten.native_dropout.default:
-        return args[2] is False
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.name in ("dropout_p", "dropout"):
-            rate = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
-            return not rate
-    return False
+    """Whether an op that can draw (dropout, fused attention, recurrent layers) has its dropout off."""
+    given = {
+        argument.name: args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
+        for place, argument in enumerate(func._schema.arguments)
+    }
+    if given.get("train") is False:
+        return True
+    rate = given.get("dropout_p", given.get("dropout"))
+    return ("dropout_p" in given or "dropout" in given) and not rate
 
 
 def _is_share(like: Any, shape: tuple[int, ...]) -> bool:
