@@ -162,7 +162,10 @@ def test_a_packed_layer_is_traced_by_its_lengths(model: type) -> None:
     found = trace(task, 6)
     gates = 2 * 4 * 6 * (8 + 6 + 12 + 6)  # two directions, four gates, of two layers
     rows, places = 6 * 4, 6 * 7
-    assert found.flops == 3 * 2 * (rows * gates + places * 12 * 5)
+    products = 3 * 2 * (rows * gates + places * 12 * 5)
+    if torch.__version__ < (2, 13):  # op by op where mkldnn has packed layers since: first states need no gradient
+        products -= 4 * 2 * 6 * (4 * 6) * 6
+    assert found.flops == products
     assert found.by_batch, "told: the lengths are those of the first sample"
     assert found.peak == pytest.approx(_really_live(task), rel=0.02)
 
