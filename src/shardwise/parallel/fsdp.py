@@ -3,7 +3,8 @@
     2.11   one group of parameters for each unit; 2.12 has a list
     2.11   shards no integers, and casts them where precision is mixed: they are held whole
     2.12   and before: no gradients of zeros for what one rank alone leaves out, so ranks of a routed model would come
-           to reduce-scatters of different sizes; and DTensor does not know `detach_`
+           to reduce-scatters of different sizes; DTensor does not know `detach_`; a unit that runs inside a transform
+           of `torch.func` would not gather its weights in backward, and is refused
 
 torch itself is asked which it is, but for integers.
 """
@@ -14,8 +15,12 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._ops._tensor_ops import propagate_single_input_strategy
+
+from shardwise.errors import RefusedPlan
+from shardwise.trace.functional import transforming
 
 
 def groups_of(unit: FSDPModule) -> list[Any]:
@@ -60,3 +65,17 @@ def know_detach() -> None:
     known, operation = DTensor._op_dispatcher.sharding_propagator, torch.ops.aten.detach_.default
     if operation not in known.op_strategy_funcs:
         known.register_op_strategy(operation, propagate_single_input_strategy)
+
+
+def refuse_transforms(unit: torch.nn.Module, name: str) -> None:
+    """Let a unit refuse to run inside a transform of `torch.func`, where this version's units cannot."""
+
+    def refuse(*given: Any) -> None:
+        if transforming():
+            raise RefusedPlan(
+                f"{name} of zero=3 runs inside a transform of torch.func, which units of torch {torch.__version__} "
+                "cannot: use zero=2, or torch 2.13"
+            )
+
+    if not RegisterPostBackwardFunction.generate_vmap_rule:
+        unit.register_forward_pre_hook(refuse, prepend=True)

@@ -35,7 +35,7 @@ from shardwise.comm import Gathering, Trail, all_reduce, broadcast, ready
 from shardwise.comm.tree import FixedOrder, ReduceInOrder
 from shardwise.errors import RefusedPlan
 from shardwise.mesh import Mesh
-from shardwise.parallel.fsdp import can_cut, know_detach, reduce_unused
+from shardwise.parallel.fsdp import can_cut, know_detach, reduce_unused, refuse_transforms
 from shardwise.parallel.slots import Slot, ValueOf, bring_back, joined
 from shardwise.part import Part
 from shardwise.part.pairs import as_complex, pairs_in
@@ -144,7 +144,7 @@ class FullShard:
         options = {"mesh": device_mesh, "reshard_after_forward": True, "shard_placement_fn": placement}
         options |= {"mp_policy": policy, "ignored_params": whole | self._absent}
         for unit in [*inner_first(units), module]:
-            fully_shard(unit, **options)
+            fully_shard([unit], **options)  # a list: torch 2.11 takes no `ModuleList` by itself
         shards = [child for child in module.modules() if isinstance(child, FSDPModule)]
         for shard in shards:
             shard.set_gradient_divide_factor(1.0)
@@ -154,6 +154,7 @@ class FullShard:
         reduce_unused(module)  # ranks may differ inside a unit
         for unit, name in zip(self.units, self._names, strict=True):
             unit.register_forward_pre_hook(lambda m, a, name=name: self._trail.mark(name), prepend=True)
+            refuse_transforms(unit, name)
             if mesh.plan.domain_depth > 1:
                 unit.register_forward_hook(lambda m, a, output: tree_map_only(Part, _without_margin, output))
         module.register_forward_hook(lambda m, a, o: self._trail.mark(_END))
