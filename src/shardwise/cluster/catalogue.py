@@ -53,6 +53,8 @@ def device(name: str) -> tuple[Device, Tier]:
     found = Device(
         name=key,
         sustained_bf16_tflops=figure("sustained_bf16_tflops"),
+        fp32_tflops=figure("fp32_tflops"),
+        tf32_tflops=figure("tf32_tflops"),
         host_gbps=figure("host_gbps"),
         table=row["table"],
         products_of=row["products_of"],

@@ -24,6 +24,7 @@ OPTIONAL = (
     "fp8_tflops",
     "sustained_bf16_tflops",
     "fp32_tflops",
+    "tf32_tflops",
     "host_gbps",
     "op_us",
     "correction",
@@ -57,7 +58,8 @@ class Device:
     bf16_tflops: Figure
     memory_gb: Figure
     memory_bandwidth_gbps: Figure
-    fp32_tflops: Figure | None = None
+    fp32_tflops: Figure | None = None  # of float32 as torch multiplies it by default, without tensor cores
+    tf32_tflops: Figure | None = None  # of convolutions of float32, which torch has tensor cores round
     fp8_tflops: Figure | None = None
     sustained_bf16_tflops: Figure | None = None  # best matrix product at steady clocks
     host_gbps: Figure | None = None

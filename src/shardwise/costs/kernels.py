@@ -18,6 +18,8 @@ from shardwise.cluster.catalogue import read
 from shardwise.errors import InputError
 
 ROOFLINE_SHARE = 0.70  # of the data sheet's rate, for large products without a table (assumed)
+WIDE_REACHED = 0.85  # of the data sheet's rate of float32 off tensor cores (assumed; with it a step of a small decoder
+# in float32 is forecast within 3% of what an H200 took)
 STREAM_SHARE = 0.85  # of the data sheet's memory bandwidth, without a measurement (assumed)
 # Adding a product into a float32 matrix costs this share of reading and writing that matrix. SimuMax's products with
 # 4096 tokens: 0.43 on A100 (0.71 of peak against 0.75), 0.35 on B200 (0.455 against 0.49)
@@ -68,9 +70,17 @@ def _own_rates(
 
 def peak_tflops(device: Device, dtype: str) -> float:
     """The data sheet's rate for a dtype."""
-    if dtype == "fp32" and device.fp32_tflops is not None:
-        return device.fp32_tflops.value
-    return device.bf16_tflops.value / (2 if dtype == "fp32" else 1)
+    if dtype != "fp32":
+        return device.bf16_tflops.value
+    own = [each.value for each in (device.fp32_tflops, device.tf32_tflops) if each is not None]
+    return max(own, default=device.bf16_tflops.value / 2)
+
+
+def wide_rate(device: Device) -> float:
+    """TFLOP/s of large products of float32 as torch takes them by default: not on tensor cores."""
+    if device.fp32_tflops is None:
+        return device.bf16_tflops.value * WIDE_SHARE * WIDE_REACHED
+    return device.fp32_tflops.value * (1.0 if device.fp32_tflops.kind == "measured" else WIDE_REACHED)
 
 
 @dataclass(frozen=True)
@@ -145,11 +155,20 @@ class Kernels:
         """The rate of large products without a table."""
         d = self.device
         if self.dtype == "fp32":
-            if d.fp32_tflops is not None:
-                return d.fp32_tflops.value
-            return d.bf16_tflops.value / 2 * ROOFLINE_SHARE  # TF32 on tensor cores
+            return wide_rate(d)
         share = 1.0 if d.bf16_tflops.kind == "measured" else ROOFLINE_SHARE
         return d.sustained_bf16_tflops.value if d.sustained_bf16_tflops else d.bf16_tflops.value * share
+
+    @property
+    def element(self) -> float:
+        """Bytes of a number."""
+        return 4.0 if self.dtype == "fp32" else 2.0
+
+    @property
+    def large_convolutions_tflops(self) -> float:
+        """The rate of products inside large convolutions, of which torch lets tensor cores round float32."""
+        wide = self.device.tf32_tflops if self.dtype == "fp32" else None
+        return self.peak_tflops if wide is None else wide.value * ROOFLINE_SHARE
 
     def product(self, m: float, n: float, k: float, *, accumulate: bool = False) -> float:
         """(m, k) x (k, n). `accumulate`: the result is added into a float32 matrix."""
@@ -159,7 +178,7 @@ class Kernels:
         if table is not None:
             seconds = table.seconds(m, n, k) / self.share
         else:
-            moved = 2.0 * (m * k + k * n + m * n)
+            moved = self.element * (m * k + k * n + m * n)
             seconds = max(2.0 * m * n * k / (self.peak_tflops * 1e12), moved / self.bandwidth)
         if accumulate:
             seconds += ACCUMULATED * 8.0 * m * n / self.bandwidth
@@ -212,13 +231,13 @@ class Kernels:
         """`batch` products with a short k: bound by the device's rate or by the bytes that they write."""
         table = self.table
         best = table.best * self.share if table else self.peak_tflops
-        moved = 2.0 * batch * (m * k + k * n + m * n)
+        moved = self.element * batch * (m * k + k * n + m * n)
         rate = best * BATCHED_SHARE * 1e12
         return max(2.0 * batch * m * n * k / rate, moved / self.bandwidth) + self.launch_us * 1e-6
 
     def wide_product(self, batch: float, m: float, n: float, k: float) -> float:
         """`batch` products in float32 as PyTorch does them by default: not on tensor cores."""
-        rate = self.device.bf16_tflops.value * WIDE_SHARE * 1e12
+        rate = wide_rate(self.device) * 1e12
         moved = 4.0 * batch * (m * k + k * n + m * n)
         return max(2.0 * batch * m * n * k / rate, moved / self.bandwidth) + self.launch_us * 1e-6
 
@@ -238,9 +257,17 @@ class Kernels:
             rates, scale = self._borrowed(kernel, direction, head_dim)
         if not rates:
             share = ATTENTION_SHARE.get(kernel, 0.5) * (BACKWARD_SHARE if backward else 1.0)
-            return self.device.bf16_tflops.value * share
+            return self.device.bf16_tflops.value * share * self._slower
         points = rates[min(rates, key=lambda d: abs(d - head_dim))]
-        return scale * _log_read(points, seq)
+        return scale * _log_read(points, seq) * (1.0 if own else self._slower)
+
+    @property
+    def _slower(self) -> float:
+        """Float32's rate over that of the dtypes which attention kernels were measured in."""
+        if self.dtype != "fp32":
+            return 1.0
+        wide = self.device.fp32_tflops
+        return WIDE_SHARE if wide is None else wide.value / self.device.bf16_tflops.value
 
     def _borrowed(self, kernel: str, direction: str, head_dim: float) -> tuple[dict, float]:
         """Rates on another device, one of its generation first, scaled by what products reach on both.

@@ -66,7 +66,7 @@ def _convolution_backward(shape: Sequence[float], times: float, kernels: Kernels
 
 def _of_large(flops: float, moved: float, kernels: Kernels) -> float:
     """A convolution where none was measured: at a share of the rate of large products."""
-    return flops / (kernels.peak_tflops * 1e12 * CONV_SHARE) + kernels.stream(moved, 1)
+    return flops / (kernels.large_convolutions_tflops * 1e12 * CONV_SHARE) + kernels.stream(moved, 1)
 
 
 # kind -> which of the factors of a probed device it has (`kernels.KINDS`), and its seconds alone
