@@ -35,7 +35,6 @@ EQUAL = [
     ("gathers_when_built", REPLICAS), ("gathers_in_forward", FULL), ("into_its_input", FULL),
     ("remembering", "tp=2,pp=2"),
 ]  # fmt: skip
-TRANSFORMED = [("mapped", FULL), ("jacobian_inside", FULL), ("jacobian", FULL), ("sensitivity", FULL)]  # whole units
 REFUSED = [
     ("sparse_parameter", REPLICAS, "'weight' is a tensor of layout torch.sparse_coo"),
     ("sparse_parameter", "pp=2", "'weight' is a tensor of layout torch.sparse_coo"),
@@ -50,10 +49,7 @@ REFUSED = [
 @pytest.mark.parametrize(("name", "plan"), EQUAL)
 def test_equal(pool: RankPool, name: str, plan: str) -> None:
     result = verify(f"unlike_tasks:{name}", plan, pool=pool, timeout_s=60)
-    if (name, plan) in TRANSFORMED and torch.__version__ < (2, 13):
-        assert result.refused and "use zero=2, or torch 2.13" in result.refused, result.text()
-    else:
-        assert result.parity, result.text()
+    assert result.parity, result.text()
 
 
 @pytest.mark.parametrize(("name", "plan", "reason"), REFUSED)

@@ -308,12 +308,12 @@ def _looked(state: RankState, masks: bool) -> tuple[dict[str, str], Findings | N
     except InsideTransform as inside:
         if state.staged is not None:  # other stages would wait for this one
             raise RefusedPlan(
-                f"unit '{inside}' runs inside a torch.func transform with a backward (grad, vjp, jacrev), where zero=3 "
-                "cannot gather its weights: let wrap= name modules whose own forward calls the transform, or use zero=2"
+                f"unit '{inside}' runs inside a torch.func transform, where zero=3 cannot gather its weights: let "
+                "wrap= name modules whose own forward calls the transform, or use zero=2"
             ) from None
         around = str(inside).rpartition(".")[0]
         beside = [path for path in units if not around or path.startswith(f"{around}.")]
-        return dict.fromkeys(beside, "runs inside a torch.func transform with a backward (grad, vjp, jacrev)"), None
+        return dict.fromkeys(beside, "runs inside a torch.func transform"), None
     except WritesWeights as written:
         return dict.fromkeys(written.names, _WRITTEN), None
     except TakesGradients:

@@ -21,6 +21,7 @@ from shardwise.device import attention_as_ops
 from shardwise.engine.replaced import refuse_replaced, replacements
 from shardwise.errors import RefusedPlan
 from shardwise.parallel.batchnorm import FindBatchNorm, KnownStatistics
+from shardwise.parallel.fsdp import IN_TRANSFORM, UNITS_IN_TRANSFORMS
 from shardwise.part.levels import Distributed
 from shardwise.random import ConstantRandom, GlobalRandom, Samples
 from shardwise.step.loss import Loss
@@ -174,15 +175,17 @@ class Seen(TorchDispatchMode):
                 if path:
                     self.into_arguments.enter(child, path, args, kwargs)
             self.running.append(child)
-            if isinstance(child, FSDPModule):
-                _refuse_differentiated(path)
 
         def leave(child: nn.Module, args: Any, output: Any) -> None:
             self.into_arguments.leave(child)
             self.widest = max([self.widest, *(one.nbytes for one in tree_leaves(output) if torch.is_tensor(one))])
-            self.running.pop()  # must return None: a hook's result would replace the output
+            if self.running[-1:] == [child]:  # else one that was refused before it ran
+                self.running.pop()  # must return None: a hook's result would replace the output
 
         for path, child in self.module.named_modules():
+            if isinstance(child, FSDPModule):  # before its own hook
+                refuse = partial(_refuse_transformed, path)
+                handles.append(child.register_forward_pre_hook(lambda m, a, refuse=refuse: refuse(), prepend=True))
             handles.append(child.register_forward_pre_hook(partial(enter, path), with_kwargs=True))
             handles.append(child.register_forward_hook(leave, always_call=True))
         original = torch_checkpoint.CheckpointFunction.apply
@@ -282,14 +285,19 @@ class Seen(TorchDispatchMode):
         ]
 
 
-def _refuse_differentiated(path: str) -> None:
-    """A unit of zero=3 copies its weights into place when its forward begins, which such a transform forbids."""
-    if differentiating() and path:
+def _refuse_transformed(path: str) -> None:
+    """A unit of zero=3 copies its weights into place when its forward begins, which derivatives forbid, and torch
+    before 2.13 in every transform.
+    """
+    refused = differentiating() or (transforming() and not UNITS_IN_TRANSFORMS)
+    if refused and path:
         raise InsideTransform(path)
-    if differentiating():
+    if refused:
         raise RefusedPlan(
             "the whole model runs inside a torch.func transform with a backward (grad, vjp, jacrev), where zero=3 "
             "cannot gather its weights: use zero=2"
+            if differentiating()
+            else f"the whole model{IN_TRANSFORM}"
         )
 
 

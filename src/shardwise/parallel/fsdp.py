@@ -4,13 +4,16 @@
     2.11   shards no integers, and casts them where precision is mixed: they are held whole
     2.12   and before: no gradients of zeros for what one rank alone leaves out, so ranks of a routed model would come
            to reduce-scatters of different sizes; DTensor does not know `detach_`; a unit that runs inside a transform
-           of `torch.func` would not gather its weights in backward, and is refused
+           of `torch.func` would not gather its weights in backward: it belongs into the unit around it, as one
+           inside derivatives does in every version
 
 torch itself is asked which it is, but for integers.
 """
 
 from __future__ import annotations
 
+import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +24,12 @@ from torch.distributed.tensor._ops._tensor_ops import propagate_single_input_str
 
 from shardwise.errors import RefusedPlan
 from shardwise.trace.functional import transforming
+
+UNITS_IN_TRANSFORMS = RegisterPostBackwardFunction.generate_vmap_rule
+IN_TRANSFORM = (
+    f" runs inside a torch.func transform, where units of zero=3 cannot gather their weights in torch "
+    f"{torch.__version__}: use zero=2, or torch 2.13"
+)
 
 
 def groups_of(unit: FSDPModule) -> list[Any]:
@@ -44,20 +53,19 @@ def reduce_unused(root: FSDPModule) -> None:
     assert isinstance(root, torch.nn.Module)
     for unit in root.modules():
         for group in groups_of(unit) if isinstance(unit, FSDPModule) else ():
-            group.post_backward = _with_zeros(group, group.post_backward)
+            group.post_backward = partial(_with_zeros, weakref.ref(group))  # no cycle, which would keep process groups
 
 
-def _with_zeros(group: Any, own: Any) -> Any:
-    def post_backward(*unused: Any) -> None:
+def _with_zeros(owner: weakref.ref[Any], *unused: Any) -> None:
+    group = owner()
+    if group is not None:
         for held in group.fsdp_params if group.reduce_grads else ():
             param = getattr(held, "_unsharded_param", None)
             if param is None or not param.requires_grad or held.unsharded_accumulated_grad is not None:
                 continue
             if torch.Tensor.grad.__get__(param) is None:  # not what a script sees in its place
                 torch.Tensor.grad.__set__(param, torch.zeros_like(param))
-        own(*unused)
-
-    return post_backward
+        type(group).post_backward(group, *unused)
 
 
 def know_detach() -> None:
@@ -72,10 +80,7 @@ def refuse_transforms(unit: torch.nn.Module, name: str) -> None:
 
     def refuse(*given: Any) -> None:
         if transforming():
-            raise RefusedPlan(
-                f"{name} of zero=3 runs inside a transform of torch.func, which units of torch {torch.__version__} "
-                "cannot: use zero=2, or torch 2.13"
-            )
+            raise RefusedPlan(f"{name}{IN_TRANSFORM}")
 
-    if not RegisterPostBackwardFunction.generate_vmap_rule:
+    if not UNITS_IN_TRANSFORMS:
         unit.register_forward_pre_hook(refuse, prepend=True)
