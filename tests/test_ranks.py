@@ -537,5 +537,8 @@ def _train_and_count_threads(plan: str, width: int) -> int:
 )
 def test_an_engine_that_is_let_go_leaves_no_process_groups(pool: RankPool, plan: str) -> None:
     # of other widths, since what torch keeps for each shape may hold groups too
-    counted = [pool.run(_train_and_count_threads, 2, plan, width)[0] for width in (24, 40, 56)]
-    assert counted[1] == counted[2], f"threads of process groups pile up: {counted}"
+    held = plan.endswith("zero=3") and torch.__version__ < (2, 13)  # by FSDP2, of up to four engines
+    widths = (24, 40, 56, 72, 88, 104) if held else (24, 40, 56)
+    counted = [pool.run(_train_and_count_threads, 2, plan, width)[0] for width in widths]
+    piled = max(counted[4:]) > max(counted[:4]) if held else counted[1] != counted[2]
+    assert not piled, f"threads of process groups pile up: {counted}"

@@ -93,7 +93,7 @@ REDUCED: dict[str, Operation] = {
     "products with zeros": lambda x, y: (x.round() * y).prod(3) * (y + 1).prod(),
     "renorm": lambda x, y: torch.renorm(y, 2, 0, 1.0) + torch.renorm(y, 1, 2, 1.0) + y.renorm(2, 1, 0.5),
     "scaled": _scaled,
-    "largest of all": lambda x, y: y * x.argmax() - y.aminmax().max,
+    "largest of all": lambda x, y: y * x.argmax() - (y.aminmax().max if torch.__version__ >= (2, 12) else y.max()),
     "softmax": lambda x, y: y[:, :, :2].softmax(2) * y[:, :, :2].logsumexp(2, True) + x[:, :, :2].amax(2, True),
     "triangles": lambda x, y: y.tril().tanh() + torch.triu(y, 2) * x.tril(-3),
 }  # fmt: skip

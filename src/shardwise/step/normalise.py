@@ -115,13 +115,13 @@ def normalise(state: RankState, agreed: Agreement) -> tuple[StepResult, bool]:
     )
     if scale is not None:
         scale.update(overflow=math.isfinite(loss) and not math.isfinite(norm))
-    if not finite:
+    if not finite and state.on_nonfinite != "use":
         if state.on_nonfinite != "skip":
             not_finite(state, result)
         return result, False
     clip = min(1.0, state.clip_norm / (norm + 1e-6)) if state.clip_norm is not None else 1.0
     gradients = held_gradients(state)
-    if gradients and clip / divisor != 1.0:
+    if gradients and divisor and clip / divisor != 1.0:
         torch._foreach_mul_(gradients, clip / divisor)
     return result, True
 

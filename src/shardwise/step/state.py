@@ -40,7 +40,7 @@ class RankState:
     needs_closure the optimizer evaluates the loss itself (LBFGS)
     base_lrs      of each group, which `schedule` (optimizer step -> factor) multiplies
     scale         of fp16's losses
-    clip_norm     largest global norm of the gradient; `on_nonfinite`: "raise" or "skip"
+    clip_norm     largest global norm of the gradient; `on_nonfinite`: "raise", "skip", or "use" where one measures
     global_random masks by global index, where they were asked for; `watch`: whether operations are watched for them
     order         in which sums over pieces of a batch are taken, where the plan is deterministic
     chunks        what was computed in chunks of positions, where the plan has position_chunks
