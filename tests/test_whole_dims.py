@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import test_tiles as tiles
@@ -36,8 +37,14 @@ def _written(x: torch.Tensor) -> torch.Tensor:
     return kept
 
 
+def _extremes(y: torch.Tensor, **along: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    if torch.__version__ < (2, 12):  # whose `aminmax` has no derivative
+        return torch.amin(y, **along), torch.amax(y, **along)
+    return torch.aminmax(y, **along)
+
+
 def _scaled(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    least, most = torch.aminmax(y, dim=-1, keepdim=True)
+    least, most = _extremes(y, dim=-1, keepdim=True)
     return (x - least) / (most - least)
 
 
@@ -93,7 +100,7 @@ REDUCED: dict[str, Operation] = {
     "products with zeros": lambda x, y: (x.round() * y).prod(3) * (y + 1).prod(),
     "renorm": lambda x, y: torch.renorm(y, 2, 0, 1.0) + torch.renorm(y, 1, 2, 1.0) + y.renorm(2, 1, 0.5),
     "scaled": _scaled,
-    "largest of all": lambda x, y: y * x.argmax() - (y.aminmax().max if torch.__version__ >= (2, 12) else y.max()),
+    "largest of all": lambda x, y: y * x.argmax() - _extremes(y)[1],
     "softmax": lambda x, y: y[:, :, :2].softmax(2) * y[:, :, :2].logsumexp(2, True) + x[:, :, :2].amax(2, True),
     "triangles": lambda x, y: y.tril().tanh() + torch.triu(y, 2) * x.tril(-3),
 }  # fmt: skip
