@@ -19,7 +19,7 @@ from shardwise.errors import InputError
 
 ROOFLINE_SHARE = 0.70  # of the data sheet's rate, for large products without a table (assumed)
 WIDE_REACHED = 0.85  # of the data sheet's rate of float32 off tensor cores (assumed; with it a step of a small decoder
-# in float32 is forecast within 3% of what an H200 took)
+# in float32 is forecast 3% above what an H200 took)
 STREAM_SHARE = 0.85  # of the data sheet's memory bandwidth, without a measurement (assumed)
 # Adding a product into a float32 matrix costs this share of reading and writing that matrix. SimuMax's products with
 # 4096 tokens: 0.43 on A100 (0.71 of peak against 0.75), 0.35 on B200 (0.455 against 0.49)
