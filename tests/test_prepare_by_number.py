@@ -42,6 +42,30 @@ def looped(model: Model, x: torch.Tensor, y: torch.Tensor, n: int) -> torch.Tens
     return torch.stack([found[i].mean() for i in range(n)]).mean()
 
 
+def at_most(model: Model, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    n = min(len(x), 6)
+    return errors(model, x, y)[:n].mean()
+
+
+def by_rows(model: Model, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return sum((one - other).square().mean() for one, other in zip(model(x), y, strict=True)) / len(x)  # type: ignore
+
+
+def left(model: Model, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Those of samples that some value leaves out."""
+    found = [one for one, target in zip(each(model, x, y), y, strict=True) if target[0] < 0.5]
+    return torch.stack([*found, each(model, x, y).sum() * 0]).sum() / len(x)
+
+
+def broken_off(model: Model, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros((), dtype=x.dtype)
+    for at, one in enumerate(each(model, x, y)):
+        if at >= Settings().k:
+            break
+        total = total + one
+    return total / 4
+
+
 def of_two_views(model: Model, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     n = len(x)
     out = model(torch.cat([x, x + 0.1]))
@@ -92,11 +116,18 @@ EQUAL: dict[str, Any] = {
     "all by size": lambda model, x, y: each(model, x, y).topk(len(x))[0].mean(),
     "divided by a constant": lambda model, x, y: errors(model, x, y).sum() / (2 * 8) / 37,
     "looped": lambda model, x, y: looped(model, x, y, len(x)),
+    "at least one": lambda model, x, y: errors(model, x, y).mean(1).sum() / max(1, len(x)),
+    "row by row": by_rows,
+    "left out by a value": left,
 }
 REFUSED: dict[str, Any] = {
     "first": lambda model, x, y: errors(model, x, y)[:4].mean(),
     "named": lambda model, x, y: errors(model, x, y)[: len(x)][:K].mean(),
     "of six": lambda model, x, y: errors(model, x, y)[:6].mean(),
+    "at most": at_most,
+    "at most, in the call": lambda model, x, y: errors(model, x, y)[: min(6, x.shape[0])].mean(),
+    "at most, by a condition": lambda model, x, y: errors(model, x, y)[: 6 if len(x) > 6 else len(x)].mean(),
+    "divided by at most": lambda model, x, y: errors(model, x, y).mean(1).sum() / min(len(x), 6),
     "last": lambda model, x, y: errors(model, x, y)[-1].mean(),
     "indexed": lambda model, x, y: errors(model, x, y)[FIRST].mean(),
     "narrowed": lambda model, x, y: errors(model, x, y).narrow(0, 0, 4).mean(),
@@ -106,6 +137,12 @@ REFUSED: dict[str, Any] = {
     "by place": lambda model, x, y: (torch.arange(len(x)).double() * each(model, x, y)).mean(),
     "given": lambda model, x, y: (model(x[:4]) - y[:4]).square().mean(),
     "given half": lambda model, x, y: errors(model, x[: len(x) // 2], y[: len(x) // 2]).mean(),
+}
+LOOPED: dict[str, Any] = {
+    "broken off": broken_off,
+    "unbound": lambda model, x, y: torch.stack(errors(model, x, y).unbind()[: Settings().k]).mean(),
+    "split": lambda model, x, y: errors(model, x, y).split(4)[0].mean(),
+    "by number": lambda model, x, y: torch.stack([each(model, x, y)[at] for at in range(Settings().k)]).mean(),
 }
 COUNTS = (
     lambda model, x, y: errors(model, x, y).mean() * len(x),
@@ -130,7 +167,7 @@ def trained(plan: str | None, kind: str, weighed: bool = False) -> tuple[list[fl
             elif kind == "mirrored":
                 loss = mirrored(model, x, y)
             else:
-                loss = (COUNTS[int(kind)] if kind.isdigit() else (EQUAL | REFUSED)[kind])(model, x, y)
+                loss = (COUNTS[int(kind)] if kind.isdigit() else (EQUAL | REFUSED | LOOPED)[kind])(model, x, y)
             optimizer.zero_grad()
             if prepared is None:
                 loss.backward()
@@ -152,7 +189,7 @@ def check_equal(pool: RankPool, plan: str, kind: str, weighed: bool) -> None:
 
 
 LONG = pytest.mark.long
-WEIGHED = ("looped",)  # whose mean is not seen
+WEIGHED = ("looped", "row by row", "left out by a value")  # whose mean is not seen
 
 
 @pytest.mark.parametrize(
@@ -185,3 +222,17 @@ def test_a_count_that_the_text_shows_is_refused_before_the_first_update(kind: st
     for losses, _, error in pool.run(trained, 2, "dp_replicate=2", kind):
         assert not losses
         assert "weight" in error or "by the number of samples" in error or "how many samples there are" in error
+
+
+def first_refused(plan: str, kind: str) -> None:
+    losses, _, error = trained(plan, kind, True)
+    if error:
+        raise RefusedPlan(f"{len(losses)} steps: {error}")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(one, marks=() if one == "unbound" else LONG) for one in LOOPED])
+def test_some_of_the_samples_that_a_script_goes_over_are_refused(kind: str, pool: RankPool) -> None:
+    with pytest.raises(
+        RefusedPlan, match=r"[01] steps: .*(how many samples|other samples|a part of .* samples|fails on)"
+    ):
+        pool.run(first_refused, 2, "dp_replicate=2", kind)

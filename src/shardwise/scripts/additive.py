@@ -102,7 +102,8 @@ class LossLook(LooksAtMore):
         self._forget()
         self.samples, self.dim, self._blind = handed.dealt.held.count, handed.dim or 0, handed.dim is None
         self.total, self._tape.samples = handed.dealt.part.total, self.samples
-        self.assumed, self._even = False, handed.dealt.even
+        self.assumed, self.leaves_out, self._even = False, False, handed.dealt.even
+        self._tape.read |= not handed.tensors_alone
         self._tape.asked |= self._began or not handed.tensors_alone
         if self.wanted and every and not self._blind:
             self._first, self._began = not self._began, True

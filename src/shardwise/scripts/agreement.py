@@ -50,7 +50,7 @@ def compare(
         repr([sorted((k, _plain(v)) for k, v in g.items() if k != "params") for g in groups]).encode()
     )
     generator = _generators(engine.device) if generators else 0
-    wanted = look.wanted + 2 * look.assumed if look is not None else 0
+    wanted = look.wanted + 2 * look.assumed + 4 * look.leaves_out if look is not None else 0
     row = [kind, first, float(tally.samples), wanted, checksum, generator, settings, *_by_samples(forms), *_given(over)]
     row += [float(engine.mesh.data.ranks[0]), float(checksum_of(entered))]
     rows = read(gather_rows(put(row, engine.device), engine.mesh.world), "a script's samples and means")
@@ -59,6 +59,8 @@ def compare(
     kinds_apart, _, _, _, batches_apart, generators_apart, settings_apart = (table != table[0]).any(dim=0).tolist()
     numbers_apart = bool((means != means[0]).any(dim=0).all())
     if look is not None:
+        if bool((table[:, 3] > 3).any()):
+            look.refuse_left_out()
         look.assumed, look.wanted = bool((table[:, 3] > 1).any()), bool(table[:, 3].any())
     if batches_apart:
         raise RunError(

@@ -191,6 +191,8 @@ def _of_terms(terms: list[Any], depth: int, held: Held | None) -> Divisor:
 
 def _of_mean(node: Any, children: list[Any], depth: int, held: Held | None) -> Divisor:
     """A mean of all elements; of losses put together, each a mean, it is one too."""
+    if _is_of_one_row(node, held):
+        return UNKNOWN  # of one sample, however many there are
     number = float(getattr(node, "_saved_self_sym_numel", None) or math.prod(_sizes(node)))
     if held is None:
         return Divisor("mean", (number,))
@@ -199,6 +201,21 @@ def _of_mean(node: Any, children: list[Any], depth: int, held: Held | None) -> D
         return terms if terms.kind == "mean" else UNKNOWN
     over_samples = number % held.samples == 0 and not _beneath(node, held, _adds)
     return Divisor("mean", (number,)) if over_samples else UNKNOWN
+
+
+def _is_of_one_row(node: Any, held: Held | None) -> bool:
+    """Whether a mean is of one row of samples, as `for e in errors` takes them."""
+    waiting, seen = [node], 0
+    while waiting and seen < _DEPTH:
+        one = waiting.pop()
+        seen += 1
+        if one is None or (held is not None and one in held.ends):
+            continue
+        if name_of(one) in ("Unbind", "Select") and _signed(getattr(one, "_saved_dim", 1)) == 0:
+            return True
+        if one is node or name_of(one) not in ("Sum", "Mean", "Stack", "Cat"):
+            waiting += [child for child, _ in one.next_functions]
+    return False
 
 
 def _of_sum(node: Any, held: Held | None) -> Divisor:

@@ -15,6 +15,7 @@ from shardwise.errors import RefusedPlan
 from shardwise.part import whole
 from shardwise.scripts.repeated import Repeated, asked_of, ways_of
 from shardwise.scripts.tape import LossTape
+from shardwise.scripts.unrolled import gone_over
 
 NOT_AGAIN = (RuntimeError, IndexError, ValueError)  # of operations on other samples
 UNCHECKED = "that the loss adds up over samples was not checked: "
@@ -36,6 +37,7 @@ class LooksAtMore:
     total: int
     _batch: list[torch.Tensor]
     assumed = False  # numbers were taken for counts of samples, which parts of other sizes tell; the same on every rank
+    leaves_out = False  # samples, of those that the script goes over one by one; on this rank
     _even = True  # all ranks hold as many
     _origins: dict[tuple[str, float], set[str]]  # by node and number, where that came from
     _tries = 0  # looks after which something was assumed
@@ -84,7 +86,27 @@ class LooksAtMore:
             unknown |= way.is_unrolled
         if wrong and not unknown:
             raise RefusedPlan(f"{GIVEN} {_BY_NUMBER}")
+        values = {id(one): whole(written.get(id(one), one)) for one in sources}
+        return self._look_at_rows(given, values, {id(one): self._place(one) for one in sources}, GIVEN)
+
+    def _look_at_rows(self, wanted: list[Any], values: dict[int, torch.Tensor], places: dict[int, int],
+                      what: str) -> list[str]:  # fmt: skip
+        """Note where the script goes over samples one by one, and leaves some out; returns notices."""
+        way = next(iter(self._ways([one for one in values.values() if one.dim()])), None)
+        if way is None:
+            return []
+        with torch.no_grad():
+            gone = gone_over(way, wanted, {key: way.of(one.detach(), places[key]) for key, one in values.items()})
+        if gone.left and self._tape.read:
+            return [f"{what} leaves out some samples that the script goes over one by one: whether by how many there "
+                    "are, or by what they hold, was not checked"]  # fmt: skip
+        self.leaves_out |= gone.left
+        self._assume(gone.over and not gone.left)
         return []
+
+    def refuse_left_out(self) -> None:
+        """Raise `RefusedPlan`: a rank's loss leaves out samples, and no value told which."""
+        raise RefusedPlan(f"prepared.backward: what the loss asks of a sample's outputs {_BY_NUMBER}")
 
     def _ways(self, sources: list[torch.Tensor]) -> list[Repeated]:
         """How the batch's samples may be repeated to as many as all ranks have."""
@@ -127,11 +149,16 @@ class LooksAtMore:
                 continue
             if not (found.apart or found.factor):
                 return [f"{UNCHECKED}it is made by operations that could not be followed"]
-            if found.apart <= bar:
+            if found.apart <= bar and not (way.bent and _is_other(found.factor, way)):
                 self._assume(way.assumed or (way.guesses and wrong > 0))
                 return []
             unknown |= way.is_unrolled
-            wrong = wrong or found.apart
+            wrong = wrong or found.apart or 1.0
         if wrong and not unknown:
-            raise RefusedPlan(f"prepared.backward: what the loss asks of a sample's outputs {_BY_NUMBER}")
-        return []
+            self.refuse_left_out()
+        return self._look_at_rows([loss], values, places, "the loss")
+
+
+def _is_other(factor: float, way: Repeated) -> bool:
+    """Whether a loss grows otherwise than a sum over samples, or a mean over them, does."""
+    return all(abs(factor - one) > 1e-6 * one for one in (1.0, way.samples / way.total))

@@ -29,7 +29,7 @@ from shardwise.scripts.tape import SELECTS, LossTape, Operation, changed_numbers
 class Repeated:
     """`samples` of a rank, over and over to `total`. `views`: of several rows of each, the views lie one after another.
     `assumed` tells whether a number was taken for a count that the script's text does not show as one; `guesses`
-    whether those that nothing tells are."""
+    whether those that nothing tells are; `bent` whether one grew otherwise than the samples, as min(len(x), 6)."""
 
     tape: LossTape
     samples: int
@@ -37,6 +37,7 @@ class Repeated:
     views: bool = True
     guesses: bool = False
     assumed: bool = field(default=False, init=False)
+    bent: bool = field(default=False, init=False)
     unrolled: set[tuple[int, str]] = field(default_factory=set, init=False)
 
     def of(self, tensor: torch.Tensor, at: int) -> torch.Tensor:
@@ -114,13 +115,20 @@ class Repeated:
             at += 1
             if at not in counts:
                 return number
-            if abs(number) < 1:
-                return number * self.samples / self.total
-            more = number * self.total / self.samples
-            return round(more) if type(number) is int else more
+            more = self._scaled(number)
+            stated = one.stated.amounts.get(number)
+            found = stated(self.total / self.samples) if stated is not None else more
+            self.bent |= found != more
+            return found
 
         args, kwargs = changed_numbers(call, changed)
         return one.function(*args, **kwargs)
+
+    def _scaled(self, number: float) -> float:
+        if abs(number) < 1:
+            return number * self.samples / self.total
+        more = number * self.total / self.samples
+        return round(more) if type(number) is int else more
 
     def _drawn(self, tensor: torch.Tensor) -> torch.Tensor:
         fits = tensor.dim() > 0 and tensor.shape[0] > 0 and tensor.shape[0] % self.samples == 0

@@ -2,7 +2,7 @@
 
     e[:4]       4 stands there: as many of a rank's samples as of all
     e[:K]       likewise where the file says K = 4, and nothing else of K
-    e[:len(x)]  counts samples; so does n where the file says n = len(x) or b, c = x.shape
+    e[:len(x)]  counts samples; so does n where the file says n = len(x) or b, c = x.shape, or n = min(len(x), 6)
     e[:k]       an argument, an attribute: unknown
 
 Read from the text of the expression under way. Where there is no text, every number is unknown.
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import ast
 import linecache
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -21,19 +22,23 @@ from typing import Any
 
 import torch
 
+from shardwise.scripts.amounts import Amount, amounts_in, counted, is_shape, of_numbers
 from shardwise.scripts.saying import frame_of_script
 
 
 @dataclass(frozen=True)
 class Stated:
     """The numbers that stand in an expression, without their signs; whether it counts rows of tensors; whether it has
-    names of unknown making; of what it counts the rows; how many those are now, where that is known."""
+    names of unknown making; of what it counts the rows; how many those are now, where known; by what they come to
+    now, the numbers that would be others with more samples; and the arguments themselves."""
 
     written: frozenset[float] = frozenset()
     counts: bool = False
     unknown: bool = True
     counted: tuple[ast.AST, ...] = ()
     lengths: frozenset[int] = frozenset()
+    amounts: Mapping[float, Amount] = field(default_factory=dict)
+    parts: tuple[ast.AST, ...] = ()
 
     def of(self, number: float) -> str:
         """Returns where a number comes from: "counts", "written", or "" for unknown."""
@@ -64,7 +69,9 @@ def stated() -> Stated | None:
     if not held or any(one is None for one in held):
         return found
     rows = frozenset(len(one) for one in held if isinstance(one, torch.Tensor) and one.dim())
-    return replace(found, counts=bool(rows), unknown=found.unknown or not rows, lengths=rows)
+    names = _names(frame.f_code.co_filename, frame.f_code.co_firstlineno)
+    amounts = amounts_in(found.parts, names, lambda node: _value(node, frame))
+    return replace(found, counts=bool(rows), unknown=found.unknown or not rows, lengths=rows, amounts=amounts)
 
 
 def _value(node: ast.AST, frame: Any) -> Any:
@@ -97,7 +104,7 @@ def _stated(code: CodeType, at: int) -> Stated:
             written |= set(known)
             unknown |= isinstance(one, ast.Attribute | ast.Call)
             unknown |= isinstance(one, ast.Name) and not all(map(_is_constant, values))
-    return Stated(frozenset(written), bool(counted), unknown, tuple(counted))
+    return Stated(frozenset(written), bool(counted), unknown, tuple(counted), parts=tuple(parts))
 
 
 def _expression(code: CodeType, at: int) -> ast.AST | None:
@@ -183,7 +190,7 @@ def _assign(target: ast.AST, value: ast.expr, plain: dict[int, ast.AST]) -> None
     elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
         for one, other in zip(target.elts, value.elts, strict=True):
             _assign(one, other, plain)
-    elif isinstance(target, ast.Tuple) and _is_shape(value):
+    elif isinstance(target, ast.Tuple) and is_shape(value):
         for at, one in enumerate(target.elts):  # b, c = x.shape
             plain[id(one)] = ast.Subscript(value, ast.Constant(at), ast.Load())
 
@@ -212,7 +219,9 @@ def _is_range(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range"
 
 
-_HOLDS = ast.BinOp | ast.UnaryOp | ast.Slice | ast.Tuple | ast.List | ast.Starred  # what a count may be a part of
+_HOLDS = (
+    ast.BinOp | ast.UnaryOp | ast.Slice | ast.Tuple | ast.List | ast.Starred | ast.IfExp | ast.Compare
+)  # what a count may be a part of
 
 
 def _counts(node: ast.AST, names: Names, found: list[ast.AST], depth: int = 3) -> bool:
@@ -223,27 +232,9 @@ def _counts(node: ast.AST, names: Names, found: list[ast.AST], depth: int = 3) -
         held = bool(values) and all(one is not None and _counts(one, names, inner, depth - 1) for one in values)
         found += inner if held else []
         return held
-    of: ast.AST | None = None
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        if node.func.id in ("int", "float") and len(node.args) == 1:
-            return _counts(node.args[0], names, found, depth)
-        of = node.args[0] if node.func.id == "len" and node.args else None
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "size":
-        of = node.func.value if len(node.args) == 1 and _is_zero(node.args[0]) else None
-    elif isinstance(node, _HOLDS):
+    if isinstance(node, _HOLDS) or (isinstance(node, ast.Call) and of_numbers(node)):
         every = [_counts(one, names, found, depth) for one in ast.iter_child_nodes(node)]
         return any(every)
-    elif isinstance(node, ast.Subscript) and _is_shape(node.value) and _is_zero(node.slice):
-        of = node.value.func.value if isinstance(node.value, ast.Call) else node.value.value  # type: ignore[attr-defined]
+    of = counted(node)
     found += [] if of is None else [of]
     return of is not None
-
-
-def _is_shape(node: ast.AST) -> bool:
-    if isinstance(node, ast.Call):
-        return isinstance(node.func, ast.Attribute) and node.func.attr == "size" and not node.args
-    return isinstance(node, ast.Attribute) and node.attr == "shape"
-
-
-def _is_zero(node: Any) -> bool:
-    return isinstance(node, ast.Constant) and node.value == 0

@@ -33,6 +33,7 @@ Rule = Callable[["Operation", tuple[tuple, dict[str, Any]], bool], Any]  # (oper
 SELECTS = {"__getitem__", "select", "narrow", "index_select"}  # some rows, by number
 _KEEPS_STATISTICS = {"batch_norm", "instance_norm"}
 _NUMBERS = {"item", "__int__", "__float__", "__index__"}
+_READS = _NUMBERS | {"__bool__", "tolist", "numpy", "__array__", "equal", "allclose"}
 
 
 @dataclass
@@ -63,6 +64,7 @@ class LossTape(TorchFunctionMode):
         self.numbers: list[tuple[float, torch.Tensor]] = []  # what left torch, and the tensor that it was
         self.samples = 0  # of the batch, on this rank
         self.asked = False  # the script may know how many there are
+        self.read = False  # values of tensors, by which it may take some samples and leave others
         self.made: dict[
             Any, dict[float, str]
         ] = {}  # by a node of autograd, where the numbers come from that it was given
@@ -77,7 +79,7 @@ class LossTape(TorchFunctionMode):
         self.operations.clear()
         self.numbers.clear()
         self.made.clear()
-        self.inside = False
+        self.inside = self.read = False
 
     def module_returned(self) -> None:
         """Forget the last operations recorded inside the model, since a module of it has returned their result."""
@@ -94,6 +96,8 @@ class LossTape(TorchFunctionMode):
         stood = generators(self.device)
         output = func(*args, **kwargs)
         drawn = stood != generators(self.device)
+        if name in _READS and not (self.read or self.inside):
+            self.read = asks()
         if name in _NUMBERS and isinstance(output, int | float) and not self.inside:
             self.numbers.append((float(output), given[0]))
         elif (before is not None and not drawn) or (before is None and tensors_in(output)):
@@ -151,7 +155,7 @@ class LossTape(TorchFunctionMode):
         def now(tree: Any) -> Any:
             return tree_map_only(torch.Tensor, lambda tensor: known.get(id(tensor), tensor), tree)
 
-        for one in self._needed(wanted, set(values)):
+        for one in self.needed(wanted, set(values)):
             touched = any(id(tensor) in known for tensor in tensors_in((one.args, one.kwargs)))
             if (rule is None and (one.drawn or not touched)) or (one.before is not None and not touched):
                 continue
@@ -172,8 +176,8 @@ class LossTape(TorchFunctionMode):
                     known[id(old)] = new
         return [now(each) for each in wanted]
 
-    def _needed(self, wanted: list[Any], sources: set[int]) -> list[Operation]:
-        """The operations that `wanted` is made by, in order; none behind a source."""
+    def needed(self, wanted: list[Any], sources: set[int]) -> list[Operation]:
+        """Returns the operations that `wanted` is made by, in order; none behind a source."""
         needed, found = {id(tensor) for tensor in tensors_in(wanted)}, []
         for one in reversed(self.operations):
             made = {id(tensor) for tensor in tensors_in(one.output)} - sources
