@@ -4,7 +4,8 @@
     the model's parameter is not the one that the plan trains      converted, replaced or unfrozen after `prepare`
     ranks that hold the same weights come to others                something moved on one rank alone
     a buffer is another on ranks with other samples                the model's forward writes it from a rank's samples;
-                                                                   asked after steps 4, 8, 16 and so on too
+                                                                   asked after steps 4, 8, 16 and so on too,
+                                                                   and before a checkpoint is written
 
 Looked at are the elements with the largest gradients, and a few of each weight. In the first step, gradients that are
 rounding beside the rest, and that the optimizer scales up (Adam divides by their own size), are told.
@@ -107,6 +108,12 @@ class FirstSteps:
         if self._steps == 1 and self.engine.state.precision.compute.itemsize <= 4:
             return self._rounding(sizes, float(table[:, 2].max()), float(table[:, 3].max()))
         return []
+
+    @torch.no_grad()
+    def before_saving(self) -> None:
+        """Raise where what ranks hold alike has come apart since it was last compared. Collective."""
+        if self._steps > _STEPS and not self._alike.is_due(self._steps):
+            self._alike(self._steps)
 
     def _check_parameters(self) -> None:
         """What the model has under a trained name is what the plan trains, and nothing else wants a gradient."""
