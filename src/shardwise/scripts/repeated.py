@@ -20,8 +20,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from shardwise.device import on_host
+from shardwise.part.levels import Distributed
 from shardwise.scripts.tape import SELECTS, LossTape, Operation, changed_numbers, numbers_in, tensors_in
 
 
@@ -50,8 +53,12 @@ class Repeated:
         return tensor.index_select(at, torch.arange(size, device=tensor.device) % tensor.shape[at])
 
     def again(self, wanted: list[Any], values: dict[int, torch.Tensor]) -> list[Any]:
-        """Returns `wanted`, computed again of these repeated tensors."""
-        return self.tape.again(wanted, values, self._called)
+        """Returns `wanted`, computed again of these repeated tensors; on the CPU, since other numbers may be wrong."""
+        if on_host(self.tape.device) or any(isinstance(one, Distributed | DTensor) for one in values.values()):
+            return self.tape.again(wanted, values, self._called)
+        tape, asked, given = self.tape.on_host(wanted, values)
+        found = tape.again(asked, given, self._called)
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.tape.device), found)
 
     def _called(self, one: Operation, call: tuple[tuple, dict], touched: bool) -> Any:
         """What an operation gives now."""

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
-from shardwise.device import generators
+from shardwise.device import CPU, generators
 from shardwise.engine.check import bar_of
 from shardwise.part.levels import Distributed
 from shardwise.scripts.stated import NOTHING, Stated, asks, stated
@@ -175,6 +175,30 @@ class LossTape(TorchFunctionMode):
                 if isinstance(old, torch.Tensor) and id(old) not in values and new is not old:
                     known[id(old)] = new
         return [now(each) for each in wanted]
+
+    def on_host(
+        self, wanted: list[Any], values: dict[int, torch.Tensor]
+    ) -> tuple[LossTape, list[Any], dict[int, torch.Tensor]]:
+        """Returns the same on copies of the CPU: a tape, what is wanted of it, and the values by their ids there.
+
+        An index that is out of range ends a process on an accelerator, where the CPU raises.
+        """
+        copies: dict[int, torch.Tensor] = {}
+
+        def copied(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                if id(leaf) not in copies:
+                    copies[id(leaf)] = leaf.detach().cpu().requires_grad_(leaf.requires_grad)
+                return copies[id(leaf)]
+            return CPU if isinstance(leaf, torch.device | str) and str(leaf).partition(":")[0] == self.kind else leaf
+
+        tape = LossTape(CPU)
+        tape.samples, tape.asked = self.samples, self.asked
+        for one in self.needed(wanted, set(values)):
+            call = {name: tree_map(copied, getattr(one, name)) for name in ("args", "kwargs", "output", "before")}
+            tape.operations.append(replace(one, **call))
+        asked = tree_map(copied, wanted)
+        return tape, asked, {id(copies[key]): value.cpu() for key, value in values.items() if key in copies}
 
     def needed(self, wanted: list[Any], sources: set[int]) -> list[Operation]:
         """Returns the operations that `wanted` is made by, in order; none behind a source."""
