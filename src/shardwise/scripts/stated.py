@@ -232,6 +232,11 @@ def _counts(node: ast.AST, names: Names, found: list[ast.AST], depth: int = 3) -
         held = bool(values) and all(one is not None and _counts(one, names, inner, depth - 1) for one in values)
         found += inner if held else []
         return held
+    if isinstance(node, ast.IfExp) and not _counts(node.test, names, [], depth):  # any of both may be taken
+        both: list[ast.AST] = []
+        held = all(_counts(one, names, both, depth) for one in (node.body, node.orelse))
+        found += both if held else []
+        return held
     if isinstance(node, _HOLDS) or (isinstance(node, ast.Call) and of_numbers(node)):
         every = [_counts(one, names, found, depth) for one in ast.iter_child_nodes(node)]
         return any(every)

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
-from shardwise.device import CPU, generators
+from shardwise.device import CPU, generator_state
 from shardwise.engine.check import bar_of
 from shardwise.part.levels import Distributed
 from shardwise.scripts.stated import NOTHING, Stated, asks, stated
@@ -93,9 +93,9 @@ class LossTape(TorchFunctionMode):
         given, name = tensors_in((args, kwargs)), getattr(func, "__name__", "")
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
         before = first.detach().clone() if first is not None and writes(name) else None
-        stood = generators(self.device)
+        stood = self._generators()
         output = func(*args, **kwargs)
-        drawn = stood != generators(self.device)
+        drawn = not all(map(torch.equal, stood, self._generators()))
         if name in _READS and not (self.read or self.inside):
             self.read = asks()
         if name in _NUMBERS and isinstance(output, int | float) and not self.inside:
@@ -109,6 +109,11 @@ class LossTape(TorchFunctionMode):
         if not (self.asked or self.inside) and given and self._may_tell(output):
             self.asked = asks()
         return output
+
+    def _generators(self) -> list[torch.Tensor]:
+        """The states of torch's generators, which are no plain tensors inside a transform of torch.func."""
+        own = generator_state(self.device)
+        return [torch.get_rng_state(), *([] if own is None else [own])]
 
     def _where(self, call: Any, output: Any, *, every: bool) -> Stated:
         """Where the numbers of a call come from that may count samples; or every one of its numbers."""
