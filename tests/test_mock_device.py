@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 import torchgen
 import yaml
+from test_prepare import SCRIPTS, changed, run_script, same
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, TensorDataset
 
 import shardwise.part.gathering
@@ -406,3 +408,42 @@ def computed_again() -> tuple[set[str], str, bool]:
 def test_other_numbers_are_tried_on_the_host(mocks: RankPool) -> None:
     """Where an index would be out of range, the CPU raises, and a GPU ends the process."""
     assert mocks.run(computed_again, 1) == [({"cpu"}, "mock", True)]
+
+
+# --- scripts whose default device it is, as `torch.set_default_device("cuda")` makes a GPU
+
+
+def run_by_default(path: str, ranks: int) -> dict[str, Any]:
+    """What a script comes to whose tensors are made on the device."""
+    device = mock_device.install()
+    if ranks > 1:
+        mock_device.join_group()
+    torch.set_default_device(device.type)
+    own = torch.randperm  # a loader shuffles by a generator of the CPU's
+    torch.randperm = lambda *args, **options: own(*args, **({"device": "cpu"} | options))
+    try:
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), run_script(path))
+    finally:
+        torch.randperm = own
+        torch.set_default_device(None)
+
+
+def of(names: str, plan: str) -> list[Any]:
+    return [pytest.param(name, plan, marks=pytest.mark.long) for name in names.split()]
+
+
+@pytest.mark.parametrize(("name", "plan"), [
+    ("vae", "dp_shard=2,zero=1"), ("augmented", "dp_replicate=2"), ("weather", "dp_replicate=2"),
+    *of("image_classifier siamese unet diffusion_ema gan causal_lm dino detector mixup neural_operator trainer lora "
+        "char_gpt transformer_lm masked_lm distillation momentum_contrast two_optimizers swa reinforce",
+        "dp_replicate=2"),
+])  # fmt: skip
+def test_scripts_on_a_default_device_equal_one_process(name: str, plan: str, mocks: RankPool, tmp_path: Path) -> None:
+    def run(ranks: int, text: str) -> list[dict[str, Any]]:
+        path = tmp_path / f"{name}.py"
+        path.write_text(text)
+        return mocks.run(run_by_default, ranks, str(path), ranks, timeout_s=100)
+
+    (alone,) = run(1, (SCRIPTS / f"{name}.py").read_text())
+    for found in run(2, changed(name, plan)):
+        same(found, alone)

@@ -138,7 +138,7 @@ def digest(tensor: torch.Tensor) -> tuple[int, tuple[float, float]]:
     wide = torch.nan_to_num(
         (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).double(), 0.0, 1e300, -1e300
     )
-    signs = torch.cos(torch.arange(len(wide), dtype=torch.float64) * 1.7)
+    signs = torch.cos(torch.arange(len(wide), dtype=torch.float64, device=wide.device) * 1.7)
     return check, (float(wide.dot(signs)), float(wide.norm()))
 
 

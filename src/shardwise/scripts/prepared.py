@@ -154,7 +154,8 @@ def prepare(
         loss_scope,
         thaws,
     )
-    prepared = Prepared(model, optimizer, loader, *given)
+    with torch.device("cpu"):  # what is made here is made where it says, whatever torch's default device
+        prepared = Prepared(model, optimizer, loader, *given)
     if device is None and on_host(prepared.mesh.device) and accelerator() is not None:
         prepared._told.say([ON_THE_HOST])
     _PREPARED.add(model)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.data import DataLoader, default_collate, default_convert
 
 from shardwise.comm import Axis, broadcast
-from shardwise.device import generator_state, set_generator_state
+from shardwise.device import current_device, generator_state, generators, set_generator_state
 from shardwise.host import put
 from shardwise.layout.dealing import Share
 from shardwise.step.batching import check_samples, samples_in, slice_samples
@@ -106,7 +106,9 @@ def _some(flat: Any) -> Any:
 
 def standing() -> int:
     """Returns a number that differs where this process's generators are in another state."""
-    check = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+    check = 0
+    for state in generators(current_device()):
+        check = zlib.crc32(state, check)
     numpys: Any = np.random.get_state(legacy=True)
     return hash((check, zlib.crc32(numpys[1].tobytes()), numpys[2], random.getstate()))
 
@@ -117,6 +119,7 @@ class Generators:
     def __init__(self, loader: Any) -> None:
         self._own = [(generator, generator.get_state()) for generator in _own_generators(loader)]
         self._state = torch.get_rng_state(), np.random.get_state(legacy=True), random.getstate()
+        self._of_device = generator_state(current_device())
 
     def restore(self) -> None:
         """Put all generators back in the states noted."""
@@ -125,6 +128,8 @@ class Generators:
         torch.set_rng_state(self._state[0])
         np.random.set_state(self._state[1])
         random.setstate(self._state[2])
+        if self._of_device is not None:
+            set_generator_state(current_device(), self._of_device)
 
     def as_json(self) -> dict[str, Any]:
         """Returns the state of all generators as values that JSON holds."""
@@ -135,6 +140,7 @@ class Generators:
             "numpy": [numpys[0], numpys[1].tolist(), *numpys[2:]],
             "python": [version, list(words), gauss],
             "loader": [_text(state) for _, state in self._own],
+            "device": None if self._of_device is None else _text(self._of_device),
         }
 
     @classmethod
@@ -145,6 +151,8 @@ class Generators:
         name, keys, *rest = found["numpy"]
         version, words, gauss = found["python"]
         numpys: Any = (name, np.array(keys, dtype=np.uint32), *rest)
+        own = found.get("device")
+        told._of_device = None if own is None or told._of_device is None else _bytes(own)
         told._state = _bytes(found["torch"]), numpys, (version, tuple(words), gauss)
         return told
 

@@ -291,7 +291,7 @@ class MockTensor(torch.Tensor):
 def elements(tensor: torch.Tensor) -> torch.Tensor:
     """The CPU tensor on the memory that a mock tensor has now; counts no copy."""
     with torch.no_grad():
-        bare = torch.empty(0, dtype=tensor.dtype)
+        bare = torch.empty(0, dtype=tensor.dtype, device=HOST)
         return bare.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
