@@ -142,3 +142,20 @@ class Turned(Words):
 
 def turned() -> Task:
     return _task(Turned)
+
+
+class OneByOne(Words):
+    """Takes its positions one by one from a tensor that does not lie in order; two products read each of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(2, 2, 2)), nn.Parameter(torch.randn(2, 2))
+
+    def mixed(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        heads = self.mix(x).view(len(x), -1, 2, 2, 2).permute(1, 0, 3, 2, 4)
+        read = [heads[at] @ self.first + heads[at] @ self.second for at in range(x.shape[1])]
+        return x + torch.stack(read).permute(1, 0, 3, 2, 4).reshape(x.shape)
+
+
+def one_by_one() -> Task:
+    return _task(OneByOne)

@@ -20,6 +20,7 @@ from shardwise.part.tables import CutRanges, whole_table
     [
         ("branches", "cp=2"),
         ("branches", "cp_ulysses=3"),
+        ("one_by_one", "cp=2"),
         ("relative", "cp=3"),
         ("relative", "cp=2,tp=2,sp=true"),
         ("selected", "cp=2,cp_ulysses=2"),

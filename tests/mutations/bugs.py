@@ -429,6 +429,8 @@ SEQUENCE = [
         "architectures:vit", "cp=2"),
     bug("one position of a sequence comes from every rank", "part.slices:one_of_many",
         "local.narrow(dim, 0, 0).sum(dim).to(part.dtype)", "local.select(dim, 0)", S + "pooled", "cp=2"),
+    bug("one position lies otherwise where its owner has it", "part.slices:one_of_many", "one.contiguous()", "one",
+        "position_tasks:one_by_one", "cp=2"),
     bug("experts are not summed over the ranks of a sequence", "mesh:_experts",
         "every = (*samples, *INNER)", "every = samples", S + "routed", "dp_shard=2,ep=2,cp=2"),
     bug("gradients of experts count on a sequence's first rank alone", "part.parameters:own_rows",

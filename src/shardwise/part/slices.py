@@ -126,8 +126,10 @@ def one_of_many(part: Part, dim: int, index: int) -> torch.Tensor:
     owned = place < len(mine) and mine[place] == index % part.shape[dim]
     # elsewhere zeros, cut over axes further in as the owner's
     one = local.select(dim, int(place)) if owned else local.narrow(dim, 0, 0).sum(dim).to(part.dtype)
+    kept = one.copy_
+    one = one.contiguous()  # laid alike on all ranks: by strides `reshape` views or copies, and a copy takes the sum
     found = Sum.of(one, part.axis, part.origin) if one.is_floating_point() else reduced(one, part)
-    source = ViewOf(part, one.copy_ if owned else None)
+    source = ViewOf(part, kept if owned else None)
     if not isinstance(found, Distributed):
         found = Sum.taken(found, part.axis, source)
     found.source = source
