@@ -750,3 +750,15 @@ def test_an_older_kernel_does_not_grow_with_a_newer_device() -> None:
     hopper, blackwell = (Kernels(device(name)[0]) for name in ("h100-sxm-80gb", "b200-sxm"))
     old, new = (each.attention_tflops("flash2", 8192, 128, False) for each in (hopper, blackwell))
     assert old == new < blackwell.attention_tflops("cudnn", 8192, 128, False)
+
+
+def test_float32_is_multiplied_off_tensor_cores_and_convolved_on_them() -> None:
+    """As torch does by default: `matmul.allow_tf32` is off, `cudnn.allow_tf32` is on."""
+    h200, v100 = (Cluster.parse(f"1x1 {name}").device for name in ("h200-sxm-141gb", "v100-sxm2-16gb"))
+    flops = 2 * 8192.0**3
+    wide, narrow = (Kernels(h200, dtype=dtype).product(8192, 8192, 8192) for dtype in ("fp32", "bf16"))
+    assert flops / wide == pytest.approx(67e12 * 0.85, rel=0.02) and narrow < wide / 8
+    assert Kernels(h200, dtype="fp32").large_convolutions_tflops == pytest.approx(494.5 * 0.7)
+    assert Kernels(v100, dtype="fp32").large_convolutions_tflops == pytest.approx(15.7 * 0.85)  # has no TF32
+    unknown = replace(h200, fp32_tflops=None, tf32_tflops=None)  # a cluster of one's own file
+    assert Kernels(unknown, dtype="fp32").peak_tflops == pytest.approx(989 / 15 * 0.85)
