@@ -437,6 +437,8 @@ def of(names: str, plan: str) -> list[Any]:
     *of("image_classifier siamese unet diffusion_ema gan causal_lm dino detector mixup neural_operator trainer lora "
         "char_gpt transformer_lm masked_lm distillation momentum_contrast two_optimizers swa reinforce",
         "dp_replicate=2"),
+    ("vae", "tp=2"), *of("causal_lm image_classifier diffusion segmentation fine_tuning char_gpt", "tp=2"),
+    *of("weather unet", "domain=2"), *of("shifted_gpt char_gpt", "cp=2"),
 ])  # fmt: skip
 def test_scripts_on_a_default_device_equal_one_process(name: str, plan: str, mocks: RankPool, tmp_path: Path) -> None:
     def run(ranks: int, text: str) -> list[dict[str, Any]]:

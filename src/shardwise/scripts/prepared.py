@@ -154,7 +154,7 @@ def prepare(
         loss_scope,
         thaws,
     )
-    with torch.device("cpu"):  # what is made here is made where it says, whatever torch's default device
+    with torch.device("cpu"):  # whatever torch's default device: what is made here says where it lies
         prepared = Prepared(model, optimizer, loader, *given)
     if device is None and on_host(prepared.mesh.device) and accelerator() is not None:
         prepared._told.say([ON_THE_HOST])
@@ -299,7 +299,8 @@ class Prepared(Stepping):
         refuse_hooks(model, self.plan)  # put on since prepare
         Gathers.told = None  # what is tried is the model, in which nothing is gathered
         whole = dict(model.named_parameters(remove_duplicate=False))
-        engine = self._made(args, kwargs or {})
+        with torch.device("cpu"):  # where the model is tried; what is held lies where it says
+            engine = self._made(args, kwargs or {})
         cuts = set(engine.state.tensor.cuts) if engine.state.tensor is not None else set()
         in_pieces = self._shares or isinstance(engine.technique, FullShard)
         self._guard(engine, cuts)
