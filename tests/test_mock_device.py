@@ -340,18 +340,29 @@ def test_a_proof_on_a_device_that_is_not_there_is_refused() -> None:
         verify(tasks.mlp(), "dp_replicate=2", device="cuda")
 
 
-def script(device: str, world: int) -> tuple[list[float], str, list[str]]:
+class Dropping(nn.Module):
+    """A block that draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.drop = nn.Linear(6, 6), nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(torch.tanh(self.inner(x)))
+
+
+def script(device: str, world: int, plan: str = "dp_shard=2,zero=2") -> tuple[list[float], str, list[str]]:
     """Losses of a script whose model lies on `device`, where it is in the end, and what was told."""
     mock_device.install()
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(24, 6), torch.randint(0, 2, (24,)))
     loader = DataLoader(data, batch_size=8, shuffle=True)
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).to(device)
+    model = nn.Sequential(Dropping(), Dropping(), nn.BatchNorm1d(6), nn.Linear(6, 2)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses, told = [], []
     if world > 1:
         mock_device.join_group()
-        prepared = model, optimizer, loader = prepare(model, optimizer, loader, plan="dp_shard=2,zero=2")
+        prepared = model, optimizer, loader = prepare(model, optimizer, loader, plan=plan)
         told = sorted(prepared._told._said)
     for x, y in loader:
         x, y = x.to(device), y.to(device)
@@ -363,7 +374,14 @@ def script(device: str, world: int) -> tuple[list[float], str, list[str]]:
             loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return losses, model.state_dict()["0.weight"].device.type, told
+    return losses, model.state_dict()["3.weight"].device.type, told
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2,remat=full", "dp_shard=2,zero=2,remat=selective"])
+def test_recompute_in_a_script_repeats_the_devices_draws(plan: str, mocks: RankPool) -> None:
+    ((alone, *_),) = mocks.run(script, 1, "mock", 1)
+    for losses, *_ in mocks.run(script, 2, "mock", 2, plan):
+        assert max(abs(a - b) for a, b in zip(losses, alone, strict=True)) < 1e-6
 
 
 @pytest.mark.parametrize("device", ["cpu", "mock"])
@@ -433,9 +451,9 @@ def of(names: str, plan: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "plan"), [
-    ("vae", "dp_shard=2,zero=1"), ("augmented", "dp_replicate=2"), ("weather", "dp_replicate=2"),
-    *of("image_classifier siamese unet diffusion_ema gan causal_lm dino detector mixup neural_operator trainer lora "
-        "char_gpt transformer_lm masked_lm distillation momentum_contrast two_optimizers swa reinforce",
+    ("augmented", "dp_replicate=2"), *of("vae", "dp_shard=2,zero=1"),
+    *of("weather image_classifier siamese unet diffusion_ema gan causal_lm dino detector mixup neural_operator trainer "
+        "lora char_gpt transformer_lm masked_lm distillation momentum_contrast two_optimizers swa reinforce",
         "dp_replicate=2"),
     ("vae", "tp=2"), *of("causal_lm image_classifier diffusion segmentation fine_tuning char_gpt", "tp=2"),
     *of("weather unet", "domain=2"), *of("shifted_gpt char_gpt", "cp=2"),

@@ -28,7 +28,7 @@ from shardwise.device import accelerator, on_host
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer import refuse, shares_of
 from shardwise.engine.recipe import trainable
-from shardwise.errors import InputError, RefusedPlan
+from shardwise.errors import InputError
 from shardwise.host import row_of
 from shardwise.layout import Plan
 from shardwise.mesh import build_mesh
@@ -193,9 +193,6 @@ class Prepared(Stepping):
         self._kinds = {name: (param.shape, param.is_complex()) for name, param in named}
         self._shares = plan.tp > 1 or plan.ep > 1
         self._take(optimizer)
-        ranks = self.mesh.gradients.size
-        if plan.remat != "none" and not on_host(device) and randomness == "global" and ranks > 1:
-            raise RefusedPlan('prepare: recompute on a GPU cannot repeat one process\'s draws: use randomness="fast"')
         leader = leader_of(loader, self.mesh, randomness, loss_scope)
         self.calls = Calls(model, self.mesh, randomness, seed, leader, check=check_loss, loss_scope=loss_scope)
         reads = "part" if reads == "auto" and randomness == "fast" else reads
