@@ -13,7 +13,7 @@ import pytest
 import torch
 from test_prepare import BAR, adamw, net, samples
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import shardwise
 from shardwise.engine.engine import Engine
@@ -492,3 +492,44 @@ def ended(plan: str) -> int:
 def test_a_script_that_has_ended_leaves_nothing_behind(plan: str, pool: RankPool) -> None:
     """Its last outputs held the graph, that the weights, and these their groups: in every job of a process one more."""
     assert pool.run(ended, 2, plan) == [0, 0]
+
+
+class Flow(nn.Module):
+    """A log density that is begun with zeros, in a method that is called by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 2)
+        self.prior = torch.distributions.MultivariateNormal(torch.zeros(2).double(), torch.eye(2).double())
+
+    def log_prob(self, x: torch.Tensor) -> torch.Tensor:
+        found, z = x.new_zeros(x.shape[0]), x
+        z = self.net(z)
+        found -= z.square().sum(dim=1)
+        return self.prior.log_prob(z) + found
+
+
+def dense(plan: str | None) -> list[float]:
+    torch.manual_seed(0)
+    model: Any = Flow().double()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader: Any = DataLoader(TensorDataset(torch.randn(40, 2, dtype=torch.float64)), batch_size=10)
+    prepared: Any = shardwise.prepare(model, optimizer, loader, plan=plan) if plan else None
+    model, optimizer, loader = prepared or (model, optimizer, loader)
+    losses = []
+    for (x,) in loader:
+        loss = -model.log_prob(x).mean()
+        optimizer.zero_grad()
+        loss = prepared.backward(loss) if prepared else loss
+        if not prepared:
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_zeros_for_each_sample_are_of_the_samples(pool: RankPool) -> None:
+    """Also where parts are uneven, to find out what a number of unknown making counts."""
+    alone = dense(None)
+    for losses in pool.run(dense, 2, "dp_replicate=2"):
+        assert losses == pytest.approx(alone, rel=1e-9)

@@ -308,8 +308,10 @@ class Kept(Origins, TorchFunctionMode, Events):
             with scaled(self.leaves(), self.all_samples.factor([args[0]])):
                 return func(*args, **kwargs)
         output = func(*args, **kwargs)
-        if name == "__get__" and isinstance(output, torch.Tensor) and isinstance(of, torch.Tensor):
-            known = self._own(of)
+        if not (isinstance(output, torch.Tensor) and isinstance(of, torch.Tensor)):
+            return output
+        if name == "__get__" or (name.startswith("new_") and output.shape[:1] == of.shape[:1]):
+            known = self._own(of)  # x.new_zeros(len(x)) has a row for each of the samples too
             if known is not None and output is not of:
                 self._add(
                     output, True, known.of, since=known.since, beside=known.beside, read=known.read, batch=known.batch
