@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from test_mock_device import CASES, MORE, named
+from test_mock_device import CASES, MORE, Dropping, named
 from test_prepare import SCRIPTS as SOURCES
 from test_prepare import changed, run_script, same
 from torch import nn
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
-from shardwise import Task, parallelize, verify
+from shardwise import Task, parallelize, prepare, verify
 from shardwise.errors import RunError
 from shardwise.models import tasks
 from shardwise.ranks import RankPool
@@ -146,3 +146,31 @@ def test_scripts_on_the_device_equal_one_process(name: str, pool: RankPool, tmp_
     for plan in ("dp_replicate=2", "dp_shard=2,zero=2", "dp_shard=2,zero=3"):
         for found in run(2, changed(name, plan)):
             same(found, alone)
+
+
+def recomputed(plan: str | None) -> list[float]:
+    """Losses of a script whose blocks draw on the device."""
+    torch.manual_seed(0)
+    x, y = torch.randn(24, 6, dtype=torch.float64), torch.randint(0, 2, (24,))
+    loader: Any = DataLoader(TensorDataset(x, y), batch_size=8)
+    model: Any = nn.Sequential(Dropping(), Dropping(), nn.Linear(6, 2)).double().cuda()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared: Any = prepare(model, optimizer, loader, plan=plan) if plan else None
+    model, optimizer, loader = prepared or (model, optimizer, loader)
+    losses = []
+    for x, y in loader:
+        loss = nn.functional.cross_entropy(model(x.cuda()), y.cuda())
+        optimizer.zero_grad()
+        loss = prepared.backward(loss) if prepared else loss
+        if not prepared:
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2,remat=full", "dp_shard=2,zero=3,remat=full"])
+def test_recompute_in_a_script_repeats_the_devices_draws(plan: str, pool: RankPool) -> None:
+    (alone,) = pool.run(recomputed, 1, None)
+    for losses in pool.run(recomputed, 2, plan):
+        assert losses == pytest.approx(alone, rel=1e-9)
