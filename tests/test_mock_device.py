@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shardwise.part.gathering
 from shardwise import Plan, Task, parallelize, prepare, verify
-from shardwise.comm import Axis, Pending, all_reduce, copies_of
+from shardwise.comm import Axis, Pending, all_reduce, copies_of, text
+from shardwise.device import device_uuid
 from shardwise.errors import InputError, ShardwiseError
 from shardwise.host import HostReads
 from shardwise.models import tasks
@@ -467,3 +468,22 @@ def test_scripts_on_a_default_device_equal_one_process(name: str, plan: str, moc
     (alone,) = run(1, (SCRIPTS / f"{name}.py").read_text())
     for found in run(2, changed(name, plan)):
         same(found, alone)
+
+
+def sharing(uuid: str) -> str:
+    """What ranks are told whose devices have this name, and a backend of their own."""
+    device = mock_device.install()
+    mock_device.join_group()
+    text.device_uuid = lambda _: uuid or str(dist.get_rank())
+    try:
+        text.refuse_shared_devices(device)
+    except InputError as error:
+        return str(error)
+    finally:
+        text.device_uuid = device_uuid
+    return ""
+
+
+def test_ranks_that_share_a_device_over_its_own_backend_are_refused(mocks: RankPool) -> None:
+    assert all("ranks 0 and 1 have one accelerator" in told for told in mocks.run(sharing, 2, "one"))
+    assert mocks.run(sharing, 2, "") == ["", ""]

@@ -132,3 +132,18 @@ def fill_buffers(module: nn.Module, value_of: ValueOf, precision: Precision, dev
         return value.to(device, _kind(value, precision.buffers), copy=True)
 
     _replace(module, make, ("buffer", "plain"))
+
+
+def hold_recurrent(module: nn.Module) -> None:
+    """Let recurrent layers leave their weights in the memory that a plan gives them.
+
+    `flatten_parameters` gives them other memory, for cuDNN, in each forward that finds them changed: a plan would
+    gather and publish into what they have left.
+    """
+    for child in module.modules():
+        if isinstance(child, nn.RNNBase):
+            child.flatten_parameters = _nothing
+
+
+def _nothing() -> None:
+    """Leaves weights where they lie."""

@@ -21,6 +21,7 @@ from shardwise.engine.materialise import (
     fill_buffers,
     fill_only,
     fill_parameters,
+    hold_recurrent,
 )
 from shardwise.engine.positions import find_positions
 from shardwise.engine.replaced import hold_replaced, may_replace
@@ -72,11 +73,6 @@ class Applied:
     chunks: Chunks | None = None  # where wide tensors are computed in chunks of positions
 
 
-def _stay() -> None:
-    """In place of `flatten_parameters` of recurrent layers, which gives weights other memory for cuDNN in each forward
-    that finds them changed: a plan holds theirs, and would gather and publish into what they have left."""
-
-
 def apply_plan(
     task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: int, few: Any = None, samples: int | None = None,
     enclosed: Collection[str] = (),
@@ -92,9 +88,7 @@ def apply_plan(
     """
     built, value_of = build_everywhere(task, seed, mesh.world, mesh.device)
     module = built.module
-    for child in module.modules():
-        if isinstance(child, nn.RNNBase):
-            child.flatten_parameters = _stay
+    hold_recurrent(module)
     notices = [built.notice] if built.notice else []
     refuse(module, plan)
     refuse_scripted(module, plan)

@@ -110,25 +110,26 @@ class _Paths:
         return None if packed is None or rows is None else (packed, rows)
 
 
-def _draws_inside(module: nn.Module) -> bool:
+def _draws_inside(module: nn.RNNBase) -> bool:
     """Whether cuDNN would draw this layer's masks in a kernel, from a state of its own."""
-    return isinstance(module, nn.RNNBase) and module.training and module.dropout > 0 and module.num_layers > 1
+    return module.training and module.dropout > 0 and module.num_layers > 1
 
 
 @contextmanager
 def _watched(module: nn.Module, paths: _Paths) -> Iterator[None]:
     handles = []
-    cudnn: list[bool] = []  # before each layer that runs without it
+    cudnn: list[bool | None] = []  # for each recurrent layer that runs: whether it was allowed, if it is not now
     for path, child in module.named_modules():
 
         def enter(module: nn.Module, args: tuple, kwargs: dict, path: str = path) -> None:
             paths.enter(path, packed_among((*args, *kwargs.values())))
-            if _draws_inside(module):
-                cudnn.append(allow_cudnn(False))
+            if isinstance(module, nn.RNNBase):
+                cudnn.append(allow_cudnn(False) if _draws_inside(module) else None)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if _draws_inside(module):
-                allow_cudnn(cudnn.pop())
+            before = cudnn.pop() if isinstance(module, nn.RNNBase) else None
+            if before is not None:
+                allow_cudnn(before)
             paths.leave()
 
         handles.append(child.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))

@@ -97,7 +97,7 @@ def _call(node: ast.AST) -> tuple[Callable[..., Any] | None, list[ast.AST]]:
 
 
 def _rows(node: ast.AST, look_up: Callable[[ast.AST], Any]) -> Amount | None:
-    """Of len(x), x.size(0), x.shape[0]."""
+    """Returns what len(x), x.size(0) or x.shape[0] would tell with more samples; None for another expression."""
     of = counted(node)
     held = look_up(of) if of is not None else None
     if not (isinstance(held, torch.Tensor) and held.dim()):

@@ -142,19 +142,10 @@ def prepare(
     check_given(model, optimizer, plan, randomness, loss_scope)
     join_ranks(plan)
     given = (
-        plan,
-        randomness,
-        branches,
-        reads,
-        batch_dim,
-        seed,
-        device_of(model, device),
-        check_loss,
-        spatial,
-        loss_scope,
+        plan, randomness, branches, reads, batch_dim, seed, device_of(model, device), check_loss, spatial, loss_scope,
         thaws,
-    )
-    with torch.device("cpu"):  # whatever torch's default device: what is made here says where it lies
+    )  # fmt: skip
+    with torch.device("cpu"):  # not torch's default: what is made here says where it lies
         prepared = Prepared(model, optimizer, loader, *given)
     if device is None and on_host(prepared.mesh.device) and accelerator() is not None:
         prepared._told.say([ON_THE_HOST])
@@ -296,7 +287,7 @@ class Prepared(Stepping):
         refuse_hooks(model, self.plan)  # put on since prepare
         Gathers.told = None  # what is tried is the model, in which nothing is gathered
         whole = dict(model.named_parameters(remove_duplicate=False))
-        with torch.device("cpu"):  # where the model is tried; what is held lies where it says
+        with torch.device("cpu"):  # where the model is tried
             engine = self._made(args, kwargs or {})
         cuts = set(engine.state.tensor.cuts) if engine.state.tensor is not None else set()
         in_pieces = self._shares or isinstance(engine.technique, FullShard)
