@@ -49,6 +49,28 @@ class Apart(nn.Module):
         return x.mean((2, 3))
 
 
+class Forces(nn.Module):
+    """Gradients of an energy behind a batch norm: its backward is differentiated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.outer = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        energy = self.outer(self.norm(self.inner(x)).tanh()).sum()
+        return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+def forces() -> Task:
+    def batch(step: int) -> torch.Tensor:
+        return torch.randn(7, 3, generator=torch.Generator().manual_seed(step))
+
+    return Task(
+        Forces, batch=batch, loss=lambda out, x: ((out - x).square().sum(), len(x)), inputs=lambda x: ((x,), {})
+    )
+
+
 def apart() -> Task:
     return normed().with_(model=Apart)
 
@@ -93,6 +115,11 @@ def test_a_stage_that_begins_with_a_norm_deals_what_it_is_sent(task: str, begins
 @pytest.mark.parametrize("remat", ["full", "selective"])
 def test_norms_that_are_computed_again_have_the_statistics_of_all_ranks(remat: str, pool: RankPool) -> None:
     parity = verify("test_batchnorm:apart", f"dp_replicate=2,remat={remat}", pool=pool)
+    assert parity.parity, parity.text()
+
+
+def test_a_backward_through_joined_statistics_is_differentiated(pool: RankPool) -> None:
+    parity = verify("test_batchnorm:forces", "dp_replicate=2,accumulate=2", pool=pool)
     assert parity.parity, parity.text()
 
 

@@ -60,10 +60,11 @@ def normed() -> Task:
 
 HERE = "test_locate:normed"
 CASES = [
-    (bug("eps", "parallel.batchnorm:synced_batch_norm", "torch.rsqrt(var + eps)", "1 / (var.sqrt() + eps)", HERE,
-         "dp_replicate=2"), "step 0: forward of 'norm', rank 0, micro-batch 0"),
-    (bug("detached", "parallel.batchnorm:synced_batch_norm", "_over_channels(mean, x)",
-         "_over_channels(mean.detach(), x)", HERE, "dp_replicate=2"), "step 0: backward of 'norm', rank 0"),
+    (bug("eps", "parallel.batchnorm:_Normalised.forward", "bias, False, 0.0, over.eps)",
+         "bias, False, 0.0, 2 * over.eps)", HERE, "dp_replicate=2"),
+     "step 0: forward of 'norm', rank 0, micro-batch 0"),
+    (bug("detached", "parallel.batchnorm:_Normalised.backward", "dx = dx - shift",
+         "pass", HERE, "dp_replicate=2"), "step 0: backward of 'norm', rank 0"),
     (bug("statistics", "parallel.batchnorm:synced_batch_norm", "lerp_(plain(mean).to(running_mean.dtype), momentum)",
          "lerp_(plain(mean).to(running_mean.dtype), 2 * momentum)", HERE, "dp_replicate=2", (1,)),
      "step 0: buffer 'norm.running_mean', rank 1"),

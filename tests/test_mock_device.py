@@ -470,6 +470,34 @@ def test_scripts_on_a_default_device_equal_one_process(name: str, plan: str, moc
         same(found, alone)
 
 
+def averaged(plan: str | None) -> list[float]:
+    """Sums of an average over `state_dict()` that begins as a copy of the model on its device."""
+    device = mock_device.install()
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)).double().to(device)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    average = {name: value.clone() for name, value in model.state_dict().items()}
+    x = torch.randn(8, 4, dtype=torch.float64)
+    loader: Any = DataLoader(TensorDataset(x, x[:, :2].clone()), batch_size=4)
+    backward: Any = torch.Tensor.backward
+    if plan is not None:
+        mock_device.join_group()
+        prepared: Any = prepare(model, optimizer, loader, plan=plan)
+        (model, optimizer, loader), backward = prepared, prepared.backward
+    for x, y in loader:
+        optimizer.zero_grad()
+        backward((model(x.to(device)) - y.to(device)).square().mean())
+        optimizer.step()
+        for name, value in model.state_dict().items():
+            average[name].lerp_(value, 0.5)
+    return [each.sum().item() for each in average.values()]
+
+
+def test_whole_weights_lie_where_the_model_does(mocks: RankPool) -> None:
+    (alone,) = mocks.run(averaged, 1, None)
+    assert all(found == pytest.approx(alone, rel=1e-12) for found in mocks.run(averaged, 2, "tp=2"))
+
+
 def sharing(uuid: str) -> str:
     """What ranks are told whose devices have this name, and a backend of their own."""
     device = mock_device.install()

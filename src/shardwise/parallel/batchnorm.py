@@ -11,9 +11,13 @@ Any module whose own forward calls `batch_norm` in training is met, whatever its
 torch's SyncBatchNorm is treated as the plain one, on every device.
 Channels that tp cuts are summed by the ranks that hold the same ones.
 Bytes on the wire: 2 (N-1)/N * (2 C + 1) numbers forward for each layer, about the same backward.
+Memory: the input alone is kept for backward, in its own dtype, as torch's kernels keep it.
 Source: Ioffe and Szegedy (2015); over devices: Peng et al., "MegDet" (CVPR 2018).
 
-What this does not do: fuse kernels; the local part is plain PyTorch ops.
+What is normalised and summed on one rank is torch's kernels' work. Shares of tp and tiles, and backwards that are
+differentiated themselves, go through plain operations: several times as slow, and they keep four tensors.
+
+What this does not do: the last sum of backward in the same kernel, as `SyncBatchNorm` has it on some devices.
 """
 
 from __future__ import annotations
@@ -22,10 +26,12 @@ import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
 from torch.nn import functional
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.overrides import TorchFunctionMode
@@ -60,6 +66,74 @@ def _over_channels(statistic: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return statistic.view(1, -1, *([1] * (like.dim() - 2)))
 
 
+@dataclass(frozen=True)
+class _Over:
+    """Over which ranks a batch norm's statistics run, and whether this rank's samples count."""
+
+    axis: Axis
+    eps: float
+    counts: bool
+
+    def of(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns (n, mean (C), variance (C)) of all ranks' values, of this rank's x (B, C, *)."""
+        mean, var = self._own(x)
+        own = mean.new_full((1,), float(self.counts) * x.numel() / x.shape[1])
+        totals = sum_over(torch.cat([mean * own, own]), self.axis, _TAG)
+        n = totals[-1]
+        common = totals[:-1] / n
+        squares = (var + (mean - common).square()) * own
+        return n, common, sum_over(squares, self.axis, _TAG) / n
+
+    def _own(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Returns (mean (C), variance (C)) of x, in at least 32 bits."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        if self.axis.rehearsal is None:
+            dtypes = x.new_empty(x.shape[1], dtype=wide)  # of the statistics; what is in it does not matter
+            return torch.batch_norm_update_stats(x, dtypes, dtypes.clone(), 0.0)
+        # the other has no form without values: torch would make some, as large as x
+        return tuple(each.to(wide) for each in torch.native_batch_norm(x, None, None, None, None, True, 0.0, 0.0)[1:])
+
+
+class _Normalised(torch.autograd.Function):
+    """(y, n, mean, variance) of x (B, C, *), a float weight and bias (C) or None; statistics have no gradient."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, over: _Over):
+        n, mean, var = over.of(x)
+        y = functional.batch_norm(x, mean, var, weight, bias, False, 0.0, over.eps)
+        ctx.save_for_backward(x, weight, bias, n, mean, var)
+        ctx.over = over
+        ctx.mark_non_differentiable(n, mean, var)
+        return y, n, mean, var
+
+    @staticmethod
+    def backward(ctx, dy: torch.Tensor, *unused: None):
+        x, weight, bias, n, mean, var = ctx.saved_tensors
+        if torch.is_grad_enabled():  # this gradient is differentiated itself
+            return _Normalised._again(ctx, dy, x, weight, bias)
+        inverse = torch.rsqrt(var + ctx.over.eps)
+        dx, dw, db = torch.ops.aten.native_batch_norm_backward(
+            dy, x, weight, mean, var, mean, inverse, False, ctx.over.eps, (True, True, True)
+        )
+        # dx = (dy - sum(dy) / n - xhat * sum(dy * xhat) / n) * inverse * weight, where xhat = (x - mean) * inverse
+        total_b, total_w = sum_over(torch.cat([db, dw]), ctx.over.axis, _TAG).chunk(2)
+        if ctx.over.counts:
+            scale = inverse / n if weight is None else inverse / n * weight
+            shift = functional.batch_norm(x, mean, var, scale * total_w, scale * total_b, False, 0.0, ctx.over.eps)
+            dx = dx - shift
+        needed = ctx.needs_input_grad
+        return dx, dw if needed[1] else None, db if needed[2] else None, None
+
+    @staticmethod
+    def _again(ctx, dy: torch.Tensor, *inputs: Any):
+        """The gradients by operations that have derivatives of their own."""
+        needed = [each for each, wanted in zip(inputs, ctx.needs_input_grad, strict=False) if wanted]
+        x, weight, bias = inputs
+        y = _in_operations(x, weight, bias, ctx.over)[0]
+        found = iter(torch.autograd.grad(y, needed, dy, create_graph=True))
+        return *(next(found) if wanted else None for wanted in ctx.needs_input_grad[:3]), None
+
+
 def synced_batch_norm(
     x: torch.Tensor,
     running_mean: torch.Tensor | None,
@@ -72,8 +146,45 @@ def synced_batch_norm(
     phase: Phase,
 ) -> torch.Tensor:
     """Training-mode batch norm of x (B_local, C, *) with statistics over all ranks' samples."""
+    over = _Over(axis, eps, counts=not phase.stand_in)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    weight, bias = (None if each is None else each.to(wide) for each in (weight, bias))
+    plainly = isinstance(x, Part) or isinstance(weight, Part) or not x.numel() or torch.compiler.is_compiling()
+    y, n, mean, var = (_in_operations if plainly else _Normalised.apply)(x, weight, bias, over)
+    if axis.rehearsal is None:
+        require(n > 1, lambda: ValueError("batch norm needs more than one value per channel over all ranks"))
+    if running_mean is not None and running_var is not None:
+        with torch.no_grad():
+            running_mean.lerp_(plain(mean).to(running_mean.dtype), momentum)
+            running_var.lerp_(plain(var * n / (n - 1)).to(running_var.dtype), momentum)
+    if y.grad_fn is not None:
+        y.grad_fn.metadata[NORMALISED] = True
+    return y
+
+
+def _alone(
+    x: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    momentum: float,
+    eps: float,
+) -> torch.Tensor:
+    """Training-mode batch norm of x (B, C, *) on one rank: torch's kernel, which takes weights of 32 bits for 16."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    weight, bias = (None if each is None else each.to(wide) for each in (weight, bias))
+    if running_mean is not None and running_var is not None:  # the kernel does not say so, and recompute asks
+        increment_version((running_mean, running_var))
+    return functional.batch_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
+
+
+def _in_operations(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, over: _Over
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns what `_Normalised` does, by operations that shares and second derivatives know."""
+    axis, share = over.axis, float(over.counts)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    share = 0.0 if phase.stand_in else 1.0
     dims = [0, *range(2, x.dim())]
     count = wide.new_full((1,), share * x.numel() / x.shape[1])
     sums = wide.sum(dims) * share
@@ -86,21 +197,12 @@ def synced_batch_norm(
     centred = wide - _over_channels(mean, x)
     squares = centred.square().sum(dims) * share
     var = (_SumOfShares.apply(squares, axis) if isinstance(squares, Part) else sum_over(squares, axis, _TAG)) / n
-    if axis.rehearsal is None:
-        require(n > 1, lambda: ValueError("batch norm needs more than one value per channel over all ranks"))
-    if running_mean is not None and running_var is not None:
-        with torch.no_grad():
-            running_mean.lerp_(plain(mean).to(running_mean.dtype), momentum)
-            running_var.lerp_(plain(var * n / (n - 1)).to(running_var.dtype), momentum)
-    y = centred * _over_channels(torch.rsqrt(var + eps), x)
+    y = centred * _over_channels(torch.rsqrt(var + over.eps), x)
     if weight is not None:
-        y = y * _over_channels(weight.to(y.dtype), x)
+        y = y * _over_channels(weight, x)
     if bias is not None:
-        y = y + _over_channels(bias.to(y.dtype), x)
-    y = y.to(x.dtype)
-    if y.grad_fn is not None:
-        y.grad_fn.metadata[NORMALISED] = True
-    return y
+        y = y + _over_channels(bias, x)
+    return y.to(x.dtype), n, mean, var
 
 
 class _MeetsBatchNorm(TorchFunctionMode, ABC):
@@ -138,6 +240,8 @@ class JoinBatchNorm(_MeetsBatchNorm):
                 weight, bias = (None if t is None else t.to(running_mean.dtype) for t in (weight, bias))
             return functional.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
         axis, phase = (Axis.alone(self.axis.name), Phase()) if self.phase.same else (self.axis, self.phase)
+        if axis.size == 1 and not isinstance(x, Part) and not isinstance(weight, Part):
+            return _alone(x, running_mean, running_var, weight, bias, momentum, eps)
         return synced_batch_norm(x, running_mean, running_var, weight, bias, momentum, eps, axis, phase)
 
 

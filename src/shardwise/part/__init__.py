@@ -12,6 +12,7 @@ from shardwise.part import (  # noqa: F401 - the rules
     loss,
     pointwise,
     products,
+    recurrent,
     reductions,
     replacing,
     slices,

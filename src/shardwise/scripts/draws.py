@@ -321,6 +321,12 @@ class SampleDraws(TorchFunctionMode):
             self._suspects[line] = (size, rows)
 
     def _told(self, func: Any, given: dict, sized: set[str], rows: int) -> str:
+        if "dropout_state" in str(func):
+            return (
+                "a recurrent layer's dropout is drawn inside a kernel of cuDNN, where which numbers belong to which "
+                "sample is not known: torch.backends.cudnn.enabled = False while it runs (in one process too, which "
+                'then draws by torch), dropout=0, or prepare(..., randomness="fast")'
+            )
         return (
             f"the model draws random numbers of shape {_shape_of(given, sized)} ({func}), of which no dim is sure to "
             f"count the {rows} samples of this rank, so which of one process's numbers belong to them is not "

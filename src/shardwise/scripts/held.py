@@ -1,6 +1,7 @@
 """`state_dict` and `load_state_dict` of a prepared model, and other whole weights that a rank holds in pieces.
 
-    model.state_dict()        whole tensors under the plain module's names, on the CPU; a submodule's likewise
+    model.state_dict()        whole tensors under the plain module's names, where the model lies (those larger than an
+                              eighth of its device's memory, together, on the CPU); a submodule's likewise
     model.load_state_dict()   whole tensors, of which each rank takes its pieces
 
 What this does not do: let one rank alone read what others hold pieces of (`meeting` names the line).
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from shardwise.device import memory_bytes, on_host
 from shardwise.engine import export
 from shardwise.engine.engine import Engine
 from shardwise.engine.load import load_state_dict
@@ -196,7 +198,7 @@ def _loading(prepared: WeightAccess, path: str, known: nn.Module) -> Callable[..
 
 
 def _telling(prepared: WeightAccess, path: str, known: nn.Module) -> Callable[..., Any]:
-    """The `state_dict` that is put on a module: whole tensors on the CPU. Collective."""
+    """The `state_dict` that is put on a module: whole tensors. Collective."""
 
     @names_line
     def state_dict(module: nn.Module, *args: Any, **options: Any) -> dict[str, Any]:
@@ -212,10 +214,19 @@ def _telling(prepared: WeightAccess, path: str, known: nn.Module) -> Callable[..
             found, own = prepared.engine.state_dict(), type(module).state_dict(module)
         told: Any = OrderedDict() if into is None else into
         before = f"{path}." if path else ""
+        found = _near({key: value for key, value in found.items() if key.startswith(before)}, prepared.mesh.device)
         for name in own:
-            told[f"{prefix}{name}"] = found[f"{before}{name}"] if f"{before}{name}" in found else own[name]
+            told[f"{prefix}{name}"] = found.get(f"{before}{name}", own[name])
         if into is None:
             told._metadata = getattr(own, "_metadata", OrderedDict())
         return told
 
     return state_dict
+
+
+def _near(whole: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """Returns the tensors on the device, which a script computes with; what would fill it stays on the host."""
+    room = None if on_host(device) else memory_bytes(device)
+    if on_host(device) or (room is not None and sum(each.nbytes for each in whole.values()) > room // 8):
+        return whole
+    return {name: each.to(device) for name, each in whole.items()}
