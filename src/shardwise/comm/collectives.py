@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -52,12 +53,12 @@ class Axis:
         """An axis of one rank."""
         return cls(name, 1, 0, None, (rank,))
 
-    @property
+    @cached_property
     def depth(self) -> int:
         """Place of the axis among those of a plan, outermost first."""
         return _DEPTHS[self.name]
 
-    @property
+    @cached_property
     def positions(self) -> bool:
         """Whether the axis cuts positions (of a sequence, of space): its ranks share samples and sum gradients."""
         return self.name in INNER or self.name == CHUNKS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 
 class NoView(ValueError):
@@ -10,7 +11,12 @@ class NoView(ValueError):
 
 
 def groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, range]]:
-    """Smallest runs of dims of equal product, in a view from one shape to the other."""
+    """Smallest runs of dims of equal product, in a view from one shape to the other. Raises `NoView`."""
+    return list(_groups(tuple(before), tuple(after)))
+
+
+@lru_cache(maxsize=4096)
+def _groups(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[range, range], ...]:
     found, i, j = [], 0, 0
     while i < len(before) or j < len(after):
         start_i, start_j = i, j
@@ -27,4 +33,4 @@ def groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, ran
             else:
                 raise NoView(f"no view from {tuple(before)} to {tuple(after)}")
         found.append((range(start_i, i), range(start_j, j)))
-    return found
+    return tuple(found)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class Distributed(torch.Tensor):
     axis: Axis
     source: ViewOf | None = None  # of a copy: what is written into it is written there too
     recipe: tuple[Any, int] | None = None  # of a table of positions: how it is made, and the version of its memory
+    summed: bool = False  # what ranks hold is a summand
     deals: bool = False  # ranges of as many numbers as its cut dim has are dealt alike
     known: torch.Tensor | None = None  # in a rehearsal on values, the whole tensor, where it follows from the batch
 
@@ -82,13 +84,16 @@ def here(tensor: Distributed) -> bool:
     return _STATE.depth is None or tensor.axis.depth == _STATE.depth
 
 
+_depth = attrgetter("axis.depth")
+
+
 class answering:
     """Context: rules are applied for the outermost axis over which one of the tensors is distributed."""
 
     __slots__ = ("before", "depth")
 
     def __init__(self, tensors: Iterable[Distributed]):
-        self.depth = min(tensor.axis.depth for tensor in tensors)
+        self.depth = min(map(_depth, tensors))
 
     def __enter__(self) -> None:
         self.before, _STATE.depth = _STATE.depth, self.depth

@@ -23,7 +23,7 @@ from shardwise.part.cuts import Owners, Uncut
 from shardwise.part.gathering import Scatter, all_sum, gathered, scatter_sum
 from shardwise.part.levels import Distributed, ViewOf, here, written_back
 from shardwise.part.tensor import Part, answer, facts, forget, reshaped_in_place, same_memory, strides_of
-from shardwise.trace.leaves import replaced, tensors_in
+from shardwise.trace.leaves import replaced
 
 _REARRANGE = frozenset({
     "view", "_unsafe_view", "reshape", "_reshape_alias", "transpose", "t", "permute", "unsqueeze", "squeeze", "detach",
@@ -115,6 +115,7 @@ class Sum(Distributed):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Sum(shape={tuple(self.shape)}, over {self.axis.name}, dtype={self.dtype})"
 
+    summed = True
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
@@ -203,11 +204,11 @@ def is_sum(tensor: Any) -> bool:
     return isinstance(tensor, Sum) and here(tensor)
 
 
-def with_sums(func: Any, args: tuple, kwargs: dict) -> Any:
+def with_sums(func: Any, args: tuple, kwargs: dict, given: list[Distributed]) -> Any:
     """Returns what an operation gives of which some inputs are sums: a sum where it is linear, else of their totals."""
     known = facts(func)
-    for each in tensors_in((args, kwargs), Sum):
-        if is_sum(each) and (each.stale or not each.untaken):
+    for each in given:
+        if isinstance(each, Sum) and here(each) and (each.stale or not each.untaken):
             each.value()  # what was written into what it is a view of is in it
     first = args[0] if args else None
     first = first if is_sum(first) else None

@@ -130,7 +130,8 @@ class Part(Distributed):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         try:
-            return answer(func, args, kwargs or {})
+            with torch._C.DisableTorchFunctionSubclass():  # as in forward, where the function above has switched it off
+                return answer(func, args, kwargs or {})
         except Uncut as error:
             error.origins |= {part.origin for part in tensors_in((args, kwargs), Part) if part.origin}
             raise
@@ -215,8 +216,9 @@ def answer(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run an operation on parts and sums, by its rule, applied for the outermost of their axes."""
     given = tensors_in((args, kwargs), Distributed)
     with answering(given):
-        if any(each.known is not None for each in given):
-            return with_known(func, args, kwargs, given, lambda: _answer(func, args, kwargs, given))
+        for each in given:
+            if each.known is not None:
+                return with_known(func, args, kwargs, given, lambda: _answer(func, args, kwargs, given))
         output = _answer(func, args, kwargs, given)
         if given[0].recipe is not None:
             note_table(func, args, kwargs, given, output)
@@ -224,10 +226,11 @@ def answer(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _answer(func: Any, args: tuple, kwargs: dict, given: list[Distributed]) -> Any:
-    from shardwise.part.sums import Sum, with_sums
+    for tensor in given:
+        if tensor.summed and here(tensor):
+            from shardwise.part.sums import with_sums
 
-    if any(isinstance(tensor, Sum) and here(tensor) for tensor in given):
-        return with_sums(func, args, kwargs)
+            return with_sums(func, args, kwargs, given)
     known = facts(func)
     if known.writes and is_part(args[0]):
         forget()

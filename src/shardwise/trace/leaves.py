@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 _ATOMS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))  # most of what is met
+_NESTS = frozenset((tuple, list, dict))  # of which empty ones are passed by
 
 
 def tensors_in(tree: Any, kind: type = torch.Tensor) -> list[Any]:
@@ -31,7 +32,8 @@ def _gather(nest: Any, kind: type, found: list[Any]) -> None:
     elif not isinstance(nest, tuple | list):
         return
     for leaf in nest:
-        if type(leaf) in _ATOMS:
+        its = type(leaf)
+        if its in _ATOMS or (its in _NESTS and not leaf):
             continue
         if isinstance(leaf, kind):
             found.append(leaf)
@@ -43,6 +45,8 @@ def replaced(kind: type, make: Callable[[Any], Any], tree: Any) -> Any:
     """Returns the same tree with `make(leaf)` in the place of each leaf of `kind` (a tensor, say)."""
     if isinstance(tree, kind):
         return make(tree)
+    if isinstance(tree, torch.Tensor):
+        return tree
     if isinstance(tree, dict):
         return {key: replaced(kind, make, leaf) for key, leaf in tree.items()}
     if not isinstance(tree, tuple | list):
