@@ -10,10 +10,13 @@ from mutations.bugs import RUNS
 from mutations.run import try_bug
 from run_tasks import noisy
 
-from shardwise import verify
+from shardwise import Plan, verify
 from shardwise.config import Given, load
+from shardwise.proof.own_precision import plain_steps
 from shardwise.proof.run import verify_run
+from shardwise.proof.settings import Settings
 from shardwise.ranks import RankPool
+from shardwise.task_names import resolve_task
 
 CONFIG = Path(__file__).parent / "mutations" / "run.toml"
 NARROW = CONFIG.with_name("narrow.toml")
@@ -57,6 +60,13 @@ def test_a_plan_is_no_further_from_one_process_than_its_rounding(plan: str, pool
     second = verify_run(load(NARROW, values=given), pool=pool, timeout_s=60).second
     assert second is not None and second.parity, second.text()
     assert len(second.parameter_error) == 8
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_one_process_takes_steps_with_batch_norms_in_sixteen_bits(precision: str) -> None:
+    task = resolve_task("test_batchnorm:normed")
+    found = plain_steps(task, Plan(precision=precision), Settings())
+    assert found.losses[-1] < found.losses[0]
 
 
 def test_batches_are_drawn_as_the_task_draws_them(pool: RankPool, tmp_path: Path) -> None:

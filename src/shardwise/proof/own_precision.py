@@ -23,6 +23,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from shardwise.engine.engine import parallelize
@@ -211,7 +213,8 @@ def _loss(task: Task, module: Any, part: Any, compute: torch.dtype, settings: Se
         return _moved(tensor.to(compute), settings, step, -1) if tensor.is_floating_point() else tensor
 
     args, kwargs = tree_map_only(torch.Tensor, narrow, task.inputs(part))
-    output = module(*args, **kwargs)
+    with _WideNorms():
+        output = module(*args, **kwargs)
     output = tree_map_only(torch.Tensor, lambda t: t.to(wide) if t.is_floating_point() else t, output)
     loss = read_loss(task.loss(output, part))
     objective = loss.total
@@ -220,6 +223,21 @@ def _loss(task: Task, module: Any, part: Any, compute: torch.dtype, settings: Se
             1.0 if extra.weight is None else float(loss.weight) / float(extra.weight)
         )
     return loss, objective
+
+
+class _WideNorms(TorchFunctionMode):
+    """Batch norms have weights in the dtype of their statistics: kernels take them beside an input of 16 bits alone."""
+
+    _WEIGHTS = {functional.batch_norm: ((3, "weight"), (4, "bias")), torch.batch_norm: ((1, "weight"), (2, "bias"))}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        args, kwargs = list(args), dict(kwargs or {})
+        for place, name in self._WEIGHTS.get(func, ()):
+            if place < len(args) and args[place] is not None:
+                args[place] = args[place].to(torch.promote_types(args[place].dtype, torch.float32))
+            elif kwargs.get(name) is not None:
+                kwargs[name] = kwargs[name].to(torch.promote_types(kwargs[name].dtype, torch.float32))
+        return func(*args, **kwargs)
 
 
 def _moved(tensor: torch.Tensor, settings: Settings, step: int, place: int) -> torch.Tensor:
