@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import types
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.layout import Plan
 from shardwise.layout.precisions import PRECISIONS, TORCH
+from shardwise.task import Task
 
 
 def dtype(name: str) -> torch.dtype:
@@ -60,3 +66,92 @@ class Precision:
         """Floating-point outputs in at least float32, so that the loss is summed in it."""
         wide = torch.promote_types(self.compute, torch.float32)
         return tree_map_only(torch.Tensor, lambda t: t.to(wide) if t.is_floating_point() else t, tree)
+
+
+# --- modules that make or hold tensors of 32 bits beside weights of 16
+
+_ABOUT_DTYPES = re.compile(r"dtype|scalar type|type \(", re.I)
+
+
+def met_at(task: Task, plan: Plan, error: Exception) -> Task | None:
+    """Returns the task as `met` gives it; None where the error is not one of dtypes."""
+    return met(task, plan) if _ABOUT_DTYPES.search(str(error)) else None
+
+
+def met(task: Task, plan: Plan) -> Task | None:
+    """Returns the task whose module's operations take tensors of several dtypes; None where the plan has no use."""
+    narrow = Precision.of(plan).compute
+    if narrow.itemsize >= 4 or plan.compile or task.model is None:
+        return None
+    build = task.model
+
+    def built() -> nn.Module:
+        module = build()
+        for child in module.modules():
+            if not hasattr(child.__dict__.get("forward"), "one_dtype"):
+                child.__dict__["forward"] = types.MethodType(_meeting(child, narrow), child)
+        return module
+
+    return task.with_(model=built)
+
+
+def told_met(plan: Plan) -> str:
+    """Returns what is told of a task that runs as `met_at` gives it."""
+    return (
+        f"precision={plan.precision}: the module has or makes tensors of other dtypes beside its weights; operations "
+        "that refuse them are given all in 16 bits, as under torch.autocast"
+    )
+
+
+def _meeting(module: nn.Module, dtype: torch.dtype) -> Callable:
+    """The module's forward, in which operations that want one dtype are given this one."""
+    forward = module.__dict__.get("forward")
+
+    def met(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        run = type(self).forward.__get__(self) if forward is None else forward
+        if _OneDtype.active:
+            return run(*args, **kwargs)
+        with _OneDtype(dtype):
+            return run(*args, **kwargs)
+
+    met.one_dtype = dtype  # type: ignore[attr-defined]
+    return met
+
+
+class _OneDtype(TorchFunctionMode):
+    """Gives an operation that refused tensors of several dtypes all in one: what it writes into has its own."""
+
+    active = False
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def __enter__(self) -> _OneDtype:
+        _OneDtype.active = True
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _OneDtype.active = False
+        super().__exit__(*error)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            found = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if _is_float(leaf)}
+            if len(found) < 2 or not _ABOUT_DTYPES.search(str(error)):
+                raise
+        name = getattr(func, "__name__", "")
+        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        dtype = args[0].dtype if writes else self.dtype
+
+        def cast(leaf: torch.Tensor) -> torch.Tensor:
+            return leaf.to(dtype) if _is_float(leaf) else leaf
+
+        return func(*tree_map_only(torch.Tensor, cast, args), **tree_map_only(torch.Tensor, cast, kwargs))
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()

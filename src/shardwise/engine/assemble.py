@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Collection
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.comm import gather_json, of_first
-from shardwise.engine.alone import Untried, blame
+from shardwise.engine.alone import MOST_ELEMENTS, Untried, blame, failure_alone
 from shardwise.engine.check import Findings, explained, gently, look
 from shardwise.engine.choices import task_differs
 from shardwise.engine.evaluated import InsideTransform, TakesGradients, WritesWeights
@@ -30,7 +30,7 @@ from shardwise.engine.optimizer import make_optimizer, shares_of
 from shardwise.engine.optimizer import refuse as refuse_optimizer
 from shardwise.engine.recipe import Applied, apply_plan, trainable
 from shardwise.engine.samples import SAMPLES, costly, few_samples, fewest_samples
-from shardwise.errors import RefusedPlan, ShardwiseError
+from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.layout.dealing import cut, deal
 from shardwise.layout.grid import placement
@@ -38,7 +38,7 @@ from shardwise.memory.recompute import note_written
 from shardwise.mesh import Mesh
 from shardwise.parallel.full import USED_OUTSIDE
 from shardwise.part.pairs import pairs_in
-from shardwise.precision import Precision
+from shardwise.precision import Precision, met_at
 from shardwise.random import HIDDEN, WITHOUT, GlobalRandom, has_kernel
 from shardwise.ranks import local_size
 from shardwise.step.batching import samples_in, slice_samples
@@ -145,6 +145,8 @@ def look_at_task(state: RankState, *, masks: bool) -> Findings:
     whole = slice_samples(sample, 0, n)
     first = fewest_samples(task, state.plan, sample) if n > 3 else 1
     parts = (slice_samples(sample, 0, first), slice_samples(sample, first, n)) if n > 1 else None
+    if state.staged is not None:
+        _refuse_dtypes(state, whole)
     joined = state.forward.joined if task.loss_scope == "global" else None
     if state.same_samples and state.mesh.data.size > 1:
         state.notices.append(on_all_samples(state))
@@ -205,6 +207,19 @@ def look_at_task(state: RankState, *, masks: bool) -> Findings:
     state.notices += state.chunks.notices() if state.chunks is not None else []
     _follow_writes(state, findings)
     return findings
+
+
+def _refuse_dtypes(state: RankState, batch: Any) -> None:
+    """Raises where the module's dtypes do not go together in 16 bits: one stage would find it, and others wait."""
+    if state.precision.compute.itemsize >= 4:
+        return
+    told = ""
+    with suppress(Untried):
+        few = sum(param.numel() for param in state.module.parameters()) <= MOST_ELEMENTS
+        error = failure_alone(state.task, state.precision, batch, state.device) if few else None
+        told = "" if error is None or met_at(state.task, state.plan, error) is None else str(error)
+    for found in filter(None, gather_json(told, state.mesh.world, state.device)):
+        raise InputError(f"the task fails on {samples_in(batch)} samples in one process too: {found}")
 
 
 def _look_at_many(

@@ -27,6 +27,7 @@ from shardwise.layout import Plan, check
 from shardwise.mesh import Mesh, build_mesh
 from shardwise.parallel.batchnorm import batch_norm_modules, joins_batch_norms, sync_module
 from shardwise.parallel.slots import DataParallel
+from shardwise.precision import met_at, told_met
 from shardwise.random import BatchDims, Randomness
 from shardwise.ranks import here, join
 from shardwise.ranks.launchers import own_device
@@ -73,15 +74,24 @@ def parallelize(
         join()  # a launcher started this process
     mesh = build_mesh(plan, own_device(device))
 
+    tasks = [task]
+
     def make(enclosed: Collection[str] = ()) -> RankState:
-        state = assemble(task, plan, mesh, seed, enclosed=enclosed)
+        state = assemble(tasks[-1], plan, mesh, seed, enclosed=enclosed)
         if plan.deterministic:
             fix_threads(state)
         state.clip_norm, state.schedule, state.on_nonfinite = clip_norm, schedule, on_nonfinite
         return state
 
     if check_loss:
-        state, findings = assemble_and_look(make, masks=randomness == "global")
+        try:
+            state, findings = assemble_and_look(make, masks=randomness == "global")
+        except (InputError, RefusedPlan) as error:
+            if (met := met_at(task, plan, error)) is None:
+                raise
+            tasks.append(met)
+            state, findings = assemble_and_look(make, masks=randomness == "global")
+            state.notices.append(told_met(plan))
     else:
         state = make()
         findings = Findings(batch_norm_modules(state.module), BatchDims(), draws=None)

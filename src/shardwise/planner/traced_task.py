@@ -25,6 +25,7 @@ from shardwise.planner.played import Sizes, dealt, degrees_text, places, played
 from shardwise.planner.reading import Reading, timed_reading
 from shardwise.planner.subject import Subject
 from shardwise.planner.traced_layouts import TracedLayouts
+from shardwise.precision import met_at, told_met
 from shardwise.progress import Say, silent
 from shardwise.random import HIDDEN, Randomness
 from shardwise.rehearsal.cut_module import Cuts, Looks, Shares, once
@@ -167,7 +168,16 @@ class Traced:
     def first(self) -> Counted:
         """The trace of the smaller of the two micro-batches, without recompute."""
         began = process_time()
-        found = self._trace(self.samples[0], "none", 0)
+        try:
+            found = self._trace(self.samples[0], "none", 0)
+        except InputError as error:
+            plan = Plan(precision=self.precision)
+            if (met := met_at(self.task, plan, error)) is None:
+                raise
+            self.task, self.looks = met, Looks(met, self.sample)
+            self._traces.clear()  # which remember what failed, too
+            self.remark(told_met(plan))
+            found = self._trace(self.samples[0], "none", 0)
         self._first_trace_s = process_time() - began
         return found
 

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map_only
 from shardwise.engine.engine import parallelize
 from shardwise.layout import Plan
 from shardwise.layout.precisions import PRECISIONS
-from shardwise.precision import dtype
+from shardwise.precision import dtype, met_at
 from shardwise.proof.oracle import plain_module
 from shardwise.proof.outcome import Parity
 from shardwise.proof.settings import Settings, global_batch, nudged
@@ -69,7 +69,7 @@ def verify_precision(job: Any, plan: Plan, settings: Settings, on_ranks: Callabl
     parity.precision = plan.precision
     task = job.build_task()
     try:
-        reference = plain_steps(task, plan, settings)
+        reference, task = _reference(task, plan, settings)
     except Exception as failure:
         first = str(failure).splitlines()[0] if str(failure) else ""
         parity.loss_error = 0.0
@@ -106,6 +106,16 @@ def verify_precision(job: Any, plan: Plan, settings: Settings, on_ranks: Callabl
     if plan.compile:
         parity.notes.append("compile=true is left out: masks by global index need eager ops")
     return parity
+
+
+def _reference(task: Task, plan: Plan, settings: Settings) -> tuple[Narrow, Task]:
+    """Returns what one process does, and the task that it does it with: as it is, or met at one dtype."""
+    try:
+        return plain_steps(task, plan, settings), task
+    except RuntimeError as error:
+        if (met := met_at(task, plan, error)) is None:
+            raise
+        return plain_steps(met, plan, settings), met
 
 
 def _compare_numbers(
@@ -225,14 +235,15 @@ def _loss(task: Task, module: Any, part: Any, compute: torch.dtype, settings: Se
     return loss, objective
 
 
+_NORM_WEIGHTS = {functional.batch_norm: ((3, "weight"), (4, "bias")), torch.batch_norm: ((1, "weight"), (2, "bias"))}
+
+
 class _WideNorms(TorchFunctionMode):
     """Batch norms have weights in the dtype of their statistics: kernels take them beside an input of 16 bits alone."""
 
-    _WEIGHTS = {functional.batch_norm: ((3, "weight"), (4, "bias")), torch.batch_norm: ((1, "weight"), (2, "bias"))}
-
     def __torch_function__(self, func, types, args=(), kwargs=None):
         args, kwargs = list(args), dict(kwargs or {})
-        for place, name in self._WEIGHTS.get(func, ()):
+        for place, name in _NORM_WEIGHTS.get(func, ()):
             if place < len(args) and args[place] is not None:
                 args[place] = args[place].to(torch.promote_types(args[place].dtype, torch.float32))
             elif kwargs.get(name) is not None:

@@ -21,6 +21,7 @@ from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan, check
 from shardwise.mesh import Mesh
+from shardwise.precision import met
 from shardwise.ranks import here, join
 from shardwise.ranks.launchers import own_device
 from shardwise.scripts.entries import Way
@@ -178,4 +179,4 @@ def make_engine(
         branches=branches,
         name="script",
     )
-    return Engine(assemble(task, plan, mesh, seed, named, samples))
+    return Engine(assemble(met(task, plan) or task, plan, mesh, seed, named, samples))
