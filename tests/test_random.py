@@ -220,6 +220,25 @@ def test_moments(name: str, mean: float, std: float) -> None:
     assert float(drawn.std()) == pytest.approx(std, rel=0.03)
 
 
+@pytest.mark.parametrize(
+    ("draw", "mean", "std"),
+    [
+        (lambda x: torch.randn(x.shape, dtype=torch.cfloat), 0, 0.5**0.5),
+        (lambda x: torch.randn_like(x * 1j), 0, 0.5**0.5),
+        (lambda x: torch.empty_like(x * 1j).normal_(0, 3.0), 0, 3 * 0.5**0.5),
+        (lambda x: torch.rand(x.shape, dtype=torch.cfloat), 0.5, 12**-0.5),
+    ],
+)
+def test_complex_numbers_have_two_parts_as_torchs(draw: Draw, mean: float, std: float) -> None:
+    drawn = run(Applies(draw), torch.ones(3000, 3, 4), Samples(0, 3000, 3000))
+    for part in (drawn.real, drawn.imag):
+        assert float(part.double().mean()) == pytest.approx(mean, abs=5 * std / math.sqrt(part.numel()))
+        assert float(part.double().std()) == pytest.approx(std, rel=0.03)
+    assert abs(float(torch.corrcoef(torch.stack([drawn.real.flatten(), drawn.imag.flatten()]))[0, 1])) < 0.02
+    torchs = draw(torch.ones(3000, 3, 4))
+    assert float(torchs.imag.std()) == pytest.approx(std, rel=0.03) and drawn.dtype == torchs.dtype
+
+
 def test_ranges() -> None:
     x, every = torch.zeros(500, 3, 4), Samples(0, 500, 500)
     assert run(Applies(DRAWS["randint"]), x, every).unique().tolist() == [3, 4, 5, 6, 7, 8]

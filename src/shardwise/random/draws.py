@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from shardwise.random.hashing import hashed
 from shardwise.random.variates import cauchy, exponential, gamma, geometric, normal, poisson, uniform
 
 _aten = torch.ops.aten
+_IMAGINARY = 0x1F83D9AB  # a key like any other
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ def _fill(draw):
 
     def run(source, args, kwargs):
         tensor = args[0]
-        return tensor.copy_(draw(source.bits(tensor.shape, tensor.device), args[1:], kwargs))
+        return tensor.copy_(_numbers(draw, tensor, source, args[1:], kwargs))
 
     return run
 
@@ -42,7 +45,7 @@ def _like(draw):
 
     def run(source, args, kwargs):
         like = torch.empty_like(args[0], **_factory(kwargs))
-        return like.copy_(draw(source.bits(like.shape, like.device), args[1:], kwargs))
+        return like.copy_(_numbers(draw, like, source, args[1:], kwargs))
 
     return run
 
@@ -55,9 +58,21 @@ def _new(draw, size_at: int = 0):
         integral = draw in (_draw_range, _draw_below)
         options = {"dtype": torch.int64} if integral and kwargs.get("dtype") is None else {}
         new = torch.empty(size, **{**_factory(kwargs), **options})
-        return new.copy_(draw(source.bits(new.shape, new.device), (*args[:size_at], *args[size_at + 1 :]), kwargs))
+        return new.copy_(_numbers(draw, new, source, (*args[:size_at], *args[size_at + 1 :]), kwargs))
 
     return run
+
+
+def _numbers(draw, tensor: torch.Tensor, source: BitSource, args: tuple, kwargs: dict) -> torch.Tensor:
+    """Returns the numbers of a draw into `tensor`; complex ones have an imaginary part of bits of its own."""
+    bits = source.bits(tensor.shape, tensor.device)
+    if not tensor.is_complex():
+        return draw(bits, args, kwargs)
+    beside = hashed(_IMAGINARY, bits)
+    if draw not in (_draw_normal, _draw_standard_normal):
+        return torch.complex(draw(bits, args, kwargs), draw(beside, args, kwargs))
+    unit = torch.complex(normal(bits), normal(beside)) / math.sqrt(2)  # of variance 1, half of it in each part
+    return unit * _argument(args, kwargs, 1, "std", 1.0) + _argument(args, kwargs, 0, "mean", 0.0)
 
 
 def _factory(kwargs: dict) -> dict:
