@@ -1,4 +1,4 @@
-"""Load into an engine under any plan: a checkpoint's whole state, or weights alone, renamed (`load_weights`).
+"""Load a checkpoint's state, or weights alone, renamed. Settings of a run for it: training/keeping; scripts: saved.
 
     choose    the newest checkpoint that every rank finds whole: digests of all files, each read by one rank
     compare   names, shapes and the kind of the optimizer with the engine's; every rank says alike what differs

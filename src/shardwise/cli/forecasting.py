@@ -1,4 +1,4 @@
-"""What commands that forecast share: options for the cluster and the batch, TASK as a subject, writing files."""
+"""Options of commands that forecast: cluster, batch, failures (`failures`); TASK as a subject; writing files."""
 
 from __future__ import annotations
 

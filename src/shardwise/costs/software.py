@@ -1,4 +1,4 @@
-"""How an implementation runs a decoder: kernels, dtypes (`STATES`: bytes of each), what it keeps and overlaps.
+"""How an implementation runs a decoder: kernels, dtypes (`STATES`), overlap; `as_planned`: what a plan changes of it.
 
 Facts about programs, from their papers and sources; nothing here is a fitted number.
 """

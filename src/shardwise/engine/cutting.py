@@ -1,4 +1,4 @@
-"""Cut the recorded forward into pipeline stages: which stage holds which parameters and buffers.
+"""Cut the recorded forward into pipeline stages, in runs and rehearsals (`cut_forward`); tell how they came out.
 
 A parameter belongs to each stage whose part of the forward uses it. One that was not used in the look (an expert that
 got no token) belongs where the module that holds it ran.

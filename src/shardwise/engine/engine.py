@@ -1,4 +1,4 @@
-"""`parallelize(task, plan)` and its `Engine`, over step/ and engine/. An option: step/state, training/parts, proof/.
+"""`parallelize` and its `Engine`. An option: step/state, config/schema, training/parts, proof/settings and its loops.
 
 The order in which a plan is applied stands in `assemble` and `recipe`, what a step does in `step/train_step`.
 """

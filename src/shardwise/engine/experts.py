@@ -1,4 +1,4 @@
-"""Find the modules of experts when an engine is built, by one forward (parallel/expert does the rest)."""
+"""Find modules of experts by one forward; make `ExpertParallel` from the plan (rehearsed: rank_row; sent: exchange)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find by trying which dims of a batch cp, cp_ulysses, domain cut; refuse; collect notices of what tiles gather.
+"""Find by trying which dims cp, cp_ulysses, domain cut, and how cp deals them (zigzag); refuse; notices of gathers.
 
 What may be cut is proposed by the axes' own room; it is cut if a rehearsal of forward and backward on shares of it,
 without values and without sending, comes to its end. Of a sequence the module must also run on half.

@@ -1,4 +1,4 @@
-"""A rank's record in shared memory: its phase, the collective it is in, since when, the user's line; past ones are not.
+"""A rank's record in shared memory: phase, waits, last collectives. Begun by ranks/worker, watching; read by diagnose.
 
     header   pid, phase and step, time of the last event, the collective it waits in
     groups   of each process group: a key that is the same on all its ranks, and how many collectives were issued

@@ -1,4 +1,4 @@
-"""Recompute blocks in backward (`remat`): by recipe, rank_module, step_trace. A mode: costs/layout, memory, block; live
+"""Recompute blocks (`remat`), by recipe, rank_module, step_trace. A new mode: layout/plan, costs/layout, memory, block.
 
     full        keep each block's inputs; its forward runs again in backward
     selective   keep the results of matrix products, convolutions and attention too; recompute the rest

@@ -1,4 +1,4 @@
-"""ZeRO-3 by FSDP2 (made in recipe). Its gathers in forecasts: simulator/sharded, step, stages; bytes: costs/memory.
+"""ZeRO-3 by FSDP2 (made in recipe; scripts/stepping begins its micro-batches). Time: simulator/sharded, step, quick.
 
     forward    block i: all-gather w_i . compute . free
     backward   block i: all-gather w_i . compute g_i . reduce-scatter -> g_i,r . free

@@ -1,4 +1,4 @@
-"""Rules of reductions, softmax and norms over whole dims. Labels: trace/axis_rules/reductions; tiles: domain/norms."""
+"""Rules of reductions, medians, softmax, norms, along cut dims or beside them. Labels: trace/axis_rules/reductions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`search` for the fastest plan that fits: enumerate, prune by memory, rank by simulated time, say why others lost.
+"""`search` for the fastest plan that fits; its order (`_sorted`). Limits a user gives: `Constraints` of candidates.
 
     every layout ── memory ──> those that fit ── estimate ──> the best few of each family ── simulate ──> ranked
 

@@ -1,4 +1,4 @@
-"""A run's second proof, in its own precision: how far a plan differs from one process in the same.
+"""A run's second proof, in its own precision, by a plain loop of its own: plan keys that round are met here.
 
     one process   a plain loop of ten SGD steps: weights in the compute dtype, made anew each step from masters;
                   gradients added up in the plan's `reduce_dtype`; fp16 with a loss scale that halves on overflow

@@ -1,4 +1,4 @@
-"""Progress of a long run when devices fail: by Young-Daly's formula and by simulation. Called by cli/foresee.
+"""Progress of a long run when devices fail (Young-Daly, simulation). Called by cli/foresee; options: cli/forecasting.
 
     loss of a share of time = C / T + (T / 2 + W + R) / M    T between checkpoints, C a checkpoint's stall, R restart
     the best T is about sqrt(2 C M), and at least W          M = mean time between failures of all devices

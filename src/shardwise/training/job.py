@@ -1,4 +1,4 @@
-"""Make a `Job` from a configuration and its task: steps, samples of each, learning rate, checked before the start.
+"""`Job`: a run settled before its start; `build_task`: the task as its configuration changes it, also for proofs.
 
 What only the task can tell is checked here, before any process is started: options that this task would not use
 are refused, as `config` refuses those that no task would.

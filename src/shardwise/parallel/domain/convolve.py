@@ -1,4 +1,4 @@
-"""Convolutions of tiles, plain and transposed, over one to three spatial dims. Paddings by a boundary: boundary.py."""
+"""Convolutions of tiles, plain and transposed: by deep or overlap (plain ones alone), else with the halo fetched."""
 
 from __future__ import annotations
 

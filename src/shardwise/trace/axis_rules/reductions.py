@@ -1,4 +1,4 @@
-"""Axis labels of reductions, losses, norms, scans: what they run over lies together. On shares: part/reductions."""
+"""Labels of reductions, sorts, losses, norms, scans: an op not listed keeps weights whole. Shares: part/reductions."""
 
 from __future__ import annotations
 
