@@ -678,8 +678,9 @@ COMPLEX = [
     bug("what is sent of complex hidden states is conjugated", "parallel.pipeline.messages:Mail._send",
         "taken_apart(tensor.detach()).contiguous()", "taken_apart(tensor.detach()).conj().contiguous()", 
         "complex_tasks:complex_net", "pp=2"),
-    bug("a transform's slices are taken one further", "part.views:as_strided",
-        "part, dim, start, stop, step", "part, dim, start - (start > 0), stop - (start > 0), step",
+    bug("a transform's slices are taken one further", "part.views:_taken",
+        "part, d, each.start, each.stop, each.step",
+        "part, d, each.start - (each.start > 0), each.stop - (each.start > 0), each.step",
         "complex_tasks:fno2d", "tp=2"),
 ]  # fmt: skip
 

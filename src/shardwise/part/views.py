@@ -262,10 +262,8 @@ def repeat(func: Any, args: tuple, kwargs: dict) -> Part:
 def as_strided(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """Rule, in backward alone, of the gradient of a whole tensor into which parts were written."""
     part, sizes, strides, offset = args[0], args[1], args[2], args[3] if len(args) > 3 else 0
-    if (slices := _slices_of(part, sizes, strides, offset or 0)) is not None:
-        for dim, (start, stop, step) in enumerate(slices):
-            part = torch.ops.aten.slice.Tensor(part, dim, start, stop, step)
-        return part
+    if (found := _indices_of(part, sizes, strides, offset or 0)) is not None:
+        return _taken(part, *found)
     if not part.axis.positions or not in_backward():
         raise Uncut(no_rule(func, [part]))
     whole = gathered(part)
@@ -275,21 +273,42 @@ def as_strided(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     return Sum.taken(func(whole, sizes, strides, offset), part.axis, ViewOf(kept))
 
 
-def _slices_of(
+def _indices_of(
     part: Part, sizes: Sequence[int], strides: Sequence[int], offset: int
-) -> list[tuple[int, int, int]] | None:
-    """(start, stop, step) of each dim, where a view by strides takes slices of a tensor; None for any other view."""
-    if len(sizes) != part.dim() or not part.numel() or not math.prod(sizes) or 0 in part.stride():
+) -> tuple[list[int | slice], list[int | None]] | None:
+    """A slice or one index of each dim, and the dim that each of the view's is, where it is nothing else; or None."""
+    if not part.numel() or not math.prod(sizes) or 0 in part.stride():
         return None
-    own, found, rest = part.stride(), [(0, 1, 1)] * part.dim(), offset
-    for dim in sorted(range(part.dim()), key=lambda d: (-own[d], -part.shape[d])):
-        start = rest // own[dim] if part.shape[dim] > 1 else 0
-        step, odd = divmod(strides[dim], own[dim]) if sizes[dim] > 1 else (1, 0)
-        stop = start + (sizes[dim] - 1) * step + 1
-        if odd or step < 1 or stop > part.shape[dim]:
-            return None
-        rest, found[dim] = rest - start * own[dim], (start, stop, step)
-    return None if rest else found
+    own, rest = part.stride(), offset
+    index: list[int | slice] = [0] * part.dim()
+    dims: list[int | None] = [None] * len(sizes)
+    left = sorted(range(len(sizes)), key=lambda o: (-strides[o], -sizes[o]))
+    for d in sorted(range(part.dim()), key=lambda d: (-own[d], -part.shape[d])):
+        index[d] = start = rest // own[d] if part.shape[d] > 1 else 0
+        rest -= start * own[d]
+        for o in left:
+            step, odd = divmod(strides[o], own[d])
+            stop = start + (sizes[o] - 1) * step + 1
+            if not odd and stop <= part.shape[d] and (step or sizes[o] == 1):
+                index[d], dims[o] = slice(start, stop, step or 1), d
+                left.remove(o)
+                break
+    return None if rest or any(sizes[o] > 1 for o in left) else (index, dims)
+
+
+def _taken(part: torch.Tensor, index: list[int | slice], dims: list[int | None]) -> torch.Tensor:
+    """The view of slices and single indices of a part, whose dims are those of the part that are told; None is new."""
+    for d, each in reversed(list(enumerate(index))):
+        if isinstance(each, int):
+            part = torch.ops.aten.select.int(part, d, each)
+        elif each != slice(0, part.shape[d], 1):
+            part = torch.ops.aten.slice.Tensor(part, d, each.start, each.stop, each.step)
+    kept = [d for d, each in enumerate(index) if isinstance(each, slice)]
+    turned = [kept.index(d) for d in dims if d is not None]
+    part = part if turned == sorted(turned) else torch.ops.aten.permute.default(part, turned)
+    for o in [o for o, d in enumerate(dims) if d is None]:
+        part = torch.ops.aten.unsqueeze.default(part, o)
+    return part
 
 
 @rule("cat", "stack")
