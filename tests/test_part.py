@@ -29,6 +29,14 @@ TARGET = torch.tensor([1, 5, 0, 3, -100, 2])
 MASK = torch.tensor([[True, False, True], [True, True, False]]).repeat(2, 1)
 
 
+def _by_strides(x: torch.Tensor) -> torch.Tensor:
+    """Slices of rows, one column, a turned view, as autograd reads gradients of what was written into."""
+    read = x.detach()
+    rows, column = read.as_strided((4, 2, 2), (9, 3, 2), 3), read.as_strided((4, 3), (9, 3), 1)
+    turned = read.as_strided((3, 1, 4), (1, 9, 9), 6)
+    return x * (column + turned[:, 0].mT + rows.sum((1, 2))[:, None])[:, None]
+
+
 def _gqa(q: torch.Tensor) -> torch.Tensor:
     key = q[:, ::2].contiguous()
     return F.scaled_dot_product_attention(q, key, key, is_causal=True, enable_gqa=True)
@@ -42,6 +50,7 @@ CASES: dict[str, tuple[Callable, tuple[int, ...], set[int]]] = {
     "plain broadcast": (lambda x: x * torch.arange(6.0, dtype=DOUBLE) + torch.ones(4, 1, dtype=DOUBLE), (4, 6), {0, 1}),
     "masked fill": (lambda x: x.masked_fill(MASK, 0.5), (4, 3), {0, 1}),
     "in place": (lambda x: (x * 1).mul_(2).add_(x), (4, 6), {0, 1}),
+    "by strides": (_by_strides, (4, 3, 3), {0}),
     "clamp and power": (lambda x: x.clamp(-1, 1).pow(3).tanh(), (4, 6), {0, 1}),
     "split heads": (lambda x: x.view(3, 4, 2).transpose(0, 1), (3, 8), {0, 1}),
     "merge heads": (lambda x: x.transpose(1, 2).reshape(2, 3, 8), (2, 4, 3, 2), {0, 1, 2}),
@@ -102,6 +111,10 @@ CASES: dict[str, tuple[Callable, tuple[int, ...], set[int]]] = {
     "linear, biased": (lambda x: F.linear(x, ONES[0, :2], ONES[0, 0, :2]), (4, 6), {0, 1}),
     "weight": (lambda x: F.linear(torch.ones(2, 3, 6, dtype=DOUBLE), x), (4, 6), {0, 1}),
     "product with itself": (lambda x: x @ x.mT, (2, 4, 6), {0, 2}),
+    "a product added in place": (
+        lambda x: (x * 3).addmm_(x, ONES[0, :6, :6] / 7, beta=2, alpha=-1) * (x * 2).addmm_(x, ONES[0], beta=0),
+        (4, 6), {0},
+    ),
     "einsum": (lambda x: torch.einsum("bsh,oh->bso", x, torch.ones(3, 6, dtype=DOUBLE)), (2, 4, 6), {0, 1, 2}),
     "embedding": (lambda x: F.embedding(INDEX, x), (4, 6), {0, 1}),
     "embedding with padding": (lambda x: F.embedding(INDEX, x, padding_idx=-1), (4, 6), {0, 1}),

@@ -106,14 +106,16 @@ def _packed(matrix: torch.Tensor) -> torch.Tensor:
 
 @rule("addmm", "baddbmm", "addmm_", "baddbmm_", "addbmm")
 def addmm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """beta * c + alpha * a @ b; a bias is added after the sum over ranks, once."""
-    if func._schema.is_mutable or func._schema.name == "aten::addbmm":
+    """beta * c + alpha * a @ b, in place too; a bias is added after the sum over ranks, once."""
+    if func._schema.name == "aten::addbmm":
         raise Uncut(no_rule(func, parts_in(args)))
     c, a, b = args[:3]
     product = torch.mm(a, b) if a.dim() == 2 else torch.bmm(a, b)
     alpha, beta = kwargs.get("alpha", 1), kwargs.get("beta", 1)
     if alpha != 1:
         product = product * alpha
+    if func._schema.is_mutable:
+        return (c.mul_(beta) if beta else c.zero_()).add_(product)
     if beta == 0:
         return product
     return product + (c if beta == 1 else c * beta)
