@@ -224,7 +224,7 @@ def own_statistics() -> Task:
         ("a_constant_weight", "does not add up over samples: its weight on 5 samples"),
         ("a_mean_as_extra", "does not add up over samples: its extra 'entropy'"),
         ("mixing_samples", "does not add up over samples: its sum"),
-        ("all_pairs", "(5, 1) meets (5,), which makes all pairs of samples: bring both to one shape"),
+        ("all_pairs", "(5, 1) meets (5,), which makes all pairs of samples: bring both to one shape, or, where all"),
         ("own_statistics", "'running' is computed from the samples of a micro-batch, by other means than batch norm"),
     ],
 )  # fmt: skip

@@ -3,7 +3,8 @@
     prediction   (n, 1)
     target       (n,)        prediction - target is (n, n), and so is what `mse_loss` sums
 
-It is a mistake so common that torch warns of it in losses; the numbers that it gives look like any others.
+It is a mistake so common that torch warns of it in losses; the numbers that it gives look like any others. Contrastive
+losses mean it (`labels[:, None] == labels[None]`), so what is told names both ways out.
 """
 
 from __future__ import annotations
@@ -58,5 +59,8 @@ def told_pairs(whole: AllPairs, part: AllPairs) -> str:
     for place, first, second in whole.found:
         if any(place == other for other, *_ in part.found):
             line = f"at {place} " if place else ""
-            return f"{line}{first} meets {second}, which makes all pairs of samples: bring both to one shape"
+            return (
+                f"{line}{first} meets {second}, which makes all pairs of samples: bring both to one shape, or, where "
+                'all pairs are meant, declare loss_scope="global" (the loss makes them) or "model" (the module does)'
+            )
     return ""
