@@ -38,6 +38,23 @@ def position_wise() -> Task:
                 optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))  # fmt: skip
 
 
+def _square(step: int) -> dict:
+    return {name: tensor[:, :5] for name, tensor in _fields(step).items()}
+
+
+def square() -> Task:
+    """As many positions as features."""
+    return position_wise().with_(batch=_square)
+
+
+def square_turned() -> Task:
+    """The same, features first."""
+    return square().with_(
+        model=lambda: nn.Sequential(nn.Conv1d(5, 8, 3, padding=1), nn.GELU(), nn.Conv1d(8, 3, 1)),
+        loss=lambda output, batch: _squares(output.mT, batch),
+    )
+
+
 class OneLength(PositionWise):
     """With a table that has the length of the sequence, so that it does not run on half of one."""
 

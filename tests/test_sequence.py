@@ -598,6 +598,12 @@ def test_an_allocation_of_all_pairs_of_positions_is_told_as_one() -> None:
     assert not of_pairs({"tokens": batch["tokens"][:, :10]}, RuntimeError("Tried to allocate 1024.00 GiB"))
 
 
+@pytest.mark.parametrize(("task", "dim"), [("square", 1), pytest.param("square_turned", 2, marks=pytest.mark.long)])
+def test_as_many_positions_as_features(task: str, dim: int, pool) -> None:
+    found = verify(f"sequence_tasks:{task}", "cp=2", pool=pool)
+    assert found.parity and f"the sequence of x along dim {dim}" in found.text().replace(" and y", ""), found.text()
+
+
 def test_a_batch_without_a_sequence_is_refused(pool) -> None:
     found = verify("architectures:convnext", "cp=2", pool=pool)
     assert not found.parity and "does not run on half" in found.refused, found.text()

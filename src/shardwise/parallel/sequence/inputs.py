@@ -1,7 +1,9 @@
 """Propose which dims of a batch are positions of a sequence (tried by engine/positions).
 
 Those of one size, over all tensors, of which a batch can lose half and still be a batch for the module: names and
-kinds of modules play no part. Where the task names the dims (`Task.sequence`), those, whatever their sizes.
+kinds of modules play no part. Where a tensor has several of that size, all of them are tried (a mask (S, S)), then the
+first of each tensor, then the last (as many features as positions, in tensors of three dims). Where the task names the
+dims (`Task.sequence`), those, whatever their sizes.
 
 What this does not do: cut tensors that have the positions along several dims (masks (B, 1, S, S)); they stay whole.
 """
@@ -57,11 +59,16 @@ def _alike(batch: Any, samples: int) -> Iterator[tuple[Dims, str]]:
     leaves, _ = tree_flatten(batch)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == samples]
     integers = [n for t in tensors if not t.is_floating_point() for n in t.shape[1:]]
-    sizes = [*integers, *(n for t in tensors for n in t.shape[1:])]
-    for size in dict.fromkeys(n for n in sizes if n > 1):
-        dims = tuple(_along(leaf, samples, size) for leaf in leaves)
+    sizes = dict.fromkeys(n for n in [*integers, *(n for t in tensors for n in t.shape[1:])] if n > 1)
+    of_size = {size: tuple(_along(leaf, samples, size) for leaf in leaves) for size in sizes}
+    for size, dims in of_size.items():
         if any(len(each) == 1 for each in dims):
             yield dims, f"dims of {size}"
+    for size, dims in of_size.items():  # as many positions as features: one dim of each tensor (pictures have more)
+        several = {leaf.dim() for leaf, along in zip(leaves, dims, strict=True) if len(along) > 1}
+        for place, said in (0, "first"), (-1, "last"):
+            if several == {3}:
+                yield tuple(each[place : place + 1 or None] for each in dims), f"the {said} dims of {size}"
 
 
 def _along(leaf: Any, samples: int, size: int) -> tuple[int, ...]:
