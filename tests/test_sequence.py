@@ -627,6 +627,12 @@ def test_weights_that_are_read_past_their_attributes(plan: str, pool) -> None:
         assert found.refused if plan == "tp=2" else found.parity, found.text()
 
 
+def test_ranks_that_exchange_other_tensors_of_one_size_are_refused(pool) -> None:
+    """Nothing would hang or fail: each rank would go on with the sum of another tensor's positions."""
+    found = verify("sequence_tasks:in_turns", "cp=2", pool=pool)
+    assert "would not come to the same collectives" in (found.refused or ""), found.text()
+
+
 def test_a_sequence_of_one_length_is_told_how_to_name_it(pool) -> None:
     """What the refusal says to write is what `Task.sequence` takes, and with it the plan is equal."""
     refused = verify("sequence_tasks:one_length", "cp=2", pool=pool).refused
