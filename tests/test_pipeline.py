@@ -25,6 +25,7 @@ from shardwise.step.forward import output_alone
 from shardwise.step.train_step import dealt
 from shardwise.trace.deferred import Built, build
 from shardwise.trace.flow import Flow
+from shardwise.trace.own_calls import OwnCalls
 from shardwise.trace.recorded import trace_forward
 
 OURS = "shardwise.models.tasks"
@@ -427,3 +428,19 @@ def test_the_end_of_an_epoch_may_have_fewer_micro_batches(pool: RankPool) -> Non
 
 def test_the_schedule_is_the_plans() -> None:
     assert schedule_of(Plan.parse("pp=2,schedule=zbv")).stages == 4
+
+
+def test_a_call_keeps_its_place_when_python_has_learnt_it() -> None:
+    """CPython 3.11 runs a builtin that calls back into torch in other halves of its call the more often it has run."""
+
+    def total(x: Tensor) -> Any:
+        return sum(x * n for n in (1.0, 2.0))
+
+    def spots() -> list[tuple]:
+        met: list[tuple] = []
+        with OwnCalls(lambda whose, spot, name, output: met.append((name, spot)), "whose"):
+            total(torch.ones(2))
+        return met
+
+    first = spots()
+    assert [spots() for _ in range(40)] == [first] * 40

@@ -12,11 +12,15 @@ do on the way is not counted, since other files call it. What a transform of `to
 
 from __future__ import annotations
 
+import dis
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -106,7 +110,15 @@ def _place_of(frame: Any) -> tuple[str, int, int]:
         frame.f_code.co_filename in _ANSWERS or frame.f_code.co_filename.startswith(_BETWEEN)
     ):
         frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_code.co_firstlineno, frame.f_lasti
+    code, at = frame.f_code, frame.f_lasti
+    return code.co_filename, code.co_firstlineno, _first_halves(code).get(at, at)
+
+
+@lru_cache(maxsize=4096)
+def _first_halves(code: CodeType) -> dict[int, int]:
+    """Where a call's first half stands, and its second: Python 3.11 runs `sum` in the second, later in the first."""
+    pairs = pairwise(dis.get_instructions(code))
+    return {one.offset: other.offset for one, other in pairs if one.opname == "PRECALL"}
 
 
 def by_a_module(frame: Any) -> bool:
