@@ -379,3 +379,23 @@ class Reset(Layers):
 
 def reset() -> Task:
     return task(Reset, lambda step: vectors(step, samples=5 - step))
+
+
+class Freezes(Layers):
+    """Trains its first layer in its first forward alone, and its second one after that."""
+
+    def start(self) -> None:
+        self.layers[1].requires_grad_(False)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.layers[0].requires_grad_(self.calls < 2)
+        self.layers[1].requires_grad_(self.calls > 1)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def freezes() -> Task:
+    return task(Freezes, EVEN)

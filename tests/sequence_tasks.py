@@ -635,7 +635,10 @@ class InTurns(nn.Module):
         turns = [self.first, self.second]
         if dist.is_initialized() and dist.get_rank():
             turns.reverse()
-        return sum(layer(x).cumsum(1) for layer in turns)
+        return sum(self._weighed(layer(x)) for layer in turns)
+
+    def _weighed(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x.detach().cumsum(1)
 
 
 def in_turns() -> Task:

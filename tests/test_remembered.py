@@ -32,7 +32,8 @@ CASES = [
         ("dropped", "pp=4,microbatches=4"), ("dropped", "pp=2,schedule=interleaved1f1b"), ("own_generators", TWO),
         ("dropped_by_torch", "pp=4,microbatches=4"), ("dropped_by_torch", "dp_shard=2,zero=3,pp=2"),
         ("dropped", "dp_shard=2,zero=3,pp=2"), ("own_generators", "dp_replicate=2"), ("own_generators", "tp=2"),
-        ("dropped", "dp_shard=2,zero=3,remat=full"), ("turns", "pp=2,schedule=interleaved1f1b"),
+        ("dropped", "dp_shard=2,zero=3,remat=full"), ("freezes", "dp_shard=2,zero=3"),
+        ("freezes", "tp=2"), ("turns", "pp=2,schedule=interleaved1f1b"),
         ("updated", "pp=2,schedule=zbh1,microbatches=4"),
     )),
 ]  # fmt: skip
@@ -43,6 +44,7 @@ REFUSED = [
     ("averaged", "dp_replicate=2", "the forward leaves 'mean' in the module, computed of all samples"),
     ("listed", "pp=2,schedule=interleaved1f1b", "the forward changes 'memory' for the next one to find"),
     ("counted", "pp=2,schedule=interleaved1f1b", "use schedule=1f1b"),
+    ("freezes", "pp=2", "the forward turns requires_grad of weights within a step"),
 ]
 
 

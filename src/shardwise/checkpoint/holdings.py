@@ -145,7 +145,7 @@ def weights(engine: Engine) -> Iterator[Holding]:
     for name, (piece, master) in trained(engine).items():
         yield Holding(f"model/{name}", piece, master)
     for name, param in engine.module.named_parameters():
-        if not param.requires_grad and name in engine.state.held_frozen:
+        if name in engine.state.held_frozen:  # a forward may have thawed it since
             piece, local = _frozen_piece(engine, name, param)
             yield Holding(f"model/{name}", piece, local)
     for name, buffer in engine.module.named_buffers():

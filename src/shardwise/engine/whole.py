@@ -76,7 +76,7 @@ def used_buffers(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
 def _held_parameters(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
     held = {name: state.technique.full_parameter(index) for index, name in enumerate(state.names)}
     for name, param in state.module.named_parameters():
-        if not param.requires_grad and name in state.held_frozen:
+        if name in state.held_frozen:  # a forward may have thawed it since
             held[name] = _used(state, {}, name, param)
     wholes = gathered_together(together(state, name, piece) for name, piece in held.items())
     return zip(held, wholes, strict=True)

@@ -122,6 +122,7 @@ class _Row:
         self.state, self.staged, self.parts, self.tally = state, staged, parts, tally
         self._held: dict[tuple[int, int], _Held] = {}
         self._first = True  # no forward was run
+        self._trained: dict[int, list[bool]] = {}  # by stage: which weights its first forward left trainable
 
     def run(self, op: Op, index: int, *, last: bool) -> None:
         """One op on the micro-batch of this index; `last`: no gradient of weights comes after it."""
@@ -150,8 +151,19 @@ class _Row:
             else:
                 outputs = list(output)
                 staged.mail.send_forward(stage, index, key, outputs)
+        self._as_first(stage)
         self._held[stage, index] = _Held(staged.staged.taken, outputs, key, tape)
         staged.staged.taken = []  # or the last of them would live on until the next step
+
+    def _as_first(self, stage: int) -> None:
+        """Refuse a forward that leaves other weights trainable than the step's first one, whose backward is to come."""
+        now = [param.requires_grad for param in self.state.module.parameters()]
+        if now != self._trained.setdefault(stage, now):
+            raise RefusedPlan(
+                "the forward turns requires_grad of weights within a step, and under pp= other micro-batches, whose "
+                "backwards are to come, would be given other gradients than in one process: turn it in the first "
+                "forward of a step or between steps, set microbatches=1, or leave pp out"
+            )
 
     def _loss(self, loss: Loss, part: Share) -> torch.Tensor:
         objective, extras = objective_of(self.state, loss)
