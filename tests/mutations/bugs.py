@@ -381,8 +381,6 @@ SEQUENCE = [
     bug("gradients are summed over data ranks, not over a sequence's", "engine.recipe:_whole_module",
         "Replicate(named, mesh.gradients, precision,", "Replicate(named, mesh.data, precision,",
         S + "decoder", "cp=2"),
-    bug("collectives are told apart by kind and size alone", "engine.meeting:Collectives.record",
-        'f"{op} of {tag} in {self.inside} at {_line()}"', "op", S + "in_turns", "cp=2", steps=1),
     bug("shares of a sequence begin one position late", "part.positions:Positions._cut",
         "owners.take(share, dim, axis.index)", "owners.take(share.roll(1, dim), dim, axis.index)", S + "decoder",
         "cp=2"),
