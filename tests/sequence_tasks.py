@@ -643,3 +643,15 @@ class InTurns(nn.Module):
 
 def in_turns() -> Task:
     return position_wise().with_(model=InTurns)
+
+
+class Freezing(PositionWise):
+    """One layer is trained no more, which its forward says each time."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.layers[0].requires_grad_(False)
+        return self.layers(x)
+
+
+def freezing() -> Task:
+    return position_wise().with_(model=Freezing)

@@ -627,6 +627,10 @@ def test_weights_that_are_read_past_their_attributes(plan: str, pool) -> None:
         assert found.refused if plan == "tp=2" else found.parity, found.text()
 
 
+def test_weights_that_a_forward_freezes_are_read_past_no_attribute(pool) -> None:
+    assert verify("sequence_tasks:freezing", "cp=2", pool=pool, steps=1).parity
+
+
 def test_ranks_that_exchange_other_tensors_of_one_size_are_refused(pool) -> None:
     """Nothing would hang or fail: each rank would go on with the sum of another tensor's positions."""
     found = verify("sequence_tasks:in_turns", "cp=2", pool=pool)

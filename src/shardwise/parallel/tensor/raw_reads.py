@@ -59,7 +59,8 @@ class RawReads(TorchFunctionMode):
         output = func(*args, **(kwargs or {}))
         given = tensors_in((args, kwargs))
         met = [self.shares[id(tensor)] for tensor in given if id(tensor) in self.shares]
-        whole = [self.whole[id(tensor)] for tensor in given if id(tensor) in self.whole]
+        trained = [tensor for tensor in given if tensor.requires_grad]  # now: a forward may have frozen it
+        whole = [self.whole[id(tensor)] for tensor in trained if id(tensor) in self.whole]
         if (met or whole) and by_a_module(sys._getframe(1)):
             if met:
                 self._met(func, given, met, output)
