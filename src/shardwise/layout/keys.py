@@ -1,4 +1,4 @@
-"""`key`: a field of `Plan`, its help and choices; `NEEDS`: what keys act on (a new one here; rules and search read it)."""
+"""`key`: a field of `Plan`, its help and choices; `NEEDS`: what keys act on (a new one here; rules, search read it)."""
 
 from __future__ import annotations
 
