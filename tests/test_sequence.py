@@ -527,6 +527,11 @@ def test_a_gated_recurrence_along_a_cut_sequence_equals_one_process(pool, task: 
     assert found.parity, found.text()
 
 
+def test_a_table_that_is_made_of_the_length_is_a_whole_buffer_after_a_step(pool) -> None:
+    found = verify("architectures:length_buffer", "cp=2", pool=pool)
+    assert found.parity, found.text()
+
+
 @pytest.mark.parametrize(
     "plan",
     [pytest.param("cp=2,cp_ulysses=2", marks=pytest.mark.long), "cp=2,pp=2,remat=full", "cp=2,tp=2,sp=true,zero=3"],

@@ -43,9 +43,12 @@ from shardwise.part.whole_view import WHOLE, WholeView, factors_of, goal_of
 @rule("view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy", "_reshape_copy")
 def view(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """Returns `x.view(shape)`, its owners regrouped as the dims are."""
-    part, shape = args[0], list(args[1])
-    if not isinstance(shape[0] if shape else 0, int):
-        return part.with_local(func(part.local, args[1]))  # view(dtype)
+    part = args[0]
+    if isinstance(args[1], torch.dtype):
+        if args[1].itemsize != part.dtype.itemsize:
+            raise Uncut(f"{func} gives a dim another length: {no_rule(func, [part])}")
+        return part.with_local(func(part.local, args[1]))
+    shape = list(args[1])
     if -1 in shape:
         known = 1
         for size in shape:

@@ -14,13 +14,15 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
 from shardwise.comm import gather_json
 from shardwise.errors import InputError, RefusedPlan, first_line
 from shardwise.guard.points import reach
 from shardwise.layout.dealing import Share
-from shardwise.part import forget
+from shardwise.part import forget, plain
+from shardwise.part.levels import Distributed
 from shardwise.step.batching import fields_of, parts_of, pieces_of, told_beside_first
 from shardwise.step.control import Agreement, PendingRow, Tally, agree, gather_reached
 from shardwise.step.inputs import name_bad_input
@@ -165,9 +167,19 @@ def _done(state: RankState, result: StepResult, updated: bool) -> StepResult:
         )
     if state.tensor is not None:
         forget()
+    if state.tensor is not None or state.forward.positions is not None:
+        _settle_buffers(state.module)
     state.steps_done += 1
     state.skipped_steps += not updated
     return replace(result, metrics=collect_metrics(state)) if state.forward.metrics is not None else result
+
+
+def _settle_buffers(module: nn.Module) -> None:
+    """Make whole what a forward left of cut tensors in buffers, which proofs and checkpoints read. Collective."""
+    for child in module.modules():
+        for name, buffer in child._buffers.items():
+            if isinstance(buffer, Distributed):
+                child._buffers[name] = plain(buffer.detach())
 
 
 def _set_learning_rate(state: RankState) -> None:
