@@ -575,8 +575,7 @@ def once(plan: str, case: str) -> None:
         if case == "twice":
             prepared.backward((model(x) - y).square().sum(), len(x))
         optimizer.step()
-        if case != "no zero_grad":
-            optimizer.zero_grad()
+        optimizer.zero_grad()
 
 
 class LateDraws(TensorDataset):
@@ -598,7 +597,6 @@ class LateDraws(TensorDataset):
         ("negative", "dp_replicate=2", InputError, "weight is -2, which turns the loss around"),
         ("weights", "dp_replicate=2", InputError, r"weight must be one number, got shape \(2,\): give its .sum"),
         ("twice", "dp_replicate=2", InputError, r"2 times before optimizer.step\(\).*accumulate=2.*means, which add"),
-        ("no zero_grad", "dp_replicate=2", InputError, "without optimizer.zero_grad"),
         ("distributed sampler", "dp_replicate=2", InputError, "DistributedSampler"),
         ("own order", "dp_replicate=2", RunError, "drew other samples in step 0"),
         ("late draws", "dp_replicate=2", RunError, 'batch 1: random numbers were drawn where samples.*reads="whole"'),

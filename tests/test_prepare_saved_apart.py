@@ -1,4 +1,4 @@
-"""What a forward writes late, of a rank's own samples, is found before a checkpoint is written."""
+"""What a forward writes late, of a rank's own samples, is found where an epoch ends, and before weights are saved."""
 
 from __future__ import annotations
 
@@ -32,20 +32,28 @@ class Late(nn.Module):
         return self.inner(x)
 
 
-def saved(folder: str) -> None:
+def trained(folder: str, most: int) -> None:
     torch.manual_seed(0)
     model: Any = Late()
     optimizer = adamw(model)
     prepared: Any = shardwise.prepare(model, optimizer, DataLoader(samples(24), batch_size=4), plan="dp_replicate=2")
     model, optimizer, loader = prepared
-    for x, y in loader:
+    for step, (x, y) in enumerate(loader, 1):
         optimizer.zero_grad()
         prepared.backward((model(x) - y).square().mean())
         optimizer.step()
-    shardwise.save(prepared, folder)
+        if step == most:
+            break
+    if folder:
+        shardwise.save(prepared, folder)
 
 
 def test_what_came_apart_since_the_last_comparison_is_not_saved(tmp_path: Path, pool: RankPool) -> None:
-    with pytest.raises(RefusedPlan, match="after step 6 the buffer 'mean'"):
-        pool.run(saved, 2, str(tmp_path))
+    with pytest.raises(RefusedPlan, match="after step 5 the buffer 'mean'"):
+        pool.run(trained, 2, str(tmp_path), 5)
     assert not list(tmp_path.glob("**/*.safetensors"))
+
+
+def test_what_came_apart_is_found_where_an_epoch_ends(pool: RankPool) -> None:
+    with pytest.raises(RefusedPlan, match=r"after step 6 the buffer 'mean'.*line \d+: for step, "):
+        pool.run(trained, 2, "", 24)

@@ -119,6 +119,7 @@ class Calls(Loop):
         self._gathered: set[tuple[str, str]] = set()  # operations of the script's that gather, by line
         self._ends: list[Any] = []  # nodes of the autograd graph that gave the outputs of this batch
         self._settle: Callable[[], Callable[[], None] | None] = lambda: None
+        self.compares: Callable[[], None] = lambda: None
         self.forwards = 0  # by which "fast" draws are seeded
 
     @property
@@ -186,7 +187,7 @@ class Calls(Loop):
 
     def watch(
         self, engine: Engine, meeting: Meeting | None, gate: Gate, *, gathers: bool, settle: Callable[[], None],
-        written: Callable[[], None],
+        written: Callable[[], None], compares: Callable[[], None],
     ) -> None:  # fmt: skip
         """Follow the model's calls from here on; its weights are in place.
 
@@ -194,8 +195,9 @@ class Calls(Loop):
         gathers  every forward needs all ranks, not only one in training
         settle   brings the weights up to what the script did to the optimizer's pieces
         written  notes that sharded weights may have been written into
+        compares raises where what ranks hold alike has come apart
         """
-        self._settle = weakref.WeakMethod(settle)
+        self._settle, self.compares = weakref.WeakMethod(settle), compares
         self.engine, self._meeting, self._gate, self.gathers = engine, meeting, gate, gathers
         if self.kept is not None:
             self.kept.go_on()

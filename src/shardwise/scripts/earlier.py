@@ -3,6 +3,7 @@
     prepared.backward(loss)      summed over ranks and divided: whole, to be read and changed
     prepared.backward(again)     the same for itself; then added to what was there
     optimizer.step()
+    prepared.backward(loss)      without zero_grad() in between: likewise
 
 So a script may go back twice in a step (a judge's real and fake samples, an attack on weights, micro-batches that the
 plan does not tell). Each backward is reduced by itself: with accumulate=2 in the plan both are reduced once.
@@ -26,8 +27,9 @@ class Earlier:
     """The gradients of one step up to now, set aside while the next backward runs."""
 
     @torch.no_grad()
-    def __init__(self, engine: Engine, usable: bool) -> None:
-        self._engine, self.usable = engine, usable
+    def __init__(self, engine: Engine, usable: bool, *, stepped: bool) -> None:
+        """`stepped`: the optimizer has used them, and nothing has taken them away since."""
+        self._engine, self.usable, self.stepped = engine, usable, stepped
         self.used = set(engine.state.used)
         self._kept = [_set_aside(technique) for technique in techniques_of(engine)]
 

@@ -64,6 +64,8 @@ class WeightAccess(ABC):
     def whole_state(self, what: str) -> dict[str, torch.Tensor]:
         """Whole weights and buffers, on the CPU of every rank. Collective."""
         self.meet(what)
+        if self.held_in_pieces is not None:
+            self.compare()
         with self._reading():
             return self.engine.state_dict()
 
@@ -99,6 +101,10 @@ class WeightAccess(ABC):
     @abstractmethod
     def plainly(self) -> AbstractContextManager[None]:
         """Context: the optimizer finds its own pieces in its groups."""
+
+    @abstractmethod
+    def compare(self) -> None:
+        """Raise where what ranks hold alike has come apart. Collective."""
 
     @abstractmethod
     def settle(self) -> None:

@@ -116,6 +116,7 @@ class PartLoader:
                 yield batch
                 self.events.after_batch()
                 self._dealer.handed_out(dealt)
+            self.events.after_all()
         finally:
             self._began = None
             self.events.after_epoch()
@@ -294,6 +295,9 @@ class Events:
 
     def after_batch(self) -> None:
         """Called when the script asks for the next batch."""
+
+    def after_all(self) -> None:
+        """Called where the script asks for a batch beyond the last one, which every rank does."""
 
     def after_epoch(self) -> None:
         """Called once when the script's loop over the loader has ended, or was left by `break`."""

@@ -40,6 +40,7 @@ from shardwise.scripts.loader import Events
 from shardwise.scripts.meeting import Meeting
 from shardwise.scripts.pushed import UNFED
 from shardwise.scripts.reading import share_generators, standing
+from shardwise.scripts.saying import names_line
 from shardwise.scripts.tape import tensors_in
 from shardwise.scripts.whole_batch import WholeBatch
 from shardwise.step.batching import samples_in
@@ -66,6 +67,7 @@ class Loop(Heard, Events):
     engine: Engine | None
     whole: WholeBatch | None
     leader: Any
+    compares: Callable[[], None]
     together: list[Any]
     loss_look: LossLook | None
     kept: Kept | None
@@ -277,6 +279,13 @@ class Loop(Heard, Events):
         if self.kept is not None:
             self.kept.go_out()
         self.suspend()
+
+    @names_line
+    def after_all(self) -> None:
+        """Compare what ranks hold alike, since an epoch has had its last batch on every rank. Collective."""
+        if not self.is_elsewhere():
+            for each in self.together:
+                each.compares()
 
     def after_epoch(self) -> None:
         """Stop following draws and losses, since the loop has ended; not those of batches that are still to come."""

@@ -4,8 +4,8 @@
     the model's parameter is not the one that the plan trains      converted, replaced or unfrozen after `prepare`
     ranks that hold the same weights come to others                something moved on one rank alone
     a buffer is another on ranks with other samples                the model's forward writes it from a rank's samples;
-                                                                   asked after steps 4, 8, 16 and so on too,
-                                                                   and before a checkpoint is written
+                                                                   asked after steps 4, 8, 16 and so on too, where
+                                                                   an epoch ends, and before weights are saved
 
 Looked at are the elements with the largest gradients, and a few of each weight. In the first step, gradients that are
 rounding beside the rest, and that the optimizer scales up (Adam divides by their own size), are told.
@@ -52,7 +52,7 @@ class FirstSteps:
 
     def __init__(self, engine: Engine, groups: list[list[str]]) -> None:
         self.engine, self.groups = engine, groups
-        self._steps = 0
+        self._steps = self._compared = 0  # done, and after which ranks were compared
         self._seen: list[tuple[Slot, torch.Tensor, torch.Tensor, float, float]] = []  # slot, places, values, |g|, rate
         self._moved = self._should = False
         self._frozen = [param for param in engine.module.parameters() if not param.requires_grad]
@@ -87,8 +87,9 @@ class FirstSteps:
         self._steps += 1
         if self._steps > _STEPS:
             if self._alike.is_due(self._steps):
-                self._alike(self._steps)
+                self._compare()
             return []
+        self._compared = self._steps
         sizes: dict[str, tuple[float, float]] = {}  # name -> gradient, change by unit of learning rate
         for slot, places, values, gradient, rate in self._seen:
             change = float((elements(slot.master)[places] - values).abs().max())
@@ -110,10 +111,14 @@ class FirstSteps:
         return []
 
     @torch.no_grad()
-    def before_saving(self) -> None:
-        """Raise where what ranks hold alike has come apart since it was last compared. Collective."""
-        if self._steps > _STEPS and not self._alike.is_due(self._steps):
-            self._alike(self._steps)
+    def again(self) -> None:
+        """Raise where what ranks hold alike has come apart since the step after which it was compared. Collective."""
+        if self._steps > self._compared:
+            self._compare()
+
+    def _compare(self) -> None:
+        self._compared = self._steps
+        self._alike(self._steps)
 
     def _check_parameters(self) -> None:
         """What the model has under a trained name is what the plan trains, and nothing else wants a gradient."""

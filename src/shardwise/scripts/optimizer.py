@@ -186,7 +186,9 @@ def is_of_torch(optimizer: Optimizer) -> bool:
     """Returns whether its step is torch's own code alone: a class of torch's, and no hook around it."""
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     of_all = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
-    return type(optimizer).__module__.startswith("torch.optim.") and not any((*own, *of_all))
+    hooks = [hook for held in (*own, *of_all) for hook in held.values()]
+    theirs = any(not str(getattr(hook, "__module__", "")).startswith("shardwise.") for hook in hooks)
+    return type(optimizer).__module__.startswith("torch.optim.") and not theirs
 
 
 def retire(optimizer: Optimizer) -> None:

@@ -24,7 +24,7 @@ from shardwise.scripts.arrivals import weakly
 from shardwise.scripts.calls import Calls
 from shardwise.scripts.held import WeightAccess
 from shardwise.scripts.loader import PartLoader
-from shardwise.scripts.moved import InPlace
+from shardwise.scripts.moved import FirstSteps, InPlace
 from shardwise.scripts.own_pieces import OwnPieces, Stale
 from shardwise.scripts.saying import names_line
 from shardwise.scripts.seen_state import SeenState
@@ -39,6 +39,7 @@ class OverRanks(WeightAccess):
     _nothing: dict[str, nn.Parameter]  # a piece without elements, of parameters of which this rank holds none
     _groups: list[list[str]]  # names of what the plan trains, by the optimizer's groups
     _own_pieces: OwnPieces
+    _first: FirstSteps
     _pieces: bool  # ranks' optimizers hold less than whole parameters
     _some_without: bool  # a rank holds no piece of any weight, and cannot tell whether the script changes them
     _in_place: InPlace | None  # where another parameter in a weight's place would not be seen
@@ -58,6 +59,16 @@ class OverRanks(WeightAccess):
         """Check that all ranks are at the same call, `what`; raises `RunError` where another is elsewhere."""
         if self.meeting is not None and self._engine is not None:
             self.meeting.passes(what)
+
+    @property
+    def has_stray(self) -> bool:
+        """Returns whether gradients have come to the model by another backward than the plan's."""
+        return self.calls.stray and self.mesh.world.size > 1
+
+    def compare(self) -> None:
+        """Raise where what ranks hold alike has come apart since it was last compared. Collective."""
+        with self._gate.open():
+            self._first.again()
 
     @names_line
     def deal(self, *batch: Any) -> Any:

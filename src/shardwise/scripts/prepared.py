@@ -58,6 +58,7 @@ from shardwise.scripts.loader import Events, PartLoader, Reads
 from shardwise.scripts.meeting import Meeting
 from shardwise.scripts.methods import guard_methods, read_whole
 from shardwise.scripts.moved import FirstSteps, InPlace, refuse_replaced
+from shardwise.scripts.optimizers_beside import watch_others
 from shardwise.scripts.own_pieces import OwnPieces
 from shardwise.scripts.pieces import Pieces
 from shardwise.scripts.pushed import Pushed
@@ -204,6 +205,7 @@ class Prepared(Stepping):
         self.meeting = Meeting(world, device) if world.size > 1 else None
         self.pending: Path | None = None  # a checkpoint that is loaded once the weights are in place
         self._hook_optimizer()
+        watch_others(self)
         if waits_for_call(plan):
             wait_for_call(model, self._spread)
         else:
@@ -304,7 +306,7 @@ class Prepared(Stepping):
         self._watch_pieces()
         self.calls.watch(
             engine, self.meeting, self._gate, gathers=in_pieces or bool(mesh.inner), settle=self.settle,
-            written=weakly(self.may_have_written),
+            written=weakly(self.may_have_written), compares=weakly(self.compare),
         )  # fmt: skip
         if self.pending is not None:
             put_saved(self, self.pending)

@@ -45,8 +45,7 @@ def save(prepared: Prepared, folder: str | Path, *, keep: int = 2, **fields: Any
     """
     engine, given = prepared.engine, {name: _node_of(name, value) for name, value in fields.items()}
     prepared.meet("shardwise.save(...)", always=True)
-    with prepared._gate.open():
-        prepared._first.before_saving()
+    prepared.compare()
     loader, calls = prepared.loader, prepared.calls
     stand = Generators(loader.whole).as_json()
     told = {"loader": loader.position(), "generators": stand, "forwards": calls.forwards, "given": given}

@@ -259,14 +259,8 @@ class Stepping(Weighing):
         self._refuse_stray("prepared.backward")
         if self._finished and self._cleared():
             self._discard()
-        if self._finished and not self._stepped:
+        if self._finished:
             self._set_aside()
-        if self._stepped:
-            raise InputError(
-                "prepared.backward after optimizer.step() without optimizer.zero_grad(): one process would add the "
-                "new gradients to the old ones; call zero_grad in every step, of the optimizer that was given to "
-                "prepare (one that the script makes later holds no part of the plan)"
-            )
         if self._tally is None:
             self._hooks.check()
             with self._gate.open():
@@ -277,11 +271,11 @@ class Stepping(Weighing):
                 self._tally.used.append(self._earlier.used)  # what they reached has a gradient in this step
 
     def _set_aside(self) -> None:
-        """Another backward comes before `step()`: its gradients are added to those of this one. Collective."""
-        if self._given == "given":
+        """Another backward comes before `zero_grad()`: its gradients are added to those of this one. Collective."""
+        if self._given == "given" and not self._stepped:
             self._refuse_weights()
         with self._gate.open():
-            self._earlier = Earlier(self.engine, self._usable)
+            self._earlier = Earlier(self.engine, self._usable, stepped=self._stepped)
         self._forget()
 
     def _cleared(self) -> bool:

@@ -56,7 +56,7 @@ class Weighing(OverRanks):
             raise InputError("prepared.backward: give weight (of a sum) or mean_over (of a mean), not both")
         if weight is not None:
             form = "given"
-            if self._earlier is not None:
+            if self._earlier is not None and not self._earlier.stepped:
                 self._refuse_weights()
             if self._apart > 1:
                 refuse_in_sum(loss, float(weight))
