@@ -16,6 +16,7 @@ from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.host import put, read, row_of
 from shardwise.scripts.additive import LossLook
+from shardwise.scripts.by_hand import ByHand
 from shardwise.scripts.divisor import Divisor
 from shardwise.scripts.kept import Kept
 from shardwise.scripts.outside import Outside, refuse_apart
@@ -30,7 +31,7 @@ _WAYS = 2**_NUMBERS
 def compare(
     engine: Engine, forms: list[tuple[Divisor, int]], tally: Tally, checksum: int,
     over: tuple[Divisor, float] | None, *, generators: bool, look: LossLook | None,
-    whole: bool, kept: Kept | None = None, entered: Sequence[Outside] = (),
+    whole: bool, kept: Kept | None = None, entered: Sequence[Outside] = (), by_hand: ByHand,
 ) -> None:  # fmt: skip
     """Raise an error where this step would differ from one process. One small collective.
 
@@ -41,6 +42,7 @@ def compare(
     generators  draws are those of one process, so torch's generators must stand alike
     look        at losses, which all ranks take where one asks for it
     kept, entered  what the step's losses were computed from that came from outside of it
+    by_hand     what the script has given to pieces of weights and gradients since the last step
     whole       every rank of the data axis computes the loss of all samples
     """
     kind = max((_KINDS[form.kind] for form, _ in forms), default=0.0)
@@ -52,10 +54,10 @@ def compare(
     generator = _generators(engine.device) if generators else 0
     wanted = look.wanted + 2 * look.assumed + 4 * look.leaves_out if look is not None else 0
     row = [kind, first, float(tally.samples), wanted, checksum, generator, settings, *_by_samples(forms), *_given(over)]
-    row += [float(engine.mesh.data.ranks[0]), float(checksum_of(entered))]
+    row += [by_hand.number(), float(engine.mesh.data.ranks[0]), float(checksum_of(entered))]
     rows = read(gather_rows(put(row, engine.device), engine.mesh.world), "a script's samples and means")
     gathered = torch.tensor(rows, dtype=torch.float64)
-    table, means, given = gathered[:, :7], gathered[:, 7 : 7 + _WAYS], gathered[:, 7 + _WAYS : -2]
+    table, means, given = gathered[:, :7], gathered[:, 7 : 7 + _WAYS], gathered[:, 7 + _WAYS : -3]
     kinds_apart, _, _, _, batches_apart, generators_apart, settings_apart = (table != table[0]).any(dim=0).tolist()
     numbers_apart = bool((means != means[0]).any(dim=0).all())
     if look is not None:
@@ -74,6 +76,7 @@ def compare(
             "rank), or a dataset that draws while it reads (give the loader num_workers=1, or the dataset a generator "
             'of its own); or use prepare(..., randomness="fast")'
         )
+    by_hand.compared(gathered[:, -3].tolist())
     if kept is not None and _apart_in_groups(gathered[:, -2:]):
         refuse_apart(engine.mesh, kept.shapes, entered)
     if settings_apart:

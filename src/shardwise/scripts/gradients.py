@@ -47,8 +47,11 @@ class Gradients:
         self._state, self._gate = state, gate
         self._meet, self._are_whole = weakref.WeakMethod(meet), weakref.WeakMethod(whole)
         held = dict(state.module.named_parameters())
+        self._params = [held[name] for name in state.names]
+        self.by_hand = False  # the script has set some in this step
         self._names = {id(held[name]): name for name in state.names}
         self._seen: dict[str, torch.Tensor | None] = {}
+        self._stood: dict[str, tuple[int, int]] = {}  # as they were gathered
         self.gathered_bytes = 0
 
     @names_line
@@ -56,7 +59,7 @@ class Gradients:
         """Returns the whole gradient. Collective, the first time in a step."""
         are_whole, name = self._are_whole(), self._names.get(id(param))
         asked = are_whole() if are_whole is not None else None
-        if asked is None or name is None:
+        if name is None or (asked is None and name not in self._seen):
             return None
         self.refuse_early()
         if name not in self._seen:
@@ -64,6 +67,7 @@ class Gradients:
             if meet is not None:
                 meet(f"the gradient of '{name}'")
             self._seen[name] = found = self._gathered(name)
+            self._stood[name] = _stand(found)
             self.gathered_bytes += 0 if found is None else found.numel() * found.element_size()
         return self._seen[name]
 
@@ -80,11 +84,15 @@ class Gradients:
         name = self._names.get(id(param))
         if name is None or (value is None and self._is_none(name)):
             return
-        if self.get(param) is None and value is not None and name not in self._seen:
-            raise InputError(
-                f"param.grad of '{name}' is set before prepared.backward: gradients begin with a backward of the plan's"
-            )
-        self._seen[name] = value
+        meet = self._meet()
+        if self.get(param) is None and name not in self._seen and meet is not None:  # without a backward before
+            meet(f"the gradient of '{name}'")
+        self._seen[name], self.by_hand = value, True
+
+    def begin_with(self, gradients: dict[str, torch.Tensor | None]) -> None:
+        """Let the first step begin with what was there before the model was spread."""
+        self._seen.update({name: gradients[name] for name in self._state.names if gradients[name] is not None})
+        self.by_hand = bool(self._seen)
 
     def _is_none(self, name: str) -> bool:
         are_whole = self._are_whole()
@@ -119,6 +127,19 @@ class Gradients:
         held, share = slot.master.grad, share.reshape(slot.master.shape)
         return share.to(slot.master.dtype, copy=True) if held is None else held.copy_(share)
 
+    def are_set(self) -> bool:
+        """Returns whether the script has set gradients in this step, as far as no backward has begun it."""
+        technique = self._state.technique
+        if self.by_hand or isinstance(technique, FullShard):
+            return self.by_hand
+        with self._gate.open():
+            return any(param.grad is not None for param in self._params)
+
+    def changed(self) -> list[torch.Tensor]:
+        """Returns the whole gradients that the script has set or written into in this step."""
+        seen = [(name, value) for name, value in self._seen.items() if value is not None]
+        return [value for name, value in seen if self._stood.get(name) != _stand(value)]
+
     @torch.no_grad()
     def scaled(self, factor: float) -> None:
         """Multiply the whole gradients that the script has seen by a factor, as the engine did its own."""
@@ -128,5 +149,12 @@ class Gradients:
 
     def forget(self) -> None:
         """Forget the whole gradients of the last step."""
+        self.by_hand = False
         self._seen.clear()
+        self._stood.clear()
         self.gathered_bytes = 0
+
+
+def _stand(tensor: torch.Tensor | None) -> tuple[int, int]:
+    """Which tensor it is, and how often it was written into."""
+    return id(tensor), -1 if tensor is None else tensor._version

@@ -21,6 +21,7 @@ from shardwise.host import read, row_of
 from shardwise.parallel.full import FullShard
 from shardwise.part import whole
 from shardwise.scripts.arrivals import weakly
+from shardwise.scripts.by_hand import ByHand
 from shardwise.scripts.calls import Calls
 from shardwise.scripts.held import WeightAccess
 from shardwise.scripts.loader import PartLoader
@@ -40,6 +41,7 @@ class OverRanks(WeightAccess):
     _groups: list[list[str]]  # names of what the plan trains, by the optimizer's groups
     _own_pieces: OwnPieces
     _first: FirstSteps
+    by_hand: ByHand
     _pieces: bool  # ranks' optimizers hold less than whole parameters
     _some_without: bool  # a rank holds no piece of any weight, and cannot tell whether the script changes them
     _in_place: InPlace | None  # where another parameter in a weight's place would not be seen
@@ -69,6 +71,7 @@ class OverRanks(WeightAccess):
         """Raise where what ranks hold alike has come apart since it was last compared. Collective."""
         with self._gate.open():
             self._first.again()
+            self.by_hand.compare()
 
     @names_line
     def deal(self, *batch: Any) -> Any:

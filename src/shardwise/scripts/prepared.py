@@ -39,6 +39,7 @@ from shardwise.random import Randomness
 from shardwise.scripts import optimizer as optimizers
 from shardwise.scripts.agreement import same_given
 from shardwise.scripts.arrivals import buckets_of, techniques_of, weakly
+from shardwise.scripts.by_hand import ByHand
 from shardwise.scripts.calls import Calls, leader_of
 from shardwise.scripts.complexes import show_complex
 from shardwise.scripts.copies import Copies
@@ -193,6 +194,7 @@ class Prepared(Stepping):
         if loader is None:
             self.calls.begin_unfed()
         self._begin()
+        self.by_hand = ByHand(self.mesh, alike=randomness == "global")
         self._engine: Engine | None = None
         self._nothing = {}
         self.gradients = None
@@ -289,11 +291,13 @@ class Prepared(Stepping):
         refuse_hooks(model, self.plan)  # put on since prepare
         Gathers.told = None  # what is tried is the model, in which nothing is gathered
         whole = dict(model.named_parameters(remove_duplicate=False))
+        gradients = {name: param.grad for name, param in whole.items()}  # that the script has set already
         with torch.device("cpu"):  # where the model is tried
             engine = self._made(args, kwargs or {})
         cuts = set(engine.state.tensor.cuts) if engine.state.tensor is not None else set()
         in_pieces = self._shares or isinstance(engine.technique, FullShard)
         self._guard(engine, cuts)
+        self._whole_gradients.begin_with(gradients)
         self._follow(engine, cuts, in_pieces=in_pieces)
         now = dict(model.named_parameters(remove_duplicate=False))
         retire(((one, now[name]) for name, one in whole.items() if now[name] is not one), self._gate)
@@ -384,7 +388,7 @@ class Prepared(Stepping):
         self._held_pieces = Pieces(
             technique, self._gate, inside=lambda: calls.in_forward, meet=weakly(self.meet),
             summed=(*calls.counted_once, *mesh.inner), holders=mesh.gradients, shares=cuts,
-            draws_apart=calls.randomness == "fast", gradients=self._whole_gradients,
+            draws_apart=calls.randomness == "fast", gradients=self._whole_gradients, by_hand=self.by_hand,
             everywhere=weakly(calls.records) if calls.on_every_rank else None,
         )  # fmt: skip
         draw_whole(weakref.ref(self._held_pieces))

@@ -26,6 +26,7 @@ from shardwise.parallel.full import FullShard
 from shardwise.part import forget, plain, whole
 from shardwise.scripts.agreement import compare, same_change
 from shardwise.scripts.arrivals import buckets_of, share_uncut
+from shardwise.scripts.by_hand import ByHand
 from shardwise.scripts.divisor import Divisor, divisor_of
 from shardwise.scripts.draws import SampleDraws
 from shardwise.scripts.earlier import Earlier
@@ -59,6 +60,7 @@ class Stepping(Weighing):
     _told: Notices
     _first: FirstSteps
     _hooks: LaterHooks
+    by_hand: ByHand
     gradients: Gradients | None  # as the script sees them, once the model is spread
     _shares: bool  # tp or ep cut weights
     _unguarded: bool  # experts beside the rest, whose gradients are FSDP's own parameters'
@@ -80,6 +82,7 @@ class Stepping(Weighing):
         self._over: tuple[Divisor, float] | None = None  # of the step's first loss with a weight
         self._entered: list[Outside] = []  # the losses of this step, from outside of it
         self._result: StepResult | None = None  # of the gradients that are whole
+        self._usable = True  # they are finite
         self._square: torch.Tensor | None = None  # of this rank's gradients, when they were whole
         self._stale = None
         self.loss = torch.tensor(float("nan"))  # of the last whole step, over all ranks
@@ -259,7 +262,7 @@ class Stepping(Weighing):
         self._refuse_stray("prepared.backward")
         if self._finished and self._cleared():
             self._discard()
-        if self._finished:
+        if self._finished or (self._tally is None and self._whole_gradients.are_set()):
             self._set_aside()
         if self._tally is None:
             self._hooks.check()
@@ -275,6 +278,7 @@ class Stepping(Weighing):
         if self._given == "given" and not self._stepped:
             self._refuse_weights()
         with self._gate.open():
+            self._whole_gradients.put_back()
             self._earlier = Earlier(self.engine, self._usable, stepped=self._stepped)
         self._forget()
 
@@ -317,7 +321,7 @@ class Stepping(Weighing):
             compare(
                 engine, self._forms, tally, self.calls.checksum, self._over,
                 generators=self.calls.randomness == "global", look=self.calls.loss_look,
-                whole=self._of_whole_batches, kept=self.calls.kept, entered=self._entered,
+                whole=self._of_whole_batches, kept=self.calls.kept, entered=self._entered, by_hand=self.by_hand,
             )  # fmt: skip
             self.calls.has_varied(self._forms)
         with self._gate.open():
@@ -358,6 +362,7 @@ class Stepping(Weighing):
             self._flush()
             with self._gate.open():
                 self._whole_gradients.put_back()
+                self.by_hand.note(*self._whole_gradients.changed())
             if self._tally is not None and not self._usable and self._result is not None:
                 with self._gate.open():
                     not_finite(engine.state, self._result)
