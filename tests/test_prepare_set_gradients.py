@@ -86,6 +86,7 @@ def test_what_is_given_to_pieces_is_the_same_on_every_rank(plan: str, how: str, 
         pool.run(given, 2, plan, how, at)
 
 
-@pytest.mark.parametrize("plan", ["dp_shard=2,zero=3", pytest.param("dp_shard=2,zero=1", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("plan", ["dp_shard=2,zero=3", "dp_shard=2,zero=1"])
 def test_what_ranks_have_alike_may_be_given(plan: str, pool: RankPool) -> None:
     pool.run(given, 2, plan, "alike", 0)

@@ -29,7 +29,7 @@ from shardwise.host import put, read
 _UNITS = (
     "Under zero=3 every rank must run the same units in the same order, since each unit is gathered from all of them; "
     "one process would take one branch for all samples. If the choice is made sample by sample, use zero=2 with "
-    'Task(branches="per_sample"), or larger units (wrap=)'
+    'Task(branches="per_sample"), in a script prepare(..., branches="per_sample"), or larger units (wrap=)'
 )
 _RING = 4096  # positions kept; ranks are never so far apart
 _CONTROL_BITS = 40
@@ -84,9 +84,10 @@ class Trail:
         for other in self._others:
             at = 2 * (other * _RING + place)
             if self._table[at] == self.position and self._table[at + 1] != number:
-                self._refuse(event, other, self.events[self._table[at + 1]])
+                self.refuse(event, other, self.events[self._table[at + 1]])
 
-    def _refuse(self, event: str, other: int, theirs: str) -> None:
+    def refuse(self, event: str, other: int, theirs: str) -> None:
+        """Raise `RunError`: this rank comes to `event` where the other came to `theirs`."""
         raise RunError(
             f"a branch differs between ranks: rank {self.axis.ranks[self.axis.index]} comes to {event} where rank "
             f'{self.axis.ranks[other]} came to {theirs}. {self.why}; if it is random, use randomness="global"'

@@ -354,6 +354,10 @@ class FullShard:
         (self._used.discard if value is None else self._used.add)(index)
         self.slots[index].master.grad = None if value is None else self._gradient(index)
 
+    def tell_branches(self, wrap: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
+        """Let what is raised where ranks run other units pass through a function of the caller's."""
+        self._trail.refuse = wrap(self._trail.refuse)  # type: ignore[method-assign]
+
     def take_uncut(self) -> None:
         """Set the masters' gradients of parameters that are not cut to what those parameters have now."""
         for index in self._whole_gradients:

@@ -392,6 +392,7 @@ class Prepared(Stepping):
             everywhere=weakly(calls.records) if calls.on_every_rank else None,
         )  # fmt: skip
         draw_whole(weakref.ref(self._held_pieces))
+        technique.tell_branches(names_line)
 
     @property
     def waits(self) -> bool:

@@ -40,7 +40,8 @@ _UNEVEN_FAILS = (
 _DRAWN = (
     "an array of this rank's {} samples is made after NumPy's or Python's generator has drawn: every rank draws the "
     "same numbers there, where one process draws for each sample of the whole batch: draw by torch's operations "
-    "(torch.randn(len(x), ...)), which are followed, or in the dataset"
+    "(torch.randn(len(x), ...)), which are followed, or in the dataset; or take prepare(..., "
+    'loss_scope="global"), by which every rank has the whole batch'
 )
 _MODEL_FAILS = (
     "the model fails ({}) on the {} of the first batch's {} samples that this rank is given: what it is given beside "

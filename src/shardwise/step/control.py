@@ -163,7 +163,8 @@ def gather_reached(tally: Tally, names: list[str], axis: Axis, device: torch.dev
                 f"a branch differs between ranks: parameter '{names[index]}' was used by rank "
                 f"{_listed(used_by)} but not by rank {_listed(not_by)} in micro-batch {micro_batch}. One process "
                 "would take one branch for all samples. If the choice is made sample by sample (routed experts), "
-                'declare Task(branches="per_sample"); if it is random, use randomness="global"'
+                'declare Task(branches="per_sample"), in a script prepare(..., branches="per_sample"); if it is '
+                'random, use randomness="global"'
             )
     return {int(index) for index in np.flatnonzero(rows.any(axis=(0, 1)))}
 
