@@ -62,7 +62,7 @@ REFUSED = [
     ("time_before_samples", REPLICAS, "masks dealt by global index"),
     ("instance_norm_statistics", FLAT, "by other means than batch norm"),
     ("shared_memory", REPLICAS, "'part' shares memory with 'whole'"),
-    ("sparse_adam", REPLICAS, "dense gradients"),
+    ("sparse_adam", REPLICAS, "as every plan makes them, dense and"),
     ("weight_used_outside_of_one_module", FULL, "which cannot be sharded anew"),
     ("tied_reentrant", "pp=2,schedule=zbh1", "use a schedule that does not split"),
     ("reentrant_twice", FULL, "more than once under a reentrant checkpoint"),

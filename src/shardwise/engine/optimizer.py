@@ -147,7 +147,10 @@ def try_out(make: OptimizerFn, shapes: Sequence[torch.Size], numbers: Sequence[b
         with narrow:
             whole = _whole(make, values, gradients)
     except RuntimeError as error:
-        raise RefusedPlan(f"the optimizer fails on dense gradients, which every plan makes: {error}") from error
+        raise RefusedPlan(
+            "the optimizer fails on gradients as every plan makes them, dense and without a graph behind them (not by "
+            f"nn.Embedding(sparse=True), nor by backward(create_graph=True)): {error}"
+        ) from error
     dtype = min(narrow.seen, key=lambda d: torch.finfo(d).bits, default=None)
     with KeepDouble():
         if dtype is not None:  # else there was nothing to keep in float64
