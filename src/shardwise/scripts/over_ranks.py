@@ -69,6 +69,7 @@ class OverRanks(WeightAccess):
 
     def compare(self) -> None:
         """Raise where what ranks hold alike has come apart since it was last compared. Collective."""
+        self.settle()  # else a rank's own pieces are ahead of the others'
         with self._gate.open():
             self._first.again()
             self.by_hand.compare()
