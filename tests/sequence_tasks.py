@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -622,27 +621,6 @@ class WideHead(Decoder):
 def averaged() -> Task:
     """A mean over the positions that count, times their number."""
     return replace(decoder(), model=WideHead, loss=_mean_of_next)
-
-
-class InTurns(nn.Module):
-    """Two running sums that a process takes in an order of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 3), nn.Linear(5, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        turns = [self.first, self.second]
-        if dist.is_initialized() and dist.get_rank():
-            turns.reverse()
-        return sum(self._weighed(layer(x)) for layer in turns)
-
-    def _weighed(self, x: torch.Tensor) -> torch.Tensor:
-        return x * x.detach().cumsum(1)
-
-
-def in_turns() -> Task:
-    return position_wise().with_(model=InTurns)
 
 
 class Freezing(PositionWise):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
@@ -17,9 +18,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path
 
-from shardwise.comm import Axis, of_first
-from shardwise.engine.meeting import Collectives, Met, agree, noting
+from shardwise.comm import Axis, Ledger, gather_rows, of_first
 from shardwise.errors import RefusedPlan, ShardwiseError
+from shardwise.host import put, read
 from shardwise.layout import Plan
 from shardwise.layout.grid import SPACE
 from shardwise.mesh import Mesh
@@ -27,7 +28,7 @@ from shardwise.parallel import domain, sequence
 from shardwise.parallel.expert.apply import Stack, on_own_rows
 from shardwise.parallel.tensor import Derived, TrialModule
 from shardwise.part import Uncut
-from shardwise.part.crossing import Along
+from shardwise.part.crossing import Along, cuts_of
 from shardwise.part.positions import Candidate, Cuts, Positions, name_of
 from shardwise.part.tensor import by_rules
 from shardwise.precision import Precision
@@ -36,7 +37,7 @@ from shardwise.step.forward import run_alone
 from shardwise.task import Task
 from shardwise.task_names import is_own, where
 from shardwise.trace.blocks import find_blocks
-from shardwise.trace.deferred import Built
+from shardwise.trace.deferred import Built, seed_of
 from shardwise.trace.fake import unlogged
 from shardwise.trace.without_gradient import HooksLeftOut
 
@@ -67,10 +68,8 @@ def find_positions(
     positions = replace(candidate.positions, zigzag=found["zigzag"], tables=found["tables"], stopped=found["stopped"])
     if mesh is not None:
         place, ends = tuple(axis.index for axis in positions.axes), _ends(positions)
-        # rank 0 spoke for itself; another one may run other code than it does, with the share that rank 0 tried for it
-        own = not mesh.world.index and place in ends
-        met = (None, found["met"][ends.index(place)]) if own else trial(positions, place, _Noted())
-        agree(mesh, place, *met)
+        met = (None, found["met"][ends.index(place)]) if place in ends else trial(positions, place, _Noted())
+        _agree(mesh, place, *met)
     shape, size_bytes = found["mask"]
     positions = replace(
         positions, routes=tuple(found["routes"]), mask=(tuple(shape), size_bytes), past=found["past"],
@@ -99,8 +98,10 @@ class _Noted:
 
 
 ON_HALF = "the module does not run on half"
+# of each axis, a number for the collectives met, in order, over it and those further out; then one for their sizes
+_Met = tuple[int, ...]
 # (positions, place on their axes, what to note in) -> (the refusal, if any; collectives)
-_Trial = Callable[[Positions, tuple[int, ...], _Noted], tuple[RefusedPlan | None, Met]]
+_Trial = Callable[[Positions, tuple[int, ...], _Noted], tuple[RefusedPlan | None, _Met]]
 
 
 def _search(
@@ -190,7 +191,7 @@ def _of_integers(positions: Positions, batch: Any) -> bool:
     return any(cuts and not leaf.is_floating_point() for leaf, cuts in pairs)
 
 
-def _at_both_ends(positions: Positions, trial: _Trial, noted: _Noted) -> tuple[RefusedPlan | None, list[Met]]:
+def _at_both_ends(positions: Positions, trial: _Trial, noted: _Noted) -> tuple[RefusedPlan | None, list[_Met]]:
     """The first refusal of a trial as the first rank and as the last, or None; and the collectives of both.
 
     Shares may be uneven and what is cut off one end of a sequence is cut off one rank's share, so both ends are tried.
@@ -206,7 +207,7 @@ def _at_both_ends(positions: Positions, trial: _Trial, noted: _Noted) -> tuple[R
 
 def _tried(
     positions: Positions, trial: _Trial, noted: _Noted
-) -> tuple[Positions, RefusedPlan | None, list[Met]]:  # fmt: skip
+) -> tuple[Positions, RefusedPlan | None, list[_Met]]:  # fmt: skip
     """The positions, the first refusal and the collectives of a trial; tables stay whole if they have to."""
     if positions.what == "sequence" and positions.inside is None:
         cut = replace(positions, tables=True)
@@ -290,9 +291,9 @@ def runs(task: Task, built: Built, batch: Any) -> bool:
 def _rehearse(
     task: Task, plan: Plan, precision: Precision, built: Built, batch: Any, derived: Derived,
     row_wise: Sequence[Stack], positions: Positions, place: tuple[int, ...], noted: _Noted,
-) -> tuple[RefusedPlan | None, Met]:  # fmt: skip
+) -> tuple[RefusedPlan | None, _Met]:  # fmt: skip
     """The refusal, or None, of a trial forward and backward at a place on the axes, nothing sent; its collectives."""
-    met = Collectives()
+    met = _Collectives()
     axes = zip(positions.axes, place, strict=True)
     silent = {axis.name: replace(axis, index=index, rehearsal=met) for axis, index in axes}
     positions = positions.over(lambda axis: silent[axis.name])
@@ -304,7 +305,7 @@ def _rehearse(
         undo = positions.inside.install(module) if positions.inside is not None else lambda: None
         try:
             with (
-                noting(module, noted.results, met),
+                _noting(module, noted.results),
                 on_own_rows(module, row_wise),
                 sequence.watching() as found,
             ):
@@ -326,6 +327,100 @@ def _rehearse(
         return refused, (0,) * (2 * len(positions.axes))
     finally:
         derived.ledger = ledger
+
+
+class _Collectives(Ledger):
+    """A ledger that notes in which order a forward and backward came to the collectives that all ranks come to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, str, int]] = []
+
+    def record(self, tag: str, op: str, axis: str, full_bytes: int, *numbers: Any, **more: Any) -> None:
+        """As of any ledger."""
+        super().record(tag, op, axis, full_bytes, *numbers, **more)
+        if op != "point_to_point":  # blocks on their way around a ring visit those who read them
+            self.calls.append((op, axis, full_bytes if op != "all_to_all" else 0))
+
+    def numbers(self, axes: Sequence[str]) -> _Met:
+        """Returns a hash for each axis, outermost first, of the calls over it and those further out; then of sizes.
+
+        What ranks gather or sum has one size on all ranks of an axis; what they exchange has not.
+        """
+        order = [
+            " ".join(f"{op}:{axis}" for op, axis, _ in self.calls if axis in axes[: d + 1]) for d in range(len(axes))
+        ]
+        sizes = [" ".join(f"{op}:{size}" for op, on, size in self.calls if on == axis) for axis in axes]
+        return tuple(seed_of(said) % 2**50 for said in (*order, *sizes))
+
+    def clear(self) -> None:
+        """Start again from nothing."""
+        super().clear()
+        self.calls.clear()
+
+
+MOST_SAID = 600  # characters of a refusal that one rank alone came to
+
+
+def _agree(mesh: Mesh, place: tuple[int, ...], error: RefusedPlan | None, met: _Met) -> None:
+    """Every rank has tried its own share: all refuse where one does, or where they do not meet. Collective.
+
+    The ends alone are tried by all; what lies between may have other extents, or none. Ranks that share no group of an
+    axis may come to other collectives over it: those over axes further out, which they share, stay in one order. Sizes
+    are those of a group's own ranks.
+    """
+    said = (str(error) if error is not None else "").encode()[:MOST_SAID]
+    depth = len(place)
+    mine = [*map(float, (*place, *met)), float(error is not None), *map(float, said.ljust(MOST_SAID))]
+    rows = read(gather_rows(put(mine, mesh.device), mesh.world), "which shares were tried")
+    for rank, (refused, *letters) in enumerate(row[depth + len(met) :] for row in rows):
+        if refused:
+            told = bytes(int(letter) for letter in letters).decode(errors="replace").strip()
+            raise RefusedPlan(f"the share of rank {rank} cannot be computed, though those at either end can: {told}")
+    first: dict[tuple[float, ...], tuple[int, float]] = {}  # by axis and place on those further out, or on all others
+    for rank, row in enumerate(rows):
+        for at in range(2 * depth):
+            beside = row[:at] if at < depth else [*row[: at - depth], *row[at - depth + 1 : depth]]
+            one, number = first.setdefault((at, *beside), (rank, row[depth + at]))
+            if number == row[depth + at]:
+                continue
+            raise RefusedPlan(
+                f"ranks {one} and {rank} would not come to the same collectives with their shares of the batch, and "
+                "wait for each other: their sizes differ, or values that decide what is computed (a mask of which one "
+                "share is all true, where another has padding): use sizes that divide evenly, masks alike, or fewer "
+                "ranks"
+            )
+
+
+@contextmanager
+def _noting(module: nn.Module, results: dict[tuple[str, int], tuple[Along, ...]]) -> Iterator[None]:
+    """Context: record how the result of each submodule's call is cut, in `results` by (path, number of the call)."""
+    counts: dict[int, int] = {}
+    handles = []
+
+    def enter(child: nn.Module, args: tuple, path: str) -> None:
+        counts[id(child)] = counts.get(id(child), -1) + 1
+
+    def leave(child: nn.Module, args: tuple, output: Any, path: str) -> None:
+        leaves = tree_flatten(output)[0]
+        along = tuple(
+            tuple((name, dim) for name, dim, _ in cuts_of(leaf)) if isinstance(leaf, torch.Tensor) else ()
+            for leaf in leaves
+        )
+        if any(along):
+            results[path, counts[id(child)]] = along
+
+    seen = {id(module)}
+    for path, child in module.named_modules():
+        if id(child) not in seen:
+            seen.add(id(child))
+            handles.append(child.register_forward_pre_hook(partial(enter, path=path)))
+            handles.append(child.register_forward_hook(partial(leave, path=path)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _runs(stage: TrialModule) -> bool:
