@@ -753,11 +753,11 @@ def test_memory_of_modules_of_ones_own(name: str, plans: list[str], pool) -> Non
 
 
 def test_batch_norms_over_ranks_are_in_the_step() -> None:
-    """Each sends twice in forward and twice in backward; alone it sends nothing, and needs more than one sample."""
+    """Each sends twice in forward and once in backward; alone it sends nothing, and needs more than one sample."""
     from shardwise.planner.traced_task import traced_subject
     from shardwise.rehearsal.step_trace import trace
 
-    assert sum(trace(normed(), 1, joined=2).joined.values()) == 4 * 4
+    assert sum(trace(normed(), 1, joined=2).joined.values()) == 4 * 3
     alone = trace(normed(), 1)
     assert (alone.batch_norms, alone.alone, sum(alone.joined.values())) == (4, True, 0)
     subject = traced_subject(normed(), NODE, software("shardwise"), 8, "bf16", ("none",))

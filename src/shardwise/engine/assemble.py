@@ -219,7 +219,7 @@ def _refuse_dtypes(state: RankState, batch: Any) -> None:
         error = failure_alone(state.task, state.precision, batch, state.device) if few else None
         told = "" if error is None or met_at(state.task, state.plan, error) is None else str(error)
     for found in filter(None, gather_json(told, state.mesh.world, state.device)):
-        raise InputError(f"the task fails on {samples_in(batch)} samples in one process too: {found}")
+        raise InputError(f"the forward fails on {samples_in(batch)} samples in 16 bits: {found}")
 
 
 def _look_at_many(

@@ -170,12 +170,16 @@ def _alone(
     bias: torch.Tensor | None,
     momentum: float,
     eps: float,
+    *,
+    rehearsed: bool,
 ) -> torch.Tensor:
     """Training-mode batch norm of x (B, C, *) on one rank: torch's kernel, which takes weights of 32 bits for 16."""
     wide = torch.promote_types(x.dtype, torch.float32)
     weight, bias = (None if each is None else each.to(wide) for each in (weight, bias))
     if running_mean is not None and running_var is not None:  # the kernel does not say so, and recompute asks
         increment_version((running_mean, running_var))
+    if rehearsed:  # one value for each channel tells as much as more
+        return torch.batch_norm(x, weight, bias, running_mean, running_var, True, momentum, eps, True)
     return functional.batch_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
 
 
@@ -241,7 +245,9 @@ class JoinBatchNorm(_MeetsBatchNorm):
             return functional.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
         axis, phase = (Axis.alone(self.axis.name), Phase()) if self.phase.same else (self.axis, self.phase)
         if axis.size == 1 and not isinstance(x, Part) and not isinstance(weight, Part):
-            return _alone(x, running_mean, running_var, weight, bias, momentum, eps)
+            return _alone(
+                x, running_mean, running_var, weight, bias, momentum, eps, rehearsed=axis.rehearsal is not None
+            )
         return synced_batch_norm(x, running_mean, running_var, weight, bias, momentum, eps, axis, phase)
 
 

@@ -324,8 +324,8 @@ class SampleDraws(TorchFunctionMode):
         if "dropout_state" in str(func):
             return (
                 "a recurrent layer's dropout is drawn inside a kernel of cuDNN, where which numbers belong to which "
-                "sample is not known: torch.backends.cudnn.enabled = False while it runs (in one process too, which "
-                'then draws by torch), dropout=0, or prepare(..., randomness="fast")'
+                "sample is not known: torch.backends.cudnn.enabled = False while it runs (one process then draws "
+                'by torch as well), dropout=0, or prepare(..., randomness="fast")'
             )
         return (
             f"the model draws random numbers of shape {_shape_of(given, sized)} ({func}), of which no dim is sure to "
