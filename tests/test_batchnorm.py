@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-from shardwise import Task
+from shardwise import Plan, Task, parallelize
 from shardwise.comm import Axis
 from shardwise.parallel.batchnorm import synced_batch_norm
 from shardwise.parallel.slots import Phase
@@ -121,6 +122,25 @@ def test_norms_that_are_computed_again_have_the_statistics_of_all_ranks(remat: s
 def test_a_backward_through_joined_statistics_is_differentiated(pool: RankPool) -> None:
     parity = verify("test_batchnorm:forces", "dp_replicate=2,accumulate=2", pool=pool)
     assert parity.parity, parity.text()
+
+
+def stepped(plan: str) -> list[float]:
+    task: Any = normed()
+    engine = parallelize(task, plan)
+    return [engine.step(task.batch(step)).loss for step in range(3)]
+
+
+@pytest.mark.parametrize("plan", ["single", "pp=2,microbatches=2", "dp_shard=2,zero=2,remat=full"])
+def test_sixteen_bits_follow_float32(plan: str, pool: RankPool) -> None:
+    """Some forwards run before a backward, or again in it."""
+    losses = {
+        precision: pool.run(
+            stepped, Plan.parse(plan).world_size, f"{plan},precision={precision}".removeprefix("single,")
+        )
+        for precision in ("fp32", "bf16")
+    }
+    for wide, narrow in zip(losses["fp32"], losses["bf16"], strict=True):
+        assert narrow == pytest.approx(wide, rel=0.1)
 
 
 def _layer(affine: bool, running: bool) -> nn.BatchNorm2d:

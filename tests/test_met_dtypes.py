@@ -103,3 +103,12 @@ def test_what_is_written_into_keeps_its_dtype(write: Callable[..., None], wide: 
     with _OneDtype(torch.bfloat16):
         write(into, value)
     assert into.dtype == dtypes[0] and into.sum() == 2
+
+
+def test_running_statistics_are_written_into_as_they_are() -> None:
+    layer = nn.InstanceNorm1d(3, affine=True, track_running_stats=True).to(torch.bfloat16)
+    layer.running_mean, layer.running_var = torch.zeros(3), torch.ones(3)
+    x = torch.randn(4, 3, 5, dtype=torch.bfloat16)
+    with _OneDtype(torch.bfloat16):
+        layer(x)
+    assert layer.running_mean.abs().sum() > 0

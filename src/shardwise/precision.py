@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -118,6 +119,10 @@ def _meeting(module: nn.Module, dtype: torch.dtype) -> Callable:
     return met
 
 
+# these write into running statistics, which stay as wide as they are
+_KEEP = {functional.batch_norm, torch.batch_norm, functional.instance_norm, torch.instance_norm}
+
+
 class _OneDtype(TorchFunctionMode):
     """Gives an operation that refused tensors of several dtypes all in one: what it writes into has its own."""
 
@@ -145,7 +150,7 @@ class _OneDtype(TorchFunctionMode):
                 raise
         name = getattr(func, "__name__", "")
         writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        dtype = args[0].dtype if writes else self.dtype
+        dtype = args[0].dtype if writes else max(found, key=lambda one: one.itemsize) if func in _KEEP else self.dtype
 
         def cast(leaf: torch.Tensor) -> torch.Tensor:
             return leaf.to(dtype) if _is_float(leaf) else leaf

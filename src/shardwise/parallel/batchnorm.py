@@ -31,7 +31,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import increment_version
 from torch.nn import functional
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.overrides import TorchFunctionMode
@@ -176,11 +175,16 @@ def _alone(
     """Training-mode batch norm of x (B, C, *) on one rank: torch's kernel, which takes weights of 32 bits for 16."""
     wide = torch.promote_types(x.dtype, torch.float32)
     weight, bias = (None if each is None else each.to(wide) for each in (weight, bias))
-    if running_mean is not None and running_var is not None:  # the kernel does not say so, and recompute asks
-        increment_version((running_mean, running_var))
-    if rehearsed:  # one value for each channel tells as much as more
-        return torch.batch_norm(x, weight, bias, running_mean, running_var, True, momentum, eps, True)
-    return functional.batch_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
+    if rehearsed and x.numel() == x.shape[1]:  # there is no unbiased variance of one value
+        return torch.batch_norm(x, weight, bias, None, None, True, momentum, eps, True)
+    # a kernel keeps what it is given for backward, and does not tell that it wrote into it, which recompute asks
+    kept = [(each, each.clone()) for each in (running_mean, running_var) if each is not None]
+    mean, var = (each for _, each in kept) if kept else (None, None)
+    y = functional.batch_norm(x, mean, var, weight, bias, True, momentum, eps)
+    with torch.no_grad():
+        for before, after in kept:
+            before.copy_(after)
+    return y
 
 
 def _in_operations(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.host import put, read
 from shardwise.layout.dealing import Share
 from shardwise.memory.chunk_waiting import whole
+from shardwise.parallel.batchnorm import JoinBatchNorm
+from shardwise.parallel.slots import Phase
 from shardwise.part.positions import Positions
 from shardwise.precision import Precision
 from shardwise.step.batching import samples_in
@@ -149,7 +152,18 @@ def run_alone(
     positions  cut over axes that send nothing
     """
     alone = Axis.alone("data")
-    return lambda module, batch: Forward(task, module, precision, device, alone, positions).local(batch)
+
+    def run(module: nn.Module, batch: Any) -> Loss:
+        with _norms_of(precision):
+            return Forward(task, module, precision, device, alone, positions).local(batch)
+
+    return run
+
+
+def _norms_of(precision: Precision) -> AbstractContextManager[Any]:
+    """Context: batch norms beside weights of 16 bits, as a run has them."""
+    narrow = precision.compute.itemsize < 4
+    return JoinBatchNorm(Axis.alone("data"), Phase()) if narrow else nullcontext()
 
 
 def output_alone(task: Task, precision: Precision) -> Callable[[nn.Module, Any], Any]:
@@ -158,7 +172,8 @@ def output_alone(task: Task, precision: Precision) -> Callable[[nn.Module, Any],
 
     def run(module: nn.Module, batch: Any) -> Any:
         forward = Forward(task, module, precision, CPU, alone)
-        return forward.output(forward.to_device(batch))
+        with _norms_of(precision):
+            return forward.output(forward.to_device(batch))
 
     return run
 
