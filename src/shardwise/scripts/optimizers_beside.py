@@ -10,6 +10,7 @@ Every optimizer asks torch's hooks before a step; ours looks for parameters of a
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -36,13 +37,15 @@ _PREPARED: WeakSet[Any] = WeakSet()
 
 
 def watch_others(prepared: Stepped) -> None:
-    """Look at the steps of optimizers beside the prepared one from here on, as long as there are such models."""
-    if not _PREPARED:
-        _HOOK.append(register_optimizer_step_pre_hook(_before_step))
+    """Look at the steps of optimizers beside the prepared one from here on."""
+    _listening()
     _PREPARED.add(prepared)
 
 
-_HOOK: list[Any] = []
+@cache
+def _listening() -> None:
+    """Have torch ask before every step, once for the process: a hook that ran cannot take itself off."""
+    register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -50,8 +53,6 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for prepared in list(_PREPARED):
         if optimizer is not prepared.optimizer and prepared.has_stray:
             _refuse_stray(optimizer, prepared.model)
-    if not _PREPARED:
-        _HOOK.pop().remove()
 
 
 @names_line
