@@ -405,6 +405,8 @@ class Stepping(Weighing):
         """Forget all gradients and sums of this step (`zero_grad`)."""
         self.calls.stray = False
         if self._engine is None:
+            for param in self.model.parameters():  # what another loop has left, before the model is spread
+                param.grad = None
             return
         if self._tally is not None and not self._finished:
             self._flush()  # what was launched is waited for
