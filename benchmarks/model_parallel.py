@@ -41,7 +41,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
-from shardwise.models.decoder import Decoder
+from shardwise.models.decoder import Decoder, turns
 from shardwise.ranks import launch
 
 MICRO_BATCHES = 4
@@ -136,15 +136,14 @@ class _Stage(nn.Module):
         self.blocks = model.blocks[:half] if first else model.blocks[half:]
         self.embedding = model.embedding if first else None
         self.norm, self.head = (None, None) if first else (model.norm, model.head)
-        self.register_buffer("cos", model.cos)
-        self.register_buffer("sin", model.sin)
+        self.config = model.config
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.embedding is not None:
             x = self.embedding(x)
-        length = x.shape[1]
+        cos, sin = turns(self.config, x.shape[1], x.device)
         for block in self.blocks:
-            x = block(x, self.cos[:length], self.sin[:length])
+            x = block(x, cos, sin)
         return x if self.head is None else self.head(self.norm(x))
 
 
