@@ -12,6 +12,7 @@ P elements over N ranks of dp_shard; AdamW keeps two numbers for each element. f
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any
@@ -76,19 +77,22 @@ def local(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def everything_alive() -> dict[int, int]:
-    """Storage -> bytes of every tensor that Python can reach in this process: a count that asks no engine."""
+def everything_alive() -> dict[int, Any]:
+    """Address -> storage of every tensor that Python can reach in this process: a count that asks no engine.
+
+    What is held so keeps its address, which no later storage gets then.
+    """
     gc.collect()
     found = {}
     for thing in gc.get_objects():
         if isinstance(thing, Tensor) and thing.device.type == "cpu":
             storage = local(thing).untyped_storage()
-            found[storage._cdata] = storage.nbytes()
+            found[storage._cdata] = storage
     return found
 
 
-def new_bytes(before: dict[int, int]) -> int:
-    return sum(size for key, size in everything_alive().items() if key not in before)
+def new_bytes(before: dict[int, Any]) -> int:
+    return sum(storage.nbytes() for key, storage in everything_alive().items() if key not in before)
 
 
 def census(model: str, plans: list[str]) -> list[dict[str, Any]]:
@@ -292,6 +296,10 @@ def held_by_collectives() -> list[int]:
         found = [live.now - rest]
         for one in pending:
             one.wait()
+            for _ in range(200):  # gloo's thread lets go of its copy in its own time
+                if live.now - rest < found[-1]:
+                    break
+                time.sleep(0.01)
             found.append(live.now - rest)
     return found
 
