@@ -155,7 +155,7 @@ def _own(model) -> Task:
 
 def test_weights_without_a_shape_are_refused_by_name() -> None:
     """In a forecast and in a run alike."""
-    from shardwise.errors import InputError
+    from shardwise.errors import RefusedPlan
     from shardwise.rehearsal.step_trace import trace
     from shardwise.trace.deferred import build
 
@@ -163,7 +163,7 @@ def test_weights_without_a_shape_are_refused_by_name() -> None:
         return nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(2))
 
     for look in (lambda: trace(_own(lazy), 2), lambda: build(lazy, 0)):
-        with pytest.raises(InputError, match=r"'1\.weight' \(LazyLinear\) has no shape before a first forward"):
+        with pytest.raises(RefusedPlan, match=r"'1\.weight' \(LazyLinear\) has no shape before a first forward"):
             look()
 
 

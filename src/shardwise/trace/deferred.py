@@ -29,7 +29,7 @@ import xxhash
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from shardwise.errors import InputError, ShardwiseError, first_line
+from shardwise.errors import InputError, RefusedPlan, ShardwiseError, first_line
 from shardwise.task_names import is_own, where
 from shardwise.trace.caches import forget_tables
 from shardwise.trace.double import as_written
@@ -240,7 +240,7 @@ _PLAIN = "Give the plain module: the plan spreads it"
 
 
 def checked(module: Any) -> nn.Module:
-    """Returns the module that a constructor gave; `InputError` for anything else, or for weights without a shape."""
+    """Returns the module that a constructor gave; `InputError` for anything else, `RefusedPlan` for weights without a shape."""
     if not isinstance(module, nn.Module):
         got = type(module).__name__
         if inspect.isclass(module):
@@ -251,8 +251,9 @@ def checked(module: Any) -> nn.Module:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             kind = type(module.get_submodule(name.rpartition(".")[0])).__name__
-            raise InputError(
+            raise RefusedPlan(
                 f"'{name}' ({kind}) has no shape before a first forward, and weights are dealt before there is one: "
-                "give the layer the size of its input"
+                "call the module on a sample where it is made (model = Net(); model(x)), or give the layer the size of "
+                "its input"
             )
     return module
