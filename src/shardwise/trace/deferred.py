@@ -240,7 +240,7 @@ _PLAIN = "Give the plain module: the plan spreads it"
 
 
 def checked(module: Any) -> nn.Module:
-    """Returns the module that a constructor gave; `InputError` for anything else, `RefusedPlan` for weights without a shape."""
+    """Returns the module that a constructor gave. Raises `InputError`; `RefusedPlan` for weights without a shape."""
     if not isinstance(module, nn.Module):
         got = type(module).__name__
         if inspect.isclass(module):
