@@ -610,7 +610,7 @@ IN_TASKS = [
     (["verify", "mine:own_backward", "--plan", "dp_replicate=2"], 2, "return the sum alone"),
     (["train", "mine:no_graph"], 2, "without .item(), .detach() or torch.no_grad()"),
     (["train", "mine:gives_pair"], 2, "take the tensor from it in Task.loss, as output[0]"),
-    (["train", "mine:lazy"], 2, "give the layer the size of its input"),
+    (["train", "mine:lazy"], 3, "give the layer the size of its input"),
     (["train", "mine:reads_file"], 2, "No such file or directory: 'weights.pt'"),
     (["train", "mine:wrapped"], 2, "Give the plain module: the plan spreads it"),
     (["train", "mine:wrapped_dp"], 2, "Give the plain module: the plan spreads it"),
