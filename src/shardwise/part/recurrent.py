@@ -1,6 +1,7 @@
-"""Recurrent layers on shares: torch's own products and elementwise operations, each of which has a rule.
+"""Recurrent layers on shares of an accelerator: torch's own products and elementwise operations, which have rules.
 
-A kernel for whole layers (cuDNN's, oneDNN's) has no rule, and would be taken for what a share claims to be.
+cuDNN's kernel for a whole layer has none. The CPU runs a layer as such operations by itself. Masks of dropout between
+levels are dealt by the operations that torch's own code draws by, so a layer that draws is left to it.
 
 What this does not do: cut a layer's state; its gates are gathered or summed as the operations ask.
 """
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from shardwise.device import on_host
 from shardwise.part.tensor import FUNCTIONS
 
 _LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -18,16 +20,14 @@ _LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 def _in_operations(name: str) -> Any:
     """Returns the function that runs such layers as torch decomposes them; arguments as `torch._VF` is given them."""
-    packet = getattr(torch.ops.aten, name)
+    own, packet = getattr(torch, name), getattr(torch.ops.aten, name)
 
     def run(*args: Any) -> Any:
         packed = isinstance(args[3], list | tuple)  # (data, sizes of batches, state, weights, ...)
-        before = torch._C._get_mkldnn_enabled()
-        torch._C._set_mkldnn_enabled(False)  # directly: torch's context sets more, and warns of it
-        try:
-            return (packet.data if packed else packet.input).decompose(*args)
-        finally:
-            torch._C._set_mkldnn_enabled(before)
+        dropout, trains = args[6:8] if packed else args[5:7]
+        if on_host(args[0].device) or (dropout and trains):
+            return own(*args)
+        return (packet.data if packed else packet.input).decompose(*args)
 
     return run
 
