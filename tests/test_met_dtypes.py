@@ -112,3 +112,9 @@ def test_running_statistics_are_written_into_as_they_are() -> None:
     with _OneDtype(torch.bfloat16):
         layer(x)
     assert layer.running_mean.abs().sum() > 0
+
+
+def test_a_tensor_that_is_given_for_the_result_is_not_copied() -> None:
+    a, b, out = torch.ones(2, 2, dtype=torch.bfloat16), torch.ones(2, 2), torch.zeros(2, 2, dtype=torch.bfloat16)
+    with _OneDtype(torch.bfloat16), pytest.raises(RuntimeError):
+        torch.mm(a, b, out=out)

@@ -105,7 +105,7 @@ def told_met(plan: Plan) -> str:
 
 
 def _meeting(module: nn.Module, dtype: torch.dtype) -> Callable:
-    """The module's forward, in which operations that want one dtype are given this one."""
+    """Returns the module's forward with operations that refuse several dtypes run again with all tensors in `dtype`."""
     forward = module.__dict__.get("forward")
 
     def met(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -146,7 +146,8 @@ class _OneDtype(TorchFunctionMode):
             return func(*args, **kwargs)
         except RuntimeError as error:
             found = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if _is_float(leaf)}
-            if len(found) < 2 or not _ABOUT_DTYPES.search(str(error)):
+            given_out = kwargs.get("out") is not None  # a copy of it would be written into, and lost
+            if len(found) < 2 or given_out or not _ABOUT_DTYPES.search(str(error)):
                 raise
         name = getattr(func, "__name__", "")
         writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))

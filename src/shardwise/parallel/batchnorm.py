@@ -94,7 +94,7 @@ class _Over:
 
 
 class _Normalised(torch.autograd.Function):
-    """(y, n, mean, variance) of x (B, C, *), a float weight and bias (C) or None; statistics have no gradient."""
+    """Function of x (B, C, *), weight and bias (C) or None: (normalised x, count, mean, variance) over all ranks."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, over: _Over):
