@@ -105,7 +105,7 @@ def told_met(plan: Plan) -> str:
 
 
 def _meeting(module: nn.Module, dtype: torch.dtype) -> Callable:
-    """Returns the module's forward with operations that refuse several dtypes run again with all tensors in `dtype`."""
+    """Returns the module's forward where what refuses several dtypes is run again in `dtype`."""
     forward = module.__dict__.get("forward")
 
     def met(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -37,7 +37,7 @@ class ByHand:
 
     @torch.no_grad()
     def note(self, *given: Any) -> None:
-        """Remember what the script wrote by hand (tensors or numbers), of which this rank keeps a piece, to be compared."""
+        """Remember, to compare it, what the script gave by hand: tensors or numbers, of which this rank keeps a piece."""
         if self._on and given:
             self._noted.append((line_of_script(), [_few(one) for one in given]))
 
@@ -67,7 +67,7 @@ class ByHand:
         self._clear()
 
     def compare(self) -> None:
-        """Raise `RefusedPlan` where ranks were given different things by hand, in a message of its own. Collective."""
+        """Raise `RefusedPlan` where ranks were given different things, asked in a message of its own. Collective."""
         if self._on:
             table = gather_rows(row_of([self.number()], self._mesh.device), self._mesh.world)
             self.compared(table.view(-1).tolist())
