@@ -37,7 +37,7 @@ class ByHand:
 
     @torch.no_grad()
     def note(self, *given: Any) -> None:
-        """Remember, to compare it, what the script gave by hand: tensors or numbers, of which this rank keeps a piece."""
+        """Remember, to compare it, what a script gave by hand: tensors or numbers that ranks keep pieces of."""
         if self._on and given:
             self._noted.append((line_of_script(), [_few(one) for one in given]))
 
