@@ -66,6 +66,8 @@ class Precision:
     def cast_outputs(self, tree):
         """Floating-point outputs in at least float32, so that the loss is summed in it."""
         wide = torch.promote_types(self.compute, torch.float32)
+        if type(tree) is torch.Tensor and tree.dtype == wide:
+            return tree
         return tree_map_only(torch.Tensor, lambda t: t.to(wide) if t.is_floating_point() else t, tree)
 
 

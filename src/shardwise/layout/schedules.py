@@ -71,6 +71,21 @@ class Schedule:
         return frozenset(op for row in self.rows for op in row)
 
     @cached_property
+    def brought(self) -> tuple[dict[tuple[str, int], list[tuple[int, int, int]]], ...]:
+        """For each rank, what others send it: (stage it comes from, stage it is for, micro-batch), in order.
+
+        By (kind of the op that makes it: "F" or, of a gradient, "B"; sender). What a rank sends itself is no message.
+        """
+        found: list[dict[tuple[str, int], list[tuple[int, int, int]]]] = [{} for _ in self.rows]
+        for rank, row in enumerate(self.rows):
+            for op in row:
+                goal = op.stage + 1 if op.kind == "F" else op.stage - 1
+                if op.kind != "W" and 0 <= goal < len(self.owner) and self.owner[goal] != rank:
+                    way = "F" if op.kind == "F" else "B", rank
+                    found[self.owner[goal]].setdefault(way, []).append((op.stage, goal, op.microbatch))
+        return tuple(found)
+
+    @cached_property
     def in_order(self) -> list[tuple[int, Op, int, int]]:
         """All ops, each after what it waits for (`timing.in_order`); found once for all times that are played."""
         return in_order(self)

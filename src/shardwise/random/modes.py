@@ -167,8 +167,9 @@ class GlobalRandom(TorchDispatchMode):
         self.paths.clear()
         if alone:
             self.paths.path_of.clear()
-        torch.default_generator.manual_seed(seed_of("mask", seed, step, micro_batch))
-        seed_python(seed_of("mask", seed, step, micro_batch))
+        own = seed_of("mask", seed, step, micro_batch)
+        torch.default_generator.manual_seed(own)
+        seed_python(own)
 
     @contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:

@@ -56,7 +56,7 @@ class StepTrace:
     idle         parameters that are trained and that no gradient reached
     tensors      parameter tensors
     sizes        elements of a trainable one -> how many
-    in_order     elements of each, in the order in which the optimizer is given them
+    in_order     elements of each trained one by its place, in the order in which the optimizer is given them
     final        elements of the gradient that came last in backward, none where one never came
     units        parameters of each repeated block, and of the rest
     held, held_gradients   elements of the weights and bytes of the gradients that rest on a rank, where a technique
@@ -84,7 +84,7 @@ class StepTrace:
     rest: int = 0
     tensors: int = 0
     sizes: Counter[int] = field(default_factory=Counter)
-    in_order: list[int] = field(default_factory=list)
+    in_order: dict[int, int] = field(default_factory=dict)
     final: int = 0
     products: Counter[tuple[int, int, int]] = field(default_factory=Counter)
     order: list[Entry] = field(default_factory=list)

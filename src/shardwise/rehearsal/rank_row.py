@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -136,6 +136,8 @@ class Rehearsal:
         self.batches = {n: fake_batch(self.fake, shares.looks.one, n) for n in {*self.sizes}}
         self.cut = shares.cut(pp)
         self.sent: list[torch.Tensor] = []  # messages that may be under way
+        self.coming: dict[tuple[str, int], deque[tuple[int, int, int]]] = {}  # messages of a round, as in the mail
+        self.begun: dict[tuple[str, int], list[torch.Tensor]] = {}  # memory of those that are awaited already
         self.resized: list[torch.UntypedStorage] = []  # since live bytes were last looked at
 
     def run(self, enclosed: Collection[str] = ()) -> RankTrace:
@@ -193,6 +195,11 @@ class Rehearsal:
         final = schedule.last_backward(self.rank)
         sizes = self.sizes[at * schedule.microbatches :]
         row: Sequence[Op] = schedule.rows[self.rank]
+        brought = schedule.brought[self.rank] if self.shares.cuts.gloo else {}
+        self.coming = {way: deque(messages) for way, messages in brought.items()}
+        for kind, rank in brought:
+            if kind == "F":
+                self._begin(kind, rank, told[sizes[0]])
         if not self.techniques and not self.shares.cuts.gloo:  # nothing is kept but what waits for its backward
             row = telling(row, sizes, len(schedule.owner))
         for place, op in enumerate(row):
@@ -224,9 +231,11 @@ class Rehearsal:
     def _play(
         self, op: Op, size: int, model: nn.Module, staged: StagedModule | None, told: dict[int, Told], waiting: dict
     ) -> None:
-        last = len(self.shares.schedule.owner) - 1
-        key = op.stage, op.microbatch
+        owner = self.shares.schedule.owner
+        last, key = len(owner) - 1, (op.stage, op.microbatch)
         if op.kind == "F":
+            if op.stage:
+                self._await("F", owner[op.stage - 1], told)
             inbox = self._inbox(told, op.stage)
             batch = self._batch(size)
             output = self._forward(batch, op.stage, inbox, model, staged)
@@ -240,6 +249,7 @@ class Rehearsal:
                     self.found.messages.get(op.stage, 0.0), float(sum(t.numel() * t.element_size() for t in shares))
                 )
                 self._send(op.stage, op.stage + 1, outputs)
+                self._begin("B", owner[op.stage + 1], told)
             del output
             waiting[key] = (outputs, staged.taken if staged is not None else [], [])
             return
@@ -250,6 +260,7 @@ class Rehearsal:
             return
         gradients: list[torch.Tensor | None] = [None]
         if op.stage < last:
+            self._await("B", owner[op.stage + 1], told)
             gradients = [torch.empty_like(one) if one.requires_grad else None for one in outputs]
         if op.kind == "I":
             later.append(backward.of_input(outputs, gradients, inputs))
@@ -271,6 +282,20 @@ class Rehearsal:
         if not self.shares.cuts.gloo:
             self.sent.clear()
         self.sent += [taken_apart(tensor.detach()).contiguous() for tensor in tensors]
+
+    def _await(self, kind: str, rank: int, told: dict[int, Told]) -> None:
+        """A message of a rank is taken, and its next one awaited."""
+        if (kind, rank) in self.coming:
+            self.coming[kind, rank].popleft()
+            self.begun.pop((kind, rank), None)
+            self._begin(kind, rank, told)
+
+    def _begin(self, kind: str, rank: int, told: dict[int, Told]) -> None:
+        """Hold memory for a rank's next message, as `Mail._begin` does."""
+        if (kind, rank) not in self.begun and self.coming.get((kind, rank)):
+            start, goal, _ = self.coming[kind, rank][0]
+            kept = [one for one in told[min(start, goal)] if kind == "F" or one.needs_gradient]
+            self.begun[kind, rank] = [torch.empty(one.shape, dtype=one.dtype) for one in kept]
 
     def _batch(self, size: int) -> Any:
         """So many samples as the forward meets them: on the device, this rank's share of fields and sequences."""
@@ -388,7 +413,7 @@ class Rehearsal:
         found.parameters = sum(p.numel() for p in held.values())
         found.tensors = len(held)
         found.in_order = in_order(p for p in held.values() if p.requires_grad)
-        found.sizes = Counter(found.in_order)
+        found.sizes = Counter(found.in_order.values())
         found.gradients = sum(p.numel() * p.element_size() for p in held.values() if p.requires_grad)
         found.buffers_bytes = sum(b.numel() * b.element_size() for b in model.buffers())
         found.units = [sum(p.numel() for p in model.get_submodule(path).parameters()) for path in self.blocks.paths]

@@ -352,7 +352,7 @@ def _sizes(model: nn.Module, found: StepTrace) -> None:
     found.parameters = sum(p.numel() for p in model.parameters())
     found.tensors = len(list(model.parameters()))
     found.in_order = in_order(p for p in model.parameters() if p.requires_grad)
-    found.sizes = Counter(found.in_order)
+    found.sizes = Counter(found.in_order.values())
     found.gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     found.buffers_bytes = sum(b.numel() * b.element_size() for b in model.buffers())
     paths = find_blocks(model).paths

@@ -58,6 +58,8 @@ def _updated(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -
     return live.peak - rests, seen
 
 
-def in_order(trained: Iterable[nn.Parameter]) -> list[int]:
-    """Returns the elements of each trained parameter, in the order in which the optimizer is given them."""
-    return [param.numel() for group in named_groups([*trained]) for param in group["params"]]
+def in_order(trained: Iterable[nn.Parameter]) -> dict[int, int]:
+    """Returns the elements of each trained parameter by its place, in the order in which an optimizer has them."""
+    params = [*trained]
+    places = {id(param): place for place, param in enumerate(params)}
+    return {places[id(param)]: param.numel() for group in named_groups(params) for param in group["params"]}

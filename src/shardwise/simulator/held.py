@@ -9,11 +9,13 @@ Under zero=3, and zero=2 beside a pipeline, a micro-batch was played with what t
 
 from __future__ import annotations
 
+from collections import Counter
+
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger
 from shardwise.costs.software import States
 from shardwise.layout import Plan
-from shardwise.layout.buckets import BUCKET_BYTES
+from shardwise.layout.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, lay_out, most_elements
 from shardwise.precision import Precision
 from shardwise.simulator.counted import Counted, Model
 from shardwise.step.owners import choose_owners
@@ -80,7 +82,7 @@ def _owned(model: Model, layout: Layout, shard_rank: int | None) -> int | None:
     """Elements of the weights that a rank updates whole; None where it updates what it holds."""
     if not (model.update.whole and layout.zero and layout.shard_ranks > 1):
         return None
-    sizes, load = [*model.one.in_order], [0] * layout.shard_ranks
+    sizes, load = [*model.one.in_order.values()], [0] * layout.shard_ranks
     for size, owner in zip(sizes, choose_owners(sizes, layout.shard_ranks), strict=True):
         load[owner] += size
     return max(load) if shard_rank is None else load[shard_rank]
@@ -112,7 +114,7 @@ def _peaks(
     owned              elements of the weights that it updates whole, if it does
     """
     here = model.batch_on_device  # a CPU, where an optimizer goes from tensor to tensor and gloo reduces a copy
-    temporaries = _temporaries(model, layout, updated if owned is None else owned)
+    temporaries = _temporaries(model, layout, states, updated if owned is None else owned)
     if owned is not None:  # whole gradients, beside what is sent and received, and beside the update
         temporaries = max(owned + temporaries, 2 * owned + updated)
     out = {
@@ -127,17 +129,37 @@ def _peaks(
     return out
 
 
-def _temporaries(model: Model, layout: Layout, updated: float) -> float:
+def _temporaries(model: Model, layout: Layout, states: States, updated: float) -> float:
     """Elements that live only while the optimizer runs: on a CPU it goes from tensor to tensor.
 
-    There the one before leaves some behind. Under ZeRO a rank has pieces, the largest no larger than all it updates.
+    There the one before leaves some behind.
     """
     update = model.update
     if not model.batch_on_device:
         return update.temporary * updated
-    share = layout.shard_ranks if layout.zero >= 3 else 1
-    sizes = [min(size / share, updated) for size in model.one.in_order]
-    pairs = zip([0.0, *sizes], sizes, strict=False)
-    return max(
-        (update.temporary * size + update.left * min(before, updated - size) for before, size in pairs), default=0.0
+    each = (
+        update.temporary * size + update.left * min(before, updated - size)
+        for sizes in _updated_sizes(model.one, layout, states, updated)
+        for before, size in zip([0.0, *sizes], sizes, strict=False)
     )
+    return max(each, default=0.0)
+
+
+def _updated_sizes(one: Counted, layout: Layout, states: States, updated: float) -> list[list[float]]:
+    """Elements of each tensor that an optimizer updates, in its order: what any rank may have.
+
+    Under ZeRO 1 and 2 a rank has pieces, by the borders of its shards of the buckets.
+    """
+    ranks = layout.shard_ranks
+    if layout.zero not in (1, 2) or ranks == 1 or one.experts:
+        share = ranks if layout.zero >= 3 else 1
+        return [[min(size / share, updated) for size in one.in_order.values()]]
+    width, sizes = int(states.gradient), [one.in_order[place] for place in sorted(one.in_order)]
+    buckets = lay_out(sizes, most_elements(width, ranks * layout.replicas), ranks, FIRST_BUCKET_BYTES // width)
+    found = []
+    for rank in range(ranks):
+        pieces = Counter[int]()
+        for bucket in buckets:
+            pieces.update({entry.index: last - first for entry, first, last in bucket.pieces(ranks, rank)})
+        found.append([float(pieces[index]) for index in one.in_order if index in pieces])
+    return found

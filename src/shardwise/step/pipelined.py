@@ -53,7 +53,7 @@ def run_schedule(state: RankState, parts: list[Share], tally: Tally) -> None:
         if len(parts) - done < schedule.microbatches:  # the end of an epoch
             schedule = plain_schedule(schedule.owner, len(parts) - done)
         final = schedule.last_backward(staged.axis.index)
-        staged.mail.expect(schedule, done, lambda index: staged.key(parts[index].batch, index))
+        staged.mail.expect(schedule, done, row.key)
         ends = done + schedule.microbatches == len(parts)
         for place, op in enumerate(schedule.rows[staged.axis.index]):
             with state.hooks.inside("micro_batch"):
@@ -122,7 +122,15 @@ class _Row:
         self.state, self.staged, self.parts, self.tally = state, staged, parts, tally
         self._held: dict[tuple[int, int], _Held] = {}
         self._first = True  # no forward was run
+        self._weights: list[torch.nn.Parameter] = []
         self._trained: dict[int, list[bool]] = {}  # by stage: which weights its first forward left trainable
+        self._keys: dict[int, tuple] = {}
+
+    def key(self, index: int) -> tuple:
+        """Returns what the shapes of a micro-batch's messages may depend on (`StagedForward.key`)."""
+        if index not in self._keys:
+            self._keys[index] = self.staged.key(self.parts[index].batch, index)
+        return self._keys[index]
 
     def run(self, op: Op, index: int, *, last: bool) -> None:
         """One op on the micro-batch of this index; `last`: no gradient of weights comes after it."""
@@ -139,7 +147,7 @@ class _Row:
         seed_masks(state, index, part, alone=self._first)
         self._first = False
         batch = staged.to_device(part.batch)
-        key = staged.key(batch, index)
+        key = self.key(index)
         inbox = staged.mail.receive_forward(stage, index, key) if stage else []
         if state.global_random is None:  # masks of a stage are its own; what is drawn before it, everybody's
             own = seed_of("fast", state.seed, state.steps_done, index, state.data_rank, stage)
@@ -157,7 +165,8 @@ class _Row:
 
     def _as_first(self, stage: int) -> None:
         """Refuse a forward that leaves other weights trainable than the step's first one, whose backward is to come."""
-        now = [param.requires_grad for param in self.state.module.parameters()]
+        self._weights = self._weights or list(self.state.module.parameters())
+        now = [param.requires_grad for param in self._weights]
         if now != self._trained.setdefault(stage, now):
             raise RefusedPlan(
                 "the forward turns requires_grad of weights within a step, and under pp= other micro-batches, whose "
@@ -252,6 +261,8 @@ def _tied_used(state: RankState, used: set[int]) -> set[int]:
 def _sum_tied(state: RankState, used: set[int]) -> None:
     """Gradients of parameters on several stages: summed by the first that holds them, in the order of stages."""
     staged, technique = _staged(state), state.technique
+    if not staged.cut.tied:
+        return
     index_of = {name: index for index, name in enumerate(state.names)}
     slots = {slot.name: slot for slot in technique.slots}
     shapes = state.shapes()

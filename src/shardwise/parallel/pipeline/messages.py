@@ -14,6 +14,9 @@ once backward, with a byte for each where there are several. Two stages on one r
 
 Of tensors whose positions are cut, ranks send their shares, and how these lie in the whole is told with the shapes.
 
+Over gloo the next message of each kind is awaited while a rank computes, in memory of its own: a send begins when both
+sides are ready, and one that is awaited late arrives late.
+
 What this does not do: cut a message into pieces, or send it before its op is over.
 """
 
@@ -27,6 +30,7 @@ import numpy as np
 import torch
 
 from shardwise.comm import Axis, Pending, copies_of, receive, send
+from shardwise.device import backend_of
 from shardwise.errors import RefusedPlan
 from shardwise.host import read, to_device
 from shardwise.layout.schedules import Schedule
@@ -56,6 +60,9 @@ class Told:
     cuts: Cuts = ()  # how it lies in the whole
 
 
+Arriving = list[tuple[Pending, torch.Tensor]]  # the tensors of a message, and what to wait for before they are there
+
+
 class Mail:
     """The messages of one rank. `owner` gives the rank (on the axis) of each stage.
 
@@ -73,6 +80,8 @@ class Mail:
         self._axes = _directions(axis)
         self._coming: dict[tuple[str, int], deque[tuple[int, int, int]]] = {}
         self._early: dict[tuple[str, int, int], list[torch.Tensor]] = {}
+        self._begun: dict[tuple[str, int], Arriving] = {}
+        self.ahead = axis.group is not None and backend_of(axis.group, device) in (None, "gloo")
         self._key_of: Callable[[int], Hashable] = lambda batch: None
         self._known: dict[tuple[int, Hashable], list[Told]] = {}
         self._under_way: list[tuple[Pending, torch.Tensor]] = []
@@ -80,16 +89,14 @@ class Mail:
 
     def expect(self, schedule: Schedule, first: int, key_of: Callable[[int], Hashable]) -> None:
         """Note which messages a schedule brings; `first` numbers its micro-batch 0, `key_of` gives one's key."""
-        me = self.axis.index
         self._key_of = key_of
-        self._coming = {}
-        for rank, row in enumerate(schedule.rows):
-            for op in row:
-                goal = op.stage + 1 if op.kind == "F" else op.stage - 1
-                if op.kind == "W" or rank == me or not 0 <= goal < len(self.owner) or self.owner[goal] != me:
-                    continue
-                tag = FORWARD if op.kind == "F" else BACKWARD
-                self._coming.setdefault((tag, rank), deque()).append((op.stage, goal, first + op.microbatch))
+        self._coming = {
+            (FORWARD if kind == "F" else BACKWARD, rank): deque((a, b, first + batch) for a, b, batch in messages)
+            for (kind, rank), messages in schedule.brought[self.axis.index].items()
+        }
+        for tag, rank in self._coming:
+            if tag == FORWARD:  # gradients are the answers to what is sent: `send_forward` begins with them
+                self._begin(tag, rank)
 
     def send_forward(self, stage: int, batch: int, key: Hashable, tensors: Sequence[torch.Tensor]) -> None:
         """Send the hidden states that stage `stage` made to the next stage."""
@@ -104,6 +111,7 @@ class Mail:
             self._tell(stage, batch, told)
             self._tell_runs(stage, batch, told)
         self._send(FORWARD, stage, stage + 1, batch, tensors)
+        self._begin(BACKWARD, self.owner[stage + 1])
 
     def receive_forward(self, stage: int, batch: int, key: Hashable) -> list[tuple[torch.Tensor, bool]]:
         """Returns what the stage before made, and whether each tensor needs a gradient. Waits."""
@@ -176,15 +184,32 @@ class Mail:
         """The tensors of one message, those that were sent before it by the way."""
         if self.owner[source] == self.owner[goal]:
             return self._at_home.pop((tag, goal, batch))
-        coming = self._coming.get((tag, self.owner[source]))
+        rank = self.owner[source]
+        coming = self._coming.get((tag, rank))
         while coming and (tag, goal, batch) not in self._early:
             start, end, number = coming.popleft()
-            self._early[tag, end, number] = self._receive(tag, start, end, number, self._key_of(number))
+            key_then = self._key_of(number)
+            arriving = self._begun.pop((tag, rank), None) or self._receive(tag, start, end, number, key_then)
+            self._begin(tag, rank)
+            self._early[tag, end, number] = _arrived(arriving)
         if (tag, goal, batch) in self._early:
             return self._early.pop((tag, goal, batch))
-        return self._receive(tag, source, goal, batch, key)  # outside a schedule
+        return _arrived(self._receive(tag, source, goal, batch, key))  # outside a schedule
 
-    def _receive(self, tag: str, source: int, goal: int, batch: int, key: Hashable) -> list[torch.Tensor]:
+    def _begin(self, tag: str, rank: int) -> None:
+        """Begin to receive the next message of a rank, which arrives while this one computes.
+
+        Over gloo, and where its shapes are known. NCCL would have the device wait for it beside the step's kernels.
+        """
+        coming = self._coming.get((tag, rank))
+        if not coming or (tag, rank) in self._begun or not self.ahead:
+            return
+        source, goal, batch = coming[0]
+        key = self._key_of(batch)
+        if (min(source, goal), key) in self._known:
+            self._begun[tag, rank] = self._receive(tag, source, goal, batch, key)
+
+    def _receive(self, tag: str, source: int, goal: int, batch: int, key: Hashable) -> Arriving:
         boundary = min(source, goal)
         if (boundary, key) not in self._known:
             self._known[boundary, key] = self._hear(boundary, batch)
@@ -197,9 +222,7 @@ class Mail:
             tensor = torch.empty(one.shape, dtype=one.dtype, device=self.device)
             number = self._number(source, goal, batch, place)
             arriving.append((receive(_bytes(tensor), axis, self.owner[source], tag, number), tensor))
-        for pending, _ in arriving:
-            pending.wait()
-        return [tensor for _, tensor in arriving]
+        return arriving
 
     def _tell(self, stage: int, batch: int, told: list[Told]) -> None:
         row = torch.zeros(1 + max(TOLD_AT_ONCE, len(told)) * WIDTH, dtype=torch.int64)
@@ -280,3 +303,9 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _listed(told: Sequence[Told]) -> str:
     return ", ".join(f"{one.dtype} {list(one.shape)}" for one in told)
+
+
+def _arrived(arriving: Arriving) -> list[torch.Tensor]:
+    for pending, _ in arriving:
+        pending.wait()
+    return [tensor for _, tensor in arriving]
