@@ -128,14 +128,14 @@ def _clip(params: list[nn.Parameter]) -> torch.Tensor:
 
 
 class _Stage(nn.Module):
-    """Half of the decoder, as one would cut it by hand."""
+    """One of equal parts of the decoder, as one would cut it by hand."""
 
-    def __init__(self, model: Decoder, first: bool) -> None:
+    def __init__(self, model: Decoder, index: int, stages: int) -> None:
         super().__init__()
-        half = len(model.blocks) // 2
-        self.blocks = model.blocks[:half] if first else model.blocks[half:]
-        self.embedding = model.embedding if first else None
-        self.norm, self.head = (None, None) if first else (model.norm, model.head)
+        each = len(model.blocks) // stages
+        self.blocks = model.blocks[index * each : (index + 1) * each]
+        self.embedding = model.embedding if index == 0 else None
+        self.norm, self.head = (model.norm, model.head) if index == stages - 1 else (None, None)
         self.config = model.config
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -148,31 +148,33 @@ class _Stage(nn.Module):
 
 
 def hand_pipeline(model: Decoder) -> Step:
-    """`PipelineStage` and `Schedule1F1B` over two halves."""
+    """`PipelineStage` and `Schedule1F1B` over equal parts, one for each rank."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    rank = dist.get_rank()
-    half = _Stage(model, rank == 0)
-    stage = PipelineStage(half, rank, RANKS, torch.device("cpu"))
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    part = _Stage(model, rank, ranks)
+    stage = PipelineStage(part, rank, ranks, torch.device("cpu"))
 
     def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         total, _ = token_loss(logits, {"tokens": tokens})
-        return total / (SAMPLES * (LENGTH - 1))
+        return total / (MICRO_BATCHES * tokens[:, 1:].numel())
 
     schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=loss_of, scale_grads=False)
-    optimizer = adamw(decay_groups(half))
-    params = list(half.parameters())
+    optimizer = adamw(decay_groups(part))
+    params = list(part.parameters())
 
     def step(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         optimizer.zero_grad()
         losses: list[torch.Tensor] = []
         if rank == 0:
             schedule.step(batch["tokens"])
-        else:
+        elif rank == ranks - 1:
             schedule.step(target=batch["tokens"], losses=losses)
+        else:
+            schedule.step()
         own = torch.stack(torch._foreach_norm([p.grad for p in params])).square().sum()
         told = torch.stack([own, torch.stack(losses).sum() if losses else torch.zeros(())])
-        dist.all_reduce(told)  # the norm over both halves, and the loss to everybody
+        dist.all_reduce(told)  # the norm over all parts, and the loss to everybody
         norm = told[0].sqrt()
         torch._foreach_mul_([p.grad for p in params], float((CLIP_NORM / (norm + 1e-6)).clamp(max=1.0)))
         optimizer.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pipeline_tasks
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 from shardwise import Plan, Task, parallelize, verify
 from shardwise.errors import InputError, RefusedPlan
@@ -18,6 +20,7 @@ from shardwise.layout.schedules import schedule_of
 from shardwise.models import tasks
 from shardwise.parallel.pipeline import backward
 from shardwise.parallel.pipeline.cuts import choose, find_places, make_stages
+from shardwise.parallel.pipeline.left_out import LeftOutResults
 from shardwise.precision import Precision
 from shardwise.ranks import RankPool
 from shardwise.step.batching import slice_samples
@@ -444,3 +447,15 @@ def test_a_call_keeps_its_place_when_python_has_learnt_it() -> None:
 
     first = spots()
     assert [spots() for _ in range(40)] == [first] * 40
+
+
+def test_results_that_are_left_out_share_memory_until_somebody_writes_into_it() -> None:
+    leaf = SimpleNamespace(tensor=1, dtype=torch.float32, shape=(2, 3), value=None)
+    call = SimpleNamespace(arguments=[0], leaves=[leaf], shapes=[(2, 3)], spec=tree_flatten(0)[1])
+    skip: Any = SimpleNamespace(path="block", place=0, like=(0,), call=call, other=call, samples=(2, 4))
+    results, given = LeftOutResults(torch.float32, ()), torch.zeros(2, 3)
+    first, second = (results.result(skip, (), (given,), {}) for _ in range(2))
+    assert first is not second and first.data_ptr() == second.data_ptr() and bool(first.isnan().all())
+    second.zero_()
+    third = results.result(skip, (), (given,), {})
+    assert third.data_ptr() != second.data_ptr() and bool(third.isnan().all())

@@ -122,7 +122,6 @@ class _Row:
         self.state, self.staged, self.parts, self.tally = state, staged, parts, tally
         self._held: dict[tuple[int, int], _Held] = {}
         self._first = True  # no forward was run
-        self._weights: list[torch.nn.Parameter] = []
         self._trained: dict[int, list[bool]] = {}  # by stage: which weights its first forward left trainable
         self._keys: dict[int, tuple] = {}
 
@@ -165,8 +164,7 @@ class _Row:
 
     def _as_first(self, stage: int) -> None:
         """Refuse a forward that leaves other weights trainable than the step's first one, whose backward is to come."""
-        self._weights = self._weights or list(self.state.module.parameters())
-        now = [param.requires_grad for param in self._weights]
+        now = self.staged.trainable()
         if now != self._trained.setdefault(stage, now):
             raise RefusedPlan(
                 "the forward turns requires_grad of weights within a step, and under pp= other micro-batches, whose "

@@ -40,6 +40,13 @@ class StagedForward(Forward):
         self.last = len(cut.stages) - 1
         self.last_owner = cut.schedule.owner[self.last]
         self._passes = 0
+        modules, absent = dict(forward.module.named_modules()), cut.absent
+        names = [name for name, _ in forward.module.named_parameters() if name not in absent]
+        self._places = [(modules[path]._parameters, leaf) for path, _, leaf in (n.rpartition(".") for n in names)]
+
+    def trainable(self) -> list[bool]:
+        """Whether each weight of this rank's stages is trained now."""
+        return [weight is not None and weight.requires_grad for weight in (at.get(leaf) for at, leaf in self._places)]
 
     @property
     def has_loss(self) -> bool:

@@ -35,16 +35,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
 from shardwise.comm import Axis
 from shardwise.errors import RefusedPlan
 from shardwise.parallel.pipeline.cuts import Edge, Holder, Stage
+from shardwise.parallel.pipeline.left_out import LeftOutResults
 from shardwise.parallel.pipeline.on_nothing import RAISED, OnNothing
 from shardwise.parallel.pipeline.shared import SharedGradients
-from shardwise.parallel.pipeline.skips import Skip, made_up_shapes
+from shardwise.parallel.pipeline.skips import Skip
 from shardwise.parallel.pipeline.tape import Tape
-from shardwise.part.crossing import Along, filled, overwrite, settled
+from shardwise.part.crossing import Along, overwrite, settled
 from shardwise.part.parameters import read_ahead
 from shardwise.trace.functional import transforming
 from shardwise.trace.own_calls import OwnCalls, Spot
@@ -83,6 +84,7 @@ class StagedModule:
         self.module = module
         self.dtype = dtype  # of what is computed
         self.axes, self.results = axes, results or {}
+        self._made_up = LeftOutResults(dtype, axes)
         self.stages = {stage.index: stage for stage in stages}
         self._actions: dict[int, dict[tuple[int, int], Action]] = {}
         # stages before which some function fails on what is made up
@@ -104,11 +106,14 @@ class StagedModule:
         self._calls: OwnCalls | None = None  # where something that a forward's own code makes is to be noted
         self.taken: list[torch.Tensor] = []  # by the last run: the leaves whose gradients go back, in order
         self.on_enter: Callable[[], None] | None = None  # called where the stage's own part begins
+        self._insides: list[list[int]] = []  # modules that are called inside a call that is left out
         touched: dict[int, nn.Module] = {}
         for stage in stages:
             self._actions[stage.index] = self._actions_of(stage, touched)
         for child in touched.values():
             self._wrap(child)
+        for inside in self._insides:  # calls of others are not counted
+            inside[:] = [child for child in inside if child in touched]
         self._wrap_root()
 
     def _actions_of(self, stage: Stage, touched: dict[int, nn.Module]) -> dict[tuple[int, int], Action]:
@@ -122,8 +127,9 @@ class StagedModule:
 
         for skip in stage.skips:
             along = self.results.get((skip.path, skip.place), ())
-            inside = [self.module.get_submodule(call.path) for call in skip.call.below()]
-            add(skip.path, skip.place, partial(self._leave_out, skip, along, [id(child) for child in inside]))
+            inside = [id(self.module.get_submodule(call.path)) for call in skip.call.below()]
+            self._insides.append(inside)
+            add(skip.path, skip.place, partial(self._leave_out, skip, along, inside))
         marks: dict[tuple[int, int], dict[tuple[Spot, str], Action]] = {}
         edges = [(edge, self._enter) for edge in stage.entries] + [(edge, self._exit) for edge in stage.exits]
         for edge, action in edges:
@@ -310,6 +316,7 @@ class StagedModule:
         finally:
             self._stage, self._inbox, self._tape = None, [], None
             self._noted.clear()
+            self._made_up.clear()
 
     def _leave_out(self, skip: Skip, along: Sequence[Along], inside: list[int], args: tuple, kwargs: dict) -> Any:
         """The made-up result of a call. The calls inside it count: a module's later ones go by their number."""
@@ -317,7 +324,7 @@ class StagedModule:
         for child in inside:
             self._counts[child] = self._counts.get(child, 0) + 1
         self._taken += sum(skip.call.enter < one.enter < skip.call.exit for one in self._stage.taken)
-        return _made_up(skip, self.dtype, self.axes, along, args, kwargs)
+        return (self._made_up.result(skip, along, args, kwargs),)
 
     def _exit(self, edge: Edge, at_hand: Action | None, args: tuple, kwargs: dict) -> Any:
         """The stage is over. Where it runs on, what comes is made up: `at_hand` gives the result of this call."""
@@ -354,6 +361,7 @@ class StagedModule:
             leaves.append(self.taken[-1] if needed else None)
         if self._tape is not None:
             self._tape.received(leaves)
+        self._made_up.clear()
         self._entered = True
 
     def _put(self, held: torch.Tensor, received: torch.Tensor, needs_gradient: bool, written: bool) -> None:
@@ -377,42 +385,3 @@ class StagedModule:
             held.copy_(received)
         else:
             self.taken.append(held.requires_grad_(True))
-
-
-def _made_up(
-    skip: Skip, compute: torch.dtype, axes: Sequence[Axis], along: Sequence[Along], args: tuple, kwargs: dict
-) -> tuple[Any]:
-    """The result of a call that was left out: right in shape and kind, NaN in every value.
-
-    A tensor that the call gives twice, or was given and gives on, is one tensor here too: what arrives for it is seen
-    wherever the caller holds it.
-
-    along   how each leaf is cut over `axes`; empty where all are whole
-    """
-    leaves, _ = tree_flatten((args, kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    shapes = made_up_shapes(skip, [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves])
-    made: list[Any] = []
-    known = {number: leaf for number, leaf in zip(skip.call.arguments, leaves, strict=True) if number is not None}
-    cuts = along or [()] * len(shapes)
-    for leaf, like, shape, cut in zip(skip.call.leaves, skip.like, shapes, cuts, strict=True):
-        if leaf.tensor is None or leaf.tensor in known:
-            made.append(leaf.value if leaf.tensor is None else known[leaf.tensor])
-            continue
-        assert leaf.dtype is not None
-        dtype = compute if leaf.dtype.is_floating_point else leaf.dtype
-        if like is not None and leaves[like].is_floating_point() and leaf.dtype.is_floating_point:
-            dtype = leaves[like].dtype
-        fill = float("nan") if dtype.is_floating_point else 0
-        device = tensors[0].device if tensors else None
-        if None in shape:
-            raise RefusedPlan(
-                f"the shape of what '{skip.path}' gives, {leaf.shape} for {skip.samples[0]} samples, does not follow "
-                "from its arguments on other samples, and a stage leaves it out: name other places with stages="
-            )
-        known[leaf.tensor] = filled(
-            [n for n in shape if n is not None], fill, cut, axes, tensors, dtype=dtype, device=device
-        )
-        made.append(known[leaf.tensor])
-    assert skip.call.spec is not None
-    return (tree_unflatten(made, skip.call.spec),)

@@ -1,0 +1,117 @@
+"""`LeftOutResults`: results of calls that a pipeline stage leaves out, right in shape and kind, NaN in every value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from shardwise.comm import Axis
+from shardwise.errors import RefusedPlan
+from shardwise.parallel.pipeline.skips import Skip, made_up_shapes
+from shardwise.part.crossing import Along, filled
+
+MOST_RECIPES = 4096  # of calls and shapes of their arguments, remembered at once
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """One leaf of a result: the argument at `given`, a new tensor, or a `value`.
+
+    number  the same for leaves that are one tensor
+    """
+
+    given: int | None = None
+    number: int | None = None
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    along: Along = ()
+    value: Any = None
+
+
+class LeftOutResults:
+    """Makes the results of calls that are left out.
+
+    compute  the dtype that is computed in
+    axes     that cut positions, outermost first
+
+    A tensor that the call gives twice, or was given and gives on, is one tensor here too: what arrives for it is seen
+    wherever the caller holds it. Whole tensors of one shape share their memory until somebody writes into it.
+    """
+
+    def __init__(self, compute: torch.dtype, axes: Sequence[Axis]) -> None:
+        self.compute, self.axes = compute, axes
+        self._recipes: dict[tuple, tuple[list[_Leaf], TreeSpec]] = {}
+        self._blank: dict[tuple, torch.Tensor] = {}
+
+    def clear(self) -> None:
+        """Let go of the shared memory."""
+        self._blank.clear()
+
+    def result(self, skip: Skip, along: Sequence[Along], args: tuple, kwargs: dict) -> Any:
+        """Returns what a call gives, made up; `along`: how each leaf of it is cut, empty where all are whole.
+
+        Raises `RefusedPlan` where a shape does not follow from the arguments'.
+        """
+        plain = not kwargs and all(isinstance(one, torch.Tensor) for one in args)
+        leaves = args if plain else tree_flatten((args, kwargs))[0]
+        kinds = [(one.shape, one.dtype) if isinstance(one, torch.Tensor) else None for one in leaves]
+        key = id(skip), *kinds
+        if key not in self._recipes:
+            if len(self._recipes) >= MOST_RECIPES:
+                self._recipes.clear()
+            self._recipes[key] = self._recipe(skip, along, leaves)
+        recipe, spec = self._recipes[key]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        made: dict[int, torch.Tensor] = {}
+        found = []
+        for leaf in recipe:
+            if leaf.given is not None:
+                found.append(leaves[leaf.given])
+            elif leaf.number is None:
+                found.append(leaf.value)
+            else:
+                if leaf.number not in made:
+                    made[leaf.number] = self._tensor(leaf, tensors)
+                found.append(made[leaf.number])
+        return tree_unflatten(found, spec)
+
+    def _recipe(self, skip: Skip, along: Sequence[Along], leaves: Sequence[Any]) -> tuple[list[_Leaf], TreeSpec]:
+        shapes = made_up_shapes(skip, [tuple(one.shape) if isinstance(one, torch.Tensor) else None for one in leaves])
+        known = {number: place for place, number in enumerate(skip.call.arguments) if number is not None}
+        cuts = along or [()] * len(shapes)
+        found = []
+        for leaf, like, shape, cut in zip(skip.call.leaves, skip.like, shapes, cuts, strict=True):
+            if leaf.tensor is None or leaf.tensor in known:
+                given = known.get(leaf.tensor) if leaf.tensor is not None else None
+                found.append(_Leaf(given=given, value=leaf.value))
+                continue
+            assert leaf.dtype is not None
+            dtype = self.compute if leaf.dtype.is_floating_point else leaf.dtype
+            if like is not None and leaves[like].is_floating_point() and leaf.dtype.is_floating_point:
+                dtype = leaves[like].dtype
+            if None in shape:
+                raise RefusedPlan(
+                    f"the shape of what '{skip.path}' gives, {leaf.shape} for {skip.samples[0]} samples, does not "
+                    "follow from its arguments on other samples, and a stage leaves it out: name other places with "
+                    "stages="
+                )
+            sizes = tuple(n for n in shape if n is not None)
+            found.append(_Leaf(number=leaf.tensor, shape=sizes, dtype=dtype, along=cut))
+        assert skip.call.spec is not None
+        return found, skip.call.spec
+
+    def _tensor(self, leaf: _Leaf, beside: Sequence[torch.Tensor]) -> torch.Tensor:
+        assert leaf.dtype is not None
+        device = beside[0].device if beside else None
+        if leaf.along or not leaf.dtype.is_floating_point:  # whole numbers count something: nobody else's are touched
+            fill = float("nan") if leaf.dtype.is_floating_point else 0
+            return filled(leaf.shape, fill, leaf.along, self.axes, beside, dtype=leaf.dtype, device=device)
+        key = leaf.shape, leaf.dtype, device
+        blank = self._blank.get(key)
+        if blank is None or blank.is_inference() or blank._version:
+            blank = self._blank[key] = torch.full(leaf.shape, float("nan"), dtype=leaf.dtype, device=device)
+        return blank.detach()
