@@ -762,3 +762,38 @@ def test_float32_is_multiplied_off_tensor_cores_and_convolved_on_them() -> None:
     assert Kernels(v100, dtype="fp32").large_convolutions_tflops == pytest.approx(15.7 * 0.85)  # has no TF32
     unknown = replace(h200, fp32_tflops=None, tf32_tflops=None)  # a cluster of one's own file
     assert Kernels(unknown, dtype="fp32").peak_tflops == pytest.approx(989 / 15 * 0.85)
+
+
+# bfloat16 on an H200 with torch 2.11, (N, C, H, W): microseconds of a batch norm alone, forward and backward
+BATCH_NORMS = [((128, 64, 112), 1520, 2974), ((128, 64, 56), 447, 845), ((128, 256, 56), 628, 1027),
+               ((128, 512, 28), 261, 378)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "forward_us", "backward_us"), BATCH_NORMS)
+def test_a_batch_norm_by_planes_takes_what_was_measured(shape: tuple[int, int, int], forward_us: float,
+                                                        backward_us: float) -> None:  # fmt: skip
+    samples, channels, side = shape
+    one, kernels = 2 * samples * channels * side**2, Kernels(device("h200-sxm-141gb")[0])
+    assert kernels.by_planes(2 * one, channels) == pytest.approx(forward_us * 1e-6, rel=0.45)
+    assert kernels.by_planes(3 * one, channels) == pytest.approx(backward_us * 1e-6, rel=0.45)
+
+
+def test_layout_and_dtype_say_how_long_convolutions_and_batch_norms_take() -> None:
+    """In channels_last, and in float32 (cuDNN's batch norm), no plane is summed by one block and nothing is turned."""
+
+    def seconds(precision: str, last: bool) -> float:
+        layout = torch.channels_last if last else torch.contiguous_format
+
+        def model() -> torch.nn.Module:
+            layers = torch.nn.Conv2d(64, 64, 3, padding=1), torch.nn.BatchNorm2d(64), torch.nn.Conv2d(64, 2, 1)
+            return torch.nn.Sequential(*layers).to(memory_format=layout)
+
+        task = Task(
+            model, batch=lambda step: torch.zeros(64, 64, 48, 48).to(memory_format=layout),
+            loss=lambda out, x: (out.square().sum(), len(x)), inputs=lambda x: ((x,), {}), name="convolved",
+        )  # fmt: skip
+        return forecast_of_task(task, f"precision={precision}", "1 h200-sxm-141gb").step_s
+
+    first, last = (seconds("bf16", each) for each in (False, True))
+    assert first > 2 * last
+    assert seconds("fp32", False) == pytest.approx(seconds("fp32", True), rel=0.01)

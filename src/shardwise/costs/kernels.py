@@ -24,6 +24,12 @@ STREAM_SHARE = 0.85  # of the data sheet's memory bandwidth, without a measureme
 # Adding a product into a float32 matrix costs this share of reading and writing that matrix. SimuMax's products with
 # 4096 tokens: 0.43 on A100 (0.71 of peak against 0.75), 0.35 on B200 (0.455 against 0.49)
 ACCUMULATED = 0.4
+# Batch norm of bfloat16 by planes, as a share of the data sheet's bandwidth by bytes in and out, and the channels from
+# which it does not grow. H200, torch 2.11, 128 samples: 64 channels 0.05, 128 0.07, 256 0.13, 512 and more 0.16
+BY_PLANES, PLANES_AT_ONCE = 0.16, 230.0
+# The same of cuDNN's kernels that turn layouts, by bytes of the convolution. H200: a ResNet-50's 0.15, those of twelve
+# convolutions over 64 x 64 0.27
+TURNED = 0.2
 BATCHED_SHARE = 0.6  # of the best product: batched products over one head's width (assumed)
 WIDE_SHARE = 1 / 15  # of the bf16 rate: float32 off tensor cores (data sheets: A100 1/16, H100 1/15)
 ATTENTION_SHARE = {"flash1": 0.30, "flash2": 0.55, "cudnn": 0.50}  # of the data sheet's rate, without a table (assumed)
@@ -209,6 +215,18 @@ class Kernels:
     def stream(self, size_bytes: float, kernels: int = 1) -> float:
         """`kernels` launches that move `size_bytes` between them."""
         return size_bytes / self.bandwidth + kernels * self.launch_us * 1e-6
+
+    def by_planes(self, size_bytes: float, channels: float) -> float:
+        """A batch norm of bfloat16 whose channels lie apart (N, C, H, W): one block of threads sums up each channel.
+
+        size_bytes: of what goes in and comes out, of which the kernels read some twice.
+        """
+        reached = BY_PLANES * min(1.0, channels / PLANES_AT_ONCE)
+        return size_bytes / (self.device.memory_bandwidth_gbps.value * 1e9 * reached) + self.launch_us * 1e-6
+
+    def turned(self, size_bytes: float) -> float:
+        """Bringing a convolution's tensors of so many bytes from (N, C, H, W) into channels_last, and back."""
+        return size_bytes / (self.device.memory_bandwidth_gbps.value * 1e9 * TURNED)
 
     def convolution(self, kind: str, cells: float, out: float, deep: float) -> float | None:
         """A "conv" or "conv_backward" by the measured table of this very device, None without one.

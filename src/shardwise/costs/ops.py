@@ -16,13 +16,16 @@ def op_seconds(kind: str, shape: Sequence[float], times: float, kernels: Kernels
     if kind in SECONDS:
         group, alone = SECONDS[kind]
         return kernels.factor(group) * alone(shape, times, kernels, software)
-    return kernels.factor("rest") * _streamed(kind, shape[0], kernels, software)
+    return kernels.factor("rest") * _streamed(kind, shape, kernels, software)
 
 
-def _streamed(name: str, moved: float, kernels: Kernels, software: Software) -> float:
-    """Any other op, which takes as long as the bytes that it reads and writes."""
+def _streamed(name: str, shape: Sequence[float], kernels: Kernels, software: Software) -> float:
+    """Any other op, which takes as long as the bytes that it reads and writes; of a batch norm by planes, longer."""
+    moved, *channels = shape
     if kernels.ops is not None:
         return kernels.ops.seconds(name, moved)
+    if channels and kernels.device.kind != "cpu":
+        return kernels.by_planes(moved, channels[0])
     return kernels.stream(moved / (EAGER if software.fused else 1.0), 1)
 
 
@@ -53,20 +56,24 @@ def _attention(shape: Sequence[float], times: float, kernels: Kernels, software:
 
 
 def _convolution(shape: Sequence[float], times: float, kernels: Kernels, software: Software) -> float:
-    cells, out, deep, moved = shape
+    cells, out, deep, moved, turned = shape
     seconds = kernels.convolution("conv", cells, out, deep)
-    return _of_large(2.0 * cells * out * deep, moved, kernels) if seconds is None else seconds
+    return _of_large(2.0 * cells * out * deep, moved, turned, kernels) if seconds is None else seconds
 
 
 def _convolution_backward(shape: Sequence[float], times: float, kernels: Kernels, software: Software) -> float:
-    cells, out, deep, moved = shape
+    cells, out, deep, moved, turned = shape
     seconds = kernels.convolution("conv_backward", cells, out, deep)
-    return _of_large(4.0 * cells * out * deep, moved, kernels) if seconds is None else seconds
+    return _of_large(4.0 * cells * out * deep, moved, turned, kernels) if seconds is None else seconds
 
 
-def _of_large(flops: float, moved: float, kernels: Kernels) -> float:
-    """A convolution where none was measured: at a share of the rate of large products."""
-    return flops / (kernels.large_convolutions_tflops * 1e12 * CONV_SHARE) + kernels.stream(moved, 1)
+def _of_large(flops: float, moved: float, turned: float, kernels: Kernels) -> float:
+    """A convolution where none was measured: at a share of the rate of large products.
+
+    turned  1.0 where its tensors are brought into channels_last and back, for kernels that read no other layout
+    """
+    seconds = flops / (kernels.large_convolutions_tflops * 1e12 * CONV_SHARE) + kernels.stream(moved, 1)
+    return seconds + (turned * kernels.turned(moved) if kernels.device.kind != "cpu" else 0.0)
 
 
 # kind -> which of the factors of a probed device it has (`kernels.KINDS`), and its seconds alone

@@ -253,14 +253,24 @@ class Count(TorchDispatchMode):
         self.trace.conv_flops += times * 2.0 * cells * deep
         moved = _bytes(args, out)
         self.trace.moved += moved
-        shape = (cells / weight.shape[0], float(weight.shape[0]), deep, float(moved))
+        x = args[1] if back else args[0]
+        turned = _channels_first(x) and x.element_size() == 2 and math.prod(weight.shape[2:]) > 1
+        shape = (cells / weight.shape[0], float(weight.shape[0]), deep, float(moved), float(turned))
         self.trace.order.append(("conv_backward" if back else "conv", shape, 1))
 
     def _stream(self, name: str, args: Any, out: Any) -> None:
         moved = _bytes(args, out)
         self.trace.moved += moved
-        self.trace.order.append((name, (float(moved),), 1))
+        shape = [float(moved)]
+        if "batch_norm" in name and (x := tensors_in(args)[0]).dtype == torch.bfloat16 and _channels_first(x):
+            shape.append(float(x.shape[1]))
+        self.trace.order.append((name, tuple(shape), 1))
         self.trace.kernels += 1
+
+
+def _channels_first(x: torch.Tensor) -> bool:
+    """Whether planes of one channel lie in one piece: (N, C, H, W) as it is made, and not in channels_last."""
+    return x.dim() > 3 and x.shape[1] > 1 and x.stride(1) != 1
 
 
 def _transform_flops(args: tuple, out: torch.Tensor) -> float:
