@@ -14,6 +14,7 @@ from shardwise import Task, parallelize, verify
 from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.models import tasks
 from shardwise.ranks import RankPool
+from shardwise.trace.all_pairs import AllPairs
 
 Pair = tuple[Tensor, Tensor]
 DATA_PARALLEL = ["dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=2", "dp_shard=2,zero=3"]
@@ -234,6 +235,14 @@ def test_what_does_not_add_up_is_refused_by_name(name: str, message: str, pool: 
     assert message in str(raised.value)
     alone = parallelize(globals()[name](), "single")
     assert any(message in notice for notice in alone.notices), "one process splits nothing, so it is a notice there"
+
+
+def test_samples_in_another_order_are_not_all_pairs() -> None:
+    with AllPairs(5) as pairs:
+        losses = torch.ones(5, 1)
+        losses[torch.arange(5)] * losses
+        F.l1_loss(losses, torch.ones(5), reduction="sum")
+    assert [shapes for _, *shapes in pairs.found] == [[(5, 1), (5,)]]
 
 
 def test_the_look_can_be_switched_off(pool: RankPool) -> None:

@@ -31,10 +31,12 @@ class AllPairs(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
         if self.samples > 1 and len(args) > 1:
-            self._look(tensors_in(args, torch.Tensor))
+            self._look(tensors_in(args, torch.Tensor), tensors_in(output, torch.Tensor))
         return output
 
-    def _look(self, given: list[torch.Tensor]) -> None:
+    def _look(self, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
+        if any(tuple(each.shape).count(self.samples) == 1 for each in made):
+            return  # each sample is there once: one indexes the other, `losses[order]`
         for first, second in pairwise(given):
             if _crosses(tuple(first.shape), tuple(second.shape), self.samples):
                 frame: Any = sys._getframe(2)
