@@ -272,6 +272,36 @@ def time_first() -> Task:
     return tasks.mlp().with_(model=TimeFirst)
 
 
+class Joined(nn.Module):
+    """Dropout on x and half of x as one batch, [x; x / 2], and on each sample's two rows in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(12, 6), nn.Linear(6, tasks.CLASSES)
+        self.joined, self.rows = nn.Dropout(0.3), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.joined(self.layer(torch.cat([x, x / 2]))).tanh().chunk(2)
+        return self.head(self.rows(torch.stack([first, second], 1).flatten(0, 1)).view(len(x), 2, -1).sum(1))
+
+
+def joined() -> Task:
+    return tasks.mlp().with_(model=Joined)
+
+
+def test_a_dim_may_hold_all_samples_several_times() -> None:
+    dims = BatchDims()
+    dims.learn([Drawn("", "aten.rand.default", (10, 3))], [Drawn("", "aten.rand.default", (4, 3))], 5, 2)
+    dims.blocks = [*dims.orders(5)][1]
+    module, x = Applies(lambda x: torch.rand(2 * len(x), 3).unflatten(0, (2, -1)).transpose(0, 1)), torch.ones(7, 3)
+    assert torch.equal(pieces(module, x, [2, 6], dims=dims), run(module, x, Samples(0, 7, 7), dims=dims))
+
+
+def test_two_batches_joined_draw_as_in_one_process(pool: RankPool) -> None:
+    parity = verify("test_random:joined", "dp_replicate=2", pool=pool)
+    assert parity.parity, parity.text()
+
+
 def test_dims_are_learnt_from_two_runs() -> None:
     dims = BatchDims()
     dims.learn(

@@ -321,18 +321,23 @@ def _told(rows: list[int]) -> str:
 def _masks_differ(run: Runner, dims: BatchDims, whole: Any, parts: tuple[Any, Any], sizes: tuple[int, int, int],
                   dtype: torch.dtype) -> list[str]:  # fmt: skip
     n, a, b = sizes
-    random = GlobalRandom(dims)
-    together = run.masked(whole, random, Samples(0, n, n))
-    first = run.masked(parts[0], random, Samples(0, a, n))
-    second = run.masked(parts[1], random, Samples(a, b, n))
-    apart = _apart(together, first, second, dtype, least=1e-6)  # draws may be float32 in a float64 run
-    if apart is None:
-        return []
+    found: list[tuple[str, float, float]] = []
+    for order in dims.orders(n):
+        dims.blocks = order
+        random = GlobalRandom(dims)
+        together = run.masked(whole, random, Samples(0, n, n))
+        first = run.masked(parts[0], random, Samples(0, a, n))
+        second = run.masked(parts[1], random, Samples(a, b, n))
+        differs = _apart(together, first, second, dtype, least=1e-6)  # draws may be float32 in a float64 run
+        if differs is None:
+            return []
+        found.append(differs)
+    dims.blocks, apart = frozenset(), found[0]
     return [
         f"masks dealt by global index do not give one process's: with them the loss's {apart[0]} on {n} samples is "
         f"{apart[1]:.6g} against {apart[2]:.6g} in parts. A random tensor holds the samples in an order that cannot "
-        "be followed (time before samples in one dim), or a generator of the module's own draws it; draw tensors with "
-        f"a batch dim, or {EACH_ITS_OWN}"
+        "be followed (neither one by one nor all of them several times), or a generator of the module's own draws it; "
+        f"draw tensors with a batch dim, or {EACH_ITS_OWN}"
     ]
 
 

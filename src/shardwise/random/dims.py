@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,10 +28,21 @@ class BatchDims:
     first dim is the rows of the packed sequence that its module was called with.
 
     Learnt at start by running a few samples and fewer, and looking at which dim changed. `known` has the shapes and
-    dims met, by (module path, op, number of dims).
+    dims met, by (module path, op, number of dims). A dim may hold each sample several times: sample by sample, or, for
+    those in `blocks`, all samples and then all of them again (time before samples, two batches joined).
     """
 
     known: dict[tuple[str, str, int], list[tuple[tuple[int, ...], int]]] = field(default_factory=dict)
+    blocks: frozenset[tuple[str, str, int]] = frozenset()
+
+    def orders(self, samples: int) -> Iterator[frozenset[tuple[str, str, int]]]:
+        """The choices of `blocks` to try, of draws that were met on so many samples: none, all, each alone."""
+        several = [
+            key
+            for key, entries in self.known.items()
+            if any(dim >= 0 and shape[dim] > samples for shape, dim in entries)
+        ]
+        yield from dict.fromkeys([frozenset(), frozenset(several), *(frozenset([key]) for key in several)])
 
     def learn(self, whole: list[Drawn], part: list[Drawn], whole_count: int, part_count: int) -> None:
         """Compare the random ops of two runs."""

@@ -198,16 +198,16 @@ class GlobalRandom(TorchDispatchMode):
         """Bits of this rank's elements, or of each whether they are below `rate`."""
         found = self._rows(path, func, shape)
         dim = self._batch_dim(path, func, shape) if found is None else 0
-        samples = self.samples
+        samples, blocks = self.samples, (path, str(func), len(shape)) in self.dims.blocks
         if _is_share(like, shape):  # its rules know which elements it has
-            places, sizes = _places_of(found, shape, dim, samples, device)
+            places, sizes = _places_of(found, shape, dim, samples, device, blocks)
             zeros = torch.zeros_like(like, dtype=torch.int64).reshape([len(each) for each in places])
             index = _linear_index(places, sizes, zeros)
             return (hashed(key, index) if rate is None else is_below(key, index, rate)).view(shape)
         if self.one_kernel:
             return torch.zeros(shape, dtype=torch.int64 if rate is None else torch.bool, device=device)
         table = _kept_rows_and_columns if found is None and has_kernel(device) else _rows_and_columns
-        rows, columns = table(found, shape, dim, samples, device)
+        rows, columns = table(found, shape, dim, samples, device, blocks)
         drawn = bits_at(key, rows, columns) if rate is None else below_at(key, rows, columns, rate)
         return drawn.view(shape)
 
@@ -292,7 +292,7 @@ def _zeros(shape: tuple[int, ...], device, like: Any) -> torch.Tensor:
 
 def _places_of(
     packed: tuple[PackedRows, tuple[int, ...]] | None, shape: tuple[int, ...], dim: int, samples: Samples,
-    device: torch.device,
+    device: torch.device, blocks: bool = False,
 ) -> tuple[list[torch.Tensor], list[int]]:  # fmt: skip
     """Where the local elements lie along each dim in the tensor of the whole micro-batch, and its sizes."""
     if packed is not None:
@@ -301,18 +301,22 @@ def _places_of(
         return [along, *(torch.arange(size, device=device) for size in sizes[1:])], list(sizes)
     places, whole = [torch.arange(size, device=device) for size in shape], list(shape)
     if dim >= 0:
-        of_each = shape[dim] // max(samples.count, 1)
-        places[dim] += of_each * samples.start
+        count, along = max(samples.count, 1), places[dim]
+        of_each = shape[dim] // count
+        if blocks:
+            places[dim] = along // count * samples.total + samples.start + along % count
+        else:
+            places[dim] = along + of_each * samples.start
         whole[dim] = of_each * samples.total
     return places, whole
 
 
 def _rows_and_columns(
     packed: tuple[PackedRows, tuple[int, ...]] | None, shape: tuple[int, ...], dim: int, samples: Samples,
-    device: torch.device,
+    device: torch.device, blocks: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(R,) and (C,) int64 of which element (i, j) of the local tensor, seen as (R, C), has the sum as its index."""
-    places, sizes = _places_of(packed, shape, dim, samples, device)
+    places, sizes = _places_of(packed, shape, dim, samples, device, blocks)
     zeros = torch.zeros((), dtype=torch.int64, device=device)
     if not places:
         return zeros.view(1), zeros.view(1)
