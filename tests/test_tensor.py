@@ -333,6 +333,12 @@ def test_gradients_between_stages_are_whole(plan: str, pool: RankPool) -> None:
     assert parity.parity, parity.text()
 
 
+@pytest.mark.long
+def test_a_stage_begins_at_a_depthwise_convolution(pool: RankPool) -> None:
+    parity = verify("module_tasks:depthwise", "tp=2,pp=2,stages=each", pool=pool)
+    assert parity.parity, parity.text()
+
+
 # --- bytes, and that replicas of what is whole stay the same
 
 

@@ -130,6 +130,7 @@ def convolution(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     x, w, b, stride, padding, dilation, transposed, output_padding, g = args
     rest = (stride, padding, dilation, transposed, output_padding)
     outer, inner = _channels(func, args, transposed, g)
+    x = _by_groups(x, w, g)
     x_cut = x.dim_cut if is_part(x) else None
     w_cut = w.dim_cut if is_part(w) else None
     if x_cut == 0 and w_cut is None:
@@ -146,6 +147,14 @@ def convolution(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         bias = b.local if is_part(b) else None if b is None else w.share(b, 0)
         return w.with_local(func(x.local, w.local, bias, *rest, x.local.shape[1]), 1)
     raise Uncut(no_rule(func, parts_in(args)))
+
+
+def _by_groups(x: torch.Tensor, w: torch.Tensor, g: int) -> torch.Tensor:
+    """x as a depthwise convolution reads it: a whole one (as a pipeline stage is sent it) cut as the weight is."""
+    if g == 1 or is_part(x) or not is_part(w) or w.dim_cut != 0 or x.shape[1] != g:
+        return x
+    groups = w.owners.sliced(0, w.shape[0], w.shape[0] // g)
+    return w.with_local(groups.take(x, 1, w.axis.index), 1, groups)
 
 
 def _convolved(func: Any, x: torch.Tensor, w: torch.Tensor, whole: tuple, rest: tuple) -> torch.Tensor:
@@ -172,6 +181,7 @@ def convolution_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
         dw = None if dw is None else w.with_local(dw, outer)
         return dx, dw, None if db is None else w.with_local(db, 0)
     if w_cut == 0 and g > 1:  # depthwise
+        x = _by_groups(x, w, g)
         local = None if bias_sizes is None else [w.local.shape[0]]
         dx, dw, db = func(_share(dy, w, 1), x.local, w.local, local, *rest, x.local.shape[1], mask)
         dx = x.with_local(dx, 1) if mask[0] else None
