@@ -425,6 +425,48 @@ def weight_used_outside_of_one_module() -> Task:
     return task(lambda: made)
 
 
+class TableForEval(nn.Module):
+    """Looks its biases up in a table, which `train` makes for eval mode, and by its own way the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.biases, self.head = nn.Parameter(torch.randn(5)), nn.Linear(WIDTH, OUT)
+        self.register_buffer("places", torch.arange(WIDTH) % 5)
+
+    @torch.no_grad()
+    def train(self, mode: bool = True) -> nn.Module:
+        super().train(mode)
+        if mode and hasattr(self, "table"):
+            del self.table
+        else:
+            self.table = self.biases[self.places]
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(x + (self.biases[self.places] if self.training else self.table)))
+
+
+def table_for_eval() -> Task:
+    return task(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), TableForEval()))
+
+
+class Depthwise(nn.Module):
+    """A convolution of each channel alone, two results for each, between two that mix channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Conv1d(1, 4, 1), nn.Linear(WIDTH, OUT)
+        self.each, self.last = nn.Conv1d(4, 8, 3, padding=1, groups=4), nn.Conv1d(8, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.each(torch.tanh(self.first(x.unsqueeze(1))))
+        return self.head(self.last(torch.tanh(x)).squeeze(1))
+
+
+def depthwise() -> Task:
+    return task(Depthwise)
+
+
 class Telling(Blocks):
     """The output holds a weight of a block, as a learned temperature would be."""
 

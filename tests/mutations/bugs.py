@@ -284,6 +284,8 @@ TENSOR = [
     bug("a convolution's input gradient is this rank's", "part.products:convolution_backward",
         "dx = Sum.of(dx, w.axis, w.origin, spread=False) if dx is not None and mask[0] else None",
         "dx = dx if mask[0] else None", M + "unet_group", "tp=2"),
+    bug("a stage that is sent whole channels convolves others than its own", "part.products:_by_groups",
+        "groups.take(x, 1,", "groups.take(x.flip(1), 1,", "module_tasks:depthwise", "tp=2,pp=2,stages=each"),
 ]  # fmt: skip
 
 EXPERT = [
@@ -317,6 +319,9 @@ MORE = [
         'torch.default_generator.manual_seed(seed_of("mask", seed, step, micro_batch))',
         'torch.default_generator.manual_seed(seed_of("mask", seed, step, 0))', M + "decoder_dropout",
         "dp_replicate=2,accumulate=3"),
+    bug("two batches joined draw as if they began together", "random.modes:_places_of",
+        "along // count * samples.total + samples.start", "along // count * count + samples.start",
+        "test_random:joined", "dp_replicate=2"),
     bug("masks keep a tenth less", "random.draws:_bernoulli_fill",
         '_argument(args, kwargs, 1, "p", 0.5)', '0.9 * _argument(args, kwargs, 1, "p", 0.5)', M + "decoder_dropout",
         "dp_replicate=2"),

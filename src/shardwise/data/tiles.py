@@ -17,6 +17,7 @@ from shardwise.part import Owners, forget
 from shardwise.part.crossing import axes_of, cuts_of, settled, taken_apart
 from shardwise.part.moves import moved
 from shardwise.task import Source
+from shardwise.trace.outside_reads import set_training
 
 
 class TileSource:
@@ -62,7 +63,7 @@ def predict_to(
         raise InputError(f"predict_to writes NumPy's .npy files and .zarr stores, got {path}")
     file, done = None, 0
     training = state.module.training
-    state.module.eval()
+    set_training(state.module, False)
     try:
         for parts in evaluation_parts(own_tile(source, engine), batch_size, engine.data_rank, engine.data_ranks):
             for part in parts:
@@ -80,7 +81,7 @@ def predict_to(
         gather_json(0, state.mesh.world, state.device)  # nobody reads before all have written
         return file.shape
     finally:
-        state.module.train(training)
+        set_training(state.module, training)
 
 
 @torch.no_grad()

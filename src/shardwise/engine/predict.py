@@ -24,6 +24,7 @@ from shardwise.layout.dealing import Share
 from shardwise.part import forget, plain
 from shardwise.step.state import RankState
 from shardwise.step.train_step import take_written
+from shardwise.trace.outside_reads import set_training
 
 TAG = "predictions"
 PLAIN = (type(None), bool, int, float, str)
@@ -53,7 +54,7 @@ def _one(state: RankState, part: Share, select: Callable[[Any], Any] | None) -> 
 def _mine(state: RankState, part: Share, select: Callable[[Any], Any] | None) -> tuple[list[Any], dict | None]:
     """This rank's leaves, and what it tells of them; None where another rank sends, or no sample counts."""
     forward = state.forward
-    state.module.eval()
+    set_training(state.module, False)
     try:
         output = forward.output(forward.to_device(part.batch))
         if state.staged is not None and not state.staged.has_loss:
@@ -61,7 +62,7 @@ def _mine(state: RankState, part: Share, select: Callable[[Any], Any] | None) ->
         leaves, spec = pytree.tree_flatten(output if select is None else select(output))
         leaves = [plain(leaf) for leaf in leaves]
     finally:
-        state.module.train()
+        set_training(state.module, True)
         forget()
         take_written(state)
     if state.mesh.tp.index or not state.mesh.counts or not part.count:

@@ -52,6 +52,7 @@ from shardwise.precision import Precision
 from shardwise.task import Task
 from shardwise.trace.blocks import Blocks, blocks_of
 from shardwise.trace.deferred import Built
+from shardwise.trace.outside_reads import set_training
 from shardwise.trace.stand_in import held_beside
 
 
@@ -140,8 +141,8 @@ def apply_plan(
     if cut is not None:
         staged = StagedModule(module, cut.mine, precision.compute, mesh.inner, spread.results)
     return Applied(
-        module.train(), technique, spread.tensor, spread.experts, spread.positions, notices, cut, staged, trained,
-        frozen, order, chunks,
+        set_training(module, True), technique, spread.tensor, spread.experts, spread.positions, notices, cut, staged,
+        trained, frozen, order, chunks,
     )  # fmt: skip
 
 

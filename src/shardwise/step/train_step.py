@@ -34,6 +34,7 @@ from shardwise.step.objective import objective_of
 from shardwise.step.pipelined import agree_stages, finish_stages, run_schedule
 from shardwise.step.result import StepResult
 from shardwise.step.state import RankState
+from shardwise.trace.outside_reads import set_training
 
 T = TypeVar("T")
 
@@ -241,14 +242,14 @@ def _in_pieces(state: RankState, index: int, part: Share, tally: Tally, *, last:
 def evaluate(state: RankState, steps: Iterable[list[Share]]) -> tuple[float, float]:
     """(sum, weight) of the loss over the parts of many batches and all ranks, in eval mode. Collective."""
     reach("evaluate", subject=state)
-    state.module.eval()
+    set_training(state.module, False)
     tally = Tally(state.device, state.counts)
     try:
         for parts in steps:
             for part in parts:
                 tally.add(state.forward(part), part.count, {})
     finally:
-        state.module.train()
+        set_training(state.module, True)
     take_written(state)
     agreed = agree(tally, 0.0, state.mesh.gradients) if state.staged is None else agree_stages(state, tally, 0.0)
     return agreed.total, agreed.weight

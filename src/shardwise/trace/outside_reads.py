@@ -15,6 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.trace.leaves import replaced
 
 
+def set_training(module: nn.Module, training: bool) -> nn.Module:
+    """Returns the module, put into train or eval mode. Collective under zero=3.
+
+    A `train` of a module's own may read weights (a table made for eval mode), of which a rank holds a shard.
+    """
+    with OutsideReads(module, root=True):
+        return module.train(training)
+
+
 class OutsideReads(TorchDispatchMode):
     """Notes the units whose parameters an operation reads while they do not run, and gives it the whole values.
 
@@ -23,10 +32,12 @@ class OutsideReads(TorchDispatchMode):
     units    their paths, as they are found: their parameters belong into what encloses them
 
     Each read gathers, so every rank of dp_shard must run the same forward inside, without gradients. What the root
-    unit holds is left alone: nothing encloses it.
+    unit holds is left alone, since nothing encloses it, unless `root`: where the root does not run either.
     """
 
-    def __init__(self, module: nn.Module, gather: Callable[[DTensor], torch.Tensor] = DTensor.full_tensor):
+    def __init__(
+        self, module: nn.Module, gather: Callable[[DTensor], torch.Tensor] = DTensor.full_tensor, *, root: bool = False
+    ):
         super().__init__()
         self.gather = gather
         self.units: set[str] = set()
@@ -36,7 +47,7 @@ class OutsideReads(TorchDispatchMode):
             above = unit_of.get(id(child), "")
             own = path if isinstance(child, FSDPModule) else above
             unit_of |= {id(inner): own for inner in child.children()}
-            params = child._parameters.values() if own else ()
+            params = child._parameters.values() if own or root else ()
             self._held |= {id(param): (param, own) for param in params if isinstance(param, DTensor)}
 
     def __enter__(self) -> OutsideReads:
