@@ -104,3 +104,71 @@ def test_what_a_forward_writes_is_what_one_process_writes(plan: str, scope: str,
 def test_what_would_be_lost_is_refused(plan: str, writes: str, kind: type, words: str, pool: RankPool) -> None:
     with pytest.raises(kind, match=words):
         pool.run(trained, 2, plan, writes, "model")
+
+
+class Words(nn.Module):
+    """(B, T) words -> (B T, 9) logits, which tp=2 cuts unevenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.up, self.down = nn.Embedding(9, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.head = nn.Linear(8, 9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.words(x)
+        return self.head(hidden + self.down(self.up(hidden).tanh())).log_softmax(-1).view(-1, 9)
+
+
+def _written(t: torch.Tensor, way: str) -> torch.Tensor:
+    """Views of it are written into: one, one after it has changed, two, rows of one, other shapes."""
+    if way == "one":
+        t[:, 0] = 0
+        t[:, 2:5] += 1
+    elif way == "changed":
+        view = t[:, 2]
+        t.add_(1.0)
+        t[:, 3] = view
+        view.mul_(2.0)
+    elif way == "two":
+        one, other = t[:, 1], t[:, 7]
+        one.fill_(3.0)
+        other.copy_(one * 2)
+        one.add_(other)
+    else:
+        t[:, 1][1:3] = 7.0
+        t.view(-1)[5] = 2.0
+        t.t()[3] = 1.5
+    return t
+
+
+def with_targets(plan: str | None, way: str, gradients: bool = False) -> tuple[list[float], dict]:
+    torch.manual_seed(0)
+    model: Any = Words().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader: Any = DataLoader(TensorDataset(torch.randint(0, 9, (12, 5))), 6)
+    prepared: Any = None
+    if plan:
+        prepared = model, optimizer, loader = shardwise.prepare(model, optimizer, loader, plan=plan)
+    losses = []
+    for (x,) in loader:
+        optimizer.zero_grad()
+        logits = model(x)
+        targets = _written(logits * 1.0 if gradients else logits.data.clone(), way)
+        loss = (logits * targets).sum(1).mean()
+        loss = loss if prepared is None else prepared.backward(loss)
+        if prepared is None:
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def test_what_a_loss_writes_into_views_of_cut_logits_is_in_them(pool: RankPool) -> None:
+    for way in ("one", "changed", "two", "rows"):
+        losses, weights = with_targets(None, way)
+        for others, kept in pool.run(with_targets, 2, "tp=2", way, timeout_s=120):
+            assert others == pytest.approx(losses, rel=BAR), way
+            for name, weight in weights.items():
+                assert float((kept[name] - weight).abs().max()) < BAR, (way, name)
+    with pytest.raises((InputError, RefusedPlan), match="writes, with gradients, into a view"):
+        pool.run(with_targets, 2, "tp=2", "one", True, timeout_s=120)

@@ -20,10 +20,10 @@ import torch
 
 from shardwise.comm import Axis, Pending, all_reduce
 from shardwise.part.cuts import Owners, Uncut
-from shardwise.part.gathering import Scatter, all_sum, gathered, scatter_sum
+from shardwise.part.gathering import Scatter, all_sum, gathered, scatter_sum, share_of
 from shardwise.part.levels import Distributed, ViewOf, here, written_back
 from shardwise.part.tensor import Part, answer, facts, forget, reshaped_in_place, same_memory, strides_of
-from shardwise.trace.leaves import replaced
+from shardwise.trace.leaves import replaced, tensors_in
 
 _REARRANGE = frozenset({
     "view", "_unsafe_view", "reshape", "_reshape_alias", "transpose", "t", "permute", "unsqueeze", "squeeze", "detach",
@@ -32,6 +32,27 @@ _REARRANGE = frozenset({
 _ROWS = frozenset({"view", "_unsafe_view", "reshape", "_reshape_alias", "detach", "alias"})  # may keep the last dim
 _ADD = frozenset({"add", "sub"})
 _SCALE = frozenset({"mul", "div"})
+
+
+class Seen:
+    """Of which part a copy is the gathered view, and whether that was written into since."""
+
+    def __init__(self, part: Part, view: Callable[[torch.Tensor], torch.Tensor]):
+        self.part, self.view, self.version = part, view, part._version
+
+    @property
+    def moved(self) -> bool:
+        """Whether the part was written into since it was gathered last."""
+        return self.part._version != self.version
+
+    def through(self, view: Callable[[torch.Tensor], torch.Tensor]) -> Seen:
+        """Returns the same of a view of the copy."""
+        return Seen(self.part, lambda whole: view(self.view(whole)))
+
+    def whole(self) -> torch.Tensor:
+        """Returns the part as it is now, gathered into memory of its own. Collective."""
+        self.version = self.part._version
+        return gathered(self.part)
 
 
 class Sum(Distributed):
@@ -49,6 +70,7 @@ class Sum(Distributed):
     base: ViewOf | None  # of a view: it is taken with what it is a view of, whose memory it shares then as before
     views: list[weakref.ref[Sum]] | None  # of one summand, this among them, where each is dealt to ranks by itself
     stale: bool  # another one of them was written into
+    seen: Seen | None  # of a copy: the part whose gathered view it is
 
     @staticmethod
     def __new__(
@@ -59,7 +81,7 @@ class Sum(Distributed):
         )
         made.local, made.axis, made.origin, made.added, made.total = local, axis, origin, added, None
         made.spread, made.read_only_copy, made.pending, made.coming = spread, False, None, None
-        made.base, made.views, made.stale = None, None, False
+        made.base, made.views, made.stale, made.seen = None, None, False, None
         return made
 
     @classmethod
@@ -88,13 +110,13 @@ class Sum(Distributed):
         return made
 
     @classmethod
-    def read_only(cls, copy: torch.Tensor, axis: Axis) -> torch.Tensor:
-        """A view of something gathered over an axis, into which nothing may be written; of tiles, a part of it."""
+    def read_only(cls, copy: torch.Tensor, axis: Axis, seen: Seen | None = None) -> torch.Tensor:
+        """A view of something gathered over an axis, into which nothing is written as it is; of tiles, a part of it."""
         if axis.positions and isinstance(copy, Part) and copy.axis.positions:  # of which functions on tiles are asked
             copy.copied = True
             return copy
         made = cls(copy, axis)
-        made.total, made.read_only_copy = copy, True
+        made.total, made.read_only_copy, made.seen = copy, True, seen
         return made
 
     @classmethod
@@ -155,6 +177,8 @@ class Sum(Distributed):
 
     def value(self) -> torch.Tensor:
         """Returns the total over ranks: plain, or a share of it along the sequence. Collective, the first time."""
+        if self.seen is not None and self.seen.moved:
+            self.total = self.seen.view(self.seen.whole())
         if self.total is None and self.axis.turns:
             raise Uncut("chunks of positions are computed one after the other, and this needs the sum over all of them")
         if self.stale:
@@ -232,14 +256,18 @@ def with_sums(func: Any, args: tuple, kwargs: dict, given: list[Distributed]) ->
         return reshaped_in_place(first, func, args, kwargs)
     changed = first if known.writes else None
     copied = first is not None and first.read_only_copy
-    if changed is not None and copied:
-        raise Uncut(f"{func} writes into a view of a tensor that is cut along the sequence")
+    if changed is not None and copied and not _opened(changed, args):
+        raise Uncut(
+            f"{func} writes, with gradients, into a view of a tensor of which ranks of {changed.axis.name} have "
+            "shares; masked_fill, torch.where and scatter give a new one"
+        )
     if changed is not None and changed.source is not None:
         _anchored(changed)
     args, kwargs = replaced(Sum, lambda each: each.value() if is_sum(each) else each, (args, kwargs))
     output = func(*args, **kwargs)
     if first is not None and copied and known.is_view:
-        return replaced(torch.Tensor, lambda copy: Sum.read_only(copy, first.axis), output)
+        seen = first.seen.through(lambda copy: func(copy, *args[1:], **kwargs)) if first.seen is not None else None
+        return replaced(torch.Tensor, lambda copy: Sum.read_only(copy, first.axis, seen), output)
     if first is not None and first.source is not None and known.is_view:
         return replaced(torch.Tensor, lambda view: Sum.taken(view, first.axis, ViewOf(first)), output)
     if changed is not None:
@@ -279,6 +307,20 @@ def _reshaped(first: Sum, shape: list[int]) -> torch.Tensor:
     made = Sum(first.local.reshape(shape), first.axis, first.origin, spread=first.spread)
     made.read_only_copy = True
     return made
+
+
+def _opened(copy: Sum, args: tuple) -> bool:
+    """Let a copy be the view of its part as that is now, gathered, whose share is put back once it is written.
+
+    Returns whether it could be: where a gradient is needed, autograd goes another way, by the strides of the whole.
+    """
+    seen = copy.seen
+    if seen is None or seen.part.requires_grad or any(tensor.requires_grad for tensor in tensors_in(args)):
+        return False
+    part, whole = seen.part, seen.whole()
+    copy.total = seen.view(whole)
+    copy.source = ViewOf(part, lambda _: part.local.copy_(share_of(whole, part.dim_cut, part.owners, part.axis)))
+    return True
 
 
 def _anchored(view: Sum) -> None:

@@ -310,7 +310,7 @@ def _may_be_gathered(part: Part) -> bool:
 def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
     """The operation on whole tensors, where the parts in its way are soft. Called while an `Uncut` is handled."""
     from shardwise.part.gathering import gather, gathered
-    from shardwise.part.sums import Sum
+    from shardwise.part.sums import Seen, Sum
 
     writes = facts(func).writes and is_part(args[0])
     parts = parts_in((args, kwargs))
@@ -330,10 +330,13 @@ def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
         raise  # what is being handled
     if Gathers.told is not None:
         Gathers.told(facts(func).name, sum(part.nbytes for part in soft))
+    viewed, rest, options = args[0] if args else None, args[1:], kwargs
     args, kwargs = replaced(Part, lambda p: gather(p) if is_part(p) and _may_be_gathered(p) else p, (args, kwargs))
     output = func(*args, **kwargs)
-    if facts(func).is_view:  # of a copy: reading it is right, writing into it would be lost
-        return replaced(torch.Tensor, lambda copy: Sum.read_only(copy, soft[0].axis), output)
+    if facts(func).is_view:  # of a copy: reading it is right, writing into it is another matter
+        alone = len(parts) == 1 and viewed is soft[0] and not isinstance(soft[0].local, Distributed)
+        seen = Seen(soft[0], lambda whole: func(whole, *rest, **options)) if alone else None
+        return replaced(torch.Tensor, lambda copy: Sum.read_only(copy, soft[0].axis, seen), output)
     return output
 
 
