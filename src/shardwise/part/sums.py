@@ -34,7 +34,7 @@ _ADD = frozenset({"add", "sub"})
 _SCALE = frozenset({"mul", "div"})
 
 
-class Seen:
+class GatheredView:
     """Of which part a copy is the gathered view, and whether that was written into since."""
 
     def __init__(self, part: Part, view: Callable[[torch.Tensor], torch.Tensor]):
@@ -45,9 +45,9 @@ class Seen:
         """Whether the part was written into since it was gathered last."""
         return self.part._version != self.version
 
-    def through(self, view: Callable[[torch.Tensor], torch.Tensor]) -> Seen:
+    def through(self, view: Callable[[torch.Tensor], torch.Tensor]) -> GatheredView:
         """Returns the same of a view of the copy."""
-        return Seen(self.part, lambda whole: view(self.view(whole)))
+        return GatheredView(self.part, lambda whole: view(self.view(whole)))
 
     def whole(self) -> torch.Tensor:
         """Returns the part as it is now, gathered into memory of its own. Collective."""
@@ -70,7 +70,7 @@ class Sum(Distributed):
     base: ViewOf | None  # of a view: it is taken with what it is a view of, whose memory it shares then as before
     views: list[weakref.ref[Sum]] | None  # of one summand, this among them, where each is dealt to ranks by itself
     stale: bool  # another one of them was written into
-    seen: Seen | None  # of a copy: the part whose gathered view it is
+    seen: GatheredView | None  # of a copy: the part whose gathered view it is
 
     @staticmethod
     def __new__(
@@ -110,7 +110,7 @@ class Sum(Distributed):
         return made
 
     @classmethod
-    def read_only(cls, copy: torch.Tensor, axis: Axis, seen: Seen | None = None) -> torch.Tensor:
+    def read_only(cls, copy: torch.Tensor, axis: Axis, seen: GatheredView | None = None) -> torch.Tensor:
         """A view of something gathered over an axis, into which nothing is written as it is; of tiles, a part of it."""
         if axis.positions and isinstance(copy, Part) and copy.axis.positions:  # of which functions on tiles are asked
             copy.copied = True
@@ -252,6 +252,7 @@ def with_sums(func: Any, args: tuple, kwargs: dict, given: list[Distributed]) ->
         if first.source is not None:
             raise Uncut(f"{func} changes the shape of one index of a cut dim")
         first.value()
+        first.seen = None  # what is gathered anew has the shape of before
         first.total = getattr(first.total, known.name[:-1])(*args[1:], **kwargs)
         return reshaped_in_place(first, func, args, kwargs)
     changed = first if known.writes else None

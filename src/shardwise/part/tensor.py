@@ -310,7 +310,7 @@ def _may_be_gathered(part: Part) -> bool:
 def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
     """The operation on whole tensors, where the parts in its way are soft. Called while an `Uncut` is handled."""
     from shardwise.part.gathering import gather, gathered
-    from shardwise.part.sums import Seen, Sum
+    from shardwise.part.sums import GatheredView, Sum
 
     writes = facts(func).writes and is_part(args[0])
     parts = parts_in((args, kwargs))
@@ -335,7 +335,7 @@ def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
     output = func(*args, **kwargs)
     if facts(func).is_view:  # of a copy: reading it is right, writing into it is another matter
         alone = len(parts) == 1 and viewed is soft[0] and not isinstance(soft[0].local, Distributed)
-        seen = Seen(soft[0], lambda whole: func(whole, *rest, **options)) if alone else None
+        seen = GatheredView(soft[0], lambda whole: func(whole, *rest, **options)) if alone else None
         return replaced(torch.Tensor, lambda copy: Sum.read_only(copy, soft[0].axis, seen), output)
     return output
 
