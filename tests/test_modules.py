@@ -42,7 +42,7 @@ EQUAL = [
     ("sparse_gradients", REPLICAS), ("sparse_gradients", FULL),
     ("weight_used_outside", FLAT), ("weight_used_outside", FULL), ("weight_used_outside", HYBRID),
     ("weight_used_outside", "pp=2,dp_shard=2,zero=3,microbatches=2"), ("weight_used_outside", f"{FULL},remat=full"),
-    ("table_for_eval", "dp_shard=2,zero=3"),
+    ("table_for_eval", "dp_shard=2,zero=3"), ("teacher", "tp=2"), ("teacher", "tp=2,pp=2"),
     ("weight_of_a_block_in_the_output", FULL), ("two_names", FULL),
     ("reentrant_twice", REPLICAS), ("reentrant_twice", FLAT), ("tied_reentrant", REPLICAS), ("tied_reentrant", FLAT),
     ("routed_experts", REPLICAS), ("routed_experts", FLAT), ("routed_experts", FULL), ("routed_experts", HYBRID),

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import ShardwiseError
+from shardwise.part import Part
 from shardwise.part.levels import Distributed
 from shardwise.trace.leaves import replaced, tensors_in
 from shardwise.trace.without_gradient import hooks_nothing
@@ -44,7 +45,11 @@ class OnNothing(TorchFunctionMode):
         except ShardwiseError:
             raise
         except RAISED:
-            if self.begun() or any(isinstance(each, Distributed) for each in tensors_in((args, kwargs))):
+            if self.begun():
+                raise
+            if _writes_into_absent(func, args):
+                return args[0]
+            if any(isinstance(each, Distributed) for each in tensors_in((args, kwargs))):
                 raise
             try:
                 return _made_up(func, args, kwargs)
@@ -53,13 +58,21 @@ class OnNothing(TorchFunctionMode):
             raise
 
 
+def _writes_into_absent(func: Callable[..., Any], args: tuple) -> bool:
+    """Whether a function writes into an absent weight, whole or a share of it: nothing in it counts."""
+    name = getattr(func, "__name__", "")
+    plain = name.endswith("_") and not name.endswith("__")
+    written = args[0] if args and (plain or name == "__setitem__" or name.startswith("__i")) else None
+    while isinstance(written, Part):
+        written = written.local
+    return isinstance(written, torch.Tensor) and written.numel() > 1 and 0 in written.stride()
+
+
 def _made_up(func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     given: dict[int, torch.Tensor] = {}
 
     def without_values(tensor: torch.Tensor) -> torch.Tensor:
         shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        if 0 in shape.stride():  # an absent weight, into which a forward may write
-            shape = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         given[id(shape)] = tensor
         return shape
 

@@ -68,8 +68,10 @@ def _of_weights(axes: Axes, func: Any, tensors: list[torch.Tensor], output: Any)
     """
     made = tensors_in(output)
     lead = next((t for t in tensors if param_of(t) and sum(n > 1 for n in t.shape) > 1), None)
-    if lead is None or func._schema.is_mutable or any(each.shape != lead.shape for each in made):
+    if lead is None or any(each.shape != lead.shape for each in made):
         return False
+    if func._schema.is_mutable:
+        return False  # what is written is dealt as it lies; a weight that follows other weights alone as they are
     others = [t for t in tensors if t is not lead]
     if any(not param_of(t) and axes.labels(t) is not None for t in others):
         return False  # activations beside a weight: element by element
