@@ -70,7 +70,7 @@ def _of_weights(axes: Axes, func: Any, tensors: list[torch.Tensor], output: Any)
     lead = next((t for t in tensors if param_of(t) and sum(n > 1 for n in t.shape) > 1), None)
     if lead is None or any(each.shape != lead.shape for each in made):
         return False
-    if func._schema.is_mutable:
+    if func._schema.is_mutable and not all(map(param_of, tensors)):
         return False  # what is written is dealt as it lies; a weight that follows other weights alone as they are
     others = [t for t in tensors if t is not lead]
     if any(not param_of(t) and axes.labels(t) is not None for t in others):
