@@ -674,3 +674,23 @@ class ThroughNumpy(nn.Module):
 
 def through_numpy() -> Task:
     return task(ThroughNumpy)
+
+
+class OneByOne(nn.Module):
+    """Layers called for each sample alone, one of them for those whose first number is large, and a head for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.each = nn.Linear(WIDTH, WIDTH), nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+        self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, OUT))
+
+    def forward(self, x: Tensor) -> Tensor:
+        outs = []
+        for row, sample in zip(self.enter(x), x, strict=True):
+            hidden = torch.tanh(self.each[0](row))
+            outs.append(self.each[1](hidden) if sample[0] > 0.5 else hidden)
+        return self.head(torch.stack(outs))
+
+
+def one_by_one() -> Task:
+    return task(OneByOne)

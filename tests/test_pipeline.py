@@ -91,7 +91,7 @@ TOGETHER = [
     ("decoder_dropout", "pp=2,schedule=interleaved1f1b,remat=selective,stages=blocks.0|blocks.1|head"),
     ("normed", "pp=2,dp_replicate=2,schedule=zbh1,microbatches=3"), ("mlp_frozen_unused", "pp=2,microbatches=3"),
     ("reads_its_weights", "pp=2,dp_shard=2,zero=1"), ("pairs", "pp=2,dp_replicate=2"),
-    ("extra_terms", "pp=2,dp_replicate=2,schedule=zbh1"),
+    ("extra_terms", "pp=2,dp_replicate=2,schedule=zbh1"), ("one_by_one", "pp=2,microbatches=2"),
 ]  # fmt: skip
 MORE_TOGETHER = [
     ("decoder_tied", "pp=2,dp_shard=2,zero=3"), ("decoder_tied", "pp=2,dp_shard=2,zero=2,accumulate=2,microbatches=3"),

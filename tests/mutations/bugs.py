@@ -211,6 +211,8 @@ PIPELINE = [
     bug("stages take a layer that a draw of torch's drops for one that is always there", "engine.cutting:_fullest",
         "frozenset(set(flow.order) - always)", "frozenset()", "remembering_tasks:dropped_by_torch",
         "pp=2,microbatches=2"),
+    bug("a stage begins among calls that are as many as the samples", "parallel.pipeline.chance:met_always",
+        "if not flow.repeats:", "if True:", "pipeline_tasks:one_by_one", "pp=2,microbatches=2"),
     bug("a stage leaves out calls that draw Python's numbers", "trace.remembered:structure", "[*held, shared_states()]",
         "[*held]", "remembering_tasks:dropped", "pp=2,microbatches=2"),
     bug("a rank goes on from states of other samples", "step.kept:meet_kept",

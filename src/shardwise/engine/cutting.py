@@ -21,6 +21,7 @@ from shardwise.host import put
 from shardwise.layout import Plan
 from shardwise.layout.schedules import Schedule, schedule_of
 from shardwise.mesh import Mesh
+from shardwise.parallel.pipeline.chance import repeated
 from shardwise.parallel.pipeline.cuts import CutPoint, Stage, choose, decisions, make_stages
 from shardwise.parallel.pipeline.lasting import kept_on, kept_twice
 from shardwise.parallel.pipeline.placed import StagePlacement
@@ -79,6 +80,11 @@ def cut_forward(
         (flow, notice), (other, _) = (_traced(task, plan, precision, built, one, n) for n, one in enumerate(few))
     if flow.order != other.order or flow.moved or flow.read_draws:
         flow, other = _fullest([_traced(task, plan, precision, built, one, n)[0] for n in range(TRIES)] for one in few)
+    if flow.order != other.order:
+        flow, other, counts = (
+            (flow, other, counts) if len(flow.order) > len(other.order) else (other, flow, counts[::-1])
+        )
+        flow.repeats = repeated(flow, other)
     whole = plan.remat != "none" or plan.compile or plan.zero == 3
     units = [*inseparable, *(blocks.paths if whole else ())]
     apart = _apart(plan, schedule) if flow.taken else ""
@@ -91,7 +97,7 @@ def cut_forward(
     stages = make_stages(flow, other, counts, places)
     holders, buffers = _holders(flow, module, stages, schedule)
     cut = StagePlacement(schedule, stages, holders, buffers, rank, _shares_draws(flow, stages))
-    cut.by_values = bool(notice or flow.later or flow.varies)  # or by what was left, or by chance
+    cut.by_values = bool(notice or flow.later or flow.varies or flow.repeats)  # or by what was left, or by chance
     held = (*module.named_parameters(), *module.named_buffers())
     cut.written = [name for name, each in held if id(each) in flow.stateful and each.is_floating_point()]
     return cut, notice

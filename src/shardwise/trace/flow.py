@@ -115,6 +115,7 @@ class Flow:
     later: list[Flow] = field(default_factory=list)  # forwards that find what this one left, where that matters
     carried: dict[int, tuple[int, int]] = field(default_factory=dict)  # of a later one: number -> (which, number there)
     varies: frozenset[tuple[str, int]] = frozenset()  # calls (path, place) that chance leaves out of other forwards
+    repeats: frozenset[str] = frozenset()  # modules called as often as there are samples, or as these say
     moved: bool = False  # the generators of Python's or numpy's module
     changes: list[Change] = field(default_factory=list)  # of plain attributes, where they matter
     _influenced: dict[int, set[int]] = field(default_factory=dict)

@@ -28,7 +28,7 @@ from torch import nn
 
 from shardwise.errors import InputError, RefusedPlan, did_you_mean
 from shardwise.parallel.pipeline.balance import Prefix, Used, balanced, costs_of, uses, uses_led
-from shardwise.parallel.pipeline.chance import met_by_chance
+from shardwise.parallel.pipeline.chance import met_always, met_by_chance
 from shardwise.parallel.pipeline.inner import By, blocked, crossed, crossed_at, found_by
 from shardwise.parallel.pipeline.lasting import conflict, told_lasting, twin_of
 from shardwise.parallel.pipeline.left import told_written
@@ -145,7 +145,8 @@ def find_places(
         elif crossing:
             callees = {inner.path for inner in callers[call.path, call.place].inside} if functions else ()
             places.append(CutPoint(call, tuple(crossing), tuple(sorted(callees))))
-    return met_by_chance(flow, _lasting(flow, _usable(flow, places), own=own), places), others
+    usable = met_always(flow, _lasting(flow, _usable(flow, places), own=own))
+    return met_by_chance(flow, usable, places), others
 
 
 def _lasting(flow: Flow, places: list[CutPoint], *, own: bool) -> list[CutPoint]:
@@ -305,6 +306,11 @@ def _too_few(
             ". It takes gradients itself by other means than torch.autograd.grad(outputs, inputs), such as "
             "loss.backward(), and what they are taken of is computed, and differentiated, in one stage"
         )
+    if flow.repeats:
+        why = (
+            f". It calls '{min(flow.repeats)}' as often as there are samples, or as their values say, and no stage "
+            "begins among such calls: it begins at a module called outside of them, which is given all that is used"
+        )
     needed = "a place" if count == 2 else f"{count - 1} places"
     known = f"{len(places)}: " + ", ".join(f"'{place.call.path}'" for place in places)
     if not places:
@@ -347,8 +353,7 @@ def _named(
 
 def make_stages(flow: Flow, other: Flow, samples: tuple[int, int], places: list[CutPoint]) -> list[Stage]:
     """The stages between the places. `other` is the same forward on another number of samples."""
-    same = [(a.path, a.place) for a in flow.calls()] == [(b.path, b.place) for b in other.calls()]
-    if not same:
+    if flow.order != other.order and not flow.repeats:
         raise RefusedPlan(
             "the forward runs other modules from one time to the next (a choice by values of its samples, or by their "
             "number), so that stages would not meet: a pipeline needs one order of modules, of which draws may leave "

@@ -25,7 +25,7 @@ class Skip:
 
 def skips_before(entry: ModuleCall, flow: Flow, other: Flow, samples: tuple[int, int]) -> list[Skip]:
     """The outermost calls before a stage's entry that can be left out. `other`: on another number of samples."""
-    twin = dict(zip(map(id, flow.calls()), other.calls(), strict=True))
+    twins = _twins(flow, other)
     total = sum(op.cost for op in flow.ops)
     found: list[Skip] = []
 
@@ -36,7 +36,7 @@ def skips_before(entry: ModuleCall, flow: Flow, other: Flow, samples: tuple[int,
             if inner.exit > entry.enter:
                 walk(inner)
                 continue
-            skip = _skip(flow, inner, twin[id(inner)], samples, total)
+            skip = _skip(flow, inner, twins, samples, total)
             if skip is not None:
                 found.append(skip)
             else:
@@ -48,13 +48,13 @@ def skips_before(entry: ModuleCall, flow: Flow, other: Flow, samples: tuple[int,
 
 def skips_after(exit: ModuleCall, flow: Flow, other: Flow, samples: tuple[int, int]) -> list[Skip]:
     """The outermost calls from a stage's end on that can be left out, by a stage that runs on to the forward's end."""
-    twin = dict(zip(map(id, flow.calls()), other.calls(), strict=True))
+    twins = _twins(flow, other)
     total = sum(op.cost for op in flow.ops)
     found: list[Skip] = []
 
     def walk(call: ModuleCall) -> None:
         for inner in call.inside:
-            skip = _skip(flow, inner, twin[id(inner)], samples, total) if inner.enter >= exit.enter else None
+            skip = _skip(flow, inner, twins, samples, total) if inner.enter >= exit.enter else None
             if skip is not None:
                 found.append(skip)
             elif inner.exit > exit.enter:
@@ -64,9 +64,17 @@ def skips_after(exit: ModuleCall, flow: Flow, other: Flow, samples: tuple[int, i
     return found
 
 
-def _skip(flow: Flow, call: ModuleCall, other: ModuleCall, samples: tuple[int, int], total: float) -> Skip | None:
+def _twins(flow: Flow, other: Flow) -> dict[tuple[str, int], ModuleCall]:
+    """The calls of another forward, but of modules that are called more often in one of the two."""
+    return {(call.path, call.place): call for call in other.calls() if call.path not in flow.repeats}
+
+
+def _skip(
+    flow: Flow, call: ModuleCall, twins: dict[tuple[str, int], ModuleCall], samples: tuple[int, int], total: float
+) -> Skip | None:
     """How to leave a call out; None where it must run: something shared comes out of it, or shapes are not known."""
-    if call.moves or not all(_alike(call, later) for later in flow.later):
+    other = twins.get((call.path, call.place))
+    if other is None or call.moves or not all(_alike(call, later) for later in flow.later):
         return None
     returned = {leaf.tensor for leaf in call.leaves}
     for leaf in call.leaves:
