@@ -134,6 +134,10 @@ def time_before_samples() -> Task:
     return task(lambda: Blocks(step=_time_before_samples))
 
 
+def last_sample_first() -> Task:
+    return task(lambda: Blocks(step=lambda block, x: torch.tanh(block(F.dropout(x.flip(0), 0.4).flip(0)))))
+
+
 class TimeFirst(nn.Module):
     """Layers with the batch in dim 1, some of them dropped by chance, where time and samples are as many."""
 
@@ -620,6 +624,15 @@ class Penalised(nn.Module):
 
 def penalised() -> Task:
     return task(Penalised)
+
+
+def gradient_hook() -> Task:
+    def make() -> nn.Module:
+        layer = nn.Linear(WIDTH, OUT)
+        layer.weight.register_hook(lambda gradient: gradient * 0.9)
+        return layer
+
+    return task(make)
 
 
 class Hooked(nn.Module):

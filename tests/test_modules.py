@@ -28,7 +28,7 @@ EQUAL = [
     ("layer_drop", FLAT), ("layer_drop", FULL),
     ("layer_drop_python", FLAT), ("layer_drop_python", FULL),
     ("categorical", REPLICAS), ("categorical", FLAT),
-    ("time_first", REPLICAS), ("time_first", FLAT),
+    ("time_first", REPLICAS), ("time_first", FLAT), ("time_before_samples", REPLICAS),
     ("random_loss", REPLICAS), ("random_loss", FULL),
     ("norm_without_statistics", REPLICAS), ("norm_without_statistics", FULL),
     ("norm_cumulative", FLAT), ("norm_cumulative", REMAT),
@@ -60,8 +60,9 @@ EQUAL = [
 
 REFUSED = [
     ("masked_rows", REPLICAS, "random op aten.bernoulli_"),
-    ("time_before_samples", REPLICAS, "masks dealt by global index"),
+    ("last_sample_first", REPLICAS, "masks dealt by global index"),
     ("instance_norm_statistics", FLAT, "by other means than batch norm"),
+    ("gradient_hook", REPLICAS, "puts a hook on the gradient of parameter 'weight'"),
     ("shared_memory", REPLICAS, "'part' shares memory with 'whole'"),
     ("sparse_adam", REPLICAS, "as every plan makes them, dense and"),
     ("weight_used_outside_of_one_module", FULL, "which cannot be sharded anew"),

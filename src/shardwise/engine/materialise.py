@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Axis, broadcast, gather_rows
+from shardwise.errors import RefusedPlan
 from shardwise.parallel.slots import ValueOf
 from shardwise.precision import Precision
 from shardwise.task import Task
@@ -22,6 +23,7 @@ def build_everywhere(task: Task, seed: int, world: Axis, device: torch.device) -
     to all; the function is then collective and must be called for the same names in the same order.
     """
     built = build(task.model, seed)
+    _refuse_hooked(built.module)
     built.given = task.weights
     mine = torch.tensor([float(built.fingerprint() % 2**50), float(bool(built.notice))], dtype=torch.float64)
     table = gather_rows(mine.to(device), world)
@@ -37,6 +39,16 @@ def build_everywhere(task: Task, seed: int, world: Axis, device: torch.device) -
         return value
 
     return built, received
+
+
+def _refuse_hooked(module: nn.Module) -> None:
+    for name, param in module.named_parameters():
+        if param._backward_hooks or param._post_accumulate_grad_hooks:
+            raise RefusedPlan(
+                f"the constructor puts a hook on the gradient of parameter '{name}', and ranks hold this weight anew, "
+                "in shares or with gradients that are summands, for which it was not made: scale or mask in the "
+                "forward instead (w * m + (w * (1 - m)).detach()), or freeze the weight"
+            )
 
 
 def _replace(module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor], kinds: tuple[str, ...]) -> None:
