@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Axis, broadcast, gather_rows
+from shardwise.engine.samples import has_samples
 from shardwise.errors import RefusedPlan
 from shardwise.parallel.slots import ValueOf
 from shardwise.precision import Precision
@@ -16,14 +17,25 @@ from shardwise.trace.deferred import Built, build, build_for_real, named_tensors
 from shardwise.trace.stand_in import exchange
 
 
-def build_everywhere(task: Task, seed: int, world: Axis, device: torch.device) -> tuple[Built, ValueOf]:
+def build_everywhere(
+    task: Task, seed: int, world: Axis, device: torch.device, own: bool = True
+) -> tuple[Built, ValueOf]:  # fmt: skip
     """Returns the built module and a function from a parameter's name to its initial value, equal on every rank.
 
     Where the constructor cannot be replayed, or captured values that differ between ranks, rank 0's values are sent
     to all; the function is then collective and must be called for the same names in the same order.
+
+    own  whether the task's constructor makes the module, and no script has it already
+    Raises `RefusedPlan` for a hook that it puts on the gradient of a weight.
     """
     built = build(task.model, seed)
-    _refuse_hooked(built.module)
+    hooked = hooked_weight(built.module) if own else None
+    if hooked is not None and has_samples(task):  # else a script's own module, whose hooks `prepare` has looked at
+        raise RefusedPlan(
+            f"the constructor puts a hook on the gradient of parameter '{hooked}', and ranks hold this weight anew, in "
+            "shares or with gradients that are summands, for which it was not made: scale or mask in the forward "
+            "instead (w * m + (w * (1 - m)).detach()), or freeze the weight"
+        )
     built.given = task.weights
     mine = torch.tensor([float(built.fingerprint() % 2**50), float(bool(built.notice))], dtype=torch.float64)
     table = gather_rows(mine.to(device), world)
@@ -41,14 +53,10 @@ def build_everywhere(task: Task, seed: int, world: Axis, device: torch.device) -
     return built, received
 
 
-def _refuse_hooked(module: nn.Module) -> None:
-    for name, param in module.named_parameters():
-        if param._backward_hooks or param._post_accumulate_grad_hooks:
-            raise RefusedPlan(
-                f"the constructor puts a hook on the gradient of parameter '{name}', and ranks hold this weight anew, "
-                "in shares or with gradients that are summands, for which it was not made: scale or mask in the "
-                "forward instead (w * m + (w * (1 - m)).detach()), or freeze the weight"
-            )
+def hooked_weight(module: nn.Module) -> str | None:
+    """Returns the name of a parameter with a hook on its gradient, if there is one."""
+    named = module.named_parameters()
+    return next((name for name, each in named if each._backward_hooks or each._post_accumulate_grad_hooks), None)
 
 
 def _replace(module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor], kinds: tuple[str, ...]) -> None:

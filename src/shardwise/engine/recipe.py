@@ -87,7 +87,7 @@ def apply_plan(
 
     Raises `InputError` for a module that cannot be trained at all, `RefusedPlan` for one that this cannot hold.
     """
-    built, value_of = build_everywhere(task, seed, mesh.world, mesh.device)
+    built, value_of = build_everywhere(task, seed, mesh.world, mesh.device, own=few is None)
     module = built.module
     hold_recurrent(module)
     notices = [built.notice] if built.notice else []
