@@ -23,6 +23,7 @@ class Layout:
     zero          over `shard` ranks: 0, 1, 2, 3
     shard         dp_shard: data ranks that `zero` shards over; `replicas` of those groups
     domain        tiles along each dim of space
+    others        (name, degree) of axes that cut positions along one dim and have no field here, of a traced module
     position_chunks  chunks of positions in which wide tensors are computed; of a traced module alone
     """
 
@@ -56,6 +57,7 @@ class Layout:
     tp_whole: tuple[str, ...] = ()
     stages: tuple[str, ...] = ()
     domain: tuple[int, ...] = (1,)
+    others: tuple[tuple[str, int], ...] = ()
     wrap: tuple[str, ...] = ()  # units of zero=3 by name
 
     def __post_init__(self) -> None:
@@ -92,9 +94,14 @@ class Layout:
         return math.prod(self.domain)
 
     @property
+    def along(self) -> dict[str, int]:
+        """Axis -> degree, of those that cut positions along one dim."""
+        return {"cp": self.cp, "cp_ulysses": self.ulysses, **dict(self.others)}
+
+    @property
     def inner(self) -> tuple[tuple[str, int], ...]:
         """(name, degree) of each axis that cuts positions, outermost first."""
-        return inner_axes(self.domain, cp=self.cp, cp_ulysses=self.ulysses)
+        return inner_axes(self.domain, **self.along)
 
     @property
     def cut_positions(self) -> int:
@@ -114,7 +121,7 @@ class Layout:
     @property
     def split_sequence(self) -> int:
         """Ranks over which a sample's positions are dealt."""
-        return self.cp * self.ulysses
+        return math.prod(self.along.values())
 
     @property
     def tokens(self) -> float:
@@ -140,7 +147,7 @@ def of_plan(plan: Plan, *, global_batch: int, seq: int, uneven: bool = False) ->
     """The layout of a plan for a global batch in samples; one that does not divide raises `InputError`.
 
     `uneven`: it is rounded up to the rank that is dealt most. Raises `RefusedPlan` for what is not forecast:
-    deterministic plans, and axes for which a layout has no degree.
+    deterministic plans.
     """
     if plan.deterministic:
         raise RefusedPlan(
@@ -157,16 +164,11 @@ def of_plan(plan: Plan, *, global_batch: int, seq: int, uneven: bool = False) ->
             f"a global batch of {global_batch} samples does not divide over {plan.data_ranks} data ranks x {n_micro} "
             f"micro-batches; the nearest that do are {', '.join(str(n) for n in (lower, lower + over) if n)}"
         )
-    found = Layout(
+    return Layout(
         **{name: getattr(plan, name) for name in SAME_KEYS},
         ulysses=plan.cp_ulysses, chunks=plan.stages_per_rank, shard=plan.dp_shard, replicas=plan.dp_replicate,
         micro_batch=global_batch // over, n_micro=plan.microbatches if plan.pp > 1 else n_micro,
         rounds=plan.accumulate if plan.pp > 1 else 1, seq=seq, recompute=plan.remat,
         schedule=plan.schedule if plan.schedule != "none" else "1f1b",
+        others=tuple((name, n) for name, n in plan.along.items() if n > 1 and name not in ("cp", "cp_ulysses")),
     )  # fmt: skip
-    if found.world_size != plan.world_size:
-        raise RefusedPlan(
-            f"plan {plan}: {', '.join(f'{name}={n}' for name, n in plan.along.items() if n > 1)} is not forecast: "
-            "a layout has no degree for it; verify and train take it"
-        )
-    return found

@@ -17,6 +17,7 @@ from shardwise.costs.layout import RECOMPUTES, SAME_KEYS, Layout
 from shardwise.costs.shapes import Shape
 from shardwise.layout import Plan
 from shardwise.layout.keys import keys_with
+from shardwise.layout.plan import ALONG
 from shardwise.layout.schedule_kinds import KINDS, listed
 
 MOST_TOKENS = 2**19  # of a micro-batch of a decoder: no device holds more; a traced sample is as long as it is
@@ -204,7 +205,7 @@ def plan_of(layout: Layout, precision: str) -> Plan:
     """Returns the plan with a layout's degrees and choices."""
     values: dict[str, object] = {
         **{name: getattr(layout, name) for name in (*SEARCHED, *SWITCHES)},
-        "cp_ulysses": layout.ulysses, "dp_shard": layout.shard, "dp_replicate": layout.replicas,
+        **layout.along, "dp_shard": layout.shard, "dp_replicate": layout.replicas,
         "remat": layout.recompute, "precision": precision,
     }  # fmt: skip
     if layout.pp > 1:
@@ -226,6 +227,7 @@ def family(layout: Layout) -> str:
     for name in ("tp", "ulysses", "cp", "ep", "pp"):
         if getattr(layout, name) > 1:
             parts.append(name)
+    parts += [name for name, _ in layout.others]
     if layout.offload != "none":
         parts.append(f"{layout.offload} on the host")
     return " + ".join(parts) or "one device"
@@ -329,6 +331,8 @@ def sequence_layouts(world: int, node: int, constraints: Constraints) -> Iterato
     """Layouts that cut sequences over few ranks first: a ring, or heads dealt inside a node; both where asked for."""
     most = constraints.limit("cp", MOST_SHARES)
     rings, heads = (constraints.value(name) for name in ("cp", "cp_ulysses"))
+    asked = {name: int(str(constraints.value(name) or 1)) for name in ALONG if name not in ("cp", "cp_ulysses")}
+    others = tuple((name, degree) for name, degree in asked.items() if degree > 1)
     for degree in divisors(world):
         for cp in divisors(degree):
             ulysses = degree // cp
@@ -336,7 +340,7 @@ def sequence_layouts(world: int, node: int, constraints: Constraints) -> Iterato
             if rings not in (None, cp) or heads not in (None, ulysses) or (both and (rings is None or heads is None)):
                 continue
             if (cp <= most or rings is not None) and (ulysses <= min(most, node) or heads is not None):
-                yield Layout(cp=cp, ulysses=ulysses, seq=1)
+                yield Layout(cp=cp, ulysses=ulysses, others=others, seq=1)
 
 
 def spread_layouts(

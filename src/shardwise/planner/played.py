@@ -57,7 +57,7 @@ def places(degrees: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 def degrees_text(layout: Layout) -> str:
     degrees = [f"domain={'x'.join(map(str, layout.domain))}"] if layout.tiles > 1 else []
-    named = (("cp", layout.cp), ("cp_ulysses", layout.ulysses), ("tp", layout.tp), ("pp", layout.pp), ("ep", layout.ep))
+    named = (*layout.along.items(), ("tp", layout.tp), ("pp", layout.pp), ("ep", layout.ep))
     degrees += [f"{name}={degree}" for name, degree in named if degree > 1]
     return ", ".join(
         [

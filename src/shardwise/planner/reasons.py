@@ -80,7 +80,7 @@ def _alone(subject: Subject, like: Layout, capacity: float) -> tuple[Layout, flo
     found: list[tuple[float, Layout, float]] = []
     for micro in micro_batches(subject.global_batch):
         layout = like.with_(
-            tp=1, sp=False, cp=1, ulysses=1, domain=(1,), domain_overlap="auto", domain_depth=1, pp=1, ep=1,
+            tp=1, sp=False, cp=1, ulysses=1, others=(), domain=(1,), domain_overlap="auto", domain_depth=1, pp=1, ep=1,
             shard=1, replicas=1,
             zero=0, chunks=1, rounds=1, schedule="1f1b", stage_layers=(), micro_batch=micro,
             n_micro=subject.global_batch // micro,

@@ -92,6 +92,9 @@ def _forecast(shape: Shape, layout: Layout) -> Layout:
         )
     if layout.tiles > 1:
         raise RefusedPlan("domain cuts fields of space, and a decoder's samples are sequences: use cp or cp_ulysses")
+    if layout.others:
+        named = ", ".join(f"{name}={degree}" for name, degree in layout.others)
+        raise RefusedPlan(f"{named} is forecast by tracing a module, and a decoder's numbers are none: name its task")
     if layout.position_chunks > 1:
         raise RefusedPlan(
             "position_chunks is forecast by tracing a module, and a decoder's numbers are none: name its task"

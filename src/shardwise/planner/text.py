@@ -8,7 +8,6 @@ from typing import Any
 from shardwise.cluster import Cluster
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import CONTEXT_BYTES
-from shardwise.layout.grid import SPACE
 from shardwise.planner.proposal import Proposal, Search
 from shardwise.planner.units import bytes_text, seconds_text
 from shardwise.simulator.forecast import Forecast
@@ -130,10 +129,9 @@ def forecast_lines(forecast: Forecast) -> list[str]:
 def rank_map(layout: Layout, cluster: Cluster) -> list[str]:
     """How the axes lie on nodes and links."""
     lines, stride = ["ranks, innermost first:"], 1
-    tiles = [*zip(SPACE, layout.domain, strict=False)]
     for name, size in (
-        ("tp", layout.tp), ("cp_ulysses", layout.ulysses), ("cp", layout.cp), *reversed(tiles),
-        ("dp_shard", layout.shard), ("pp", layout.pp), ("dp_replicate", layout.replicas),
+        ("tp", layout.tp), *reversed(layout.inner), ("dp_shard", layout.shard), ("pp", layout.pp),
+        ("dp_replicate", layout.replicas),
     ):  # fmt: skip
         if size > 1:
             tier = cluster.tiers[cluster.tier_of((size - 1) * stride + 1)]

@@ -13,6 +13,7 @@ from shardwise.costs.memory import CONTEXT_BYTES
 from shardwise.engine.positions import tiled_sizes
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
+from shardwise.layout.plan import ALONG
 from shardwise.planner.bound import Slower, least_seconds
 from shardwise.planner.candidates import (
     Constraints,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 MOST_OPS = 30_000  # of the rehearsals of a search: some twenty seconds
 CHUNKS = 8  # of positions, where wide tensors are computed a part at a time
-CUTS = ("tp", "pp", "ep", "domain", "cp", "cp_ulysses")
+CUTS = ("tp", "pp", "ep", "domain", *ALONG)
 MOST_DIMS = 3  # of space
 DEPTHS = (2, 4)  # convolutions that an exchange of halos may serve
 WORTH = 0.05  # cuts that cannot make a step shorter by as much are not rehearsed
@@ -198,8 +199,7 @@ class TracedLayouts:
         Fields are cut into tiles; samples that are none, or where it is asked for, along their sequence.
         """
         tiles, along = (
-            any(constraints.value(name) not in (None, 1, (1,)) for name in names)
-            for names in (("domain",), ("cp", "cp_ulysses"))
+            any(constraints.value(name) not in (None, 1, (1,)) for name in names) for names in (("domain",), ALONG)
         )
         wall = self._wall(world, constraints) if world > 1 else ""
         if world == 1 or not (wall or tiles or along):

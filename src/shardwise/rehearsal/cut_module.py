@@ -75,6 +75,7 @@ class Cuts:
     gloo    reductions work on copies, and messages are kept to the end of a step, all of which is played
     fused   attention and dropout as a GPU has them
     follow  random numbers are one process's (randomness=global)
+    along   (name, degree) of the axes that cut positions along one dim
     wrap    names the units of zero=3
     """
 
@@ -100,8 +101,7 @@ class Cuts:
     domain: tuple[int, ...] = (1,)
     domain_overlap: str = "auto"
     domain_depth: int = 1
-    cp: int = 1
-    ulysses: int = 1
+    along: tuple[tuple[str, int], ...] = ()
     position_chunks: int = 1
     wrap: tuple[str, ...] = ()
 
@@ -120,7 +120,7 @@ class Cuts:
                 count -= count % layout.pp
         own = cls(
             **{name: getattr(layout, name) for name in AS_THEY_ARE}, microbatches=count, recompute=layout.recompute,
-            precision=precision, rounds=rounds, gloo=gloo, ulysses=layout.ulysses,
+            precision=precision, rounds=rounds, gloo=gloo, along=tuple(layout.along.items()),
         )  # fmt: skip
         if layout.pp > 1:
             per_rank = layout.chunks if layout.chunks > 1 else -1
@@ -132,7 +132,7 @@ class Cuts:
     @property
     def inner(self) -> tuple[tuple[str, int], ...]:
         """(name, degree) of each axis that cuts positions, outermost first."""
-        return inner_axes(self.domain, cp=self.cp, cp_ulysses=self.ulysses)
+        return inner_axes(self.domain, **dict(self.along))
 
     @property
     def cut_positions(self) -> int:
@@ -154,7 +154,7 @@ class Cuts:
         """Returns the plan whose cuts these are."""
         values: dict[str, object] = {
             **{name: getattr(self, name) for name in AS_THEY_ARE},
-            "remat": self.recompute, "precision": self.precision, "cp_ulysses": self.ulysses,
+            **dict(self.along), "remat": self.recompute, "precision": self.precision,
         }  # fmt: skip
         if self.pp > 1:
             values |= {"pp": self.pp, "schedule": self.schedule, "microbatches": self.microbatches,
@@ -216,8 +216,8 @@ class Looks:
             return None
         dealt = {"dp_shard": plan.dp_shard, "ep": plan.ep} if plan.ep > 1 else {}
         plan = Plan.from_dict({
-            "domain": plan.domain, "cp": plan.cp, "cp_ulysses": plan.cp_ulysses, "tp": plan.tp, "sp": plan.sp,
-            "tp_whole": plan.tp_whole, "precision": plan.precision, **dealt,
+            "domain": plan.domain, **plan.along, "tp": plan.tp, "sp": plan.sp, "tp_whole": plan.tp_whole,
+            "precision": plan.precision, **dealt,
         })  # fmt: skip
         derived, inner = self.derived(plan), axes_at(plan)
         return once(self._positions, (plan,), lambda: find_positions(
