@@ -35,9 +35,9 @@ from shardwise.measure.machine import attention_times
 from shardwise.models import tasks
 from shardwise.parallel.sequence.kernels import MOST_SCORES
 from shardwise.planner.door import simulate as forecast_of_task
-from shardwise.rehearsal.op_counts import StepTrace
 from shardwise.rehearsal.step_trace import one_sample, trace
 from shardwise.simulator import simulate
+from shardwise.simulator.counted import StepTrace
 from shardwise.simulator.events import StreamOp, run
 from shardwise.simulator.parts import StepContext, reduction_seconds
 from shardwise.simulator.pipeline import play_all, schedule

@@ -19,8 +19,9 @@ from shardwise.planner.door import layout_of
 from shardwise.planner.traced_task import traced_subject
 from shardwise.rehearsal.gpu_kernels import Fused
 from shardwise.rehearsal.known_values import Values
-from shardwise.rehearsal.op_counts import Count, StepTrace
+from shardwise.rehearsal.op_counts import Count
 from shardwise.rehearsal.step_trace import trace
+from shardwise.simulator.counted import StepTrace
 from shardwise.trace.fake import Fake
 
 BATCH, HEADS, LENGTH, WIDTH = 2, 8, 512, 64

@@ -19,7 +19,7 @@ from shardwise.planner import search as search_plans
 from shardwise.task import Task
 
 if TYPE_CHECKING:
-    from shardwise.rehearsal.op_counts import StepTrace
+    from shardwise.simulator.counted import StepTrace
 
 ROOT = Path(__file__).parents[1]
 LLAMA = Shape.from_row(model("llama3-8b"))

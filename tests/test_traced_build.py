@@ -13,9 +13,10 @@ from shardwise import Plan, Task
 from shardwise.errors import InputError
 from shardwise.memory.live import LiveBytes
 from shardwise.precision import Precision
-from shardwise.rehearsal.op_counts import Count, StepTrace
+from shardwise.rehearsal.op_counts import Count
 from shardwise.rehearsal.step_trace import build, trace
 from shardwise.rehearsal.update_trace import update_of
+from shardwise.simulator.counted import StepTrace
 from shardwise.simulator.parts import FOREACH
 from shardwise.trace.fake import Fake
 

@@ -12,7 +12,7 @@ CONV_SHARE = 0.5  # of the rate of large products that convolutions reach (assum
 
 
 def op_seconds(kind: str, shape: Sequence[float], times: float, kernels: Kernels, software: Software) -> float:
-    """Returns the seconds of one op of a trace (see rehearsal/op_counts); `times`: the batch of a batched product."""
+    """Returns the seconds of one op of a trace, an `Entry`; `times`: the batch of a batched product."""
     if kind in SECONDS:
         group, alone = SECONDS[kind]
         return kernels.factor(group) * alone(shape, times, kernels, software)

@@ -29,10 +29,10 @@ from shardwise.precision import met_at, told_met
 from shardwise.progress import Say, silent
 from shardwise.random import HIDDEN, Randomness
 from shardwise.rehearsal.cut_module import Cuts, Looks, Shares, once
-from shardwise.rehearsal.rank_row import ALIKE, Beside, Place, RankTrace
+from shardwise.rehearsal.rank_row import ALIKE, Beside, Place
 from shardwise.rehearsal.step_trace import batch_bytes, one_sample, trace
 from shardwise.rehearsal.update_trace import update_of
-from shardwise.simulator.counted import Counted, Model
+from shardwise.simulator.counted import Model, RankTrace, StepTrace
 from shardwise.simulator.cut import same_row, simulate_cut
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.held import memory
@@ -107,7 +107,7 @@ class Traced:
         self._first_trace_s = 0.0
         self.spent = 0  # ops of all rehearsals so far
         self._models: dict[tuple[str, int, tuple[int, int], tuple[str, ...]], Model] = {}
-        self._traces: dict[tuple[int, str, int, tuple[str, ...]], Counted] = {}
+        self._traces: dict[tuple[int, str, int, tuple[str, ...]], StepTrace] = {}
         self._ranks: dict[tuple[Cuts, Sizes, Beside, Place | None], list[Model] | ShardwiseError] = {}
 
     @property
@@ -158,14 +158,14 @@ class Traced:
         )  # fmt: skip
         return own.simulate(plain, batch).step_s, fast.simulate(plain, batch).step_s
 
-    def _remark_on(self, one: Counted) -> None:
+    def _remark_on(self, one: StepTrace) -> None:
         if one.idle:
             self.remark(f"no gradient reaches {one.idle:,} of {one.parameters:,} parameters on such samples")
         if one.drawn:
             self.remark("a single random number is taken as 0.5: what it decides (layerdrop) goes the likelier way")
 
     @cached_property
-    def first(self) -> Counted:
+    def first(self) -> StepTrace:
         """The trace of the smaller of the two micro-batches, without recompute."""
         began = process_time()
         try:
@@ -218,8 +218,8 @@ class Traced:
         """Returns the two numbers of samples to trace for a micro-batch: the usual, or its own if no larger."""
         return (micro, micro) if micro is not None and micro <= self.samples[0] else self.samples
 
-    def _trace(self, count: int, recompute: str, joined: int, wrap: tuple[str, ...] = ()) -> Counted:
-        def made() -> Counted:
+    def _trace(self, count: int, recompute: str, joined: int, wrap: tuple[str, ...] = ()) -> StepTrace:
+        def made() -> StepTrace:
             self.say(f"{self.task.name}: tracing the whole module, {count} samples, remat={recompute}")
             return trace(self.task, count, self.precision, recompute, self.sample, joined, fused=not self.on_cpu,
                          follow=self.follow, wrap=wrap)  # fmt: skip
@@ -241,7 +241,7 @@ class Traced:
         return replace(Cuts.of(layout, self.precision, gloo=self.on_cpu), joined=joined, fused=not self.on_cpu,
                        follow=self.follow)  # fmt: skip
 
-    def _model(self, one: Counted, two: Counted) -> Model:
+    def _model(self, one: StepTrace, two: StepTrace) -> Model:
         update = replace(self.seen, whole=self.nature.whole)
         return Model(one, two, update, self.task.name, self.whole, self.on_cpu)
 

@@ -45,9 +45,10 @@ from shardwise.part import forget
 from shardwise.part.pairs import hold_pairs
 from shardwise.part.positions import Positions
 from shardwise.precision import Precision
-from shardwise.rehearsal.rank_row import ALIKE, Beside, Place, RankTrace, Rehearsal, Told, axes_at
+from shardwise.rehearsal.rank_row import ALIKE, Beside, Place, Rehearsal, Told, axes_at
 from shardwise.rehearsal.step_trace import as_real, batch_bytes, repeated
 from shardwise.rehearsal.untraced import ModulePath, untraced
+from shardwise.simulator.counted import RankTrace
 from shardwise.step.forward import run_alone
 from shardwise.task import Task
 from shardwise.trace.blocks import blocks_of

@@ -36,9 +36,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from shardwise.host import answered
-from shardwise.rehearsal.op_counts import StepTrace, written
+from shardwise.rehearsal.op_counts import written
 from shardwise.rehearsal.packed_rows import PACK, packed
 from shardwise.rehearsal.workspaces import LAYER, behind_one_number, workspace_bytes
+from shardwise.simulator.counted import StepTrace
 from shardwise.trace.drawn import is_random
 from shardwise.trace.leaves import tensors_in
 

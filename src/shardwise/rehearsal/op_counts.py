@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -13,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.rehearsal.recurrent import recurrent, recurrent_backward
+from shardwise.simulator.counted import StepTrace
 from shardwise.trace.leaves import tensors_in
 
 _ATEN = torch.ops.aten
@@ -30,98 +29,6 @@ _RNN = {_ATEN.mkldnn_rnn_layer, _ATEN.mkldnn_rnn_layer_backward}
 _CALL, _CALL_BACK = (op._opoverload._overloadpacket for op in (recurrent, recurrent_backward))
 # of new memory into which nothing is written, or of a tensor whose owner is gone
 _NOTHING_MOVES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
-
-
-# product                (m, n, k), times the batch of a batched one
-# attention              (batch x heads, queries, keys, width, backward?, causal?)
-# conv, conv_backward    (cells, channels out, inputs of a cell, bytes moved)
-# recurrence             (m, n, k) of the product of one step; its times are steps, one after another
-# the name of an op      (bytes moved,)
-Entry = tuple[str, tuple[float, ...], int]
-
-
-@dataclass(eq=False)
-class StepTrace:
-    """One forward and backward of `samples` samples.
-
-    order        (kind, shape, times) of every op but views, as they ran; see `Entry`
-    products     (m, n, k) -> how often
-    attention    (batch x heads, queries, keys, width, backward?, causal?) -> how often
-    conv_flops   of convolutions and Fourier transforms
-    moved        bytes that all other ops read and write
-    kernels      ops that compute something
-    calls        ops, views among them
-    cut_calls    ops on tensors that are cut, whose rules start some of `calls`
-    peak         the most live bytes beyond parameters, inputs and their summed gradients
-    idle         parameters that are trained and that no gradient reached
-    tensors      parameter tensors
-    sizes        elements of a trainable one -> how many
-    in_order     elements of each trained one by its place, in the order in which the optimizer is given them
-    final        elements of the gradient that came last in backward, none where one never came
-    units        parameters of each repeated block, and of the rest
-    held, held_gradients   elements of the weights and bytes of the gradients that rest on a rank, where a technique
-                           that shards them was played around the micro-batches; `peak` has what it makes besides
-    experts      elements of experts that are trained here, where ep deals them
-    rows         of what zero=3 cuts: (indices along the dim that is cut, elements at each) -> how many
-    chose        something was picked by scores without values (top-k, sort, max over a dim)
-    balanced     such picks decided how much there is to do: a router's were taken to load its experts evenly
-    by_batch     integers of the batch decided how much there is to do: those of one sample, repeated
-    drawn        single random numbers were taken as their median
-    follows      random ops were answered as a run does that follows them
-    wrote_scores attention met dropout whose numbers no fused kernel draws: those of one process
-    own_backward the forward takes gradients itself
-    enclosed     paths of modules that are no units of zero=3: they write into what they are given, or the forward takes
-                 gradients through them
-    batch_norms  of a forward, where they are not joined over data ranks
-    alone        one of them has one value for each channel, of which there is no variance
-    joined       what joined ones send: (op, bytes of the whole tensor) -> times
-    """
-
-    samples: int
-    parameters: int = 0
-    buffers_bytes: int = 0
-    units: list[int] = field(default_factory=list)
-    rest: int = 0
-    tensors: int = 0
-    sizes: Counter[int] = field(default_factory=Counter)
-    in_order: dict[int, int] = field(default_factory=dict)
-    final: int = 0
-    products: Counter[tuple[int, int, int]] = field(default_factory=Counter)
-    order: list[Entry] = field(default_factory=list)
-    attention: Counter[tuple[int, int, int, int, bool, bool]] = field(default_factory=Counter)
-    conv_flops: float = 0.0
-    moved: float = 0.0
-    kernels: int = 0
-    calls: int = 0
-    cut_calls: int = 0
-    peak: int = 0
-    idle: int = 0
-    gradients: int = 0
-    held: int = 0
-    held_gradients: int = 0
-    experts: int = 0
-    rows: Counter[tuple[int, int]] = field(default_factory=Counter)
-    chose: bool = False
-    balanced: bool = False
-    by_batch: bool = False
-    drawn: bool = False
-    follows: bool = False
-    wrote_scores: bool = False
-    own_backward: bool = False
-    enclosed: set[str] = field(default_factory=set)
-    batch_norms: int = 0
-    alone: bool = False
-    joined: Counter[tuple[str, float]] = field(default_factory=Counter)
-
-    @property
-    def flops(self) -> float:
-        """Products, convolutions and attention; of a causal kernel the half that it computes."""
-        products = sum(2.0 * m * n * k * times for (m, n, k), times in self.products.items())
-        scores = sum(
-            4.0 * b * q * k * d * (2.5 if back else 1.0) * (0.5 if causal else 1.0) * times
-            for (b, q, k, d, back, causal), times in self.attention.items()
-        )
-        return products + scores + self.conv_flops
 
 
 @cache

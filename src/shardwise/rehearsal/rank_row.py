@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +32,7 @@ from shardwise.precision import Precision
 from shardwise.rehearsal.dispatch import RehearsalMode, followed
 from shardwise.rehearsal.gpu_kernels import Fused, like_gpu
 from shardwise.rehearsal.known_values import Values, known_values_read
-from shardwise.rehearsal.op_counts import Count, StepTrace
+from shardwise.rehearsal.op_counts import Count
 from shardwise.rehearsal.rank_module import RankModule
 from shardwise.rehearsal.sharded import FakeFullShard, silent_mesh
 from shardwise.rehearsal.short_rows import telling
@@ -45,6 +45,7 @@ from shardwise.rehearsal.step_trace import (
     on_device,
 )  # fmt: skip
 from shardwise.rehearsal.update_trace import in_order
+from shardwise.simulator.counted import Passed, RankTrace, Sent, StepTrace
 from shardwise.trace.fake import Fake
 from shardwise.trace.outside_reads import OutsideReads
 
@@ -55,39 +56,6 @@ if TYPE_CHECKING:
 Place = tuple[int, ...]  # along each axis that cuts positions, of `inner_axes`
 Beside = tuple[int, tuple[tuple[int, ...], ...]]  # place in ep; of each micro-batch, the samples of each rank there
 ALIKE: Beside = (0, ())  # all have as many
-Sent = tuple[str, str, float]  # axis, op, bytes of the whole tensor
-# axis, op, bytes by how many ranks away their sender is, and the operations in whose time it passed: first, behind last
-Passed = tuple[str, str, dict[int, int], int, int]
-
-
-@dataclass
-class RankTrace(StepTrace):
-    """The trace of one rank's whole row: `peak` is that of the row, products and bytes those of one micro-batch.
-
-    ops       (kind, stage) -> what one such op does
-    wire      (kind, stage) -> what it sends over tp, ep and axes of positions, and over data ranks for batch norms:
-              (axis, op, bytes of the whole tensor) -> times
-    arrivals  (kind, stage) -> bytes that it is sent apart by others: (axis, op, how many ranks away) -> bytes
-    overlaps  (kind, stage) -> exchanges of this that were under way while operations ran, in order; see `Passed`
-    gathers   (kind, stage) -> elements of the units that zero=3 gathers for it, in order
-    first     the peak as it was when the first backward was over: that of a row of one micro-batch
-    messages  stage -> bytes that it sends on for one micro-batch
-    """
-
-    ops: dict[tuple[str, int], StepTrace] = field(default_factory=dict)
-    wire: dict[tuple[str, int], dict[Sent, int]] = field(default_factory=dict)
-    arrivals: dict[tuple[str, int], dict[tuple[str, str, int], int]] = field(default_factory=dict)
-    overlaps: dict[tuple[str, int], list[Passed]] = field(default_factory=dict)
-    gathers: dict[tuple[str, int], list[int]] = field(default_factory=dict)
-    messages: dict[int, float] = field(default_factory=dict)
-    first: int = 0
-
-    @property
-    def of_one(self) -> RankTrace:
-        """Returns this trace as it is for a row of a single micro-batch."""
-        return replace(self, peak=self.first)
-
-
 Told = list[OfTensor]  # of the tensors of a message
 
 

@@ -39,10 +39,11 @@ from shardwise.precision import Precision
 from shardwise.rehearsal.dispatch import RehearsalMode, followed
 from shardwise.rehearsal.gpu_kernels import Fused, like_gpu
 from shardwise.rehearsal.known_values import BATCH, Values, give, numpy_by_values
-from shardwise.rehearsal.op_counts import Count, StepTrace
+from shardwise.rehearsal.op_counts import Count
 from shardwise.rehearsal.packed_rows import padding_by_values
 from shardwise.rehearsal.untraced import ModulePath, untraced
 from shardwise.rehearsal.update_trace import in_order
+from shardwise.simulator.counted import StepTrace
 from shardwise.step.batching import parts_of, samples_in
 from shardwise.task import Task, call_arguments
 from shardwise.trace.argument_writes import ArgumentWrites

@@ -11,8 +11,8 @@ from shardwise.engine.groups import named_groups
 from shardwise.engine.optimizer import construct, needs_closure
 from shardwise.errors import InputError
 from shardwise.memory.live import LiveBytes
-from shardwise.rehearsal.op_counts import Count, StepTrace
-from shardwise.simulator.counted import Update
+from shardwise.rehearsal.op_counts import Count
+from shardwise.simulator.counted import StepTrace, Update
 from shardwise.task import Task
 
 

@@ -1,121 +1,134 @@
-"""`Model`, `Counted`, `Update`: data that forecasts take from traces and optimizers. Times: traced, costs/ops."""
+"""`StepTrace`, `RankTrace`, `Update`, `Model`: what traces and optimizers tell forecasts. Times: traced, costs/ops."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+# product                (m, n, k), times the batch of a batched one
+# attention              (batch x heads, queries, keys, width, backward?, causal?)
+# conv, conv_backward    (cells, channels out, inputs of a cell, bytes moved)
+# recurrence             (m, n, k) of the product of one step; its times are steps, one after another
+# the name of an op      (bytes moved,)
+Entry = tuple[str, tuple[float, ...], int]
 
 
-class Counted(Protocol):
-    """What a trace says; see rehearsal/op_counts.py. Each is itself alone: two with the same counts differ."""
+@dataclass(eq=False)
+class StepTrace:
+    """One forward and backward of `samples` samples.
 
-    def __hash__(self) -> int: ...
+    order        (kind, shape, times) of every op but views, as they ran; see `Entry`
+    products     (m, n, k) -> how often
+    attention    (batch x heads, queries, keys, width, backward?, causal?) -> how often
+    conv_flops   of convolutions and Fourier transforms
+    moved        bytes that all other ops read and write
+    kernels      ops that compute something
+    calls        ops, views among them
+    cut_calls    ops on tensors that are cut, whose rules start some of `calls`
+    peak         the most live bytes beyond parameters, inputs and their summed gradients
+    idle         parameters that are trained and that no gradient reached
+    tensors      parameter tensors
+    sizes        elements of a trainable one -> how many
+    in_order     elements of each trained one by its place, in the order in which the optimizer is given them
+    final        elements of the gradient that came last in backward, none where one never came
+    units        parameters of each repeated block, and of the rest
+    held, held_gradients   elements of the weights and bytes of the gradients that rest on a rank, where a technique
+                           that shards them was played around the micro-batches; `peak` has what it makes besides
+    experts      elements of experts that are trained here, where ep deals them
+    rows         of what zero=3 cuts: (indices along the dim that is cut, elements at each) -> how many
+    chose        something was picked by scores without values (top-k, sort, max over a dim)
+    balanced     such picks decided how much there is to do: a router's were taken to load its experts evenly
+    by_batch     integers of the batch decided how much there is to do: those of one sample, repeated
+    drawn        single random numbers were taken as their median
+    follows      random ops were answered as a run does that follows them
+    wrote_scores attention met dropout whose numbers no fused kernel draws: those of one process
+    own_backward the forward takes gradients itself
+    enclosed     paths of modules that are no units of zero=3: they write into what they are given, or the forward takes
+                 gradients through them
+    batch_norms  of a forward, where they are not joined over data ranks
+    alone        one of them has one value for each channel, of which there is no variance
+    joined       what joined ones send: (op, bytes of the whole tensor) -> times
+    """
 
-    @property
-    def samples(self) -> int: ...
-
-    @property
-    def parameters(self) -> int: ...
-
-    @property
-    def idle(self) -> int: ...
-
-    @property
-    def drawn(self) -> bool: ...
-
-    @property
-    def buffers_bytes(self) -> int: ...
-
-    @property
-    def units(self) -> list[int]: ...
-
-    @property
-    def rest(self) -> int: ...
-
-    @property
-    def tensors(self) -> int: ...
-
-    @property
-    def sizes(self) -> Mapping[int, int]: ...
-
-    @property
-    def in_order(self) -> Mapping[int, int]: ...
-
-    @property
-    def final(self) -> int: ...
-
-    @property
-    def products(self) -> Mapping[tuple[int, int, int], int]: ...
-
-    @property
-    def attention(self) -> Mapping[tuple[int, int, int, int, bool, bool], int]: ...
-
-    @property
-    def order(self) -> Sequence[tuple[str, tuple[float, ...], int]]: ...
-
-    @property
-    def conv_flops(self) -> float: ...
-
-    @property
-    def moved(self) -> float: ...
-
-    @property
-    def kernels(self) -> int: ...
-
-    @property
-    def calls(self) -> int: ...
-
-    @property
-    def cut_calls(self) -> int: ...
-
-    @property
-    def peak(self) -> int: ...
-
-    @property
-    def flops(self) -> float: ...
-
-    @property
-    def held(self) -> int: ...
-
-    @property
-    def held_gradients(self) -> int: ...
-
-    @property
-    def experts(self) -> int: ...
-
-    @property
-    def rows(self) -> Mapping[tuple[int, int], int]: ...
-
-    @property
-    def balanced(self) -> bool: ...
+    samples: int
+    parameters: int = 0
+    buffers_bytes: int = 0
+    units: list[int] = field(default_factory=list)
+    rest: int = 0
+    tensors: int = 0
+    sizes: Counter[int] = field(default_factory=Counter)
+    in_order: dict[int, int] = field(default_factory=dict)
+    final: int = 0
+    products: Counter[tuple[int, int, int]] = field(default_factory=Counter)
+    order: list[Entry] = field(default_factory=list)
+    attention: Counter[tuple[int, int, int, int, bool, bool]] = field(default_factory=Counter)
+    conv_flops: float = 0.0
+    moved: float = 0.0
+    kernels: int = 0
+    calls: int = 0
+    cut_calls: int = 0
+    peak: int = 0
+    idle: int = 0
+    gradients: int = 0
+    held: int = 0
+    held_gradients: int = 0
+    experts: int = 0
+    rows: Counter[tuple[int, int]] = field(default_factory=Counter)
+    chose: bool = False
+    balanced: bool = False
+    by_batch: bool = False
+    drawn: bool = False
+    follows: bool = False
+    wrote_scores: bool = False
+    own_backward: bool = False
+    enclosed: set[str] = field(default_factory=set)
+    batch_norms: int = 0
+    alone: bool = False
+    joined: Counter[tuple[str, float]] = field(default_factory=Counter)
 
     @property
-    def by_batch(self) -> bool: ...
+    def flops(self) -> float:
+        """Products, convolutions and attention; of a causal kernel the half that it computes."""
+        products = sum(2.0 * m * n * k * times for (m, n, k), times in self.products.items())
+        scores = sum(
+            4.0 * b * q * k * d * (2.5 if back else 1.0) * (0.5 if causal else 1.0) * times
+            for (b, q, k, d, back, causal), times in self.attention.items()
+        )
+        return products + scores + self.conv_flops
+
+
+Sent = tuple[str, str, float]  # axis, op, bytes of the whole tensor
+# axis, op, bytes by how many ranks away their sender is, and the operations in whose time it passed: first, behind last
+Passed = tuple[str, str, dict[int, int], int, int]
+
+
+@dataclass
+class RankTrace(StepTrace):
+    """The trace of one rank's whole row: `peak` is that of the row, products and bytes those of one micro-batch.
+
+    ops       (kind, stage) -> what one such op does
+    wire      (kind, stage) -> what it sends over tp, ep and axes of positions, and over data ranks for batch norms:
+              (axis, op, bytes of the whole tensor) -> times
+    arrivals  (kind, stage) -> bytes that it is sent apart by others: (axis, op, how many ranks away) -> bytes
+    overlaps  (kind, stage) -> exchanges of this that were under way while operations ran, in order; see `Passed`
+    gathers   (kind, stage) -> elements of the units that zero=3 gathers for it, in order
+    first     the peak as it was when the first backward was over: that of a row of one micro-batch
+    messages  stage -> bytes that it sends on for one micro-batch
+    """
+
+    ops: dict[tuple[str, int], StepTrace] = field(default_factory=dict)
+    wire: dict[tuple[str, int], dict[Sent, int]] = field(default_factory=dict)
+    arrivals: dict[tuple[str, int], dict[tuple[str, str, int], int]] = field(default_factory=dict)
+    overlaps: dict[tuple[str, int], list[Passed]] = field(default_factory=dict)
+    gathers: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    messages: dict[int, float] = field(default_factory=dict)
+    first: int = 0
 
     @property
-    def wrote_scores(self) -> bool: ...
-
-    @property
-    def follows(self) -> bool: ...
-
-    @property
-    def chose(self) -> bool: ...
-
-    @property
-    def own_backward(self) -> bool: ...
-
-    @property
-    def enclosed(self) -> set[str]: ...
-
-    @property
-    def batch_norms(self) -> int: ...
-
-    @property
-    def alone(self) -> bool: ...
-
-    @property
-    def joined(self) -> Mapping[tuple[str, float], int]: ...
+    def of_one(self) -> RankTrace:
+        """Returns this trace as it is for a row of a single micro-batch."""
+        return replace(self, peak=self.first)
 
 
 @dataclass(frozen=True)
@@ -141,8 +154,8 @@ class Update:
 class Model:
     """Traces of two numbers of samples under one recompute policy, the optimizer's step, the batch."""
 
-    one: Counted
-    two: Counted
+    one: StepTrace
+    two: StepTrace
     update: Update
     name: str = ""
     batch_bytes: float = 0.0  # of one sample, where every rank makes the global batch

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import cast
 
 from shardwise.cluster import Cluster
 from shardwise.costs.kernels import Kernels, peak_tflops
@@ -23,7 +23,7 @@ from shardwise.costs.wire import RankGroup, Wire
 from shardwise.layout.grid import INNER, SPACE
 from shardwise.layout.precisions import PRECISIONS
 from shardwise.layout.timing import Played
-from shardwise.simulator.counted import Counted, Model
+from shardwise.simulator.counted import Model, RankTrace, StepTrace
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.held import policy
 from shardwise.simulator.parts import GAPS, host_basis
@@ -47,31 +47,9 @@ APART = ("all_to_all", "point_to_point")  # what sends to each rank apart
 RING = ("cp", "point_to_point")  # blocks of keys and values, and sums of their gradients, on their way
 
 
-class CountedRank(Counted, Protocol):
-    """What the rehearsal of a rank says; see rehearsal/cut_module.py."""
-
-    @property
-    def ops(self) -> Mapping[OpKey, Counted]: ...
-
-    @property
-    def wire(self) -> Mapping[OpKey, Mapping[tuple[str, str, float], int]]: ...
-
-    @property
-    def arrivals(self) -> Mapping[OpKey, Mapping[tuple[str, str, int], int]]: ...
-
-    @property
-    def overlaps(self) -> Mapping[OpKey, Sequence[tuple[str, str, Mapping[int, int], int, int]]]: ...
-
-    @property
-    def gathers(self) -> Mapping[OpKey, Sequence[int]]: ...
-
-    @property
-    def messages(self) -> Mapping[int, float]: ...
-
-
-def same_row(one: Counted, two: Counted) -> bool:
+def same_row(one: StepTrace, two: StepTrace) -> bool:
     """Whether two rehearsals of a rank ran the same operations and collectives in each part of its row."""
-    first, second = cast(CountedRank, one), cast(CountedRank, two)
+    first, second = cast(RankTrace, one), cast(RankTrace, two)
     if first.ops.keys() != second.ops.keys():
         return False
     return all(
@@ -79,7 +57,7 @@ def same_row(one: Counted, two: Counted) -> bool:
     )
 
 
-def _calls(trace: CountedRank, key: OpKey) -> list[tuple[str, str, int]]:
+def _calls(trace: RankTrace, key: OpKey) -> list[tuple[str, str, int]]:
     """(axis, operation, times) of the collectives of one part, those of one size together, in order."""
     return [(axis, op, times) for (axis, op, _), times in trace.wire[key].items()]
 
@@ -104,7 +82,7 @@ def simulate_cut(
     precision: str,
     held: Sequence[MemoryLedger],
 ) -> Forecast:
-    """The forecast of one optimizer step. `ranks`: models whose traces are `CountedRank`s; `held`: their memory."""
+    """The forecast of one optimizer step. `ranks`: models whose traces are `RankTrace`s; `held`: their memory."""
     dtype = PRECISIONS[precision].products
     follows = any(rank.one.follows for rank in ranks)
     kernels, added = kernels_of(cluster, layout, software, dtype, follows=follows)
@@ -309,9 +287,9 @@ def halo_bytes(ranks: Sequence[Model], layout: Layout, wire: Wire) -> dict[str, 
     return max(totals, key=lambda found: sum(found.values()))
 
 
-def _seen(rank: Model) -> tuple[CountedRank, CountedRank]:
+def _seen(rank: Model) -> tuple[RankTrace, RankTrace]:
     """Its rehearsals at two sizes of micro-batch."""
-    return cast(CountedRank, rank.one), cast(CountedRank, rank.two)
+    return cast(RankTrace, rank.one), cast(RankTrace, rank.two)
 
 
 def _gathers(ranks: Sequence[Model], busy: Mapping[OpKey, float], link: Sharded) -> dict[OpKey, float]:

@@ -17,7 +17,7 @@ from shardwise.costs.software import States
 from shardwise.layout import Plan
 from shardwise.layout.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, lay_out, most_elements
 from shardwise.precision import Precision
-from shardwise.simulator.counted import Counted, Model
+from shardwise.simulator.counted import Model, StepTrace
 from shardwise.step.owners import choose_owners
 
 IN_FLIGHT_BYTES = 2 * BUCKET_BYTES  # of gradients: two buckets, as comm/buckets.py cuts them
@@ -88,7 +88,7 @@ def _owned(model: Model, layout: Layout, shard_rank: int | None) -> int | None:
     return max(load) if shard_rank is None else load[shard_rank]
 
 
-def _gradients(one: Counted, layout: Layout, states: States, rest: float, of_experts: float) -> float:
+def _gradients(one: StepTrace, layout: Layout, states: States, rest: float, of_experts: float) -> float:
     """Bytes of gradients at rest: those that were played, and whole buckets of the others."""
     shared = layout.zero >= 2 and of_experts < 1
     if one.held_gradients:
@@ -96,7 +96,7 @@ def _gradients(one: Counted, layout: Layout, states: States, rest: float, of_exp
     return (rest + one.experts * (of_experts if shared else 1.0)) * states.gradient
 
 
-def _cut(one: Counted, ranks: int, rank: int) -> int:
+def _cut(one: StepTrace, ranks: int, rank: int) -> int:
     """Elements that a rank of zero=3 updates: its part of each weight, without what pads it."""
     updated = 0
     for (rows, elements), times in one.rows.items():
@@ -145,7 +145,7 @@ def _temporaries(model: Model, layout: Layout, states: States, updated: float) -
     return max(each, default=0.0)
 
 
-def _updated_sizes(one: Counted, layout: Layout, states: States, updated: float) -> list[list[float]]:
+def _updated_sizes(one: StepTrace, layout: Layout, states: States, updated: float) -> list[list[float]]:
     """Elements of each tensor that an optimizer updates, in its order: what any rank may have.
 
     Under ZeRO 1 and 2 a rank has pieces, by the borders of its shards of the buckets.

@@ -20,7 +20,7 @@ from shardwise.costs.overhead import Overhead, events, overhead_of
 from shardwise.costs.software import Software, States
 from shardwise.costs.wire import RankGroup, Wire
 from shardwise.layout.precisions import PRECISIONS
-from shardwise.simulator.counted import Counted, Model
+from shardwise.simulator.counted import Model, StepTrace
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.held import memory, policy
 from shardwise.simulator.parts import GAPS, host_basis
@@ -45,7 +45,7 @@ def taken(ranks: Sequence[Model]) -> dict[str, str]:
     return {name: told for name, (told, so) in seen.items() if so}
 
 
-def attention_seconds(one: Counted, two: Counted, samples: float, kernels: Kernels, software: Software) -> float:
+def attention_seconds(one: StepTrace, two: StepTrace, samples: float, kernels: Kernels, software: Software) -> float:
     """Seconds of fused attention alone at a number of samples, as `between` has those of all operations."""
     share = (samples - one.samples) / max(1, two.samples - one.samples)
     found = ((shape, times, other, often, count) for (kind, shape, times, other, often), count
@@ -58,7 +58,7 @@ def attention_seconds(one: Counted, two: Counted, samples: float, kernels: Kerne
 
 
 def span_seconds(
-    one: Counted, two: Counted, samples: float, span: slice, kernels: Kernels, software: Software
+    one: StepTrace, two: StepTrace, samples: float, span: slice, kernels: Kernels, software: Software
 ) -> float:  # fmt: skip
     """Seconds of some of the operations at a number of samples, those at these places of their order."""
     share = (samples - one.samples) / max(1, two.samples - one.samples)
@@ -69,7 +69,7 @@ def span_seconds(
     )  # fmt: skip
 
 
-def between(one: Counted, two: Counted, samples: float, kernels: Kernels, software: Software) -> float:
+def between(one: StepTrace, two: StepTrace, samples: float, kernels: Kernels, software: Software) -> float:
     """Seconds at a number of samples, from what was counted at two that ran the same operations.
 
     Shapes are on the line through the two, not times: a large product runs at a better rate than small ones promise.
@@ -91,23 +91,23 @@ def between(one: Counted, two: Counted, samples: float, kernels: Kernels, softwa
 
 
 @lru_cache(maxsize=1024)
-def same_ops(one: Counted, two: Counted) -> bool:
+def same_ops(one: StepTrace, two: StepTrace) -> bool:
     """Whether two traces ran the same operations, so that shapes at other numbers of samples lie on a line."""
     return [kind for kind, _, _ in one.order] == [kind for kind, _, _ in two.order]
 
 
 @lru_cache(maxsize=256)
-def _pairs(one: Counted, two: Counted) -> Counter[tuple[str, tuple[float, ...], int, tuple[float, ...], int]]:
+def _pairs(one: StepTrace, two: StepTrace) -> Counter[tuple[str, tuple[float, ...], int, tuple[float, ...], int]]:
     """Each op of both traces with its two shapes, and how often: layers repeat."""
     return Counter((a[0], a[1], a[2], b[1], b[2]) for a, b in zip(one.order, two.order, strict=True))
 
 
-def host_calls(trace: Counted, kernels: Kernels) -> float:
+def host_calls(trace: StepTrace, kernels: Kernels) -> float:
     """Seconds in which the host starts the operations of a trace, where it also computes them."""
     return trace.calls * kernels.call_s + trace.cut_calls * kernels.cut_s
 
 
-def compute_seconds(trace: Counted, kernels: Kernels, software: Software) -> float:
+def compute_seconds(trace: StepTrace, kernels: Kernels, software: Software) -> float:
     """Returns the seconds of all ops of a trace, one after another."""
     seconds = host_calls(trace, kernels)
     for (kind, shape, times, _, _), count in _pairs(trace, trace).items():
