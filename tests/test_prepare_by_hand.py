@@ -13,10 +13,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import shardwise
-from shardwise.errors import InputError, RefusedPlan
+from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.layout import Plan
 from shardwise.ranks import RankPool
 
+LONG = pytest.mark.long
 STEPS = 8  # more than those in which all is looked at
 
 
@@ -99,8 +100,8 @@ def script(plan: str | None, way: str, optimizer_of: Any = adamw) -> tuple[list[
         ("dp_shard=2,zero=2", "clipped_elsewhere", muon),
         ("dp_shard=2,zero=3", "clipped", muon),
         ("dp_shard=2,zero=3", "clipped_elsewhere", muon),
-        pytest.param("dp_shard=2,tp=2,zero=1", "clipped_elsewhere", adamw, marks=pytest.mark.long),
-        pytest.param("dp_replicate=2,dp_shard=2,zero=2", "vector", muon, marks=pytest.mark.long),
+        pytest.param("dp_shard=2,tp=2,zero=1", "clipped_elsewhere", adamw, marks=LONG),
+        pytest.param("dp_replicate=2,dp_shard=2,zero=2", "vector", muon, marks=LONG),
     ],
 )
 def test_written_weights_are_trained_on(plan: str, way: str, optimizer_of: Any, pool: RankPool) -> None:
@@ -134,6 +135,11 @@ def asked(plan: str, case: str) -> None:
     for step, (x, y) in enumerate([pair for _ in range(2) for pair in loader]):
         optimizer.zero_grad()
         prepared.backward((model(x) - y).square().mean())
+        if step == 4 and case == "drift":
+            with torch.no_grad():
+                model.head.weight.mul_(1 + 0.1 * float(y.mean()))
+        if step == 4 and case == "row":
+            model.head.weight.grad = model.head.weight.grad + torch.eye(2, 8).double().roll(5, 1) * y.mean()
         if step == 4 and case == "hook":
             model.head.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
         if step == 4 and case == "parameter":
@@ -157,6 +163,15 @@ def asked(plan: str, case: str) -> None:
         ("dp_shard=2,zero=1", "shape", InputError, r"'head.weight' is a tensor of \(3, 3\) now.*line \d+: optimizer"),
         ("dp_shard=2,zero=3", "array", RefusedPlan, r"NumPy's multiply into a view of a weight.*line \d+: array"),
         ("tp=2", "array", RefusedPlan, r"NumPy's multiply into a view of a weight.*line \d+: array"),
+        (
+            "dp_shard=2,zero=1",
+            "drift",
+            RunError,
+            r"after step 5 the weights of 'head.weight' \(1 in all\) are others.*line",
+        ),
+        pytest.param("dp_replicate=2", "drift", RunError, r"after step 5 the weights of 'head.weight'", marks=LONG),
+        pytest.param("dp_shard=2,zero=3", "drift", RefusedPlan, r"by hand differs.*first at.*mul_", marks=LONG),
+        pytest.param("dp_shard=2,zero=3", "row", RefusedPlan, r"by hand differs.*first at.*roll", marks=LONG),
     ],
 )
 def test_what_would_be_lost_is_refused(plan: str, case: str, kind: Any, words: str, pool: RankPool) -> None:

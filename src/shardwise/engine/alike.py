@@ -2,12 +2,14 @@
 
 Ranks that see other samples come to the same weights and buffers, since what they change by is summed over ranks. What
 a forward writes by itself, of its own samples, is not; it may begin after any number of steps (a codebook after a
-warm-up, statistics at every hundredth step). So the comparison goes on: after steps 1, 2, 4, 8 and so on.
+warm-up, statistics at every hundredth step). So the comparison goes on: of a few elements, bit by bit, after steps 1,
+2, 4, 8 and so on; of norms in every step of a script (`note`), which stay on the device until they are compared.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from shardwise.mesh import Mesh
 from shardwise.part.levels import Distributed
 
 _FEW = 16  # elements of a weight
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MANY = 2**16  # of a buffer, of which a step may change a few rows
 
 
@@ -36,6 +39,9 @@ class HeldAlike:
         place = mesh.pp.index * mesh.tp.size * mesh.shard.size + mesh.tp.index * mesh.shard.size
         self._weights_place = place + (mesh.shard.index if plan.zero == 3 or plan.ep > 1 else 0)  # equal: the same ones
         self._buffers_place = place + (mesh.shard.index if plan.ep > 1 else 0)
+        alone = plan.zero == 3 and mesh.world.size == mesh.pp.size * mesh.tp.size * mesh.shard.size
+        self._shares_weights = mesh.world.size > 1 and not alone
+        self._noted: list[tuple[list[str], torch.Tensor]] = []  # names and norms, of weights and of buffers
 
     @staticmethod
     def is_due(step: int) -> bool:
@@ -55,32 +61,38 @@ class HeldAlike:
     def check(self, table: torch.Tensor, step: int) -> None:
         """Raise where ranks that should hold equal tensors do not: each rank gives one row of numbers. Collective."""
         if _differ(table[:, :2]):
-            self._refuse_weights(step)
+            self._refuse(self._weights_place, self._weights(), _weights_apart, step)
         if _differ(table[:, 2:]):
-            self._refuse_buffers(step)
+            self._refuse(self._buffers_place, self._buffers(), _buffer_apart, step)
 
-    def _refuse_weights(self, step: int) -> None:
-        found = self._first_apart(self._weights_place, self._weights())
+    @torch.no_grad()
+    def note(self) -> None:
+        """Remember norms of what is held, to be compared later. Nothing is sent, and the device is not waited for."""
+        weights = dict(self._module.named_parameters()) if self._shares_weights else {}
+        buffers = dict(self._held_buffers()) if self._mesh.world.size > 1 else {}
+        self._noted = [_norms(weights), _norms(buffers)]
+
+    def noted(self) -> list[float | torch.Tensor]:
+        """Returns four numbers, which `check_noted` takes of all ranks: of the device, where something was noted."""
+        weights, buffers = [_number_of(norms) for _, norms in self._noted] or [0.0, 0.0]
+        return [self._weights_place, weights, self._buffers_place, buffers]
+
+    def check_noted(self, table: torch.Tensor, step: int) -> None:
+        """Raise where what ranks noted differs: each rank gives one row of numbers. Collective."""
+        kinds = ((self._weights_place, _weights_apart), (self._buffers_place, _buffer_apart))
+        for (place, refuse), pairs, noted in zip(kinds, table.split(2, dim=1), self._noted, strict=False):
+            if _differ(pairs):
+                norms = dict(zip(noted[0], noted[1].tolist(), strict=True))
+                apart = self._first_apart(place, {name: repr(norm) for name, norm in norms.items()})
+                if apart is not None:
+                    raise refuse(step, *apart, self._remedy)
+
+    def _refuse(self, place: int, mine: dict[str, int], error: Callable[..., Exception], step: int) -> None:
+        found = self._first_apart(place, mine)
         if found is not None:
-            apart, rank, first = found
-            raise RunError(
-                f"after step {step} the weights of '{apart[0]}' ({len(apart)} in all) are others on rank "
-                f"{rank} than on rank {first}, which hold the same: they are changed, or the optimizer's "
-                "settings or state are, on one rank alone, or by a forward, of its own samples"
-            )
+            raise error(step, *found, self._remedy)
 
-    def _refuse_buffers(self, step: int) -> None:
-        found = self._first_apart(self._buffers_place, self._buffers())
-        if found is not None:
-            apart, rank, first = found
-            raise RefusedPlan(
-                f"after step {step} the buffer '{apart[0]}' ({len(apart)} in all) is another on rank {rank} "
-                f"than on rank {first}: the model's forward makes it of the samples that it is given, of which "
-                "each rank has a part, where one process makes it of all (a codebook, a queue, a running mean): "
-                + self._remedy
-            )
-
-    def _first_apart(self, place: int, mine: dict[str, int]) -> tuple[list[str], int, int] | None:
+    def _first_apart(self, place: int, mine: dict[str, Any]) -> tuple[list[str], int, int] | None:
         """(names, rank, first rank of its place) where ranks of one place differ. Collective."""
         told = gather_json([place, mine], self._mesh.world, self._mesh.device)
         for rank, (where, theirs) in enumerate(told):
@@ -96,18 +108,52 @@ class HeldAlike:
 
     def _buffers(self) -> dict[str, int]:
         """Of each buffer that is saved with the weights, a number for its elements as this rank has them."""
-        found = {}
+        return {name: zlib.crc32(_few(buffer, _MANY)) for name, buffer in self._held_buffers()}
+
+    def _held_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for path, module in self._module.named_modules():
             for name, buffer in module._buffers.items():
                 if _is_saved(module, name, buffer):
-                    found[f"{path}.{name}" if path else name] = zlib.crc32(_few(buffer, _MANY))
-        return found
+                    yield f"{path}.{name}" if path else name, buffer
 
 
 def elements(tensor: Any) -> torch.Tensor:
     """Returns this rank's elements, in a row."""
     tensor = tensor.detach()
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).reshape(-1)
+
+
+def _norms(held: dict[str, torch.Tensor]) -> tuple[list[str], torch.Tensor]:
+    """(names, norms) of tensors of floating-point numbers, by few kernels."""
+    held = {name: elements(one) for name, one in held.items()}
+    held = {name: torch.view_as_real(one.resolve_conj()) if one.is_complex() else one for name, one in held.items()}
+    held = {name: one for name, one in held.items() if one.dtype in _FLOATS}
+    norms = torch._foreach_norm(list(held.values()), 2, dtype=torch.float64) if held else [torch.zeros(())]
+    return list(held), torch.stack(norms)[: len(held)]
+
+
+def _number_of(norms: torch.Tensor) -> torch.Tensor | float:
+    """A number that differs where norms do in a bit, made on their device."""
+    if not len(norms):
+        return 0.0
+    odd = torch.arange(1, 2 * len(norms), 2, device=norms.device) * 0x1E3779B97F4A7C15
+    return (((norms.view(torch.int64) * odd).sum() >> 8) & (2**52 - 1)).double()
+
+
+def _weights_apart(step: int, apart: list[str], rank: int, first: int, remedy: str) -> RunError:
+    return RunError(
+        f"after step {step} the weights of '{apart[0]}' ({len(apart)} in all) are others on rank "
+        f"{rank} than on rank {first}, which hold the same: they are changed, or the optimizer's "
+        "settings or state are, on one rank alone, or by a forward, of its own samples"
+    )
+
+
+def _buffer_apart(step: int, apart: list[str], rank: int, first: int, remedy: str) -> RefusedPlan:
+    return RefusedPlan(
+        f"after step {step} the buffer '{apart[0]}' ({len(apart)} in all) is another on rank {rank} "
+        f"than on rank {first}: the model's forward makes it of the samples that it is given, of which "
+        "each rank has a part, where one process makes it of all (a codebook, a queue, a running mean): " + remedy
+    )
 
 
 def _differ(pairs: torch.Tensor) -> bool:

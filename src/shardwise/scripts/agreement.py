@@ -12,9 +12,10 @@ from torch.utils._pytree import tree_flatten_with_path
 from shardwise.comm import Axis, gather_json, gather_rows
 from shardwise.device import generator_state
 from shardwise.digest import bits_hash
+from shardwise.engine.alike import HeldAlike
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan, RunError
-from shardwise.host import put, read, row_of
+from shardwise.host import read, row_of
 from shardwise.scripts.additive import LossLook
 from shardwise.scripts.by_hand import ByHand
 from shardwise.scripts.divisor import Divisor
@@ -31,7 +32,7 @@ _WAYS = 2**_NUMBERS
 def compare(
     engine: Engine, forms: list[tuple[Divisor, int]], tally: Tally, checksum: int,
     over: tuple[Divisor, float] | None, *, generators: bool, look: LossLook | None,
-    whole: bool, kept: Kept | None = None, entered: Sequence[Outside] = (), by_hand: ByHand,
+    whole: bool, kept: Kept | None = None, entered: Sequence[Outside] = (), by_hand: ByHand, alike: HeldAlike,
 ) -> None:  # fmt: skip
     """Raise an error where this step would differ from one process. One small collective.
 
@@ -43,6 +44,7 @@ def compare(
     look        at losses, which all ranks take where one asks for it
     kept, entered  what the step's losses were computed from that came from outside of it
     by_hand     what the script has given to pieces of weights and gradients since the last step
+    alike       what ranks hold alike, as it was noted in the last step
     whole       every rank of the data axis computes the loss of all samples
     """
     kind = max((_KINDS[form.kind] for form, _ in forms), default=0.0)
@@ -53,10 +55,12 @@ def compare(
     )
     generator = _generators(engine.device) if generators else 0
     wanted = look.wanted + 2 * look.assumed + 4 * look.leaves_out if look is not None else 0
-    row = [kind, first, float(tally.samples), wanted, checksum, generator, settings, *_by_samples(forms), *_given(over)]
+    row: list[Any] = [kind, first, float(tally.samples), wanted, checksum, generator, settings]
+    row += [*_by_samples(forms), *_given(over)]
     row += [by_hand.number(), float(engine.mesh.data.ranks[0]), float(checksum_of(entered))]
-    rows = read(gather_rows(put(row, engine.device), engine.mesh.world), "a script's samples and means")
-    gathered = torch.tensor(rows, dtype=torch.float64)
+    row = row_of([*alike.noted(), *row], engine.device)
+    rows = read(gather_rows(row, engine.mesh.world), "a script's samples and means")
+    held, gathered = torch.tensor(rows, dtype=torch.float64).tensor_split([4], dim=1)
     table, means, given = gathered[:, :7], gathered[:, 7 : 7 + _WAYS], gathered[:, 7 + _WAYS : -3]
     kinds_apart, _, _, _, batches_apart, generators_apart, settings_apart = (table != table[0]).any(dim=0).tolist()
     numbers_apart = bool((means != means[0]).any(dim=0).all())
@@ -79,6 +83,7 @@ def compare(
     by_hand.compared(gathered[:, -3].tolist())
     if kept is not None and _apart_in_groups(gathered[:, -2:]):
         refuse_apart(engine.mesh, kept.shapes, entered)
+    alike.check_noted(held, engine.steps_done)
     if settings_apart:
         raise _other_settings(engine)
     unknown = float(table[:, 0].max()) == _KINDS["unknown"]

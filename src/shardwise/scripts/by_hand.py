@@ -4,8 +4,9 @@
     p.grad.add_(y.mean())              of this rank's samples: pieces of different wholes would stand beside each other
     p.data.add_(p.grad, alpha=-rate)   a rate by this rank's own loss: likewise
 
-Noted are a few elements of each tensor and numbers, which go as one number with what ranks compare in the next step.
-Where ranks hold whole weights, those themselves are compared (`engine/alike`).
+Noted are the norm and a few elements of each tensor, and numbers, which go as one number with what ranks compare in the
+next step.
+Where ranks hold whole weights, those themselves are compared (`engine/alike`), before each takes its pieces of them.
 """
 
 from __future__ import annotations
@@ -87,4 +88,9 @@ def _few(given: torch.Tensor | float) -> torch.Tensor | float:
         return float(given)
     tensor = given.detach().as_subclass(torch.Tensor)
     flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).reshape(-1)
-    return flat[:: max(1, flat.numel() // _FEW)][:_FEW].to(torch.float64, copy=True)
+    few = flat[:: max(1, flat.numel() // _FEW)][:_FEW].to(torch.float64, copy=True)
+    return (
+        torch.cat([few, torch.linalg.vector_norm(flat, dtype=torch.float64).view(1)])
+        if flat.is_floating_point()
+        else few
+    )

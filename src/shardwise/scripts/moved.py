@@ -5,7 +5,8 @@
     ranks that hold the same weights come to others                something moved on one rank alone
     a buffer is another on ranks with other samples                the model's forward writes it from a rank's samples;
                                                                    asked after steps 4, 8, 16 and so on too, where
-                                                                   an epoch ends, and before weights are saved
+                                                                   an epoch ends, and before weights are saved; of
+                                                                   norms, in every step
 
 Looked at are the elements with the largest gradients, and a few of each weight. In the first step, gradients that are
 rounding beside the rest, and that the optimizer scales up (Adam divides by their own size), are told.
@@ -28,6 +29,7 @@ from shardwise.errors import InputError, RunError
 from shardwise.host import put
 from shardwise.parallel.fsdp import groups_of
 from shardwise.parallel.slots import Slot
+from shardwise.scripts.guard import Gate
 from shardwise.scripts.optimizer import THAWS
 from shardwise.scripts.saying import names_line
 
@@ -52,11 +54,11 @@ class FirstSteps:
 
     def __init__(self, engine: Engine, groups: list[list[str]]) -> None:
         self.engine, self.groups = engine, groups
-        self._steps = self._compared = 0  # done, and after which ranks were compared
+        self._steps = 0  # done
         self._seen: list[tuple[Slot, torch.Tensor, torch.Tensor, float, float]] = []  # slot, places, values, |g|, rate
         self._moved = self._should = False
         self._frozen = [param for param in engine.module.parameters() if not param.requires_grad]
-        self._alike = HeldAlike(engine.module, engine.mesh, _REMEDY)
+        self.alike = HeldAlike(engine.module, engine.mesh, _REMEDY)
 
     @torch.no_grad()
     def before(self) -> None:
@@ -86,10 +88,9 @@ class FirstSteps:
         notices."""
         self._steps += 1
         if self._steps > _STEPS:
-            if self._alike.is_due(self._steps):
-                self._compare()
+            if self.alike.is_due(self._steps):
+                self.alike(self._steps)
             return []
-        self._compared = self._steps
         sizes: dict[str, tuple[float, float]] = {}  # name -> gradient, change by unit of learning rate
         for slot, places, values, gradient, rate in self._seen:
             change = float((elements(slot.master)[places] - values).abs().max())
@@ -98,27 +99,28 @@ class FirstSteps:
             self._should |= rate * gradient > least
             sizes[slot.name] = (gradient, change / rate if rate else 0.0)
         device, world = self.engine.device, self.engine.mesh.world
-        row = [float(self._moved), float(self._should), *_largest(sizes), *self._alike.row()]
+        row = [float(self._moved), float(self._should), *_largest(sizes), *self.alike.row()]
         table = gather_rows(put(row, device), world).cpu()
         if self._steps == _STEPS and not bool(table[:, 0].any()) and bool(table[:, 1].any()):
             raise RunError(
                 f"the weights did not move in {_STEPS} steps, although gradients and the learning rate are not "
                 "zero: the optimizer's step() does nothing to the tensors that the plan gave it"
             )
-        self._alike.check(table[:, 4:], self._steps)
+        self.alike.check(table[:, 4:], self._steps)
         if self._steps == 1 and self.engine.state.precision.compute.itemsize <= 4:
             return self._rounding(sizes, float(table[:, 2].max()), float(table[:, 3].max()))
         return []
 
+    def note(self, gate: Gate) -> None:
+        """Note what ranks hold alike, before they take their pieces of what the script may have written into it."""
+        with gate.open():
+            self.alike.note()
+
     @torch.no_grad()
     def again(self) -> None:
-        """Raise where what ranks hold alike has come apart since the step after which it was compared. Collective."""
-        if self._steps > self._compared:
-            self._compare()
-
-    def _compare(self) -> None:
-        self._compared = self._steps
-        self._alike(self._steps)
+        """Raise where what ranks hold alike has come apart. Collective."""
+        if self._steps:
+            self.alike(self._steps)
 
     def _check_parameters(self) -> None:
         """What the model has under a trained name is what the plan trains, and nothing else wants a gradient."""

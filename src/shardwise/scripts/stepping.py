@@ -320,7 +320,7 @@ class Stepping(Weighing):
         if engine.world_size > 1:
             compare(
                 engine, self._forms, tally, self.calls.checksum, self._over,
-                generators=self.calls.randomness == "global", look=self.calls.loss_look,
+                generators=self.calls.randomness == "global", look=self.calls.loss_look, alike=self._first.alike,
                 whole=self._of_whole_batches, kept=self.calls.kept, entered=self._entered, by_hand=self.by_hand,
             )  # fmt: skip
             self.calls.has_varied(self._forms)
@@ -352,6 +352,7 @@ class Stepping(Weighing):
             raise RefusedPlan("optimizer.step(closure) where tp or ep cut weights: call backward and step() instead")
         engine = self.engine
         self.settle()
+        self._first.note(self._gate)
         self._take_written()
         if closure is not None:
             if engine.state.owners is not None:
