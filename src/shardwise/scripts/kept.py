@@ -13,8 +13,9 @@ A recurrent model's state goes on with its samples: rows that the model gave and
 that may be of this batch (something was read by `.item()` before, ranks have unequal parts, a batch is no tensors) are
 not compared, since nothing tells them from what was kept.
 
-What this does not do: see what the model keeps in attributes of its own (its buffers are compared, `moved`), or what is
-alike on all ranks and another than one process's (a count of samples).
+What the model keeps in attributes of its own is found in its forwards (`carried`); its buffers are compared, `moved`.
+
+What this does not do: see what is alike on all ranks and another than one process's (a count of samples).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from shardwise.mesh import Mesh
 from shardwise.scripts import draws, tape
 from shardwise.scripts.all_samples import AllSamples, scaled, takes_statistics
 from shardwise.scripts.batches import Handed
+from shardwise.scripts.carried import Carried
 from shardwise.scripts.following import may_draw, put_on, take_off
 from shardwise.scripts.guard import parameters_of, reads_values
 from shardwise.scripts.loader import Events
@@ -43,7 +45,9 @@ from shardwise.scripts.outside import AHEAD, Digests, Outside, digest, has_memor
 from shardwise.scripts.own_numbers import OwnNumbers, Steered
 from shardwise.scripts.rows import (
     FAILURES,
+    HELD_OUT,
     OTHER_ROWS,
+    UNCOUNTED,
     fails_on_part,
     in_a_forward,
     is_array,
@@ -91,7 +95,7 @@ class Kept(Origins, TorchFunctionMode, Events):
         self._read = False  # a number was read from this rank's samples
         self._held, self._dim, self._generators = Share(None, 0, 0, 0), 0, 0
         self.shapes: list[list[int]] = []  # of the tensors of the batch at hand
-        self.numbers, self.all_samples = OwnNumbers(told), AllSamples(mesh)
+        self.numbers, self.all_samples, self._carried = OwnNumbers(told), AllSamples(mesh), Carried(_PASSAGES)
         self._call = Origin(_NOTHING, True, frozenset())  # what the model's outputs are to be taken for
 
     # --- the loop
@@ -175,6 +179,7 @@ class Kept(Origins, TorchFunctionMode, Events):
         self.draws_for = {one.beside for one in made if one.own}
         if trains:
             self._refuse_undealt(given, self._held.count)
+            self._carried.begin(model, lambda one: self._known(one) is not None)
         self._call = Origin(_NOTHING, own, frozenset(), beside=beside, batch=batch)
         self.inside += 1
         return frozenset(one for one in found if one.model != id(model) or not self._counts(one.shape, self._held))
@@ -182,15 +187,13 @@ class Kept(Origins, TorchFunctionMode, Events):
     def refuse_held_out(self) -> None:
         """Raise `InputError` for a forward in training in a loop over another loader's batches alone."""
         if self.beside is not None and not self._entered:
-            raise InputError(
-                "the model is trained on batches of prepared.split(loader), which is for held-out data: their draws "
-                "would not be one process's, and their losses are not looked at: prepared.split(loader, trains=True)"
-            )
+            raise InputError(HELD_OUT)
 
     def leave(self, output: Any, of: frozenset[Outside], model: torch.nn.Module) -> None:
         """Called when a model's forward has ended: notes whose samples its outputs are of."""
         if self.on:
             self.inside -= 1
+            of |= self._carried.end()
             for tensor in tensors_in(output):
                 self._add(tensor, self._call.own, of, beside=self._call.beside, batch=self._call.batch)
                 if has_memory(held_of(tensor)):
@@ -221,12 +224,7 @@ class Kept(Origins, TorchFunctionMode, Events):
     def refuse_uncounted(self, loss: torch.Tensor) -> None:
         """Raise `InputError` where a rank without samples of the main batch has a loss of another loader's."""
         if self.beside is not None and self.is_of_other(loss):
-            raise InputError(
-                "prepared.backward: this rank counts no sample of the main batch, of which there are "
-                f"{self._held.total}, and its loss is of samples of prepared.split(...) too, which would be left out: "
-                "give the main loader drop_last=True (or prepare check_loss=False, where a batch that is looked at is "
-                "dealt to fewer ranks)"
-            )
+            raise InputError(UNCOUNTED.format(self._held.total))
 
     # --- operations
 
@@ -332,6 +330,7 @@ class Kept(Origins, TorchFunctionMode, Events):
         if takes_statistics(func, args, kwargs):  # of a module that the model has made since it was looked at
             return self.all_samples.call(func, args, kwargs, own=lambda _: True, beside=self._call.beside)
         output = func(*args, **kwargs)
+        self._carried.see(func, args, kwargs, output, lambda shape: self._counts(shape, self._held))
         if isinstance(output, torch.Tensor) and not output.requires_grad:
             self._add(output, True, written=writes(getattr(func, "__name__", "")))
         return output

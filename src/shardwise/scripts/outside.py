@@ -31,6 +31,7 @@ class Outside:
     read     a number that the script read of its rank's samples in this step, and made arguments of the model of
     trained  a leaf with a gradient that no prepared model has
     model    id of the model whose forward gave it, and whose rows it may be
+    carried  a model's forward kept it, in an attribute of its own
     """
 
     where: str
@@ -42,6 +43,7 @@ class Outside:
     trained: bool = False
     model: int = 0
     shape: tuple[int, ...] = ()
+    carried: bool = False
     place: int = field(default_factory=count().__next__)  # in the order in which they entered
 
 
@@ -85,19 +87,23 @@ def refuse_apart(mesh: Mesh, shapes: list[list[int]], found: Sequence[Outside]) 
     """
     mine: dict[str, Any] = {}
     for one in sorted(found, key=lambda one: one.place):
-        key = f"{one.where}\n{one.number}"
+        key = f"{one.where}\n{one.number}{one.what if one.carried else ''}"  # of another shape: a cache has grown
         while key in mine:
             key += "'"
-        mine[key] = [one.where, one.what, one.check, *one.like, one.number, one.trained, one.read]
+        mine[key] = [one.where, one.what, one.check, *one.like, one.number, one.trained, one.read, one.carried]
     told = gather_json([mesh.data.ranks[0], shapes, mine], mesh.world, mesh.device)
     for rank, (group, theirs_shapes, theirs) in enumerate(told):
         first = next(at for at, row in enumerate(told) if row[0] == group)
-        for key, (where, what, check, projected, norm, number, trained, read) in theirs.items():
+        for key, (where, what, check, projected, norm, number, trained, read, carried) in theirs.items():
             other = told[first][2].get(key)
             if other is None or other[2] == check or (number and not read and theirs_shapes != told[first][1]):
                 continue
             if (what != other[1] and not number) or abs(other[3] - projected) > _APART * max(norm, other[4]):
-                raise _of_samples(where, what) if read else _differs(where, other[1], what, trained, first, rank)
+                raise (
+                    _carried(where, what, first, rank) if carried
+                    else _of_samples(where, what) if read
+                    else _differs(where, other[1], what, trained, first, rank)
+                )  # fmt: skip
 
 
 def checksum(found: Sequence[Outside]) -> int:
@@ -148,6 +154,16 @@ def _of_samples(where: str, what: str) -> RefusedPlan:
         "largest value) and which is another on another rank, where one process reads it of the whole batch: make it "
         'in the dataset or the collate function; or prepare(..., loss_scope="global"), by which a script has whole '
         "batches"
+    )
+    return with_line(told, where)
+
+
+def _carried(where: str, what: str, first: int, rank: int) -> RefusedPlan:
+    told = (
+        f"the model's forward computes from {what}, which it keeps from step to step, and which differs between rank "
+        f"{first} and rank {rank}: each made it of its own samples (a running mean, a queue), where one process makes "
+        "it of all. Add up over ranks what it is made of (torch.distributed.all_reduce in the forward); or write it in "
+        'the script, from outputs of all samples (prepare(..., loss_scope="global")) or from prepared.sum(tensor)'
     )
     return with_line(told, where)
 

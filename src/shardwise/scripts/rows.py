@@ -21,6 +21,15 @@ from shardwise.scripts.outside import with_line
 from shardwise.scripts.saying import line_of_script
 
 FAILURES = (RuntimeError, ValueError, IndexError, AssertionError)  # of a line that is given other samples
+HELD_OUT = (
+    "the model is trained on batches of prepared.split(loader), which is for held-out data: their draws would not be "
+    "one process's, and their losses are not looked at: prepared.split(loader, trains=True)"
+)
+UNCOUNTED = (
+    "prepared.backward: this rank counts no sample of the main batch, of which there are {}, and its loss is of "
+    "samples of prepared.split(...) too, which would be left out: give the main loader drop_last=True (or prepare "
+    "check_loss=False, where a batch that is looked at is dealt to fewer ranks)"
+)
 OTHER_ROWS = (
     "the model is given a tensor of shape {} that it gave in an earlier step (a hidden state) for {}, and this rank's "
     "part of this batch is {}: its rows go with other samples. Where ranks would have one sample of a batch, those on "

@@ -11,6 +11,7 @@ What this does not do: look into closures, or into objects of torch's classes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,10 @@ from shardwise.trace.flow import ModuleCall
 from shardwise.trace.generators import KINDS, shared_states, state_of
 from shardwise.trace.own_class import CONTAINERS, is_own
 
-_OWN = frozenset(vars(nn.Module()))
+OWN_OF_TORCH = frozenset(vars(nn.Module()))  # attributes that every module has
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
+_WORDS = (bool, int, str, bytes)
+_FEW = 64  # of a container's values
 DEEP = 6  # containers within containers
 
 Place = tuple[str, str]  # (path of the module, attribute)
@@ -64,13 +67,24 @@ def _held(value: Any) -> list[Any]:
     return [list(vars(value)), *vars(value).values()] if is_own(value) else []
 
 
+def leaves(value: Any, deep: int = DEEP) -> Iterator[Any]:
+    """Returns, one by one, the tensors and numbers with a point that a plain attribute holds."""
+    if isinstance(value, torch.Tensor | float):
+        yield value
+    elif not isinstance(value, _ATOMS) and deep and not isinstance(value, nn.Module | type) and not callable(value):
+        held = _held(value)
+        few = len(held) <= _FEW or any(type(one) not in _WORDS for one in held[:_FEW])
+        for one in held if few else ():  # no vocabulary
+            yield from leaves(one, deep - 1)
+
+
 def structure(child: nn.Module) -> list[Any]:
     """Returns the numbers and the structure that a module's own plain attributes hold, without tensors.
 
     Also where the generators stand that all code draws from: a call that draws of them is not left out, or what comes
     after it would draw other numbers.
     """
-    held = [(key, contents(value, tensors=False)) for key, value in vars(child).items() if key not in _OWN]
+    held = [(key, contents(value, tensors=False)) for key, value in vars(child).items() if key not in OWN_OF_TORCH]
     return [*held, shared_states()]
 
 
@@ -84,7 +98,7 @@ class Left:
     def _now(self) -> dict[Place, Any]:
         found: dict[Place, Any] = {}
         for path, child in self.module.named_modules():
-            found |= {(path, key): contents(value) for key, value in vars(child).items() if key not in _OWN}
+            found |= {(path, key): contents(value) for key, value in vars(child).items() if key not in OWN_OF_TORCH}
             found |= {(path, key): id(value) for key, value in child._buffers.items()}
         return found
 
