@@ -36,7 +36,7 @@ from shardwise.scripts.divisor import Divisor, Held, divisor_of
 from shardwise.scripts.following import put_on, take_off
 from shardwise.scripts.graphs import followed
 from shardwise.scripts.lookout import Rows
-from shardwise.scripts.more import GIVEN, NOT_AGAIN, UNCHECKED, LooksAtMore
+from shardwise.scripts.more import CUT, GIVEN, NOT_AGAIN, UNCHECKED, LooksAtMore, factor_between
 from shardwise.scripts.repeated import alike
 from shardwise.scripts.tape import LossTape, aliased, tensors_in
 
@@ -81,7 +81,10 @@ class LossLook(LooksAtMore):
         self._dims: dict[int, tuple[torch.Tensor, int]] = {}  # by id, where it has its samples, as far as that is known
         self._handles: list[Any] = []
         self.samples, self.total, self.dim = 0, 0, 0  # that this rank holds, that all do
+        self._half = 0  # of them, that a look keeps
         self._blind = False  # which dim counts them is not known
+        self._together: dict[int, int] = {}  # by kind of loss: how many neighbours go together in it (pairs of rows)
+        self._start = 0  # of this rank's samples in the batch
 
     def begin(self, handed: Handed, *, every: bool, fresh: bool) -> None:
         """Get ready to check the loss of a batch that is at hand from now on.
@@ -101,7 +104,8 @@ class LossLook(LooksAtMore):
     def _begin(self, handed: Handed, *, every: bool) -> None:
         self._forget()
         self.samples, self.dim, self._blind = handed.dealt.held.count, handed.dim or 0, handed.dim is None
-        self.total, self._tape.samples = handed.dealt.part.total, self.samples
+        self.total, self._tape.samples, self._half = handed.dealt.part.total, self.samples, self.samples // 2
+        self._start = handed.dealt.part.start if handed.dealt.part.count else 0
         self.assumed, self.leaves_out, self._even = False, False, handed.dealt.even
         self._tape.read |= not handed.tensors_alone
         self._tape.asked |= self._began or not handed.tensors_alone
@@ -243,6 +247,8 @@ class LossLook(LooksAtMore):
         outputs = self._with_samples()
         kind, reached = followed(loss, outputs)
         if kind in self._known:
+            if self._start % self._together.get(kind, 1):
+                raise RefusedPlan(CUT.format(self.total, self._start, self._together[kind]))
             return []
         if not self._on and self._blind:
             self.wanted = False
@@ -260,7 +266,10 @@ class LossLook(LooksAtMore):
         self._tape.paused = True
         try:
             beside = [one for one in self.beside if self._halves(one) is not None]
-            notices = self._look(loss, weight, [*self._batch, *beside, *outputs, *reached], reached)
+            sources = [*self._batch, *beside, *outputs, *reached]
+            notices = self._look(loss, weight, sources, reached)
+            if not notices:
+                self._together[kind] = self._neighbours(loss, weight, sources, reached, self._tape.rounding(loss.dtype))
             if self._asks_again():
                 self.wanted = True
                 self._known.discard(kind)
@@ -326,11 +335,33 @@ class LossLook(LooksAtMore):
                 self._compare(before, other, weight, bar)
         return self._look_at_more(loss, sources, reached, bar)
 
+    def _neighbours(
+        self, loss: Any, weight: Any, sources: list[torch.Tensor], reached: list[torch.Tensor], bar: float
+    ) -> int:
+        """How many neighbouring samples go together in a loss that is the same in halves: 1, or more (pairs)."""
+        half = self._half
+        try:
+            for self._half in (few for few in range(1, half) if half % few == 0):
+                if not any(self._changes(loss, weight, sources, reached, bar, second) for second in (False, True)):
+                    break
+            else:
+                return half
+            return self._half
+        except NOT_AGAIN:
+            return 1
+        finally:
+            self._half = half
+
+    def _changes(
+        self, loss: Any, weight: Any, sources: list[torch.Tensor], reached: list[torch.Tensor], bar: float, second: bool
+    ) -> bool:
+        """Whether gradients at the kept samples change with the others, by more than a factor."""
+        with torch.enable_grad():
+            before, other = (self._again(loss, weight, sources, reached, by, second) for by in (None, _OTHERS[0]))
+        return bool(before.gradients.any()) and factor_between(before.gradients, other.gradients)[1] > bar
+
     def _compare(self, before: _Again, other: _Again, weight: Any, bar: float) -> None:
-        first, second = before.gradients, other.gradients
-        square = float(second.dot(second))
-        factor = float(first.dot(second)) / square if square else 0.0
-        apart = float((first - factor * second).abs().max() / first.abs().max())
+        factor, apart = factor_between(before.gradients, other.gradients)
         if apart > bar:
             raise RefusedPlan(
                 "prepared.backward: the loss is no sum or mean over samples: what it asks of some samples' outputs "
@@ -412,6 +443,6 @@ class LossLook(LooksAtMore):
         if size < max(self.samples, 1) or size % self.samples:
             return None
         rows = torch.arange(size, device=tensor.device)
-        half = self.samples // 2
+        half = self._half
         one, other = rows % self.samples < half, rows // (size // self.samples) < half
         return at, rows[one & other], rows[~one & ~other]

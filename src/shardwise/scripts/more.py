@@ -27,6 +27,18 @@ _BY_NUMBER = (
     "topk(8), weights or running sums along the batch, its halves), and each rank has a part of them: let each sample "
     'stand for itself; or prepare(..., loss_scope="global"), by which a script has whole batches'
 )
+CUT = (
+    "prepared.backward: of a batch of {} samples this rank's begin after {}, within one of the groups of {} neighbours "
+    "that the loss puts together (pairs of rows), which earlier batches were not cut within: give the loader "
+    'drop_last=True or batches that divide, or take prepare(..., loss_scope="global")'
+)
+
+
+def factor_between(first: torch.Tensor, second: torch.Tensor) -> tuple[float, float]:
+    """Returns how many times the second gradients the first are, and how far they are from that, relative to them."""
+    square = float(second.dot(second))
+    factor = float(first.dot(second)) / square if square else 0.0
+    return factor, float((first - factor * second).abs().max() / first.abs().max())
 
 
 class LooksAtMore:
