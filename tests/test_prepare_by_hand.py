@@ -138,6 +138,10 @@ def asked(plan: str, case: str) -> None:
         if step == 4 and case == "drift":
             with torch.no_grad():
                 model.head.weight.mul_(1 + 0.1 * float(y.mean()))
+        if step == 4 and case == "stray":
+            optimizer.zero_grad()
+            (model(x) - y).square().mean().backward()
+            assert model.head.weight.grad.square().sum() > 0
         if step == 4 and case == "row":
             model.head.weight.grad = model.head.weight.grad + torch.eye(2, 8).double().roll(5, 1) * y.mean()
         if step == 4 and case == "hook":
@@ -170,6 +174,7 @@ def asked(plan: str, case: str) -> None:
             r"after step 5 the weights of 'head.weight' \(1 in all\) are others.*line",
         ),
         pytest.param("dp_replicate=2", "drift", RunError, r"after step 5 the weights of 'head.weight'", marks=LONG),
+        pytest.param("dp_shard=2,zero=1", "stray", RefusedPlan, r"this rank's samples alone.*assert", marks=LONG),
         pytest.param("dp_shard=2,zero=3", "drift", RefusedPlan, r"by hand differs.*first at.*mul_", marks=LONG),
         pytest.param("dp_shard=2,zero=3", "row", RefusedPlan, r"by hand differs.*first at.*roll", marks=LONG),
     ],
@@ -177,3 +182,34 @@ def asked(plan: str, case: str) -> None:
 def test_what_would_be_lost_is_refused(plan: str, case: str, kind: Any, words: str, pool: RankPool) -> None:
     with pytest.raises(kind, match=words):
         pool.run(asked, 2, plan, case)
+
+
+def information(plan: str | None) -> list[float]:
+    """After a loop, squares of gradients by the script's own backward (a Fisher information), sample by sample."""
+    model: Any = net()
+    optimizer, loader = adamw(model), DataLoader(samples(8), batch_size=4)
+    prepared: Any = None
+    if plan:
+        prepared = model, optimizer, loader = shardwise.prepare(model, optimizer, loader, plan=plan)
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        _ = prepared.backward(loss) if prepared else loss.backward()
+        optimizer.step()
+    told = []
+    for x, y in [samples(8)[at] for at in range(2)]:
+        optimizer.zero_grad()
+        (model(x[None]) - y).square().mean().backward()
+        told.append(float(sum(param.grad.square().sum() for param in model.parameters())))
+    return told
+
+
+def test_gradients_of_the_scripts_own_backward_are_whole(pool: RankPool) -> None:
+    for told in pool.run(information, 2, "dp_shard=2,zero=1"):
+        assert told == pytest.approx(information(None), rel=BAR)
+
+
+@pytest.mark.parametrize("plan", ["dp_shard=2,zero=3", pytest.param("tp=2", marks=LONG)])
+def test_or_refused_where_ranks_hold_pieces(plan: str, pool: RankPool) -> None:
+    with pytest.raises(RefusedPlan, match=r"of a backward of the script's own.*ranks hold pieces.*line \d+: told"):
+        pool.run(information, 2, plan)

@@ -378,7 +378,7 @@ class Calls(Loop):
         """
         assert self.engine is not None
         dealt, found = self.dealt, tensors_in((args, kwargs))
-        in_loop = torch.is_grad_enabled() and self.leader._in_loop
+        in_loop = torch.is_grad_enabled() and self.leader.in_loop
         rows = {tensor.shape[0] for tensor in found if tensor.dim()}
         if dealt is not None and in_loop and dealt.even and dealt.part.count in rows:
             return

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.comm import gathered_alone
 from shardwise.engine.whole import together
-from shardwise.errors import InputError
+from shardwise.errors import InputError, RefusedPlan
 from shardwise.parallel.full import FullShard
 from shardwise.parallel.slots import Slot
 from shardwise.scripts.guard import Gate
@@ -31,21 +32,33 @@ _EARLY = (
     "after the last prepared.backward of a step, or leave accumulate out of the plan, by which gradients are whole "
     "after each backward and add up"
 )
+_STRAY = "param.grad of a backward of the script's own (loss.backward()), which the plan does not add up over ranks: "
+_OF_SAMPLES = _STRAY + (
+    "in a loop over the prepared loader it is of this rank's samples alone: give the loss to prepared.backward(loss), "
+    'read param.grad, and zero_grad(); or take prepare(..., loss_scope="model"), by which every rank has all samples'
+)
+_OF_PIECES = _STRAY + (
+    "ranks hold pieces of the weights, and would add up what each computes of the same samples: use zero=2 without tp, "
+    "or read it in a plain copy of the model that is given prepared.state_dict()"
+)
 
 
 class Gradients:
     """The gradients of one model's parameters. `gathered_bytes` tells what reading them has cost in this step."""
 
     def __init__(
-        self, state: RankState, gate: Gate, meet: Callable[[str], None], whole: Callable[[], bool | None]
+        self, state: RankState, gate: Gate, meet: Callable[[str], None], whole: Callable[[], bool | None],
+        stray: Callable[[], str],
     ) -> None:  # fmt: skip
         """
         gate    open while the engine reads
         meet    waits until every rank has come to a call
         whole   whether the step's gradients are those of all ranks; None: there are none
+        stray   what gradients of another backward than the plan's are of, that lie there: "", "part" or "all" samples
         """
         self._state, self._gate = state, gate
         self._meet, self._are_whole = weakref.WeakMethod(meet), weakref.WeakMethod(whole)
+        self._stray = weakref.WeakMethod(stray)
         held = dict(state.module.named_parameters())
         self._params = [held[name] for name in state.names]
         self.by_hand = False  # the script has set some in this step
@@ -57,11 +70,13 @@ class Gradients:
     @names_line
     def get(self, param: nn.Parameter) -> torch.Tensor | None:
         """Returns the whole gradient. Collective, the first time in a step."""
+        if self._reads_stray(param):
+            return torch.Tensor.grad.__get__(param)
         are_whole, name = self._are_whole(), self._names.get(id(param))
         asked = are_whole() if are_whole is not None else None
         if name is None or (asked is None and name not in self._seen):
             return None
-        self.refuse_early()
+        self.refuse_early(param)
         if name not in self._seen:
             meet = self._meet()
             if meet is not None:
@@ -71,9 +86,21 @@ class Gradients:
             self.gathered_bytes += 0 if found is None else found.numel() * found.element_size()
         return self._seen[name]
 
+    def _reads_stray(self, param: torch.Tensor) -> bool:
+        """Whether the gradient that lies there is of a backward of the script's own, and right on every rank."""
+        stray = self._stray()
+        of = stray() if stray is not None else ""
+        if of == "part":
+            raise RefusedPlan(_OF_SAMPLES)
+        if of and (isinstance(param, DTensor) or self._state.tensor is not None or self._state.experts is not None):
+            raise RefusedPlan(_OF_PIECES)
+        return bool(of)
+
     @names_line
-    def refuse_early(self) -> None:
-        """Raise `InputError` where ranks have not added up their gradients yet."""
+    def refuse_early(self, param: torch.Tensor) -> None:
+        """Raise where ranks have not added up their gradients yet, or what lies there is of another backward."""
+        if self._reads_stray(param):
+            return
         are_whole = self._are_whole()
         if are_whole is not None and are_whole() is False:
             raise InputError(_EARLY)

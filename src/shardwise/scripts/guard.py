@@ -52,7 +52,7 @@ class WholeGradients(Protocol):
     def set(self, param: nn.Parameter, value: torch.Tensor | None) -> None:
         """Replace the whole gradient of a parameter; None: it has none in this step."""
 
-    def refuse_early(self) -> None:
+    def refuse_early(self, param: torch.Tensor) -> None:
         """Raise `InputError` where ranks have not added up their gradients yet."""
 
 
@@ -114,7 +114,7 @@ def _added_up_later(gate: Gate, known: Known) -> type[nn.Parameter]:
         def grad(self) -> torch.Tensor | None:
             gradients = None if gate.is_open or torch._C._current_graph_task_id() != -1 else known()
             if gradients is not None:
-                gradients.refuse_early()
+                gradients.refuse_early(self)
             return own.__get__(self)
 
         @grad.setter

@@ -94,7 +94,7 @@ class Loop(Heard, Events):
         self._elsewhere = False  # a thread of the script's own goes through the loader
         self._reads_ahead = False  # batches were trained on after later ones were handed out
         self._draws_on = False
-        self._in_loop = False  # between a batch and the next
+        self.in_loop = False  # between a batch and the next
         self._thread = threading.get_ident()
         self._stood: int | None = None  # the generators, when the loop ended
         self.unfed = False  # there is no loader, and nothing was dealt
@@ -228,7 +228,7 @@ class Loop(Heard, Events):
             self.loss_look.go_on()
         if not own:
             self.resume()
-        self._in_loop = True
+        self.in_loop = True
 
     def _let_go(self) -> None:
         """Forget the first batches that wait, as long as nothing of them is there."""
@@ -269,7 +269,7 @@ class Loop(Heard, Events):
     def after_batch(self) -> None:
         """Stop following draws and losses, since the script asks for its next batch."""
         if not self.is_elsewhere():
-            self._in_loop = False
+            self.in_loop = False
             self._pause()
             self._comes_to("input")
 
@@ -313,7 +313,7 @@ class Loop(Heard, Events):
 
     def _end(self) -> None:
         """The loop is over: what is computed from here on is the script's own."""
-        self._in_loop = False
+        self.in_loop = False
         if self.kept is not None:
             self.kept.pause()
         if self.loss_look is not None:

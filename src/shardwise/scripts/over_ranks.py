@@ -67,6 +67,11 @@ class OverRanks(WeightAccess):
         """Returns whether gradients have come to the model by another backward than the plan's."""
         return self.calls.stray and self.mesh.world.size > 1
 
+    def _stray(self) -> str:
+        """Returns whose samples gradients of another backward than the plan's are of: "", "part" or "all"."""
+        part = self.calls.leader.in_loop and self._apart > 1
+        return "" if not self.has_stray else "part" if part else "all"
+
     def compare(self) -> None:
         """Raise where what ranks hold alike has come apart since it was last compared. Collective."""
         self.settle()  # else a rank's own pieces are ahead of the others'

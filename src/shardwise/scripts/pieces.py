@@ -212,7 +212,7 @@ class Pieces:
         """`param.grad`, answered as the weight itself is; of a weight that tp or ep cut too, the whole one."""
         if id(param) in self._shares:
             return self.gradients.get(param)
-        self.gradients.refuse_early()
+        self.gradients.refuse_early(param)
         found = torch.Tensor.grad.__get__(param) if self._index.get(id(param)) in self.technique._used else None
         return self._seen(complex_of(found) if found is not None and id(param) in self._pairs else found)
 

@@ -353,7 +353,7 @@ class Prepared(Stepping):
             later=self.plan.accumulate > 1 and mesh.world.size > 1,
         )  # fmt: skip
         show_complex(self.model, engine.state.pairs - cuts, lambda: not gate.is_open and calls.is_outside)
-        self.gradients = Gradients(engine.state, gate, self.meet, self._are_whole)
+        self.gradients = Gradients(engine.state, gate, self.meet, self._are_whole, self._stray)
         if not cuts:
             return
         self.cut_weights = CutWeights(
