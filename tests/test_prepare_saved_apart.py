@@ -55,5 +55,5 @@ def test_what_came_apart_since_the_last_comparison_is_not_saved(tmp_path: Path, 
 
 
 def test_what_came_apart_is_found_where_an_epoch_ends(pool: RankPool) -> None:
-    with pytest.raises(RefusedPlan, match=r"after step 6 the buffer 'mean'.*line \d+: for step, "):
+    with pytest.raises(RefusedPlan, match=r"after step 5 the buffer 'mean'.*line \d+: "):
         pool.run(trained, 2, "", 24)
