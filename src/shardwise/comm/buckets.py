@@ -66,7 +66,7 @@ class Bucket:
         self.dtype = dtype
         self.params = params
         self.buffer: torch.Tensor | None = None
-        self._views: list[torch.Tensor] = []  # the buffer's parts, by entry
+        self.views_now: list[torch.Tensor] = []  # the buffer's parts, by entry, while there is one
         self._alone: list[int] = []  # who held them when they were made
         self.filled: set[int] = set()  # entries that hold a gradient since the buffer was made
         self.arrived = 0  # gradients of this micro-batch
@@ -78,7 +78,7 @@ class Bucket:
             self.buffer = torch.empty(self.layout.size, dtype=self.dtype, device=self.params[0].device)
             for start, stop in self.layout.gaps:
                 self.buffer[start:stop].zero_()
-            self._views = [
+            self.views_now = [
                 shaped(self.buffer[entry.start : entry.stop], param.shape, as_complex=param.is_complex())
                 for entry, param in zip(self.layout.entries, self.params, strict=True)
             ]
@@ -89,13 +89,13 @@ class Bucket:
     def view(self, place: int) -> torch.Tensor:
         """The part of the buffer that is this entry's gradient, in the parameter's shape."""
         self.ensure()
-        return self._views[place]
+        return self.views_now[place]
 
     def put(self, sums: torch.Tensor) -> None:
         """Take a buffer that was reduced elsewhere."""
         self.buffer = sums
         entries = zip(self.layout.entries, self.params, strict=True)
-        self._views = [shaped(sums[e.start : e.stop], p.shape, as_complex=p.is_complex()) for e, p in entries]
+        self.views_now = [shaped(sums[e.start : e.stop], p.shape, as_complex=p.is_complex()) for e, p in entries]
         self._alone = self._holders()
 
     def start_step(self) -> None:
@@ -105,7 +105,7 @@ class Bucket:
         self.filled.clear()
         for param in self.params:
             param.grad = None
-        if self.buffer is not None and self._views and self._holders() != self._alone:
+        if self.buffer is not None and self.views_now and self._holders() != self._alone:
             self.buffer = None
             self.forget_views()
 
@@ -113,11 +113,11 @@ class Bucket:
         """How many tensors lie in the buffer's memory, and how often each gradient is held."""
         assert self.buffer is not None
         users = torch._C._storage_Use_Count(self.buffer.untyped_storage()._cdata)
-        return [users, *map(sys.getrefcount, self._views)]
+        return [users, *map(sys.getrefcount, self.views_now)]
 
     def forget_views(self) -> None:
         """Drop the views of the buffer, which would keep its memory alive after it was taken away."""
-        self._views = []
+        self.views_now = []
 
     def complete(self) -> torch.Tensor:
         """The buffer with zeros where no gradient came."""
@@ -211,7 +211,14 @@ class GradientBuckets:
 
         def on_gradient(param: nn.Parameter) -> None:
             buckets = owner()
-            if buckets is not None and not buckets.asleep:
+            if buckets is None or buckets.asleep:
+                return
+            held, used = buckets.buckets[number], buckets.used_now
+            views = held.views_now
+            if views and param.grad is views[place] and index not in used and not (buckets.sync or held.launched):
+                used.add(index)  # autograd has accumulated in the bucket itself, of which nothing is due yet
+                held.arrived += 1
+            else:
                 buckets._on_gradient(param, number, place, index, kept)
 
         return on_gradient

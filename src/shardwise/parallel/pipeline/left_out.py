@@ -65,7 +65,8 @@ class LeftOutResults:
                 self._recipes.clear()
             self._recipes[key] = self._recipe(skip, along, leaves)
         recipe, spec = self._recipes[key]
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if len(recipe) == 1 and recipe[0].number is not None and spec.is_leaf():  # one tensor, as of most blocks
+            return self._tensor(recipe[0], leaves)
         made: dict[int, torch.Tensor] = {}
         found = []
         for leaf in recipe:
@@ -75,7 +76,7 @@ class LeftOutResults:
                 found.append(leaf.value)
             else:
                 if leaf.number not in made:
-                    made[leaf.number] = self._tensor(leaf, tensors)
+                    made[leaf.number] = self._tensor(leaf, leaves)
                 found.append(made[leaf.number])
         return tree_unflatten(found, spec)
 
@@ -104,11 +105,13 @@ class LeftOutResults:
         assert skip.call.spec is not None
         return found, skip.call.spec
 
-    def _tensor(self, leaf: _Leaf, beside: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _tensor(self, leaf: _Leaf, leaves: Sequence[Any]) -> torch.Tensor:
         assert leaf.dtype is not None
-        device = beside[0].device if beside else None
+        first = next((one for one in leaves if isinstance(one, torch.Tensor)), None)
+        device = first.device if first is not None else None
         if leaf.along or not leaf.dtype.is_floating_point:  # whole numbers count something: nobody else's are touched
             fill = float("nan") if leaf.dtype.is_floating_point else 0
+            beside = [one for one in leaves if isinstance(one, torch.Tensor)]
             return filled(leaf.shape, fill, leaf.along, self.axes, beside, dtype=leaf.dtype, device=device)
         key = leaf.shape, leaf.dtype, device
         blank = self._blank.get(key)
