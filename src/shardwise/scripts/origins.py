@@ -149,9 +149,9 @@ class Origins:
             raise with_line(_SEVERAL.format(*told), line_of_script())
 
     def _refuse_undealt(self, given: list[torch.Tensor], count: int) -> None:
-        """Raise `RefusedPlan` where what every rank drew alike meets this rank's samples."""
+        """Raise `RefusedPlan` where what every rank drew alike meets this rank's samples, and no weight's gradient."""
         for one in given if self._undealt else ():
-            if self._is_undealt(one):
+            if self._is_undealt(one) and not self._has_gradient(given):
                 raise with_line(_UNDEALT.format(tuple(one.shape), count), line_of_script())
 
     def _note_undealt(
@@ -164,6 +164,11 @@ class Origins:
         drawn = drawn and any(one.dim() and len(one) == held.count < held.total for one in found)
         if drawn or any(map(self._is_undealt, given)):
             self._undealt |= {id(one): weakref.ref(one) for one in found}
+
+    def _has_gradient(self, given: list[torch.Tensor]) -> bool:
+        """Whether one of these is a weight's gradient, of which each row is a weight's and no sample's."""
+        grads = [weight.grad for one in self._parameters.values() if (weight := one()) is not None]
+        return any(tensor is grad for tensor in given for grad in grads)
 
     def _is_undealt(self, tensor: torch.Tensor) -> bool:
         known = self._undealt.get(id(tensor))
