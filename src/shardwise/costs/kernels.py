@@ -217,7 +217,7 @@ class Kernels:
         return size_bytes / self.bandwidth + kernels * self.launch_us * 1e-6
 
     def by_planes(self, size_bytes: float, channels: float) -> float:
-        """A batch norm of bfloat16 whose channels lie apart (N, C, H, W): one block of threads sums up each channel.
+        """Returns the seconds of a bfloat16 batch norm on (N, C, H, W), where one block of threads sums up each channel.
 
         size_bytes: of what goes in and comes out, of which the kernels read some twice.
         """
@@ -225,7 +225,7 @@ class Kernels:
         return size_bytes / (self.device.memory_bandwidth_gbps.value * 1e9 * reached) + self.launch_us * 1e-6
 
     def turned(self, size_bytes: float) -> float:
-        """Bringing a convolution's tensors of so many bytes from (N, C, H, W) into channels_last, and back."""
+        """Returns the seconds of turning a convolution's tensors from (N, C, H, W) into channels_last, and back."""
         return size_bytes / (self.device.memory_bandwidth_gbps.value * 1e9 * TURNED)
 
     def convolution(self, kind: str, cells: float, out: float, deep: float) -> float | None:

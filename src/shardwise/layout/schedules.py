@@ -72,7 +72,7 @@ class Schedule:
 
     @cached_property
     def brought(self) -> tuple[dict[tuple[str, int], list[tuple[int, int, int]]], ...]:
-        """For each rank, what others send it: (stage it comes from, stage it is for, micro-batch), in order.
+        """Returns for each rank the messages that others send it: (from stage, to stage, micro-batch), in order.
 
         By (kind of the op that makes it: "F" or, of a gradient, "B"; sender). What a rank sends itself is no message.
         """

@@ -20,10 +20,11 @@ import torch
 
 from shardwise.comm import Axis, Pending, all_reduce
 from shardwise.part.cuts import Owners, Uncut
-from shardwise.part.gathering import Scatter, all_sum, gathered, scatter_sum, share_of
+from shardwise.part.gathered_views import GatheredView, opened_anew
+from shardwise.part.gathering import Scatter, all_sum, gathered, scatter_sum
 from shardwise.part.levels import Distributed, ViewOf, here, written_back
 from shardwise.part.tensor import Part, answer, facts, forget, reshaped_in_place, same_memory, strides_of
-from shardwise.trace.leaves import replaced, tensors_in
+from shardwise.trace.leaves import replaced
 
 _REARRANGE = frozenset({
     "view", "_unsafe_view", "reshape", "_reshape_alias", "transpose", "t", "permute", "unsqueeze", "squeeze", "detach",
@@ -32,27 +33,6 @@ _REARRANGE = frozenset({
 _ROWS = frozenset({"view", "_unsafe_view", "reshape", "_reshape_alias", "detach", "alias"})  # may keep the last dim
 _ADD = frozenset({"add", "sub"})
 _SCALE = frozenset({"mul", "div"})
-
-
-class GatheredView:
-    """Of which part a copy is the gathered view, and whether that was written into since."""
-
-    def __init__(self, part: Part, view: Callable[[torch.Tensor], torch.Tensor]):
-        self.part, self.view, self.version = part, view, part._version
-
-    @property
-    def moved(self) -> bool:
-        """Whether the part was written into since it was gathered last."""
-        return self.part._version != self.version
-
-    def through(self, view: Callable[[torch.Tensor], torch.Tensor]) -> GatheredView:
-        """Returns the same of a view of the copy."""
-        return GatheredView(self.part, lambda whole: view(self.view(whole)))
-
-    def whole(self) -> torch.Tensor:
-        """Returns the part as it is now, gathered into memory of its own. Collective."""
-        self.version = self.part._version
-        return gathered(self.part)
 
 
 class Sum(Distributed):
@@ -257,7 +237,7 @@ def with_sums(func: Any, args: tuple, kwargs: dict, given: list[Distributed]) ->
         return reshaped_in_place(first, func, args, kwargs)
     changed = first if known.writes else None
     copied = first is not None and first.read_only_copy
-    if changed is not None and copied and not _opened(changed, args):
+    if changed is not None and copied and not opened_anew(changed, args):
         raise Uncut(
             f"{func} writes, with gradients, into a view of a tensor of which ranks of {changed.axis.name} have "
             "shares; masked_fill, torch.where and scatter give a new one"
@@ -308,20 +288,6 @@ def _reshaped(first: Sum, shape: list[int]) -> torch.Tensor:
     made = Sum(first.local.reshape(shape), first.axis, first.origin, spread=first.spread)
     made.read_only_copy = True
     return made
-
-
-def _opened(copy: Sum, args: tuple) -> bool:
-    """Let a copy be the view of its part as that is now, gathered, whose share is put back once it is written.
-
-    Returns whether it could be: where a gradient is needed, autograd goes another way, by the strides of the whole.
-    """
-    seen = copy.seen
-    if seen is None or seen.part.requires_grad or any(tensor.requires_grad for tensor in tensors_in(args)):
-        return False
-    part, whole = seen.part, seen.whole()
-    copy.total = seen.view(whole)
-    copy.source = ViewOf(part, lambda _: part.local.copy_(share_of(whole, part.dim_cut, part.owners, part.axis)))
-    return True
 
 
 def _anchored(view: Sum) -> None:

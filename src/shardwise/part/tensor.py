@@ -309,8 +309,9 @@ def _may_be_gathered(part: Part) -> bool:
 
 def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
     """The operation on whole tensors, where the parts in its way are soft. Called while an `Uncut` is handled."""
+    from shardwise.part.gathered_views import GatheredView
     from shardwise.part.gathering import gather, gathered
-    from shardwise.part.sums import GatheredView, Sum
+    from shardwise.part.sums import Sum
 
     writes = facts(func).writes and is_part(args[0])
     parts = parts_in((args, kwargs))

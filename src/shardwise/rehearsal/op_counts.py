@@ -176,7 +176,7 @@ class Count(TorchDispatchMode):
 
 
 def _channels_first(x: torch.Tensor) -> bool:
-    """Whether planes of one channel lie in one piece: (N, C, H, W) as it is made, and not in channels_last."""
+    """Returns whether a tensor (N, C, H, W) is laid out channels first, as it is by default, and not channels last."""
     return x.dim() > 3 and x.shape[1] > 1 and x.stride(1) != 1
 
 

@@ -338,7 +338,7 @@ class LossLook(LooksAtMore):
     def _neighbours(
         self, loss: Any, weight: Any, sources: list[torch.Tensor], reached: list[torch.Tensor], bar: float
     ) -> int:
-        """How many neighbouring samples go together in a loss that is the same in halves: 1, or more (pairs)."""
+        """Returns how many neighbouring samples a loss puts together: 1, or more (2 for pairs of rows)."""
         half = self._half
         try:
             for self._half in (few for few in range(1, half) if half % few == 0):
