@@ -217,7 +217,7 @@ class Kernels:
         return size_bytes / self.bandwidth + kernels * self.launch_us * 1e-6
 
     def by_planes(self, size_bytes: float, channels: float) -> float:
-        """Returns the seconds of a bfloat16 batch norm on (N, C, H, W), where one block of threads sums up each channel.
+        """Returns the seconds of a bfloat16 batch norm on (N, C, H, W), where one block of threads sums a channel.
 
         size_bytes: of what goes in and comes out, of which the kernels read some twice.
         """
