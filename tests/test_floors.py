@@ -63,6 +63,7 @@ WITHIN = {
     ("device", "errors"): "every room raises the same errors",
     ("host", "device"): "whether the host waits depends on where a tensor lies",
     ("observe", "data"): "floor 7 has an order: data, observe, training, proof",
+    ("cli", "scripts"): "verify proves scripts",
     ("cli", "hf"): "a checkpoint is turned into a folder of transformers",
     ("training", "data"): "floor 7 has an order: data, observe, training, proof",
     ("training", "observe"): "floor 7 has an order: data, observe, training, proof",

@@ -36,6 +36,15 @@ def tasks_in(path: str | Path) -> list[str]:
     return sure or [node.name for node in functions]
 
 
+def defines_task(path: str | Path) -> bool:
+    """Whether a file builds a `Task`: by a function that calls `Task(...)`, or is annotated so, or a variable."""
+    try:
+        tree = ast.parse(Path(path).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return False
+    return any(_calls(node, {"Task"}) for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
 def _may_be_a_task(function: ast.FunctionDef) -> bool:
     """A public function that takes nothing it has no default for, and returns a value."""
     taken = function.args

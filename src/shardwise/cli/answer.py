@@ -43,6 +43,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "differences": [],
         "unproven": [],
         "first_difference": None,
+        "cause": None,
         "notes": [],
         **COMMON,
     },

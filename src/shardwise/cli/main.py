@@ -1,4 +1,4 @@
-"""The commands train, verify and config, and the list of all commands: arguments and answers. No torch until needed.
+"""The commands train and config, and the list of all commands: arguments and answers. No torch until needed.
 
 Importing this module does not import torch, so that help and mistakes are quick.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 import shardwise
-from shardwise.cli import compare, foresee, probe, report, run_script
+from shardwise.cli import compare, foresee, probe, prove, report, run_script
 from shardwise.cli.answer import INTERRUPTED, Answer, Ended, quiet_stdout, speaks
 from shardwise.cli.checkpoint import checkpoint
 from shardwise.cli.completion import ASKED, answer_shell, completion
@@ -23,8 +23,7 @@ from shardwise.cli.doctor import doctor
 from shardwise.cli.options import WholeNumber, common, given, given_plan
 from shardwise.cli.show import show
 from shardwise.cli.waiting import begin
-from shardwise.errors import InputError, RefusedPlan
-from shardwise.progress import timing
+from shardwise.errors import InputError
 
 PLAN_HELP = "How to spread it: dp_shard=2,zero=3, or a .toml file with the same keys."
 AGAIN_S, IMPORT_S = 0.3, 10.0  # between looks whether SIGTERM is obeyed; how long it waits for imports
@@ -141,97 +140,10 @@ def train(
     from shardwise.training import execute
 
     if verify_first:
-        _verified(effective)
+        prove.verified_first(effective)
     run = execute(effective, nproc=nproc, resume=resume)
     answer.fields.update(run.summary)
     answer.text = str(run)
-
-
-@main.command()
-@click.argument("target", metavar="CONFIG.toml | MODULE:TASK | text | digits")
-@click.option("--plan", callback=given_plan, help=PLAN_HELP)
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key of CONFIG.toml; repeatable.")
-@click.option("--steps", type=WholeNumber(min=1), help="Optimizer steps to compare: 2, of a configuration 5.")
-@click.option("--seed", type=WholeNumber(min=0), help="Seed of weights and data; 0, or the configuration's.")
-@click.option(
-    "--shrink",
-    is_flag=True,
-    help="A small proof of a large plan: the least ranks, blocks and samples that keep its structure.",
-)
-@click.option("--clip-norm", type=float, default=None, help="Largest norm of the gradient, clipped on both sides.")
-@click.option("--device", default="cpu", show_default=True, help="Of both sides: cpu, or the accelerator: cuda, xpu.")
-@common
-@click.pass_obj
-def verify(
-    answer: Answer,
-    target: str,
-    plan: str | None,
-    overrides: tuple[str, ...],
-    steps: int | None,
-    seed: int | None,
-    shrink: bool,
-    clip_norm: float | None,
-    device: str,
-) -> None:
-    """Compare a task under a plan with one process: loss, gradients, parameters, buffers, optimizer state.
-
-    \b
-    shardwise verify digits --plan dp_shard=2,zero=3
-    shardwise verify my.toml
-
-    Of a configuration, what `train` does with it is compared with a plain loop: optimizer, schedule, clipping, loader
-    and workers, averages, evaluations and metrics, over a few steps across an epoch's end.
-
-    Exit code 0 when they agree, 1 when they do not or nothing was proven, 3 when the plan is refused.
-    """
-    if target.endswith(".toml"):
-        if device != "cpu":
-            raise click.UsageError("--device is for tasks: of a configuration both sides run on the CPU")
-        parity = _prove_run(answer, target, plan, overrides, steps, seed, shrink, clip_norm)
-    else:
-        parity = _prove_task(answer, target, plan, overrides, steps, seed, shrink, clip_norm, device)
-    answer.fields.update(_plain(parity.as_dict()))
-    if parity.refused:
-        raise RefusedPlan(parity.refused)
-    answer.text = parity.text()
-    answer.code = 0 if parity.parity else 1
-
-
-def _prove_task(
-    answer: Answer, task: str, plan: str | None, overrides: Any, steps: Any, seed: Any, shrink: bool, clip_norm: Any,
-    device: str,
-) -> Any:  # fmt: skip
-    from shardwise.layout import Plan, check
-
-    if plan is None:
-        raise click.UsageError("Missing option '--plan'.")
-    if overrides:
-        raise click.UsageError("--set is for CONFIG.toml; of a task nothing is configured")
-    parsed = Plan.parse(plan)
-    answer.fields.update(plan=str(parsed), world_size=parsed.world_size)
-    check(parsed)
-    begin(answer, "verify: loading PyTorch")
-    from shardwise.proof.parity import verify as prove
-
-    with timing(not answer.as_json) as say:
-        return prove(
-            task, parsed, steps=steps or 2, seed=seed or 0, shrink=shrink, clip_norm=clip_norm, device=device, say=say
-        )
-
-
-def _prove_run(
-    answer: Answer, path: str, plan: str | None, overrides: Any, steps: Any, seed: Any, shrink: bool, clip_norm: Any
-) -> Any:  # fmt: skip
-    if shrink:
-        raise click.UsageError("--shrink is for tasks: a configuration is proven under its own plan")
-    given = {"train.seed": seed, "train.clip_norm": clip_norm}
-    overrides = (*overrides, *(f"{key}={value}" for key, value in given.items() if value is not None))
-    effective = _effective(path, overrides, plan, None)
-    answer.fields.update(plan=str(effective.plan), world_size=effective.plan.world_size)
-    begin(answer, "verify: loading PyTorch")
-    from shardwise.proof.run import verify_run
-
-    return verify_run(effective, steps=steps)
 
 
 @main.command()
@@ -268,24 +180,6 @@ def config(answer: Answer, path: str | None, overrides: tuple[str, ...], starter
         click.echo(note, err=True)
 
 
-def _verified(effective: Any) -> None:
-    """Prove the run; one that is not equal to a plain loop is not begun. A launcher's rank 0 has no ranks to start."""
-    from shardwise.errors import InputError, RunError
-    from shardwise.proof.run import verify_run
-    from shardwise.ranks import here
-
-    if here() is not None:
-        raise InputError(
-            "--verify-first starts ranks of its own, and a launcher started this one: run it before, alone"
-        )
-    parity = verify_run(effective)
-    if parity.refused:
-        raise RefusedPlan(parity.refused)
-    click.echo(parity.text(), err=True)
-    if not parity.parity:
-        raise RunError(f"not begun, since the run is {parity.verdict}")
-
-
 def _of_run(resume: str) -> str | None:
     """The configuration that a run's folder keeps; a checkpoint's is that of the run it lies in."""
     from pathlib import Path
@@ -309,13 +203,8 @@ def _effective(target: str | None, overrides: tuple[str, ...], plan: str | None,
     return load(path, overrides, values)
 
 
-def _plain(fields: dict[str, Any]) -> dict[str, Any]:
-    from shardwise.observe.metrics import finite
-
-    return finite(fields)
-
-
 main.add_command(checkpoint)
+main.add_command(prove.verify)
 main.add_command(show)
 main.add_command(completion)
 main.add_command(run_script.run)

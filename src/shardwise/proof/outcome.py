@@ -42,6 +42,7 @@ class Parity:
     worst: dict[tuple[str, str], str] = field(default_factory=dict)  # (kind, name): rank and step of the largest error
     exceeded: dict[tuple[str, str], int] = field(default_factory=dict)  # (kind, name): the first step beyond its bar
     first: Any = None  # a `Located`: where the plan first differs
+    cause: Any = None  # of the difference, where it could be told: its `name` and `text`
     notes: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)  # what no number expresses: a gradient on one side only
     unproven: list[str] = field(default_factory=list)  # why agreement would mean nothing
@@ -88,6 +89,7 @@ class Parity:
             "error": self.error,
             "differences": self.differences,
             "unproven": self.unproven,
+            "cause": None if self.cause is None else {"name": self.cause.name, "text": self.cause.text},
             "first_difference": self.first.as_dict() if self.first is not None else None,
             "world_size": self.world_size,
             "plan": self.plan,
@@ -109,6 +111,7 @@ class Parity:
         lines += [self._line(kind) for kind in KINDS if self.errors(kind)]
         lines += [f"  different: {what}" for what in self.differences]
         lines += [f"  first: {self.first.text()}"] if self.first is not None else []
+        lines += [f"  cause: {self.cause.text}"] if self.cause is not None else []
         lines += [f"  not proven: {what}" for what in self.unproven]
         lines += [f"  note: {note}" for note in self.notes]
         if self.second is not None:

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from shardwise.errors import InputError, RunError
 from shardwise.layout.dealing import Share
 from shardwise.scripts.dealt import Dealer, Dealt
+from shardwise.scripts.proof.recorder import ScriptRecorder, content_of
 from shardwise.scripts.pushed import Pushed
 from shardwise.scripts.reading import (
     Collated,
@@ -69,6 +70,7 @@ class PartLoader:
         self._dim, self._given = dim or 0, dim is not None
         self.events = events or Events()
         self.notices: list[str] = []
+        self.recorder: ScriptRecorder | None = None  # of a proof, which is told of batches
         self._place: tuple[int, dict | None] | None = None  # to go on from
         self._began: Generators | None = None  # where generators stood at the start of the epoch under way
         self._look: list[float] = []  # numbers of what every rank read alike of the batch at hand
@@ -105,10 +107,14 @@ class PartLoader:
         return self._handed_out(self._began, batches)
 
     def _handed_out(self, began: Generators, batches: Iterator[BatchPart]) -> Iterator[Any]:
+        most = total = 0
         try:
             for batch, dealt, checksum in self._batches(began, batches):
                 self.part = dealt.part
                 self._out += 1
+                total = dealt.part.total
+                most = max(most, total)
+                self._tell_proof(batch, dealt)
                 if not self._compared:
                     self._compared = True
                     self.events.before_first(self._look, checksum)
@@ -117,9 +123,20 @@ class PartLoader:
                 self.events.after_batch()
                 self._dealer.handed_out(dealt)
             self.events.after_all()
+            if self.recorder is not None:
+                self.recorder.epoch_ends(uneven=total < most)
         finally:
             self._began = None
             self.events.after_epoch()
+
+    def _tell_proof(self, batch: Any, dealt: Dealt) -> None:
+        """Tell a proof of the batch: how many samples all ranks have, and the content of those that count here."""
+        if self.recorder is None:
+            return
+        first = dealt.part.start - dealt.held.start
+        rows = slice(first, first + dealt.part.count)
+        content = content_of(batch, rows if self._ranks > 1 else None, self._dim)
+        self.recorder.batch(dealt.part.total, content, dealt.part.count)
 
     def position(self) -> list[Any] | None:
         """Where this epoch stands, as JSON: batches handed out, generators at its start; None between epochs."""

@@ -62,6 +62,9 @@ from shardwise.scripts.moved import FirstSteps, InPlace, refuse_replaced
 from shardwise.scripts.optimizers_beside import watch_others
 from shardwise.scripts.own_pieces import OwnPieces
 from shardwise.scripts.pieces import Pieces
+from shardwise.scripts.proof.on_ranks import side_of
+from shardwise.scripts.proof.plain import Plain
+from shardwise.scripts.proof.recorder import recorder
 from shardwise.scripts.pushed import Pushed
 from shardwise.scripts.saved import put as put_saved
 from shardwise.scripts.saying import names_line
@@ -138,8 +141,11 @@ def prepare(
     Raises `InputError` for what cannot be prepared or a wrong number of ranks, `RefusedPlan` for a plan that a
     script's own loop cannot follow.
     """
-    plan = Plan.parse(plan)
+    proof = recorder()
+    plan = Plan.parse(plan) if proof is None else proof.plan_for(Plan.parse(plan))
     _refuse_twice(model)
+    if proof is not None and proof.plain:
+        return Plain(model, optimizer, loader, plan, proof, dim=batch_dim)  # type: ignore[return-value]
     model = with_own(model, optimizer)
     check_given(model, optimizer, plan, randomness, loss_scope)
     join_ranks(plan)
@@ -208,6 +214,8 @@ class Prepared(Stepping):
         self.pending: Path | None = None  # a checkpoint that is loaded once the weights are in place
         self._hook_optimizer()
         watch_others(self)
+        self.side = side_of(self, loader, recorder())
+        self.loader.recorder = recorder() if leader is None else None
         if waits_for_call(plan):
             wait_for_call(model, self._spread)
         else:

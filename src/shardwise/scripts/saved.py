@@ -24,6 +24,8 @@ from shardwise.checkpoint.remote import place
 from shardwise.checkpoint.save import Saver
 from shardwise.errors import InputError
 from shardwise.scripts.agreement import dotted
+from shardwise.scripts.proof.plain import Plain, load_refused
+from shardwise.scripts.proof.recorder import recorder
 from shardwise.scripts.reading import Generators
 from shardwise.scripts.saying import names_line
 from shardwise.scripts.start import generators_kept
@@ -43,6 +45,10 @@ def save(prepared: Prepared, folder: str | Path, *, keep: int = 2, **fields: Any
     It is on the disk, digests checked, when this returns. Raises `RunError` where only some ranks call it, `InputError`
     for a field that is something else.
     """
+    if isinstance(prepared, Plain):
+        return prepared.save(folder, **fields)
+    if prepared.side is not None:
+        prepared.side.recorder.met("a save")
     engine, given = prepared.engine, {name: _node_of(name, value) for name, value in fields.items()}
     prepared.meet("shardwise.save(...)", always=True)
     prepared.compare()
@@ -67,6 +73,8 @@ def load(prepared: Prepared, folder: str | Path) -> dict[str, Any]:
     Collective. Where cuts wait for the model's first forward in training, weights and state come in with it. Raises
     `InputError` where there is none, or it is another model's.
     """
+    if recorder() is not None:
+        load_refused(folder)
     with opened(folder) as stored:
         told = stored.manifest.fields.get("script") if stored.manifest is not None else None
         chosen = stored.folder

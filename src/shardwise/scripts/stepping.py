@@ -38,6 +38,7 @@ from shardwise.scripts.kept import Kept
 from shardwise.scripts.moved import FirstSteps
 from shardwise.scripts.optimizer import is_of_torch
 from shardwise.scripts.outside import Outside
+from shardwise.scripts.proof.on_ranks import RankSide
 from shardwise.scripts.saying import Notices, names_line
 from shardwise.scripts.state import open_doors
 from shardwise.scripts.tape import LossTape
@@ -62,6 +63,7 @@ class Stepping(Weighing):
     _hooks: LaterHooks
     by_hand: ByHand
     gradients: Gradients | None  # as the script sees them, once the model is spread
+    side: RankSide | None  # of a proof, which records
     _shares: bool  # tp or ep cut weights
     _unguarded: bool  # experts beside the rest, whose gradients are FSDP's own parameters'
 
@@ -112,6 +114,8 @@ class Stepping(Weighing):
         over all ranks. Without weight or mean_over, a mean is one over samples that are alike; raises `InputError` for
         one that ranks took over numbers out of proportion to their samples.
         """
+        if self.side is not None:
+            self.side.recorder.may_go_on()
         check_loss(loss)
         for given, name in ((weight, "weight"), (mean_over, "mean_over")):
             check_number(given, name)
@@ -132,6 +136,8 @@ class Stepping(Weighing):
         stands_in = dealt is not None and dealt.part.count == 0 and not self._of_whole_batches
         if stands_in and self.calls.kept is not None:
             self.calls.kept.refuse_uncounted(given_loss)
+        if self.side is not None:
+            self.side.apart(self, loss)
         total = loss * 0 if stands_in else loss
         if mean_over is not None:
             (over,) = self._sum(0.0 if stands_in else mean_over)
@@ -155,9 +161,11 @@ class Stepping(Weighing):
             differentiate(total * scale if scale != 1.0 else total, retain_graph=retain_graph)
         for each, counted in zip(together, weights, strict=True):
             each._count(Loss(total.detach(), counted), stands_in)
-        if engine.plan.accumulate == 1:
-            return self.loss
-        return self._loss_of(total, 0.0 if stands_in else weight)
+        told = self.loss if engine.plan.accumulate == 1 else self._loss_of(total, 0.0 if stands_in else weight)
+        for each in together:
+            if each.side is not None:
+                each.side.loss(told, self._given or "mean", stated)
+        return told
 
     def _together(self, also: Sequence[Stepping]) -> list[Stepping]:
         """This model and the others that one loss trains."""
@@ -275,7 +283,7 @@ class Stepping(Weighing):
 
     def _set_aside(self) -> None:
         """Another backward comes before `zero_grad()`: its gradients are added to those of this one. Collective."""
-        if self._given == "given" and not self._stepped:
+        if self._given == "weight" and not self._stepped:
             self._refuse_weights()
         with self._gate.open():
             self._whole_gradients.put_back()
@@ -359,11 +367,15 @@ class Stepping(Weighing):
                 raise RefusedPlan("a closure with an optimizer that needs whole tensors: use dp_replicate")
             result = inner(lambda: self._closed(closure))
             engine.technique.publish()
+            if self.side is not None:
+                self.side.before(self)
         else:
             self._flush()
             with self._gate.open():
                 self._whole_gradients.put_back()
                 self.by_hand.note(*self._whole_gradients.changed())
+            if self.side is not None:
+                self.side.before(self)
             if self._tally is not None and not self._usable and self._result is not None:
                 with self._gate.open():
                     not_finite(engine.state, self._result)
@@ -383,6 +395,8 @@ class Stepping(Weighing):
         for one in self.calls.recorded:
             one.on = False
         engine.state.steps_done += 1
+        if self.side is not None:
+            self.side.after(self)
         self._stepped = self._tally is not None
         return result
 

@@ -30,7 +30,7 @@ class Weighing(OverRanks):
 
     def _loss_of(self, total: torch.Tensor, weight: torch.Tensor | float | None) -> torch.Tensor:
         """One micro-batch's loss over all ranks."""
-        whole, divisor = self._sum(total.detach(), self._once() if self._given != "given" else float(weight or 0.0))
+        whole, divisor = self._sum(total.detach(), self._once() if self._given != "weight" else float(weight or 0.0))
         return torch.tensor(whole / divisor if divisor else float("nan"), dtype=torch.float64)
 
     def _once(self) -> float:
@@ -44,7 +44,7 @@ class Weighing(OverRanks):
         leaves = self.calls.kept.leaves() if self.calls.kept is not None else []
         if not leaves:
             return nullcontext()
-        of_all = {"mean": float(self._apart), "given": 0.0}.get(self._given or "", 1.0)
+        of_all = {"mean": float(self._apart), "weight": 0.0}.get(self._given or "", 1.0)
         (total,) = self._sum(float(weight or 0.0)) if not of_all else (of_all,)
         return scaled(leaves, 1.0 / (scale * total) if total else 0.0)
 
@@ -55,7 +55,7 @@ class Weighing(OverRanks):
         if weight is not None and mean:
             raise InputError("prepared.backward: give weight (of a sum) or mean_over (of a mean), not both")
         if weight is not None:
-            form = "given"
+            form = "weight"
             if self._earlier is not None and not self._earlier.stepped:
                 self._refuse_weights()
             if self._apart > 1:
@@ -63,7 +63,7 @@ class Weighing(OverRanks):
             if self.engine.plan.accumulate > 1:
                 refuse_division(loss, float(weight), self.engine.plan.accumulate)
         elif mean:
-            form = "mean over"
+            form = "mean_over"
             held = replace(self.calls.held_by(loss), suspects=set())  # which are not compared
             if self._apart > 1 and divisor_of(loss, held).kind == "sum":
                 raise InputError(

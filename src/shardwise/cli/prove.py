@@ -1,0 +1,183 @@
+"""The command `verify`: prove a task, a configuration or a script (proof/parity, proof/run, scripts/proof/door)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from shardwise.cli.answer import Answer
+from shardwise.cli.options import WholeNumber, common, given, given_plan
+from shardwise.cli.waiting import begin
+from shardwise.errors import InputError, RefusedPlan
+from shardwise.progress import timing
+
+_PLAN = "How to spread it: dp_shard=2,zero=3, or a .toml file with the same keys. A script's own by default."
+
+
+class StepCount(click.ParamType):
+    """A number of steps, or "all"."""
+
+    name = "N|all"
+
+    def convert(self, value: Any, parameter: Any, context: Any) -> Any:
+        """Returns a number of at least 1, or "all"."""
+        return value if value == "all" else WholeNumber(min=1).convert(value, parameter, context)
+
+
+@click.command(context_settings={"ignore_unknown_options": False})
+@click.argument("target", metavar="SCRIPT.py | CONFIG.toml | MODULE:TASK | text | digits")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGS]")
+@click.option("--plan", callback=given_plan, help=_PLAN)
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key of CONFIG.toml; repeatable.")
+@click.option(
+    "--steps", type=StepCount(), help="Optimizer steps to compare: of a script 6, a configuration 5, a task 2."
+)
+@click.option("--epochs", type=WholeNumber(min=1), help="Of a script: whole epochs in the place of steps.")
+@click.option("--seed", type=WholeNumber(min=0), help="Seed of weights and data; 0, or the configuration's.")
+@click.option(
+    "--shrink",
+    is_flag=True,
+    help="A small proof of a large plan: the least ranks, blocks and samples that keep its structure.",
+)
+@click.option("--clip-norm", type=float, default=None, help="Largest norm of the gradient, clipped on both sides.")
+@click.option("--device", default="cpu", show_default=True, help="Of both sides: cpu, or the accelerator: cuda, xpu.")
+@click.option("--against", callback=given, metavar="SCRIPT.py", help="The script as it was before it was changed.")
+@click.option("--nproc", type=WholeNumber(min=1), help="Ranks of a script that sets up its own (DDP, FSDP, ...).")
+@click.option("--one", metavar="ARGS", help="Arguments of its one process, where they are others: --batch-size 64.")
+@click.option("--cwd", callback=given, metavar="FOLDER", help="Run a script there, for real; else in a scratch copy.")
+@common
+@click.pass_obj
+def verify(answer: Answer, target: str, arguments: tuple[str, ...], **words: Any) -> None:
+    """Compare training under a plan with one process: loss, gradients, parameters, buffers, optimizer state.
+
+    \b
+    shardwise verify train.py --plan dp_shard=2,zero=3 -- --epochs 3
+    shardwise verify train_ddp.py --nproc 2 --one "--batch-size 64" -- --batch-size 32
+    shardwise verify digits --plan dp_shard=2,zero=3
+    shardwise verify my.toml
+
+    A script runs in one process, in which `prepare` does nothing but record, and on the plan's ranks, in float64; it
+    is ended after a few optimizer steps. Of a configuration, what `train` does with it is compared with a plain loop.
+
+    Exit code 0 when they agree, 1 when they do not or nothing was proven, 3 when the plan is refused.
+    """
+    parity = _prove(answer, target, arguments, words)
+    answer.fields.update(_plain(parity.as_dict()))
+    if parity.refused:
+        raise RefusedPlan(parity.refused)
+    answer.text = parity.text()
+    answer.code = 0 if parity.parity else 1
+
+
+def _prove(answer: Answer, target: str, arguments: tuple[str, ...], words: dict[str, Any]) -> Any:
+    """Returns the `Parity` of what the target is: a configuration, a script, or else a task."""
+    if target.endswith(".toml"):
+        _refuse(words, arguments, "a configuration", "device", "epochs", "against", "nproc", "one", "cwd")
+        return _prove_run(answer, target, words)
+    if is_script(target):
+        _refuse(words, (), "a script", "overrides", "seed", "shrink", "clip_norm", "device")
+        return _prove_script(answer, target, arguments, words)
+    _refuse(words, arguments, "a task", "overrides", "epochs", "against", "nproc", "one", "cwd")
+    return _prove_task(answer, target, words)
+
+
+def is_script(target: str) -> bool:
+    """Whether the word names a Python file that is to be run: one without tasks in it."""
+    if not target.endswith(".py"):
+        return False
+    from shardwise.task_files import defines_task
+
+    return not Path(target).is_file() or not defines_task(target)
+
+
+_UNSET = {"overrides": (), "device": "cpu", "shrink": False}
+
+
+def _refuse(words: dict[str, Any], arguments: tuple[str, ...], what: str, *names: str) -> None:
+    """Raise a usage error for options that do not belong to what is proven."""
+    for name in names:
+        if words[name] != _UNSET.get(name):
+            option = {"overrides": "set"}.get(name, name).replace("_", "-")
+            raise click.UsageError(f"--{option} is not for {what}")
+    if arguments:
+        raise click.UsageError(f"{' '.join(arguments)}: words after the target are a script's own, and this is {what}")
+
+
+def _prove_script(answer: Answer, script: str, arguments: tuple[str, ...], words: dict[str, Any]) -> Any:
+    answer.fields.update(plan=words["plan"])
+    begin(answer, "verify: loading PyTorch")
+    from shardwise.scripts.proof.door import STEPS, verify_script
+
+    steps = words["steps"] or STEPS
+    with timing(not answer.as_json) as say:
+        parity = verify_script(
+            script, arguments, plan=words["plan"], steps=None if steps == "all" else steps, epochs=words["epochs"],
+            against=words["against"], nproc=words["nproc"], one=words["one"], cwd=words["cwd"], say=say,
+        )  # fmt: skip
+    return parity
+
+
+def _prove_task(answer: Answer, task: str, words: dict[str, Any]) -> Any:
+    from shardwise.layout import Plan, check
+
+    if words["plan"] is None:
+        raise click.UsageError("Missing option '--plan'.")
+    parsed = Plan.parse(words["plan"])
+    answer.fields.update(plan=str(parsed), world_size=parsed.world_size)
+    check(parsed)
+    begin(answer, "verify: loading PyTorch")
+    from shardwise.proof.parity import verify as prove
+
+    with timing(not answer.as_json) as say:
+        return prove(
+            task, parsed, steps=_number(words["steps"], "a task") or 2, seed=words["seed"] or 0,
+            shrink=words["shrink"], clip_norm=words["clip_norm"], device=words["device"], say=say,
+        )  # fmt: skip
+
+
+def _number(steps: int | str | None, what: str) -> int | None:
+    if steps == "all":
+        raise click.UsageError(f"--steps all is for a script, and this is {what}")
+    return steps  # type: ignore[return-value]
+
+
+def _prove_run(answer: Answer, path: str, words: dict[str, Any]) -> Any:
+    from shardwise.config import Given, load
+
+    if words["shrink"]:
+        raise click.UsageError("--shrink is for tasks: a configuration is proven under its own plan")
+    settings = {"train.seed": words["seed"], "train.clip_norm": words["clip_norm"]}
+    overrides = (*words["overrides"], *(f"{key}={value}" for key, value in settings.items() if value is not None))
+    values = [] if words["plan"] is None else [Given("plan", words["plan"], "--plan")]
+    effective = load(path, overrides, values)
+    answer.fields.update(plan=str(effective.plan), world_size=effective.plan.world_size)
+    begin(answer, "verify: loading PyTorch")
+    from shardwise.proof.run import verify_run
+
+    return verify_run(effective, steps=_number(words["steps"], "a configuration"))
+
+
+def verified_first(effective: Any) -> None:
+    """Prove a run; raises where it is not equal to a plain loop. A launcher's rank 0 has no ranks to start."""
+    from shardwise.errors import RunError
+    from shardwise.proof.run import verify_run
+    from shardwise.ranks import here
+
+    if here() is not None:
+        raise InputError(
+            "--verify-first starts ranks of its own, and a launcher started this one: run it before, alone"
+        )
+    parity = verify_run(effective)
+    if parity.refused:
+        raise RefusedPlan(parity.refused)
+    click.echo(parity.text(), err=True)
+    if not parity.parity:
+        raise RunError(f"not begun, since the run is {parity.verdict}")
+
+
+def _plain(fields: dict[str, Any]) -> dict[str, Any]:
+    from shardwise.observe.metrics import finite
+
+    return finite(fields)

@@ -1,0 +1,296 @@
+"""Name the likely cause of a difference between a script on ranks and in one process, where arithmetic tells.
+
+The first step that differs is looked at. Where gradients differ there, ranks run once more as replicas and keep what
+each rank's loss asks by itself; one process's gradient is then fitted by a sum of those:
+
+    g_one = sum_r c_r * g_r         least squares over all sketches; what is left over tells whether losses add up
+
+    fits, c = 1 each                the loss is a sum, and was given as a mean
+    fits, other c                   losses are means over other numbers than backward was told
+    does not fit                    a sample's part of the loss depends on other samples, on draws, or on what was kept
+
+What this does not do: tell more than one cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from shardwise.layout import Plan
+from shardwise.proof.outcome import Parity
+from shardwise.proof.record import Tensors
+from shardwise.scripts.proof.recorder import ScriptRecord, StepRecord
+
+NEAR = 1e-6
+# what each cause is, and what to do; {} are the facts
+CAUSES = {
+    "not_deterministic": "the script does not equal itself in one process: {}. Seed what draws, and leave out clocks",
+    "weights_at_start": "weights differ before the first step: {}",
+    "batch_norm_buffers": "gradients and weights are equal, buffers differ ({}): statistics of a rank's own samples",
+    "other_samples": "ranks train on other samples than one process, from step {} on: the sum of all numbers in the "
+    "batches differs. What a sampler, a dataset or a collate function draws must come from torch's, NumPy's or "
+    'Python\'s own generator; prepare(..., reads="whole") reads all samples on every rank',
+    "learning_rate": "a setting of the optimizer differs: {}. It follows from a number of a rank's own samples: add it "
+    "up over ranks first (prepared.sum)",
+    "update": "gradients are equal, and weights differ after step {}: what changes weights beside the gradient (a hook "
+    "of the optimizer, marks on parameters, writes by one rank) is not the same on ranks",
+    "optimizer_state": "all is equal but the optimizer's state ({})",
+    "rank_differs": "rank {} has other values than rank 0 ({}): something is done on some ranks alone",
+    "sum_not_divided": "the loss is a sum over samples that nothing divides, and backward took it for a mean: "
+    "prepared.backward(loss, summed=True), or with the number it is to be divided by, prepared.backward(loss, n)",
+    "weight_of_mean": "the loss is a mean already, and the weight beside it is what a sum is divided by: {}. Give "
+    "prepared.backward(loss, mean_over=n), or the sum, prepared.backward(loss * n, n)",
+    "mean_over": "ranks' losses are means over numbers out of proportion to what backward was told: one process weighs "
+    "them {}, and ranks {}. Give what this rank's mean is over: prepared.backward(loss, mean_over=n), n the tokens, "
+    "labels that count, or weights of classes",
+    "constant": "every gradient is {} times that of one process: the loss is divided by a constant that counts a whole "
+    "batch's samples, or by len of a part: give the sum and its divisor, prepared.backward(loss_sum, n)",
+    "share_missing": "the gradient lacks what rank {}'s samples ask: its loss did not come to prepared.backward",
+    "own_backward": "the loss of one process never came to prepared.backward on ranks: loss.backward() gives "
+    "gradients of a rank's own samples",
+    "uneven_only": "ranks are equal to one process until the first batch that does not divide evenly over them (step "
+    "{}, {} samples): a number of samples is taken for a constant, or a dim of one sample is squeezed",
+    "clip": "every gradient is {} times that of one process after clipping: the norm, or what is clipped, is of a "
+    "rank's own gradients: prepared.clip_grad_norm_(max_norm)",
+    "kept": "the first step is equal, and from step {} on the loss or its gradients differ: it is computed from "
+    "what the script or the model keeps of a rank's own samples (a queue, a running mean, a center). Make it of all "
+    'samples, with prepared.sum or prepared.gather, or take prepare(..., loss_scope="global")',
+    "draws": "random numbers are drawn in step {} whose use differs between ranks and one process: numbers for samples "
+    "must be drawn by torch, with a dim that counts the samples",
+    "loss_scope": "the loss does not add up over samples: what one sample asks depends on the others of the batch, and "
+    "no sum of the ranks' gradients is that of one process ({:.0e} is left over). Take prepare(..., "
+    'loss_scope="global"), by which every rank computes the loss of the whole batch',
+    "gradient_written": "what ranks' losses ask adds up to one process's gradient, and the optimizer finds another: "
+    "the script or a hook changes gradients on the way, by numbers of a rank's own",
+}
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Which of `CAUSES`, and its sentence."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What was recorded, and what differs.
+
+    control     one process against itself
+    apart       runs the ranks as replicas, which keep what each rank's loss asks; None where that fails
+    """
+
+    one: ScriptRecord
+    ranks: list[ScriptRecord]
+    parity: Parity
+    plan: Plan
+    control: Parity
+    apart: Callable[[], list[ScriptRecord] | None] = field(default=lambda: None)
+
+
+def cause_of(sides: Difference) -> Cause | None:
+    """Returns the likely cause, None where nothing fits."""
+    one, many, parity = sides.one, sides.ranks[0], sides.parity
+    if not sides.control.equal:
+        return _cause("not_deterministic", _first_of(sides.control))
+    if any(step < 0 for step in parity.exceeded.values()) or any("initial" in each for each in parity.differences):
+        return _cause("weights_at_start", _first_of(parity))
+    if not one.steps or not many.steps:
+        return _cause("own_backward") if not many.steps else None
+    step = first_step(sides)
+    kinds = {kind for (kind, _), at in parity.exceeded.items() if at == step}
+    other = _other_samples(sides)
+    if other is not None and other <= step:
+        return _cause("other_samples", other)
+    settings = next((each for each in parity.differences if " of the optimizer's group " in each), "")
+    if settings and int(settings.split()[1].rstrip(":")) <= step:
+        return _cause("learning_rate", settings)
+    if kinds and kinds <= {"buffer"}:
+        return _cause("batch_norm_buffers", _first_of(parity))
+    if "gradient" not in kinds and "loss" not in kinds and "norm" not in kinds:
+        if kinds == {"optimizer"}:
+            return _cause("optimizer_state", _first_of(parity))
+        deviating = next((rank for rank, each in enumerate(sides.ranks[1:], 1) if _apart(many, each, step)), None)
+        if deviating is not None:
+            return _cause("rank_differs", deviating, _first_of(parity))
+        return _cause("update", step) if kinds else None
+    return _of_gradients(sides, step, kinds)
+
+
+def first_step(sides: Difference) -> int:
+    """Returns the first step in which anything exceeds its bar; the last one where only the end differs."""
+    steps = [at for at in sides.parity.exceeded.values() if at >= 0]
+    return min(steps, default=len(sides.one.steps) - 1)
+
+
+def _of_gradients(sides: Difference, step: int, kinds: set[str]) -> Cause | None:
+    """The cause of gradients, or losses, that differ in a step."""
+    one, many = sides.one.steps[step], sides.ranks[0].steps[step]
+    found = sides.apart()
+    ranks = [rank.steps[step] for rank in found or [] if step < len(rank.steps)]
+    form = next(iter(many.forms), "mean")
+    locals_ = [_vector(_sum(rank.locals), one.gradients) for rank in ranks if rank.locals]
+    factor = _factor(_vector(many.gradients, one.gradients), _vector(one.gradients, one.gradients))
+    if not many.losses and one.losses:
+        return _cause("own_backward")
+    if not locals_ or len(locals_) < len(ranks):
+        return _by_factor(factor, kinds, form, sides)
+    shares, rest = _fit(locals_, _vector(one.gradients, one.gradients))
+    there, missing = _fit(locals_, _vector(ranks[0].gradients, one.gradients))
+    clipped = any("clip" in line for line in (one.line,))
+    if rest > NEAR:
+        scaled = _factor(_vector(many.gradients, one.gradients), _vector(one.gradients, one.gradients))
+        if scaled is not None and not clipped and abs(scaled - 1) > NEAR:
+            return _by_factor(scaled, kinds, form, sides)
+        return _not_a_sum(sides, step, rest)
+    if missing > NEAR:
+        return _cause("gradient_written")
+    lost = [rank for rank, (a, b) in enumerate(zip(there, shares, strict=True)) if abs(a) < NEAR < abs(b)]
+    if lost:
+        return _cause("share_missing", lost[0])
+    return _weighed(sides, step, shares, there, form)
+
+
+def _weighed(sides: Difference, step: int, one: list[float], ranks: list[float], form: str) -> Cause | None:
+    """The cause where one process's gradient is a sum of the ranks', weighed otherwise."""
+    size = len(one)
+    ratios = [b / a if a else 0.0 for a, b in zip(one, ranks, strict=True)]
+    alike = max(ratios) - min(ratios) <= NEAR * abs(max(ratios))
+    if form == "mean" and all(abs(share - 1) < NEAR for share in one):
+        return _cause("sum_not_divided")
+    if form == "weight" and alike and abs(ratios[0] - size) < 0.25 * size and size > 1:
+        return _cause("weight_of_mean", f"every gradient is {ratios[0]:.3g} times that of one process")
+    if alike:
+        return _by_factor(ratios[0], {"gradient"}, form, sides)
+    if form == "weight" and min(ratios) > 1.5:
+        return _cause(
+            "weight_of_mean", f"gradients are {min(ratios):.3g} to {max(ratios):.3g} times those of one process"
+        )
+    even = [sum(each.samples) % size == 0 for each in sides.one.steps[:step]]
+    samples = sum(sides.one.steps[step].samples)
+    if all(even) and samples % size and form != "mean_over" and step and _counts(sides, step, one):
+        return _cause("uneven_only", step, samples)
+    return _cause("mean_over", _ratio(one), _ratio(ranks))
+
+
+def _counts(sides: Difference, step: int, shares: list[float]) -> bool:
+    """Whether one process weighs ranks' losses alike, or by something else than their samples."""
+    return max(shares) - min(shares) <= NEAR * max(abs(share) for share in shares)
+
+
+def _by_factor(factor: float | None, kinds: set[str], form: str, sides: Difference) -> Cause | None:
+    size = sides.plan.data_ranks
+    if factor is None:
+        return _not_a_sum(sides, first_step(sides), 1.0)
+    if form == "mean" and abs(factor * size - 1) < NEAR and size > 1:
+        return _cause("sum_not_divided")
+    if form == "weight" and abs(factor - size) < 0.25 * size and size > 1:
+        return _cause("weight_of_mean", f"every gradient is {factor:.3g} times that of one process")
+    if "loss" not in kinds and abs(factor - 1) > NEAR:
+        return _cause("clip", f"{factor:.6g}")
+    return _cause("constant", f"{factor:.6g}")
+
+
+def _not_a_sum(sides: Difference, step: int, rest: float) -> Cause:
+    """Losses that do not add up: by draws, by what was kept, or by themselves."""
+    one = sides.one
+    before = [each for each in one.steps[:step] if each.model == one.steps[step].model]
+    samples = sum(one.steps[step].samples)
+    ranks = max(1, sides.plan.data_ranks)
+    if before and samples % ranks and not any(sum(each.samples) % ranks for each in before):
+        return _cause("uneven_only", step, samples)
+    if before and step not in one.drew:
+        return _cause("kept", step)
+    if step in one.drew:
+        return _cause("draws", step)
+    return _cause("loss_scope", rest)
+
+
+def _other_samples(sides: Difference) -> int | None:
+    """The first step whose batches have another sum of numbers on all ranks than in one process, None without one."""
+    copies = len(sides.ranks) / max(1, sides.plan.data_ranks)
+    for number, mine in enumerate(sides.one.steps):
+        theirs = [rank.steps[number] for rank in sides.ranks if number < len(rank.steps)]
+        if len(theirs) < len(sides.ranks) or not mine.content:
+            continue
+        total = sum(each.content for each in theirs) / copies
+        whole = [each.content for each in theirs]  # every rank has all samples
+        if abs(total - mine.content) > NEAR * abs(mine.content) and any(
+            abs(each - mine.content) > NEAR * abs(mine.content) for each in whole
+        ):
+            return number
+    return None
+
+
+# --- arithmetic
+
+
+def _fit(parts: list[torch.Tensor], whole: torch.Tensor) -> tuple[list[float], float]:
+    """(coefficients of the sum of `parts` that is nearest to `whole`, what is left over, relative)."""
+    found = torch.linalg.lstsq(torch.stack(parts, 1), whole.unsqueeze(1), driver="gelsd").solution.flatten()
+    rest = torch.stack(parts, 1) @ found - whole
+    return found.tolist(), float(rest.norm() / max(float(whole.norm()), 1e-300))
+
+
+def _factor(found: torch.Tensor, expected: torch.Tensor) -> float | None:
+    """By which one vector is a multiple of the other, None where it is none."""
+    size = float(expected @ expected)
+    if not size or not bool(torch.isfinite(found).all()):
+        return None
+    factor = float(found @ expected) / size
+    return factor if float((found - factor * expected).norm()) <= NEAR * float(found.norm()) else None
+
+
+def _vector(tensors: Tensors, like: Tensors) -> torch.Tensor:
+    """All sketches as one vector, in the order of the names in `like`."""
+    rows = []
+    for name, other in like.items():
+        mine = tensors.get(name)
+        if other is None and mine is None:
+            continue
+        shown = mine if mine is not None else torch.zeros_like(other)
+        flat = torch.view_as_real(shown).flatten() if shown.is_complex() else shown.flatten().double()
+        rows.append(flat)
+    return torch.cat(rows) if rows else torch.zeros(1, dtype=torch.float64)
+
+
+def _sum(backwards: list[Tensors]) -> Tensors:
+    total: Tensors = {}
+    for each in backwards:
+        for name, gradient in each.items():
+            held = total.get(name)
+            total[name] = held if gradient is None else gradient if held is None else held + gradient
+    return total
+
+
+def _apart(first: ScriptRecord, other: ScriptRecord, step: int) -> bool:
+    """Whether a rank's weights differ from rank 0's after a step."""
+    if step >= len(first.steps) or step >= len(other.steps):
+        return True
+    mine: StepRecord = first.steps[step]
+    pairs = [(mine.parameters.get(name), tensor) for name, tensor in other.steps[step].parameters.items()]
+    return any(a is not None and b is not None and not torch.equal(a, b) for a, b in pairs)
+
+
+# --- words
+
+
+def _ratio(shares: list[float]) -> str:
+    total = sum(abs(share) for share in shares) or 1.0
+    return " : ".join(f"{share / total:.3g}" for share in shares)
+
+
+def _first_of(parity: Parity) -> str:
+    """What exceeds its bar first, in words."""
+    if parity.exceeded:
+        (kind, name), step = min(parity.exceeded.items(), key=lambda item: (item[1], item[0]))
+        return f"{kind} of '{name}', step {step}" if name else f"{kind}, step {step}"
+    return parity.differences[0] if parity.differences else "what is saved at the end"
+
+
+def _cause(name: str, *facts: object) -> Cause:
+    return Cause(name, CAUSES[name].format(*facts))

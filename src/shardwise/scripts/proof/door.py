@@ -1,0 +1,275 @@
+"""`verify_script(path, plan)`: is a script on the plan's ranks equal to the same script in one process?
+
+    one process    prepare only records (plain)                       -> a record of each optimizer step
+    N ranks        the plan, in float64                               -> one from every rank
+    compared       losses, gradients, weights, buffers, optimizer state after every step, and what is saved at the end
+    NOT EQUAL      one process again, to see whether the script equals itself; then the cause, where arithmetic tells
+
+A script of another framework is recorded through torch's own hooks on both sides.
+
+What this does not do: compare what the script prints, or writes by code of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import InputError, RefusedPlan, RunError, ShardwiseError
+from shardwise.layout import Plan, check
+from shardwise.progress import Say, silent
+from shardwise.proof.compare import compare
+from shardwise.proof.outcome import FLOAT64_BARS, Parity
+from shardwise.proof.settings import LEAST_EPS
+from shardwise.scripts.proof.cause import Difference, cause_of
+from shardwise.scripts.proof.recorder import ScriptRecord
+from shardwise.scripts.proof.records import joined, record_of, zero_gradients
+from shardwise.scripts.proof.run import ScriptJob, run_in_proof
+
+STEPS = 6
+KEPT = 3  # groups of micro-batches at the start of an epoch, beside its last batch
+MEETS = {
+    "an epoch's end": "no epoch ended",
+    "an uneven last batch": "no epoch had a last batch of fewer samples",
+    "an evaluation": "the model was not evaluated",
+    "a save": "nothing was saved by save_weights or shardwise.save",
+}
+
+
+def verify_script(
+    path: str | Path,
+    arguments: Sequence[str] = (),
+    *,
+    plan: Plan | str | None = None,
+    steps: int | None = STEPS,
+    epochs: int | None = None,
+    against: str | Path | None = None,
+    nproc: int | None = None,
+    one: str | None = None,
+    cwd: str | Path | None = None,
+    pool: Any = None,
+    timeout_s: float = 3600.0,
+    say: Say = silent,
+) -> Parity:
+    """Prove a script. Returns a `Parity`; a refused plan is told in its `refused`, the likely cause in its `cause`.
+
+    arguments   of the script
+    plan        in the place of the one that the script gives to `prepare`
+    steps       optimizer steps of each model; None: until the script ends. Unless None, epochs are shortened
+    epochs      epochs over the prepared loader, in the place of steps
+    against     another script, as it was before `prepare` was put in, which is the one process
+    nproc       ranks of a script that sets up its own (DDP, FSDP, Accelerate, ...), and never calls `prepare`
+    one         arguments of the one process then, where they are others
+    cwd         where the script runs, for real; None: in a scratch folder that looks like the present one
+    pool        a `RankPool` to run in; one is made (and closed) where none is given
+
+    Raises `InputError` for a script that fails in one process too, or in which nothing was trained.
+    """
+    asked = _asked(path, arguments, plan, steps, epochs, nproc, cwd)
+    asked = asked if against is None else replace(asked, shorten=None)
+    with _pools(pool) as (single, several):
+        say(f"verify: {asked.path} in one process, in float64")
+        first = _alone(single, _as_reference(asked, None, one), timeout_s)
+        chosen = _plan_of(plan, first, asked)
+        reference = _as_reference(asked, against, one)
+        if against is not None:
+            say(f"verify: {reference.path} in one process")
+            first = _alone(single, reference, timeout_s)
+        if chosen is not None:
+            asked = replace(asked, plan=str(chosen), shorten=asked.shorten and KEPT * chosen.accumulate)
+            if chosen.accumulate > 1 and asked.shorten:  # the script's own accumulate is known by now
+                first = _alone(single, replace(reference, shorten=asked.shorten), timeout_s)
+        world = chosen.world_size if chosen is not None else int(nproc or 1)
+        parity = Parity(str(chosen) if chosen is not None else f"{world} ranks of its own", world)
+        parity.bars = dict(FLOAT64_BARS)
+        if against is not None:
+            parity.notes.append(f"the one process is that of {against}, as it stands")
+        say(f"verify: the same on {world} ranks" + (f" under {chosen}" if chosen is not None else ""))
+        try:
+            if chosen is not None:
+                check(chosen)
+            found = several.run(run_in_proof, world, replace(asked, plain=False), timeout_s=timeout_s)
+        except (RefusedPlan, InputError) as refusal:  # of what the script does on ranks
+            parity.refused = str(refusal).partition("\nraised on rank")[0]
+            return parity
+        except RunError as error:
+            parity.error = _failed_on_ranks(error)
+            return parity
+        many = joined(found, foreign=asked.foreign)
+        if against is not None and chosen is not None and chosen.accumulate > 1:
+            _leave_losses(first, many, parity)
+        if not many.steps and not first.steps:
+            raise InputError(
+                f"verify: {asked.path} ended before any optimizer took a step, so there is nothing to prove"
+            )
+        judge(parity, first, many, found, foreign=asked.foreign)
+        if not parity.equal:
+            say("verify: they differ; one process again, to see whether the script equals itself")
+            again = _alone(single, replace(reference, shorten=asked.shorten), timeout_s)
+            control = Parity("single", 1, bars=dict(FLOAT64_BARS))
+            judge(control, first, again, [again], foreign=False)
+            layout = chosen or Plan(dp_replicate=world)
+            sides = Difference(first, found, parity, layout, control, _apart(several, asked, layout, timeout_s))
+            parity.cause = cause_of(sides)
+        return parity
+
+
+def judge(parity: Parity, one: ScriptRecord, many: ScriptRecord, ranks: list[ScriptRecord], *, foreign: bool) -> None:
+    """Compare both sides into `parity`."""
+    steps = min(len(one.steps), len(many.steps))
+    if len(one.steps) != len(many.steps):
+        parity.differences.append(f"one process took {len(one.steps)} optimizer steps, ranks {len(many.steps)}")
+    if not steps:
+        parity.loss_error = 0.0
+        return
+    for name in sorted(one.shapes.keys() & many.shapes.keys()):
+        if one.shapes[name] != many.shapes[name]:
+            parity.differences.append(
+                f"{name.partition(':')[2]} has shape {many.shapes[name]}, in one process {one.shapes[name]}"
+            )
+    mine, theirs = record_of(one, [one], steps), record_of(many, ranks, steps, foreign=foreign)
+    compare(parity, mine, theirs)
+    zero_gradients(parity, mine, theirs)
+    for step in range(steps):
+        if one.steps[step].settings != many.steps[step].settings:
+            parity.differences.append(_settings_differ(step, one.steps[step].settings, many.steps[step].settings))
+            break
+    if len(one.final) == len(many.final) and len(one.steps) == len(many.steps):
+        _compare_saved(parity, one, many)
+    unmet = [words for what, words in MEETS.items() if what not in one.met]
+    if unmet and not foreign:
+        parity.notes.append(f"scope: in these {steps} steps {', '.join(unmet)}")
+    parity.notes = list(dict.fromkeys(parity.notes))
+    if one.raised_eps or many.raised_eps:
+        parity.notes.append(f"an optimizer's eps below {LEAST_EPS:g} is {LEAST_EPS:g} on both sides")
+
+
+def _compare_saved(parity: Parity, one: ScriptRecord, many: ScriptRecord) -> None:
+    """What `state_dict()` and `save_weights` give at the end."""
+    for number, (mine, theirs) in enumerate(zip(one.final, many.final, strict=True)):
+        label = f"model {number + 1}: " if len(one.final) > 1 else ""
+        if mine and theirs and mine.keys() != theirs.keys():
+            odd = sorted(mine.keys() ^ theirs.keys())
+            parity.differences.append(f"{label}state_dict() has other names than in one process: {', '.join(odd[:3])}")
+        for name in mine.keys() & theirs.keys():
+            a, b = theirs[name], mine[name]
+            if a is not None and b is not None and a.shape == b.shape and a.numel():
+                error = float((a - b).abs().max()) / max(float(b.abs().max()), 1e-3)
+                if not error <= 1e-9:
+                    parity.differences.append(f"{label}state_dict()['{name}'] differs by {error:.1e} at the end")
+                    return
+
+
+def _settings_differ(step: int, one: list[dict], many: list[dict]) -> str:
+    for place, (mine, theirs) in enumerate(zip(one, many, strict=False)):
+        for key in mine.keys() | theirs.keys():
+            if mine.get(key) != theirs.get(key):
+                return (
+                    f"step {step}: {key} of the optimizer's group {place} is {theirs.get(key)} on ranks, "
+                    f"{mine.get(key)} in one process"
+                )
+    return f"step {step}: the optimizer has {len(many)} groups on ranks, {len(one)} in one process"
+
+
+def _asked(
+    path: str | Path, arguments: Sequence[str], plan: Any, steps: int | None, epochs: int | None, nproc: int | None,
+    cwd: str | Path | None,
+) -> ScriptJob:  # fmt: skip
+    script = Path(path)
+    if not script.is_file():
+        raise InputError(f"verify: there is no file {path}")
+    if cwd is not None and not Path(cwd).is_dir():
+        raise InputError(f"verify: --cwd {cwd} is no folder")
+    if plan is not None and nproc is not None:
+        raise InputError("verify: --nproc is for scripts that set up ranks by themselves, --plan for those of prepare")
+    return ScriptJob(
+        str(script.resolve()), tuple(arguments), plain=True, plan=None if plan is None else str(Plan.parse(plan)),
+        limit=None if epochs is not None else steps, epochs=epochs,
+        shorten=KEPT if steps is not None and epochs is None and nproc is None else None, foreign=nproc is not None,
+        folder=str(Path(cwd or ".").resolve()), scratch=cwd is None,
+    )  # fmt: skip
+
+
+def _as_reference(asked: ScriptJob, against: str | Path | None, one: str | None) -> ScriptJob:
+    """What the one process runs."""
+    words = asked.arguments if one is None else tuple(shlex.split(one))
+    if against is None:
+        return replace(asked, arguments=words)
+    if not Path(against).is_file():
+        raise InputError(f"verify: there is no file {against} (--against)")
+    return replace(asked, path=str(Path(against).resolve()), arguments=words, foreign=True, plan=None, shorten=None)
+
+
+def _leave_losses(one: ScriptRecord, many: ScriptRecord, parity: Parity) -> None:
+    """Losses of micro-batches are told by `prepared.backward` as means, by another script as it divides them."""
+    for mine, theirs in zip(one.steps, many.steps, strict=False):
+        mine.losses = theirs.losses
+    parity.notes.append("scope: losses of micro-batches are not compared, since either script divides them in its way")
+
+
+def _plan_of(plan: Any, first: ScriptRecord, asked: ScriptJob) -> Plan | None:
+    """The plan to prove: the one that was asked for, else the script's own; None: the script sets up its ranks."""
+    if asked.foreign:
+        return None
+    given = [Plan.parse(text) for text in first.plans]
+    if not given:
+        raise InputError(
+            f"verify: {asked.path} never called shardwise.prepare: put it in (docs/scripts.md), or give the number of "
+            "ranks that it sets up by itself (--nproc 2)"
+        )
+    chosen = Plan.parse(plan) if plan is not None else given[0]
+    if chosen.accumulate == 1:
+        chosen = chosen.with_(accumulate=given[0].accumulate)
+    if chosen.world_size == 1:
+        raise InputError(
+            "verify: the plan is of one rank, which is one process: say which one (--plan dp_shard=2,zero=3)"
+        )
+    return chosen
+
+
+def _alone(pool: Any, asked: ScriptJob, timeout_s: float) -> ScriptRecord:
+    """The record of one process; `InputError` where the script fails there."""
+    (record,) = pool.run(run_in_proof, 1, asked, timeout_s=timeout_s)
+    if record.failed is not None:
+        what, trace = record.failed
+        raise InputError(f"verify: the script fails in one process, in float64: {what}\n{trace.rstrip()}")
+    return record
+
+
+def _apart(pool: Any, asked: ScriptJob, plan: Plan, timeout_s: float) -> Callable[[], list[ScriptRecord] | None]:
+    """Returns what runs the ranks of samples as replicas, each keeping what its own loss asks."""
+
+    def run() -> list[ScriptRecord] | None:
+        replicas = Plan(dp_replicate=plan.data_ranks, accumulate=plan.accumulate)
+        if asked.foreign or plan.data_ranks == 1:
+            return None
+        job = replace(asked, plain=False, plan=str(replicas), apart=True)
+        try:
+            return list(pool.run(run_in_proof, plan.data_ranks, job, timeout_s=timeout_s))
+        except ShardwiseError:
+            return None  # the cause is told without it
+
+    return run
+
+
+def _failed_on_ranks(error: RunError) -> str:
+    trace = getattr(error, "remote_traceback", "")
+    last = trace.rstrip().splitlines()[-1] if trace else str(error)
+    return f"the script fails on rank {getattr(error, 'rank', 0)}, and not in one process: {last}"
+
+
+@contextmanager
+def _pools(pool: Any) -> Iterator[tuple[Any, Any]]:
+    """(for the one process, for ranks): this machine's cores are shared by the ranks that run at one time."""
+    from shardwise.ranks import RankPool
+
+    if pool is not None:
+        yield pool, pool
+        return
+    with RankPool(threads=max(1, os.cpu_count() or 1), quiet=True) as single, RankPool(quiet=True) as several:
+        yield single, several

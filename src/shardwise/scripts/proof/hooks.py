@@ -1,0 +1,173 @@
+"""`TorchHooks`: record a script that never calls `prepare`, through torch's own hooks on optimizers, modules and backward.
+
+    names       those that the outermost module gives which was called and holds the parameter, without wrappers' parts
+    losses      the roots of `loss.backward()`
+    gradients   as `optimizer.step()` finds them; of DTensors and of FSDP1's flat parameters the whole tensors
+
+What this does not do: know a parameter's name whose module was never called.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from shardwise.proof.settings import raise_eps
+from shardwise.scripts.proof.recorder import ScriptRecorder
+from shardwise.scripts.saying import line_of_script
+
+# what wrappers put into the names of what they hold
+_WRAPPED = re.compile(r"(^|\.)(module|_fsdp_wrapped_module|_orig_mod|_forward_module|_checkpoint_wrapped_module)(?=\.)")
+
+
+class TorchHooks:
+    """Context: every optimizer that steps is recorded, as a model of its own; the number is that of its first step."""
+
+    def __init__(self, recorder: ScriptRecorder) -> None:
+        self._recorder = recorder
+        self._roots: list[nn.Module] = []  # called by the script itself, in order
+        self._numbers: dict[int, int] = {}  # of optimizers, by id
+        self._losses: list[float] = []
+        self._seen: list[Any] = []  # held, so that ids stay theirs
+        self._inside = 0
+        self._stack = ExitStack()
+
+    def __enter__(self) -> TorchHooks:
+        for handle in (
+            register_module_forward_pre_hook(self._called),
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        ):
+            self._stack.callback(handle.remove)
+        backward = torch.Tensor.backward
+
+        @wraps(backward)
+        def told(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._backward(tensor)
+            return backward(tensor, *args, **kwargs)
+
+        torch.Tensor.backward = told
+        self._stack.callback(setattr, torch.Tensor, "backward", backward)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    # --- what torch tells
+
+    def _called(self, module: nn.Module, args: tuple) -> None:
+        """A module is called; the outermost ones name parameters."""
+        if any(module is root for root in self._roots):
+            return
+        held = {id(param) for param in module.parameters()}
+        if not held or any(held <= {id(param) for param in root.parameters()} for root in self._roots):
+            if held and not torch.is_grad_enabled() and not module.training:
+                self._recorder.met("an evaluation")
+            return
+        self._roots = [root for root in self._roots if not {id(p) for p in root.parameters()} <= held] + [module]
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        self._recorder.may_go_on()
+        if loss.numel() == 1:
+            self._losses.append(float(loss.detach()))
+
+    @torch.no_grad()
+    def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        self._inside += 1
+        if self._inside > 1:  # an optimizer within another one
+            return
+        if raise_eps(optimizer):
+            self._recorder.record.raised_eps = True
+        if id(optimizer) not in self._numbers:
+            self._seen.append(optimizer)
+            named = [(name, _whole(tensor)) for name, tensor in self._tensors_of(optimizer)]
+            names = {name for name, _ in self._named(optimizer)}
+            self._numbers[id(optimizer)] = self._recorder.add(optimizer, named, names)
+        number = self._numbers[id(optimizer)]
+        for value in self._losses:
+            self._recorder.loss(number, value, "mean")
+        self._losses = []
+        with self._readable(grads=True):
+            grads = [(name, None if p.grad is None else _whole(p.grad)) for name, p in self._named(optimizer)]
+        self._recorder.before(number, grads, line_of_script())
+
+    @torch.no_grad()
+    def _after(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        self._inside -= 1
+        if self._inside:
+            return
+        with self._readable():
+            parameters = [(name, _whole(param)) for name, param in self._named(optimizer)]
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        roots = [root for root in self._roots if any(id(p) in held for p in root.parameters())] or self._roots
+        buffers = [(_bare(name), buffer) for root in roots for name, buffer in root.named_buffers()]
+        states = []
+        for name, param in self._named(optimizer):
+            state = optimizer.state.get(param, {})
+            states.append((name, {key: _whole(value) for key, value in state.items()}))
+        self._recorder.after(self._numbers[id(optimizer)], parameters, buffers, states, optimizer.param_groups)
+
+    # --- names and whole tensors
+
+    def _named(self, optimizer: Optimizer) -> list[tuple[str, torch.Tensor]]:
+        names = {id(param): _bare(name) for root in reversed(self._roots) for name, param in root.named_parameters()}
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        return [(names.get(id(param), f"parameter {place}"), param) for place, param in enumerate(params)]
+
+    def _tensors_of(self, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+        with self._readable():
+            yield from self._named(optimizer)
+
+    @contextmanager
+    def _readable(self, *, grads: bool = False) -> Iterator[None]:
+        """Context: FSDP1's parameters are whole."""
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        with ExitStack() as inside:
+            for root in self._roots:
+                if any(isinstance(each, FullyShardedDataParallel) for each in root.modules()):
+                    units = FullyShardedDataParallel.fsdp_modules(root, root_only=True)
+                    for unit in units:
+                        inside.enter_context(
+                            FullyShardedDataParallel.summon_full_params(unit, with_grads=grads, writeback=False)
+                        )
+            yield
+
+
+def _whole(value: Any) -> Any:
+    """A DTensor's whole tensor; anything else as it is. Collective."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def _bare(name: str) -> str:
+    """A parameter's name without what wrappers put into it."""
+    before = ""
+    while before != name:
+        before, name = name, _WRAPPED.sub(r"\1", name).replace("..", ".").lstrip(".")
+    return name
+
+
+@contextmanager
+def single_group() -> Iterator[None]:
+    """Context: this process is in a group already, which a script that sets one up finds in the place of its own."""
+    begin, end = dist.init_process_group, dist.destroy_process_group
+
+    def joined(*args: Any, **kwargs: Any) -> None:
+        if not dist.is_initialized():
+            begin(*args, **kwargs)
+
+    dist.init_process_group, dist.destroy_process_group = joined, lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        dist.init_process_group, dist.destroy_process_group = begin, end

@@ -1,0 +1,83 @@
+"""What a rank of a proof tells its recorder of a prepared model: whole tensors, put together from all ranks' pieces.
+
+What this does not do: tell the gradients that the calls of a closure (LBFGS) have but the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwise.errors import RefusedPlan, ShardwiseError
+from shardwise.proof.settings import raise_eps
+from shardwise.scripts.proof.recorder import ScriptRecorder
+from shardwise.scripts.proof.shorten import shortened
+from shardwise.scripts.proof.sketch import sketch
+from shardwise.scripts.saying import line_of_script
+
+if TYPE_CHECKING:
+    from shardwise.scripts.prepared import Prepared
+    from shardwise.scripts.stepping import Stepping
+
+
+class RankSide:
+    """Records one prepared model on this rank, in every step. All is collective."""
+
+    def __init__(self, prepared: Prepared, recorder: ScriptRecorder) -> None:
+        self.recorder = recorder
+        trained = {name for name, param in prepared.model.named_parameters() if param.requires_grad}
+        named = [*prepared.model.named_parameters(), *prepared.model.named_buffers()]
+        self.number = recorder.add(prepared, named, trained)
+
+    def apart(self, prepared: Stepping, loss: torch.Tensor) -> None:
+        """A backward begins: what this rank's loss alone asks of whole weights, where the proof looks for a cause."""
+        if not self.recorder.apart or prepared.engine.state.tensor is not None:
+            return
+        named = [(name, param) for name, param in prepared.model.named_parameters() if param.requires_grad]
+        with prepared._gate.open():
+            found = torch.autograd.grad(loss, [param for _, param in named], retain_graph=True, allow_unused=True)
+        gradients = {name: None if g is None else sketch(g) for (name, _), g in zip(named, found, strict=True)}
+        self.recorder.local_gradients(self.number, gradients)
+
+    def loss(self, value: torch.Tensor, form: str, weight: Any) -> None:
+        """A backward: the loss over all ranks, how it was given, and the weight or mean_over of this rank."""
+        self.recorder.loss(self.number, float(value), form, float(weight or 0.0))
+
+    def before(self, prepared: Stepping) -> None:
+        """The optimizer's step begins; the script has done to gradients what it does."""
+        with prepared._gate.open():
+            self.recorder.before(self.number, list(prepared.engine.full_gradients()), line_of_script())
+
+    def after(self, prepared: Stepping) -> None:
+        """The step is over, and the weights are published."""
+        engine = prepared.engine
+        with prepared._reading():
+            parameters = list(engine.used_parameters())
+            states = list(self._states(prepared))
+            self.recorder.after(
+                self.number, parameters, list(engine.full_buffers()), states, prepared.optimizer.param_groups
+            )
+
+    def _states(self, prepared: Stepping) -> Iterator[tuple[str, Any]]:
+        record = self.recorder.record
+        try:
+            yield from prepared.engine.full_optimizer_state()
+        except RefusedPlan as refusal:  # on every rank alike, before anything is sent
+            if record.states_known:
+                record.notices.append(f"the optimizer's state was not compared: {refusal}")
+            record.states_known = False
+        except ShardwiseError as error:
+            record.notices.append(f"the optimizer's state was not compared: {error}")
+            record.states_known = False
+
+
+def side_of(prepared: Prepared, loader: Any, recorder: ScriptRecorder | None) -> RankSide | None:
+    """Returns what records a model that is being prepared, whose loader becomes short; None outside of a proof."""
+    if recorder is None:
+        return None
+    shortened(loader, recorder)
+    if raise_eps(prepared.optimizer):
+        recorder.record.raised_eps = True
+    return RankSide(prepared, recorder)

@@ -1,0 +1,267 @@
+"""`Plain`: what `prepare` returns in the one process of a proof: the script's own objects, and calls that only record.
+
+    prepared.backward(loss)             loss.backward()
+    prepared.backward(loss, mean_over)  loss.backward(): in one process the mean is over all samples already
+    prepared.backward(loss, weight)     gradients of the sum, divided by the step's weights before anything reads them
+    sum, gather, split, deal            what they are given
+
+It shares no code with the engine, so that a bug there cannot hide on both sides of a proof.
+
+What this does not do: go on from a checkpoint of `shardwise.save`; a proof begins where the script does.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.errors import InputError
+from shardwise.layout import Plan
+from shardwise.layout.dealing import Share
+from shardwise.proof.settings import raise_eps
+from shardwise.scripts.entries import Several, with_own
+from shardwise.scripts.proof.recorder import ScriptRecorder, content_of
+from shardwise.scripts.proof.shorten import shortened
+from shardwise.scripts.reading import samples_of
+from shardwise.scripts.saying import line_of_script
+
+
+class PlainLoader:
+    """The script's own loader; `part` tells that the batch at hand is whole."""
+
+    def __init__(self, loader: Any, recorder: ScriptRecorder | None, dim: int | None) -> None:
+        """`recorder`: is told of each batch, where they are trained on."""
+        self.whole = loader if recorder is None else shortened(loader, recorder)
+        self.part: Share | None = None
+        self._recorder, self._dim = recorder, dim or 0
+        self.notices: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "whole":
+            raise AttributeError(name)
+        return getattr(self.whole, name)
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._epoch(iter(self.whole))  # which draws now, not when the first batch is asked for
+
+    def _epoch(self, batches: Iterator[Any]) -> Iterator[Any]:
+        most = samples = 0
+        for batch in batches:
+            samples = self._takes(batch)
+            most = max(most, samples)
+            yield batch
+        if self._recorder is not None:
+            self._recorder.epoch_ends(uneven=samples < most)
+
+    def _takes(self, batch: Any) -> int:
+        """Returns the samples of a batch that is handed out, 0 where its tensors do not tell."""
+        try:
+            samples = samples_of(batch, self._dim)
+        except InputError:
+            samples = 0
+        self.part = Share(None, samples, 0, samples)
+        if self._recorder is not None:
+            self._recorder.batch(samples, content_of(batch), samples)
+        return samples
+
+
+class Plain:
+    """A script's model, optimizer and loader in one process: the public methods of `Prepared`, on whole tensors."""
+
+    rank = 0
+    world_size = 1
+
+    def __init__(
+        self, model: Any, optimizer: Optimizer, loader: Any, plan: Plan, recorder: ScriptRecorder, *, dim: int | None
+    ) -> None:
+        self.plan, self.optimizer, self._recorder = plan, optimizer, recorder
+        self.model = with_own(model, optimizer)
+        self.loader = loader if isinstance(loader, PlainLoader) else PlainLoader(loader, recorder, dim)
+        self.loss = torch.tensor(float("nan"))
+        self.grad_norm = float("nan")
+        self.notices: list[str] = []
+        self._weights: list[float] = []  # of this step's losses, by which their gradients are still to be divided
+        self._calls = 0
+        trained = {name for name, param in self.model.named_parameters() if param.requires_grad}
+        self.number = recorder.add(self, _tensors_of(self.model), trained)
+        self._hook(optimizer)
+        self.model.register_forward_pre_hook(self._sees_forward)
+
+    def __iter__(self) -> Iterator[Any]:
+        model = self.model.given if isinstance(self.model, Several) else self.model
+        return iter((model, self.optimizer, self.loader))
+
+    # --- what a script calls
+
+    def backward(
+        self, loss: torch.Tensor, weight: torch.Tensor | float | None = None, *,
+        mean_over: torch.Tensor | float | None = None, also: Sequence[Plain] = (), retain_graph: bool = False,
+        summed: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
+        """`loss.backward()`; returns the loss that ranks are told."""
+        self._recorder.may_go_on()
+        form = "weight" if weight is not None else "mean_over" if mean_over is not None else "sum" if summed else "mean"
+        loss = loss.reshape(())
+        loss.backward(retain_graph=retain_graph)
+        told = loss.detach().clone().double()
+        for each in (self, *also):
+            if weight is not None:
+                each._weights.append(float(weight))
+            each._calls += 1
+            each._recorder.loss(each.number, float(told) / (float(weight) if weight is not None else 1.0), form)
+            if each._calls % each.plan.accumulate == 0:
+                each._divide()
+        self.loss = told if weight is None else told / float(weight) if float(weight) else told * float("nan")
+        return self.loss
+
+    def _divide(self) -> None:
+        """Divide this step's gradients by its weights, once."""
+        total, self._weights = sum(self._weights), []
+        if total:
+            for param in self.model.parameters():
+                if param.grad is not None:
+                    param.grad.div_(total)
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """torch's own."""
+        self._divide()
+        norm = nn.utils.clip_grad_norm_(self._trained(), max_norm)
+        self.grad_norm = float(norm)
+        return norm
+
+    def _trained(self) -> list[torch.Tensor]:
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
+
+    def sum(self, *values: Any) -> list[Any]:
+        """What it is given: numbers as floats, tensors with dims without gradient."""
+        numbers = (value.detach() if isinstance(value, torch.Tensor) else value for value in values)
+        return [float(n) if not isinstance(n, torch.Tensor) or not n.dim() else n for n in numbers]
+
+    def gather(self, tensor: torch.Tensor, loader: Any = None) -> torch.Tensor:
+        """What it is given, without gradient."""
+        return tensor.detach()
+
+    def split(self, loader: Any, *, trains: bool = False) -> PlainLoader:
+        """The loader."""
+        return PlainLoader(loader, self._recorder if trains else None, None)
+
+    def deal(self, *batch: Any) -> Any:
+        """The batch."""
+        given = batch[0] if len(batch) == 1 else batch
+        self.loader._takes(given)
+        return given
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Whole weights and buffers, on the CPU."""
+        model = (
+            self.model.given if isinstance(self.model, Several) and isinstance(self.model.given, nn.Module) else None
+        )
+        return {name: t.detach().cpu().clone() for name, t in (model or self.model).state_dict().items()}
+
+    def load_state_dict(self, state: Any, strict: bool = True) -> Any:
+        """The model's own."""
+        self._recorder.met("a load")
+        return self.model.load_state_dict(state, strict)
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """The values of the model's parameters."""
+        model = next(iter(self))
+        models = model if isinstance(model, tuple) else (model,)
+        return (param.detach() for each in models for param in each.parameters())
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """The model's buffers."""
+        return self.model.buffers()
+
+    def save_weights(self, path: str | Path) -> None:
+        """Weights and buffers as one safetensors file."""
+        from safetensors.torch import save_file
+
+        self._recorder.met("a save")
+        save_file({name: tensor.contiguous() for name, tensor in self.state_dict().items()}, str(path))
+
+    def memory(self) -> dict[str, int | None]:
+        """Bytes of this process."""
+        held = sum(param.nbytes for param in self.model.parameters())
+        return {"parameters": held, "gradients": held, "optimizer": 0, "peak": None}
+
+    def replace_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """`optimizer`, which is recorded from here on."""
+        self.optimizer = optimizer
+        self._hook(optimizer)
+        return optimizer
+
+    def save(self, folder: str | Path, **fields: Any) -> Path:
+        """`shardwise.save`: everything as torch writes it."""
+        self._recorder.met("a save")
+        path = Path(folder) / f"step-{len(self._recorder.record.steps):08d}"
+        path.mkdir(parents=True, exist_ok=True)
+        torch.save(
+            {"model": self.state_dict(), "optimizer": self.optimizer.state_dict(), "fields": fields}, path / "all"
+        )
+        return path
+
+    @contextmanager
+    def whole(self, *, grads: bool = False) -> Iterator[None]:
+        """Nothing: all is whole."""
+        yield
+
+    # --- what is recorded
+
+    def _sees_forward(self, module: nn.Module, args: tuple) -> None:
+        if not torch.is_grad_enabled() and not module.training:
+            self._recorder.met("an evaluation")
+
+    def _hook(self, optimizer: Optimizer) -> None:
+        """Record the optimizer's steps."""
+        if raise_eps(optimizer):
+            self._recorder.record.raised_eps = True
+        inner, plain = optimizer.step, self
+
+        def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            return plain._step(inner, closure)
+
+        if hasattr(inner, "_wrapped_by_lr_sched"):  # by a scheduler, which asks for its mark
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        vars(optimizer)["step"] = types.MethodType(step, optimizer)
+
+    def _step(self, inner: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+        recorder, line = self._recorder, line_of_script()
+        if closure is not None:
+            result = inner(closure)  # the gradients of its last call
+            recorder.before(self.number, self._gradients(), line)
+        else:
+            self._divide()
+            recorder.before(self.number, self._gradients(), line)
+            result = inner()
+        self._calls = 0
+        named = dict(self.model.named_parameters())
+        states = [(name, self.optimizer.state.get(param, {})) for name, param in named.items()]
+        recorder.after(self.number, named.items(), self.model.named_buffers(), states, self.optimizer.param_groups)
+        return result
+
+    def _gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        return ((name, param.grad) for name, param in self.model.named_parameters() if param.requires_grad)
+
+
+def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def load_refused(folder: str | Path) -> dict[str, Any]:
+    """Raise `InputError`: `shardwise.load` in a proof."""
+    raise InputError(
+        f"verify: the script goes on from a checkpoint ({folder}); a proof begins where the script does: give it a "
+        "folder without one (verify --cwd FOLDER)"
+    )

@@ -1,0 +1,252 @@
+"""`ScriptRecorder`: what one process of a proven script did, one `StepRecord` for each optimizer step of each model.
+
+`prepare` asks `recorder()`: outside of a proof there is none. In the one process of a proof `prepare` returns `Plain`
+(plain), on ranks a `Prepared` that tells the recorder of its backwards and steps; scripts that never call `prepare`
+are recorded through torch's own hooks (hooks).
+
+    losses      as backward was given them, over all samples
+    gradients   whole, as the optimizer's step finds them: after clipping and the script's own changes
+    weights, buffers, optimizer state, settings of its groups      after the step
+    samples     of the step's batches: how many, and the sum of all their numbers
+
+What this does not do: record in a thread of the script's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from shardwise.layout import Plan
+from shardwise.proof.record import Tensors, kept_state
+from shardwise.scripts.proof.sketch import sketch
+
+Named = Iterable[tuple[str, torch.Tensor | None]]
+
+
+class Enough(BaseException):
+    """Raised in a script once its proof has seen as many steps as were asked for. No `except Exception` catches it."""
+
+
+@dataclass
+class StepRecord:
+    """One optimizer step. Tensors are sketches by name, the losses those of the step's backwards."""
+
+    model: int  # in the order in which models were prepared
+    losses: list[float]
+    forms: set[str]  # how backward was called: "mean", "mean_over", "weight", "sum"
+    gradients: Tensors
+    squares: float  # sum of squares of all gradients
+    parameters: Tensors = field(default_factory=dict)
+    buffers: Tensors = field(default_factory=dict)
+    states: Tensors = field(default_factory=dict)
+    settings: list[dict[str, Any]] = field(default_factory=list)  # of the optimizer's groups: lr and the like
+    samples: list[int] = field(default_factory=list)  # of each batch since the last step
+    content: float = 0.0  # the sum of all numbers of those batches
+    ends_epoch: bool = False  # its epoch ended after it
+    locals: list[Tensors] = field(default_factory=list)  # by backward, gradients of this rank's loss alone
+    weights: list[float] = field(default_factory=list)  # by backward, the weight or mean_over that this rank gave
+    counted: int = 0  # samples of the step's batches that count on this rank
+    line: str = ""  # of the script
+
+
+@dataclass
+class ScriptRecord:
+    """All that one process of a script did, to be sent to the proof."""
+
+    steps: list[StepRecord] = field(default_factory=list)
+    initial: list[Tensors] = field(default_factory=list)  # by model: parameters and buffers as they were prepared
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    trained: list[set[str]] = field(default_factory=list)
+    final: list[Tensors] = field(default_factory=list)  # state_dict() and save_weights() at the end
+    plans: list[str] = field(default_factory=list)  # that the script itself gives, one for each prepare
+    met: set[str] = field(default_factory=set)  # of what a proof should meet: "an epoch's end", "a save", ...
+    notices: list[str] = field(default_factory=list)
+    states_known: bool = True
+    raised_eps: bool = False
+    drew: set[int] = field(default_factory=set)  # steps within which random numbers were drawn after the batch came
+    ended: bool = False  # the script came to its own end
+    failed: tuple[str, str] | None = None  # (kind and message, traceback)
+
+
+class ScriptRecorder:
+    """Records one process. Each model has a number, in the order of `prepare`.
+
+    limit    steps of each model after which the script is ended; None: it runs to its end
+    apart    ranks also keep what each backward asks of their own samples, to find the cause of a difference
+    plain    this is the one process: `prepare` does nothing but record
+    plan     takes the place of the plan that the script gives
+    shorten  batches of an epoch that are kept beside its last one; None: all
+    """
+
+    def __init__(self, *, limit: int | None, plain: bool, plan: str | None = None, shorten: int | None = None,
+                 apart: bool = False) -> None:  # fmt: skip
+        self.limit, self.plain, self.plan, self.shorten, self.apart = limit, plain, plan, shorten, apart
+        self.record = ScriptRecord()
+        self.models: list[Any] = []  # what was prepared, by number
+        self.epochs: int | None = None  # after which the script is ended, in the place of `limit`
+        self._losses: list[list[float]] = []
+        self._forms: list[set[str]] = []
+        self._locals: list[list[Tensors]] = []
+        self._counts: list[int] = []  # steps of each model
+        self._weights: list[list[float]] = []
+        self._counted = 0
+        self._samples: list[int] = []  # of the batches since the last step
+        self._content = 0.0
+        self._ended_epochs = 0
+        self._stood: Any = None  # the generators, when the batch at hand came
+
+    # --- what is told of models
+
+    def plan_for(self, given: Plan) -> Plan:
+        """Returns the plan to prove in the place of the one that the script gives: in float64, with its accumulate."""
+        self.record.plans.append(str(given))
+        plan = given if self.plan is None else Plan.parse(self.plan)
+        accumulate = given.accumulate if plan.accumulate == 1 else plan.accumulate
+        return plan.with_(accumulate=accumulate).exact("fp64")
+
+    def add(self, prepared: Any, named: Named, trained: set[str]) -> int:
+        """Begin with a model that was prepared; returns its number."""
+        self.models.append(prepared)
+        initial: Tensors = {}
+        for name, tensor in named:
+            self._note(len(self.models) - 1, name, tensor)
+            initial[name] = None if tensor is None else sketch(tensor)
+        self.record.initial.append(initial)
+        self.record.trained.append(trained)
+        self._losses.append([])
+        self._forms.append(set())
+        self._locals.append([])
+        self._weights.append([])
+        self._counts.append(0)
+        return len(self.models) - 1
+
+    def may_go_on(self) -> None:
+        """Raise `Enough` where every model has taken its steps; called where a backward begins, on every rank."""
+        enough = self.limit is not None and self._counts and min(self._counts) >= self.limit
+        many = self.limit is not None and sum(self._counts) >= 4 * self.limit * max(1, len(self._counts))
+        if enough or many or (self.epochs is not None and self._ended_epochs >= self.epochs):
+            raise Enough
+
+    def loss(self, model: int, value: float, form: str, weight: float = 0.0) -> None:
+        """A backward of a model: its loss over all samples, how it was called, and with which number."""
+        self._losses[model].append(value)
+        self._weights[model].append(weight)
+        self._forms[model].add(form)
+
+    def local_gradients(self, model: int, gradients: Tensors) -> None:
+        """What a backward asked of this rank's samples alone, as sketches."""
+        self._locals[model].append(gradients)
+
+    # --- what is told of a step
+
+    @torch.no_grad()
+    def before(self, model: int, gradients: Named, line: str = "") -> None:
+        """An optimizer's step begins, with these whole gradients."""
+        found: Tensors = {}
+        squares = 0.0
+        for name, gradient in gradients:
+            self._note(model, f"the gradient of {name}", gradient)
+            found[name] = None if gradient is None else sketch(gradient)
+            if gradient is not None and gradient.numel():
+                squares += float(gradient.detach().abs().double().square().sum())
+        step = StepRecord(model, self._losses[model], self._forms[model], found, squares)
+        step.samples, step.content = self._samples, self._content
+        step.locals, step.line = self._locals[model], line
+        step.weights, step.counted = self._weights[model], self._counted
+        if self._stood is not None and _drawn() != self._stood:
+            self.record.drew.add(len(self.record.steps))
+        self.record.steps.append(step)
+        self._losses[model], self._forms[model], self._locals[model] = [], set(), []
+        self._weights[model], self._samples, self._content, self._counted = [], [], 0.0, 0
+
+    @torch.no_grad()
+    def after(self, model: int, parameters: Named, buffers: Named, states: Iterable[tuple[str, Any]],
+              groups: list[dict[str, Any]]) -> None:  # fmt: skip
+        """The step is over."""
+        step = self.record.steps[-1]
+        for into, named in ((step.parameters, parameters), (step.buffers, buffers)):
+            for name, tensor in named:
+                into[name] = None if tensor is None else sketch(tensor)
+        for name, state in states:
+            step.states |= {key: sketch(value) for key, value in kept_state(name, state).items()}
+        step.settings = [{key: _plain(value) for key, value in group.items() if key != "params"} for group in groups]
+        self._counts[model] += 1
+
+    # --- what is told of batches
+
+    def batch(self, samples: int, content: float, counted: int) -> None:
+        """A batch was handed out: samples of all ranks; the sum of its numbers and how many samples, of this rank's."""
+        self._samples = [*self._samples, samples]
+        self._counted += counted
+        self._content += content
+        self._stood = _drawn()
+
+    def epoch_ends(self, *, uneven: bool) -> None:
+        """A loop over the loader has had its last batch; `uneven`: which had fewer samples than those before."""
+        self._ended_epochs += 1
+        self.met("an epoch's end")
+        if uneven:
+            self.met("an uneven last batch")
+        if self.record.steps:
+            self.record.steps[-1].ends_epoch = True
+
+    def met(self, what: str) -> None:
+        """Note one of the things that a proof should meet."""
+        self.record.met.add(what)
+
+    def _note(self, model: int, name: str, tensor: torch.Tensor | None) -> None:
+        if tensor is not None:
+            self.record.shapes[f"{model}:{name}"] = tuple(tensor.shape)
+
+
+_RECORDER: ContextVar[ScriptRecorder | None] = ContextVar("the recorder of a proof", default=None)
+
+
+def recorder() -> ScriptRecorder | None:
+    """Returns the recorder of the proof that this process is part of; None outside of one."""
+    return _RECORDER.get()
+
+
+@contextmanager
+def recording(by: ScriptRecorder) -> Iterator[ScriptRecorder]:
+    """Context: `prepare` and torch's hooks tell `by` what the script does."""
+    token = _RECORDER.set(by)
+    try:
+        yield by
+    finally:
+        _RECORDER.reset(token)
+
+
+def content_of(batch: Any, rows: slice | None = None, dim: int = 0) -> float:
+    """Returns the sum of all numbers of a batch's tensors; `rows`: of these samples along `dim` alone."""
+    total = 0.0
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.numel() and leaf.layout is torch.strided:
+            part = (
+                leaf.narrow(dim, rows.start, rows.stop - rows.start) if rows is not None and leaf.dim() > dim else leaf
+            )
+            total += float(part.detach().abs().double().sum())
+    return total
+
+
+def _drawn() -> int:
+    """Where the generators stand, as one number."""
+    from shardwise.scripts.reading import standing
+
+    return standing()
+
+
+def _plain(value: Any) -> Any:
+    """A setting as a number, text or a tuple of them."""
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.numel() == 1 else tuple(value.flatten().tolist())
+    if isinstance(value, list | tuple):
+        return tuple(_plain(each) for each in value)
+    return value if isinstance(value, bool | int | float | str | type(None)) else type(value).__name__

@@ -1,0 +1,125 @@
+"""`Scratch`: a folder in which a script runs during its proof, so that nothing of the user's is overwritten.
+
+    the script's folder      data/a.npy   out/best.pt   notes.txt
+    scratch                  data/a.npy   out/best.pt   notes.txt      folders of its own, files as links
+
+What is read is the user's. A file that the script opens to write in takes the link's place first, as a copy where it
+is added to; what it removes or moves is the link. Relative paths end up here. A script that writes into a file beside
+it by an absolute path is stopped.
+
+What this does not do: watch programs that the script starts, or libraries beside torch.save that open files without
+Python.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.errors import InputError
+
+MOST_FILES = 5000  # that are linked one by one; a folder that is left then is linked whole
+_LEFT_OUT = {".git", "__pycache__", ".venv", "venv", "node_modules", ".shardwise"}
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
+
+
+class Scratch:
+    """Context: the process stands in a scratch folder that looks like `folder`; it is removed at the end."""
+
+    def __init__(self, folder: str, script: str) -> None:
+        self._home = Path(folder).resolve()
+        self._guarded = {str(self._home), str(Path(script).resolve().parent)}
+        self._active, self._left, self._save = False, MOST_FILES, torch.save
+
+    def __enter__(self) -> Scratch:
+        self._before = os.getcwd()
+        self._folder = Path(tempfile.mkdtemp(prefix="shardwise-proof-")).resolve()
+        self._link(self._home, self._folder)
+        os.chdir(self._folder)
+        self._active = True
+        torch.save = self._saving
+        sys.addaudithook(self._heard)  # there is no taking it away again: it does nothing later
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._active = False
+        torch.save = self._save
+        os.chdir(self._before)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _link(self, source: Path, to: Path) -> None:
+        """Folders anew, files as links; what the user may not read is left out."""
+        try:
+            entries = sorted(os.scandir(source), key=lambda entry: entry.name)
+        except OSError:
+            return
+        for entry in entries:
+            if entry.name in _LEFT_OUT:
+                continue
+            self._left -= 1
+            place = to / entry.name
+            if entry.is_dir(follow_symlinks=False) and self._left > 0:
+                place.mkdir()
+                self._link(Path(entry.path), place)
+            else:
+                place.symlink_to(entry.path)
+
+    # --- what the script writes
+
+    def _heard(self, event: str, args: tuple[Any, ...]) -> None:
+        """Python is about to open, remove or move something."""
+        if not self._active:
+            return
+        if event == "open" and isinstance(args[0], str | bytes | os.PathLike):
+            path, mode, flags = args
+            writes = any(letter in mode for letter in "wax+") if isinstance(mode, str) else bool(flags & _WRITES)
+            if writes:
+                kept = (isinstance(mode, str) and "w" not in mode) or not isinstance(mode, str)
+                self._before_write(os.fsdecode(path), keeps=kept)
+        elif event in ("os.remove", "os.rename", "os.rmdir", "os.truncate", "shutil.rmtree"):
+            for path in args[:2]:
+                if isinstance(path, str | bytes | os.PathLike):
+                    self._refuse_outside(os.fsdecode(path))
+
+    def _saving(self, obj: Any, f: Any, *args: Any, **options: Any) -> Any:
+        """`torch.save`, which opens files without Python."""
+        if isinstance(f, str | os.PathLike):
+            self._before_write(os.fspath(f), keeps=False)
+        return self._save(obj, f, *args, **options)
+
+    def _before_write(self, path: str, *, keeps: bool) -> None:
+        """Put a file of the script's own in the place of a link; `keeps`: with what the user's holds."""
+        self._refuse_outside(path)
+        link = Path(path)
+        if not link.is_symlink() or not self._is_inside(link):
+            return
+        target = link.resolve()
+        active, self._active = self._active, False
+        try:
+            link.unlink()
+            if keeps and target.is_file():
+                shutil.copy2(target, link)
+        finally:
+            self._active = active
+
+    def _is_inside(self, path: Path) -> bool:
+        return Path(os.path.abspath(path)).parent.resolve().is_relative_to(self._folder)
+
+    def _refuse_outside(self, path: str) -> None:
+        """Raise `InputError` before a file of the user's beside the script is overwritten or removed."""
+        place = Path(os.path.abspath(path))
+        if not os.path.lexists(place) or self._is_inside(place) or "__pycache__" in place.parts:
+            return
+        home = place.parent.resolve()
+        if any(home.is_relative_to(folder) for folder in self._guarded) and place.is_file():
+            raise InputError(
+                f"verify: the script writes to {place}, which exists, by an absolute path, and a proof runs the script "
+                "several times: let it take its folder from where it is started or from an argument; or prove it in a "
+                "folder of its own that may be written (verify --cwd FOLDER)"
+            )
