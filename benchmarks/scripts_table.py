@@ -21,9 +21,9 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 import test_prepare as scripts  # noqa: E402
 
-from shardwise.errors import InputError, RefusedPlan  # noqa: E402
-from shardwise.layout import Plan  # noqa: E402
+from shardwise.errors import InputError  # noqa: E402
 from shardwise.ranks import RankPool  # noqa: E402
+from shardwise.scripts.proof.door import verify_script  # noqa: E402
 
 PLANS = ["dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=2", "dp_shard=2,zero=3", "tp=2",
          "dp_replicate=4", "dp_shard=4,zero=1", "dp_shard=4,zero=2", "dp_shard=4,zero=3",
@@ -32,23 +32,20 @@ NO_DIM = "no dim of the batch can be cut"  # as a sequence, or as a field
 TABLE = ROOT / "docs" / "tables" / "scripts.md"
 
 
-def cell(name: str, plan: str, alone: dict, pool: RankPool, folder: Path) -> tuple[str, str]:
+def cell(name: str, plan: str, pool: RankPool, folder: Path) -> tuple[str, str]:
     """(what stands in the cell, the reason where it is refused)."""
     path = folder / f"{name}.py"
     path.write_text(scripts.changed(name, plan))
     try:
-        runs = pool.run(scripts.run_script, Plan.parse(plan).world_size, str(path), timeout_s=200)
-    except (RefusedPlan, InputError) as error:
-        why = str(error).splitlines()[0]
+        parity = verify_script(path, steps=None, pool=pool, timeout_s=300)
+    except InputError as error:
+        return "FAILS", str(error).splitlines()[0]
+    if parity.refused:
+        why = parity.refused.splitlines()[0]
         return ("no such dim", "") if NO_DIM in why else ("refused", why)
-    except Exception as error:
-        return "FAILS", f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    try:
-        for run in runs:
-            scripts.same(run, alone)
-    except AssertionError as error:
-        return "WRONG", str(error).splitlines()[0]
-    return "equal", ""
+    if parity.error:
+        return "FAILS", parity.error
+    return ("equal", "") if parity.parity else ("NOT EQUAL", parity.cause.text if parity.cause else "")
 
 
 def as_page(found: dict[str, tuple[str, str]], names: list[str], plans: list[str]) -> str:
@@ -68,10 +65,10 @@ def as_page(found: dict[str, tuple[str, str]], names: list[str], plans: list[str
         "# Training scripts under plans",
         "",
         "Made by `make scripts-table`. The scripts stand in `tests/scripts`, written as people write them; a few "
-        "lines of each change, which `tests/test_prepare.py` names. *equal*: the losses of all steps and the final "
-        "weights are those of the untouched script in one process, to 1e-10 in float64; *refused*: stopped by the "
-        "sentence below; *no such dim*: refused, since nothing that the model is given can be cut as a sequence (or as "
-        "a field).",
+        "lines of each change, which `tests/test_prepare.py` names. Each cell is `shardwise verify SCRIPT.py --plan P "
+        "--steps all`. *equal*: losses, gradients, weights, buffers and the optimizer's state of all steps are those "
+        "of one process, in float64; *refused*: stopped by the sentence below; *no such dim*: refused, since nothing "
+        "that the model is given can be cut as a sequence (or as a field).",
         "",
         f"{len(asked)} cells: {count}.",
         "",
@@ -97,14 +94,13 @@ def main() -> None:
     kept = Path(args.kept) if args.kept else None
     found = {k: tuple(v) for k, v in json.loads(kept.read_text()).items()} if kept and kept.exists() else {}
     started = time.monotonic()
-    with RankPool() as pool, tempfile.TemporaryDirectory() as folder:
+    with RankPool(quiet=True) as pool, tempfile.TemporaryDirectory() as folder:
         for name in names:
             todo = [plan for plan in plans if f"{name} {plan}" not in found]
             if not todo or time.monotonic() - started > args.seconds:
                 continue
-            (alone,) = pool.run(scripts.run_script, 1, str(scripts.SCRIPTS / f"{name}.py"))
             for plan in todo:
-                found[f"{name} {plan}"] = what = cell(name, plan, alone, pool, Path(folder))
+                found[f"{name} {plan}"] = what = cell(name, plan, pool, Path(folder))
                 sys.stderr.write(f"{time.monotonic() - started:5.0f} s  {name} {plan}: {' '.join(what)[:300]}\n")
                 if kept:
                     kept.write_text(json.dumps(found))

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import many_tasks
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 
-import shardwise
 from shardwise import Plan, parallelize, verify
 from shardwise.errors import RefusedPlan
 from shardwise.ranks import RankPool
@@ -68,41 +64,3 @@ def test_a_source_is_looked_at_with_the_first_batch(name: str, pool: RankPool) -
 def test_groups_that_are_the_same_on_ranks_parts_are_equal(name: str, plan: str, pool: RankPool) -> None:
     result = verify(f"many_tasks:{name}", plan, pool=pool, timeout_s=60)
     assert result.parity, result.text()
-
-
-def script(name: str, plan: str, views: int = 1) -> str:
-    """What a script's first forward in training says of the model."""
-    torch.manual_seed(0)
-    model: Any = many_tasks.Inside(getattr(many_tasks, name)).double()
-    data = TensorDataset(torch.randn(16, 6, dtype=torch.float64), torch.randn(16, 3, dtype=torch.float64))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    prepared: Any
-    prepared = model, optimizer, loader = shardwise.prepare(model, optimizer, DataLoader(data, 16), plan=plan)
-    try:
-        for x, y in loader:
-            out = model(torch.cat([x] * views))
-            prepared.backward((out - torch.cat([y] * views)).square().mean())
-            optimizer.step()
-    except RefusedPlan as refusal:
-        return str(refusal)
-    return ""
-
-
-QUICK = [("ghost", "dp_replicate=2", 1), ("in_chunks", "dp_replicate=2", 1)]
-LONG = [
-    (between.__name__, plan, views)
-    for between in (*many_tasks.UNLIKE, *many_tasks.ALIKE)
-    for plan, views in (("dp_replicate=2", 1), ("dp_shard=2,zero=3,tp=2", 1), ("dp_shard=3,zero=1", 2))
-    if (between.__name__, plan, views) not in QUICK
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "plan", "views"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)]
-)
-def test_scripts_with_such_models_are_refused_at_their_first_forward(
-    name: str, plan: str, views: int, pool: RankPool
-) -> None:
-    for said in pool.run(script, Plan.parse(plan).world_size, name, plan, views):
-        assert (name not in {one.__name__ for one in many_tasks.UNLIKE}) == (said == ""), said
-        assert not said or ("samples" in said and "test_many.py" in said and 'loss_scope="model"' in said), said

@@ -15,7 +15,6 @@ import torchgen
 import yaml
 from test_prepare import SCRIPTS, changed, run_script, same
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -31,8 +30,6 @@ from shardwise.proof.oracle import run_oracle
 from shardwise.proof.rank import run_rank
 from shardwise.proof.settings import Settings
 from shardwise.ranks import RankPool
-from shardwise.scripts.repeated import Repeated
-from shardwise.scripts.tape import LossTape
 from shardwise.task_names import resolve_task
 from shardwise.testing import mock_device
 
@@ -391,42 +388,6 @@ def test_a_script_runs_where_it_put_its_model(device: str, mocks: RankPool) -> N
     for losses, where, told in mocks.run(script, 2, device, 2):
         assert where == device and max(abs(a - b) for a, b in zip(losses, alone, strict=True)) < 1e-6
         assert any("though this machine has an accelerator" in one for one in told) == (device == "cpu")
-
-
-class Devices(TorchDispatchMode):
-    """Notes the devices on which losses are computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.nll_loss_forward.default:
-            self.seen.add(args[0].device.type)
-        return func(*args, **(kwargs or {}))
-
-
-def computed_again() -> tuple[set[str], str, bool]:
-    """Where a loss of the device is computed again on more samples, where it is then, and whether it is as large."""
-    device = mock_device.install()
-    torch.manual_seed(0)
-    out, y = torch.randn(4, 3).to(device).requires_grad_(), torch.randint(0, 3, (4,)).to(device)
-    tape = LossTape(device)
-    tape.samples = 4
-    with tape:
-        loss = nn.functional.cross_entropy(out, y)
-    way = Repeated(tape, 4, 8, False)
-    given = {id(one): way.of(one, 0).detach().requires_grad_(one.requires_grad) for one in (out, y)}
-    with Devices() as devices:
-        (again,) = way.again([loss], given)
-    (gradient,) = torch.autograd.grad(again, given[id(out)])
-    same = torch.allclose(again.cpu(), loss.detach().cpu()) and bool(gradient.cpu().any())
-    return devices.seen, again.device.type, same
-
-
-def test_other_numbers_are_tried_on_the_host(mocks: RankPool) -> None:
-    """Where an index would be out of range, the CPU raises, and a GPU ends the process."""
-    assert mocks.run(computed_again, 1) == [({"cpu"}, "mock", True)]
 
 
 # --- scripts whose default device it is, as `torch.set_default_device("cuda")` makes a GPU

@@ -8,7 +8,7 @@ import pytest
 import torch
 from expert_tasks import Net as ExpertNet
 from module_tasks import WIDTH
-from test_prepare import BAR, adamw, samples
+from test_prepare import adamw, begin, check_equal, made, samples, weights_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -40,13 +40,11 @@ class Words(nn.Module):
 
 
 def experts() -> nn.Module:
-    torch.manual_seed(0)
-    return ExpertNet().double()
+    return made(ExpertNet)
 
 
 def words() -> nn.Module:
-    torch.manual_seed(0)
-    return Words().double()
+    return made(Words)
 
 
 def cross_entropy(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -77,16 +75,10 @@ def tokens(count: int) -> TensorDataset:
     return TensorDataset(torch.randint(WORDS, (count, 6), generator=torch.Generator().manual_seed(3)))
 
 
-def script(plan: str | None, loss: str = "cross_entropy", count: int = 11, every: int = 1, clip: float = 0.0,
-           **options: Any) -> tuple[list[float], dict, torch.Tensor]:  # fmt: skip
+def script(plan: str | None, loss: str = "cross_entropy", every: int = 1, clip: float = 0.0) -> tuple:
     """Losses, weights and what the model says at the end; evaluated before and after training too."""
-    model = words()
-    optimizer = adamw(model)
+    prepared, model, optimizer, loader = begin(plan, words(), DataLoader(tokens(11), batch_size=4, shuffle=True))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    loader = DataLoader(tokens(count), batch_size=4, shuffle=True)
-    prepared = shardwise.prepare(model, optimizer, loader, plan=plan, **options) if plan else None
-    if prepared:
-        model, optimizer, loader = prepared
     torch.manual_seed(7)
     losses, total, weight = [], 0.0, 0
     with torch.no_grad():
@@ -113,7 +105,8 @@ def script(plan: str | None, loss: str = "cross_entropy", count: int = 11, every
         total, weight = 0.0, 0
     with torch.no_grad():
         said = model.eval()(tokens(3).tensors[0])["logits"]
-    return losses, prepared.state_dict() if prepared else model.state_dict(), said
+    assert type(said) is torch.Tensor
+    return losses, weights_of(prepared or model), said
 
 
 def on_ranks(plan: str | None, options: dict) -> tuple:
@@ -131,22 +124,13 @@ def on_ranks(plan: str | None, options: dict) -> tuple:
     ],
 )
 def test_scripts_with_shares_equal_one_process(plan: str, options: dict, pool: RankPool) -> None:
-    ((losses, weights, said),) = pool.run(on_ranks, 1, None, options)
-    for theirs, held, heard in pool.run(on_ranks, shardwise.Plan.parse(plan).world_size, plan, options, timeout_s=60):
-        assert theirs == pytest.approx(losses, rel=BAR)
-        assert type(heard) is torch.Tensor and float((heard - said).abs().max()) < BAR
-        for name, weight in weights.items():
-            assert float((held[name] - weight).abs().max()) < BAR, name
+    check_equal(pool, on_ranks, plan, options)
 
 
-def with_experts(plan: str | None, count: int = 13) -> tuple[list[float], dict]:
-    model = experts()
-    optimizer = adamw(model)
-    x = torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    loader: Any = DataLoader(TensorDataset(x), batch_size=4)
-    prepared = shardwise.prepare(model, optimizer, loader, plan=plan, branches="per_sample") if plan else None
-    if prepared:
-        model, optimizer, loader = prepared
+def with_experts(plan: str | None) -> tuple:
+    x = torch.randn(13, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    loader = DataLoader(TensorDataset(x), batch_size=4)
+    prepared, model, optimizer, loader = begin(plan, experts(), loader, branches="per_sample")
     losses = []
     for (rows,) in loader:
         value = model(rows).square().sum()
@@ -158,16 +142,12 @@ def with_experts(plan: str | None, count: int = 13) -> tuple[list[float], dict]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(value.item())
-    return losses, prepared.state_dict() if prepared else model.state_dict()
+    return losses, weights_of(prepared or model)
 
 
 @pytest.mark.parametrize("plan", ["dp_shard=2,ep=2", "dp_shard=4,ep=2,zero=2", "tp=2,dp_shard=2,ep=2,zero=1"])
 def test_experts_in_a_script_equal_one_process(plan: str, pool: RankPool) -> None:
-    ((losses, weights),) = pool.run(with_experts, 1, None)
-    for theirs, held in pool.run(with_experts, shardwise.Plan.parse(plan).world_size, plan, timeout_s=60):
-        assert theirs == pytest.approx(losses, rel=BAR)
-        for name, weight in weights.items():
-            assert float((held[name] - weight).abs().max()) < BAR, name
+    check_equal(pool, with_experts, plan)
 
 
 # --- what would differ is refused

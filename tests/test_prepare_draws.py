@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_prepare import BAR, adamw, samples
+from test_prepare import batches, check_equal, made, mse, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
-import shardwise
 from shardwise.errors import RefusedPlan
 from shardwise.layout.dealing import Share
 from shardwise.ranks import RankPool
@@ -127,6 +126,30 @@ def test_what_may_draw_is_told_by_tags() -> None:
     assert not any(map(may_draw, plain)), [one for one in plain if may_draw(one)]
 
 
+ORDERS = {
+    "first": lambda n: torch.zeros(n, 3, 4),
+    "second": lambda n: torch.zeros(3, n, 4).transpose(0, 1),
+    "last": lambda n: torch.zeros(3, 4, n).permute(2, 0, 1),
+    "expanded": lambda n: torch.zeros(n, 3, 1).expand(n, 3, 4),
+    "channels last": lambda n: torch.zeros(n, 3, 2, 2).to(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("count", [1, 2])
+def test_draws_into_a_tensor_follow_its_order_in_memory(order: str, count: int) -> None:
+    """As attention gives it where a module computes time first: dropout draws in the order of memory."""
+    make, watched = ORDERS[order], SampleDraws()
+    into = [] if order == "expanded" else [lambda t: t.bernoulli_(0.5)]
+    for draw in (*into, lambda t: nn.functional.dropout(t + 1, 0.5), torch.rand_like):
+        torch.manual_seed(0)
+        expected = draw(make(6))
+        torch.manual_seed(0)
+        watched.part = Share(None, count, 2, 6)
+        with watched:
+            assert torch.equal(draw(make(count)), expected[2 : 2 + count])
+
+
 class DrawsWeights(nn.Module):
     """Weights are drawn anew in each forward, of as many rows as a rank has samples, and others are dropped."""
 
@@ -143,33 +166,13 @@ class DrawsWeights(nn.Module):
         )
 
 
-def drawn_weights(
-    plan: str | None, mixed: bool, check_loss: bool = True
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    torch.manual_seed(0)
-    model: Any = DrawsWeights(mixed).double()
-    optimizer: Any = adamw(model)
-    loader: Any = DataLoader(samples(22), batch_size=8)
-    prepared: Any = shardwise.prepare(model, optimizer, loader, plan=plan, check_loss=check_loss) if plan else None
-    model, optimizer, loader = prepared or (model, optimizer, loader)
-    losses = []
-    for x, y in loader:
-        loss = (model(x) - y).square().mean()
-        optimizer.zero_grad()
-        loss = prepared.backward(loss) if prepared else loss
-        if not prepared:
-            loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, model.state_dict()
+def drawn_weights(plan: str | None, mixed: bool, check_loss: bool = True) -> tuple[list[float], dict]:
+    return train(plan, made(lambda: DrawsWeights(mixed)), batches(22, 8), mse, check_loss=check_loss)
 
 
 @pytest.mark.parametrize("plan", ["dp_replicate=2", pytest.param("dp_shard=2,zero=3", marks=pytest.mark.long)])
 def test_weights_that_a_forward_draws_are_alike_on_every_rank(plan: str, pool: RankPool) -> None:
-    losses, weights = drawn_weights(None, False)
-    for theirs, held in pool.run(drawn_weights, 2, plan, False):
-        assert theirs == pytest.approx(losses, rel=BAR)
-        assert all(float((held[name] - weight).abs().max()) < BAR for name, weight in weights.items())
+    check_equal(pool, drawn_weights, plan, False)
 
 
 def test_weights_and_samples_drawn_in_one_shape_are_refused(pool: RankPool) -> None:
@@ -179,45 +182,54 @@ def test_weights_and_samples_drawn_in_one_shape_are_refused(pool: RankPool) -> N
         pool.run(drawn_weights, 2, "dp_replicate=2", False, False)
 
 
-def of_size(n: int) -> torch.Tensor:
-    return torch.rand(n, dtype=torch.float64)
+def of_classes(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """A class is drawn for each sample."""
+    drawn = torch.multinomial(torch.tensor([0.5, 0.3, 0.2]), len(x), replacement=True).double()
+    return mse(model, x * drawn[:, None], y)
 
 
-def drawn_by_count(plan: str | None, mirrored: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """A class drawn for each sample; or times, of which half are drawn and the others mirrored."""
-    torch.manual_seed(0)
-    model: Any = nn.Linear(6, 2).double()
-    optimizer: Any = adamw(model)
-    loader: Any = DataLoader(samples(24), batch_size=8)
-    prepared: Any = shardwise.prepare(model, optimizer, loader, plan=plan) if plan else None
-    model, optimizer, loader = prepared or (model, optimizer, loader)
-    losses = []
-    for x, y in loader:
-        if mirrored:
-            half = torch.rand(len(x) // 2 + 1).double() if mirrored == "told" else of_size(len(x) // 2 + 1)
-            drawn = torch.cat([half, 1 - half])[: len(x)]
-        else:
-            drawn = torch.multinomial(torch.tensor([0.5, 0.3, 0.2]), len(x), replacement=True).double()
-        loss = (model(x * drawn[:, None]) - y).square().mean()
-        optimizer.zero_grad()
-        loss = prepared.backward(loss) if prepared else loss
-        if not prepared:
-            loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, model.state_dict()
+def of_points(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """As many draws in every step, by chance a multiple of a rank's samples."""
+    return mse(model, x, y) * (1 + torch.rand(8, 6).double().sum())
 
 
-def test_classes_drawn_for_samples_are_one_process_s_and_half_as_many_times_are_refused(pool: RankPool) -> None:
-    losses, _ = drawn_by_count(None, "")
-    assert all(
-        theirs == pytest.approx(losses, rel=BAR) for theirs, _ in pool.run(drawn_by_count, 2, "dp_replicate=2", "")
-    )
-    with pytest.raises(RefusedPlan, match=r"drawn 3 at a time, by the number of samples.*test_prepare_draws.py, line"):
-        pool.run(drawn_by_count, 2, "dp_replicate=2", "told")
+def of_rows(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Rows of a table that is as long as it is, as many as all ranks have samples."""
+    rows = (torch.arange(300, dtype=x.dtype) / 300)[torch.randint(297, (8,))]
+    return mse(model, x, y) + rows.mean() * model[0].weight.square().sum()
 
 
-@pytest.mark.long
-def test_half_as_many_times_whose_number_nothing_tells_are_refused_in_the_second_batch(pool: RankPool) -> None:
-    with pytest.raises(RefusedPlan, match=r"drawn 3 at a time for 4 samples.*test_prepare_draws.py, line"):
-        pool.run(drawn_by_count, 2, "dp_replicate=2", "passed on")
+def drawn_outside(plan: str | None, loss_of: Any, count: int, size: int) -> tuple[list[float], dict]:
+    model = made(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 2)))
+    return train(plan, model, batches(count, size, shuffle=True), loss_of)
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "count", "size"), [(of_classes, 24, 8), (of_points, 11, 4), (of_points, 12, 4), (of_rows, 24, 8)]
+)
+def test_what_a_script_draws_is_one_process_s(loss_of: Any, count: int, size: int, pool: RankPool) -> None:
+    check_equal(pool, drawn_outside, "dp_replicate=2", loss_of, count, size)
+
+
+class Flow(nn.Module):
+    """A log density that is begun with zeros, in a method that is called by itself, beside a fixed distribution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 2)
+        self.prior = torch.distributions.MultivariateNormal(torch.zeros(2).double(), torch.eye(2).double())
+
+    def log_prob(self, x: torch.Tensor) -> torch.Tensor:
+        found, z = x.new_zeros(x.shape[0]), x
+        z = self.net(z)
+        found -= z.square().sum(dim=1)
+        return self.prior.log_prob(z) + found
+
+
+def dense(plan: str | None) -> tuple[list[float], dict]:
+    data = TensorDataset(torch.randn(40, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+    return train(plan, made(Flow), DataLoader(data, batch_size=10), lambda model, x: -model.log_prob(x).mean())
+
+
+def test_zeros_for_each_sample_are_of_the_samples(pool: RankPool) -> None:
+    check_equal(pool, dense, "dp_replicate=2")

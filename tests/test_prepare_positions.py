@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_prepare import BAR
+from test_prepare import back, begin, check_equal, made, weights_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -113,22 +113,15 @@ LOSSES = {one.__name__: one for one in (classes, moments, unusual, penalty, shif
 SEQUENCE = ("shifted", "masked")
 
 
-def script(plan: str | None, loss: str, count: int = 10, every: int = 1, clip: float = 0.0,
-           **options: Any) -> tuple[list[float], dict, torch.Tensor]:  # fmt: skip
+def script(plan: str | None, loss: str, every: int = 1, clip: float = 0.0) -> tuple:
     """Losses, weights, and what the model says at the end; evaluated before and after training too."""
-    torch.manual_seed(0)
-    model: Any = (Words() if loss in SEQUENCE else Fields()).double()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     data = tokens if loss in SEQUENCE else fields
-    loader: Any = DataLoader(data(count), batch_size=4, shuffle=True)
-    prepared = shardwise.prepare(model, optimizer, loader, plan=plan, **options) if plan else None
-    if prepared:
-        model, optimizer, loader = prepared
+    model = made(Words if loss in SEQUENCE else Fields)
+    prepared, model, optimizer, loader = begin(plan, model, DataLoader(data(10), batch_size=4, shuffle=True))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     torch.manual_seed(7)
-    losses, total, weight = [], 0.0, 0
+    losses, total, weight, said = [], 0.0, 0, []
     (held, *_) = data(3).tensors
-    said = []
     for epoch in range(2):
         with torch.no_grad():
             out = model.eval()(held)
@@ -159,7 +152,7 @@ def script(plan: str | None, loss: str, count: int = 10, every: int = 1, clip: f
             model.load_state_dict(state[0])
             optimizer.load_state_dict(state[1])
     assert all(type(one) is torch.Tensor for one in said)
-    return losses, prepared.state_dict() if prepared else model.state_dict(), torch.stack(said)
+    return losses, weights_of(prepared or model), torch.stack(said)
 
 
 def on_ranks(plan: str | None, options: dict) -> tuple:
@@ -188,12 +181,7 @@ EQUAL = [
 
 @pytest.mark.parametrize(("plan", "options"), EQUAL, ids=lambda one: one if isinstance(one, str) else one["loss"])
 def test_scripts_on_shares_of_positions_equal_one_process(plan: str, options: dict, pool: RankPool) -> None:
-    ((losses, weights, said),) = pool.run(on_ranks, 1, None, options)
-    for theirs, held, heard in pool.run(on_ranks, shardwise.Plan.parse(plan).world_size, plan, options, timeout_s=60):
-        assert theirs == pytest.approx(losses, rel=BAR)
-        assert float((heard - said).abs().max()) < BAR
-        for name, weight in weights.items():
-            assert float((held[name] - weight).abs().max()) < BAR, name
+    check_equal(pool, on_ranks, plan, options)
 
 
 # --- what would differ is refused
@@ -257,93 +245,28 @@ def test_outputs_are_gathered_over_samples_or_cut_along_positions() -> None:
         check_given(*given, shardwise.Plan.parse("domain=2,dp_replicate=2"), "global", "global")
 
 
-# --- losses of whole batches
+# --- several models
 
 
-class Scaled(nn.Module):
-    """Embeddings, and a learned temperature that belongs to no sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 4))
-        self.scale, self.shift = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(4))
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return F.normalize(self.net(x), dim=1), self.scale.exp()
-
-
-def paired(plan: str | None, options: dict) -> tuple[list[float], dict]:
-    """A contrastive script: two views of each sample in one call, draws of its own, a weight that it reads itself."""
-    torch.manual_seed(0)
-    model: Any = Scaled().double()
-    optimizer: Any = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4)
-    data = torch.randn(13, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    loader: Any = DataLoader(TensorDataset(data), batch_size=5, shuffle=True)
-    given = {"plan": plan, "loss_scope": "global", **options}
-    prepared = shardwise.prepare(model, optimizer, loader, **given) if plan else None
-    if prepared:
-        model, optimizer, loader = prepared
-    torch.manual_seed(7)
-    losses = []
-    for (x,) in loader:
-        mixed = 0.9 * x + 0.1 * x[torch.randperm(len(x))]
-        z, scale = model(torch.cat([x, mixed + 0.1 * torch.randn_like(x)]))
-        a, b = (z + model.shift).chunk(2)
-        loss = F.cross_entropy(a @ b.T * scale, torch.arange(len(x))) + 0.1 * model.shift.square().sum()
-        optimizer.zero_grad()
-        if prepared:
-            prepared.backward(loss)
-            prepared.clip_grad_norm_(0.5)
-            assert prepared.sum(float(len(x))) == [float(len(x))]
-        else:
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, prepared.state_dict() if prepared else model.state_dict()
-
-
-@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=4,zero=2", "dp_replicate=2,dp_shard=2,zero=1"])
-def test_losses_of_whole_batches_equal_one_process(plan: str, pool: RankPool) -> None:
-    ((losses, weights),) = pool.run(paired, 1, None, {})
-    for theirs, held in pool.run(paired, shardwise.Plan.parse(plan).world_size, plan, {}, timeout_s=60):
-        assert theirs == pytest.approx(losses, rel=BAR)
-        for name, weight in weights.items():
-            assert float((held[name] - weight).abs().max()) < BAR, name
-
-
-def pair_of_models(plan: str | None, other: str | None = None) -> tuple[list[float], list[torch.Tensor]]:
-    """Losses and weights of a script of two models: what the first gives is given to the second, by its cut."""
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        made: list[nn.Module] = [nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Tanh()), nn.Conv2d(4, 1, 3, padding=1)]
-        made = [model.double() for model in made]
-    steps: list[Any] = [torch.optim.SGD(model.parameters(), lr=0.1) for model in made]
-    loader: Any = DataLoader(fields(6), batch_size=3)
-    backward: list[Any] = [torch.Tensor.backward] * 2
-    if plan is not None:
-        for place, each in enumerate((plan, other or plan)):
-            prepared = shardwise.prepare(made[place], steps[place], loader, plan=each)
-            made[place], steps[place], loader = prepared
-            backward[place] = prepared.backward
+def pair_of_models(plan: str | None, other: str | None = None) -> tuple:
+    """What the first model gives is given to the second, by its cut."""
+    first = made(lambda: nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Tanh()))
+    second = made(lambda: nn.Conv2d(4, 1, 3, padding=1))
+    of_first, first, one, loader = begin(plan, first, DataLoader(fields(6), batch_size=3))
+    of_second, second, two, loader = begin(other or plan, second, loader)
     losses = []
     for x, _ in loader:
-        for place in (0, 1):
-            steps[place].zero_grad()
-            first = made[0](x)
-            loss = made[1](first if place == 0 else first.detach()).square().mean()
-            backward[place](loss)
-            steps[place].step()
-            losses.append(float(loss))
-    return losses, [param.detach().clone() for model in made for param in model.parameters()]
+        for prepared, optimizer in ((of_first, one), (of_second, two)):
+            optimizer.zero_grad()
+            given = first(x)
+            losses.append(back(prepared, second(given if optimizer is one else given.detach()).square().mean()))
+            optimizer.step()
+    return losses, weights_of(first), weights_of(second)
 
 
 @pytest.mark.parametrize("plan", ["domain=2", "domain=2x2"])
 def test_what_one_model_gives_another_one_is_cut_over_the_same_axes(plan: str, pool: RankPool) -> None:
-    losses, weights = pool.run(pair_of_models, 1, None)[0]
-    for found, held in pool.run(pair_of_models, 4 if "x" in plan else 2, plan):
-        assert found == pytest.approx(losses, rel=BAR)
-        assert all(float((a - b).abs().max()) < BAR for a, b in zip(held, weights, strict=True))
+    check_equal(pool, pair_of_models, plan)
 
 
 def test_a_model_under_another_plan_is_not_given_what_is_cut(pool: RankPool) -> None:

@@ -1,8 +1,9 @@
-"""Whole weights out of a prepared model and back: averages, the best so far, a copy that stays ordinary."""
+"""Whole weights and states out of a prepared script and back: averages, checkpoints, other plans, libraries' files."""
 
 from __future__ import annotations
 
 import copy
+import io
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,21 @@ import pytest
 import torch
 from expert_tasks import Net as ExpertNet
 from module_tasks import WIDTH
-from test_prepare import BAR, adamw, muon, net, samples
+from test_prepare import (
+    adamw,
+    back,
+    batches,
+    begin,
+    check_equal,
+    close,
+    made,
+    momentum,
+    mse,
+    muon,
+    net,
+    samples,
+    weights_of,
+)
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,67 +38,94 @@ from shardwise.ranks import RankPool
 from shardwise.step.loss import Loss
 
 
-def experts() -> tuple[nn.Module, TensorDataset]:
-    torch.manual_seed(0)
-    x = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return ExpertNet().double(), TensorDataset(x, x[:, :3])
-
-
-def script(plan: str | None, optimizer_of: Any = adamw, spread: bool = False, **options: Any) -> tuple:
+def averaged(plan: str | None, optimizer_of: Any, experts: bool = False) -> tuple:
     """Trains, averages its weights, returns to those of the first epoch, and trains on."""
-    model, data = experts() if spread else (net(), samples(12))
-    optimizer, loader = optimizer_of(model), DataLoader(data, batch_size=4, shuffle=True)
-    average = copy.deepcopy(model)
-    prepared: Any = shardwise.prepare(model, optimizer, loader, plan=plan, **options) if plan else None
-    if prepared:
-        model, optimizer, loader = prepared
+    model, data = net(), samples(12)
+    if experts:
+        x = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        model, data = made(ExpertNet), TensorDataset(x, x[:, :3])
+    average, options = copy.deepcopy(model), {"branches": "per_sample"} if experts else {}
+    loader = DataLoader(data, batch_size=4, shuffle=True)
+    prepared, model, optimizer, loader = begin(plan, model, loader, optimizer_of(model), **options)
     torch.manual_seed(3)
     losses, best = [], {}
     for epoch in range(3):
         for x, y in loader:
             optimizer.zero_grad()
-            loss = (model(x) - y).square().sum() / len(x)
-            loss = prepared.backward(loss, mean_over=len(x)) if prepared else loss
-            if not prepared:
-                loss.backward()
+            losses.append(back(prepared, mse(model, x, y)))
             optimizer.step()
-            losses.append(loss.item())
             with torch.no_grad():
                 for mean, now in zip(average.parameters(), (prepared or model).parameters(), strict=True):
                     mean.lerp_(now.to(mean.dtype), 0.2)
         if epoch == 0:
-            state = prepared.state_dict() if prepared else model.state_dict()
-            best = {name: value.clone() for name, value in state.items()}
+            best = weights_of(prepared or model)
         if epoch == 1:
             model.load_state_dict(best)
-    weights = prepared.state_dict() if prepared else model.state_dict()
-    return losses, weights, average.state_dict()
-
-
-def on_ranks(plan: str | None, options: dict) -> tuple:
-    return script(plan, **options)
+    return losses, weights_of(prepared or model), weights_of(average)
 
 
 @pytest.mark.parametrize(
-    ("plan", "options"),
+    ("plan", "optimizer_of", "experts"),
     [
-        ("dp_replicate=2", {}),
-        ("dp_shard=2,zero=1", {}),
-        ("dp_shard=2,zero=2", {"optimizer_of": muon}),
-        ("dp_shard=2,zero=3", {"optimizer_of": muon}),
-        pytest.param("dp_replicate=2,dp_shard=2,zero=3", {}, marks=pytest.mark.long),
-        ("tp=2,dp_shard=2,zero=3", {}),
-        ("dp_shard=2,ep=2,zero=3", {"spread": True}),
+        ("dp_replicate=2", adamw, False),
+        ("dp_shard=2,zero=1", adamw, False),
+        ("dp_shard=2,zero=2", muon, False),
+        ("dp_shard=2,zero=3", muon, False),
+        ("tp=2,dp_shard=2,zero=3", adamw, False),
+        pytest.param("dp_shard=2,ep=2,zero=3", adamw, True, marks=pytest.mark.long),
     ],
 )
-def test_equal_to_one_process(plan: str, options: dict, pool: RankPool) -> None:
-    ((losses, weights, average),) = pool.run(on_ranks, 1, None, options)
-    more = options | ({"branches": "per_sample"} if "spread" in options else {})
-    for theirs, held, mean in pool.run(on_ranks, shardwise.Plan.parse(plan).world_size, plan, more, timeout_s=60):
-        assert theirs == pytest.approx(losses, rel=BAR)
-        for name, weight in weights.items():
-            assert float((held[name] - weight).abs().max()) < BAR, name
-            assert float((mean[name] - average[name]).abs().max()) < BAR, name
+def test_weights_are_averaged_and_loaded(plan: str, optimizer_of: Any, experts: bool, pool: RankPool) -> None:
+    check_equal(pool, averaged, plan, optimizer_of, experts)
+
+
+def resumed(plan: str | None, when: str, optimizer_of: Any) -> tuple:
+    """Goes on from the states of model and optimizer that a run was left with; part of the model is frozen."""
+    model: Any = net()
+    model.layers[0].requires_grad_(False)
+    first = optimizer_of(model)
+    for x, y in batches(12):
+        first.zero_grad()
+        mse(model, x, y).backward()
+        first.step()
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": first.state_dict()}, file)
+    saved = torch.load(io.BytesIO(file.getvalue()))
+    optimizer: Any = optimizer_of(model)
+    if when == "before":
+        optimizer.load_state_dict(saved["optimizer"])
+    prepared, model, optimizer, loader = begin(plan, model, batches(12), optimizer)
+    losses = []
+    for epoch in range(2):
+        if (when, epoch) in (("after", 0), ("later", 1)):
+            model.layers.load_state_dict({k[7:]: v for k, v in saved["model"].items() if k.startswith("layers.")})
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+        for x, y in loader:
+            optimizer.zero_grad()
+            losses.append(back(prepared, mse(model, x, y)))
+            optimizer.step()
+    part = model.layers.state_dict(prefix="layers.")
+    return losses, list(model.state_dict()), weights_of(model), {**part}, optimizer.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("plan", "when", "optimizer_of"),
+    [
+        ("dp_replicate=2", "before", adamw),
+        ("dp_replicate=2", "later", adamw),
+        ("dp_shard=2,zero=1", "before", adamw),
+        ("dp_shard=2,zero=1", "after", momentum),
+        ("dp_shard=2,zero=2", "later", muon),
+        ("dp_shard=2,zero=3", "before", muon),
+        ("dp_shard=2,zero=3", "later", momentum),
+        ("tp=2", "before", momentum),
+        ("tp=2", "after", adamw),
+        ("tp=2,dp_shard=2,zero=3", "later", adamw),
+    ],
+)
+def test_states_go_in_and_out_whole(plan: str, when: str, optimizer_of: Any, pool: RankPool) -> None:
+    check_equal(pool, resumed, plan, when, optimizer_of)
 
 
 def loaded(plan: str) -> tuple[bool, bool]:
@@ -142,124 +184,34 @@ def test_a_copy_of_a_prepared_model_loads_into_itself() -> None:
     assert not twin.head.weight.any() and model.head.weight.any()
 
 
-def under_autocast(plan: str | None, normed: bool = False) -> dict[str, torch.Tensor]:
+def under_autocast(plan: str | None, normed: bool) -> dict[str, torch.Tensor]:
     """Gradients of a first step whose forward runs under autocast, which remembers the weights it has cast."""
     model = net().float()
     if normed:  # of a 16-bit input, beside weights in float32
-        model = nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1)).float()
-    optimizer, loader = adamw(model), DataLoader(samples(4), batch_size=4)
-    prepared: Any = shardwise.prepare(model, optimizer, loader, plan=plan) if plan else None
-    if prepared:
-        model, optimizer, loader = prepared
+        model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2)).float()
+    prepared, model, _, loader = begin(plan, model, batches(4))
     for x, y in loader:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = (model(x.float()) - y.float()).square().mean()
-        (prepared.backward if prepared else torch.Tensor.backward)(loss)
+            loss = mse(model, x.float(), y.float())
+        back(prepared, loss)
     if prepared:
         with prepared._gate.open():
             return {name: gradient.clone() for name, gradient in prepared.engine.full_gradients()}
     return {name: param.grad for name, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=3", "tp=2"])
-def test_autocast_loses_no_gradient(plan: str, pool: RankPool) -> None:
-    (alone,) = pool.run(under_autocast, 1, None)
-    for gradients in pool.run(under_autocast, 2, plan):
-        for name, gradient in alone.items():
-            assert gradients[name] == pytest.approx(gradient, abs=0.03 * float(gradient.abs().max())), name
-
-
-@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=3"])
-def test_batch_norm_under_autocast(plan: str, pool: RankPool) -> None:
-    (alone,) = pool.run(under_autocast, 1, None, True)
-    largest = max(float(gradient.abs().max()) for gradient in alone.values())  # of a bias before a norm it is rounding
-    for gradients in pool.run(under_autocast, 2, plan, True):
-        for name, gradient in alone.items():
-            assert gradients[name] == pytest.approx(gradient, abs=0.03 * largest), name
-
-
-def penalised(plan: str | None, alone: bool = False) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """A penalty on gradients, as for a Wasserstein critic; gradients are zeroed before it is computed. `alone`: the
-    loss has nothing else."""
-    model, data = net(), samples(11)
-    optimizer, loader = adamw(model), DataLoader(data, batch_size=4)
-    prepared: Any = shardwise.prepare(model, optimizer, loader, plan=plan) if plan else None
-    if prepared:
-        model, optimizer, loader = prepared
-    torch.manual_seed(5)
-    losses = []
-    for x, y in loader:
-        optimizer.zero_grad()
-        mixed = (x + torch.rand(len(x), 1, dtype=x.dtype)).requires_grad_()
-        (slope,) = torch.autograd.grad(model(mixed).sum(), mixed, create_graph=True)
-        loss = ((slope.norm(2, dim=1) - 1) ** 2).mean()
-        loss = loss if alone else loss + (model(x) - y).square().sum(1).mean()
-        loss = prepared.backward(loss, mean_over=len(x)) if prepared else loss
-        if not prepared:
-            loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, prepared.state_dict() if prepared else model.state_dict()
-
-
 @pytest.mark.parametrize(
-    ("plan", "alone"),
-    [("dp_replicate=2", False), ("dp_shard=2,zero=2", False), ("dp_shard=2,zero=3", True), ("tp=2", False),
-     pytest.param("dp_shard=2,zero=3", False, marks=pytest.mark.long)],
+    ("plan", "normed"),
+    [("dp_replicate=2", False), ("dp_shard=2,zero=3", False), ("tp=2", False), ("dp_replicate=2", True),
+     ("dp_shard=2,zero=3", True)],
 )  # fmt: skip
-def test_a_penalty_on_gradients_equals_one_process(plan: str, alone: bool, pool: RankPool) -> None:
-    ((losses, weights),) = pool.run(penalised, 1, None, alone)
-    for theirs, held in pool.run(penalised, 2, plan, alone):
-        assert theirs == pytest.approx(losses, rel=BAR)
-        assert all(float((held[name] - weight).abs().max()) < BAR for name, weight in weights.items())
-
-
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-def curved(plan: str | None, penalty: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Second derivatives by the input, of repeated blocks; beside them a plain forward, and a penalty on weights."""
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(*(Residual() for _ in range(3)), nn.Dropout(0.1), nn.Linear(6, 1)).double()
-    optimizer: Any = adamw(model)
-    loader: Any = DataLoader(samples(11), batch_size=4)
-    prepared: Any = shardwise.prepare(model, optimizer, loader, plan=plan) if plan else None
-    model, optimizer, loader = prepared or (model, optimizer, loader)
-    losses = []
-    for x, y in loader:
-        x.requires_grad_()
-        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        (curve,) = torch.autograd.grad(slope.square().sum(), x, create_graph=True)
-        plain, weights = model(2 * x), sum(p.square().sum() for p in model.parameters()) if penalty else 0.0
-        optimizer.zero_grad()
-        loss = (curve.sum(1) - y[:, 0]).square().mean() + plain.square().mean() + 1e-3 * weights
-        loss = prepared.backward(loss, mean_over=len(x)) if prepared else loss
-        if not prepared:
-            loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, prepared.state_dict() if prepared else model.state_dict()
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "dp_shard=2,zero=3",
-        *(pytest.param(one, marks=pytest.mark.long) for one in ("dp_replicate=2,dp_shard=2,zero=3", "tp=2,dp_shard=2")),
-    ],
-)
-def test_derivatives_of_derivatives_equal_one_process_where_units_free_weights(plan: str, pool: RankPool) -> None:
-    penalty = "tp" not in plan  # of which a script reads no weights that units cut too
-    ((losses, weights),) = pool.run(curved, 1, None, penalty)
-    for theirs, held in pool.run(curved, shardwise.Plan.parse(plan).world_size, plan, penalty):
-        assert theirs == pytest.approx(losses, rel=BAR)
-        assert all(float((held[name] - weight).abs().max()) < BAR for name, weight in weights.items())
+def test_autocast_loses_no_gradient(plan: str, normed: bool, pool: RankPool) -> None:
+    (alone,) = pool.run(under_autocast, 1, None, normed)
+    largest = max(float(gradient.abs().max()) for gradient in alone.values())  # of a bias before a norm it is rounding
+    for gradients in pool.run(under_autocast, 2, plan, normed):
+        for name, gradient in alone.items():
+            bar = 0.03 * (largest if normed else float(gradient.abs().max()))
+            assert float((gradients[name] - gradient).abs().max()) <= bar, name
 
 
 def pretrained(plan: str, folder: str) -> dict[str, torch.Tensor]:
@@ -289,58 +241,50 @@ def test_a_library_saves_it_whole(plan: str, pool: RankPool, tmp_path: Path) -> 
     assert all(torch.equal(read[name], weights[name]) for name in read)
 
 
-def interrupted(plan: str | None, folder: str, part: str) -> tuple[list[float], dict]:
+def interrupted(plan: str | None, folder: str, part: str) -> tuple:
     """Two epochs in random order with dropout. "first": saves in the second one and leaves; "rest": goes on."""
     torch.manual_seed(0 if part != "rest" else 5)
     model: Any = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 2)).double()
     model[0].bias.requires_grad_(False)
-    optimizer, data = adamw(model), samples(17)
-    loader: Any = DataLoader(data, batch_size=4, shuffle=True)
+    loader: Any = batches(17, shuffle=True)
     if "sliced" in folder:
-        loader = [(x, y) for x, y in DataLoader(data, batch_size=4)]
-    prepared: Any = shardwise.prepare(model, optimizer, loader, plan=plan) if plan else None
-    if prepared:
-        model, optimizer, loader = prepared
+        loader = [(x, y) for x, y in batches(17)]
+    prepared, model, optimizer, loader = begin(plan, model, loader)
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 6], 0.5)  # whose state has numbers as keys
-    losses, begin = [], 0
+    losses, start = [], 0
     if part == "rest":
         told = shardwise.load(prepared, folder)
-        begin, losses = told["epoch"], told["losses"]
+        start, losses = told["epoch"], told["losses"]
         schedule.load_state_dict(told["schedule"])
-    for epoch in range(begin, 2):
+    for epoch in range(start, 2):
         for number, (x, y) in enumerate(loader):
-            loss = (model(x) - y).square().sum(1).mean()
-            loss = prepared.backward(loss, mean_over=len(x)) if prepared else loss
-            if not prepared:
-                loss.backward()
+            losses.append(back(prepared, mse(model, x, y)))
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-            losses.append(loss.item())
             if part == "first" and (epoch, number) == (1, 1):
                 shardwise.save(prepared, folder, epoch=epoch, losses=losses, schedule=schedule.state_dict())
                 return losses, {}
-    return losses, prepared.state_dict() if prepared else model.state_dict()
+    return losses, weights_of(prepared or model)
 
 
 @pytest.mark.parametrize(
     ("first", "rest", "name"),
     [
-        ("dp_shard=2,zero=3", "tp=2", "a"),
-        ("tp=2", "dp_shard=2,zero=1", "b"),
-        ("dp_shard=2,zero=2", "dp_shard=3,zero=3", "c"),
+        ("tp=2", "dp_shard=2,zero=1", "a"),
+        ("dp_shard=2,zero=2", "dp_shard=3,zero=3", "b"),
         ("dp_replicate=2", "dp_replicate=2", "sliced"),
+        pytest.param("dp_shard=2,zero=3", "tp=2", "c", marks=pytest.mark.long),
     ],
 )
 def test_a_run_goes_on_within_an_epoch_under_another_plan(
     first: str, rest: str, name: str, pool: RankPool, tmp_path: Path
 ) -> None:
     folder = str(tmp_path / name)
-    losses, weights = interrupted(None, folder, "all")
+    alone = interrupted(None, folder, "all")
     pool.run(interrupted, shardwise.Plan.parse(first).world_size, first, folder, "first")
-    for theirs, held in pool.run(interrupted, shardwise.Plan.parse(rest).world_size, rest, folder, "rest"):
-        assert theirs == pytest.approx(losses, rel=BAR)
-        assert all(float((held[name] - weight).abs().max()) < BAR for name, weight in weights.items())
+    for found in pool.run(interrupted, shardwise.Plan.parse(rest).world_size, rest, folder, "rest"):
+        close(found, alone)
 
 
 def test_what_a_script_gives_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -355,58 +299,6 @@ def test_what_a_script_gives_comes_back_as_it_was(tmp_path: Path) -> None:
         shardwise.save(prepared, tmp_path, ema={"n": 3, "head.weight": torch.zeros(2, 8)})
     with pytest.raises(InputError, match=r"save\(..., model=...\): 'model' is of type Net"):
         shardwise.save(prepared, tmp_path, model=model)
-
-
-class Coder(nn.Module):
-    """Samples are drawn by `decode`, which goes past the model's own call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enc = nn.Sequential(nn.Linear(6, 8), nn.Tanh())
-        self.dec = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 6))
-        self.scale = nn.Parameter(torch.ones(6))
-
-    def decode(self, z: torch.Tensor) -> torch.Tensor:
-        return self.dec(z) * self.scale
-
-    def rebuild(self, x: torch.Tensor) -> torch.Tensor:
-        return self(x)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.decode(self.enc(x))
-
-
-def beside(plan: str | None) -> list[float]:
-    torch.manual_seed(0)
-    model: Any = Coder().double()
-    optimizer, loader = adamw(model), DataLoader(samples(8), batch_size=4)
-    prepared: Any = shardwise.prepare(model, optimizer, loader, plan=plan) if plan else None
-    if prepared:
-        model, optimizer, loader = prepared
-    found = []
-    for x, _ in loader:
-        loss = (model(x) - x).square().mean()
-        if prepared:
-            prepared.backward(loss)
-        else:
-            loss.backward()
-        optimizer.step()
-        found.append(model.decode(torch.ones(2, 8).double()).sum().item())  # with gradients
-        optimizer.zero_grad()
-        with torch.no_grad():
-            found += [
-                model.decode(torch.ones(2, 8).double()).sum().item(),
-                model.enc(torch.ones(2, 6).double()).shape[1],
-            ]
-            found.append(model.rebuild(torch.ones(2, 6).double()).sum().item())
-            found.append(sum(p.norm().item() for p in model.parameters()))
-    return found
-
-
-@pytest.mark.parametrize("plan", ["dp_shard=2,zero=3", "tp=2", "dp_shard=2,zero=1"])
-def test_what_a_script_calls_and_reads_beside_the_forward(plan: str, pool: RankPool) -> None:
-    for found in pool.run(beside, 2, plan):
-        assert found == pytest.approx(beside(None), rel=BAR)
 
 
 def test_sums_under_autocast_are_compared_as_its_dtype_rounds() -> None:

@@ -139,3 +139,11 @@ def test_a_sketch_is_linear_and_sees_one_element() -> None:
     c[41, 7] += 1e-7
     assert float((sketch(c) - sketch(a)).abs().max()) == pytest.approx(1e-7, rel=1e-5)
     assert torch.equal(sketch(torch.ones(3, 3)), torch.ones(3, 3, dtype=torch.float64))
+
+
+def test_a_script_that_bears_no_float64_is_proven_in_its_own(pool: RankPool, tmp_path: Path) -> None:
+    text = PREPARED.replace("loss = nn", "assert x.dtype == torch.float32; loss = nn")
+    parity = prove(pool, tmp_path, text)
+    assert parity.parity and not parity.float64, parity.text()
+    assert any("own precision" in note for note in parity.notes)
+    assert not prove(pool, tmp_path, text.replace("backward(loss)", "backward(loss, len(y))")).equal

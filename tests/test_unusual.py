@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import shardwise
 from shardwise import Task, parallelize
 from shardwise.errors import RefusedPlan
 from shardwise.ranks import RankPool
@@ -105,25 +104,6 @@ def test_a_choice_for_each_sample_is_none_for_the_batch(pool: RankPool, task: An
 
 def test_the_whole_batch_may_be_read_where_it_is_whole(pool: RankPool) -> None:
     assert pool.run(_refusal, 2, "neural_ode_adaptive", "tp=2") == ["", ""]
-
-
-def _script(plan: str, size: float) -> float:
-    model: Any = Reads("all", size)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader: Any = [(torch.randn(4, 6), torch.randn(4, 3)) for _ in range(2)]
-    prepared = model, optimizer, loader = shardwise.prepare(model, optimizer, loader, plan=plan)
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = prepared.backward((model(x) - y).square().mean())
-        optimizer.step()
-    return float(loss)
-
-
-@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=2,precision=bf16"])
-def test_a_scripts_choice_for_the_whole_batch_is_refused(pool: RankPool, plan: str) -> None:
-    with pytest.raises(RefusedPlan, match=r"reads values of tensors in Python.*where weights move by"):
-        pool.run(_script, 2, plan, 1e-7)
-    pool.run(_script, 2, plan, 0.0)
 
 
 def test_a_table_is_read_as_it_was_written() -> None:

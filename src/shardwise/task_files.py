@@ -45,6 +45,15 @@ def defines_task(path: str | Path) -> bool:
     return any(_calls(node, {"Task"}) for node in ast.walk(tree) if isinstance(node, ast.Call))
 
 
+def calls_prepare(path: str | Path) -> bool:
+    """Whether a file calls `prepare`, as a script does."""
+    try:
+        tree = ast.parse(Path(path).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return False
+    return any(_calls(node, {"prepare"}) for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
 def _may_be_a_task(function: ast.FunctionDef) -> bool:
     """A public function that takes nothing it has no default for, and returns a value."""
     taken = function.args

@@ -84,12 +84,12 @@ def _prove(answer: Answer, target: str, arguments: tuple[str, ...], words: dict[
 
 
 def is_script(target: str) -> bool:
-    """Whether the word names a Python file that is to be run: one without tasks in it."""
+    """Whether the word names a Python file that is to be run: one that calls `prepare`, or has no tasks in it."""
     if not target.endswith(".py"):
         return False
-    from shardwise.task_files import defines_task
+    from shardwise.task_files import calls_prepare, defines_task
 
-    return not Path(target).is_file() or not defines_task(target)
+    return not Path(target).is_file() or calls_prepare(target) or not defines_task(target)
 
 
 _UNSET = {"overrides": (), "device": "cpu", "shrink": False}
@@ -99,8 +99,9 @@ def _refuse(words: dict[str, Any], arguments: tuple[str, ...], what: str, *names
     """Raise a usage error for options that do not belong to what is proven."""
     for name in names:
         if words[name] != _UNSET.get(name):
-            option = {"overrides": "set"}.get(name, name).replace("_", "-")
-            raise click.UsageError(f"--{option} is not for {what}")
+            if name == "overrides":
+                raise click.UsageError(f"--set is for CONFIG.toml; of {what} nothing is configured")
+            raise click.UsageError(f"--{name.replace('_', '-')} is not for {what}")
     if arguments:
         raise click.UsageError(f"{' '.join(arguments)}: words after the target are a script's own, and this is {what}")
 

@@ -9,17 +9,20 @@ import click
 from shardwise.cli.answer import Answer
 from shardwise.cli.options import WholeNumber, common
 from shardwise.cli.waiting import begin
-from shardwise.errors import InputError, ShardwiseError, did_you_mean
+from shardwise.errors import InputError, RefusedPlan, RunError, ShardwiseError, did_you_mean
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--nproc", type=WholeNumber(min=1), help="Ranks to start; by default one for each GPU, or two.")
+@click.option("--verify-first", is_flag=True, help="Prove the script first, as `shardwise verify` does; then run it.")
 @click.option("--show-ranks", is_flag=True, help="Leave RANK, WORLD_SIZE and the like in the script's environment.")
 @common
 @click.argument("script", metavar="SCRIPT.py")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
 @click.pass_obj
-def run(answer: Answer, nproc: int | None, show_ranks: bool, script: str, arguments: tuple[str, ...]) -> None:
+def run(
+    answer: Answer, nproc: int | None, verify_first: bool, show_ranks: bool, script: str, arguments: tuple[str, ...]
+) -> None:  # fmt: skip
     """Run a script that calls `prepare` or `parallelize`, on ranks of this machine.
 
     \b
@@ -45,13 +48,15 @@ def run(answer: Answer, nproc: int | None, show_ranks: bool, script: str, argume
             f"run: {place.named} has started {place.world_size} ranks already: give it the script itself, without "
             "shardwise run"
         )
+    if verify_first:
+        _prove(answer, script, arguments)
     ranks = nproc or _devices()
     answer.fields.update(world_size=ranks)
     begin(answer, f"run: starting {ranks} ranks")
     if answer.unfinished:  # a line of its own: from here on the script writes
         click.echo(err=True)
         answer.unfinished = False
-    if behind := [word for word in arguments if word.split("=")[0] in ("--nproc", "--show-ranks")]:
+    if behind := [word for word in arguments if word.split("=")[0] in ("--nproc", "--show-ranks", "--verify-first")]:
         click.echo(
             f"run: {behind[0]} stands behind {path.name} and is the script's; run's own stand before it", err=True
         )
@@ -68,6 +73,19 @@ def run(answer: Answer, nproc: int | None, show_ranks: bool, script: str, argume
             click.echo(shown, err=True)
         failed = type(error)(f"run: rank {getattr(error, 'rank', 0)} of {ranks} failed: {cause_of(trace)}")
         raise failed from None
+
+
+def _prove(answer: Answer, script: str, arguments: tuple[str, ...]) -> None:
+    """Prove the script under its own plan; raises where it is not equal to one process."""
+    begin(answer, "run: proving the script first")
+    from shardwise.scripts.proof.door import verify_script
+
+    parity = verify_script(script, arguments)
+    if parity.refused:
+        raise RefusedPlan(parity.refused)
+    click.echo(parity.text(), err=True)
+    if not parity.parity:
+        raise RunError(f"run: not begun, since the script is {parity.verdict}")
 
 
 def _refuse_no_python(path: Path) -> None:

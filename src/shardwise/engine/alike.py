@@ -2,8 +2,8 @@
 
 Ranks that see other samples come to the same weights and buffers, since what they change by is summed over ranks. What
 a forward writes by itself, of its own samples, is not; it may begin after any number of steps (a codebook after a
-warm-up, statistics at every hundredth step). So the comparison goes on: of a few elements, bit by bit, after steps 1,
-2, 4, 8 and so on; of norms in every step of a script (`note`), which stay on the device until they are compared.
+warm-up, statistics at every hundredth step). So the comparison goes on, of a few elements, bit by bit, after steps 1,
+2, 4, 8 and so on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from shardwise.mesh import Mesh
 from shardwise.part.levels import Distributed
 
 _FEW = 16  # elements of a weight
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MANY = 2**16  # of a buffer, of which a step may change a few rows
 
 
@@ -39,9 +38,6 @@ class HeldAlike:
         place = mesh.pp.index * mesh.tp.size * mesh.shard.size + mesh.tp.index * mesh.shard.size
         self._weights_place = place + (mesh.shard.index if plan.zero == 3 or plan.ep > 1 else 0)  # equal: the same ones
         self._buffers_place = place + (mesh.shard.index if plan.ep > 1 else 0)
-        alone = plan.zero == 3 and mesh.world.size == mesh.pp.size * mesh.tp.size * mesh.shard.size
-        self._shares_weights = mesh.world.size > 1 and not alone
-        self._noted: list[tuple[list[str], torch.Tensor]] = []  # names and norms, of weights and of buffers
 
     @staticmethod
     def is_due(step: int) -> bool:
@@ -64,28 +60,6 @@ class HeldAlike:
             self._refuse(self._weights_place, self._weights(), _weights_apart, step)
         if _differ(table[:, 2:]):
             self._refuse(self._buffers_place, self._buffers(), _buffer_apart, step)
-
-    @torch.no_grad()
-    def note(self) -> None:
-        """Remember norms of what is held, to be compared later. Nothing is sent, and the device is not waited for."""
-        weights = dict(self._module.named_parameters()) if self._shares_weights else {}
-        buffers = dict(self._held_buffers()) if self._mesh.world.size > 1 else {}
-        self._noted = [_norms(weights), _norms(buffers)]
-
-    def noted(self) -> list[float | torch.Tensor]:
-        """Returns four numbers, which `check_noted` takes of all ranks: of the device, where something was noted."""
-        weights, buffers = [_number_of(norms) for _, norms in self._noted] or [0.0, 0.0]
-        return [self._weights_place, weights, self._buffers_place, buffers]
-
-    def check_noted(self, table: torch.Tensor, step: int) -> None:
-        """Raise where what ranks noted differs: each rank gives one row of numbers. Collective."""
-        kinds = ((self._weights_place, _weights_apart), (self._buffers_place, _buffer_apart))
-        for (place, refuse), pairs, noted in zip(kinds, table.split(2, dim=1), self._noted, strict=False):
-            if _differ(pairs):
-                norms = dict(zip(noted[0], noted[1].tolist(), strict=True))
-                apart = self._first_apart(place, {name: repr(norm) for name, norm in norms.items()})
-                if apart is not None:
-                    raise refuse(step, *apart, self._remedy)
 
     def _refuse(self, place: int, mine: dict[str, int], error: Callable[..., Exception], step: int) -> None:
         found = self._first_apart(place, mine)
@@ -121,23 +95,6 @@ def elements(tensor: Any) -> torch.Tensor:
     """Returns this rank's elements, in a row."""
     tensor = tensor.detach()
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).reshape(-1)
-
-
-def _norms(held: dict[str, torch.Tensor]) -> tuple[list[str], torch.Tensor]:
-    """(names, norms) of tensors of floating-point numbers, by few kernels."""
-    held = {name: elements(one) for name, one in held.items()}
-    held = {name: torch.view_as_real(one.resolve_conj()) if one.is_complex() else one for name, one in held.items()}
-    held = {name: one for name, one in held.items() if one.dtype in _FLOATS}
-    norms = torch._foreach_norm(list(held.values()), 2, dtype=torch.float64) if held else [torch.zeros(())]
-    return list(held), torch.stack(norms)[: len(held)]
-
-
-def _number_of(norms: torch.Tensor) -> torch.Tensor | float:
-    """A number that differs where norms do in a bit, made on their device."""
-    if not len(norms):
-        return 0.0
-    odd = torch.arange(1, 2 * len(norms), 2, device=norms.device) * 0x1E3779B97F4A7C15
-    return (((norms.view(torch.int64) * odd).sum() >> 8) & (2**52 - 1)).double()
 
 
 def _weights_apart(step: int, apart: list[str], rank: int, first: int, remedy: str) -> RunError:

@@ -49,14 +49,15 @@ def float32_oracle(task: Task, settings: Settings, failure: Exception, parity: P
     for other in runs:
         add_noise(noise, record, other)
     parity.float64, parity.noise = False, noise
-    parity.own_bars = {which: _bar(error) for which, error in noise.items()}
+    parity.own_bars = {which: bar_of(error) for which, error in noise.items()}
     parity.bars = dict.fromkeys(KINDS, LEAST_BAR)
-    parity.bars |= {kind: _bar(noise[kind, ""]) for kind in ("loss", "norm")}
+    parity.bars |= {kind: bar_of(noise[kind, ""]) for kind in ("loss", "norm")}
     parity.notes.append(f"compared in float32, since in float64 one process fails with: {first_line(failure)}")
     return record, narrow
 
 
-def _bar(noise: float) -> float:
+def bar_of(noise: float) -> float:
+    """Returns what a tensor may differ by that one process moves by `noise`."""
     return min(max(ALLOWANCE * noise, LEAST_BAR), MOST_BAR)
 
 

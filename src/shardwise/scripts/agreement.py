@@ -1,9 +1,9 @@
-"""Check what ranks must agree on before a step's gradients are divided: samples, draws, means. For stepping, calls."""
+"""Check what ranks must agree on before a step's gradients are divided: samples, draws, settings. For stepping."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,62 +12,35 @@ from torch.utils._pytree import tree_flatten_with_path
 from shardwise.comm import Axis, gather_json, gather_rows
 from shardwise.device import generator_state
 from shardwise.digest import bits_hash
-from shardwise.engine.alike import HeldAlike
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.host import read, row_of
-from shardwise.scripts.additive import LossLook
-from shardwise.scripts.by_hand import ByHand
-from shardwise.scripts.divisor import Divisor
-from shardwise.scripts.kept import Kept
-from shardwise.scripts.outside import Outside, refuse_apart
-from shardwise.scripts.outside import checksum as checksum_of
+from shardwise.part import plain
 from shardwise.step.control import Tally
 
-_KINDS = {"mean": 1.0, "sum": 2.0, "unknown": 3.0}
-_NUMBERS = 3  # of those that a loss was divided by, each of which may count samples or be a constant
-_WAYS = 2**_NUMBERS
 
+def note(engine: Engine, tally: Tally, checksum: int, *, generators: bool) -> None:
+    """Write into a step's control row what is to be alike on every rank: what was drawn, and how the optimizer is set.
 
-def compare(
-    engine: Engine, forms: list[tuple[Divisor, int]], tally: Tally, checksum: int,
-    over: tuple[Divisor, float] | None, *, generators: bool, look: LossLook | None,
-    whole: bool, kept: Kept | None = None, entered: Sequence[Outside] = (), by_hand: ByHand, alike: HeldAlike,
-) -> None:  # fmt: skip
-    """Raise an error where this step would differ from one process. One small collective.
-
-    forms       by micro-batch: what the loss without a weight was divided by, and how many samples this rank held
-    tally       what this rank counted and added up
     checksum    of the batches that its loader drew, the same on ranks that drew the same
-    over        of a loss with a weight: what it was divided by, and the weight that was given
     generators  draws are those of one process, so torch's generators must stand alike
-    look        at losses, which all ranks take where one asks for it
-    kept, entered  what the step's losses were computed from that came from outside of it
-    by_hand     what the script has given to pieces of weights and gradients since the last step
-    alike       what ranks hold alike, as it was noted in the last step
-    whole       every rank of the data axis computes the loss of all samples
     """
-    kind = max((_KINDS[form.kind] for form, _ in forms), default=0.0)
-    first = forms[0][0].numbers[0] if forms and forms[0][0].numbers else 0.0
     groups = engine.state.optimizer.param_groups
-    settings = zlib.crc32(
-        repr([sorted((k, _plain(v)) for k, v in g.items() if k != "params") for g in groups]).encode()
-    )
-    generator = _generators(engine.device) if generators else 0
-    wanted = look.wanted + 2 * look.assumed + 4 * look.leaves_out if look is not None else 0
-    row: list[Any] = [kind, first, float(tally.samples), wanted, checksum, generator, settings]
-    row += [*_by_samples(forms), *_given(over)]
-    row += [by_hand.number(), float(engine.mesh.data.ranks[0]), float(checksum_of(entered))]
-    row = row_of([*alike.noted(), *row], engine.device)
-    rows = read(gather_rows(row, engine.mesh.world), "a script's samples and means")
-    held, gathered = torch.tensor(rows, dtype=torch.float64).tensor_split([4], dim=1)
-    table, means, given = gathered[:, :7], gathered[:, 7 : 7 + _WAYS], gathered[:, 7 + _WAYS : -3]
-    kinds_apart, _, _, _, batches_apart, generators_apart, settings_apart = (table != table[0]).any(dim=0).tolist()
-    numbers_apart = bool((means != means[0]).any(dim=0).all())
-    if look is not None:
-        if bool((table[:, 3] > 3).any()):
-            look.refuse_left_out()
-        look.assumed, look.wanted = bool((table[:, 3] > 1).any()), bool(table[:, 3].any())
+    plain = [[(key, _plain(value)) for key, value in group.items() if key != "params"] for group in groups]
+    settings = zlib.crc32(repr(plain).encode())
+    tally.alike = [float(checksum), float(_generators(engine.device) if generators else 0), float(settings)]
+
+
+def compare(engine: Engine, tally: Tally, *, whole: bool) -> None:
+    """Raise an error where this step would differ from one process. Sends nothing where the control row went to all.
+
+    tally   of a step that is complete, with what `note` wrote
+    whole   every rank of the data axis computes the loss of all samples
+    """
+    rows = tally.told
+    if engine.mesh.gradients.size < engine.mesh.world.size:
+        rows = read(gather_rows(row_of(list(tally.alike), engine.device), engine.mesh.world), "what ranks draw and set")
+    batches_apart, generators_apart, settings_apart = (any(row[at] != rows[0][at] for row in rows) for at in range(3))
     if batches_apart:
         raise RunError(
             f"the ranks' loaders drew other samples in step {engine.steps_done}: the sampler draws from a generator "
@@ -80,19 +53,21 @@ def compare(
             "rank), or a dataset that draws while it reads (give the loader num_workers=1, or the dataset a generator "
             'of its own); or use prepare(..., randomness="fast")'
         )
-    by_hand.compared(gathered[:, -3].tolist())
-    if kept is not None and _apart_in_groups(gathered[:, -2:]):
-        refuse_apart(engine.mesh, kept.shapes, entered)
-    alike.check_noted(held, engine.steps_done)
     if settings_apart:
         raise _other_settings(engine)
-    unknown = float(table[:, 0].max()) == _KINDS["unknown"]
-    if kind and (kinds_apart or numbers_apart or unknown):
-        raise InputError(_unequal(table, unknown))
-    _in_proportion(given)
     for axis in (engine.mesh.tp, *engine.mesh.inner, *([engine.mesh.data] if whole else [])):
         if axis.size > 1:
             _same_losses(engine, tally, axis)
+
+
+def same_on_all(tensors: Iterable[torch.Tensor], data: Axis, device: torch.device) -> bool:
+    """Returns whether every rank of an axis has these tensors alike. Collective."""
+    check = 0
+    for tensor in tensors:
+        flat = plain(tensor.detach()).cpu().contiguous().reshape(-1)
+        check = zlib.crc32(flat.view(torch.uint8).numpy(), check) if flat.numel() else check
+    table = gather_rows(row_of([float(check)], device), data)
+    return bool((table == table[0]).all())
 
 
 def _other_settings(engine: Engine) -> RunError:
@@ -104,63 +79,6 @@ def _other_settings(engine: Engine) -> RunError:
         f"the optimizer's settings differ between ranks in step {engine.steps_done} (learning rates {told}): set "
         "them from what is the same on every rank (prepared.loss, prepared.sum(...)), not from this rank's own loss"
     )
-
-
-def _apart_in_groups(pairs: torch.Tensor) -> bool:
-    """Whether rows whose first number is the same have another second one."""
-    return len(pairs.unique(dim=0)) > len(pairs[:, 0].unique())
-
-
-def _by_samples(forms: list[tuple[Divisor, int]]) -> list[float]:
-    """Checks of what means are over: where ranks agree in one of them, a mean over ranks' samples is one over all.
-
-    The first: over the same numbers, of as many samples. The others: over numbers in proportion to the samples; one
-    that stands in the script may be a constant (4 micro-batches).
-    """
-    checks = [[(form.numbers, 0 if form.kind == "sum" else held, form.beside) for form, held in forms]]
-    for way in range(1, _WAYS):
-        checks.append([(_each(form, held, way), 0, form.beside) for form, held in forms])
-    return [float(zlib.crc32(repr(each).encode())) for each in checks]
-
-
-def _each(form: Divisor, held: int, way: int) -> tuple[float, ...]:
-    """The numbers for one sample; of those in the script, bit by bit of `way`, or as they are."""
-    if not form.numbers:
-        return ()  # a penalty on weights alone
-    counts = [number not in form.written or way >> min(at, _NUMBERS - 1) & 1 for at, number in enumerate(form.numbers)]
-    if not any(counts):
-        return (float(held), *form.numbers)
-    return tuple(number / (held if by else 1) for number, by in zip(form.numbers, counts, strict=True))
-
-
-def _given(over: tuple[Divisor, float] | None) -> list[float]:
-    """The weight of this rank, up to three numbers that its loss is a mean over, and which of them the script wrote."""
-    nothing = float("nan")
-    if over is None or over[0].kind != "mean" or not over[1]:
-        return [nothing] * 7
-    numbers = [*over[0].numbers[:3], nothing, nothing, nothing][:3]
-    return [over[1], *numbers, *(float(number in over[0].written) for number in numbers)]
-
-
-def _in_proportion(given: torch.Tensor) -> None:
-    """Raise where a rank's mean is over more of something else than its weight says."""
-    rows = given[~given[:, 0].isnan()]
-    for column in (1, 2, 3):
-        numbers, weights, written = rows[:, column], rows[:, 0], rows[:, column + 3]
-        if len(rows) < 2 or bool(numbers.isnan().any()):
-            continue
-        ratios = numbers / weights
-        constant = bool(written.all()) and bool((numbers == numbers[0]).all())
-        if not constant and float(ratios.max() - ratios.min()) > 1e-6 * float(ratios.max()):
-            raise InputError(
-                f"prepared.backward: the loss is a mean over {_listed(numbers)} on the ranks, and the weights given "
-                f"for it are {_listed(weights)}, so its mean over all ranks is not one process's: give what it "
-                "is a mean over"
-            )
-
-
-def _listed(numbers: torch.Tensor) -> str:
-    return ", ".join(f"{number:g}" for number in numbers.tolist())
 
 
 def _same_losses(engine: Engine, tally: Tally, axis: Axis) -> None:
@@ -263,21 +181,3 @@ def _generators(device: torch.device) -> int:
     if own is not None:
         check = zlib.crc32(own.numpy().tobytes(), check)
     return check
-
-
-def _unequal(table: torch.Tensor, unknown: bool) -> str:
-    told = (
-        "one process divides by the number over all ranks. Give what this rank's mean is over: "
-        "prepared.backward(loss, mean_over=n); or the sum and its weight: prepared.backward(loss * n, n)"
-    )
-    if unknown:
-        return f"prepared.backward(loss) without a weight: what the loss is a mean over cannot be seen, and {told}"
-    if len(table[:, 1].unique()) == 1 == len(table[:, 2].unique()):
-        return (
-            "prepared.backward(loss) without a weight: the loss is multiplied or divided by a number that differs "
-            "between ranks, as one that is made of this rank's own loss (loss.item(), a running mean): make it of what "
-            'prepared.backward or prepared.sum(...) returns, or take prepare(..., loss_scope="global")'
-        )
-    samples = ", ".join(f"{int(row[2])} samples on rank {rank}" for rank, row in enumerate(table))
-    means = ", ".join(f"{row[1]:g} on rank {rank}" for rank, row in enumerate(table))
-    return f"prepared.backward(loss) without a weight: the loss is a mean over {means} ({samples}), and {told}"

@@ -1,4 +1,4 @@
-"""Follow a script's loop and its model's calls, and tell draws, additive, kept, lookout and whole_batch of them.
+"""Follow a script's loop and its model's calls, and tell draws, lookout and whole_batch of them.
 
 for x in loader     the part is known, draws are watched
 model(x)            the first one in training is looked at; inside, a draw must belong to samples
@@ -8,10 +8,8 @@ backward            draws are the script's own business again, alike on every ra
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -30,31 +28,22 @@ from shardwise.parallel.full import FullShard
 from shardwise.part import whole as uncut
 from shardwise.part.levels import Distributed
 from shardwise.part.tensor import Gathers
-from shardwise.scripts.additive import LossLook
-from shardwise.scripts.all_samples import same_on_all, weakly_divided
+from shardwise.scripts.agreement import same_on_all
 from shardwise.scripts.arrivals import techniques_of, weakly
-from shardwise.scripts.dealt import Dealt, deal
-from shardwise.scripts.divisor import Divisor, Held
+from shardwise.scripts.dealt import Dealt
 from shardwise.scripts.draws import SampleDraws
 from shardwise.scripts.entries import Entries
-from shardwise.scripts.forward_writes import ForwardWrites, registrations
+from shardwise.scripts.forward_writes import ForwardWrites, Registrations
 from shardwise.scripts.guard import Gate
-from shardwise.scripts.kept import Kept
 from shardwise.scripts.loader import PartLoader
 from shardwise.scripts.lookout import ModelLook, look_at_model
-from shardwise.scripts.loop import Loop
+from shardwise.scripts.loop import Loop, OtherLoop
 from shardwise.scripts.meeting import Meeting
-from shardwise.scripts.outside import Outside
-from shardwise.scripts.rows import failing_on_part, fails_on_uneven
 from shardwise.scripts.saying import Notices, line_of_script, names_line
 from shardwise.scripts.shares import Door
-from shardwise.scripts.spread import refuse_transform, seen_outside, tensors_of, thawed
-from shardwise.scripts.start import is_compiled
-from shardwise.scripts.tape import aliased, tensors_in
+from shardwise.scripts.spread import aliased, refuse_transform, seen_outside, tensors_of, thawed
 from shardwise.scripts.whole_batch import WholeBatch
 from shardwise.trace.deferred import seed_of
-
-_TRIES = 3  # steps in which ranks have other numbers of samples, to see whether a number in a loss counts them
 
 
 class Calls(Loop):
@@ -76,32 +65,23 @@ class Calls(Loop):
         self._gate = Gate()
         self.inside = 0  # the model's forward, how deep
         self.methods = 0  # of the model's, under way, in which its modules are called one by one
-        self._away = False  # the model's own forward runs, as if nobody followed it
         self.told: Notices = leader.told if leader is not None else Notices(mesh.rank)
         if self.on_every_rank:
             self.told.say(['loss_scope="model": every rank runs the model on all samples of a batch'])
         self.leader = leader or self  # the first of the models that one loop trains
         self.together: list[Calls] = leader.together if leader is not None else []
         self.together.append(self)
-        self.loss_look: LossLook | None = leader.loss_look if leader is not None else None
-        if leader is None and mesh.data.size > 1 and check and self.whole is None:
-            self.loss_look = LossLook(mesh.device)
-        self.kept: Kept | None = leader.kept if leader is not None else None
-        hidden = randomness == "fast" and is_compiled(model)  # a compiler would follow what follows it
-        if leader is None and mesh.data.size > 1 and self.whole is None and not hidden:
-            self.kept = Kept(mesh, self.told)
-            self.kept.all_samples.divided = weakly_divided(weakref.ref(self))
-            self.kept.dealing = weakly(self.dealing)
-        self._entering: frozenset[Outside] = frozenset()  # with the arguments of the call under way
+        self.other: OtherLoop = leader.other if leader is not None else OtherLoop()
+        if leader is None:
+            self.other.pauses, self.other.goes_on = weakly(self.suspend), weakly(self.go_on)
         followed = randomness == "global" and mesh.gradients.size > 1 and not self.on_every_rank
-        self._watched = SampleDraws(self._held_beside, weakly(self.drawn_for)) if followed else None
-        if leader is None and self.kept is not None and self._watched is not None:
-            self.kept.draws_again = self._watched.again
+        self._watched = SampleDraws(weakly(self._held_beside), weakly(self.drawn_for)) if followed else None
         self.dealt: Dealt | None = leader.dealt if leader is not None else None
         self.used: Dealt | None = None  # by the model's last forward in training
         self._spent = False  # its backward is over
         self.checksum = 0  # of all samples so far
         self.called = False  # the model, in training
+        self.called_beside: bool | None = None  # whether the call under way is of another loader's batch, where known
         self._done = False  # its backward of this batch is over
         self._no_batch()
         self._looks = mesh.data.size > 1 and not self.on_every_rank
@@ -111,13 +91,9 @@ class Calls(Loop):
         self._check = check
         self._dim: int | None = 0  # of a batch's tensors that counts samples
         self._joined = set[nn.Module]()  # batch norms, over ranks
-        self.entries = Entries(model, self._routes, self._fails)
+        self.entries = Entries(model, self._routes)
         self._door: Door | None = None  # where the plan cuts positions
-        self._constants: set[tuple[str, float]] = set()  # in losses, which do not count samples
-        self._suspects: set[tuple[str, float]] = set()  # that may, and are tried on other numbers of samples
-        self._tries: Counter[int] = Counter()  # such steps, by how many were known
         self._gathered: set[tuple[str, str]] = set()  # operations of the script's that gather, by line
-        self._ends: list[Any] = []  # nodes of the autograd graph that gave the outputs of this batch
         self._settle: Callable[[], Callable[[], None] | None] = lambda: None
         self.compares: Callable[[], None] = lambda: None
         self.forwards = 0  # by which "fast" draws are seeded
@@ -135,7 +111,7 @@ class Calls(Loop):
     @property
     def is_outside(self) -> bool:
         """Returns whether the script's own code runs: not the model's forward or methods, nor a backward."""
-        return not (self._away or self.inside) and torch._C._current_graph_task_id() == -1
+        return not self.inside and torch._C._current_graph_task_id() == -1
 
     @property
     def on_every_rank(self) -> bool:
@@ -155,18 +131,9 @@ class Calls(Loop):
 
     def _routes(self) -> bool:
         """Whether a module that the script calls by itself is to run within a call of the model."""
-        if self._away or self.inside or self._gate.is_open:
+        if self.inside or self._gate.is_open:
             return False
-        followed = self.kept is not None and self.kept.on
-        return self.gathers or followed or (torch.is_grad_enabled() and self.model.training)
-
-    def _fails(self, error: Exception) -> None:
-        """Raise `RefusedPlan` where a model's call fails on a batch that was dealt otherwise than those before."""
-        dealt, data = self.dealt, self.mesh.data
-        if dealt is None or self.whole is not None:
-            return
-        if dealt.part != deal(dealt.part.total, data.size, data.index).part:
-            raise fails_on_uneven(error, dealt.held) from error
+        return self.gathers or (torch.is_grad_enabled() and self.model.training)
 
     @property
     def _look_now(self) -> ModelLook:
@@ -178,10 +145,13 @@ class Calls(Loop):
         """Returns what follows random draws, one object for all models of a loop."""
         return self.leader._watched
 
-    def _held_beside(self) -> tuple[Share | None, set[bool]]:
-        """What this rank holds of the batch of another loader (`Prepared.split`) that is at hand, and whether the
-        operation under way is given samples of that."""
-        return (None, set()) if self.kept is None else (self.kept.beside, self.kept.draws_for)
+    def _held_beside(self, given: tuple) -> tuple[Share | None, bool | None]:
+        """Returns what this rank holds of the batch of another loader (`Prepared.split`) that is at hand, and whether
+        an operation's arguments are of that batch or of the main one; None: of neither."""
+        lead, inside = self.leader, next((each for each in self.together if each.inside), None)
+        if lead.other.part is None:
+            return None, None
+        return lead.other.part, lead.of_other(given) if inside is None else inside.called_beside
 
     # --- the model
 
@@ -199,11 +169,10 @@ class Calls(Loop):
         """
         self._settle, self.compares = weakref.WeakMethod(settle), compares
         self.engine, self._meeting, self._gate, self.gathers = engine, meeting, gate, gathers
-        if self.kept is not None:
-            self.kept.go_on()
         engine.state.phase.stand_in = self.part is not None and self.part.count == 0
         positions = engine.state.forward.positions
         self._door = Door(self.model, positions) if positions is not None else None
+        self._registrations = Registrations(self.model)
         self.model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)  # before units gather
         self.model.register_forward_hook(self._leave, with_kwargs=True)
         if self.mesh.world.size > 1:
@@ -215,8 +184,6 @@ class Calls(Loop):
     @names_line
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         assert self.engine is not None
-        if self._away:
-            return args, kwargs
         if self.mesh.world.size > 1:
             refuse_transform()
         if self._door is not None and self.entries.now is not None:
@@ -231,14 +198,14 @@ class Calls(Loop):
         self.inside += 1
         if self.inside == 1 and self.mesh.world.size > 1:
             self._registers.close()  # of a forward that failed
-            self._registers.enter_context(registrations(self.model))
+            self._registers.enter_context(self._registrations.watched())
         trains = self._trains(module)
         if self.inside == 1 and self.mesh.data.size > 1:
             if trains and self.leader.unfed:
                 self.leader._comes_unfed((args, kwargs))
             self.leader.comes_with((args, kwargs), trains=trains)
-        if self.kept is not None and self.inside == 1:
-            self._entering = self.kept.enter((args, kwargs), self.model)
+        if self.inside == 1:
+            self.called_beside = self.leader.of_other((args, kwargs))
         if self.gathers or trains:
             self._passes(f"a forward {'in training' if trains else 'without gradients'}")
         precision = self.engine.state.precision
@@ -248,16 +215,11 @@ class Calls(Loop):
             self._see_whether_same(args, kwargs)
         if not trains:
             return self._cut(args, kwargs)
-        if self.kept is not None:
-            self.kept.refuse_held_out()
-            self.kept.after = False
         self.called, self.used, self._spent = True, self.dealt, False
         self.resume()
         if self._looks and self.entries.now not in self._looked:
             self._looked[self.entries.now] = ModelLook([], [])
             self._look(self.engine, args, kwargs)
-        if self.loss_look is not None:
-            self.told.say(self.loss_look.enter(self.model, (args, kwargs), self._look_now.inside))
         if self.on_every_rank:
             self._looked[self.entries.now] = ModelLook([], [])
         elif self.whole is not None and self.inside == 1:
@@ -316,8 +278,6 @@ class Calls(Loop):
     @names_line
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         assert self.engine is not None
-        if self._away:
-            return output
         self.inside -= 1
         if self.draws is not None:
             self.draws.leave()
@@ -339,37 +299,9 @@ class Calls(Loop):
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
                     tensor.register_hook(weakly(self._returns))
-            if self.loss_look is not None:
-                output = self.loss_look.leave(output, self._look_now.dims)
-            elif isinstance(self.engine.technique, FullShard):
+            if isinstance(self.engine.technique, FullShard):
                 output = aliased(output)
-            self._ends += [tensor.grad_fn for tensor in tensors_of(output) if tensor.grad_fn is not None]
-        if self.kept is not None and not self.inside:
-            self.kept.leave(output, self._entering, self.model)
         return output
-
-    def held_by(self, loss: torch.Tensor) -> Held:
-        """Returns what a loss may be made of: this rank's samples and the outputs of the loop's models."""
-        ends = {end for each in self.together for end in each._ends} - {loss.grad_fn}
-        samples = max(1, self.of_loss.held.count if self.of_loss is not None else 1)
-        looks = [look for each in self.together for look in each._looked.values()]
-        others = frozenset(rows.dim for look in looks for rows in look.dims or [] if rows is not None)
-        dealt = self.of_loss
-        varies = self.loss_look is not None and dealt is not None and dealt.part.total >= 2 * self.mesh.data.size
-        suspects = self.leader._suspects if varies else None
-        held = Held(samples, self._dim or 0, frozenset(ends), self.leader._constants, suspects, others=others)
-        return held if self.loss_look is None else replace(held, known=self.loss_look.is_number)
-
-    def has_varied(self, forms: Sequence[tuple[Divisor, int]]) -> None:
-        """Note numbers in a step's losses that were alike on all ranks: of unlike parts of a batch, they count none."""
-        lead = self.leader
-        if self.of_loss is not None and not self.of_loss.even:
-            met = {number for form, _ in forms for number in form.beside}
-            lead._constants |= {one for one in lead._suspects if one[1] in met}
-            lead._tries[len(lead._suspects)] += 1
-        if self.loss_look is not None:
-            tries = lead._tries[len(lead._suspects)]
-            self.loss_look.unsure = tries < _TRIES and not lead._suspects <= lead._constants
 
     def _see_whether_same(self, args: tuple, kwargs: dict) -> None:
         """Samples that every rank has (a GAN's fixed noise) are counted once by batch norm. Collective.
@@ -377,20 +309,12 @@ class Calls(Loop):
         In a loop it is asked where the arguments hold another number of samples than this rank's part.
         """
         assert self.engine is not None
-        dealt, found = self.dealt, tensors_in((args, kwargs))
+        dealt, found = self.dealt, list(tensors_of((args, kwargs)))
         in_loop = torch.is_grad_enabled() and self.leader.in_loop
         rows = {tensor.shape[0] for tensor in found if tensor.dim()}
         if dealt is not None and in_loop and dealt.even and dealt.part.count in rows:
             return
-        self.engine.state.phase.same = same_on_all(found, self.mesh)
-
-    @contextmanager
-    def _looking_away(self) -> Iterator[None]:
-        self._away = True
-        try:
-            yield
-        finally:
-            self._away = False
+        self.engine.state.phase.same = same_on_all(found, self.mesh.data, self.mesh.device)
 
     def _look(self, engine: Engine, args: tuple, kwargs: dict) -> None:
         """On the first batch: does each sample's output depend on that sample alone?"""
@@ -398,15 +322,10 @@ class Calls(Loop):
         held = 0
         if self.dealt is not None:
             held = self.dealt.held.count if self.whole is None else self.dealt.part.total
-        known = self.loss_look.places((args, kwargs)) if self.loss_look is not None else {}
         phase = engine.state.phase
         with self._gate.open(), thawed(self.model, engine.state.names):
             phase.looked_at = True
-            with failing_on_part(self.dealt.held if self.dealt is not None else None):
-                look = look_at_model(
-                    engine, args, kwargs, held, self._dim, known, check=self._check, plainly=self._looking_away,
-                    counts=self.part is None or self.part.count > 0, spreads=self.whole is not None,
-                )  # fmt: skip
+            look = look_at_model(engine, args, kwargs, held, self._dim, check=self._check)
             phase.looked_at = False
         for module in look.batch_norms:
             if module not in self._joined:

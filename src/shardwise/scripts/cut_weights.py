@@ -23,7 +23,7 @@ from shardwise.engine.whole import put_together
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.part import with_summed_gradient
 from shardwise.part.pairs import as_complex, as_pairs
-from shardwise.scripts import all_samples, draws, guard, kept, saying, tape
+from shardwise.scripts import draws, guard, saying
 from shardwise.scripts.complexes import of_itself
 from shardwise.scripts.guard import TAKEN, Gate, reads_values
 from shardwise.scripts.own_pieces import answered_by_elements
@@ -35,7 +35,7 @@ from shardwise.trace.leaves import replaced, tensors_in
 
 _ABOUT = {"size", "dim", "ndimension", "numel", "nelement", "__len__", "stride", "is_contiguous"}
 _ATTRIBUTES = {"shape", "ndim"}
-_PASSAGES = (__file__, *(str(module.__file__) for module in (all_samples, draws, guard, kept, saying, tape)))
+_PASSAGES = (__file__, *(str(module.__file__) for module in (draws, guard, saying)))
 
 
 def answer_of(known: weakref.ref[Any]) -> guard.Answer:

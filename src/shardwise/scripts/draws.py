@@ -12,15 +12,14 @@ the look at the model on fewer samples has seen that its shape hangs on none (we
 
 The cost: every rank draws the whole batch's numbers. A call of torch that may draw, as its operation's tags say, is
 run with its operations followed; others pass by. What draws and is no such call (a scripted function, an extension's)
-shows in the first periods, in which all operations are followed; where something does, they are in all that come.
+shows in the first steps, in which all operations are followed; where something does, they are in all that come.
 
-What this does not do: follow a draw whose sample dim has the size of the part by chance; see one outside of the model
-that is no call of torch and comes later than the first periods.
+What this does not do: follow a draw whose sample dim has the size of the part by chance, or is a multiple of it; see
+one outside of the model that is no call of torch and comes later than the first steps.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from typing import Any
@@ -37,8 +36,7 @@ from shardwise.part import Part
 from shardwise.part.pointwise import draws_of_one_process
 from shardwise.random import BatchDims
 from shardwise.scripts.following import may_draw, put_on, take_off
-from shardwise.scripts.saying import line_of_script, names_line, place_in_script
-from shardwise.scripts.stated import stated
+from shardwise.scripts.saying import names_line
 from shardwise.trace.drawn import asks_by_values, is_random
 
 _MIXES = (
@@ -56,26 +54,17 @@ _BESIDE = (
     "ranks) or for those of the batch of prepared.split(...) ({}): draw them like a tensor of either "
     "(torch.randn_like(x)), or in the dataset"
 )
-_TOGETHER = (
-    "random numbers of shape {} are drawn for samples of several batches, or several times those of one, put together: "
-    "which of one process's numbers belong to them is not known. Draw for each batch by itself, before they are put "
-    "together"
-)
-_HANGS = (
-    "random numbers are drawn {} (torch.multinomial(weights, 5 * len(x)), "
-    "noise for two views in one tensor, or times of which half are mirrored): each rank draws for its samples alone, "
-    "where one process draws for all, and which of its numbers belong to them is not known. Draw with samples first, "
-    'as torch.randn(len(x), 5), in the dataset, or with prepare(..., loss_scope="global"), by which a script has whole '
-    "batches"
-)
 _AS_A_WEIGHT = (
     "the model draws random numbers of shape {}, as one of its weights has, and a rank has {} samples: whether they "
     "are for samples or for a weight shows where it runs on fewer samples, which check_loss=False leaves out: leave "
     'the look on, or use prepare(..., randomness="fast")'
 )
-_TRIES = 3  # batches that are dealt unevenly to find out whether what is drawn hangs on the number of samples
-_FORMS = (lambda n: n // 2, lambda n: n // 2 + 1, lambda n: (n + 1) // 2, lambda n: n - 1, lambda n: n + 1)
-_PERIODS = 3  # from a batch to its backward, in which all operations are followed
+_STEPS = 3  # in which all operations are followed
+_LATE = (
+    "random numbers are drawn between a batch and its backward, and none were in the first {} steps, so that draws "
+    "were no longer followed: every rank drew the same numbers for its own samples. Draw in the first steps as well, "
+    'or use prepare(..., randomness="fast")'
+)
 _INERT = ("dropout_p", "dropout", "p")  # arguments that switch a random op off at 0
 
 
@@ -83,12 +72,12 @@ class SampleDraws(TorchFunctionMode):
     """Active while `part` is set: the samples that this rank holds. `inside`: the model's own forward runs."""
 
     def __init__(
-        self, beside: Callable[[], tuple[Share | None, set[bool]]] = lambda: (None, set()),
-        of_batch: Callable[[Share, Callable[[int], bool]], Share] = lambda part, fits: part,
+        self, beside: Callable[[tuple], tuple[Share | None, bool | None]] = lambda given: (None, None),
+        of_batch: Callable[[Share, Callable[[int], bool], tuple], Share | None] = lambda part, fits, given: part,
     ) -> None:  # fmt: skip
         """
-        beside      the samples that this rank holds of another loader's batch at hand, and whether what the operation
-                    under way is given is of those (True), of the main batch's (False), of both or of none
+        beside      (the samples that this rank holds of another loader's batch at hand, whether the arguments of an
+                    operation are of that batch or of the main one; None: of neither)
         of_batch    the samples of the main batch that it is for, of those whose count fits, where several are there
         """
         super().__init__()
@@ -103,28 +92,31 @@ class SampleDraws(TorchFunctionMode):
         self._op = ""  # under way
         self.whole = False  # the script has whole batches, and the model's forward alone some samples
         self.followed = ""  # the first op of the model whose draws were dealt to samples
-        self.even = False  # every rank holds as many samples
-        self._places: set[tuple[Any, ...]] = set()  # where the script has drawn for samples
-        self._suspects: dict[str, tuple[int, int]] = {}  # by line: numbers, samples, where all ranks had as many
-        self._seen: set[str] = set()  # lines that drew where ranks had other numbers of samples
-        self._tries: Counter[str] = Counter()  # by line, such batches since it is known
         self._stands: list[bytes] = []  # where the generators were left by what was seen
+        self.seen = False  # something was drawn while draws were followed
+        self._stood: list[bytes] = []  # the generators, while draws are not followed
         self._follows = False  # the operations of a call that may draw
         self._all: _Operations | None = None  # follows all operations
-        self._periods, self.follows_all = 0, False  # something drew that was no call of torch
+        self.follows_all = False  # something drew that was no call of torch
+        self.steps = 0  # backwards that are over
 
     def begin(self, part: Share, *, whole: bool) -> None:
         """Deal draws over these samples from here on."""
         self.part, self.whole = part, whole
-        self._periods += 1
-        if self.follows_all or self._periods <= _PERIODS:
+        if self.follows_all or self.steps < _STEPS:
             self._all = _Operations(self)
             self._all.__enter__()
-        put_on(self)
+        self._stood = [] if self.seen or self.steps < _STEPS else generators(current_device())
+        if not self._stood:
+            put_on(self)
 
     def end(self) -> None:
-        """Leave draws alone from here on: they are alike on every rank."""
-        self.part = None
+        """Leave draws alone from here on: they are alike on every rank. Raises `RefusedPlan` where the first draws
+        came later than the first steps, in which draws are followed."""
+        part, self.part = self.part, None
+        if self._stood and part is not None and self._stood != generators(current_device()):
+            self._stood = []
+            raise RefusedPlan(_LATE.format(_STEPS))
         take_off(self)
         if self._all is not None:
             self._all.__exit__(None, None, None)
@@ -145,7 +137,9 @@ class SampleDraws(TorchFunctionMode):
         """Returns what an operation under way gives, whose draws are dealt if it is one that draws."""
         if self.part is None or not is_random(func):
             return func(*args, **kwargs)
-        self.follows_all |= not self._follows and not _is_off(func, _given(func, args, kwargs))
+        draws = not _is_off(func, _given(func, args, kwargs))
+        self.seen |= draws
+        self.follows_all |= draws and not self._follows
         if self.alike:
             with draws_of_one_process():
                 return func(*args, **kwargs)
@@ -194,7 +188,10 @@ class SampleDraws(TorchFunctionMode):
         names = [argument.name for argument in func._schema.arguments]
         sized = {name for name in ("size", "shape") if name in names}
         given, self._op = _given(func, args, kwargs), str(func)
-        part = self._whose(part, _shape_of(given, sized))
+        found_part = self._whose(part, _shape_of(given, sized), args)
+        if found_part is None:
+            return func(*args, **kwargs)
+        part = found_part
         rows, low, total = part.count, part.start, part.total
         if rows == total:  # positions alone are cut
             if self.inside and not self.followed and any(isinstance(arg, Part) for arg in args):
@@ -232,15 +229,11 @@ class SampleDraws(TorchFunctionMode):
         if not found:
             if self.inside and not _is_scalar(given, sized) and self._seen_at(_shape_of(given, sized), rows) != -1:
                 raise RefusedPlan(self._told(func, given, sized, rows))
-            if not self.inside:
-                self._note(given.get("num_samples") or (*_shape_of(given, sized), 0)[0], rows)
             return func(*args, **kwargs)
         if asks_by_values(func):
             raise RefusedPlan(_BY_VALUES.format(str(func.overloadpacket).removeprefix("aten.")))
         if self.inside and not self.followed:
             self.followed = str(func.overloadpacket).removeprefix("aten.")
-        if not self.inside:
-            self._places.add(place_in_script())
         with draws_of_one_process():
             output = func(*wide_args, **wide_kwargs)
         if func._schema.is_mutable:
@@ -269,56 +262,22 @@ class SampleDraws(TorchFunctionMode):
         """Where the look has seen that what the model draws has samples; other dims may be as large by chance."""
         return self._dims.of(self._op, shape, rows) if self.inside or _in_backward() else None
 
-    def _whose(self, part: Share, shape: tuple[int, ...]) -> Share:
+    def _whose(self, part: Share, shape: tuple[int, ...], args: tuple) -> Share | None:
         """The samples that numbers of this shape are drawn for: the main batch's, or another loader's at hand."""
         if not self.inside:
-            part = self._of_batch(part, lambda count: self._place(shape, count) is not None)
-        other, of_other = self._beside()
+            of_batch = self._of_batch(part, lambda count: self._place(shape, count) is not None, args)
+            if of_batch is None:
+                return None
+            part = of_batch
+        other, of_other = self._beside(args)
         if other is None or (other.count, other.start, other.total) == (part.count, part.start, part.total):
             return part
-        if of_other in ({True}, {False}):
-            return other if True in of_other else part
+        if of_other is not None:
+            return other if of_other else part
         fits = [one for one in (part, other) if self._place(shape, one.count) is not None]
         if len(fits) > 1:
             raise RefusedPlan(_BESIDE.format(shape, part.count, part.total, other.total))
         return fits[0] if fits else part
-
-    def again(self) -> bool:
-        """Returns whether the script has drawn for samples in this place before."""
-        return place_in_script() in self._places
-
-    @property
-    def unsure(self) -> bool:
-        """Whether something was drawn several times as often as there are samples, by chance or for them.
-
-        The same on every rank. Ranks with other numbers of samples tell: see `_note`.
-        """
-        return any(line not in self._seen and self._tries[line] < _TRIES for line in self._suspects)
-
-    def tried(self) -> None:
-        """Count a batch of which ranks hold other numbers of samples than before."""
-        for line in self._suspects:
-            self._tries[line] += 1
-
-    def _note(self, size: int, rows: int) -> None:
-        """Raise `RefusedPlan` where as much more is drawn in a line as there are more samples, or as half of them.
-
-        What ranks know alike is kept alone: of batches of which each has as many samples.
-        """
-        line = line_of_script()
-        if not self.even:
-            self._seen.add(line)
-        if rows < 1 or size < 2 or not (size % rows == 0 or any(form(rows) == size for form in _FORMS)):
-            return
-        said = stated()
-        if said is not None and said.may_be_of(rows) and size != rows:
-            raise RefusedPlan(_HANGS.format(f"{size} at a time, by the number of samples, for {rows} of them"))
-        before, of = self._suspects.get(line, (size, rows))
-        alike = before * rows == size * of or any((form(of), form(rows)) == (before, size) for form in _FORMS)
-        if of != rows and before != size and alike:
-            raise RefusedPlan(_HANGS.format(f"{before} at a time for {of} samples, and {size} for {rows}"))
-        if self.even:
-            self._suspects[line] = (size, rows)
 
     def _told(self, func: Any, given: dict, sized: set[str], rows: int) -> str:
         if "dropout_state" in str(func):

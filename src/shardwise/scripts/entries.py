@@ -22,7 +22,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.part.parameters import unannounced
-from shardwise.scripts.rows import FAILURES
 
 OWN = (
     "the optimizer trains parameters beside the model, which every rank holds whole: prepare((model, loss), ...) "
@@ -66,10 +65,9 @@ class Entries:
     """Where calls of a model's modules come in. `now` is the module that the model's call under way stands for, `depth`
     how many of its modules run one within the other."""
 
-    def __init__(self, model: nn.Module, routes: Callable[[], bool], fails: Callable[[Exception], None]) -> None:
-        """`routes`: whether a call by itself is to be one of the model, where the script's own code runs; `fails` is
-        told of a call of the model's that fails."""
-        self._model, self._routes, self._fails = model, routes, fails
+    def __init__(self, model: nn.Module, routes: Callable[[], bool]) -> None:
+        """`routes`: whether a call by itself is to be one of the model, where the script's own code runs."""
+        self._model, self._routes = model, routes
         self.now: nn.Module | None = None
         self.depth, self._paused, self._running = 0, False, False
         if type(model).forward is nn.Module.forward:  # FSDP2 takes no list of modules without one
@@ -104,10 +102,6 @@ class Entries:
             self.depth += 1
             try:
                 return module._call_impl(*args, **kwargs)
-            except FAILURES as error:
-                if module is self._model:
-                    self._fails(error)
-                raise
             finally:
                 self.depth -= 1
         held = self._model.__dict__["forward"]

@@ -46,25 +46,29 @@ _USED = (
 )
 
 
-@contextmanager
-def registrations(model: nn.Module) -> Iterator[None]:
-    """Context of a forward: raises `InputError` where it puts another parameter in the place of one of the plan's."""
-    own = weakref.WeakKeyDictionary({child: path for path, child in model.named_modules()})
-    held = {id(child): {*child._parameters} for child in own}
-    known = weakref.ref(model)
+class Registrations:
+    """The parameters of a model as its modules hold them; `watched` is the context of a forward."""
 
-    def registered(module: nn.Module, leaf: str, param: Any) -> None:
-        root = known()
-        if root is None or module not in own or leaf not in held[id(module)] or param is module._parameters.get(leaf):
+    def __init__(self, model: nn.Module) -> None:
+        self._own = weakref.WeakKeyDictionary({child: path for path, child in model.named_modules()})
+        self._held = {id(child): {*child._parameters} for child in self._own}
+        self._model = weakref.ref(model)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Context: raises `InputError` where another parameter is put in the place of one of the plan's."""
+        handle = register_module_parameter_registration_hook(self._registered)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _registered(self, module: nn.Module, leaf: str, param: Any) -> None:
+        root, own = self._model(), self._own
+        if root is None or module not in own or leaf not in self._held[id(module)]:
             return
-        if not any(param is one for one in parameters_of_units(root)):
+        if param is not module._parameters.get(leaf) and not any(param is one for one in parameters_of_units(root)):
             refuse_replaced(f"{own[module]}.{leaf}" if own[module] else leaf)
-
-    handle = register_module_parameter_registration_hook(registered)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 class ForwardWrites:

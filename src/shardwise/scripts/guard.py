@@ -247,11 +247,25 @@ def retire(left: Iterable[tuple[nn.Parameter, nn.Parameter]], gate: Gate) -> Non
             return func(*args, **kwargs)
 
     for param, successor in left:
+        _move_along(param, successor)
         if type(param) is nn.Parameter:
             if param.requires_grad:
                 param.register_hook(_refuse_left)
             param.__dict__["successor"] = successor
             param.__class__ = Left
+
+
+def mark_like(other: torch.Tensor, param: nn.Parameter) -> None:
+    """Give a tensor that stands for a parameter the attributes that the script put on that (`p.lr_scale`)."""
+    for name, value in vars(param).items():
+        vars(other).setdefault(name, value)
+
+
+def _move_along(param: nn.Parameter, successor: nn.Parameter) -> None:
+    """Give the parameter that the plan trains what the script put on the one before: attributes, and gradient hooks."""
+    mark_like(successor, param)
+    for hook in (param._backward_hooks or {}).values():
+        successor.register_hook(hook)
 
 
 @names_line
@@ -306,13 +320,16 @@ class LaterHooks:
     def __init__(self, model: nn.Module, plan: Plan, sharded: Iterable[tuple[str, nn.Parameter]]) -> None:
         """`sharded`: (name, parameter) of those that are not in the model while their units are gathered."""
         self._model, self._plan, self._sharded = weakref.ref(model), plan, list(sharded)
+        self._params = [*parameters_of(model), *(param for _, param in self._sharded)]
         self._seen: dict[int, tuple[int, ...]] = {}  # by parameter, the numbers of its hooks
 
     def check(self) -> None:
         """Raise `RefusedPlan` for a new gradient hook whose effect would differ from that in one process."""
         model = self._model()
         assert model is not None
-        for param in (*parameters_of(model), *(param for _, param in self._sharded)):
+        for param in self._params:
+            if not (param._backward_hooks or param._post_accumulate_grad_hooks):
+                continue
             numbers = (*(param._backward_hooks or ()), *(param._post_accumulate_grad_hooks or ()))
             if numbers and self._seen.get(id(param)) != numbers:
                 self._seen[id(param)] = numbers

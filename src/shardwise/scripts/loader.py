@@ -121,7 +121,6 @@ class PartLoader:
                 self.events.before_batch(batch, dealt, checksum, self._dim_in(batch, dealt))
                 yield batch
                 self.events.after_batch()
-                self._dealer.handed_out(dealt)
             self.events.after_all()
             if self.recorder is not None:
                 self.recorder.epoch_ends(uneven=total < most)
@@ -135,7 +134,7 @@ class PartLoader:
             return
         first = dealt.part.start - dealt.held.start
         rows = slice(first, first + dealt.part.count)
-        content = content_of(batch, rows if self._ranks > 1 else None, self._dim)
+        content = content_of(batch, rows if self._ranks > 1 else None, dealt.held.count, self._dim)
         self.recorder.batch(dealt.part.total, content, dealt.part.count)
 
     def position(self) -> list[Any] | None:
@@ -160,9 +159,7 @@ class PartLoader:
 
     def _first_way(self) -> Iterator[BatchPart]:
         """Parts, read in the way that is tried next."""
-        self._dealer = Dealer(
-            self._ranks, self._rank, self.events.wants_look, self.events.wants_uneven, self.events.goes_beside
-        )
+        self._dealer = Dealer(self._ranks, self._rank, self.events.goes_beside)
         return self._ways[0]()
 
     def _batches(self, began: Generators, batches: Iterator[BatchPart]) -> Iterator[BatchPart]:
@@ -235,7 +232,7 @@ class PartLoader:
             yield (batch, *sampler.dealt.popleft())
 
     def _whole(self) -> Iterator[BatchPart]:
-        sampler = PartSampler(self.whole.batch_sampler, Dealer(1, 0, bool), self._skip, self._skipped)
+        sampler = PartSampler(self.whole.batch_sampler, Dealer(1, 0), self._skip, self._skipped)
         return self._read_whole(iter(_like(self.whole, sampler)), sampler)
 
     def _read_whole(self, source: Iterator[Any], sampler: PartSampler) -> Iterator[BatchPart]:
@@ -288,14 +285,6 @@ class Events:
 
     def before_epoch(self) -> None:
         """Called when the script asks for an iterator."""
-
-    def wants_look(self) -> bool:
-        """Whether the next batch is to be looked at, so that every rank should hold several of its samples."""
-        return False
-
-    def wants_uneven(self) -> bool:
-        """Whether the next batch is to be dealt so that ranks hold other numbers of samples than before."""
-        return False
 
     def goes_beside(self) -> bool:
         """Whether losses are of another loader's samples too."""

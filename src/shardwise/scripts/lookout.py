@@ -6,99 +6,79 @@ that a module that mixes samples shows as it would in a task's loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwise.comm import gather_rows
-from shardwise.engine.alone import Untried, needs_gradients
-from shardwise.engine.check import Findings, gently, look
-from shardwise.engine.choices import differs
+from shardwise.engine.alone import needs_gradients
+from shardwise.engine.check import look
 from shardwise.engine.engine import Engine
-from shardwise.engine.evaluated import Evaluate
-from shardwise.engine.many import Many, look_at_many, sizes_to_try, too_many
-from shardwise.engine.samples import SAMPLES
+from shardwise.engine.evaluated import TakesGradients
 from shardwise.errors import InputError, RefusedPlan, first_line
 from shardwise.host import put, read
 from shardwise.memory.recompute import note_written
 from shardwise.parallel.batchnorm import batch_norm_modules
 from shardwise.part import plain
 from shardwise.random import BatchDims
-from shardwise.scripts.dealt import deal
-from shardwise.scripts.rows import FAILURES
 from shardwise.step.batching import samples_in, slice_samples
 from shardwise.step.loss import Loss
-from shardwise.trace.stand_in import standing_in
-
-NO_PLACES: Mapping[int, int] = {}
-
-Plainly = Callable[[], AbstractContextManager[None]]
 
 ON_EVERY_RANK = (
     'or prepare(..., loss_scope="model"), by which every rank runs the model on whole batches: equal to one process, '
     "no faster, and weights and optimizer in pieces under zero"
 )
+FAILURES = (RuntimeError, ValueError, IndexError, AssertionError)  # of a line that is given other samples
+MOST = 4  # samples that are looked at
 _UNCHECKED = "that the model treats samples one by one was not checked: "
 
 
-def _samples_of(arguments: Any, samples: int, dim: int | None, known: Mapping[int, int]) -> tuple[int, Places]:
+def _samples_of(arguments: Any, samples: int, dim: int | None) -> tuple[int, Places]:
     """Returns (how many samples the model's arguments hold, along which dims); 0 where they have no common dim."""
-    leaves = [leaf for leaf in tree_flatten(arguments)[0] if id(leaf) in known]
-    sizes = {leaf.shape[known[id(leaf)]] for leaf in leaves}
-    if len(sizes) == 1 and any(known[id(leaf)] for leaf in leaves):
-        return sizes.pop(), Places(leaves[0].shape[known[id(leaves[0])]], dim or 0, known=known)
+    leaves = tree_flatten(arguments)[0]
+    places = Places(samples, dim or 0)
+    sized = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
     try:
         rows = samples_in(arguments, name="the model's arguments")
-        if not dim or rows == samples:
+        turned = samples and rows != samples and sized and all(places.of(leaf) is not None for leaf in sized)
+        if not turned and (not dim or rows == samples):
             return rows, Places(None, 0)
     except InputError:
         pass  # first dims differ: each tensor by its own
-    places = Places(samples, dim or 0)
-    return samples if any(places.of(leaf) is not None for leaf in tree_flatten(arguments)[0]) else 0, places
+    return samples if any(places.of(leaf) is not None for leaf in leaves) else 0, places
 
 
 def look_at_model(
-    engine: Engine, args: tuple, kwargs: dict, samples: int, dim: int | None, known: Mapping[int, int] = NO_PLACES, *,
-    check: bool = True, plainly: Plainly = nullcontext, counts: bool = True, spreads: bool = False,
-) -> ModelLook:  # fmt: skip
+    engine: Engine, args: tuple, kwargs: dict, samples: int, dim: int | None, *, check: bool = True
+) -> ModelLook:
     """Returns what a few samples show: batch norms, notices, dims. Collective; raises for modules that mix samples.
 
     samples  that this rank holds, for arguments whose first dims differ (a hidden state beside time-first tokens)
     dim      of the batch's tensors that counts them, where known
-    known    by id, the same of tensors that the model is given
     check    False: only batch norm is looked for, by its modules
-    plainly  inside it the model runs as if it were not prepared
-    counts   whether this rank's samples do, and not on another one
-    spreads  the arguments hold all ranks' samples, and the model is to be given this rank's
     """
     batch = (args, kwargs)
     if not check:
         return ModelLook(batch_norm_modules(engine.module), [_UNCHECKED + "check_loss=False was given"])
-    rows, places = _samples_of(batch, samples, dim, known)
-    told = put([float(rows), float(counts)], engine.device)
-    held = read(gather_rows(told, engine.mesh.data), "samples of each rank")
-    n = min(*(int(each[0]) for each in held), SAMPLES)  # every rank must run as many forwards
+    rows, places = _samples_of(batch, samples, dim)
+    held = read(gather_rows(put([float(rows)], engine.device), engine.mesh.data).view(-1), "samples of each rank")
+    n = min(*map(int, held), MOST)  # every rank must run as many forwards
     if n < 2:
         reason = "its arguments have no common batch dim" if rows == 0 else "it has one sample"
         return ModelLook(batch_norm_modules(engine.module), [f"{_UNCHECKED}{reason} in the first batch"])
     sizes = (n, 1, n - 1)
     given = [(places.cut(batch, low, high), high - low) for low, high in ((0, n), (0, 1), (1, n))]
-    alone = [(places.cut(batch, place, place + 1), 1) for place in range(n)]
     made = _Made(sizes, dim or 0)
 
     def evaluate(one: tuple[tuple, int]) -> Loss:
         (given_args, given_kwargs), count = one
         at = next((at for at, asked in enumerate(given) if asked is one), None)
         try:
-            with made.listening(engine.module, at):
-                output = engine.module(*given_args, **given_kwargs)
+            output = engine.module(*given_args, **given_kwargs)
         except FAILURES as error:
             if count == n or needs_gradients(error):
                 raise
@@ -115,50 +95,21 @@ def look_at_model(
         findings = look(
             engine.module, evaluate, given[0], (given[1], given[2]), sizes, joined=None,
             dtype=engine.state.precision.compute, strict=True, masks=False, follows=True,
-            again=lambda asked: _differs(engine, evaluate, given[0], alone, plainly) if asked else None,
+            again=lambda asked: None,
         )  # fmt: skip
+    except TakesGradients:
+        raise RefusedPlan(
+            "the model's forward takes gradients by itself (forces by torch.autograd.grad), which goes through weights "
+            "that zero=3 frees as its units end: use zero=2, or describe the run as a Task"
+        ) from None
     except RefusedPlan as error:
         made.refuse_longest()
         turned = "add up over samples" in str(error)
         raise RefusedPlan(f"{error}{_hint(dim) if turned else ''}; {ON_EVERY_RANK}") from None
-    ranks = range(len(held))
-    each = [deal(rows, len(ranks), rank).part.count for rank in ranks] if spreads else [int(a * b) for a, b in held]
-    findings.notices += _look_at_many(engine, batch, places, rows, each, findings, made)
     note_written(engine.module, [*findings.written, *findings.changed], findings.batch_norms)
     if findings.reentrant:
         engine.state.technique.expect_pieces()
-    return ModelLook(
-        findings.batch_norms, findings.notices, made.dims, any(known.values()), made.inside(), findings.dims
-    )
-
-
-def _look_at_many(
-    engine: Engine, batch: Any, places: Places, rows: int, sizes: list[int], findings: Findings, made: _Made
-) -> list[str]:  # fmt: skip
-    """Raise where the model gives for as many samples as all ranks have other than for each rank's; notices."""
-    tried = sizes_to_try(sizes, findings.sample_bytes)
-    if not tried:
-        return too_many(sizes)
-    ends = list(accumulate(tried, initial=0))
-    stands = torch.arange(ends[-1], device=engine.device) * rows // ends[-1]  # samples in their order, repeated
-    parts = [(places.take(batch, stands[low:high]), high - low) for low, high in pairwise(ends)]
-
-    def evaluate(one: tuple[tuple, int]) -> Loss:
-        (args, kwargs), count = one
-        output = engine.module(*args, **kwargs)
-        leaves = tree_flatten(dict(output) if isinstance(output, Mapping) else output)[0]
-        return _OfOutputs(leaves, count, made, engine.device)
-
-    many, dtype = Many((places.take(batch, stands), ends[-1]), parts, tried), engine.state.precision.compute
-    try:
-        problems = gently(
-            engine.module, lambda: look_at_many(engine.module, evaluate, many, dtype=dtype, scores=findings.scores)
-        )
-    except FAILURES as error:
-        return [f"{_UNCHECKED}on {ends[-1]} samples, as ranks have together, it fails ({first_line(error)})"]
-    if problems:
-        raise RefusedPlan(f"{problems[0]}; {ON_EVERY_RANK}")
-    return []
+    return ModelLook(findings.batch_norms, findings.notices, made.dims, places.turned, findings.dims)
 
 
 def _of_views(outputs: list[Any], sizes: tuple[int, ...]) -> Rows | None:
@@ -177,26 +128,6 @@ def _of_views(outputs: list[Any], sizes: tuple[int, ...]) -> Rows | None:
     return None
 
 
-def _differs(
-    engine: Engine,
-    evaluate: Evaluate,
-    whole: Any,
-    alone: list[Any],
-    plainly: Plainly,
-) -> str | None:
-    """What differs in float64 between the samples together and each alone. Raises `Untried` where weights are cut."""
-    if engine.plan.zero == 3 or engine.plan.tp > 1:
-        raise Untried("ranks hold pieces of its weights")
-    if engine.mesh.inner:
-        raise Untried("what it is given is cut, and would be whole on every rank")
-
-    def wide(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.double() if tensor.is_floating_point() else tensor
-
-    with plainly(), standing_in(engine.module, lambda name, tensor: wide(tensor.detach().clone())):
-        return differs(engine.module, evaluate, *tree_map_only(torch.Tensor, wide, (whole, alone)))
-
-
 def _hint(dim: int | None) -> str:
     return "" if dim else ". Where a batch's samples lie along its second dim: prepare(..., batch_dim=1)"
 
@@ -204,13 +135,12 @@ def _hint(dim: int | None) -> str:
 @dataclass(frozen=True)
 class ModelLook:
     """Modules whose batch norm is to be joined; notices; of each output, the dim that counts samples, where learnt;
-    whether some argument has them in another dim than the first; of each module's outputs, that dim; and of draws."""
+    whether some argument has them in another dim than the first; and of draws."""
 
     batch_norms: list[nn.Module]
     notices: list[str]
     dims: list[Rows | None] | None = None
     arguments_turned: bool = False
-    inside: Mapping[nn.Module, list[Rows | None]] = field(default_factory=dict)
     drawn: BatchDims = field(default_factory=BatchDims)
 
     @property
@@ -245,13 +175,16 @@ class Rows:
 
 @dataclass(frozen=True)
 class Places:
-    """Which dim of a tensor counts its samples; `samples` None: the first, of every tensor. `more`: any that fits.
-    `known`: those of some tensors, by id."""
+    """Which dim of a tensor counts its samples; `samples` None: the first, of every tensor. `more`: any that fits."""
 
     samples: int | None
     dim: int
     more: bool = True
-    known: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def turned(self) -> bool:
+        """Returns whether samples may lie along another dim than the first."""
+        return self.samples is not None and not self.dim
 
     def of(self, leaf: Any) -> int | None:
         """Returns the dim that counts samples; None where none does."""
@@ -259,22 +192,9 @@ class Places:
             return None
         if self.samples is None:
             return 0
-        if id(leaf) in self.known:
-            return self.known[id(leaf)]
         fits = [at for at, size in enumerate(leaf.shape) if size == self.samples]
         known = [at for at in (self.dim, 0) if at in fits]
         return known[0] if known else fits[0] if self.more and len(fits) == 1 else None
-
-    def take(self, batch: Any, index: torch.Tensor) -> Any:
-        """Returns these samples of a tensor, by their places; one without samples stays whole."""
-
-        def taken(leaf: Any) -> Any:
-            if isinstance(leaf, np.ndarray) and leaf.ndim and self.samples is None:
-                return leaf.take(index.tolist(), 0)
-            at = self.of(leaf)
-            return leaf if at is None else leaf.index_select(at, index.to(leaf.device))
-
-        return tree_map(taken, batch)
 
     def cut(self, batch: Any, low: int, high: int) -> Any:
         """Returns samples [low, high) of a tensor; one without samples stays whole."""
@@ -292,7 +212,6 @@ class _Made:
     def __init__(self, sizes: tuple[int, ...], dim: int) -> None:
         self.sizes, self.dim = sizes, dim
         self.outputs: dict[int, list[Any]] = {}
-        self._inside: dict[int, list[tuple[nn.Module, list[tuple[int, ...]]]]] = {}  # shapes of what modules gave
         self._dims: list[Rows | None] | None = None
 
     @property
@@ -304,32 +223,6 @@ class _Made:
             if len({len(leaves) for leaves in outputs}) == 1:
                 self._dims = [_rows_of(list(each), self.sizes) for each in zip(*outputs, strict=True)]
         return self._dims
-
-    @contextmanager
-    def listening(self, module: nn.Module, at: int | None) -> Iterator[None]:
-        """Context: what modules inside give is noted by its shapes, for the run at this place."""
-        noted = self._inside[-1 if at is None else at] = []
-
-        def note(child: nn.Module, given: Any, output: Any) -> None:
-            noted.append((child, list(map(_shape, tree_flatten(output)[0]))))
-
-        handles = [child.register_forward_hook(note) for child in module.modules() if child is not module]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def inside(self) -> dict[nn.Module, list[Rows | None]]:
-        """Returns where outputs of modules inside have their samples; of those that all calls of a module agree in."""
-        found: dict[nn.Module, list[Rows | None]] = {}
-        unlike = set[nn.Module]()
-        for calls in zip(*(self._inside.get(at, []) for at in range(len(self.sizes))), strict=False):
-            child, leaves = calls[0][0], [shapes for _, shapes in calls]
-            rows = [_along(list(each), self.sizes) for each in zip(*leaves, strict=False)]
-            if any(other is not child for other, _ in calls) or found.setdefault(child, rows) != rows:
-                unlike.add(child)
-        return {child: rows for child, rows in found.items() if child not in unlike}
 
     def rows(self, leaves: list[Any], count: int) -> list[Rows | None]:
         """Returns where each of these outputs has its `count` samples, by size alone where `dims` does not tell."""
@@ -398,7 +291,22 @@ class _OfOutputs(Loss):
                 continue
             samples = at.first(leaf)
             if len(samples) == self._count:
-                rows = samples.reshape(self._count, -1).double()
-                signs = torch.cos(torch.arange(rows.shape[1], dtype=torch.float64, device=rows.device))
-                total = total + term((rows * signs).sum(dim=1)).sum()  # of (count,)
+                rows = samples.reshape(self._count, -1)  # may be the widest result of all: no copy is made of it
+                total = total + term(_weighed(rows)).sum()  # of (count,)
         return total
+
+
+_BLOCK = 1024  # elements that are added up in a tensor's own dtype
+
+
+def _weighed(rows: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of each row's elements, each with a factor of its own, in float64, without a copy of the rows."""
+    whole = rows.shape[1] // _BLOCK
+    blocks = rows[:, : whole * _BLOCK].unflatten(1, (whole, _BLOCK)) @ _factors(_BLOCK, rows)  # (rows, blocks)
+    by_block = _factors(whole, rows).double()
+    rest = rows[:, whole * _BLOCK :].double()
+    return blocks.double() @ by_block + rest @ _factors(rest.shape[1], rest)
+
+
+def _factors(count: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.cos(torch.arange(count, dtype=torch.float64, device=like.device)).to(like.dtype)

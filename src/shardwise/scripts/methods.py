@@ -85,8 +85,6 @@ def _wrapped(prepared: Piecewise, name: str, method: Callable[..., Any]) -> Call
             found = method(module, *args, **kwargs)
             return tree_map_only(DTensor, lambda one: one.full_tensor(), found)
         prepared.meet(f"model.{name}()")
-        kept = prepared.calls.kept
-        of = kept.enter((args, kwargs), module) if kept is not None else frozenset()
         root = module if isinstance(module, FSDPModule) else None
         if root is not None:
             root._get_fsdp_state()._lazy_init()  # no unit is to take itself for the root
@@ -105,8 +103,6 @@ def _wrapped(prepared: Piecewise, name: str, method: Callable[..., Any]) -> Call
                 root.reshard()
         if root is not None:
             prepared.may_have_written()
-        if kept is not None:
-            kept.leave(found, of, module)
         return found
 
     return call

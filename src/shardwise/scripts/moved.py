@@ -5,11 +5,9 @@
     ranks that hold the same weights come to others                something moved on one rank alone
     a buffer is another on ranks with other samples                the model's forward writes it from a rank's samples;
                                                                    asked after steps 4, 8, 16 and so on too, where
-                                                                   an epoch ends, and before weights are saved; of
-                                                                   norms, in every step
+                                                                   an epoch ends, and before weights are saved
 
-Looked at are the elements with the largest gradients, and a few of each weight. In the first step, gradients that are
-rounding beside the rest, and that the optimizer scales up (Adam divides by their own size), are told.
+Looked at are a few elements of each weight.
 """
 
 from __future__ import annotations
@@ -22,21 +20,19 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm import gather_json, gather_rows
+from shardwise.comm import gather_rows
 from shardwise.engine.alike import HeldAlike, elements
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RunError
 from shardwise.host import put
 from shardwise.parallel.fsdp import groups_of
 from shardwise.parallel.slots import Slot
-from shardwise.scripts.guard import Gate
 from shardwise.scripts.optimizer import THAWS
 from shardwise.scripts.saying import names_line
 
 _STEPS = 3
 _AGAIN = 50  # steps from one look at whose parameters the model has to the next
 _FEW = 16  # elements of a tensor
-_ROUNDING = 1e-5  # of the largest gradient
 _REMEDY = (
     "write it in the script instead, from outputs of all samples "
     '(prepare(..., loss_scope="global")) or from prepared.sum(tensor); or add up what it is made of '
@@ -55,7 +51,7 @@ class FirstSteps:
     def __init__(self, engine: Engine, groups: list[list[str]]) -> None:
         self.engine, self.groups = engine, groups
         self._steps = 0  # done
-        self._seen: list[tuple[Slot, torch.Tensor, torch.Tensor, float, float]] = []  # slot, places, values, |g|, rate
+        self._seen: list[tuple[Slot, slice, torch.Tensor, float, float]] = []  # slot, few elements, values, |g|, rate
         self._moved = self._should = False
         self._frozen = [param for param in engine.module.parameters() if not param.requires_grad]
         self.alike = HeldAlike(engine.module, engine.mesh, _REMEDY)
@@ -74,47 +70,34 @@ class FirstSteps:
         }
         self._seen.clear()
         for slot in self.engine.technique.slots:
-            if slot.master.grad is None or not slot.master.numel() or slot.name not in rates:
+            if slot.master.grad is None or not elements(slot.master).numel() or slot.name not in rates:
                 continue
             gradient, values = elements(slot.master.grad), elements(slot.master)
-            if gradient.numel():
-                places = gradient.abs().topk(min(_FEW, gradient.numel())).indices
-                largest = float(gradient[places[0]].abs())
-                self._seen.append((slot, places, values[places].clone(), largest, rates[slot.name]))
+            few = slice(None, None, max(1, gradient.numel() // _FEW))
+            largest = float(gradient[few].abs().max())
+            self._seen.append((slot, few, values[few].clone(), largest, rates[slot.name]))
 
     @torch.no_grad()
-    def after(self) -> list[str]:
-        """The weights are published. Collective in the first steps and some later ones; raises `RunError`; returns
-        notices."""
+    def after(self) -> None:
+        """The weights are published. Collective in the first steps and some later ones; raises `RunError`."""
         self._steps += 1
         if self._steps > _STEPS:
             if self.alike.is_due(self._steps):
                 self.alike(self._steps)
-            return []
-        sizes: dict[str, tuple[float, float]] = {}  # name -> gradient, change by unit of learning rate
-        for slot, places, values, gradient, rate in self._seen:
-            change = float((elements(slot.master)[places] - values).abs().max())
-            self._moved |= change > 0
+            return
+        for slot, few, values, gradient, rate in self._seen:
+            self._moved |= not torch.equal(elements(slot.master)[few], values)
             least = 4 * torch.finfo(values.dtype).eps * float(values.abs().max())
             self._should |= rate * gradient > least
-            sizes[slot.name] = (gradient, change / rate if rate else 0.0)
         device, world = self.engine.device, self.engine.mesh.world
-        row = [float(self._moved), float(self._should), *_largest(sizes), *self.alike.row()]
+        row = [float(self._moved), float(self._should), *self.alike.row()]
         table = gather_rows(put(row, device), world).cpu()
         if self._steps == _STEPS and not bool(table[:, 0].any()) and bool(table[:, 1].any()):
             raise RunError(
                 f"the weights did not move in {_STEPS} steps, although gradients and the learning rate are not "
                 "zero: the optimizer's step() does nothing to the tensors that the plan gave it"
             )
-        self.alike.check(table[:, 4:], self._steps)
-        if self._steps == 1 and self.engine.state.precision.compute.itemsize <= 4:
-            return self._rounding(sizes, float(table[:, 2].max()), float(table[:, 3].max()))
-        return []
-
-    def note(self, gate: Gate) -> None:
-        """Note what ranks hold alike, before they take their pieces of what the script may have written into it."""
-        with gate.open():
-            self.alike.note()
+        self.alike.check(table[:, 2:], self._steps)
 
     @torch.no_grad()
     def again(self) -> None:
@@ -137,28 +120,6 @@ class FirstSteps:
             param = held.get(slot.name)
             if param is None or not _is_same(param, slot.master):
                 raise InputError(_REPLACED.format(slot.name))
-
-    def _rounding(self, sizes: dict[str, tuple[float, float]], gradient: float, change: float) -> list[str]:
-        """A notice on gradients that are rounding beside the largest, and move their weights as far as others do."""
-        mine = [n for n, (g, c) in sizes.items() if 0 < g < _ROUNDING * gradient and c > 1e-2 * change]
-        world, device = self.engine.mesh.world, self.engine.device
-        found = sorted({name for names in gather_json(mine, world, device) for name in names})
-        if not found:
-            return []
-        larger = [name for name in found if name in sizes and sizes[name][0] >= _ROUNDING * gradient]
-        not_all = {name for names in gather_json(larger, world, device) for name in names}
-        found = [name for name in found if name not in not_all]
-        if not found:
-            return []
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-        dtype = str(self.engine.state.precision.compute).removeprefix("torch.")
-        return [
-            f"the gradients of {', '.join(found[:3])}{more} are below {_ROUNDING:g} of the largest, which is near "
-            f"rounding in {dtype}, and the optimizer moves these weights as far as the others: where they are zero but "
-            "for rounding (a bias before batch norm), such a "
-            "weight trains differently on each number of ranks, and the loss does not change with it. The optimizer's "
-            "eps above such gradients, or bias=False, takes that away"
-        ]
 
 
 @names_line
@@ -201,10 +162,6 @@ def _of_units(module: nn.Module) -> dict[int, Any]:
     units = [child for child in module.modules() if isinstance(child, FSDPModule)]
     groups = [group for unit in units for group in groups_of(unit)]
     return {id(one.sharded_param): one for group in groups for one in group.fsdp_params}
-
-
-def _largest(sizes: dict[str, tuple[float, float]]) -> list[float]:
-    return [max((pair[at] for pair in sizes.values()), default=0.0) for at in (0, 1)]
 
 
 def _is_same(param: nn.Parameter, master: nn.Parameter) -> bool:

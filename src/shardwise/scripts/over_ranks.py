@@ -21,7 +21,6 @@ from shardwise.host import read, row_of
 from shardwise.parallel.full import FullShard
 from shardwise.part import whole
 from shardwise.scripts.arrivals import weakly
-from shardwise.scripts.by_hand import ByHand
 from shardwise.scripts.calls import Calls
 from shardwise.scripts.held import WeightAccess
 from shardwise.scripts.loader import PartLoader
@@ -41,7 +40,6 @@ class OverRanks(WeightAccess):
     _groups: list[list[str]]  # names of what the plan trains, by the optimizer's groups
     _own_pieces: OwnPieces
     _first: FirstSteps
-    by_hand: ByHand
     _pieces: bool  # ranks' optimizers hold less than whole parameters
     _some_without: bool  # a rank holds no piece of any weight, and cannot tell whether the script changes them
     _in_place: InPlace | None  # where another parameter in a weight's place would not be seen
@@ -77,7 +75,6 @@ class OverRanks(WeightAccess):
         self.settle()  # else a rank's own pieces are ahead of the others'
         with self._gate.open():
             self._first.again()
-            self.by_hand.compare()
 
     @names_line
     def deal(self, *batch: Any) -> Any:
@@ -108,11 +105,9 @@ class OverRanks(WeightAccess):
         loader  what `prepared.split` returned, whose batch it is; None: the main one's
         """
         self._passes("prepared.gather(...)")
-        given, kept, dealt = whole(tensor).detach(), self.calls.kept, self.calls.of_loss
+        given, dealt = whole(tensor).detach(), self.calls.of_loss
         if self._apart == 1:
             return given
-        if loader is None and kept is not None and kept.is_of_other(tensor):
-            raise InputError("prepared.gather: a tensor of another loader's batch: prepared.gather(tensor, loader)")
         part = loader.part if loader is not None else dealt.part if dealt is not None else None
         held = dealt.held.count if loader is None and dealt is not None else max(1, part.count if part else 0)
         if part is None or not given.dim() or len(given) != held:
@@ -125,16 +120,11 @@ class OverRanks(WeightAccess):
         return gather_samples(given[: part.count].contiguous(), counts, self.mesh.data, "control")
 
     def _counted(self, values: tuple[Any, ...]) -> list[Any]:
-        """The values; nothing of those of samples that this rank holds and another one counts."""
-        dealt, kept = self.calls.of_loss, self.calls.kept
-        if kept is None or dealt is None:
-            return list(values)
-        for value in values:
-            kept.numbers.summed_over_ranks(value)
-        if dealt.part.count or not any(kept.of_this_batch(value) for value in values):
-            return list(values)
-        return [value * 0 if not isinstance(value, torch.Tensor) or kept.of_this_batch(value) else value
-                for value in values]  # fmt: skip
+        """The values; in the loop nothing of those of samples that this rank holds and another one counts."""
+        lead, dealt = self.calls.leader, self.calls.of_loss
+        apart = self._apart > 1 and lead.in_loop and not lead.other.since
+        counts = dealt is None or dealt.part.count or not apart
+        return [value if counts else value * 0 for value in values]
 
     def _sum(self, *values: torch.Tensor | float) -> list[Any]:
         self._passes("prepared.sum(...)")
@@ -156,6 +146,8 @@ class OverRanks(WeightAccess):
             return
         self._fresh()
         self._own_pieces.leave()
+        if not self._pieces and not engine.state.precision.mixed and engine.state.owners is None:
+            return  # the optimizer holds the model's own parameters
         with self._gate.open():
             cuts = engine.state.tensor.cuts if engine.state.tensor is not None else {}
             whole = [slot.master for slot in engine.technique.slots if slot.whole and slot.name not in cuts]

@@ -28,7 +28,6 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.parallel.full import FullShard
 from shardwise.part import with_summed_gradient
 from shardwise.part.pairs import as_pairs
-from shardwise.scripts.by_hand import ByHand
 from shardwise.scripts.complexes import complex_of, of_itself, pairs_of
 from shardwise.scripts.gradients import Gradients
 from shardwise.scripts.guard import OF_A_SHARE, TAKEN, Gate, reads_values
@@ -52,13 +51,12 @@ class Pieces:
     def __init__(
         self, technique: FullShard, gate: Gate, *, inside: Callable[[], bool], meet: Callable[[str], None],
         summed: tuple[Axis, ...], holders: Axis, shares: Collection[str], draws_apart: bool, gradients: Gradients,
-        by_hand: ByHand, everywhere: Callable[[], None] | None,
+        everywhere: Callable[[], None] | None,
     ) -> None:  # fmt: skip
         """
         everywhere   where every rank has all samples: told before weights come into a graph beside the forward, whose
                 backward is to find them in units that are gathered; None: ranks have parts of a batch
         gradients   the whole ones
-        by_hand  notes what is given to pieces
         inside   whether the model's forward runs, in which FSDP2 itself swaps parameters
         summed   axes whose ranks compute the same of a weight, so that its gradient counts once
         holders  ranks over which gradients are summed
@@ -67,7 +65,6 @@ class Pieces:
         """
         self.technique, self.gate, self.inside, self.meet = technique, gate, inside, meet
         self.summed, self.holders, self.draws_apart, self.gradients = summed, holders, draws_apart, gradients
-        self.by_hand = by_hand
         self._index = {id(param): at for at, param in enumerate(technique.params)}
         self._shares = {id(p) for p, slot in zip(technique.params, technique.slots, strict=True) if slot.name in shares}
         self._everywhere = everywhere
@@ -107,7 +104,6 @@ class Pieces:
             return func(*replaced(self._kind, self._whole, args), **replaced(self._kind, self._whole, kwargs))
         how = answered_by_pieces(name)
         if how == "element" and not _plain_beside(args, kwargs):
-            self.by_hand.note(*_numbers_beside(args, kwargs))
             return self._seen(func(*args, **kwargs))
         if how == "view":
             made = self._view(func, *_beside_pieces((args, kwargs)))
@@ -159,7 +155,6 @@ class Pieces:
         """Into one piece or several: each element's value by itself, or else the whole tensor's, of which it is cut."""
         self.technique.written = True
         into = tensors_in(target, DTensor)
-        self.by_hand.note(*_numbers_beside(args, kwargs))
         sharded = [one for one in tensors_in((args, kwargs), DTensor) if one.dim()]
         alike = len({one.placements for one in sharded}) == 1 and not _plain_beside(args, kwargs)
         if alike and answered_by_pieces(name):
@@ -177,7 +172,6 @@ class Pieces:
         if self.draws_apart:
             whole = whole.contiguous()
             broadcast(whole, self.holders, 0, "control")
-        self.by_hand.note(whole)
         return whole
 
     def _seen(self, made: Any) -> Any:
@@ -261,12 +255,6 @@ class Pieces:
         at = self._index.get(id(param))
         if at is not None:
             self.technique.slots[at].master.data = self.technique.piece(at, param.detach())
-
-
-def _numbers_beside(args: tuple, kwargs: dict) -> list[torch.Tensor | float]:
-    """Numbers among an operation's arguments, and tensors of one."""
-    given = (*args, *kwargs.values())
-    return [one for one in given if isinstance(one, int | float) or (type(one) is torch.Tensor and not one.dim())]
 
 
 def _asked(known: weakref.ref[Pieces]) -> Pieces | None:

@@ -6,8 +6,7 @@
 
 Everything below the loop is the engine: techniques, normalisation, the trial of the optimizer, batch norm over ranks.
 
-What this does not do: run the script on parts of a batch. Its loss is looked at by computing the script's operations
-again (`additive`); what left torch on the way is not followed.
+What this does not do: find out whether the script is right on ranks. `shardwise verify` runs it on both sides.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ from shardwise.random import Randomness
 from shardwise.scripts import optimizer as optimizers
 from shardwise.scripts.agreement import same_given
 from shardwise.scripts.arrivals import buckets_of, techniques_of, weakly
-from shardwise.scripts.by_hand import ByHand
 from shardwise.scripts.calls import Calls, leader_of
 from shardwise.scripts.complexes import show_complex
 from shardwise.scripts.copies import Copies
@@ -51,6 +49,7 @@ from shardwise.scripts.guard import (
     LaterHooks,
     guard_conversion,
     guard_gradients,
+    mark_like,
     refuse_hooks,
     retire,
 )
@@ -64,6 +63,7 @@ from shardwise.scripts.own_pieces import OwnPieces
 from shardwise.scripts.pieces import Pieces
 from shardwise.scripts.proof.on_ranks import side_of
 from shardwise.scripts.proof.plain import Plain
+from shardwise.scripts.proof.receipts import line_of, script_under_way
 from shardwise.scripts.proof.recorder import recorder
 from shardwise.scripts.pushed import Pushed
 from shardwise.scripts.saved import put as put_saved
@@ -124,8 +124,7 @@ def prepare(
                 first, or the second where the loader's batch_size is found there alone
     seed        of "fast" draws
     device      where the plan holds the model; None: where the model lies, on an accelerator that of this rank
-    check_loss  look at model and loss on the first batch, of which each rank then holds two samples or more; False: the
-                script vouches for both, and each rank holds its part alone
+    check_loss  look at the model on a few samples of the first batch; False: the script vouches for it
     spatial     which dims of the model's arguments are space, under domain; None: those behind batch and channel
     loss_scope  "sample": the loss adds up over samples, which ranks take parts of. "global": it does not (dice of a
                 batch, a contrastive pair, mixup): every rank reads whole batches, the model runs on its samples, and
@@ -157,6 +156,8 @@ def prepare(
         prepared = Prepared(model, optimizer, loader, *given)
     if device is None and on_host(prepared.mesh.device) and accelerator() is not None:
         prepared._told.say([ON_THE_HOST])
+    if proof is None and prepared.mesh.world.size > 1 and (script := script_under_way()) is not None:
+        prepared._told.say([line_of(script, plan)])
     _PREPARED.add(model)
     if isinstance(model, Several) and isinstance(model.given, nn.Module):
         _PREPARED.add(model.given)
@@ -200,7 +201,6 @@ class Prepared(Stepping):
         if loader is None:
             self.calls.begin_unfed()
         self._begin()
-        self.by_hand = ByHand(self.mesh, alike=randomness == "global")
         self._engine: Engine | None = None
         self._nothing = {}
         self.gradients = None
@@ -294,8 +294,6 @@ class Prepared(Stepping):
         """Put the model's weights where the plan has them. Collective."""
         model, mesh = self.model, self.mesh
         self.calls.suspend()
-        if self.calls.kept is not None:
-            self.calls.kept.pause()
         refuse_hooks(model, self.plan)  # put on since prepare
         Gathers.told = None  # what is tried is the model, in which nothing is gathered
         whole = dict(model.named_parameters(remove_duplicate=False))
@@ -308,6 +306,8 @@ class Prepared(Stepping):
         self._whole_gradients.begin_with(gradients)
         self._follow(engine, cuts, in_pieces=in_pieces)
         now = dict(model.named_parameters(remove_duplicate=False))
+        for slot in engine.technique.slots:
+            mark_like(slot.master, whole[slot.name])
         retire(((one, now[name]) for name, one in whole.items() if now[name] is not one), self._gate)
         self.built = options_of(engine)
         if in_pieces or mesh.inner:
@@ -396,7 +396,7 @@ class Prepared(Stepping):
         self._held_pieces = Pieces(
             technique, self._gate, inside=lambda: calls.in_forward, meet=weakly(self.meet),
             summed=(*calls.counted_once, *mesh.inner), holders=mesh.gradients, shares=cuts,
-            draws_apart=calls.randomness == "fast", gradients=self._whole_gradients, by_hand=self.by_hand,
+            draws_apart=calls.randomness == "fast", gradients=self._whole_gradients,
             everywhere=weakly(calls.records) if calls.on_every_rank else None,
         )  # fmt: skip
         draw_whole(weakref.ref(self._held_pieces))
@@ -444,9 +444,10 @@ class Prepared(Stepping):
         trains  its batches are trained on, after or in place of the main one's (a curriculum, another batch size), as
                 theirs are: draws and losses are followed. False: it is of held-out data, or goes beside the main one
         """
-        return (
-            self._cut(loader, self.calls.leader, self._reads) if trains else self._cut(loader, self.calls.kept, "part")
-        )
+        leader = self.calls.leader
+        cut = self._cut(loader, *((leader, self._reads) if trains else (leader.other, "part")))
+        cut.recorder = recorder() if trains else None
+        return cut
 
     def _cut(self, loader: Any, events: Events | None, reads: Reads) -> PartLoader:
         place = (0, 1) if self.calls.whole is not None else (self.mesh.data.index, self.mesh.data.size)

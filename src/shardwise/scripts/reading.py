@@ -110,7 +110,8 @@ def standing() -> int:
     for state in generators(current_device()):
         check = zlib.crc32(state, check)
     numpys: Any = np.random.get_state(legacy=True)
-    return hash((check, zlib.crc32(numpys[1].tobytes()), numpys[2], random.getstate()))
+    words, gauss = random.getstate()[1:]  # a draw moves the place, which stands last, or makes all words anew
+    return hash((check, numpys[1][0].item(), *numpys[2:], words[0], words[-1], gauss))
 
 
 class Generators:

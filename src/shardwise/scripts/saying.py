@@ -66,27 +66,11 @@ def line_of_script() -> str:
     return f"{Path(name).name}, line {number}" + (f": {text}" if text else "")
 
 
-def place_in_script() -> tuple[tuple[CodeType, int], ...]:
-    """Returns the lines under way that are neither ours nor torch's, the innermost first, to be known again."""
-    frame, found = sys._getframe(1), []
-    while frame is not None:
-        if not _is_ours(frame.f_code.co_filename):
-            found.append((frame.f_code, frame.f_lineno))
-        frame = frame.f_back  # type: ignore[assignment]
-    return tuple(found)
-
-
 def is_called_by_engine(*passages: str) -> bool:
     """Whether the engine, or torch for it, calls the operation under way: the first frame that is no mere passage, as
     torch's own functions and the files `passages` are, is theirs."""
     frame = _caller(passages)
     return frame is not None and _KINDS[frame.f_code, passages] == _ENGINE
-
-
-def frame_of_script(*passages: str) -> FrameType | None:
-    """Returns the script's frame that calls the operation under way; None where the engine, or torch for it, does."""
-    frame = _caller(passages)
-    return frame if frame is not None and _KINDS[frame.f_code, passages] == _SCRIPT else None
 
 
 def _caller(passages: tuple[str, ...]) -> FrameType | None:

@@ -24,33 +24,25 @@ from shardwise.host import row_of
 from shardwise.layout import Plan
 from shardwise.parallel.full import FullShard
 from shardwise.part import forget, plain, whole
-from shardwise.scripts.agreement import compare, same_change
+from shardwise.scripts.agreement import compare, note, same_change
 from shardwise.scripts.arrivals import buckets_of, share_uncut
-from shardwise.scripts.by_hand import ByHand
-from shardwise.scripts.divisor import Divisor, divisor_of
 from shardwise.scripts.draws import SampleDraws
 from shardwise.scripts.earlier import Earlier
 from shardwise.scripts.following import aside, differentiate
 from shardwise.scripts.given import check_loss, check_number
 from shardwise.scripts.gradients import Gradients
 from shardwise.scripts.guard import LaterHooks
-from shardwise.scripts.kept import Kept
 from shardwise.scripts.moved import FirstSteps
 from shardwise.scripts.optimizer import is_of_torch
-from shardwise.scripts.outside import Outside
 from shardwise.scripts.proof.on_ranks import RankSide
 from shardwise.scripts.saying import Notices, names_line
 from shardwise.scripts.state import open_doors
-from shardwise.scripts.tape import LossTape
-from shardwise.scripts.weighing import Weighing
+from shardwise.scripts.weighing import Weighing, form_of
 from shardwise.step.control import Tally
 from shardwise.step.loss import Loss
 from shardwise.step.normalise import held_gradients, norm_of_gradients, not_finite, sum_of_squares
 from shardwise.step.result import StepResult
 from shardwise.step.train_step import complete, update
-
-_OF_OPERATIONS = (Kept, LossTape)  # which follow what a script computes
-_FOLLOWING = (*_OF_OPERATIONS, SampleDraws)
 
 
 class Stepping(Weighing):
@@ -61,7 +53,6 @@ class Stepping(Weighing):
     _told: Notices
     _first: FirstSteps
     _hooks: LaterHooks
-    by_hand: ByHand
     gradients: Gradients | None  # as the script sees them, once the model is spread
     side: RankSide | None  # of a proof, which records
     _shares: bool  # tp or ep cut weights
@@ -79,10 +70,7 @@ class Stepping(Weighing):
         self._micro = 0  # calls of backward in it
         self._finished = False  # its gradients are whole
         self._stepped = False  # and were used, without zero_grad since
-        self._forms: list[tuple[Divisor, int]] = []  # what losses are means over, and the samples that ranks hold
         self._given: str | None = None
-        self._over: tuple[Divisor, float] | None = None  # of the step's first loss with a weight
-        self._entered: list[Outside] = []  # the losses of this step, from outside of it
         self._result: StepResult | None = None  # of the gradients that are whole
         self._usable = True  # they are finite
         self._square: torch.Tensor | None = None  # of this rank's gradients, when they were whole
@@ -99,72 +87,55 @@ class Stepping(Weighing):
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | float | None = None, *,
         mean_over: torch.Tensor | float | None = None, also: Sequence[Stepping] = (), retain_graph: bool = False,
+        summed: bool = False,
     ) -> torch.Tensor:  # fmt: skip
         """Stands for `loss.backward()`. Collective.
 
-        loss       this rank's loss: a sum over its samples, with `weight`; or a mean
-        weight     what the sum is to be divided by, of this rank's samples (how many, how many tokens): one process
-                   would divide by the sum of all weights of the step, those of other micro-batches too
-        mean_over  what this rank's mean is over, where that differs between ranks: the loss becomes the mean over
-                   all ranks, of this micro-batch alone; whatever else it was divided by stays
+        loss       this rank's loss, of its samples: a mean over them, unless one of the next three says otherwise
+        weight     the loss is a sum, and this is what it is to be divided by, of this rank's samples (how many, how
+                   many tokens): one process divides by the sum of all weights of the step, other micro-batches' too
+        mean_over  what this rank's mean is over (tokens, labels that count): the loss becomes the mean over all ranks,
+                   of this micro-batch alone; whatever else it was divided by stays
+        summed     the loss is a sum that nothing divides
         also       what `prepare` returned for other models that this loss trains too, each with its own optimizer
         retain_graph    as `loss.backward` has it: another backward goes through the same graph
 
         With the plan's last micro-batch, gradients are summed over ranks and divided. Returns this micro-batch's loss
-        over all ranks. Without weight or mean_over, a mean is one over samples that are alike; raises `InputError` for
-        one that ranks took over numbers out of proportion to their samples.
+        over all ranks. What a loss is said to be is believed here; `shardwise verify` proves it.
         """
         if self.side is not None:
             self.side.recorder.may_go_on()
         check_loss(loss)
         for given, name in ((weight, "weight"), (mean_over, "mean_over")):
             check_number(given, name)
+        form = form_of(weight, mean_over, summed)
         together = self._together(also)
         for each in together:
             each._ready()
         if self.calls.gathers:
             self._passes("prepared.backward(...)")
         engine, dealt = self.engine, self.calls.of_loss
-        if self.calls.kept is not None:
-            self._entered += self.calls.kept.entered(loss)
-            self.calls.kept.numbers.summed_over_ranks(weight if mean_over is None else mean_over)
-        self._look_at_loss(loss, weight if mean_over is None else mean_over)
-        given_loss = loss
         loss, weight, mean_over = whole(loss).reshape(()), plain(weight), plain(mean_over)
-        if self._of_whole_batches:
-            mean_over = None  # as it is
         stands_in = dealt is not None and dealt.part.count == 0 and not self._of_whole_batches
-        if stands_in and self.calls.kept is not None:
-            self.calls.kept.refuse_uncounted(given_loss)
         if self.side is not None:
             self.side.apart(self, loss)
-        total = loss * 0 if stands_in else loss
-        if mean_over is not None:
-            (over,) = self._sum(0.0 if stands_in else mean_over)
-            total = total * (float(mean_over) / over if over else 0.0)
-        weights = [each._weight(loss, weight, mean_over is not None, stands_in) for each in together]
-        if self._given == "mean" and dealt is not None:
-            total = total * dealt.proportion(self._apart) if self._apart > 1 else total
-        stated = weight if mean_over is None else mean_over
+        total = self._share_of(loss * 0 if stands_in else loss, form, 0.0 if stands_in else mean_over)
+        weights = [each._weight(form, weight, stands_in) for each in together]
         with ExitStack() as inside:
             for each in together:
-                if each._over is None and not stands_in and stated is not None:
-                    each._over = (divisor_of(loss), float(stated))
                 inside.enter_context(each._gate.open())
                 last = each._micro + 1 == each.plan.accumulate or isinstance(each.engine.technique, FullShard)
                 each.engine.technique.start_micro_batch(last=last)
                 inside.enter_context(each._asking())
             scaled = engine.state.scale
             scale = scaled.factor(weights[0], engine.mesh.data, engine.device) if scaled is not None else 1.0
-            inside.enter_context(self._given_scaled(scale, weight))
-            inside.enter_context(aside(_OF_OPERATIONS))
             differentiate(total * scale if scale != 1.0 else total, retain_graph=retain_graph)
         for each, counted in zip(together, weights, strict=True):
             each._count(Loss(total.detach(), counted), stands_in)
         told = self.loss if engine.plan.accumulate == 1 else self._loss_of(total, 0.0 if stands_in else weight)
         for each in together:
             if each.side is not None:
-                each.side.loss(told, self._given or "mean", stated)
+                each.side.loss(told, form, weight if mean_over is None else mean_over)
         return told
 
     def _together(self, also: Sequence[Stepping]) -> list[Stepping]:
@@ -182,7 +153,6 @@ class Stepping(Weighing):
     def _ready(self) -> None:
         """Raise `InputError` unless gradients may come to this model now; opens its step."""
         engine = self.engine
-        self.calls.refuse_unfollowed()
         if not self.calls.called and engine.world_size > 1:
             raise InputError(
                 "prepared.backward: the model itself was not called in train mode before. What a plan needs (the look "
@@ -210,17 +180,8 @@ class Stepping(Weighing):
         self._micro += 1
         self.calls.after_backward()
         if self._micro == self.engine.plan.accumulate:
-            with aside(_FOLLOWING):
+            with aside(SampleDraws):
                 self._finish()
-
-    def _look_at_loss(self, loss: torch.Tensor, weight: Any) -> None:
-        """Check that the loss adds up over samples, again whenever it is made of other operations than before."""
-        look, kept = self.calls.loss_look, self.calls.kept
-        if look is not None:
-            look.beside = kept.of_others() if kept is not None else []
-            with self._gate.open():
-                self._told.say(look(loss, weight))
-            look.beside = []
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
@@ -323,18 +284,13 @@ class Stepping(Weighing):
         """Sum gradients over ranks and divide them; first compare what ranks must agree on."""
         assert self._tally is not None
         engine, tally = self.engine, self._tally
-        if self.calls.kept is not None:
-            self.calls.kept.steered.refuse(self.optimizer)
         if engine.world_size > 1:
-            compare(
-                engine, self._forms, tally, self.calls.checksum, self._over,
-                generators=self.calls.randomness == "global", look=self.calls.loss_look, alike=self._first.alike,
-                whole=self._of_whole_batches, kept=self.calls.kept, entered=self._entered, by_hand=self.by_hand,
-            )  # fmt: skip
-            self.calls.has_varied(self._forms)
+            note(engine, tally, self.calls.checksum, generators=self.calls.randomness == "global")
         with self._gate.open():
             engine.state.on_nonfinite = "skip"  # until a step is asked for: a GradScaler leaves it out
             result, self._usable = complete(engine.state, tally)
+            if engine.world_size > 1:
+                compare(engine, tally, whole=self._of_whole_batches)
             for writes in self.calls.writes:
                 writes.refuse_unkept()
             self._result = result
@@ -360,7 +316,6 @@ class Stepping(Weighing):
             raise RefusedPlan("optimizer.step(closure) where tp or ep cut weights: call backward and step() instead")
         engine = self.engine
         self.settle()
-        self._first.note(self._gate)
         self._take_written()
         if closure is not None:
             if engine.state.owners is not None:
@@ -373,7 +328,6 @@ class Stepping(Weighing):
             self._flush()
             with self._gate.open():
                 self._whole_gradients.put_back()
-                self.by_hand.note(*self._whole_gradients.changed())
             if self.side is not None:
                 self.side.before(self)
             if self._tally is not None and not self._usable and self._result is not None:
@@ -390,7 +344,8 @@ class Stepping(Weighing):
                 result = update(engine.state, lambda: self._usable_step(inner))
             self._watch_pieces()
         with self._gate.open():
-            engine.notices.extend(self._first.after() if closure is None else [])
+            if closure is None:
+                self._first.after()
         self._told.say(self.notices)
         for one in self.calls.recorded:
             one.on = False
@@ -404,7 +359,7 @@ class Stepping(Weighing):
         """Run the optimizer's own step, unless a gradient is not finite."""
         if self._tally is not None and not self._usable:
             return None
-        with aside(_FOLLOWING if is_of_torch(self.optimizer) else ()):
+        with aside(SampleDraws if is_of_torch(self.optimizer) else ()):
             return inner()
 
     def _closed(self, closure: Callable[[], Any]) -> torch.Tensor:
@@ -434,7 +389,7 @@ class Stepping(Weighing):
             self.engine.technique.start_step()
             self._whole_gradients.forget()
         self._tally, self._micro, self._finished, self._stepped = None, 0, False, False
-        self._forms, self._given, self._over, self._entered = [], None, None, []
+        self._given = None
 
     def _hook_optimizer(self) -> None:
         open_doors(self)

@@ -20,20 +20,19 @@ own); it is refused.
 from __future__ import annotations
 
 import copy
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from shardwise.comm import Axis, gather_rows, gather_samples
+from shardwise.comm import Axis, gather_samples
 from shardwise.errors import InputError, RefusedPlan
-from shardwise.host import put
 from shardwise.layout.dealing import Share
-from shardwise.part import Part, plain, whole, with_summed_gradient
+from shardwise.part import Part, whole, with_summed_gradient
 from shardwise.part.crossing import apart, axes_of, cuts_of, joined
 from shardwise.part.levels import Distributed
+from shardwise.scripts.agreement import same_on_all
 from shardwise.scripts.dealt import deal
 from shardwise.scripts.lookout import ON_EVERY_RANK, Places, Rows
 from shardwise.step.batching import samples_in
@@ -139,12 +138,8 @@ class WholeBatch:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if self._compared or not tensors:
             return
-        self._compared, check = True, 0
-        for tensor in tensors:
-            flat = plain(tensor.detach()).cpu().contiguous().reshape(-1)
-            check = zlib.crc32(flat.view(torch.uint8).numpy(), check) if flat.numel() else check
-        table = gather_rows(put([float(check)], self._device), self._data)
-        if not bool((table == table[0]).all()):
+        self._compared = True
+        if not same_on_all(tensors, self._data, self._device):
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
             raise RefusedPlan(
                 f'loss_scope="global" gathers what a model returns for each sample, and it returns {shapes} beside '

@@ -33,6 +33,8 @@ class Tally:
     stood_in: bool = False
     pieces: int = 0  # of a batch whose sums are taken in an order that does not hang on ranks
     leaves: list[int] = field(default_factory=list)  # the piece of each summand, then
+    alike: list[float] = field(default_factory=list)  # numbers that are to be the same on every rank
+    told: list[list[float]] = field(default_factory=list)  # those of each rank, once the rows are read
 
     def add(self, loss: Loss, count: int, extras: dict[str, torch.Tensor]) -> None:
         """Add one micro-batch."""
@@ -48,7 +50,7 @@ class Tally:
         sums = [self._sum(self.totals), self._sum(self.weights)]
         extras = [self._sum(self.extras[name]) for name in sorted(self.extras)]
         counted = [[value * self.counts for value in values] for values in (sums, extras)]
-        return row_of([*counted[0], *told, *counted[1], *self._by_piece()], self.device)
+        return row_of([*counted[0], *told, *counted[1], *self._by_piece(), *self.alike], self.device)
 
     def _by_piece(self) -> list[torch.Tensor | float]:
         """Of each sum in turn (total, weight, extras), the summand of every piece; 0 for those of other ranks."""
@@ -100,7 +102,7 @@ class PendingRow:
 
     def __init__(self, tally: Tally, square_norm: torch.Tensor | float, axis: Axis):
         self.names = sorted(tally.extras)
-        self.pieces = tally.pieces
+        self.pieces, self._tally = tally.pieces, tally
         row = tally.row(square_norm)
         self._table = row.new_empty((axis.size, row.numel()))
         self._pending = all_gather(self._table.view(-1), row, axis, "control", wait=False)
@@ -114,6 +116,8 @@ class PendingRow:
         if square_norm is not None:
             self._table[:, SQUARE_NORM] = square_norm
         rows = read(self._table, "control row")
+        if self._tally.alike:
+            self._tally.told = [row[-len(self._tally.alike) :] for row in rows]
         total, weight, *extras = self._sums(rows)
         return Agreement(
             total=total,

@@ -37,6 +37,8 @@ CAUSES = {
     "up over ranks first (prepared.sum)",
     "update": "gradients are equal, and weights differ after step {}: what changes weights beside the gradient (a hook "
     "of the optimizer, marks on parameters, writes by one rank) is not the same on ranks",
+    "beside": "models are equal, and a module beside them is not: {}. A batch norm in training of a module that no "
+    "plan has, or an average of weights, takes a rank's own samples: prepare it too, or give it whole batches",
     "optimizer_state": "all is equal but the optimizer's state ({})",
     "rank_differs": "rank {} has other values than rank 0 ({}): something is done on some ranks alone",
     "sum_not_divided": "the loss is a sum over samples that nothing divides, and backward took it for a mean: "
@@ -90,6 +92,7 @@ class Difference:
     plan: Plan
     control: Parity
     apart: Callable[[], list[ScriptRecord] | None] = field(default=lambda: None)
+    foreign: bool = False  # the script sets up its ranks by itself
 
 
 def cause_of(sides: Difference) -> Cause | None:
@@ -97,12 +100,17 @@ def cause_of(sides: Difference) -> Cause | None:
     one, many, parity = sides.one, sides.ranks[0], sides.parity
     if not sides.control.equal:
         return _cause("not_deterministic", _first_of(sides.control))
-    if any(step < 0 for step in parity.exceeded.values()) or any("initial" in each for each in parity.differences):
+    if any(step < 0 for step in parity.exceeded.values()) or any(
+        "initial value" in each for each in parity.differences
+    ):
         return _cause("weights_at_start", _first_of(parity))
     if not one.steps or not many.steps:
         return _cause("own_backward") if not many.steps else None
     step = first_step(sides)
     kinds = {kind for (kind, _), at in parity.exceeded.items() if at == step}
+    beside = next((each for each in parity.differences if "beside the models" in each), "")
+    if not parity.exceeded and beside:
+        return _cause("beside", beside)
     other = _other_samples(sides)
     if other is not None and other <= step:
         return _cause("other_samples", other)
@@ -118,7 +126,7 @@ def cause_of(sides: Difference) -> Cause | None:
         if deviating is not None:
             return _cause("rank_differs", deviating, _first_of(parity))
         return _cause("update", step) if kinds else None
-    return _of_gradients(sides, step, kinds)
+    return None if sides.foreign else _of_gradients(sides, step, kinds)
 
 
 def first_step(sides: Difference) -> int:

@@ -24,8 +24,11 @@ from shardwise.errors import InputError, RefusedPlan, RunError, ShardwiseError
 from shardwise.layout import Plan, check
 from shardwise.progress import Say, silent
 from shardwise.proof.compare import compare
-from shardwise.proof.outcome import FLOAT64_BARS, Parity
+from shardwise.proof.narrow import LEAST_BAR, MOST_BAR, bar_of, set_noise_apart
+from shardwise.proof.outcome import FLOAT64_BARS, KINDS, Parity
+from shardwise.proof.rounding import NUDGES, Noise, add_noise
 from shardwise.proof.settings import LEAST_EPS
+from shardwise.scripts.proof import receipts
 from shardwise.scripts.proof.cause import Difference, cause_of
 from shardwise.scripts.proof.recorder import ScriptRecord
 from shardwise.scripts.proof.records import joined, record_of, zero_gradients
@@ -74,7 +77,8 @@ def verify_script(
     asked = asked if against is None else replace(asked, shorten=None)
     with _pools(pool) as (single, several):
         say(f"verify: {asked.path} in one process, in float64")
-        first = _alone(single, _as_reference(asked, None, one), timeout_s)
+        parity = Parity("", 0)
+        asked, first = _one_process(single, asked, one, parity, timeout_s)
         chosen = _plan_of(plan, first, asked)
         reference = _as_reference(asked, against, one)
         if against is not None:
@@ -85,8 +89,8 @@ def verify_script(
             if chosen.accumulate > 1 and asked.shorten:  # the script's own accumulate is known by now
                 first = _alone(single, replace(reference, shorten=asked.shorten), timeout_s)
         world = chosen.world_size if chosen is not None else int(nproc or 1)
-        parity = Parity(str(chosen) if chosen is not None else f"{world} ranks of its own", world)
-        parity.bars = dict(FLOAT64_BARS)
+        parity.plan, parity.world_size = str(chosen) if chosen is not None else f"{world} ranks of its own", world
+        parity.bars = parity.bars or dict(FLOAT64_BARS)
         if against is not None:
             parity.notes.append(f"the one process is that of {against}, as it stands")
         say(f"verify: the same on {world} ranks" + (f" under {chosen}" if chosen is not None else ""))
@@ -114,8 +118,11 @@ def verify_script(
             control = Parity("single", 1, bars=dict(FLOAT64_BARS))
             judge(control, first, again, [again], foreign=False)
             layout = chosen or Plan(dp_replicate=world)
-            sides = Difference(first, found, parity, layout, control, _apart(several, asked, layout, timeout_s))
+            apart = _apart(several, asked, layout, timeout_s)
+            sides = Difference(first, found, parity, layout, control, apart, asked.foreign)
             parity.cause = cause_of(sides)
+        if chosen is not None:
+            receipts.write(asked.path, chosen, parity, len(many.steps), many.files)
         return parity
 
 
@@ -133,14 +140,19 @@ def judge(parity: Parity, one: ScriptRecord, many: ScriptRecord, ranks: list[Scr
                 f"{name.partition(':')[2]} has shape {many.shapes[name]}, in one process {one.shapes[name]}"
             )
     mine, theirs = record_of(one, [one], steps), record_of(many, ranks, steps, foreign=foreign)
+    if foreign and not any(theirs.states) and any(mine.states):
+        theirs.states_known = False
+        parity.notes.append("scope: the optimizer keeps its state to itself on ranks, and it is not compared")
     compare(parity, mine, theirs)
     zero_gradients(parity, mine, theirs)
+    set_noise_apart(parity)
     for step in range(steps):
         if one.steps[step].settings != many.steps[step].settings:
             parity.differences.append(_settings_differ(step, one.steps[step].settings, many.steps[step].settings))
             break
     if len(one.final) == len(many.final) and len(one.steps) == len(many.steps):
         _compare_saved(parity, one, many)
+        _compare_beside(parity, one, ranks)
     unmet = [words for what, words in MEETS.items() if what not in one.met]
     if unmet and not foreign:
         parity.notes.append(f"scope: in these {steps} steps {', '.join(unmet)}")
@@ -160,8 +172,24 @@ def _compare_saved(parity: Parity, one: ScriptRecord, many: ScriptRecord) -> Non
             a, b = theirs[name], mine[name]
             if a is not None and b is not None and a.shape == b.shape and a.numel():
                 error = float((a - b).abs().max()) / max(float(b.abs().max()), 1e-3)
-                if not error <= 1e-9:
+                if not error <= _saved_bar(parity):
                     parity.differences.append(f"{label}state_dict()['{name}'] differs by {error:.1e} at the end")
+                    return
+
+
+def _saved_bar(parity: Parity) -> float:
+    return 1e-9 if parity.float64 else MOST_BAR
+
+
+def _compare_beside(parity: Parity, one: ScriptRecord, ranks: list[ScriptRecord]) -> None:
+    """Modules that the script names beside its models (a teacher, an average of weights), on every rank."""
+    for rank, record in enumerate(ranks):
+        for name in one.beside.keys() & record.beside.keys():
+            a, b = record.beside[name], one.beside[name]
+            if a is not None and b is not None and a.shape == b.shape and a.numel():
+                error = float((a - b).abs().max()) / max(float(b.abs().max()), 1e-3)
+                if not error <= _saved_bar(parity):
+                    parity.differences.append(f"'{name}', beside the models, differs by {error:.1e} on rank {rank}")
                     return
 
 
@@ -232,12 +260,39 @@ def _plan_of(plan: Any, first: ScriptRecord, asked: ScriptJob) -> Plan | None:
     return chosen
 
 
+def _one_process(
+    pool: Any, asked: ScriptJob, one: str | None, parity: Parity, timeout_s: float
+) -> tuple[ScriptJob, ScriptRecord]:
+    """Returns the job in float64, and what one process did. Where the script fails in float64: in its own precision,
+    with bars that are taken from one process whose weights are moved by one epsilon. Raises `InputError` where it
+    fails there too."""
+    reference = _as_reference(asked, None, one)
+    (found,) = pool.run(run_in_proof, 1, reference, timeout_s=timeout_s)
+    if found.failed is None:
+        return asked, found
+    own = replace(asked, exact=False)
+    record = _alone(pool, _as_reference(own, None, one), timeout_s)
+    if asked.foreign or not record.steps:
+        what, trace = found.failed
+        raise InputError(f"verify: the script runs in one process, and not in float64: {what}\n{trace.rstrip()}")
+    noise: Noise = {}
+    for seed in range(1, NUDGES + 1):
+        other = _alone(pool, replace(_as_reference(own, None, one), nudge=seed), timeout_s)
+        steps = min(len(record.steps), len(other.steps))
+        add_noise(noise, record_of(record, [record], steps), record_of(other, [other], steps))
+    parity.float64, parity.noise = False, noise
+    parity.own_bars = {which: bar_of(error) for which, error in noise.items()}
+    parity.bars = dict.fromkeys(KINDS, LEAST_BAR) | {kind: bar_of(noise[kind, ""]) for kind in ("loss", "norm")}
+    parity.notes.append(f"compared in the script's own precision, since in float64 it fails with: {found.failed[0]}")
+    return own, record
+
+
 def _alone(pool: Any, asked: ScriptJob, timeout_s: float) -> ScriptRecord:
     """The record of one process; `InputError` where the script fails there."""
     (record,) = pool.run(run_in_proof, 1, asked, timeout_s=timeout_s)
     if record.failed is not None:
         what, trace = record.failed
-        raise InputError(f"verify: the script fails in one process, in float64: {what}\n{trace.rstrip()}")
+        raise InputError(f"verify: the script fails in one process: {what}\n{trace.rstrip()}")
     return record
 
 
@@ -260,6 +315,8 @@ def _apart(pool: Any, asked: ScriptJob, plan: Plan, timeout_s: float) -> Callabl
 def _failed_on_ranks(error: RunError) -> str:
     trace = getattr(error, "remote_traceback", "")
     last = trace.rstrip().splitlines()[-1] if trace else str(error)
+    if last.startswith(ShardwiseError.__module__):  # what prepare found in a step: it says what to do
+        return f"on rank {getattr(error, 'rank', 0)}: {last.partition(': ')[2]}"
     return f"the script fails on rank {getattr(error, 'rank', 0)}, and not in one process: {last}"
 
 

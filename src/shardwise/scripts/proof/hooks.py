@@ -1,4 +1,4 @@
-"""`TorchHooks`: record a script that never calls `prepare`, through torch's own hooks on optimizers, modules and backward.
+"""`TorchHooks`: record a script that never calls `prepare`, by torch's own hooks on optimizers, modules and backward.
 
     names       those that the outermost module gives which was called and holds the parameter, without wrappers' parts
     losses      the roots of `loss.backward()`
@@ -88,45 +88,62 @@ class TorchHooks:
             return
         if raise_eps(optimizer):
             self._recorder.record.raised_eps = True
-        if id(optimizer) not in self._numbers:
-            self._seen.append(optimizer)
-            named = [(name, _whole(tensor)) for name, tensor in self._tensors_of(optimizer)]
-            names = {name for name, _ in self._named(optimizer)}
-            self._numbers[id(optimizer)] = self._recorder.add(optimizer, named, names)
-        number = self._numbers[id(optimizer)]
-        for value in self._losses:
-            self._recorder.loss(number, value, "mean")
-        self._losses = []
         with self._readable(grads=True):
-            grads = [(name, None if p.grad is None else _whole(p.grad)) for name, p in self._named(optimizer)]
-        self._recorder.before(number, grads, line_of_script())
+            named = self._named(optimizer)
+            if id(optimizer) not in self._numbers:
+                self._seen.append(optimizer)
+                whole = [(name, _whole(param)) for name, param in named]
+                trained = {name for name, param in named if param.requires_grad}
+                self._numbers[id(optimizer)] = self._recorder.add(optimizer, whole, trained)
+            number = self._numbers[id(optimizer)]
+            for value in self._losses:
+                self._recorder.loss(number, value, "mean")
+            self._losses = []
+            grads = [(name, None if p.grad is None else _whole(p.grad)) for name, p in named if p.requires_grad]
+            self._recorder.before(number, grads, line_of_script())
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         self._inside -= 1
         if self._inside:
             return
+        roots = self._roots_of(optimizer)
+        buffers = [(_bare(name), buffer) for root in roots for name, buffer in root.named_buffers()]
+        states = [] if self._has_flat() else [*self._states(optimizer)]
+        if self._has_flat() and self._recorder.record.states_known:
+            self._recorder.record.states_known = False
+            self._recorder.record.notices.append(
+                "scope: the optimizer's state over FSDP1's flat pieces is not compared"
+            )
         with self._readable():
             parameters = [(name, _whole(param)) for name, param in self._named(optimizer)]
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        roots = [root for root in self._roots if any(id(p) in held for p in root.parameters())] or self._roots
-        buffers = [(_bare(name), buffer) for root in roots for name, buffer in root.named_buffers()]
-        states = []
+            self._recorder.after(self._numbers[id(optimizer)], parameters, buffers, states, optimizer.param_groups)
+
+    def _states(self, optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
         for name, param in self._named(optimizer):
             state = optimizer.state.get(param, {})
-            states.append((name, {key: _whole(value) for key, value in state.items()}))
-        self._recorder.after(self._numbers[id(optimizer)], parameters, buffers, states, optimizer.param_groups)
+            yield name, {key: _whole(value) for key, value in state.items()}
 
     # --- names and whole tensors
 
-    def _named(self, optimizer: Optimizer) -> list[tuple[str, torch.Tensor]]:
-        names = {id(param): _bare(name) for root in reversed(self._roots) for name, param in root.named_parameters()}
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        return [(names.get(id(param), f"parameter {place}"), param) for place, param in enumerate(params)]
+    def _roots_of(self, optimizer: Optimizer) -> list[nn.Module]:
+        """The outermost modules that hold what an optimizer trains."""
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        return [root for root in self._roots if any(id(param) in held for param in root.parameters())] or self._roots
 
-    def _tensors_of(self, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-        with self._readable():
-            yield from self._named(optimizer)
+    def _named(self, optimizer: Optimizer) -> list[tuple[str, torch.Tensor]]:
+        """(name, parameter) of the modules that the optimizer trains, and of what it trains beside them."""
+        roots = reversed(self._roots_of(optimizer))
+        found = {id(param): (_bare(name), param) for root in roots for name, param in root.named_parameters()}
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for place, param in enumerate(params):
+            found.setdefault(id(param), (f"parameter {place}", param))
+        return list(found.values())
+
+    def _has_flat(self) -> bool:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        return any(isinstance(each, FullyShardedDataParallel) for root in self._roots for each in root.modules())
 
     @contextmanager
     def _readable(self, *, grads: bool = False) -> Iterator[None]:
@@ -158,16 +175,20 @@ def _bare(name: str) -> str:
 
 
 @contextmanager
-def single_group() -> Iterator[None]:
-    """Context: this process is in a group already, which a script that sets one up finds in the place of its own."""
+def own_group(*, alone: bool) -> Iterator[None]:
+    """Context: a script that sets up a process group finds this process's in the place of its own; as the one process
+    of a proof (`alone`) it is in none until then."""
     begin, end = dist.init_process_group, dist.destroy_process_group
 
-    def joined(*args: Any, **kwargs: Any) -> None:
+    def join(*args: Any, **kwargs: Any) -> None:
         if not dist.is_initialized():
-            begin(*args, **kwargs)
+            begin("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
-    dist.init_process_group, dist.destroy_process_group = joined, lambda *args, **kwargs: None
+    if alone and dist.is_initialized():
+        end()
+    dist.init_process_group, dist.destroy_process_group = join, lambda *args, **kwargs: None
     try:
         yield
     finally:
         dist.init_process_group, dist.destroy_process_group = begin, end
+        join()  # whoever started this process ends it

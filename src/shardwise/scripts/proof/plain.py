@@ -92,6 +92,8 @@ class Plain:
         self.notices: list[str] = []
         self._weights: list[float] = []  # of this step's losses, by which their gradients are still to be divided
         self._calls = 0
+        if recorder.nudge:
+            _nudge(self.model, recorder.nudge)
         trained = {name for name, param in self.model.named_parameters() if param.requires_grad}
         self.number = recorder.add(self, _tensors_of(self.model), trained)
         self._hook(optimizer)
@@ -257,6 +259,16 @@ class Plain:
 def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
+
+
+@torch.no_grad()
+def _nudge(model: nn.Module, seed: int) -> None:
+    """Move each element of the weights by one epsilon, up or down."""
+    generator = torch.Generator().manual_seed(seed)
+    for param in model.parameters():
+        if param.is_floating_point():
+            signs = torch.randint(0, 2, param.shape, generator=generator).to(param) * 2 - 1
+            param.mul_(1 + signs * torch.finfo(param.dtype).eps)
 
 
 def load_refused(folder: str | Path) -> dict[str, Any]:

@@ -65,7 +65,9 @@ class ScriptRecord:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     trained: list[set[str]] = field(default_factory=list)
     final: list[Tensors] = field(default_factory=list)  # state_dict() and save_weights() at the end
+    beside: Tensors = field(default_factory=dict)  # of other modules that the script names at its end
     plans: list[str] = field(default_factory=list)  # that the script itself gives, one for each prepare
+    files: dict[str, str] = field(default_factory=dict)  # digests of the script and of modules beside it
     met: set[str] = field(default_factory=set)  # of what a proof should meet: "an epoch's end", "a save", ...
     notices: list[str] = field(default_factory=list)
     states_known: bool = True
@@ -90,6 +92,8 @@ class ScriptRecorder:
         self.limit, self.plain, self.plan, self.shorten, self.apart = limit, plain, plan, shorten, apart
         self.record = ScriptRecord()
         self.models: list[Any] = []  # what was prepared, by number
+        self.exact = True  # in float64; else in the precision that the script has
+        self.nudge = 0  # the seed by which weights are moved by one epsilon
         self.epochs: int | None = None  # after which the script is ended, in the place of `limit`
         self._losses: list[list[float]] = []
         self._forms: list[set[str]] = []
@@ -105,11 +109,11 @@ class ScriptRecorder:
     # --- what is told of models
 
     def plan_for(self, given: Plan) -> Plan:
-        """Returns the plan to prove in the place of the one that the script gives: in float64, with its accumulate."""
+        """Returns the plan to prove in the place of the one that the script gives, with its accumulate."""
         self.record.plans.append(str(given))
         plan = given if self.plan is None else Plan.parse(self.plan)
         accumulate = given.accumulate if plan.accumulate == 1 else plan.accumulate
-        return plan.with_(accumulate=accumulate).exact("fp64")
+        return plan.with_(accumulate=accumulate).exact("fp64" if self.exact else "fp32")
 
     def add(self, prepared: Any, named: Named, trained: set[str]) -> int:
         """Begin with a model that was prepared; returns its number."""
@@ -224,15 +228,14 @@ def recording(by: ScriptRecorder) -> Iterator[ScriptRecorder]:
         _RECORDER.reset(token)
 
 
-def content_of(batch: Any, rows: slice | None = None, dim: int = 0) -> float:
-    """Returns the sum of all numbers of a batch's tensors; `rows`: of these samples along `dim` alone."""
+def content_of(batch: Any, rows: slice | None = None, held: int = 0, dim: int = 0) -> float:
+    """Returns the sum of all numbers of a batch's tensors; `rows`: of these of the `held` samples along `dim` alone."""
     total = 0.0
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.numel() and leaf.layout is torch.strided:
-            part = (
-                leaf.narrow(dim, rows.start, rows.stop - rows.start) if rows is not None and leaf.dim() > dim else leaf
-            )
-            total += float(part.detach().abs().double().sum())
+            if rows is not None and leaf.dim() > dim and leaf.shape[dim] == held:
+                leaf = leaf.narrow(dim, rows.start, rows.stop - rows.start)
+            total += float(leaf.detach().double().abs().sum())
     return total
 
 

@@ -30,11 +30,11 @@ def record_of(script: ScriptRecord, ranks: list[ScriptRecord], steps: int, *, fo
     """Returns the first `steps` steps. Tensors of models that did not step are as they were before."""
     several = len(script.initial) > 1
     record = Record(states_known=script.states_known, notices=list(script.notices))
-    record.initial = _all(script.initial, several)
     record.trained = {_named(number, name, several) for number, names in enumerate(script.trained) for name in names}
     buffers: Tensors = {}
-    born = {_named(step.model, name, several) for step in script.steps for name in step.buffers}
-    parameters = {name: tensor for name, tensor in record.initial.items() if name not in born}
+    buffers_too = {_named(step.model, name, several) for step in script.steps for name in step.buffers}
+    initial = _all(script.initial, several)
+    record.initial = parameters = {name: tensor for name, tensor in initial.items() if name not in buffers_too}
     states: Tensors = {}
     rates = [0.0]
     for step in script.steps[:steps]:

@@ -15,7 +15,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -24,11 +24,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.script import HIDDEN
-from shardwise.scripts.proof.hooks import TorchHooks, single_group
+from shardwise.scripts.proof.hooks import TorchHooks, own_group
+from shardwise.scripts.proof.receipts import files_of
 from shardwise.scripts.proof.recorder import Enough, ScriptRecord, ScriptRecorder, recording
 from shardwise.scripts.proof.scratch import Scratch
 from shardwise.scripts.proof.sketch import sketch
@@ -36,7 +38,7 @@ from shardwise.trace.double import KeepDouble
 
 _WIDE = {torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64,
          torch.complex64: torch.complex128}  # fmt: skip
-_MAKERS = ("from_numpy", "as_tensor", "tensor", "frombuffer", "load", "asarray")  # tensors of numbers from elsewhere
+_MAKERS = ("from_numpy", "as_tensor", "frombuffer", "load", "asarray")  # tensors of numbers from elsewhere
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class ScriptJob:
     plain       as the one process, in which `prepare` only records
     plan        in the place of the script's own; None: its own
     limit, epochs, shorten, apart       of `ScriptRecorder`
+    exact       in float64; False: in the script's own precision
+    nudge       above 0: weights are moved by one epsilon, each up or down, as this seed has it
     foreign     a script that does not call `prepare`: recorded through torch's hooks, RANK and the like are shown
     folder      where the script stands; `scratch`: a stand-in for it, in which nothing of the user's is overwritten
     """
@@ -58,6 +62,8 @@ class ScriptJob:
     epochs: int | None = None
     shorten: int | None = None
     apart: bool = False
+    exact: bool = True
+    nudge: int = 0
     foreign: bool = False
     folder: str = "."
     scratch: bool = True
@@ -68,7 +74,7 @@ def run_in_proof(asked: ScriptJob) -> ScriptRecord:
     recorder = ScriptRecorder(
         limit=asked.limit, plain=asked.plain, plan=asked.plan, shorten=asked.shorten, apart=asked.apart
     )
-    recorder.epochs = asked.epochs
+    recorder.epochs, recorder.exact, recorder.nudge = asked.epochs, asked.exact, asked.nudge
     with ExitStack() as inside:
         if asked.scratch:
             inside.enter_context(Scratch(asked.folder, asked.path))
@@ -77,11 +83,13 @@ def run_in_proof(asked: ScriptJob) -> ScriptRecord:
         inside.enter_context(_silence())
         inside.enter_context(_process_kept())
         inside.enter_context(recording(recorder))
+        inside.enter_context(own_group(alone=asked.plain))
         if asked.foreign:
-            inside.enter_context(single_group())
+            import torch.distributed.optim  # noqa: F401  # compiles functions of torch that are replaced below
+
             inside.enter_context(TorchHooks(recorder))
         try:
-            with _in_double():
+            with _in_double() if asked.exact else nullcontext():
                 _run(asked, recorder)
         except Enough:
             pass
@@ -98,9 +106,8 @@ def run_in_proof(asked: ScriptJob) -> ScriptRecord:
 def _run(asked: ScriptJob, recorder: ScriptRecorder) -> None:
     sys.argv = [asked.path, *asked.arguments]
     sys.path.insert(0, str(Path(asked.path).resolve().parent))
-    if not asked.foreign:
-        for name in HIDDEN:
-            os.environ.pop(name, None)
+    for name in HIDDEN if asked.plain and not asked.foreign else ():  # which torchrun shows to ranks
+        os.environ.pop(name, None)
     names: dict[str, Any] = {}
     try:
         names = runpy.run_path(asked.path, run_name="__main__")
@@ -109,17 +116,44 @@ def _run(asked: ScriptJob, recorder: ScriptRecorder) -> None:
         if done.code not in (None, 0):
             raise
         recorder.record.ended = True
-    except Enough:
-        pass
+        names = _names_in(done, asked.path)
+    except Enough as enough:
+        names = _names_in(enough, asked.path)
     recorder.record.final = [_final(prepared) for prepared in recorder.models]
+    recorder.record.files = files_of(asked.path)
+    recorder.record.beside = _modules_beside(names, recorder)
     for value in names.values():  # hooks of FSDP2 below autograd hold the script's names, a cycle that is not collected
         if isinstance(value, FunctionType) and value.__globals__.get("__name__") == "__main__":
             value.__globals__.clear()
 
 
+def _names_in(error: BaseException, path: str) -> dict[str, Any]:
+    """Returns the script's names, where an exception has left it."""
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if code.co_filename == path and code.co_name == "<module>":
+            return dict(trace.tb_frame.f_globals)
+        trace = trace.tb_next
+    return {}
+
+
+def _modules_beside(names: dict[str, Any], recorder: ScriptRecorder) -> dict[str, torch.Tensor | None]:
+    """The weights and buffers of modules that the script names beside those that it prepared, as sketches."""
+    models = [getattr(each, "model", None) for each in recorder.models]
+    own = {id(part) for model in models if isinstance(model, nn.Module) for part in model.modules()}
+    found: dict[str, torch.Tensor | None] = {}
+    for name, module in names.items():
+        if isinstance(module, nn.Module) and not any(id(part) in own for part in module.modules()):
+            for key, tensor in (*module.named_parameters(), *module.named_buffers()):
+                if type(tensor) in (torch.Tensor, nn.Parameter):
+                    found[f"{name}.{key}"] = sketch(tensor)
+    return found
+
+
 def _final(prepared: Any) -> dict[str, torch.Tensor | None]:
     """What the model's `state_dict()` and `save_weights` give at the end, as sketches. Collective."""
-    if not hasattr(prepared, "state_dict"):
+    if isinstance(prepared, torch.optim.Optimizer):  # of a script that prepares nothing
         return {}
     return {name: sketch(tensor) for name, tensor in prepared.state_dict().items() if isinstance(tensor, torch.Tensor)}
 
@@ -156,6 +190,8 @@ class WideDouble(KeepDouble):
         wide = _WIDE.get(kwargs.get("dtype"))
         if wide is not None and not any(isinstance(arg, torch.Tensor) for arg in args):
             kwargs["dtype"] = wide
+        if func is torch.ops.aten.lift_fresh.default:  # torch.tensor(numbers)
+            return _wide(args[0])
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 

@@ -17,6 +17,7 @@ import os
 import shutil
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,20 @@ from shardwise.errors import InputError
 MOST_FILES = 5000  # that are linked one by one; a folder that is left then is linked whole
 _LEFT_OUT = {".git", "__pycache__", ".venv", "venv", "node_modules", ".shardwise"}
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
+
+
+_ACTIVE: list[Scratch] = []  # that this process stands in
+
+
+@cache
+def _listening() -> None:
+    """Have Python tell what is opened, once for the process: a hook cannot be taken away again."""
+
+    def hear(event: str, args: tuple[Any, ...]) -> None:
+        for each in _ACTIVE:
+            each.heard(event, args)
+
+    sys.addaudithook(hear)
 
 
 class Scratch:
@@ -44,11 +59,13 @@ class Scratch:
         os.chdir(self._folder)
         self._active = True
         torch.save = self._saving
-        sys.addaudithook(self._heard)  # there is no taking it away again: it does nothing later
+        _listening()
+        _ACTIVE.append(self)
         return self
 
     def __exit__(self, *error: object) -> None:
         self._active = False
+        _ACTIVE.remove(self)
         torch.save = self._save
         os.chdir(self._before)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -72,7 +89,7 @@ class Scratch:
 
     # --- what the script writes
 
-    def _heard(self, event: str, args: tuple[Any, ...]) -> None:
+    def heard(self, event: str, args: tuple[Any, ...]) -> None:
         """Python is about to open, remove or move something."""
         if not self._active:
             return

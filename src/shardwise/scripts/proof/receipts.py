@@ -1,0 +1,113 @@
+"""Receipts: what was proven of a script, noted beside it, and the line that `prepare` says of it.
+
+    .shardwise/proofs.json     by script and kind of plan: digests of the script and of the modules beside it that it
+                               imports, plan, ranks, steps, verdict, versions, date
+
+A proof on two ranks counts for larger degrees of the same axes: what a plan does differs by axis, not by degree.
+
+What this does not do: note what the script reads (data, arguments, the environment).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from shardwise.layout import Plan
+from shardwise.layout.plan import DEGREES
+from shardwise.proof.outcome import Parity
+
+FOLDER, FILE = ".shardwise", "proofs.json"
+
+
+def files_of(script: str) -> dict[str, str]:
+    """Returns digests of a script and of the modules under its folder that this process has imported, by path."""
+    home = Path(script).resolve().parent
+    found = {Path(script).resolve()}
+    for module in list(sys.modules.values()):
+        name = getattr(module, "__file__", None)
+        if isinstance(name, str) and name.endswith(".py"):
+            path = Path(name).resolve()
+            if path.is_relative_to(home) and not path.is_relative_to(Path(sys.prefix).resolve()):
+                found.add(path)
+    return {str(path.relative_to(home)): digest_of(path) for path in sorted(found)}
+
+
+def digest_of(path: Path) -> str:
+    """Returns the first 16 digits of a file's SHA-256, "" where it is gone."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError:
+        return ""
+
+
+def write(script: str, plan: Plan, parity: Parity, steps: int, files: dict[str, str]) -> None:
+    """Note a proof beside the script; nothing where its folder may not be written."""
+    import torch
+
+    import shardwise
+
+    path = Path(script).resolve().parent / FOLDER / FILE
+    notes = _read(path)
+    versions = {"shardwise": shardwise.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    notes.setdefault(Path(script).name, {})[kind_of(plan)] = {
+        "plan": str(plan), "ranks": plan.world_size, "steps": steps, "verdict": parity.verdict, "files": files,
+        "date": time.strftime("%Y-%m-%d"), "versions": versions,
+    }  # fmt: skip
+    with suppress(OSError):
+        path.parent.mkdir(exist_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps(notes, indent=1, sort_keys=True), encoding="utf-8")
+        draft.replace(path)
+
+
+def line_of(script: str, plan: Plan) -> str:
+    """Returns what is known of a script under a plan, in one line."""
+    home = Path(script).resolve().parent
+    told = _read(home / FOLDER / FILE).get(Path(script).name, {}).get(kind_of(plan))
+    again = f"shardwise verify {Path(script).name} --plan {plan}"
+    if told is None:
+        return f"not proven: {again}"
+    if any(digest_of(home / name) != digest for name, digest in told["files"].items()):
+        return f"changed since it was proven ({told['date']}): {again}"
+    if not told["verdict"].startswith("EQUAL"):
+        return f"{told['verdict']} when it was proven ({told['date']}): {again}"
+    where = "this plan" if told["plan"] == str(plan) else f"{told['plan']}, which counts for {plan}"
+    return f"proven equal under {where} ({told['steps']} steps, {told['ranks']} ranks, {told['date']})"
+
+
+def kind_of(plan: Plan) -> str:
+    """Returns what plans have in common that differ by degrees above 1 and by precision alone."""
+    plain = plan.exact(Plan().precision)
+    smallest = {name: 2 for name in DEGREES if _degree(getattr(plain, name)) > 1}
+    return str(
+        plain.with_(**{name: value for name, value in smallest.items() if isinstance(getattr(plain, name), int)})
+    )
+
+
+def _degree(value: Any) -> int:
+    return value if isinstance(value, int) else max(value, default=1) if isinstance(value, tuple) else 1
+
+
+def script_under_way() -> str | None:
+    """Returns the file that this process runs as its main program; None for a library's, or without one."""
+    name = getattr(sys.modules.get("__main__"), "__file__", None)
+    if not isinstance(name, str) or not name.endswith(".py"):
+        return None
+    path = Path(name).resolve()
+    return None if path.is_relative_to(Path(sys.prefix).resolve()) or not path.is_file() else str(path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return told if isinstance(told, dict) else {}
