@@ -62,6 +62,7 @@ class Calls(Loop):
         self.engine: Engine | None = None
         self._meeting: Meeting | None = None
         self.gathers = False  # every call needs all ranks
+        self.pieces = False  # ranks hold pieces of weights or state
         self._gate = Gate()
         self.inside = 0  # the model's forward, how deep
         self.methods = 0  # of the model's, under way, in which its modules are called one by one
@@ -206,7 +207,7 @@ class Calls(Loop):
             self.leader.comes_with((args, kwargs), trains=trains)
         if self.inside == 1:
             self.called_beside = self.leader.of_other((args, kwargs))
-        if self.gathers or trains:
+        if self.gathers or (trains and self.pieces):  # replicas need each other in backward alone
             self._passes(f"a forward {'in training' if trains else 'without gradients'}")
         precision = self.engine.state.precision
         if precision.mixed:

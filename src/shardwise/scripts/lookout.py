@@ -104,8 +104,7 @@ def look_at_model(
         ) from None
     except RefusedPlan as error:
         made.refuse_longest()
-        turned = "add up over samples" in str(error)
-        raise RefusedPlan(f"{error}{_hint(dim) if turned else ''}; {ON_EVERY_RANK}") from None
+        raise RefusedPlan(f"{_of_model(str(error), dim)}; {ON_EVERY_RANK}") from None
     note_written(engine.module, [*findings.written, *findings.changed], findings.batch_norms)
     if findings.reentrant:
         engine.state.technique.expect_pieces()
@@ -126,6 +125,18 @@ def _of_views(outputs: list[Any], sizes: tuple[int, ...]) -> Rows | None:
         if torch.allclose(together, whole, rtol=bar, atol=bar * float(whole.abs().max())):
             return rows
     return None
+
+
+def _of_model(message: str, dim: int | None) -> str:
+    """What the engine's look says of a task's loss, as said of a model whose outputs were added up."""
+    of_loss, found, _ = message.partition("the loss does not add up over samples: its sum")
+    if not found:
+        return message
+    numbers = message.partition(found)[2].partition(". Return (sum, weight)")[0]
+    return (
+        f"{of_loss}the model mixes samples: what it gives does not add up over samples, a sum of its outputs{numbers}"
+        f"{_hint(dim)}"
+    )
 
 
 def _hint(dim: int | None) -> str:

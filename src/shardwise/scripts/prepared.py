@@ -316,6 +316,7 @@ class Prepared(Stepping):
             read_whole(self)
             self._see_pieces(engine.technique, cuts)
         self._watch_pieces()
+        self.calls.pieces = self._pieces
         self.calls.watch(
             engine, self.meeting, self._gate, gathers=in_pieces or bool(mesh.inner), settle=self.settle,
             written=weakly(self.may_have_written), compares=weakly(self.compare),

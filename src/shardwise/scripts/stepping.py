@@ -311,7 +311,8 @@ class Stepping(Weighing):
         if self._engine is None and closure is None:
             return inner()  # nothing has a gradient yet
         self._refuse_stray("optimizer.step()")
-        self._passes("optimizer.step()")
+        if self.calls.gathers or self._pieces:
+            self._passes("optimizer.step()")
         if closure is not None and self._shares:
             raise RefusedPlan("optimizer.step(closure) where tp or ep cut weights: call backward and step() instead")
         engine = self.engine

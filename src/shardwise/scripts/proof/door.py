@@ -153,6 +153,7 @@ def judge(parity: Parity, one: ScriptRecord, many: ScriptRecord, ranks: list[Scr
     if len(one.final) == len(many.final) and len(one.steps) == len(many.steps):
         _compare_saved(parity, one, many)
         _compare_beside(parity, one, ranks)
+        _tell_numbers(parity, one, many)
     unmet = [words for what, words in MEETS.items() if what not in one.met]
     if unmet and not foreign:
         parity.notes.append(f"scope: in these {steps} steps {', '.join(unmet)}")
@@ -175,6 +176,21 @@ def _compare_saved(parity: Parity, one: ScriptRecord, many: ScriptRecord) -> Non
                 if not error <= _saved_bar(parity):
                     parity.differences.append(f"{label}state_dict()['{name}'] differs by {error:.1e} at the end")
                     return
+
+
+def _tell_numbers(parity: Parity, one: ScriptRecord, many: ScriptRecord) -> None:
+    """A note on numbers of the script's own that rank 0 has otherwise: counts and means of its samples alone."""
+    apart = [
+        f"'{name}' is {many.numbers[name]:.6g} on rank 0 and {value:.6g} in one process"
+        for name, value in one.numbers.items()
+        if abs(many.numbers.get(name, value) - value) > 1e-6 * abs(value)
+    ]
+    if apart:
+        more = f", and {len(apart) - 3} more" if len(apart) > 3 else ""
+        parity.notes.append(
+            f"scope: of the script's own numbers, which are no part of the proof, {', '.join(apart[:3])}{more}: what "
+            "it counts of its part of a batch, prepared.sum adds up"
+        )
 
 
 def _saved_bar(parity: Parity) -> float:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -212,11 +211,6 @@ class Plain:
             {"model": self.state_dict(), "optimizer": self.optimizer.state_dict(), "fields": fields}, path / "all"
         )
         return path
-
-    @contextmanager
-    def whole(self, *, grads: bool = False) -> Iterator[None]:
-        """Nothing: all is whole."""
-        yield
 
     # --- what is recorded
 

@@ -49,7 +49,6 @@ class StepRecord:
     settings: list[dict[str, Any]] = field(default_factory=list)  # of the optimizer's groups: lr and the like
     samples: list[int] = field(default_factory=list)  # of each batch since the last step
     content: float = 0.0  # the sum of all numbers of those batches
-    ends_epoch: bool = False  # its epoch ended after it
     locals: list[Tensors] = field(default_factory=list)  # by backward, gradients of this rank's loss alone
     weights: list[float] = field(default_factory=list)  # by backward, the weight or mean_over that this rank gave
     counted: int = 0  # samples of the step's batches that count on this rank
@@ -66,6 +65,7 @@ class ScriptRecord:
     trained: list[set[str]] = field(default_factory=list)
     final: list[Tensors] = field(default_factory=list)  # state_dict() and save_weights() at the end
     beside: Tensors = field(default_factory=dict)  # of other modules that the script names at its end
+    numbers: dict[str, float] = field(default_factory=dict)  # that the script names at its end
     plans: list[str] = field(default_factory=list)  # that the script itself gives, one for each prepare
     files: dict[str, str] = field(default_factory=dict)  # digests of the script and of modules beside it
     met: set[str] = field(default_factory=set)  # of what a proof should meet: "an epoch's end", "a save", ...
@@ -198,8 +198,6 @@ class ScriptRecorder:
         self.met("an epoch's end")
         if uneven:
             self.met("an uneven last batch")
-        if self.record.steps:
-            self.record.steps[-1].ends_epoch = True
 
     def met(self, what: str) -> None:
         """Note one of the things that a proof should meet."""

@@ -122,20 +122,24 @@ def _run(asked: ScriptJob, recorder: ScriptRecorder) -> None:
     recorder.record.final = [_final(prepared) for prepared in recorder.models]
     recorder.record.files = files_of(asked.path)
     recorder.record.beside = _modules_beside(names, recorder)
+    recorder.record.numbers = {
+        name: float(value)
+        for name, value in names.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and not name.startswith("_")
+    }
     for value in names.values():  # hooks of FSDP2 below autograd hold the script's names, a cycle that is not collected
         if isinstance(value, FunctionType) and value.__globals__.get("__name__") == "__main__":
             value.__globals__.clear()
 
 
 def _names_in(error: BaseException, path: str) -> dict[str, Any]:
-    """Returns the script's names, where an exception has left it."""
-    trace = error.__traceback__
+    """Returns the script's names, those of its functions under way too, where an exception has left it."""
+    trace, names = error.__traceback__, dict[str, Any]()
     while trace is not None:
-        code = trace.tb_frame.f_code
-        if code.co_filename == path and code.co_name == "<module>":
-            return dict(trace.tb_frame.f_globals)
+        if trace.tb_frame.f_code.co_filename == path:
+            names |= trace.tb_frame.f_locals
         trace = trace.tb_next
-    return {}
+    return names
 
 
 def _modules_beside(names: dict[str, Any], recorder: ScriptRecorder) -> dict[str, torch.Tensor | None]:
