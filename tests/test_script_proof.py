@@ -112,7 +112,8 @@ def test_nothing_of_the_user_is_overwritten(pool: RankPool, tmp_path: Path, monk
     (tmp_path / "out").mkdir()
     for name, text in kept.items():
         (tmp_path / name).write_text(text)
-    text = PREPARED + "open('log.txt', 'a').write('more')\nimport os\nos.remove('out/old.txt')\n"
+    text = PREPARED + "open('log.txt', 'a').write('more')\nimport os\n"
+    text += "if prepared.rank == 0:\n    os.remove('out/old.txt')\n"
     assert prove(pool, tmp_path, text, steps=None).parity
     assert {name: (tmp_path / name).read_text() for name in kept} == kept
     absolute = PREPARED.replace('"last.pt"', repr(str(tmp_path / "last.pt")))
@@ -147,3 +148,39 @@ def test_a_script_that_bears_no_float64_is_proven_in_its_own(pool: RankPool, tmp
     assert parity.parity and not parity.float64, parity.text()
     assert any("own precision" in note for note in parity.notes)
     assert not prove(pool, tmp_path, text.replace("backward(loss)", "backward(loss, len(y))")).equal
+
+
+GAN = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import shardwise
+torch.manual_seed(0)
+loader = DataLoader(TensorDataset(torch.randn(26, 40)), batch_size=8, shuffle=True)
+judge = nn.Sequential(nn.Linear(40, 48), nn.LeakyReLU(), nn.Linear(48, 1))
+maker = nn.Sequential(nn.Linear(6, 48), nn.ReLU(), nn.Linear(48, 40))
+of_judge, of_maker = torch.optim.Adam(judge.parameters(), 1e-3), torch.optim.Adam(maker.parameters(), 1e-3)
+pj = judge, of_judge, loader = shardwise.prepare(judge, of_judge, loader, plan="dp_replicate=2")
+pm = maker, of_maker, loader = shardwise.prepare(maker, of_maker, loader, plan="dp_replicate=2")
+for epoch in range(3):
+    for (real,) in loader:
+        ones, zeros = torch.ones(len(real), 1), torch.zeros(len(real), 1)
+        fake = maker(torch.randn(len(real), 6))
+        of_judge.zero_grad()
+        loss = nn.functional.binary_cross_entropy_with_logits(judge(real), ones)
+        pj.backward(loss + nn.functional.binary_cross_entropy_with_logits(judge(fake.detach()), zeros))
+        of_judge.step()
+        of_maker.zero_grad()
+        pm.backward(nn.functional.binary_cross_entropy_with_logits(judge(fake), ones))
+        of_maker.step()
+    if pm.rank == 0:
+        torch.save(maker.state_dict(), "maker.pt")
+    pm.barrier()
+    maker.load_state_dict(torch.load("maker.pt"))
+"""
+
+
+def test_two_models_with_large_weights_that_save_and_load(pool: RankPool, tmp_path: Path) -> None:
+    """Sketches draw nothing that is followed, ranks share one scratch folder, and files of float64 are read."""
+    parity = prove(pool, tmp_path, GAN, steps=None)
+    assert parity.parity and parity.float64, parity.text()

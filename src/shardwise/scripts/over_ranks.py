@@ -91,6 +91,11 @@ class OverRanks(WeightAccess):
         return self.loader.whole.deal(self.loader, batch[0] if len(batch) == 1 else batch)
 
     @names_line
+    def barrier(self) -> None:
+        """Wait until every rank has come here: before all read what one has written. Collective."""
+        self.meet("prepared.barrier()", always=True)
+
+    @names_line
     def sum(self, *values: torch.Tensor | float) -> list[Any]:
         """Each value's sum over the ranks that hold different samples: of a number a float, of a tensor with dims a
         tensor of its shape, without gradient. Collective.

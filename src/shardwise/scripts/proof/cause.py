@@ -55,8 +55,8 @@ CAUSES = {
     "gradients of a rank's own samples",
     "uneven_only": "ranks are equal to one process until the first batch that does not divide evenly over them (step "
     "{}, {} samples): a number of samples is taken for a constant, or a dim of one sample is squeezed",
-    "clip": "every gradient is {} times that of one process after clipping: the norm, or what is clipped, is of a "
-    "rank's own gradients: prepared.clip_grad_norm_(max_norm)",
+    "clip": "every gradient is {} times that of one process: the loss is divided by another number than there, or "
+    "clipped by the norm of a rank's own gradients (prepared.clip_grad_norm_(max_norm))",
     "kept": "the first step is equal, and from step {} on the loss or its gradients differ: it is computed from "
     "what the script or the model keeps of a rank's own samples (a queue, a running mean, a center). Make it of all "
     'samples, with prepared.sum or prepared.gather, or take prepare(..., loss_scope="global")',

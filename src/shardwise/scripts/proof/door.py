@@ -33,6 +33,7 @@ from shardwise.scripts.proof.cause import Difference, cause_of
 from shardwise.scripts.proof.recorder import ScriptRecord
 from shardwise.scripts.proof.records import joined, record_of, zero_gradients
 from shardwise.scripts.proof.run import ScriptJob, run_in_proof
+from shardwise.scripts.proof.scratch import looking_like
 
 STEPS = 6
 KEPT = 3  # groups of micro-batches at the start of an epoch, beside its last batch
@@ -97,7 +98,7 @@ def verify_script(
         try:
             if chosen is not None:
                 check(chosen)
-            found = several.run(run_in_proof, world, replace(asked, plain=False), timeout_s=timeout_s)
+            found = _in_scratch(several, world, replace(asked, plain=False), timeout_s)
         except (RefusedPlan, InputError) as refusal:  # of what the script does on ranks
             parity.refused = str(refusal).partition("\nraised on rank")[0]
             return parity
@@ -111,11 +112,13 @@ def verify_script(
             raise InputError(
                 f"verify: {asked.path} ended before any optimizer took a step, so there is nothing to prove"
             )
-        judge(parity, first, many, found, foreign=asked.foreign)
+        judge(parity, first, many, found, foreign=asked.foreign, starts=against is None)
         if not parity.equal:
             say("verify: they differ; one process again, to see whether the script equals itself")
             again = _alone(single, replace(reference, shorten=asked.shorten), timeout_s)
             control = Parity("single", 1, bars=dict(FLOAT64_BARS))
+            if against is not None and chosen is not None and chosen.accumulate > 1:
+                _leave_losses(again, first, control)
             judge(control, first, again, [again], foreign=False)
             layout = chosen or Plan(dp_replicate=world)
             apart = _apart(several, asked, layout, timeout_s)
@@ -126,8 +129,9 @@ def verify_script(
         return parity
 
 
-def judge(parity: Parity, one: ScriptRecord, many: ScriptRecord, ranks: list[ScriptRecord], *, foreign: bool) -> None:
-    """Compare both sides into `parity`."""
+def judge(parity: Parity, one: ScriptRecord, many: ScriptRecord, ranks: list[ScriptRecord], *, foreign: bool,
+          starts: bool = True) -> None:  # fmt: skip
+    """Compare both sides into `parity`. `starts`: weights before the first step as well, as they were prepared."""
     steps = min(len(one.steps), len(many.steps))
     if len(one.steps) != len(many.steps):
         parity.differences.append(f"one process took {len(one.steps)} optimizer steps, ranks {len(many.steps)}")
@@ -140,6 +144,8 @@ def judge(parity: Parity, one: ScriptRecord, many: ScriptRecord, ranks: list[Scr
                 f"{name.partition(':')[2]} has shape {many.shapes[name]}, in one process {one.shapes[name]}"
             )
     mine, theirs = record_of(one, [one], steps), record_of(many, ranks, steps, foreign=foreign)
+    if not starts:
+        theirs.initial = dict(mine.initial)
     if foreign and not any(theirs.states) and any(mine.states):
         theirs.states_known = False
         parity.notes.append("scope: the optimizer keeps its state to itself on ranks, and it is not compared")
@@ -180,10 +186,12 @@ def _compare_saved(parity: Parity, one: ScriptRecord, many: ScriptRecord) -> Non
 
 def _tell_numbers(parity: Parity, one: ScriptRecord, many: ScriptRecord) -> None:
     """A note on numbers of the script's own that rank 0 has otherwise: counts and means of its samples alone."""
+    last = many.steps[-1]
+    sizes = (float(last.counted), float(sum(last.samples)))  # of the last batch, here and in all
     apart = [
         f"'{name}' is {many.numbers[name]:.6g} on rank 0 and {value:.6g} in one process"
         for name, value in one.numbers.items()
-        if abs(many.numbers.get(name, value) - value) > 1e-6 * abs(value)
+        if abs(many.numbers.get(name, value) - value) > 1e-6 * abs(value) and (many.numbers.get(name), value) != sizes
     ]
     if apart:
         more = f", and {len(apart) - 3} more" if len(apart) > 3 else ""
@@ -235,7 +243,7 @@ def _asked(
         str(script.resolve()), tuple(arguments), plain=True, plan=None if plan is None else str(Plan.parse(plan)),
         limit=None if epochs is not None else steps, epochs=epochs,
         shorten=KEPT if steps is not None and epochs is None and nproc is None else None, foreign=nproc is not None,
-        folder=str(Path(cwd or ".").resolve()), scratch=cwd is None,
+        folder=str(Path(cwd or ".").resolve()), stands_in=cwd is None,
     )  # fmt: skip
 
 
@@ -283,7 +291,7 @@ def _one_process(
     with bars that are taken from one process whose weights are moved by one epsilon. Raises `InputError` where it
     fails there too."""
     reference = _as_reference(asked, None, one)
-    (found,) = pool.run(run_in_proof, 1, reference, timeout_s=timeout_s)
+    found = _in_one(pool, reference, timeout_s)
     if found.failed is None:
         return asked, found
     own = replace(asked, exact=False)
@@ -305,7 +313,7 @@ def _one_process(
 
 def _alone(pool: Any, asked: ScriptJob, timeout_s: float) -> ScriptRecord:
     """The record of one process; `InputError` where the script fails there."""
-    (record,) = pool.run(run_in_proof, 1, asked, timeout_s=timeout_s)
+    record = _in_one(pool, asked, timeout_s)
     if record.failed is not None:
         what, trace = record.failed
         raise InputError(f"verify: the script fails in one process: {what}\n{trace.rstrip()}")
@@ -321,11 +329,29 @@ def _apart(pool: Any, asked: ScriptJob, plan: Plan, timeout_s: float) -> Callabl
             return None
         job = replace(asked, plain=False, plan=str(replicas), apart=True)
         try:
-            return list(pool.run(run_in_proof, plan.data_ranks, job, timeout_s=timeout_s))
+            return _in_scratch(pool, plan.data_ranks, job, timeout_s)
         except ShardwiseError:
             return None  # the cause is told without it
 
     return run
+
+
+def _in_scratch(pool: Any, ranks: int, asked: ScriptJob, timeout_s: float) -> list[ScriptRecord]:
+    """The records of all ranks, which stand in one scratch folder unless the job runs for real."""
+    if not asked.stands_in:
+        return list(pool.run(run_in_proof, ranks, asked, timeout_s=timeout_s))
+    with looking_like(asked.folder) as scratch:
+        return list(pool.run(run_in_proof, ranks, replace(asked, scratch=scratch), timeout_s=timeout_s))
+
+
+def _in_one(pool: Any, asked: ScriptJob, timeout_s: float) -> ScriptRecord:
+    """The record of one process; `InputError` where the script takes the process with it."""
+    try:
+        (record,) = _in_scratch(pool, 1, asked, timeout_s)
+    except RunError as error:
+        what = str(error).partition("rank 0: ")[2].splitlines() or [str(error)]
+        raise InputError(f"verify: in one process {Path(asked.path).name} {what[0]}") from None
+    return record
 
 
 def _failed_on_ranks(error: RunError) -> str:

@@ -47,6 +47,7 @@ class RankSide:
 
     def before(self, prepared: Stepping) -> None:
         """The optimizer's step begins; the script has done to gradients what it does."""
+        self.recorder.record.raised_eps |= bool(raise_eps(prepared.optimizer))
         with prepared._gate.open():
             self.recorder.before(self.number, list(prepared.engine.full_gradients()), line_of_script())
 

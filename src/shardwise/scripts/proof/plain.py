@@ -143,6 +143,9 @@ class Plain:
     def _trained(self) -> list[torch.Tensor]:
         return [param for group in self.optimizer.param_groups for param in group["params"]]
 
+    def barrier(self) -> None:
+        """Nothing: there is nobody to wait for."""
+
     def sum(self, *values: Any) -> list[Any]:
         """What it is given: numbers as floats, tensors with dims without gradient."""
         numbers = (value.detach() if isinstance(value, torch.Tensor) else value for value in values)
@@ -233,6 +236,9 @@ class Plain:
 
     def _step(self, inner: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         recorder, line = self._recorder, line_of_script()
+        recorder.record.raised_eps |= bool(
+            raise_eps(self.optimizer)
+        )  # a state that was loaded may have brought it back
         if closure is not None:
             result = inner(closure)  # the gradients of its last call
             recorder.before(self.number, self._gradients(), line)

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from shardwise.errors import ShardwiseError
@@ -51,7 +52,7 @@ class ScriptJob:
     exact       in float64; False: in the script's own precision
     nudge       above 0: weights are moved by one epsilon, each up or down, as this seed has it
     foreign     a script that does not call `prepare`: recorded through torch's hooks, RANK and the like are shown
-    folder      where the script stands; `scratch`: a stand-in for it, in which nothing of the user's is overwritten
+    folder      where the script stands; `stands_in`: in a `scratch` folder that looks like it
     """
 
     path: str
@@ -66,7 +67,8 @@ class ScriptJob:
     nudge: int = 0
     foreign: bool = False
     folder: str = "."
-    scratch: bool = True
+    stands_in: bool = True
+    scratch: str | None = None
 
 
 def run_in_proof(asked: ScriptJob) -> ScriptRecord:
@@ -76,8 +78,8 @@ def run_in_proof(asked: ScriptJob) -> ScriptRecord:
     )
     recorder.epochs, recorder.exact, recorder.nudge = asked.epochs, asked.exact, asked.nudge
     with ExitStack() as inside:
-        if asked.scratch:
-            inside.enter_context(Scratch(asked.folder, asked.path))
+        if asked.scratch is not None:
+            inside.enter_context(Scratch(asked.folder, asked.scratch, asked.path))
         else:
             inside.enter_context(_standing_in(asked.folder))
         inside.enter_context(_silence())
@@ -202,7 +204,9 @@ class WideDouble(KeepDouble):
 def _widening(make: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(make)
     def made(*args: Any, **kwargs: Any) -> Any:
-        return tree_map_only(torch.Tensor, _wide, make(*args, **kwargs))
+        with _disable_current_modes():  # what a file holds is read as it is
+            found = make(*args, **kwargs)
+        return tree_map_only(torch.Tensor, _wide, found)
 
     return made
 

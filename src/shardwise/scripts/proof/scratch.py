@@ -17,6 +17,8 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,17 +47,16 @@ def _listening() -> None:
 
 
 class Scratch:
-    """Context: the process stands in a scratch folder that looks like `folder`; it is removed at the end."""
+    """Context: the process stands in a scratch folder that looks like `home`."""
 
-    def __init__(self, folder: str, script: str) -> None:
-        self._home = Path(folder).resolve()
-        self._guarded = {str(self._home), str(Path(script).resolve().parent)}
-        self._active, self._left, self._save = False, MOST_FILES, torch.save
+    def __init__(self, home: str, folder: str, script: str) -> None:
+        """`folder` is what `looking_like(home)` made, for all ranks of a run."""
+        self._folder = Path(folder).resolve()
+        self._guarded = {str(Path(home).resolve()), str(Path(script).resolve().parent)}
+        self._active, self._save = False, torch.save
 
     def __enter__(self) -> Scratch:
         self._before = os.getcwd()
-        self._folder = Path(tempfile.mkdtemp(prefix="shardwise-proof-")).resolve()
-        self._link(self._home, self._folder)
         os.chdir(self._folder)
         self._active = True
         torch.save = self._saving
@@ -68,24 +69,6 @@ class Scratch:
         _ACTIVE.remove(self)
         torch.save = self._save
         os.chdir(self._before)
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _link(self, source: Path, to: Path) -> None:
-        """Folders anew, files as links; what the user may not read is left out."""
-        try:
-            entries = sorted(os.scandir(source), key=lambda entry: entry.name)
-        except OSError:
-            return
-        for entry in entries:
-            if entry.name in _LEFT_OUT:
-                continue
-            self._left -= 1
-            place = to / entry.name
-            if entry.is_dir(follow_symlinks=False) and self._left > 0:
-                place.mkdir()
-                self._link(Path(entry.path), place)
-            else:
-                place.symlink_to(entry.path)
 
     # --- what the script writes
 
@@ -119,7 +102,7 @@ class Scratch:
         target = link.resolve()
         active, self._active = self._active, False
         try:
-            link.unlink()
+            link.unlink(missing_ok=True)  # another rank may have done so
             if keeps and target.is_file():
                 shutil.copy2(target, link)
         finally:
@@ -140,3 +123,32 @@ class Scratch:
                 "several times: let it take its folder from where it is started or from an argument; or prove it in a "
                 "folder of its own that may be written (verify --cwd FOLDER)"
             )
+
+
+@contextmanager
+def looking_like(home: str) -> Iterator[str]:
+    """Context: the path of a scratch folder that looks like `home`; it is removed at the end."""
+    folder = Path(tempfile.mkdtemp(prefix="shardwise-proof-")).resolve()
+    try:
+        _link(Path(home).resolve(), folder, [MOST_FILES])
+        yield str(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _link(source: Path, to: Path, left: list[int]) -> None:
+    """Folders anew, files as links; what the user may not read is left out. `left`: files that may still be linked."""
+    try:
+        entries = sorted(os.scandir(source), key=lambda entry: entry.name)
+    except OSError:
+        return
+    for entry in entries:
+        if entry.name in _LEFT_OUT:
+            continue
+        left[0] -= 1
+        place = to / entry.name
+        if entry.is_dir(follow_symlinks=False) and left[0] > 0:
+            place.mkdir()
+            _link(Path(entry.path), place, left)
+        else:
+            place.symlink_to(entry.path)
