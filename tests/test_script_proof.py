@@ -116,6 +116,10 @@ def test_nothing_of_the_user_is_overwritten(pool: RankPool, tmp_path: Path, monk
     text += "if prepared.rank == 0:\n    os.remove('out/old.txt')\n"
     assert prove(pool, tmp_path, text, steps=None).parity
     assert {name: (tmp_path / name).read_text() for name in kept} == kept
+    (tmp_path / "runs.db").write_text("")
+    base = "\nif prepared.rank == 0:\n    import sqlite3\n    sqlite3.connect('runs.db').execute('create table a(b)')\n"
+    assert prove(pool, tmp_path, PREPARED + base, steps=None).parity
+    assert (tmp_path / "runs.db").read_text() == ""
     absolute = PREPARED.replace('"last.pt"', repr(str(tmp_path / "last.pt")))
     with pytest.raises(InputError, match="by an absolute path"):
         prove(pool, tmp_path, absolute, steps=None)
@@ -184,3 +188,24 @@ def test_two_models_with_large_weights_that_save_and_load(pool: RankPool, tmp_pa
     """Sketches draw nothing that is followed, ranks share one scratch folder, and files of float64 are read."""
     parity = prove(pool, tmp_path, GAN, steps=None)
     assert parity.parity and parity.float64, parity.text()
+
+
+def test_a_rank_that_ends_itself_is_told(pool: RankPool, tmp_path: Path) -> None:
+    text = PREPARED + "import sys\nif prepared.rank == 1:\n    sys.exit(3)\n"
+    parity = prove(pool, tmp_path, text, steps=None)
+    assert parity.error is not None and "sys.exit(3)" in parity.error
+
+
+def test_modules_beside_the_script_are_made_anew(pool: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("from torch import nn\nmodel = nn.Linear(5, 1)\n")
+    text = PREPARED.replace(
+        "model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))", "from beside import model"
+    )
+    parity = prove(pool, tmp_path, text, steps=2, plan="dp_replicate=2,accumulate=1")
+    assert parity.parity, parity.text()
+    assert prove(pool, tmp_path, text, steps=2).parity
+
+
+def test_ranks_that_were_never_set_up_prove_nothing(pool: RankPool, tmp_path: Path) -> None:
+    parity = prove(pool, tmp_path, PLAIN, nproc=2)
+    assert parity.equal and not parity.parity and "each may have trained by itself" in parity.text()

@@ -76,6 +76,9 @@ def _prove(answer: Answer, target: str, arguments: tuple[str, ...], words: dict[
     if target.endswith(".toml"):
         _refuse(words, arguments, "a configuration", "device", "epochs", "against", "nproc", "one", "cwd")
         return _prove_run(answer, target, words)
+    if Path(target).is_dir() or target.endswith(".ipynb"):
+        what = "a folder" if Path(target).is_dir() else "a notebook"
+        raise InputError(f"verify: {target} is {what}: give a script in Python, as {Path(target).stem or 'train'}.py")
     if is_script(target):
         _refuse(words, (), "a script", "overrides", "seed", "shrink", "clip_norm", "device")
         return _prove_script(answer, target, arguments, words)

@@ -16,7 +16,7 @@ import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,10 @@ def verify_script(
     Raises `InputError` for a script that fails in one process too, or in which nothing was trained.
     """
     asked = _asked(path, arguments, plan, steps, epochs, nproc, cwd)
-    asked = asked if against is None else replace(asked, shorten=None)
+    if against is not None:
+        asked = replace(asked, shorten=None)
+        if not Path(against).is_file():
+            raise InputError(f"verify: there is no file {against} (--against)")
     with _pools(pool) as (single, several):
         say(f"verify: {asked.path} in one process, in float64")
         parity = Parity("", 0)
@@ -105,6 +108,11 @@ def verify_script(
         except RunError as error:
             parity.error = _failed_on_ranks(error)
             return parity
+        if asked.foreign and world > 1 and all(_losses(each) == _losses(found[0]) for each in found):
+            parity.unproven.append(
+                "every rank has the same losses: each may have trained by itself on the same samples. A script for "
+                "--nproc sets up its ranks from RANK and WORLD_SIZE (torch.distributed.init_process_group)"
+            )
         many = joined(found, foreign=asked.foreign)
         if against is not None and chosen is not None and chosen.accumulate > 1:
             _leave_losses(first, many, parity)
@@ -252,9 +260,11 @@ def _as_reference(asked: ScriptJob, against: str | Path | None, one: str | None)
     words = asked.arguments if one is None else tuple(shlex.split(one))
     if against is None:
         return replace(asked, arguments=words)
-    if not Path(against).is_file():
-        raise InputError(f"verify: there is no file {against} (--against)")
     return replace(asked, path=str(Path(against).resolve()), arguments=words, foreign=True, plan=None, shorten=None)
+
+
+def _losses(record: ScriptRecord) -> list[list[float]]:
+    return [step.losses for step in record.steps]
 
 
 def _leave_losses(one: ScriptRecord, many: ScriptRecord, parity: Parity) -> None:
@@ -316,6 +326,11 @@ def _alone(pool: Any, asked: ScriptJob, timeout_s: float) -> ScriptRecord:
     record = _in_one(pool, asked, timeout_s)
     if record.failed is not None:
         what, trace = record.failed
+        if what.startswith("SystemExit"):
+            raise InputError(
+                f"verify: the script ends itself in one process ({what}): arguments of its own stand behind --, as in "
+                f"shardwise verify {Path(asked.path).name} -- --lr 1e-3; alone it says why\n{trace.rstrip()}"
+            )
         raise InputError(f"verify: the script fails in one process: {what}\n{trace.rstrip()}")
     return record
 
@@ -362,13 +377,23 @@ def _failed_on_ranks(error: RunError) -> str:
     return f"the script fails on rank {getattr(error, 'rank', 0)}, and not in one process: {last}"
 
 
+@dataclass(frozen=True)
+class _Anew:
+    """Runs each job in processes of its own, which leave no memory to those of the next."""
+
+    threads: int
+
+    def run(self, function: Any, ranks: int, *args: Any, timeout_s: float) -> list[Any]:
+        from shardwise.ranks import RankPool
+
+        with RankPool(self.threads, quiet=True) as pool:
+            return pool.run(function, ranks, *args, timeout_s=timeout_s)
+
+
 @contextmanager
 def _pools(pool: Any) -> Iterator[tuple[Any, Any]]:
     """(for the one process, for ranks): this machine's cores are shared by the ranks that run at one time."""
-    from shardwise.ranks import RankPool
-
     if pool is not None:
         yield pool, pool
         return
-    with RankPool(threads=max(1, os.cpu_count() or 1), quiet=True) as single, RankPool(quiet=True) as several:
-        yield single, several
+    yield _Anew(max(1, os.cpu_count() or 1)), _Anew(1)

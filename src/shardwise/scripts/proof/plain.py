@@ -96,7 +96,8 @@ class Plain:
         trained = {name for name, param in self.model.named_parameters() if param.requires_grad}
         self.number = recorder.add(self, _tensors_of(self.model), trained)
         self._hook(optimizer)
-        self.model.register_forward_pre_hook(self._sees_forward)
+        if not isinstance(self.model, torch.jit.ScriptModule):  # which takes no hooks
+            self.model.register_forward_pre_hook(self._sees_forward)
 
     def __iter__(self) -> Iterator[Any]:
         model = self.model.given if isinstance(self.model, Several) else self.model

@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import RunError, ShardwiseError
 from shardwise.ranks.script import HIDDEN
 from shardwise.scripts.proof.hooks import TorchHooks, own_group
 from shardwise.scripts.proof.receipts import files_of
@@ -97,11 +97,12 @@ def run_in_proof(asked: ScriptJob) -> ScriptRecord:
             pass
         except ShardwiseError:
             raise
-        except BaseException as error:
-            if recorder.plain or not isinstance(error, Exception):
-                recorder.record.failed = _told(error, asked.path)
-            else:
+        except (Exception, SystemExit) as error:
+            if not recorder.plain and isinstance(error, SystemExit):
+                raise RunError(f"the script ended itself: sys.exit({error.code!r})") from None
+            if not recorder.plain:
                 raise
+            recorder.record.failed = _told(error, asked.path)
     return recorder.record
 
 
@@ -243,7 +244,7 @@ def _standing_in(folder: str) -> Iterator[None]:
 @contextmanager
 def _process_kept() -> Iterator[None]:
     """Context: generators begin as those of a new process might, argv, the path and the environment are put back."""
-    argv, path, environment = list(sys.argv), list(sys.path), dict(os.environ)
+    argv, path, environment, modules = list(sys.argv), list(sys.path), dict(os.environ), set(sys.modules)
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
@@ -251,5 +252,9 @@ def _process_kept() -> Iterator[None]:
         yield
     finally:
         sys.argv, sys.path[:] = argv, path
+        for name in sys.modules.keys() - modules:  # modules beside the script, which another run makes anew
+            file = getattr(sys.modules[name], "__file__", None) or ""
+            if not file.startswith((sys.prefix, sys.base_prefix)) and not name.startswith("shardwise"):
+                del sys.modules[name]
         os.environ.clear()
         os.environ.update(environment)

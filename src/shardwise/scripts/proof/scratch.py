@@ -1,14 +1,13 @@
 """`Scratch`: a folder in which a script runs during its proof, so that nothing of the user's is overwritten.
 
     the script's folder      data/a.npy   out/best.pt   notes.txt
-    scratch                  data/a.npy   out/best.pt   notes.txt      folders of its own, files as links
+    scratch                  data/a.npy   out/best.pt   notes.txt      folders of its own, copies, large files as links
 
-What is read is the user's. A file that the script opens to write in takes the link's place first, as a copy where it
-is added to; what it removes or moves is the link. Relative paths end up here. A script that writes into a file beside
-it by an absolute path is stopped.
+Relative paths end up here. A large file that the script opens to write in takes the link's place first, as a copy where
+it is added to; what it removes or moves is the link. A script that writes beside itself by an absolute path is stopped.
 
-What this does not do: watch programs that the script starts, or libraries beside torch.save that open files without
-Python.
+What this does not do: watch large files that libraries beside torch.save write into without Python, or programs that
+the script starts where they write by absolute paths.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ import torch
 
 from shardwise.errors import InputError
 
-MOST_FILES = 5000  # that are linked one by one; a folder that is left then is linked whole
+MOST_FILES = 5000  # that are taken one by one; a folder that is left then is linked whole
+MOST_OF_A_FILE, MOST_BYTES = 64 * 2**20, 2**30  # that are copied, of one file and of all
 _LEFT_OUT = {".git", "__pycache__", ".venv", "venv", "node_modules", ".shardwise"}
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
 
@@ -112,14 +112,14 @@ class Scratch:
         return Path(os.path.abspath(path)).parent.resolve().is_relative_to(self._folder)
 
     def _refuse_outside(self, path: str) -> None:
-        """Raise `InputError` before a file of the user's beside the script is overwritten or removed."""
+        """Raise `InputError` before a file beside the script is written or removed by an absolute path."""
         place = Path(os.path.abspath(path))
-        if not os.path.lexists(place) or self._is_inside(place) or "__pycache__" in place.parts:
+        if self._is_inside(place) or "__pycache__" in place.parts or place.is_dir():
             return
         home = place.parent.resolve()
-        if any(home.is_relative_to(folder) for folder in self._guarded) and place.is_file():
+        if any(home.is_relative_to(folder) for folder in self._guarded):
             raise InputError(
-                f"verify: the script writes to {place}, which exists, by an absolute path, and a proof runs the script "
+                f"verify: the script writes to {place} by an absolute path, and a proof runs the script "
                 "several times: let it take its folder from where it is started or from an argument; or prove it in a "
                 "folder of its own that may be written (verify --cwd FOLDER)"
             )
@@ -130,25 +130,45 @@ def looking_like(home: str) -> Iterator[str]:
     """Context: the path of a scratch folder that looks like `home`; it is removed at the end."""
     folder = Path(tempfile.mkdtemp(prefix="shardwise-proof-")).resolve()
     try:
-        _link(Path(home).resolve(), folder, [MOST_FILES])
+        _Copy(Path(home).resolve()).make(Path(home).resolve(), folder)
         yield str(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _link(source: Path, to: Path, left: list[int]) -> None:
-    """Folders anew, files as links; what the user may not read is left out. `left`: files that may still be linked."""
-    try:
-        entries = sorted(os.scandir(source), key=lambda entry: entry.name)
-    except OSError:
-        return
-    for entry in entries:
-        if entry.name in _LEFT_OUT:
-            continue
-        left[0] -= 1
-        place = to / entry.name
-        if entry.is_dir(follow_symlinks=False) and left[0] > 0:
-            place.mkdir()
-            _link(Path(entry.path), place, left)
-        else:
-            place.symlink_to(entry.path)
+class _Copy:
+    """Folders anew, small files as copies, large ones as links; what the user may not read is left out."""
+
+    def __init__(self, home: Path) -> None:
+        self._files, self._bytes = MOST_FILES, MOST_BYTES
+        self._seen = {home}  # folders, by where they lie: a link may lead to one that is there
+
+    def make(self, source: Path, to: Path) -> None:
+        """Fill the folder `to` with what lies in `source`."""
+        try:
+            entries = sorted(os.scandir(source), key=lambda entry: entry.name)
+        except OSError:
+            return
+        for entry in entries:
+            place, real = to / entry.name, Path(entry.path).resolve()
+            if entry.name in _LEFT_OUT:
+                continue
+            self._files -= 1
+            if real.is_dir() and self._files > 0 and real not in self._seen:
+                self._seen.add(real)
+                place.mkdir()
+                self.make(Path(entry.path), place)
+            elif not self._copied(real, place):
+                place.symlink_to(entry.path)
+
+    def _copied(self, real: Path, place: Path) -> bool:
+        """Whether a file was copied: it is a plain one, and there is room for it."""
+        try:
+            size = real.stat().st_size
+            if not real.is_file() or size > MOST_OF_A_FILE or size > self._bytes or self._files <= 0:
+                return False
+            shutil.copy2(real, place)
+        except OSError:
+            return False
+        self._bytes -= size
+        return True
