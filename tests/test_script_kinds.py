@@ -19,7 +19,12 @@ QUICK = (
 # the text is wrong in one process as well, which --against the script as it was tells
 ALIKE = ("divided_twice",)
 # what prepare makes right by itself
-MADE_RIGHT = ("squeezed_rows", "noise_by_its_own_generator")
+MADE_RIGHT = ("squeezed_rows", "noise_by_its_own_generator", "hook_on_a_hidden_state")
+# what no weight follows within the steps of a proof, or follows under some plans alone
+BESIDE = (
+    "counted_right", "rate_by_own_held_out_samples", "evaluated_on_one_rank", "saved_on_one_rank", "replayed_samples",
+    "average_in_a_hook",
+)  # fmt: skip
 
 
 def prove(name: str, plan: str, pool: RankPool, folder: Path, *, right: bool) -> Parity:
@@ -38,7 +43,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "plan"), CASES)
 def test_a_wrong_script_is_not_equal(name: str, plan: str, pool: RankPool, tmp_path: Path) -> None:
     parity = prove(name, plan, pool, tmp_path, right=False)
-    assert parity.parity == (name in (*ALIKE, *MADE_RIGHT)), parity.text()
+    assert name in BESIDE or parity.parity == (name in (*ALIKE, *MADE_RIGHT)), parity.text()
 
 
 @pytest.mark.parametrize(("name", "plan"), CASES)
