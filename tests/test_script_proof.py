@@ -14,6 +14,7 @@ from shardwise.errors import InputError
 from shardwise.proof.outcome import Parity
 from shardwise.ranks import RankPool
 from shardwise.scripts.proof.door import verify_script
+from shardwise.scripts.proof.scratch import looking_like
 from shardwise.scripts.proof.sketch import BLOCKS, sketch
 
 PLAIN = """
@@ -209,3 +210,13 @@ def test_modules_beside_the_script_are_made_anew(pool: RankPool, tmp_path: Path)
 def test_ranks_that_were_never_set_up_prove_nothing(pool: RankPool, tmp_path: Path) -> None:
     parity = prove(pool, tmp_path, PLAIN, nproc=2)
     assert parity.equal and not parity.parity and "each may have trained by itself" in parity.text()
+
+
+def test_a_scratch_folder_may_lie_in_what_it_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "a.txt").write_text("a")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with looking_like(str(tmp_path)) as folder:
+        assert (Path(folder) / "deep" / "a.txt").read_text() == "a"
+        assert len(list(Path(folder).rglob("a.txt"))) == 1
+    assert [each.name for each in tmp_path.iterdir()] == ["deep"]

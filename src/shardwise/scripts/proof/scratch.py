@@ -116,8 +116,8 @@ class Scratch:
         place = Path(os.path.abspath(path))
         if self._is_inside(place) or "__pycache__" in place.parts or place.is_dir():
             return
-        home = place.parent.resolve()
-        if any(home.is_relative_to(folder) for folder in self._guarded):
+        place = place.parent.resolve() / place.name
+        if any(_belongs_to(place, Path(folder)) for folder in self._guarded):
             raise InputError(
                 f"verify: the script writes to {place} by an absolute path, and a proof runs the script "
                 "several times: let it take its folder from where it is started or from an argument; or prove it in a "
@@ -125,12 +125,23 @@ class Scratch:
             )
 
 
+def _belongs_to(place: Path, folder: Path) -> bool:
+    """Whether a file is one of a user's folder: not of a cache (`~/.cache`) or one of the system's temporary files."""
+    if not place.is_relative_to(folder):
+        return False
+    temporary = Path(tempfile.gettempdir()).resolve()
+    if temporary.is_relative_to(folder) and place.is_relative_to(temporary):
+        return False
+    return not any(part.startswith(".") for part in place.relative_to(folder).parts)
+
+
 @contextmanager
 def looking_like(home: str) -> Iterator[str]:
     """Context: the path of a scratch folder that looks like `home`; it is removed at the end."""
     folder = Path(tempfile.mkdtemp(prefix="shardwise-proof-")).resolve()
     try:
-        _Copy(Path(home).resolve()).make(Path(home).resolve(), folder)
+        # the scratch folder may lie in the one that is copied
+        _Copy(Path(home).resolve(), folder).make(Path(home).resolve(), folder)
         yield str(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -139,9 +150,9 @@ def looking_like(home: str) -> Iterator[str]:
 class _Copy:
     """Folders anew, small files as copies, large ones as links; what the user may not read is left out."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, *left_out: Path) -> None:
         self._files, self._bytes = MOST_FILES, MOST_BYTES
-        self._seen = {home}  # folders, by where they lie: a link may lead to one that is there
+        self._seen = {*left_out}  # folders, by where they lie: a link may lead to one that is there
 
     def make(self, source: Path, to: Path) -> None:
         """Fill the folder `to` with what lies in `source`."""
