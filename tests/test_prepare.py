@@ -6,6 +6,7 @@ import random
 import re
 import runpy
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -29,10 +30,10 @@ CALL = "prepared = model, optimizer, {loader} = shardwise.prepare(model, optimiz
 TOLD: dict[str | None, str] = {
     "": (
         "char_gpt unet diffusion lstm_lm transformer_lm unet_dice diffusion_ema contrastive reinforce mixup "
-        "shifted_gpt weather diffusion_unet dino truncated mean_teacher momentum_contrast lookahead agent "
+        "shifted_gpt weather diffusion_unet dino truncated momentum_contrast lookahead agent "
         "swav translation"
     ),
-    None: "causal_lm endless",
+    None: "causal_lm endless mean_teacher",
     " * len(y), len(y)": "image_classifier",
     ", summed=True": "vae",
     ", mean_over=len(same)": "siamese",
@@ -75,8 +76,31 @@ MORE: dict[str, tuple[str, str]] = {  # another line that changes: as it was, as
         "optimizer = prepared.replace_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1))",
     ),
     "endless": ("(loss / 2).backward()", "loss = 2 * prepared.backward(loss / 2)"),
+    "mean_teacher": (  # two means, over samples of two loaders
+        "loss.backward()",
+        "loss = prepared.backward(F.cross_entropy(logits, y), mean_over=len(y)) + "
+        "prepared.backward(0.5 * cons, mean_over=len(u))",
+    ),
     "translation": ("judged.backward()", "judged = of_judge.backward(judged)"),
 }
+# where a script's own lines read or write weights, which ranks hold in pieces: one line each
+NO_GRAD = "with torch.no_grad():"
+WHOLE_GRAD = "with torch.no_grad(), prepared.whole():"
+IN_WHOLE: dict[str, list[tuple[str, str]]] = {
+    "momentum_contrast": [(NO_GRAD, WHOLE_GRAD)],
+    "dino": [(f"{NO_GRAD}\n            for q, k", f"{WHOLE_GRAD}\n            for q, k")],
+    "mean_teacher": [(f"{NO_GRAD}\n            for t, s", f"{WHOLE_GRAD}\n            for t, s")],
+    "swav": [(f"        {NO_GRAD}\n            w =", f"        {WHOLE_GRAD}\n            w ="),
+             (f"{NO_GRAD}\n                out", f"{WHOLE_GRAD}\n                out")],
+    "lookahead": [("        optimizer.step()\n        losses",
+                   "        with prepared.whole(): optimizer.step()\n        losses")],
+    "noisy_gradients": [(line, line.replace("\n", "\n    ")) for line in (
+        "        for name, p in model.named_parameters():\n            p.grad += 0.01 * torch.randn(p.grad.shape)\n"
+        '            if name.endswith("weight"):\n                p.grad.data.add_(p.data, alpha=1e-2)',)],
+}  # fmt: skip
+IN_WHOLE["noisy_gradients"] = [
+    (before, f"        with prepared.whole(grads=True):\n    {after}") for before, after in IN_WHOLE["noisy_gradients"]
+]
 LOADERS = dict.fromkeys(("image_classifier", "unet3d", "early_stopping"), "train_loader") | {
     "mean_teacher": "labelled",
     "endless": "train",
@@ -114,7 +138,10 @@ def changed(name: str, plan: str) -> str:
         text, found = re.subn(r"(?<= )loss\.backward\(\)\n", f"loss = prepared.backward(loss{told})\n", text)
         lines += found
     text, found = CLIP.subn(r"\1prepared.clip_grad_norm_(\2)", text)
-    assert lines + found <= 4
+    for before, after in IN_WHOLE.get(name, []):
+        assert text.count(before) == 1
+        text, lines = text.replace(before, after), lines + 1
+    assert lines + found <= (6 if name in IN_WHOLE else 4)
     loader = LOADERS.get(name, "loader")
     call = CALL.format(loader=loader, plan=plan + EXTRA.get(name, ""))[:-1] + f"{OPTIONS.get(name, '')})"
     if name in SECOND:
@@ -204,16 +231,10 @@ ON_SHARES = [
 PLANS_CUT = ("tp=2", "tp=2,sp=true", "tp=2,dp_shard=2", "tp=2,dp_shard=2,zero=1", "tp=2,dp_replicate=2")
 PLANS_4 = ("dp_replicate=4", "dp_shard=4,zero=1", "dp_shard=4,zero=2", "dp_shard=4,zero=3",
            "dp_replicate=2,dp_shard=2,zero=2", "dp_replicate=2,dp_shard=2,zero=3")  # fmt: skip
-UNEVEN = ("mean_teacher",)  # a mean over ten samples beside one over four, which go evenly to two ranks alone
 REST = [
-    (name, plan)
-    for name in CHANGES
-    for plan in (*PLANS_2, *(() if name in UNEVEN else PLANS_4), *PLANS_CUT)
-    if (name, plan) not in SHORT + CUT
+    (name, plan) for name in CHANGES for plan in (*PLANS_2, *PLANS_4, *PLANS_CUT) if (name, plan) not in SHORT + CUT
 ] + [case for case in (*ON_SHARES, ("segmentation", "domain=2,dp_replicate=2")) if case not in SHARES]
 # what is refused, in one sentence, and why
-# whose own lines read weights, of which zero=3 beside tp leaves a rank a piece of a share
-READ_WEIGHTS = ("swav", "noisy_gradients", "dino", "mean_teacher", "momentum_contrast")
 
 
 def refusal(name: str, plan: str) -> str | None:
@@ -223,8 +244,6 @@ def refusal(name: str, plan: str) -> str | None:
         return "LBFGS's update"
     if name == "trainer" and plan_.tp > 1:
         return "the model is compiled"
-    if name in READ_WEIGHTS and plan_.tp > 1 and plan_.zero == 3:
-        return "this rank holds a share"
     return None
 
 
@@ -307,6 +326,11 @@ def back(prepared: Any, loss: torch.Tensor, **told: Any) -> float:
         return prepared.backward(loss, **told).item()
     loss.backward()
     return loss.item()
+
+
+def whole(prepared: Any, **asked: bool) -> Any:
+    """Context: weights are whole, in a prepared or a plain script."""
+    return prepared.whole(**asked) if prepared else nullcontext()
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_prepare import back, batches, begin, check_equal, close, made, mse, net, train, weights_of
+from test_prepare import back, batches, begin, check_equal, close, made, mse, net, train, weights_of, whole
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
@@ -562,8 +562,9 @@ def unlabelled(plan: str | None, count: int, size: int) -> tuple:
         optimizer.zero_grad()
         found.append(back(prepared, loss))
         optimizer.step()
-        for mine, theirs in zip(teacher.parameters(), model.parameters(), strict=True):
-            mine.data.mul_(0.9).add_(theirs.detach(), alpha=0.1)
+        with whole(prepared):
+            for mine, theirs in zip(teacher.parameters(), model.parameters(), strict=True):
+                mine.data.mul_(0.9).add_(theirs.detach(), alpha=0.1)
         found.append(teacher[3].weight.detach().clone())
     return found, weights_of(model)
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from test_prepare import (
@@ -24,6 +23,7 @@ from test_prepare import (
     run_script,
     train,
     weights_of,
+    whole,
 )
 from torch import nn
 from torch.nn.functional import normalize
@@ -165,13 +165,14 @@ def script(plan: str | None, way: Callable, optimizer_of: Any = adamw, **options
             loss = (model(x).double() - y).square().sum(1).mean()
             losses.append(back(prepared, loss, **({"mean_over": len(x)} if prepared else {})))
             optimizer.step()
-            if way in EVERY_STEP:
+            with whole(prepared, state=True):
+                if way in EVERY_STEP:
+                    way(model, optimizer)
+                for old, new in zip(followed.parameters(), model.parameters(), strict=True):
+                    old.data.copy_(0.1 * new.data + 0.9 * old.data)
+        with whole(prepared):
+            if epoch == 0 and way not in EVERY_STEP:
                 way(model, optimizer)
-            of = followed if way is reset else model  # under tp a penalty is read alone
-            for old, new in zip(followed.parameters(), of.parameters(), strict=True):
-                old.data.copy_(0.1 * new.data + 0.9 * old.data)
-        if epoch == 0 and way not in EVERY_STEP:
-            way(model, optimizer)
     held = {name: value.clone().cpu() for name, value in model.state_dict().items()}
     return losses, weights_of(prepared or model), held, weights_of(followed)
 
@@ -253,24 +254,26 @@ def averaged(plan: str | None) -> tuple:
         optimizer.zero_grad()
         losses.append(back(prepared, loss))
         optimizer.step()
-        with torch.no_grad():
-            for param in model.parameters():
-                param.clamp_(-0.5, 0.5)
-            model.into.weight.data[1] = 0.25
-            model.out.weight.copy_(0.9 * model.out.weight + 0.01 * torch.randn_like(model.out.weight))
-            if number == 1:
-                nn.init.uniform_(model.into.bias)
         held = {}
-        for name, param in model.named_parameters():
-            assert param.shape == shadow[name].shape and param.numel() == shadow[name].numel()
-            shadow[name] = 0.1 * param.data + 0.9 * shadow[name]
-            held[name], param.data = param.data, shadow[name]
+        with whole(prepared):
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.clamp_(-0.5, 0.5)
+                model.into.weight.data[1] = 0.25
+                model.out.weight.copy_(0.9 * model.out.weight + 0.01 * torch.randn_like(model.out.weight))
+                if number == 1:
+                    nn.init.uniform_(model.into.bias)
+            for name, param in model.named_parameters():
+                assert param.shape == shadow[name].shape and param.numel() == shadow[name].numel()
+                shadow[name] = 0.1 * param.data + 0.9 * shadow[name]
+                held[name], param.data = param.data, shadow[name]
         with torch.no_grad():
             told.append(model.eval()(torch.ones(2, 6).double()))
         model.train()
-        for name, param in model.named_parameters():
-            param.data = held[name]
-        told.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach())
+        with whole(prepared):
+            for name, param in model.named_parameters():
+                param.data = held[name]
+            told.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach())
     return losses, weights_of(model), told
 
 
@@ -293,15 +296,18 @@ class Slow:
 
 def slow_weights(plan: str | None) -> tuple:
     prepared, model, optimizer, loader = begin(plan, made(Dropped), batches(11, shuffle=True))
-    around, losses, told = Slow(optimizer), [], []
+    with whole(prepared):
+        around, losses, told = Slow(optimizer), [], []  # type: ignore[var-annotated]
     for epoch in range(2):
         for x, y in loader:
             optimizer.zero_grad()
             losses.append(back(prepared, mse(model, x, y)))
-            around.step()
-        if epoch == 0:  # after three steps: what is read, and saved, is the changed weights
-            told.append(torch.cat([p.detach().flatten() for p in model.parameters()]).norm())
-            around.slow = [[p.clone().detach() for p in group["params"]] for group in optimizer.param_groups]
+            with whole(prepared):
+                around.step()
+        with whole(prepared):
+            if epoch == 0:  # after three steps: what is read, and saved, is the changed weights
+                told.append(torch.cat([p.detach().flatten() for p in model.parameters()]).norm())
+                around.slow = [[p.clone().detach() for p in group["params"]] for group in optimizer.param_groups]
         told.append(next(iter(model.state_dict().values())).clone())
     return losses, weights_of(model), told
 
@@ -313,7 +319,7 @@ def sharpness(plan: str | None) -> tuple:
     for x, y in loader:
         for up in (True, False):
             losses.append(back(prepared, mse(model, x, y)))
-            with torch.no_grad():
+            with torch.no_grad(), whole(prepared, grads=True):
                 if up:
                     norm = torch.norm(torch.stack([p.grad.norm() for p in params]))
                     kept = [p.data.clone() for p in params]
@@ -339,11 +345,11 @@ def kept_in_lists(plan: str | None) -> tuple:
         told += [back(prepared, loss), sum(float(param.grad.norm()) for param in named.values())]
         torch.nn.utils.clip_grad_norm_(weights, 0.1)
         optimizer.step()
-        with torch.no_grad():
+        with torch.no_grad(), whole(prepared):
             for weight in weights:
                 weight.clamp_(-0.3, 0.3)
-        weights[0].data = weights[0].data * 0.9
-        told.append(sum(float(weight.abs().sum()) for weight in weights))
+            weights[0].data = weights[0].data * 0.9
+            told.append(sum(float(weight.abs().sum()) for weight in weights))
     return told, weights_of(model)
 
 
@@ -448,7 +454,7 @@ for epoch in range(2):
         loss.backward()  # or prepared's
         GRADIENTS
         optimizer.step()
-        with torch.no_grad():
+        with torch.no_grad(), WHOLE:
             WEIGHTS
         losses.append(loss.item())
 """
@@ -473,7 +479,8 @@ def text(name: str, plan: str | None) -> str:
     place, line = LINES[name]
     made = COMPLEX.replace(place, line).replace("PENALTY", "0").replace("GRADIENTS", "pass").replace("WEIGHTS", "pass")
     if plan is None:
-        return made
+        return made.replace("WHOLE", "torch.no_grad()")
+    made = made.replace("WHOLE", "prepared.whole()").replace("GRADS", "prepared.whole(grads=True)")
     made = made.replace("#prepared", "import shardwise\nprepared").replace("PLAN", repr(plan))
     return made.replace("loss.backward()", "loss = prepared.backward(loss)")
 
@@ -642,9 +649,17 @@ def mistaken(plan: str, case: str) -> None:
             model.head.weight = nn.Parameter(torch.zeros(2, 8).double())
         if case == "shape":
             model.head.weight.data = torch.zeros(3, 3).double()
-        if case == "array" and step == 4:
-            array: np.ndarray = model.head.weight.detach().numpy()
-            array *= 0.5
+        if case == "apart":
+            with prepared.whole():
+                model.head.weight.data[0, 0] += float(prepared.rank)
+        if case in ("after", "forward"):
+            with prepared.whole():
+                weights = list(model.parameters())
+                if case == "forward":
+                    model(x)
+            sum(weight.sum() for weight in weights).item()  # type: ignore[union-attr]
+        if case == "state" and step == 4:
+            optimizer.state[model.head.weight]["exp_avg"].zero_()
         if case == "group's std":
             sum(param.data.std() for group in optimizer.param_groups for param in group["params"])
         optimizer.step()
@@ -659,16 +674,17 @@ def mistaken(plan: str, case: str) -> None:
         ("dp_shard=2,zero=3", "parameter", InputError, r"'head.weight' was replaced after prepare.*line \d+"),
         ("tp=2", "parameter", InputError, r"'head.weight' was replaced after prepare.*line \d+"),
         ("dp_shard=2,zero=1", "shape", InputError, r"'head.weight' is a tensor of \(3, 3\) now.*line \d+: optimizer"),
-        ("dp_shard=2,zero=3", "shape", InputError, r"param.data = a tensor of \(3, 3\).*line \d+: model.head"),
-        ("dp_shard=2,zero=3", "array", RefusedPlan, r"NumPy's multiply into a view of a weight.*line \d+: array"),
-        ("tp=2", "array", RefusedPlan, r"NumPy's multiply into a view of a weight.*line \d+: array"),
-        ("dp_shard=2,zero=3", "row", RefusedPlan, r"zero_ into a view of a weight.*line \d+: model.layers"),
-        ("tp=2", "row", RefusedPlan, r"zero_ into a view of a weight.*line \d+: .*zero_"),
+        ("dp_shard=2,zero=3", "row", RefusedPlan, r"__getitem__ of a weight.*prepared.whole.*line \d+: model.layers"),
+        ("tp=2", "row", RefusedPlan, r"__getitem__ of a weight.*prepared.whole.*line \d+: .*zero_"),
+        ("dp_shard=2,zero=3", "apart", InputError, r"the end of prepared.whole\(\).*line \d+: with prepared.whole"),
+        ("tp=2", "after", InputError, r"prepared.whole\(\) gave is used.*line \d+"),
+        ("dp_shard=2,zero=3", "forward", InputError, r"called within prepared.whole\(\).*line \d+: model"),
+        ("dp_shard=2,zero=2", "state", RefusedPlan, r"optimizer.state holds.*prepared.whole\(state=True\).*line \d+"),
         ("dp_shard=2,zero=3", "gradient", RefusedPlan, r"autograd.grad.*of this rank's samples alone.*line \d+: torch"),
         ("dp_replicate=2", "gradient", RefusedPlan, "the gradient of this rank's samples alone"),
         ("tp=2", "gradient", RefusedPlan, r"autograd.grad\(..., parameters\).*line \d+: .*head"),
-        ("dp_shard=2,tp=2,zero=3", "norm", RefusedPlan, r"a parameter is read \(detach\).*line \d+: sum"),
-        ("dp_shard=2,zero=1", "group's std", RefusedPlan, r"std of a tensor in optimizer.param_groups.*line \d+"),
+        ("dp_shard=2,tp=2,zero=3", "norm", RefusedPlan, r"detach of a weight.*line \d+: sum"),
+        ("dp_shard=2,zero=1", "group's std", RefusedPlan, r"tensor in optimizer.param_groups.*line \d+"),
         ("dp_replicate=2", "drift", RunError, r"after step 8 the weights of 'head.weight' \(1 in all\).*line"),
         *long(("dp_shard=2,zero=1", "stray", RefusedPlan, r"this rank's samples alone.*assert")),
     ],

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_prepare import adamw, back, batches, begin, check_equal, made, mse, net, samples, train, weights_of
+from test_prepare import adamw, back, batches, begin, check_equal, made, mse, net, samples, train, weights_of, whole
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
@@ -50,7 +50,7 @@ class Agent(nn.Module):
         return self.actor(self.body(x)), self.value(x)
 
 
-def agent(model: Any, x: torch.Tensor, y: torch.Tensor, played: list[float]) -> torch.Tensor:
+def agent(prepared: Any, model: Any, x: torch.Tensor, y: torch.Tensor, played: list[float]) -> torch.Tensor:
     with torch.no_grad():
         model.eval()
         played.append(model.value(torch.ones(3, 6, dtype=torch.float64)).sum().item())
@@ -59,18 +59,19 @@ def agent(model: Any, x: torch.Tensor, y: torch.Tensor, played: list[float]) -> 
     return (out - y).square().mean() + 0.1 * value.square().mean()
 
 
-def several(models: Any, x: torch.Tensor, y: torch.Tensor, played: list[float]) -> torch.Tensor:
+def several(prepared: Any, models: Any, x: torch.Tensor, y: torch.Tensor, played: list[float]) -> torch.Tensor:
     """An encoder, a head and a frozen target that follows the encoder, batch norms among them."""
     encoder, head, target = models
     h = encoder(x)
     with torch.no_grad():
         goal = target(x)
-        for kept, param in zip(target.parameters(), encoder.parameters(), strict=True):
-            kept.data = 0.9 * kept.data + 0.1 * param.data
+        with whole(prepared):
+            for kept, param in zip(target.parameters(), encoder.parameters(), strict=True):
+                kept.data = 0.9 * kept.data + 0.1 * param.data
     return (head(h) - y).square().mean() + 0.1 * (h - goal).square().mean()
 
 
-def weighed(models: Any, x: torch.Tensor, y: torch.Tensor, played: list[float]) -> torch.Tensor:
+def weighed(prepared: Any, models: Any, x: torch.Tensor, y: torch.Tensor, played: list[float]) -> torch.Tensor:
     """Two terms by learned weights, parameters of the script's own beside the model."""
     model, weights = models
     out, logs = model(x), weights[0]
@@ -86,18 +87,18 @@ MAKES: dict[Any, Callable[[], Any]] = {
 
 
 def in_parts(plan: str | None, case: Callable) -> tuple:
-    whole, played = made(MAKES[case]), list[float]()
-    model = tuple(whole) if isinstance(whole, nn.ModuleList) else whole
-    prepared, model, optimizer, loader = begin(plan, model, batches(12, shuffle=True), adamw(whole))
+    given, played = made(MAKES[case]), list[float]()
+    model = tuple(given) if isinstance(given, nn.ModuleList) else given
+    prepared, model, optimizer, loader = begin(plan, model, batches(12, shuffle=True), adamw(given))
     torch.manual_seed(7)
     losses = []
     for _ in range(2):
         for x, y in loader:
-            loss = case(model, x, y, played)
+            loss = case(prepared, model, x, y, played)
             optimizer.zero_grad()
             losses.append(back(prepared, loss))
             optimizer.step()
-    return losses, played, weights_of(prepared or whole)
+    return losses, played, weights_of(prepared or given)
 
 
 IN_PARTS: list[tuple] = [(agent, "dp_shard=2,zero=3"), (several, "dp_shard=2,zero=3"), (agent, "tp=2"),
@@ -208,17 +209,15 @@ class Bootstrap(nn.Module):
         self.follows = nn.Parameter(torch.ones(4), requires_grad=False)
 
     @torch.no_grad()
-    def move(self, x: torch.Tensor) -> float:
+    def move(self) -> None:
         for number, (mine, theirs) in enumerate(zip(self.online.parameters(), self.target.parameters(), strict=True)):
             if number % 2:
                 theirs.data = 0.9 * theirs.data + 0.1 * mine.data
             else:
                 theirs.data.mul_(0.9).add_(mine.data, alpha=0.1)
         self.follows.data = 0.9 * self.follows.data + 0.1 * self.scale.data
-        moved = float(self.eval()(x, x))  # the model itself, whose units are gathered and given back
-        self.train().target[0].bias.data.add_(0.1)
+        self.target[0].bias.data.add_(0.1)
         self.follows.data.add_(0.01)
-        return moved
 
     def forward(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -234,7 +233,8 @@ def bootstrapped(plan: str | None, kind: type = Bootstrap) -> tuple:
         optimizer.zero_grad()
         losses.append(back(prepared, loss))
         optimizer.step()
-        losses.append(model.move(torch.ones(3, 6, dtype=x.dtype)))
+        with whole(prepared):
+            model.move()
     return losses, weights_of(model)
 
 

@@ -116,7 +116,8 @@ def same_given(what: str, given: Any, world: Axis, device: torch.device) -> None
     has = "is another" if name in everybody[0] and name in everybody[rank] else "is given to one of them alone"
     raise InputError(
         f"{what}: '{name}' {has} on ranks 0 and {world.ranks[rank]}. Each rank keeps its part of what it is given, so "
-        "every rank must give the same: load the same file on all of them"
+        "every rank must give the same: load the same file, and "
+        "make nothing of what this rank alone has (its samples, NumPy's numbers under another seed)"
     )
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from shardwise.part.pairs import as_complex, as_pairs
 from shardwise.trace.leaves import replaced
@@ -27,24 +26,6 @@ _ITSELF = frozenset((
 def of_itself(name: str, attribute: str) -> bool:
     """Whether a function of torch is meant for the parameter, whatever its numbers are."""
     return name in _ITSELF or (name == "__set__" and attribute != "data") or attribute in ("grad", "requires_grad")
-
-
-def complex_of(pairs: DTensor) -> DTensor:
-    """Returns a sharded tensor of pairs as a complex one, on the same memory."""
-    return _like(pairs, as_complex(pairs._local_tensor.detach()), pairs.shape[:-1])
-
-
-def pairs_of(numbers: DTensor) -> DTensor:
-    """Returns a sharded complex tensor as one of pairs, on the same memory."""
-    return _like(numbers, as_pairs(numbers._local_tensor.detach()), torch.Size((*numbers.shape, 2)))
-
-
-def _like(sharded: DTensor, local: torch.Tensor, shape: torch.Size) -> DTensor:
-    whole = torch.empty(shape, dtype=local.dtype, device="meta")
-    spec = DTensorSpec(
-        sharded.device_mesh, sharded.placements, tensor_meta=TensorMeta(shape, whole.stride(), local.dtype)
-    )
-    return DTensor(local, spec, requires_grad=False)
 
 
 def show_complex(model: nn.Module, pairs: Collection[str], asked: Callable[[], bool]) -> None:

@@ -43,6 +43,10 @@ class Copied(Protocol):
     calls: Calls
 
     @property
+    def whole_is_open(self) -> bool:
+        """Whether the model's own tensors are whole for now."""
+
+    @property
     def in_pieces(self) -> Engine | None:
         """The engine, where the model's own tensors are not the whole weights."""
 
@@ -88,7 +92,7 @@ class Copies:
     def _whole(self, module: nn.Module) -> dict[int, Any]:
         """By id, what stands in a copy for each parameter, and for each buffer of which this rank holds a part."""
         prepared, model = self._prepared(), self._model()
-        engine = prepared.in_pieces if prepared is not None else None
+        engine = prepared.in_pieces if prepared is not None and not prepared.whole_is_open else None
         found: dict[str, torch.Tensor] = {}
         if engine is not None:
             assert prepared is not None

@@ -21,7 +21,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.errors import InputError
 from shardwise.part.parameters import unannounced
+from shardwise.scripts.saying import names_line
 
 OWN = (
     "the optimizer trains parameters beside the model, which every rank holds whole: prepare((model, loss), ...) "
@@ -70,6 +72,7 @@ class Entries:
         self._model, self._routes = model, routes
         self.now: nn.Module | None = None
         self.depth, self._paused, self._running = 0, False, False
+        self.closed = False  # `prepared.whole()` is open
         if type(model).forward is nn.Module.forward:  # FSDP2 takes no list of modules without one
             model.__class__ = unannounced(type(model), {"forward": _nothing})
         for module in model.modules():
@@ -98,6 +101,8 @@ class Entries:
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """Run a call of a module; one by the script itself, of a submodule, runs as a call of the whole model."""
+        if self.closed:
+            names_line(_refuse_in_whole)(module)
         if module is self._model or not self._is_outermost():
             self.depth += 1
             try:
@@ -135,6 +140,13 @@ class Way:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._entries.call(self._module, args, kwargs)
+
+
+def _refuse_in_whole(module: nn.Module) -> None:
+    raise InputError(
+        f"a {type(module).__name__} of the model is called within prepared.whole(), in which its weights are whole and "
+        "no plan runs: call it before or after"
+    )
 
 
 def _nothing(self: nn.Module, *args: Any) -> None:

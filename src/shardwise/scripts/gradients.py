@@ -44,7 +44,7 @@ _OF_PIECES = _STRAY + (
 
 
 class Gradients:
-    """The gradients of one model's parameters. `gathered_bytes` tells what reading them has cost in this step."""
+    """The gradients of one model's parameters."""
 
     def __init__(
         self, state: RankState, gate: Gate, meet: Callable[[str], None], whole: Callable[[], bool | None],
@@ -64,8 +64,6 @@ class Gradients:
         self.by_hand = False  # the script has set some in this step
         self._names = {id(held[name]): name for name in state.names}
         self._seen: dict[str, torch.Tensor | None] = {}
-        self._stood: dict[str, tuple[int, int]] = {}  # as they were gathered
-        self.gathered_bytes = 0
 
     @names_line
     def get(self, param: nn.Parameter) -> torch.Tensor | None:
@@ -81,10 +79,22 @@ class Gradients:
             meet = self._meet()
             if meet is not None:
                 meet(f"the gradient of '{name}'")
-            self._seen[name] = found = self._gathered(name)
-            self._stood[name] = _stand(found)
-            self.gathered_bytes += 0 if found is None else found.numel() * found.element_size()
+            self._seen[name] = self._gathered(name)
         return self._seen[name]
+
+    def of_all(self, params: dict[str, nn.Parameter]) -> dict[str, torch.Tensor | None]:
+        """Returns the whole gradient of each of the parameters, given by name. Collective."""
+        are_whole = self._are_whole()
+        come = are_whole() if are_whole is not None else None
+        for name, param in params.items():
+            self.refuse_early(param)
+            if come and name in self._names.values() and name not in self._seen:
+                self._seen[name] = self._gathered(name)
+        return {name: self._seen.get(name) for name in params}
+
+    def is_seen(self, param: torch.Tensor) -> bool:
+        """Whether the script has read this whole gradient in this step, or set it."""
+        return self._names.get(id(param), "") in self._seen
 
     def _reads_stray(self, param: torch.Tensor) -> bool:
         """Whether the gradient that lies there is of a backward of the script's own, and right on every rank."""
@@ -162,11 +172,6 @@ class Gradients:
         with self._gate.open():
             return any(param.grad is not None for param in self._params)
 
-    def changed(self) -> list[torch.Tensor]:
-        """Returns the whole gradients that the script has set or written into in this step."""
-        seen = [(name, value) for name, value in self._seen.items() if value is not None]
-        return [value for name, value in seen if self._stood.get(name) != _stand(value)]
-
     @torch.no_grad()
     def scaled(self, factor: float) -> None:
         """Multiply the whole gradients that the script has seen by a factor, as the engine did its own."""
@@ -178,10 +183,3 @@ class Gradients:
         """Forget the whole gradients of the last step."""
         self.by_hand = False
         self._seen.clear()
-        self._stood.clear()
-        self.gathered_bytes = 0
-
-
-def _stand(tensor: torch.Tensor | None) -> tuple[int, int]:
-    """Which tensor it is, and how often it was written into."""
-    return id(tensor), -1 if tensor is None else tensor._version

@@ -30,9 +30,16 @@ _PROPERTIES = {
     "get_device", "__delete__", "backward", "has_names", "is_shared", "new_zeros", "new_ones", "new_empty", "new_full",
 }  # fmt: skip
 OF_A_SHARE = (
-    "a parameter is read ({}), of which this rank holds a share: its whole value is in prepared.parameters() (on every "
-    "rank; average.update_parameters(prepared)) and in model.state_dict(); weights are set by "
-    "model.load_state_dict(state), and a penalty on them is the optimizer's weight_decay, or inside the model's forward"
+    "a parameter is read ({}) within the model's forward or a backward in a way that is not followed, and this rank "
+    "holds a share of it: read it as the module's attribute, or beside the forward in `with prepared.whole():`"
+)
+READ = (
+    "{} of a weight of which this rank holds a piece: take it in `with prepared.whole():`, where model.parameters() "
+    "are whole; for an average, average.update_parameters(prepared)"
+)
+OUTSIDE = (
+    "{} into a weight, or a gradient, of which this rank holds a piece: write in `with prepared.whole():` (grads=True: "
+    "gradients too), where model.parameters() are whole"
 )
 TAKEN = (
     "torch.autograd.grad(..., parameters): what it gives is the gradient of this rank's samples alone, or of its part "
@@ -139,8 +146,8 @@ def guard_gradients(
     all     under any technique: the parameters are shares, or lower-precision copies of masters
     shares  names of those that are shares
     gradients   knows the whole gradients; not yet there while the model is spread
-    whole   what a function of shares is, read by the script's own code; None: they raise, as a norm would be that of
-            this rank's share. Within the model's forward and in backward they always do
+    whole   what a function of shares is for the script's own code (`WholeWeights.outside`); None: they raise. Within
+            the model's forward and in backward they always do
     summed  axes whose ranks have the same samples: what the script itself computes of a weight (a penalty) every one
             of them computes, and its gradient counts once
     beside  more of them, whose ranks have other samples while `inside`, in the model's forward
@@ -161,6 +168,11 @@ def guard_gradients(
 
     class WeightShare(pieces):
         answers_first = True  # beside parts that a model gave
+
+        @staticmethod
+        def answers_as_complex() -> bool:
+            """Whether it is the script's own code that asks now."""
+            return whole is not None and not (gate.is_open or inside() or torch._C._current_graph_task_id() != -1)
 
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -299,6 +311,14 @@ def reads_values(func: Any) -> bool:
     if name in ("__get__", "__set__"):
         return getattr(getattr(func, "__self__", None), "__name__", "") in ("data", "T", "mT", "H", "real", "imag")
     return name not in _PROPERTIES
+
+
+def writes_into(name: str) -> bool:
+    """Whether a function of this name writes into its first argument."""
+    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name in _IN_PLACE
+
+
+_IN_PLACE = frozenset(name for name in dir(torch.Tensor) if name.startswith("__i") and f"__{name[3:]}" in dir(int))
 
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:

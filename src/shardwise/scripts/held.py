@@ -32,6 +32,7 @@ from shardwise.scripts.entries import Several
 from shardwise.scripts.guard import Gate
 from shardwise.scripts.meeting import Meeting
 from shardwise.scripts.saying import names_line
+from shardwise.scripts.whole_weights import WholeWeights
 
 
 class WeightAccess(ABC):
@@ -44,6 +45,7 @@ class WeightAccess(ABC):
     _state_gate: Gate
     meeting: Meeting | None  # where there are other ranks
     _pieces: bool  # ranks hold pieces of weights or state
+    _whole_weights: WholeWeights | None  # where ranks hold pieces of weights, gradients or state
     _copied_from: Engine | None  # where the model's own tensors are not the whole weights in full precision
 
     @property
@@ -61,8 +63,29 @@ class WeightAccess(ABC):
         """The engine, where the model's own tensors are not the whole weights in full precision."""
         return self._copied_from
 
+    @property
+    def whole_is_open(self) -> bool:
+        """Whether the script's own code runs in `prepared.whole()`."""
+        return self._whole_weights is not None and self._whole_weights.is_open
+
+    @contextmanager
+    def whole(self, *, grads: bool = False, state: bool = False) -> Iterator[None]:
+        """Context: model.parameters() are whole weights in full precision on every rank, and optimizer.param_groups
+        list them; at its end each rank takes its pieces of what was changed, alike on all. Collective.
+
+        grads   p.grad are whole gradients
+        state   optimizer.state[p] is whole state; else it is not asked for
+        """
+        if self._whole_weights is None or self._engine is None:
+            yield  # every rank has all of it
+            return
+        with self._whole_weights.opened(grads, state):
+            yield
+
     def whole_state(self, what: str) -> dict[str, torch.Tensor]:
         """Whole weights and buffers, on the CPU of every rank. Collective."""
+        if self.whole_is_open:
+            return {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
         self.meet(what)
         if self.held_in_pieces is not None:
             self.compare()
@@ -108,7 +131,7 @@ class WeightAccess(ABC):
 
     @abstractmethod
     def settle(self) -> None:
-        """Publish the weights again where the script changed the optimizer's pieces. Collective then."""
+        """Raise where another parameter stands in the place of one of the plan's."""
 
     @abstractmethod
     def _take_written(self) -> None:
@@ -128,8 +151,9 @@ class WeightAccess(ABC):
     @names_line
     def _load(self, path: str, state: Mapping[str, torch.Tensor], strict: bool) -> Any:
         """Load `state` into the submodule at `path`; names are relative to it. Collective."""
-        self.meet_with(f"{path or 'model'}.load_state_dict(...)", dict(state))
-        if self._engine is None:
+        if not self.whole_is_open:
+            self.meet_with(f"{path or 'model'}.load_state_dict(...)", dict(state))
+        if self._engine is None or self.whole_is_open:
             module = self.model.get_submodule(path)
             return type(module).load_state_dict(module, state, strict)
         before = f"{path}." if path else ""
@@ -148,6 +172,8 @@ class WeightAccess(ABC):
 
         Collective: every rank goes through all of them. One is whole at a time.
         """
+        if self.whole_is_open:
+            return (param.detach() for param in self.model.parameters())
         self.meet("prepared.parameters()")
         return self._whole_values()
 
@@ -208,7 +234,7 @@ def _telling(prepared: WeightAccess, path: str, known: nn.Module) -> Callable[..
 
     @names_line
     def state_dict(module: nn.Module, *args: Any, **options: Any) -> dict[str, Any]:
-        if module is not known or prepared._state_gate.is_open or prepared._engine is None:
+        if module is not known or prepared._state_gate.is_open or prepared._engine is None or prepared.whole_is_open:
             return type(module).state_dict(module, *args, **options)
         asked = {"destination": None, "prefix": "", "keep_vars": False, **options}
         asked |= dict(zip(asked, args, strict=False))

@@ -77,6 +77,7 @@ class PartLoader:
         self._compared = False  # with what other ranks read
         self._out = self._skip = 0  # batches of it that were handed out, or are left out
         self._skipped: Callable[[], None] | None = None  # called where what is left out has been drawn
+        self._persistent: dict[bool, tuple[DataLoader, PartSampler]] = {}  # whose workers outlive an epoch, if watched
         self._ways = self._possible(reads) if _by_indices(loader) else [self._sliced]
 
     def _possible(self, reads: str) -> list[Any]:
@@ -203,9 +204,20 @@ class PartLoader:
                 "function pads to the longest of a batch, shapes differ from one process's"
             )
 
+    def _source(self, dealer: Dealer, *, watched: bool = False) -> tuple[Iterator[Any], PartSampler]:
+        """An epoch of the script's loader with other indices. Persistent workers are the same ones in each epoch, since
+        a loader draws a seed for those that it makes.
+        """
+        loader, sampler = self._persistent.get(watched) or (None, PartSampler(self.whole.batch_sampler))
+        sampler.dealer, sampler.skip, sampler.skipped = dealer, self._skip, self._skipped
+        if loader is None:
+            loader = _like(self.whole, sampler, watched=watched)
+        if loader.persistent_workers:
+            self._persistent[watched] = loader, sampler
+        return iter(loader), sampler
+
     def _indexed(self) -> Iterator[BatchPart]:
-        sampler = PartSampler(self.whole.batch_sampler, self._dealer, self._skip, self._skipped)
-        return self._read_parts(iter(_like(self.whole, sampler)), sampler)
+        return self._read_parts(*self._source(self._dealer))
 
     def _read_parts(self, source: Iterator[Any], sampler: PartSampler) -> Iterator[BatchPart]:
         for batch in source:
@@ -215,8 +227,7 @@ class PartLoader:
 
     def _watched(self) -> Iterator[BatchPart]:
         """As `_indexed`, as long as nothing is drawn."""
-        sampler = PartSampler(self.whole.batch_sampler, self._dealer, self._skip, self._skipped)
-        return self._read_watched(iter(_like(self.whole, sampler, watched=True)), sampler)
+        return self._read_watched(*self._source(self._dealer, watched=True))
 
     def _read_watched(self, source: Iterator[Any], sampler: PartSampler) -> Iterator[BatchPart]:
         for number, (batch, drew, look) in enumerate(source):
@@ -232,8 +243,7 @@ class PartLoader:
             yield (batch, *sampler.dealt.popleft())
 
     def _whole(self) -> Iterator[BatchPart]:
-        sampler = PartSampler(self.whole.batch_sampler, Dealer(1, 0), self._skip, self._skipped)
-        return self._read_whole(iter(_like(self.whole, sampler)), sampler)
+        return self._read_whole(*self._source(Dealer(1, 0)))
 
     def _read_whole(self, source: Iterator[Any], sampler: PartSampler) -> Iterator[BatchPart]:
         for batch in source:
@@ -312,14 +322,16 @@ class Events:
 class PartSampler:
     """Batches of this rank's indices. `dealt` has (dealt, checksum) of each batch that was drawn and not yet read.
 
+    dealer          deals a batch's samples over ranks; another one in each epoch
     skip, skipped   batches that are drawn and left out, and what is called then
     """
 
-    def __init__(
-        self, batches: Iterable[list[Any]], dealer: Dealer, skip: int, skipped: Callable[[], None] | None
-    ) -> None:  # fmt: skip
+    dealer: Dealer
+    skip: int
+    skipped: Callable[[], None] | None
+
+    def __init__(self, batches: Iterable[list[Any]]) -> None:
         self.batches = batches
-        self.dealer, self.skip, self.skipped = dealer, skip, skipped
         self.dealt: deque[tuple[Dealt, int]] = deque()
 
     def __len__(self) -> int:
@@ -349,11 +361,10 @@ def _by_indices(loader: Any) -> bool:
 
 
 def _like(loader: DataLoader, sampler: PartSampler, watched: bool = False) -> DataLoader:
-    """The script's DataLoader with other indices; made for each epoch, as workers are. Watched: (batch, drew, look)."""
+    """The script's DataLoader with other indices. Watched: it gives (batch, drew, look)."""
     kept = ("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
             "generator", "prefetch_factor", "persistent_workers", "in_order")  # fmt: skip
     settings = {name: getattr(loader, name) for name in kept if hasattr(loader, name)}
-    settings["persistent_workers"] = False
     dataset = loader.dataset
     if watched:
         dataset, settings["collate_fn"] = Watched(dataset), Collated(settings["collate_fn"])

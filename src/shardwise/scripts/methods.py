@@ -2,8 +2,8 @@
 
     z = model.encode(x)     with gradients: as the script's own code; the modules that it calls are gathered for
                             (`entries`)
-                            under torch.no_grad(): on every rank, with the weights outside of units gathered once
-    model.move_target()     what such a method writes into weights comes to this rank's pieces of them
+                            under torch.no_grad(): on every rank
+    model.move_target()     writes into weights: in `with prepared.whole():`
 
 What a method gives is whole.
 """
@@ -14,7 +14,6 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +26,6 @@ from shardwise.part import plain
 from shardwise.part.tensor import Gathers
 from shardwise.scripts.calls import Calls
 from shardwise.scripts.saying import names_line
-from shardwise.scripts.units import written_back
 
 
 class Piecewise(Protocol):
@@ -36,11 +34,12 @@ class Piecewise(Protocol):
     model: nn.Module
     calls: Calls
 
+    @property
+    def whole_is_open(self) -> bool:
+        """Whether the script's own code has whole weights."""
+
     def meet(self, what: str) -> None:
         """All ranks are needed for this call."""
-
-    def may_have_written(self) -> None:
-        """The script's own code may have written into weights."""
 
 
 def guard_methods(prepared: Piecewise) -> None:
@@ -79,31 +78,23 @@ def read_whole(prepared: Piecewise) -> None:
 def _wrapped(prepared: Piecewise, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @names_line
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if module is not prepared.model or prepared.calls.inside:  # within the forward, or another such method
+        if module is not prepared.model or prepared.calls.inside or prepared.whole_is_open:  # or within another one
             return method(module, *args, **kwargs)
         if torch.is_grad_enabled() and not _switches_gradients_off(method):
             found = method(module, *args, **kwargs)
             return tree_map_only(DTensor, lambda one: one.full_tensor(), found)
         prepared.meet(f"model.{name}()")
-        root = module if isinstance(module, FSDPModule) else None
-        if root is not None:
-            root._get_fsdp_state()._lazy_init()  # no unit is to take itself for the root
-            root.unshard()
+        if isinstance(module, FSDPModule):
+            module._get_fsdp_state()._lazy_init()  # else the first unit that is called takes itself for the root
         prepared.calls.inside += 1
         prepared.calls.methods += 1
         Gathers.all = True  # what a method draws from a cut row of scores, or sorts, it does to the whole
         try:
-            with written_back(root) if root is not None else nullcontext():
-                found = tree_map_only(torch.Tensor, plain, method(module, *args, **kwargs))
+            return tree_map_only(torch.Tensor, plain, method(module, *args, **kwargs))
         finally:
             Gathers.all = False
             prepared.calls.inside -= 1
             prepared.calls.methods -= 1
-            if root is not None:
-                root.reshard()
-        if root is not None:
-            prepared.may_have_written()
-        return found
 
     return call
 

@@ -1,18 +1,17 @@
-"""`prepared.sum`, `prepared.gather`; publish weights that a script changed by hand.
+"""`prepared.sum`, `prepared.gather`; follow what a script writes into weights by hand.
 
 prepared.sum(a, b)          each value's sum over the ranks that hold different samples
 prepared.gather(keys)       the rows of all samples of a batch
-optimizer.param_groups      what the script writes into its pieces is published before the weights are read again
+p.data.clamp_(-c, c)        into whole weights: the optimizer's own tensors follow
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.comm import gather_rows, gather_samples
@@ -20,14 +19,12 @@ from shardwise.errors import InputError
 from shardwise.host import read, row_of
 from shardwise.parallel.full import FullShard
 from shardwise.part import whole
-from shardwise.scripts.arrivals import weakly
 from shardwise.scripts.calls import Calls
 from shardwise.scripts.held import WeightAccess
 from shardwise.scripts.loader import PartLoader
 from shardwise.scripts.moved import FirstSteps, InPlace
-from shardwise.scripts.own_pieces import OwnPieces, Stale
+from shardwise.scripts.optimizer_pieces import OptimizerGuard
 from shardwise.scripts.saying import names_line
-from shardwise.scripts.seen_state import SeenState
 
 
 class OverRanks(WeightAccess):
@@ -36,14 +33,10 @@ class OverRanks(WeightAccess):
     optimizer: Optimizer
     calls: Calls
     loader: PartLoader
-    _nothing: dict[str, nn.Parameter]  # a piece without elements, of parameters of which this rank holds none
-    _groups: list[list[str]]  # names of what the plan trains, by the optimizer's groups
-    _own_pieces: OwnPieces
+    _optimizer_guard: OptimizerGuard
     _first: FirstSteps
     _pieces: bool  # ranks' optimizers hold less than whole parameters
-    _some_without: bool  # a rank holds no piece of any weight, and cannot tell whether the script changes them
     _in_place: InPlace | None  # where another parameter in a weight's place would not be seen
-    _stale: Stale | None  # the script changed the optimizer's pieces, and the weights are as they were before
 
     @property
     def _of_whole_batches(self) -> bool:
@@ -149,67 +142,18 @@ class OverRanks(WeightAccess):
         engine = self._engine
         if engine is None:
             return
-        self._fresh()
-        self._own_pieces.leave()
-        if not self._pieces and not engine.state.precision.mixed and engine.state.owners is None:
-            return  # the optimizer holds the model's own parameters
-        with self._gate.open():
-            cuts = engine.state.tensor.cuts if engine.state.tensor is not None else {}
-            whole = [slot.master for slot in engine.technique.slots if slot.whole and slot.name not in cuts]
-            self._own_pieces.watch(self.optimizer, self.model, whole, self._listed())
-            if self._pieces:
-                self._own_pieces.states = SeenState(
-                    self.optimizer, engine.state, self._gate, weakly(self.meet), engine.full_optimizer_state,
-                    weakly(self._own_pieces.seen_in_state), weakly(self.plainly),
-                )  # fmt: skip
-        if self._some_without:
-            self._changed()
-
-    def _listed(self) -> list[list[nn.Parameter]]:
-        """What the optimizer's groups list for the script: a piece of each parameter, on every rank."""
-        state = self.engine.state
-        if not self._pieces or state.owners is not None or state.tensor is not None or state.experts is not None:
-            return []
-        held: dict[str, list[nn.Parameter]] = {}
-        for slot in state.technique.slots:
-            held.setdefault(slot.name, []).append(slot.master)
-        like = next(iter(state.technique.slots), None)
-        for name in {name for group in self._groups for name in group} - held.keys():
-            if name not in self._nothing:
-                self._nothing[name] = nn.Parameter(torch.empty(0) if like is None else like.master.new_empty(0))
-            held[name] = [self._nothing[name]]
-        return [[piece for name in group for piece in held[name]] for group in self._groups]
-
-    def _rows_of_pieces(self, row: Sequence[float]) -> list[list[float]]:
-        """Numbers of the ranks whose pieces make up whole tensors. Collective."""
-        self._passes("a norm, a sum or the like of tensors in optimizer.param_groups")
-        found: list[list[float]] = gather_rows(row_of(list(row), self.mesh.device), self.mesh.shard).tolist()
-        return found
-
-    def _reaches(self, piece: nn.Parameter) -> bool:
-        """Whether a piece without elements is one of a parameter that has a gradient in this step."""
-        state = self.engine.state
-        held = [(slot.name, slot.master) for slot in state.technique.slots] + list(self._nothing.items())
-        return any(one is piece and state.names.index(name) in state.used for name, one in held)
+        self._optimizer_guard.leave()
+        if self._whole_weights is not None:
+            with self._gate.open():
+                self._optimizer_guard.watch(self.optimizer, self.model, state=self._pieces)
 
     @contextmanager
     def plainly(self) -> Iterator[None]:
         """Context: the optimizer finds its own pieces in its groups."""
         if self._engine is not None:
-            self._own_pieces.leave()
+            self._optimizer_guard.leave()
         yield
         self._watch_pieces()
-
-    def _fresh(self) -> None:
-        stale, self._stale = self._stale, None
-        if stale is not None:
-            stale.end()
-
-    def _changed(self) -> None:
-        if self._stale is None:
-            if not isinstance(self.engine.technique, FullShard):
-                self._take_written()
-            self._stale = Stale(self.model, self._gate, self.settle)
 
     def may_have_written(self) -> None:
         """Note that the script's own code may have written into sharded weights."""
@@ -218,8 +162,8 @@ class OverRanks(WeightAccess):
 
     def _take_written(self) -> None:
         """Let the optimizer's own tensors follow what the script wrote into the model's weights."""
-        if self._engine is None or self._stale is not None:
-            return  # the weights are behind
+        if self._engine is None:
+            return
         technique, owners = self._engine.technique, self._engine.state.owners
         told = not isinstance(technique, FullShard) or technique.written
         if owners is not None and told and isinstance(technique, FullShard) and self.meeting is not None:
@@ -232,19 +176,9 @@ class OverRanks(WeightAccess):
                 technique.written = False
 
     def settle(self) -> None:
-        """Publish the weights again where the script changed the optimizer's pieces. Collective then."""
+        """Raise where another parameter stands in the place of one of the plan's."""
         if self._in_place is not None:
             self._in_place.check()
-        if self._stale is None:
-            return
-        self._fresh()
-        state = self.engine.state
-        if self.meeting is not None:
-            self.meeting.enter("weights that the script changes in optimizer.param_groups")
-        with self._gate.open():
-            if state.owners is not None:
-                state.owners.hand_out(set(range(len(state.names))))
-            state.technique.publish()
 
 
 def _as_row(value: Any, device: torch.device) -> torch.Tensor:

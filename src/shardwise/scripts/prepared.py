@@ -22,13 +22,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.optimizers import options_of
-from shardwise.comm import gather_json, gather_rows
+from shardwise.comm import gather_json
 from shardwise.device import accelerator, on_host
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer import refuse, shares_of
 from shardwise.engine.recipe import trainable
 from shardwise.errors import InputError
-from shardwise.host import row_of
 from shardwise.layout import Plan
 from shardwise.mesh import build_mesh
 from shardwise.parallel.full import FullShard
@@ -41,10 +40,10 @@ from shardwise.scripts.arrivals import buckets_of, techniques_of, weakly
 from shardwise.scripts.calls import Calls, leader_of
 from shardwise.scripts.complexes import show_complex
 from shardwise.scripts.copies import Copies
-from shardwise.scripts.cut_weights import CutWeights, answer_of
 from shardwise.scripts.entries import OWN, Several, with_own
 from shardwise.scripts.gradients import Gradients
 from shardwise.scripts.guard import (
+    Answer,
     Gate,
     LaterHooks,
     guard_conversion,
@@ -58,9 +57,8 @@ from shardwise.scripts.loader import Events, PartLoader, Reads
 from shardwise.scripts.meeting import Meeting
 from shardwise.scripts.methods import guard_methods, read_whole
 from shardwise.scripts.moved import FirstSteps, InPlace, refuse_replaced
+from shardwise.scripts.optimizer_pieces import OptimizerGuard
 from shardwise.scripts.optimizers_beside import watch_others
-from shardwise.scripts.own_pieces import OwnPieces
-from shardwise.scripts.pieces import Pieces
 from shardwise.scripts.proof.on_ranks import side_of
 from shardwise.scripts.proof.plain import Plain
 from shardwise.scripts.proof.receipts import line_of, script_under_way
@@ -68,6 +66,7 @@ from shardwise.scripts.proof.recorder import recorder
 from shardwise.scripts.pushed import Pushed
 from shardwise.scripts.saved import put as put_saved
 from shardwise.scripts.saying import names_line
+from shardwise.scripts.sharded_weights import ShardedWeights, refuse_draws
 from shardwise.scripts.shares import on_common_axes
 from shardwise.scripts.spread import check_cuts, shared_call, thawed, wait_for_call
 from shardwise.scripts.start import (
@@ -83,7 +82,7 @@ from shardwise.scripts.start import (
 )
 from shardwise.scripts.state import States, holds_pieces, put, states_of
 from shardwise.scripts.stepping import Stepping
-from shardwise.scripts.whole_draws import draw_whole
+from shardwise.scripts.whole_weights import WholeWeights
 from shardwise.task import Domain
 
 _PREPARED: WeakSet[nn.Module] = WeakSet()  # what a plan has changed in place
@@ -185,6 +184,7 @@ class Prepared(Stepping):
         self.plan = plan = with_dtype(plan, model)
         self.model = model
         self._copied_from: Engine | None = None
+        self._whole_weights: WholeWeights | None = None
         self._copies = Copies(model, self)
         self.mesh = on_common_axes(build_mesh(plan, device))
         self.seed, self.branches, self._spatial = seed, branches, spatial
@@ -202,7 +202,6 @@ class Prepared(Stepping):
             self.calls.begin_unfed()
         self._begin()
         self._engine: Engine | None = None
-        self._nothing = {}
         self.gradients = None
         self._gate, self._state_gate = Gate(), Gate()
         self._in_place = None
@@ -242,10 +241,6 @@ class Prepared(Stepping):
         engine.state.optimizer, engine.state.needs_closure = optimizer, self._nature.needs_closure
         if before and holds_pieces(plan):
             put(engine.state, optimizer, before)
-        held = sum(len(group["params"]) for group in optimizer.param_groups)
-        self._some_without = self._pieces and not bool(
-            gather_rows(row_of([float(held)], mesh.device), mesh.world).all()
-        )
 
     @names_line
     def replace_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -314,7 +309,8 @@ class Prepared(Stepping):
             guard_methods(self)
         if isinstance(engine.technique, FullShard):
             read_whole(self)
-            self._see_pieces(engine.technique, cuts)
+            refuse_draws()
+            engine.technique.tell_branches(names_line)
         self._watch_pieces()
         self.calls.pieces = self._pieces
         self.calls.watch(
@@ -358,28 +354,27 @@ class Prepared(Stepping):
             self.model, engine.technique, all=self._shares or engine.state.precision.mixed, shares=cuts,
             summed=mesh.inner, beside=calls.counted_once,
             inside=lambda: calls.in_forward, gradients=lambda: known.gradients if (known := me()) is not None else None,
-            whole=answer_of(weakref.ref(self)) if cuts and not units else None,
+            whole=_answer_of(me) if cuts and not units else None,
             later=self.plan.accumulate > 1 and mesh.world.size > 1,
         )  # fmt: skip
         show_complex(self.model, engine.state.pairs - cuts, lambda: not gate.is_open and calls.is_outside)
         self.gradients = Gradients(engine.state, gate, self.meet, self._are_whole, self._stray)
-        if not cuts:
-            return
-        self.cut_weights = CutWeights(
-            engine.state, gate, self.meet, (*calls.counted_once, *mesh.inner),
-            mesh.world if calls.randomness == "fast" else None,
-        )  # fmt: skip
-        read_outside(self.model, lambda: not gate.is_open and calls.is_outside, refuse_replaced)
+        if self._pieces or engine.state.precision.mixed or engine.state.owners is not None:
+            self._whole_weights = WholeWeights(self, engine)
+            if isinstance(engine.technique, FullShard):
+                self._sharded = ShardedWeights(
+                    engine.technique, gate, self._whole_weights, self.gradients, through_gradients=cuts,
+                    inside=lambda: calls.in_forward,
+                )  # fmt: skip
+        if cuts:
+            read_outside(self.model, lambda: not gate.is_open and calls.is_outside, refuse_replaced)
 
     def _follow(self, engine: Engine, cuts: set[str], *, in_pieces: bool) -> None:
         """Watch what the script does to the model and its gradients by itself, between the plan's own writes."""
         fsdp = [isinstance(one, FullShard) for one in techniques_of(engine)]
         self._unguarded = len(fsdp) > 1 and any(fsdp)
         mixed = engine.state.precision.mixed
-        reduces = engine.state.owners is None and engine.state.tensor is None and engine.state.experts is None
-        self._own_pieces = OwnPieces(
-            self._gate, self._changed, weakly(self._rows_of_pieces) if reduces else None, weakly(self._reaches)
-        )
+        self._optimizer_guard = OptimizerGuard(self._gate)
         units = engine.technique if isinstance(engine.technique, FullShard) else None
         shards = zip(engine.state.names, units.params, strict=True) if units is not None else ()
         self._hooks = LaterHooks(self.model, self.plan, shards)
@@ -390,18 +385,6 @@ class Prepared(Stepping):
         for buckets in buckets_of(engine):
             buckets.asleep = True
         self._first = FirstSteps(engine, self._groups)
-
-    def _see_pieces(self, technique: FullShard, cuts: set[str]) -> None:
-        """What the script's own code asks of sharded weights is of whole ones."""
-        mesh, calls = self.mesh, self.calls
-        self._held_pieces = Pieces(
-            technique, self._gate, inside=lambda: calls.in_forward, meet=weakly(self.meet),
-            summed=(*calls.counted_once, *mesh.inner), holders=mesh.gradients, shares=cuts,
-            draws_apart=calls.randomness == "fast", gradients=self._whole_gradients,
-            everywhere=weakly(calls.records) if calls.on_every_rank else None,
-        )  # fmt: skip
-        draw_whole(weakref.ref(self._held_pieces))
-        technique.tell_branches(names_line)
 
     @property
     def waits(self) -> bool:
@@ -458,3 +441,16 @@ class Prepared(Stepping):
     def rank(self) -> int:
         """This rank."""
         return self.mesh.rank
+
+
+def _answer_of(known: weakref.ref[Prepared]) -> Answer:
+    """What functions of the cut weights of a prepared script become. A script keeps its last loss, which is not to keep
+    its run alive."""
+
+    def answer(func: Any, args: tuple, kwargs: dict) -> Any:
+        script = known()
+        assert script is not None and script._whole_weights is not None
+        with torch._C.DisableTorchFunctionSubclass():
+            return names_line(script._whole_weights.outside)(func, args, kwargs)
+
+    return answer

@@ -149,7 +149,11 @@ def put(
                 local[each] = _piece_of(state, name, param, states[name], whole)
         own = {key: value for key, value in group.items() if key != "params"}
         groups.append({**(options[place] if options is not None else own), "params": numbers})
+    held = optimizer.param_groups
     type(optimizer).load_state_dict(optimizer, {"state": local, "param_groups": groups})
+    for group, loaded in zip(held, optimizer.param_groups, strict=True):
+        group.update(loaded)
+    optimizer.param_groups = held  # torch makes others, and a wrapper of the script's may hold these
 
 
 def _piece_of(

@@ -74,7 +74,6 @@ class Stepping(Weighing):
         self._result: StepResult | None = None  # of the gradients that are whole
         self._usable = True  # they are finite
         self._square: torch.Tensor | None = None  # of this rank's gradients, when they were whole
-        self._stale = None
         self.loss = torch.tensor(float("nan"))  # of the last whole step, over all ranks
 
     @abstractmethod
@@ -259,6 +258,8 @@ class Stepping(Weighing):
         return bool(gather_rows(row_of([float(mine)], self.mesh.device), self.mesh.world).all())
 
     def _refuse_stray(self, call: str) -> None:
+        if self.whole_is_open:
+            raise InputError(f"{call} within prepared.whole(): call it after the end of the with block")
         self.calls.refuse_taken()
         if self.calls.stray:
             raise InputError(
@@ -297,6 +298,9 @@ class Stepping(Weighing):
             self.grad_norm = result.grad_norm
             if self._earlier is not None:
                 self.grad_norm, self._usable = self._earlier.add(), self._usable and self._earlier.usable
+            if not self._usable:  # on one rank alone, perhaps, and a GradScaler is to find it on every one
+                for gradient in held_gradients(engine.state):
+                    _local(gradient).view(-1)[:1] = torch.inf
             share_uncut(engine)
             self._square = sum_of_squares(engine.state, engine.technique.slots) if self._unguarded else None
         forget()
@@ -310,6 +314,10 @@ class Stepping(Weighing):
     def _step(self, inner: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         if self._engine is None and closure is None:
             return inner()  # nothing has a gradient yet
+        if self.whole_is_open:
+            assert self._whole_weights is not None
+            with self._whole_weights.paused():
+                return self._step(inner, closure)
         self._refuse_stray("optimizer.step()")
         if self.calls.gathers or self._pieces:
             self._passes("optimizer.step()")
@@ -340,7 +348,7 @@ class Stepping(Weighing):
                 self._square = None
             with self._gate.open():
                 self._first.before()
-            self._own_pieces.leave()
+            self._optimizer_guard.leave()
             with self._gate.open():
                 result = update(engine.state, lambda: self._usable_step(inner))
             self._watch_pieces()
@@ -383,6 +391,8 @@ class Stepping(Weighing):
             self._flush()  # what was launched is waited for
         self._earlier = None
         self._forget()
+        if self._whole_weights is not None:
+            self._whole_weights.forget_gradients()
 
     def _forget(self) -> None:
         """Start over, with no gradients."""

@@ -74,7 +74,7 @@ def verify_script(
 
     Raises `InputError` for a script that fails in one process too, or in which nothing was trained.
     """
-    asked = _asked(path, arguments, plan, steps, epochs, nproc, cwd)
+    asked = replace(_asked(path, arguments, plan, steps, epochs, nproc, cwd), tells=say is not silent)
     if against is not None:
         asked = replace(asked, shorten=None)
         if not Path(against).is_file():
@@ -88,33 +88,22 @@ def verify_script(
         if against is not None:
             say(f"verify: {reference.path} in one process")
             first = _alone(single, reference, timeout_s)
+            parity.notes.append(f"the one process is that of {against}, as it stands")
         if chosen is not None:
             asked = replace(asked, plan=str(chosen), shorten=asked.shorten and KEPT * chosen.accumulate)
+            reference = replace(reference, shorten=asked.shorten)
             if chosen.accumulate > 1 and asked.shorten:  # the script's own accumulate is known by now
-                first = _alone(single, replace(reference, shorten=asked.shorten), timeout_s)
+                first = _alone(single, reference, timeout_s)
         world = chosen.world_size if chosen is not None else int(nproc or 1)
         parity.plan, parity.world_size = str(chosen) if chosen is not None else f"{world} ranks of its own", world
         parity.bars = parity.bars or dict(FLOAT64_BARS)
-        if against is not None:
-            parity.notes.append(f"the one process is that of {against}, as it stands")
         say(f"verify: the same on {world} ranks" + (f" under {chosen}" if chosen is not None else ""))
-        try:
-            if chosen is not None:
-                check(chosen)
-            found = _in_scratch(several, world, replace(asked, plain=False), timeout_s)
-        except (RefusedPlan, InputError) as refusal:  # of what the script does on ranks
-            parity.refused = str(refusal).partition("\nraised on rank")[0]
+        found = _on_ranks(several, asked, chosen, parity, timeout_s)
+        if found is None:
             return parity
-        except RunError as error:
-            parity.error = _failed_on_ranks(error)
-            return parity
-        if asked.foreign and world > 1 and all(_losses(each) == _losses(found[0]) for each in found):
-            parity.unproven.append(
-                "every rank has the same losses: each may have trained by itself on the same samples. A script for "
-                "--nproc sets up its ranks from RANK and WORLD_SIZE (torch.distributed.init_process_group)"
-            )
         many = joined(found, foreign=asked.foreign)
-        if against is not None and chosen is not None and chosen.accumulate > 1:
+        without_losses = against is not None and chosen is not None and chosen.accumulate > 1
+        if without_losses:
             _leave_losses(first, many, parity)
         if not many.steps and not first.steps:
             raise InputError(
@@ -123,18 +112,39 @@ def verify_script(
         judge(parity, first, many, found, foreign=asked.foreign, starts=against is None)
         if not parity.equal:
             say("verify: they differ; one process again, to see whether the script equals itself")
-            again = _alone(single, replace(reference, shorten=asked.shorten), timeout_s)
+            again = _alone(single, reference, timeout_s)
             control = Parity("single", 1, bars=dict(FLOAT64_BARS))
-            if against is not None and chosen is not None and chosen.accumulate > 1:
+            if without_losses:
                 _leave_losses(again, first, control)
             judge(control, first, again, [again], foreign=False)
             layout = chosen or Plan(dp_replicate=world)
             apart = _apart(several, asked, layout, timeout_s)
-            sides = Difference(first, found, parity, layout, control, apart, asked.foreign)
-            parity.cause = cause_of(sides)
+            parity.cause = cause_of(Difference(first, found, parity, layout, control, apart, asked.foreign))
         if chosen is not None:
             receipts.write(asked.path, chosen, parity, len(many.steps), many.files)
         return parity
+
+
+def _on_ranks(
+    several: Any, asked: ScriptJob, chosen: Plan | None, parity: Parity, timeout_s: float
+) -> list[ScriptRecord] | None:  # fmt: skip
+    """What the script does on each rank; None where that is a refusal or an error, which `parity` then tells."""
+    try:
+        if chosen is not None:
+            check(chosen)
+        found: list[ScriptRecord] = _in_scratch(several, parity.world_size, replace(asked, plain=False), timeout_s)
+    except (RefusedPlan, InputError) as refusal:  # of what the script does on ranks
+        parity.refused = str(refusal).partition("\nraised on rank")[0]
+        return None
+    except RunError as error:
+        parity.error = _failed_on_ranks(error)
+        return None
+    if asked.foreign and parity.world_size > 1 and all(_losses(each) == _losses(found[0]) for each in found):
+        parity.unproven.append(
+            "every rank has the same losses: each may have trained by itself on the same samples. A script for "
+            "--nproc sets up its ranks from RANK and WORLD_SIZE (torch.distributed.init_process_group)"
+        )
+    return found
 
 
 def judge(parity: Parity, one: ScriptRecord, many: ScriptRecord, ranks: list[ScriptRecord], *, foreign: bool,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,11 @@ class Plain:
 
     def barrier(self) -> None:
         """Nothing: there is nobody to wait for."""
+
+    @contextmanager
+    def whole(self, *, grads: bool = False, state: bool = False) -> Iterator[None]:
+        """Context: nothing changes, as weights, gradients and state are whole."""
+        yield
 
     def sum(self, *values: Any) -> list[Any]:
         """What it is given: numbers as floats, tensors with dims without gradient."""

@@ -14,6 +14,8 @@ What this does not do: record in a thread of the script's own.
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from shardwise.layout import Plan
@@ -28,6 +31,7 @@ from shardwise.proof.record import Tensors, kept_state
 from shardwise.scripts.proof.sketch import sketch
 
 Named = Iterable[tuple[str, torch.Tensor | None]]
+SECONDS = 10.0  # between two lines of a slow script's progress
 
 
 class Enough(BaseException):
@@ -105,6 +109,8 @@ class ScriptRecorder:
         self._content = 0.0
         self._ended_epochs = 0
         self._stood: Any = None  # the generators, when the batch at hand came
+        self.tells = False  # how far it is, on the terminal
+        self._told = time.monotonic()
 
     # --- what is told of models
 
@@ -182,6 +188,14 @@ class ScriptRecorder:
             step.states |= {key: sketch(value) for key, value in kept_state(name, state).items()}
         step.settings = [{key: _plain(value) for key, value in group.items() if key != "params"} for group in groups]
         self._counts[model] += 1
+        self._tell_progress(model)
+
+    def _tell_progress(self, model: int) -> None:
+        """Say how far a slow script is, by rank 0."""
+        if self.tells and time.monotonic() - self._told > SECONDS and not (dist.is_initialized() and dist.get_rank()):
+            self._told = time.monotonic()
+            of = f" of {self.limit}" if self.limit is not None else ""
+            print(f"verify: step {self._counts[model]}{of}", file=sys.__stderr__, flush=True)
 
     # --- what is told of batches
 

@@ -53,6 +53,7 @@ class ScriptJob:
     nudge       above 0: weights are moved by one epsilon, each up or down, as this seed has it
     foreign     a script that does not call `prepare`: recorded through torch's hooks, RANK and the like are shown
     folder      where the script stands; `stands_in`: in a `scratch` folder that looks like it
+    tells       how far a slow script is, on the terminal
     """
 
     path: str
@@ -69,6 +70,7 @@ class ScriptJob:
     folder: str = "."
     stands_in: bool = True
     scratch: str | None = None
+    tells: bool = False
 
 
 def run_in_proof(asked: ScriptJob) -> ScriptRecord:
@@ -77,6 +79,7 @@ def run_in_proof(asked: ScriptJob) -> ScriptRecord:
         limit=asked.limit, plain=asked.plain, plan=asked.plan, shorten=asked.shorten, apart=asked.apart
     )
     recorder.epochs, recorder.exact, recorder.nudge = asked.epochs, asked.exact, asked.nudge
+    recorder.tells = asked.tells
     with ExitStack() as inside:
         if asked.scratch is not None:
             inside.enter_context(Scratch(asked.folder, asked.scratch, asked.path))

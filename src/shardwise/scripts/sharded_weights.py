@@ -1,0 +1,224 @@
+"""Weights sharded by FSDP2 (zero=3), beside the model's forward: read in graphs whole, else in `prepared.whole()`.
+
+    (p ** 2).sum()            with gradients: of the whole weight (`whole_weights`)
+    p.grad.norm(), .mul_(c)   by the pieces, as torch's sharded tensors compute it; norms are plain numbers
+    p.grad[0], p.grad + t     raises: read it in prepared.whole(grads=True)
+    k.data = x                within the forward, of a unit that does not run: the piece of x becomes the weight
+
+What a forward itself does to gathered weights is followed elsewhere (`forward_writes`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from shardwise.errors import InputError, RefusedPlan
+from shardwise.parallel.full import FullShard
+from shardwise.part.pairs import as_pairs
+from shardwise.scripts.gradients import Gradients
+from shardwise.scripts.guard import OUTSIDE, Gate, reads_values, writes_into
+from shardwise.scripts.saying import names_line
+from shardwise.scripts.whole_weights import WholeWeights
+from shardwise.trace.leaves import replaced, tensors_in
+
+_GRADIENT = (
+    "{} of a gradient of which ranks hold pieces: read and write whole ones in `with prepared.whole(grads=True):`, or "
+    "clip by prepared.clip_grad_norm_(max_norm)"
+)
+_SET_DATA = torch.Tensor.data.__set__
+
+
+class ShardedWeights:
+    """The sharded weights of one `FullShard` in the hands of the script."""
+
+    def __init__(
+        self, technique: FullShard, gate: Gate, whole: WholeWeights, gradients: Gradients, *,
+        inside: Callable[[], bool], through_gradients: set[str],
+    ) -> None:  # fmt: skip
+        """
+        gate    open while the engine reads
+        inside  whether the model's forward runs, in which FSDP2 itself swaps parameters
+        through_gradients   names of parameters whose gradients are seen gathered: shares of tp and ep
+        """
+        self._technique, self._gate, self.whole, self._gradients = technique, gate, whole, gradients
+        self._inside = inside
+        self._index = {id(param): at for at, param in enumerate(technique.params)}
+        named = dict(technique.module.named_parameters())
+        self._through = {id(named[name]) for name in {*through_gradients, *technique.pairs} & named.keys()}
+        self._pairs = {id(named[name]) for name in technique.pairs & named.keys()}
+        self._gradient_kind = _gradient_kind(weakref.ref(self))
+        kind = _weight_kind(weakref.ref(self))
+        for param in named.values():
+            if type(param) is DTensor:
+                param.__class__ = kind
+
+    def is_asked(self) -> bool:
+        """Whether the script's own code asks, and not the engine, the model's forward or a backward."""
+        return not (self._gate.is_open or self._inside() or torch._C._current_graph_task_id() != -1)
+
+    def assigned_in_forward(self, func: Any) -> bool:
+        """Whether the model's forward sets a weight's data."""
+        return func == _SET_DATA and self._inside() and not self._gate.is_open
+
+    def gradient(self, param: DTensor) -> torch.Tensor | None:
+        """`param.grad`: the pieces, or the whole one, where the script has set it or tp and ep cut the weight too."""
+        if id(param) in self._through or self._gradients.is_seen(param):
+            return self._gradients.get(param)
+        self._gradients.refuse_early(param)
+        found = torch.Tensor.grad.__get__(param) if self._index.get(id(param)) in self._technique._used else None
+        if type(found) is DTensor:
+            found.__class__ = self._gradient_kind
+        return found
+
+    def set_gradient(self, param: DTensor, value: torch.Tensor | None) -> None:
+        """`param.grad = value`, whole, or in pieces as it was read."""
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        self._gradients.set(param, value)
+
+    def assign(self, param: DTensor, value: torch.Tensor) -> None:
+        """`param.data = value` in the forward: the storage is another one from here on, as in one process."""
+        value = value.detach()
+        if id(param) in self._pairs and value.is_complex() and not isinstance(value, DTensor):
+            value = as_pairs(value)
+        if (value.shape, value.dtype, value.device) != (param.shape, param.dtype, param.device):
+            raise InputError(
+                f"param.data = a tensor of {tuple(value.shape)}, {value.dtype} on {value.device}, where the weight is "
+                f"{tuple(param.shape)}, {param.dtype} on {param.device}: the plan holds its pieces as they were"
+            )
+        self._technique.written = True
+        if isinstance(value, DTensor):
+            local = value.redistribute(param.device_mesh, param.placements).to_local().contiguous()
+        else:
+            local = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None).to_local().clone()
+        param._local_tensor = local
+        if id(param) in self.whole.in_units:
+            _take_up(self.whole.in_units[id(param)])
+        at = self._index.get(id(param))
+        if at is not None:
+            self._technique.slots[at].master.data = self._technique.piece(at, param.detach())
+
+
+def _take_up(of_unit: Any) -> None:
+    """Let FSDP take up a shard's other memory, also while the script has it under another name (pruning)."""
+    within, leaf = of_unit._module_info.module._parameters, of_unit._module_info.param_name
+    stands, within[leaf] = leaf in within, of_unit.sharded_param
+    of_unit.reset_sharded_param()
+    if not stands:
+        del within[leaf]
+
+
+def _asked(known: weakref.ref[ShardedWeights]) -> ShardedWeights | None:
+    sharded = known()
+    return sharded if sharded is not None and sharded.is_asked() else None
+
+
+def _weight_kind(known: weakref.ref[ShardedWeights]) -> type[DTensor]:
+    own = torch.Tensor.grad
+
+    class ShardedWeight(DTensor):
+        @staticmethod
+        def answers_as_complex() -> bool:
+            """Whether it is the script's own code that asks now."""
+            return _asked(known) is not None
+
+        @property
+        def grad(self) -> torch.Tensor | None:
+            sharded = _asked(known)
+            return own.__get__(self) if sharded is None else sharded.gradient(self)
+
+        @grad.setter
+        def grad(self, value: torch.Tensor | None) -> None:
+            sharded = _asked(known)
+            if sharded is None:
+                own.__set__(self, value)
+            else:
+                sharded.set_gradient(self, value)
+
+        @grad.deleter
+        def grad(self) -> None:
+            own.__delete__(self)
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            sharded, kwargs = known(), kwargs or {}
+            with torch._C.DisableTorchFunctionSubclass():
+                if sharded is not None and sharded.assigned_in_forward(func):
+                    return sharded.assign(*args)
+                if sharded is None or not sharded.is_asked():
+                    return func(*args, **kwargs)
+                return names_line(sharded.whole.outside)(func, args, kwargs)
+
+    return ShardedWeight
+
+
+def _gradient_kind(known: weakref.ref[ShardedWeights]) -> type[DTensor]:
+    class ShardedGradient(DTensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            kwargs, asked = kwargs or {}, _asked(known) is not None
+            name = getattr(func, "__name__", "")
+            if asked and reads_values(func) and not _by_pieces(name, args, kwargs):
+                names_line(_refuse)(name)
+            with torch._C.DisableTorchFunctionSubclass():
+                made = func(*args, **kwargs)
+            return replaced(DTensor, _as(cls), made) if asked else made
+
+    return ShardedGradient
+
+
+def _as(kind: type[DTensor]) -> Callable[[DTensor], torch.Tensor]:
+    def see(tensor: DTensor) -> torch.Tensor:
+        if not tensor.dim():
+            return tensor.full_tensor()  # a norm: a number, on every rank
+        if type(tensor) is DTensor:
+            tensor.__class__ = kind
+        return tensor
+
+    return see
+
+
+def _refuse(name: str) -> None:
+    raise RefusedPlan(_GRADIENT.format(name))
+
+
+def _by_pieces(name: str, args: tuple, kwargs: dict) -> bool:
+    """Whether torch's sharded tensors answer a function by their pieces as it is of whole tensors."""
+    if name in ("__get__", "__set__", "detach", "clone", "zero_", "fill_", "full_tensor", "to_local", "item"):
+        return True
+    sized = [one for one in tensors_in((args, kwargs)) if one.dim()]  # numbers are whole on every rank
+    return not sized or (all(isinstance(one, DTensor) for one in sized) and _is_by_elements(name))
+
+
+@cache
+def _is_by_elements(name: str) -> bool:
+    """Whether an operation gives each element by the same element of what it is given, or a sum, drawing nothing."""
+    name = name.removeprefix("_foreach_")
+    if name.startswith("__"):
+        name = name.strip("_").removeprefix("i" if writes_into(name) else "") + "_" * writes_into(name)
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+    draws = any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+    known = {torch.Tag.pointwise, torch.Tag.reduction}
+    return not draws and any(known & set(overload.tags) for overload in overloads)
+
+
+def refuse_draws() -> None:
+    """Let torch's draws into sharded tensors raise, which would be others than one process's. For the process."""
+
+    def draw(operation: Any, args: tuple, kwargs: dict) -> Any:
+        names_line(_refuse_draw)(str(operation))
+
+    dispatcher: Any = DTensor._op_dispatcher
+    for operation in dispatcher._random_ops:
+        if operation._schema.arguments and operation._schema.arguments[0].name in ("self", "input"):
+            dispatcher._custom_op_handlers[operation] = draw
+
+
+def _refuse_draw(name: str) -> None:
+    raise RefusedPlan(OUTSIDE.format(name))

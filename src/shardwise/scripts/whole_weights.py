@@ -1,0 +1,441 @@
+"""`prepared.whole()`: within it a script's own code reads and writes whole weights, gradients and optimizer state.
+
+    with prepared.whole():              model.parameters(), buffers and optimizer.param_groups are whole
+        for q, p in zip(average.parameters(), model.parameters()):
+            q.lerp_(p, 0.1)
+    with prepared.whole(grads=True)     p.grad too
+    with prepared.whole(state=True)     optimizer.state[p] too
+
+    ranks' pieces --gather--> stand-ins in the modules' places --the script--> compared, each rank takes its pieces
+
+Outside of it, what is computed of a weight beside the forward (a penalty, a norm, `average.lerp_(p, 0.1)`, a method
+that reads one) is of the whole weight, gathered for it; a write, and what gives a hold on its memory (p.data,
+p.detach(), a view), raises with this line as the remedy.
+
+What this does not do: run the model's forward inside, or find out which tensors the script has no use for.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from shardwise.comm import all_reduce, broadcast
+from shardwise.engine.engine import Engine
+from shardwise.engine.load import load_state_dict
+from shardwise.errors import InputError, RefusedPlan
+from shardwise.parallel.fsdp import groups_of
+from shardwise.parallel.full import FullShard
+from shardwise.part import with_summed_gradient
+from shardwise.part.pairs import as_pairs
+from shardwise.scripts.agreement import same_given
+from shardwise.scripts.arrivals import techniques_of
+from shardwise.scripts.guard import OUTSIDE, READ, TAKEN, mark_like, reads_values, writes_into
+from shardwise.scripts.saying import is_called_by_engine, names_line
+from shardwise.scripts.state import put, share_of
+from shardwise.trace.leaves import replaced, tensors_in
+
+if TYPE_CHECKING:
+    from shardwise.scripts.prepared import Prepared
+
+_ABOUT = frozenset({
+    "size", "dim", "ndimension", "numel", "nelement", "__len__", "stride", "is_contiguous", "is_complex",
+    "is_floating_point", "element_size",
+})  # fmt: skip
+_ATTRIBUTES = frozenset({"shape", "ndim", "dtype"})
+_CLOSED = (
+    "a weight that prepared.whole() gave is used ({}) after its end, where it is whole no more: read it inside, or "
+    "keep a copy (p.detach().clone())"
+)
+_HOOK = (
+    "a hook on a weight that prepared.whole() gives would never run, as gradients come to ranks' pieces: change them "
+    "after prepared.backward, in prepared.whole(grads=True)"
+)
+
+
+class WholeWeight(nn.Parameter):
+    """Stands for one parameter in its modules while `prepared.whole()` is open; the same object each time."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        return memo.setdefault(id(self), nn.Parameter(self.detach().clone(), self.requires_grad))
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        mine = tensors_in((args, kwargs), cls)
+        known = mine[0].__dict__.get("_whole_weights") if mine else None
+        weights = known() if known is not None else None
+        with torch._C.DisableTorchFunctionSubclass():
+            if weights is None or weights.answers_itself:
+                return func(*args, **kwargs)
+            return names_line(weights.inside)(func, args, kwargs)
+
+
+class WholeWeights:
+    """The whole weights of one prepared model, for the script's own code."""
+
+    def __init__(self, prepared: Prepared, engine: Engine) -> None:
+        self._prepared, self._state = weakref.ref(prepared), engine.state
+        self.is_open = self._fills = False
+        held = dict(engine.module.named_parameters())
+        self.names = {id(param): name for name, param in held.items()}
+        self._held = held
+        self._standing: dict[str, WholeWeight] = {}
+        self._seen: dict[str, torch.Tensor] = {}  # by name, what the script finds in its modules
+        self._gradients: dict[str, torch.Tensor | None] = {}  # whole ones, as they were handed out
+        self._asked = (False, False)  # for gradients, for the optimizer's state
+        self._places: Any = []  # (parameters of a module, name, the piece that stands there)
+        self._groups: list[list[Any]] = []  # the optimizer's pieces
+        self._technique_of = {
+            id(param): (technique, index)
+            for technique in techniques_of(engine)
+            if isinstance(technique, FullShard)
+            for index, param in enumerate(technique.params)
+        }
+        units = [unit for unit in engine.module.modules() if isinstance(unit, FSDPModule)]
+        self.in_units = {
+            id(one.sharded_param): one for unit in units for group in groups_of(unit) for one in group.fsdp_params
+        }
+
+    @property
+    def _script(self) -> Prepared:
+        script = self._prepared()
+        assert script is not None
+        return script
+
+    @property
+    def answers_itself(self) -> bool:
+        """Whether it is not the script's own code that asks: stand-ins are filled, or the engine reads."""
+        script = self._prepared()
+        return self._fills or script is None or script._gate.is_open
+
+    def meta(self, param: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor on the meta device of the whole weight's shape and dtype."""
+        name = self.names[id(param)]
+        shape, dtype = torch.Size(param.shape), param.dtype
+        if name in self._state.pairs:
+            shape, dtype = shape[:-1], dtype.to_complex()
+        for spread in (self._state.experts, self._state.tensor):
+            shape = shape if spread is None else spread.full_shape(name, shape)
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    # --- functions of torch
+
+    def outside(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Returns a function of pieces for the script's own code, while `whole()` is closed; raises `RefusedPlan`."""
+        if self.is_open:  # pieces that the script took up outside
+            args, kwargs = replaced(torch.Tensor, self._standing_for, (args, kwargs))
+            return self.inside(func, args, kwargs)
+        name = getattr(func, "__name__", "")
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else ""
+        if func is torch.autograd.grad:
+            return self._taken(func, args, kwargs)
+        if name in _ABOUT or (name == "__get__" and attribute in _ATTRIBUTES):
+            if is_called_by_engine(__file__):
+                return func(*args, **kwargs)
+            return func(*replaced(torch.Tensor, lambda t: self.meta(t) if id(t) in self.names else t, args), **kwargs)
+        if not reads_values(func):
+            return func(*args, **kwargs)
+        target = (kwargs.get("out"), (*args, *kwargs.values())[0] if writes_into(name) else None)
+        if name == "__set__" or any(id(one) in self.names for one in tensors_in(target)):
+            raise RefusedPlan(OUTSIDE.format(attribute or name))
+        if attribute == "data" or name == "detach":
+            raise RefusedPlan(READ.format(attribute or name))
+        return self._computed(func, args, kwargs)
+
+    def _computed(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Returns a function of whole weights; raises where it gives a view of one, which would be of a copy."""
+        self._script.meet("a weight that is read beside the forward")
+        copies = set[int]()
+
+        def whole(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in self.names:
+                return tensor
+            if torch.is_grad_enabled() and tensor.requires_grad:
+                return self.in_graph(tensor)  # into whose views nothing could be written in one process either
+            value = self.value(self.names[id(tensor)])
+            copies.add(value.untyped_storage()._cdata)
+            return value
+
+        args, kwargs = replaced(torch.Tensor, whole, (args, kwargs))
+        made = func(*args, **kwargs)
+        if any(one.untyped_storage()._cdata in copies for one in tensors_in(made)):
+            raise RefusedPlan(READ.format(getattr(func, "__name__", func)))
+        return made
+
+    def inside(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Returns a function of stand-ins: of their own memory, and in graphs by a way to the ranks' pieces."""
+        name = getattr(func, "__name__", "")
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else ""
+        if name in ("register_hook", "register_post_accumulate_grad_hook"):
+            raise RefusedPlan(_HOOK)
+        if func is torch.autograd.grad and self.is_open:
+            return self._taken(func, args, kwargs)
+        if not reads_values(func):
+            return func(*args, **kwargs)
+        if not self.is_open:
+            raise InputError(_CLOSED.format(attribute or name))
+        plainly = attribute == "data" or name == "detach" or writes_into(name) or not torch.is_grad_enabled()
+        if not plainly:
+            args, kwargs = replaced(WholeWeight, lambda one: self.in_graph(one) if one.requires_grad else one,
+                                    (args, kwargs))  # fmt: skip
+        return func(*args, **kwargs)
+
+    def _taken(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Gradients by weights for the script's own use: where every rank has all samples, of the gathered weights."""
+        found = [self._gathered(self._piece(one)) for one in tensors_in((args, kwargs)) if self._is_mine(one)]
+        if not found or any(one is None for one in found) or not self._script.calls.on_every_rank:
+            raise RefusedPlan(TAKEN)
+        self._script.calls.records()
+        args, kwargs = replaced(torch.Tensor, lambda t: self._gathered(self._piece(t)) if self._is_mine(t) else t,
+                                (args, kwargs))  # fmt: skip
+        return func(*args, **kwargs)
+
+    def _standing_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._standing.get(self.names.get(id(tensor), ""), tensor)
+
+    def _is_mine(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self.names or isinstance(tensor, WholeWeight)
+
+    def _piece(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The parameter that the plan trains, of itself or of its stand-in."""
+        return self._held[tensor.__dict__["_whole_name"]] if isinstance(tensor, WholeWeight) else tensor
+
+    def _gathered(self, piece: torch.Tensor) -> torch.Tensor | None:
+        """The weight that stands for a piece in graphs of zero=3, and has no memory while its unit is not gathered."""
+        name, unit = self.names[id(piece)], self.in_units.get(id(piece))
+        cut = self._state.tensor is not None and name in self._state.tensor.cuts
+        return None if cut or name in self._state.pairs else getattr(unit, "_unsharded_param", None)
+
+    def in_graph(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the whole weight, whose gradient comes to the ranks' pieces and counts once. Collective if closed."""
+        script, piece = self._script, self._piece(tensor)
+        values = tensor.detach() if isinstance(tensor, WholeWeight) else self.value(self.names[id(piece)])
+        if not piece.requires_grad:
+            return values
+        gathered = self._gathered(piece) if script.calls.on_every_rank else None
+        if gathered is not None:
+            script.calls.records()
+            return _Beside.apply(gathered, values)
+        whole: torch.Tensor = _Whole.apply(piece, values, self)
+        return with_summed_gradient(whole, (*script.calls.counted_once, *script.mesh.inner))
+
+    @torch.no_grad()
+    def value(self, name: str) -> torch.Tensor:
+        """Returns one whole weight in full precision, in memory of its own. Collective."""
+        script = self._script
+        with script._gate.open():
+            return script.engine.full_parameter(name).detach().as_subclass(torch.Tensor).clone()
+
+    @torch.no_grad()
+    def cut(self, piece: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's piece of a whole weight's gradient, of which other ranks' summands are added for FSDP."""
+        script = self._script
+        if isinstance(piece, DTensor):
+            gradient = gradient.clone(memory_format=torch.contiguous_format)
+            all_reduce(gradient, script.mesh.gradients, "gradients")
+            technique, index = self._technique_of[id(piece)]
+            technique._used_now.add(index)
+            technique.heard(piece)
+        share = share_of(self._state, self.names[id(piece)], gradient).contiguous()
+        share = (as_pairs(share) if share.is_complex() else share).to(piece.dtype)
+        if not isinstance(piece, DTensor):
+            return share
+        return distribute_tensor(share, piece.device_mesh, piece.placements, src_data_rank=None)
+
+    # --- the context
+
+    @contextmanager
+    def opened(self, grads: bool, state: bool) -> Iterator[None]:
+        """Context: stand-ins are in the places of the model's pieces. Collective, at both ends."""
+        names_line(self._open)(grads, state)
+        try:
+            yield
+        except BaseException:
+            self._close()  # nothing is sent: other ranks may have gone on
+            self._empty()
+            raise
+        names_line(self._end)()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context: within an open `whole()` the plan itself runs (a step), and stand-ins follow it. Collective."""
+        asked = self._asked
+        self._end()
+        yield
+        self._open(*asked)
+
+    def _open(self, grads: bool, state: bool) -> None:
+        script = self._script
+        if self.is_open:
+            raise InputError("prepared.whole() within prepared.whole(): everything is whole already")
+        if not script.calls.is_outside:
+            raise InputError("prepared.whole() within the model's forward or a backward: call it after them")
+        self._asked = (grads, state)
+        script.meet("prepared.whole()")
+        script.compare()
+        with script._reading():
+            for unit in self._state.module.modules():
+                if isinstance(unit, FSDPModule):
+                    unit.reshard()  # else modules have what was gathered, in place of their pieces
+            self._seen = self._filled() if script.in_pieces is not None else dict(self._held)
+            states = dict(script.engine.full_optimizer_state()) if state else {}
+        self._gradients = script._whole_gradients.of_all(self._held) if grads else {}
+        self._show(states)
+
+    def _end(self) -> None:
+        states = self._close()
+        self._script.meet("the end of prepared.whole()")
+        with self._filling():
+            self._take(states)
+        self._empty()
+
+    def forget_gradients(self) -> None:
+        """Note that there are none any more (`zero_grad`)."""
+        self._gradients = {}
+        with self._filling():
+            for standing in self._standing.values():
+                standing.grad = None
+
+    @contextmanager
+    def _filling(self) -> Iterator[None]:
+        """Context: stand-ins are read and written as plain parameters."""
+        self._fills = True
+        try:
+            yield
+        finally:
+            self._fills = False
+
+    def _filled(self) -> dict[str, torch.Tensor]:
+        """The weights of now, by name: stand-ins of pieces and of narrower weights, others themselves. Collective."""
+        with self._filling():
+            for name, param in self._held.items():
+                if not self._state.precision.mixed and not isinstance(param, DTensor) and self._is_whole(param):
+                    continue
+                value, standing = self.value(name), self._standing.get(name)
+                if standing is None:
+                    standing = self._standing[name] = WholeWeight(value, param.requires_grad)
+                    standing.__dict__.update(_whole_weights=weakref.ref(self), _whole_name=name)
+                standing.data = value
+                standing.requires_grad_(param.requires_grad)
+                mark_like(standing, param)
+        return self._held | self._standing
+
+    def _is_whole(self, param: torch.Tensor) -> bool:
+        """Whether the model's own tensor is the whole weight, as the script sees it."""
+        with self._script._gate.open():
+            about = self.meta(param)
+            return (about.shape, about.dtype) == (param.shape, param.dtype)
+
+    @torch.no_grad()
+    def _empty(self) -> None:
+        """Give the stand-ins' memory back; their shapes stay."""
+        with self._filling():
+            for standing in self._standing.values():
+                standing.data = standing.data.new_empty(()).expand(standing.shape)
+                standing.grad = None
+
+    def _show(self, states: dict[str, dict[Any, Any]]) -> None:
+        """Put stand-ins in the places of pieces: in the model's modules, the optimizer's groups and its state."""
+        script, optimizer, seen = self._script, self._script.optimizer, self._seen
+        self._places = [(child._parameters, leaf, param) for child in self._state.module.modules()
+                        for leaf, param in child._parameters.items() if param is not None]  # fmt: skip
+        for held, leaf, param in self._places:
+            held[leaf] = seen[self.names[id(param)]]
+        script._optimizer_guard.leave()
+        self._groups = [group["params"] for group in optimizer.param_groups]
+        for group, names in zip(optimizer.param_groups, script.all_names, strict=True):
+            group["params"] = [seen[name] for name in names]
+        self._own_state: Any = optimizer.state
+        if self._asked[1]:
+            rest = {key: value for key, value in self._own_state.items() if not isinstance(key, torch.Tensor)}
+            whole = {seen[name]: dict(state) for name, state in states.items() if state}
+            optimizer.state = defaultdict(dict, {**whole, **rest})
+        else:
+            script._optimizer_guard.hide_state(optimizer)
+        for name, standing in self._standing.items():
+            standing.grad = self._gradients.get(name)
+        self.is_open = script.calls.entries.closed = True
+
+    def _close(self) -> Any:
+        """Put the pieces back; returns the optimizer's state as the script leaves it."""
+        script, optimizer = self._script, self._script.optimizer
+        self.is_open = script.calls.entries.closed = False
+        for held, leaf, param in self._places:
+            standing = self._seen[self.names[id(param)]]
+            if held.get(leaf) is standing:  # what stands there else is found by those who look after modules
+                held[leaf] = param.requires_grad_(standing.requires_grad)
+        states, optimizer.state = optimizer.state, self._own_state
+        for group, params in zip(optimizer.param_groups, self._groups, strict=True):
+            group["params"] = params
+        script._watch_pieces()
+        return states
+
+    @torch.no_grad()
+    def _take(self, states: Any) -> None:
+        """Let each rank take its pieces of what the script has changed, alike on all. Collective."""
+        script, (grads, state) = self._script, self._asked
+        weights = {name: one.data for name, one in self._standing.items()}
+        after = {name: one.grad for name, one in self._standing.items()} if grads else {}
+        named = {self._name_of(key): value for key, value in states.items()} if state else {}
+        gradients = {name: one for name, one in after.items() if one is not None}
+        given = {"weight": weights, "gradient": gradients, "state": named}
+        if script.calls.randomness == "fast":  # ranks' generators differ, and the first one's draws are taken
+            for one in tensors_in(given):
+                drawn = one.contiguous()
+                broadcast(drawn, script.mesh.world, 0, "control")
+                one.copy_(drawn)
+        with script._gate.open(), script._state_gate.open():
+            same_given("the end of prepared.whole()", given, script.mesh.world, script.mesh.device)
+            if weights:
+                load_state_dict(self._state, self._under_own_names(weights), strict=False)
+                script.may_have_written()
+        for name, gradient in after.items():
+            if gradient is not self._gradients.get(name):
+                script._whole_gradients.set(self._held[name], gradient)
+        if state:
+            with script.plainly():
+                rest = {key: value for key, value in named.items() if not isinstance(key, str) or key not in self._held}
+                put(self._state, script.optimizer, {k: v for k, v in named.items() if k in self._held}, rest=rest)
+
+    def _name_of(self, key: Any) -> Any:
+        return next((name for name, one in self._seen.items() if one is key), key)
+
+    def _under_own_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Weights by the names that the module's `state_dict` gives them, a shared one under each."""
+        own = self._state.module.state_dict(keep_vars=True)
+        names = {key: self.names.get(id(value), "") for key, value in own.items()}
+        return {key: weights[name] for key, name in names.items() if name in weights}
+
+
+class _Whole(torch.autograd.Function):
+    """A whole weight; each rank takes its piece of what comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, piece: torch.Tensor, values: torch.Tensor, weights: WholeWeights) -> torch.Tensor:
+        ctx.piece, ctx.weights = piece, weakref.ref(weights)  # a script keeps its last loss, and not its run
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor):
+        return ctx.weights().cut(ctx.piece, gradient), None, None
+
+
+class _Beside(torch.autograd.Function):
+    """A whole weight, in graphs that come to the gathered weight as the forward's do."""
+
+    @staticmethod
+    def forward(ctx: Any, gathered: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor):
+        return gradient, None
