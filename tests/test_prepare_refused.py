@@ -22,7 +22,7 @@ from shardwise.testing.faults import Fault
 
 
 def test_notices_are_printed_once_by_rank_0(capsys: pytest.CaptureFixture) -> None:
-    from shardwise.scripts.saying import Notices
+    from shardwise.scripts.script_lines import Notices
 
     for rank in (0, 1):
         told = Notices(rank)

@@ -85,15 +85,15 @@ def _same_losses(engine: Engine, tally: Tally, axis: Axis) -> None:
     """Ranks of an axis that have the same samples have the same loss, unless the script looks at what each has."""
     totals = read(gather_rows(row_of([tally.total], engine.device), axis).view(-1), f"losses of ranks of {axis.name}")
     if max(totals) - min(totals) > 1e-4 * max(map(abs, totals)):
-        told = ", ".join(f"{total:.6g} on rank {rank}" for rank, total in zip(axis.ranks, totals, strict=True))
+        losses = ", ".join(f"{total:.6g} on rank {rank}" for rank, total in zip(axis.ranks, totals, strict=True))
         if axis is not engine.mesh.tp:
             raise RunError(
-                f"the loss of the same samples is {told} in step {engine.steps_done}: under {axis.name}={axis.size} "
+                f"the loss of the same samples is {losses} in step {engine.steps_done}: under {axis.name}={axis.size} "
                 "these ranks have the same batch, and the script computes a part of the loss from what differs between "
                 "them (its rank, draws of its own)"
             )
         raise RunError(
-            f"the loss of the same samples is {told} in step {engine.steps_done}: the script computes a part of it "
+            f"the loss of the same samples is {losses} in step {engine.steps_done}: the script computes a part of it "
             f"from weights, of which each rank has a share under tp={engine.plan.tp} (a penalty over "
             "model.parameters()): use the optimizer's weight_decay, or compute it inside the model's forward"
         )

@@ -29,17 +29,17 @@ from shardwise.part import whole as uncut
 from shardwise.part.levels import Distributed
 from shardwise.part.tensor import Gathers
 from shardwise.scripts.agreement import same_on_all
-from shardwise.scripts.arrivals import techniques_of, weakly
 from shardwise.scripts.dealt import Dealt
 from shardwise.scripts.draws import SampleDraws
 from shardwise.scripts.entries import Entries
 from shardwise.scripts.forward_writes import ForwardWrites, Registrations
+from shardwise.scripts.gradient_arrivals import techniques_of, weakly
 from shardwise.scripts.guard import Gate
 from shardwise.scripts.loader import PartLoader
-from shardwise.scripts.lookout import ModelLook, look_at_model
 from shardwise.scripts.loop import Loop, OtherLoop
 from shardwise.scripts.meeting import Meeting
-from shardwise.scripts.saying import Notices, line_of_script, names_line
+from shardwise.scripts.model_look import ModelLook, look_at_model
+from shardwise.scripts.script_lines import Notices, line_of_script, names_line
 from shardwise.scripts.shares import Door
 from shardwise.scripts.spread import aliased, refuse_transform, seen_outside, tensors_of, thawed
 from shardwise.scripts.whole_batch import WholeBatch
@@ -66,9 +66,9 @@ class Calls(Loop):
         self._gate = Gate()
         self.inside = 0  # the model's forward, how deep
         self.methods = 0  # of the model's, under way, in which its modules are called one by one
-        self.told: Notices = leader.told if leader is not None else Notices(mesh.rank)
+        self.notices: Notices = leader.notices if leader is not None else Notices(mesh.rank)
         if self.on_every_rank:
-            self.told.say(['loss_scope="model": every rank runs the model on all samples of a batch'])
+            self.notices.say(['loss_scope="model": every rank runs the model on all samples of a batch'])
         self.leader = leader or self  # the first of the models that one loop trains
         self.together: list[Calls] = leader.together if leader is not None else []
         self.together.append(self)
@@ -146,13 +146,13 @@ class Calls(Loop):
         """Returns what follows random draws, one object for all models of a loop."""
         return self.leader._watched
 
-    def _held_beside(self, given: tuple) -> tuple[Share | None, bool | None]:
+    def _held_beside(self, arguments: tuple) -> tuple[Share | None, bool | None]:
         """Returns what this rank holds of the batch of another loader (`Prepared.split`) that is at hand, and whether
         an operation's arguments are of that batch or of the main one; None: of neither."""
         lead, inside = self.leader, next((each for each in self.together if each.inside), None)
         if lead.other.part is None:
             return None, None
-        return lead.other.part, lead.of_other(given) if inside is None else inside.called_beside
+        return lead.other.part, lead.of_other(arguments) if inside is None else inside.called_beside
 
     # --- the model
 
@@ -204,7 +204,7 @@ class Calls(Loop):
         if self.inside == 1 and self.mesh.data.size > 1:
             if trains and self.leader.unfed:
                 self.leader._comes_unfed((args, kwargs))
-            self.leader.comes_with((args, kwargs), trains=trains)
+            self.leader.select_batch_for_forward((args, kwargs), trains=trains)
         if self.inside == 1:
             self.called_beside = self.leader.of_other((args, kwargs))
         if self.gathers or (trains and self.pieces):  # replicas need each other in backward alone
@@ -253,7 +253,7 @@ class Calls(Loop):
         args, kwargs = whole.enter(args, kwargs, self.dealt.part.total, self._dim or 0)
         self.engine.state.phase.stand_in = whole.rows.count == 0
         if self.draws is not None:
-            self.draws.part = whole.held
+            self.draws.part = whole.local
         return args, kwargs
 
     def _cut(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -267,14 +267,14 @@ class Calls(Loop):
         Gathers.told = None
         call, notice = self._door.enter(args, kwargs)
         if notice:
-            self.told.say([notice])
+            self.notices.say([notice])
         return call
 
     def _gathers_outside(self, operation: str, size: int) -> None:
         line, cost = line_of_script(), f"{size / 1e6:.3g} MB on every rank"
         if (operation, line) not in self._gathered:
             self._gathered.add((operation, line))
-            self.told.say([f"{operation} has no rule for what is cut here, and gathers it: {cost} [{line}]"])
+            self.notices.say([f"{operation} has no rule for what is cut here, and gathers it: {cost} [{line}]"])
 
     @names_line
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
@@ -320,13 +320,13 @@ class Calls(Loop):
     def _look(self, engine: Engine, args: tuple, kwargs: dict) -> None:
         """On the first batch: does each sample's output depend on that sample alone?"""
         self.suspend()
-        held = 0
+        samples = 0
         if self.dealt is not None:
-            held = self.dealt.held.count if self.whole is None else self.dealt.part.total
+            samples = self.dealt.local.count if self.whole is None else self.dealt.part.total
         phase = engine.state.phase
         with self._gate.open(), thawed(self.model, engine.state.names):
             phase.looked_at = True
-            look = look_at_model(engine, args, kwargs, held, self._dim, check=self._check)
+            look = look_at_model(engine, args, kwargs, samples, self._dim, check=self._check)
             phase.looked_at = False
         for module in look.batch_norms:
             if module not in self._joined:

@@ -30,7 +30,7 @@ from shardwise.errors import RefusedPlan
 from shardwise.parallel.fsdp import groups_of
 from shardwise.scripts.calls import Calls
 from shardwise.scripts.entries import Way
-from shardwise.scripts.saying import names_line
+from shardwise.scripts.script_lines import names_line
 
 _OURS = (str(Path(shardwise.__file__ or "").parent), str(Path(torch.__file__ or "").parent / "distributed"))
 _STATE = {"_tensor_cuts", "_read_outside", "_set_outside", "_is_fsdp_managed_module", "_fsdp_use_orig_params"}
@@ -93,7 +93,7 @@ class Copies:
         """By id, what stands in a copy for each parameter, and for each buffer of which this rank holds a part."""
         prepared, model = self._prepared(), self._model()
         engine = prepared.in_pieces if prepared is not None and not prepared.whole_is_open else None
-        found: dict[str, torch.Tensor] = {}
+        weights: dict[str, torch.Tensor] = {}
         if engine is not None:
             assert prepared is not None
             if torch._C._current_graph_task_id() != -1:
@@ -102,15 +102,15 @@ class Copies:
                     "weights: make the copy in the constructor, or before prepare"
                 )
             with _gathered_as_before(model):
-                found = prepared.whole_state("copy.deepcopy of the model")
+                weights = prepared.whole_state("copy.deepcopy of the model")
         assert model is not None
         made: dict[int, Any] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
-            value = found[name].to(param.device) if name in found else param.detach()
+            value = weights[name].to(param.device) if name in weights else param.detach()
             value = value.as_subclass(torch.Tensor).clone()
             made[id(param)] = nn.Parameter(value, param.requires_grad)
-        made |= {id(buffer): found[name].to(buffer.device).clone() for name, buffer in model.named_buffers()
-                 if name in found}  # fmt: skip
+        made |= {id(buffer): weights[name].to(buffer.device).clone() for name, buffer in model.named_buffers()
+                 if name in weights}  # fmt: skip
         return made
 
 

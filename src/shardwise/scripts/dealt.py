@@ -22,12 +22,12 @@ class Dealt:
     """One rank's samples of a batch.
 
     part    those that count: `count` of them from `start` on, of `total`
-    held    those that its batch holds; other than `part` where none count
+    local   those that its batch holds; other than `part` where none count
     even    every rank counts as many
     """
 
     part: Share
-    held: Share
+    local: Share
     even: bool
 
     def proportion(self) -> float:
@@ -40,13 +40,13 @@ def deal(total: int, ranks: int, rank: int, *, several: bool = False) -> Dealt:
     holders = max(1, min(ranks, total // 2)) if several else max(1, min(ranks, total))
     if holders < ranks and not several:
         low, high = cut(total, ranks, rank)  # one each, spread over the ranks
-        held = (low, high) if high > low else (0, 1)
+        local_range = (low, high) if high > low else (0, 1)  # a rank without a sample runs the first as a stand-in
     else:
-        held = cut(total, holders, rank % holders)
-        low, high = held if rank < holders else (held[0], held[0])
+        local_range = cut(total, holders, rank % holders)
+        low, high = local_range if rank < holders else (local_range[0], local_range[0])
     part = Share(None, high - low, low, total)
-    whole = Share(None, held[1] - held[0], held[0], total)
-    return Dealt(part, whole, holders == ranks and total % ranks == 0)
+    local = Share(None, local_range[1] - local_range[0], local_range[0], total)
+    return Dealt(part, local, holders == ranks and total % ranks == 0)
 
 
 class Dealer:

@@ -36,7 +36,7 @@ from shardwise.part import Part
 from shardwise.part.pointwise import draws_of_one_process
 from shardwise.random import BatchDims
 from shardwise.scripts.following import may_draw, put_on, take_off
-from shardwise.scripts.saying import names_line
+from shardwise.scripts.script_lines import names_line
 from shardwise.trace.drawn import asks_by_values, is_random
 
 _MIXES = (
@@ -137,7 +137,7 @@ class SampleDraws(TorchFunctionMode):
         """Returns what an operation under way gives, whose draws are dealt if it is one that draws."""
         if self.part is None or not is_random(func):
             return func(*args, **kwargs)
-        draws = not _is_off(func, _given(func, args, kwargs))
+        draws = not _is_off(func, _named_arguments(func, args, kwargs))
         self.seen |= draws
         self.follows_all |= draws and not self._follows
         if self.alike:
@@ -187,8 +187,8 @@ class SampleDraws(TorchFunctionMode):
     def _draw(self, func: Any, args: tuple, kwargs: dict, part: Share) -> Any:
         names = [argument.name for argument in func._schema.arguments]
         sized = {name for name in ("size", "shape") if name in names}
-        given, self._op = _given(func, args, kwargs), str(func)
-        found_part = self._whose(part, _shape_of(given, sized), args)
+        named, self._op = _named_arguments(func, args, kwargs), str(func)
+        found_part = self._whose(part, _shape_of(named, sized), args)
         if found_part is None:
             return func(*args, **kwargs)
         part = found_part
@@ -198,37 +198,37 @@ class SampleDraws(TorchFunctionMode):
                 self.followed = str(func.overloadpacket).removeprefix("aten.")
             with draws_of_one_process():
                 return func(*args, **kwargs)
-        found: list[int] = []  # the dims that count samples
+        counted: list[int] = []  # the dims that count samples
 
         def size(value: Any) -> Any:
             at = self._place(value, rows) if isinstance(value, list | tuple) else None
             if at is None:
                 return value
-            found.append(at)
+            counted.append(at)
             return [*value[:at], total, *value[at + 1 :]]
 
         def whole(tensor: torch.Tensor) -> torch.Tensor:
             at = self._place(tensor.shape, rows)
             if at is None:
                 return tensor
-            found.append(at)
+            counted.append(at)
             return _among(tensor, at, low, total)
 
-        if func.overloadpacket is torch.ops.aten.randperm and given["n"] == rows and total > rows:
+        if func.overloadpacket is torch.ops.aten.randperm and named["n"] == rows and total > rows:
             raise RefusedPlan(_MIXES)
-        if _is_off(func, given):
+        if _is_off(func, named):
             return func(*args, **kwargs)
-        of_classes = given.get("num_samples") == rows and given["self"].dim() == 1  # one for each sample
+        of_classes = named.get("num_samples") == rows and named["self"].dim() == 1  # one for each sample
         if of_classes and self._seen_at((rows,), rows) != -1:
-            found.append(0)
-            given["num_samples"] = total
+            counted.append(0)
+            named["num_samples"] = total
             with draws_of_one_process():
-                return func(**given)[_rows(0, low, rows)].clone()
+                return func(**named)[_rows(0, low, rows)].clone()
         wide_args = [size(value) if name in sized else value for name, value in zip(names, args, strict=False)]
         wide_args, wide_kwargs = tree_map_only(torch.Tensor, whole, (wide_args, dict(kwargs)))
-        if not found:
-            if self.inside and not _is_scalar(given, sized) and self._seen_at(_shape_of(given, sized), rows) != -1:
-                raise RefusedPlan(self._told(func, given, sized, rows))
+        if not counted:
+            if self.inside and not _is_scalar(named, sized) and self._seen_at(_shape_of(named, sized), rows) != -1:
+                raise RefusedPlan(self._unknown_rows(func, named, sized, rows))
             return func(*args, **kwargs)
         if asks_by_values(func):
             raise RefusedPlan(_BY_VALUES.format(str(func.overloadpacket).removeprefix("aten.")))
@@ -237,12 +237,12 @@ class SampleDraws(TorchFunctionMode):
         with draws_of_one_process():
             output = func(*wide_args, **wide_kwargs)
         if func._schema.is_mutable:
-            args[0].copy_(wide_args[0][_rows(found[0], low, rows)])
+            args[0].copy_(wide_args[0][_rows(counted[0], low, rows)])
             return args[0]
 
         def mine(value: Any) -> Any:
-            if isinstance(value, torch.Tensor) and value.dim() > found[0] and value.shape[found[0]] == total:
-                return value[_rows(found[0], low, rows)].clone()
+            if isinstance(value, torch.Tensor) and value.dim() > counted[0] and value.shape[counted[0]] == total:
+                return value[_rows(counted[0], low, rows)].clone()
             return value
 
         return tree_map(mine, output)
@@ -279,7 +279,7 @@ class SampleDraws(TorchFunctionMode):
             raise RefusedPlan(_BESIDE.format(shape, part.count, part.total, other.total))
         return fits[0] if fits else part
 
-    def _told(self, func: Any, given: dict, sized: set[str], rows: int) -> str:
+    def _unknown_rows(self, func: Any, named: dict, sized: set[str], rows: int) -> str:
         if "dropout_state" in str(func):
             return (
                 "a recurrent layer's dropout is drawn inside a kernel of cuDNN, where which numbers belong to which "
@@ -287,7 +287,7 @@ class SampleDraws(TorchFunctionMode):
                 'by torch as well), dropout=0, or prepare(..., randomness="fast")'
             )
         return (
-            f"the model draws random numbers of shape {_shape_of(given, sized)} ({func}), of which no dim is sure to "
+            f"the model draws random numbers of shape {_shape_of(named, sized)} ({func}), of which no dim is sure to "
             f"count the {rows} samples of this rank, so which of one process's numbers belong to them is not "
             'known: draw with samples first, switch the dropout off, or use prepare(..., randomness="fast")'
         )
@@ -325,7 +325,7 @@ def _shape_of(given: dict, sized: set[str]) -> tuple[int, ...]:
     )
 
 
-def _given(func: Any, args: tuple, kwargs: dict) -> dict:
+def _named_arguments(func: Any, args: tuple, kwargs: dict) -> dict:
     """The arguments of an operation by their names."""
     names = (argument.name for argument in func._schema.arguments)
     return dict(zip(names, args, strict=False)) | kwargs

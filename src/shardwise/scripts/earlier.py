@@ -19,7 +19,7 @@ import torch
 
 from shardwise.engine.engine import Engine
 from shardwise.parallel.full import FullShard
-from shardwise.scripts.arrivals import techniques_of
+from shardwise.scripts.gradient_arrivals import techniques_of
 from shardwise.step.normalise import norm_of_gradients
 
 

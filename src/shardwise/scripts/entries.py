@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from shardwise.errors import InputError
 from shardwise.part.parameters import unannounced
-from shardwise.scripts.saying import names_line
+from shardwise.scripts.script_lines import names_line
 
 OWN = (
     "the optimizer trains parameters beside the model, which every rank holds whole: prepare((model, loss), ...) "

@@ -28,8 +28,8 @@ from shardwise.errors import RefusedPlan
 from shardwise.host import read
 from shardwise.parallel.fsdp import groups_of
 from shardwise.parallel.full import FullShard
-from shardwise.scripts.moved import parameters_of_units, refuse_replaced
-from shardwise.scripts.saying import names_line
+from shardwise.scripts.first_steps import parameters_of_units, refuse_replaced
+from shardwise.scripts.script_lines import names_line
 from shardwise.step.state import RankState
 
 _LOWER = (
@@ -51,7 +51,7 @@ class Registrations:
 
     def __init__(self, model: nn.Module) -> None:
         self._own = weakref.WeakKeyDictionary({child: path for path, child in model.named_modules()})
-        self._held = {id(child): {*child._parameters} for child in self._own}
+        self._names_of_own = {id(child): {*child._parameters} for child in self._own}
         self._model = weakref.ref(model)
 
     @contextmanager
@@ -65,7 +65,7 @@ class Registrations:
 
     def _registered(self, module: nn.Module, leaf: str, param: Any) -> None:
         root, own = self._model(), self._own
-        if root is None or module not in own or leaf not in self._held[id(module)]:
+        if root is None or module not in own or leaf not in self._names_of_own[id(module)]:
             return
         if param is not module._parameters.get(leaf) and not any(param is one for one in parameters_of_units(root)):
             refuse_replaced(f"{own[module]}.{leaf}" if own[module] else leaf)
@@ -104,17 +104,17 @@ class ForwardWrites:
 
     def _take(self, gathered: Iterable[tuple[Any, torch.Tensor, int]], *, kept: bool) -> None:
         pieces, local = [], []
-        for one, memory, uses in gathered:
-            now = one._unsharded_param.data
+        for fsdp_param, memory, uses in gathered:
+            now = fsdp_param._unsharded_param.data
             if not memory.untyped_storage().size():
                 continue  # given back
             if now.data_ptr() != memory.data_ptr():
                 if _uses(memory) >= uses:  # the weight itself has left it: what is there instead is a view for backward
-                    _refuse_used(self._names[id(one.sharded_param)])
+                    _refuse_used(self._names[id(fsdp_param.sharded_param)])
                 memory.copy_(now)
-                one._unsharded_param.data = memory
-            pieces.append(self._technique.cut_like(one.sharded_param, memory))
-            local.append(one.sharded_param._local_tensor)
+                fsdp_param._unsharded_param.data = memory
+            pieces.append(self._technique.cut_like(fsdp_param.sharded_param, memory))
+            local.append(fsdp_param.sharded_param._local_tensor)
         if not kept:
             self._differs += [(a != b.to(a.dtype)).any() for a, b in zip(pieces, local, strict=True) if a.numel()]
         elif pieces:

@@ -23,7 +23,7 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.parallel.full import FullShard
 from shardwise.parallel.slots import Slot
 from shardwise.scripts.guard import Gate
-from shardwise.scripts.saying import names_line
+from shardwise.scripts.script_lines import names_line
 from shardwise.scripts.state import share_of
 from shardwise.step.state import RankState
 

@@ -21,7 +21,7 @@ from shardwise.layout import Plan
 from shardwise.parallel.flat import Flat
 from shardwise.part import with_summed_gradient
 from shardwise.part.tensor import FUNCTIONS
-from shardwise.scripts.saying import names_line
+from shardwise.scripts.script_lines import names_line
 from shardwise.trace.leaves import replaced
 
 _PROPERTIES = {
@@ -87,19 +87,19 @@ class Gate:
             self._opened -= 1
 
 
-def _in_pieces(gate: Gate, known: Known) -> type[nn.Parameter]:
+def _in_pieces(gate: Gate, gradients_of: Known) -> type[nn.Parameter]:
     """Returns the class of parameters whose `.grad` is the whole gradient while the gate is closed."""
     own = torch.Tensor.grad
 
     class InPieces(nn.Parameter):
         @property
         def grad(self) -> torch.Tensor | None:
-            gradients = None if gate.is_open or torch._C._current_graph_task_id() != -1 else known()
+            gradients = None if gate.is_open or torch._C._current_graph_task_id() != -1 else gradients_of()
             return own.__get__(self) if gradients is None else gradients.get(self)
 
         @grad.setter
         def grad(self, value: torch.Tensor | None) -> None:
-            gradients = None if gate.is_open or torch._C._current_graph_task_id() != -1 else known()
+            gradients = None if gate.is_open or torch._C._current_graph_task_id() != -1 else gradients_of()
             if gradients is None:
                 own.__set__(self, value)
             else:
@@ -112,14 +112,14 @@ def _in_pieces(gate: Gate, known: Known) -> type[nn.Parameter]:
     return InPieces
 
 
-def _added_up_later(gate: Gate, known: Known) -> type[nn.Parameter]:
+def _added_up_later(gate: Gate, gradients_of: Known) -> type[nn.Parameter]:
     """Returns the class of parameters that refuse to show a gradient which ranks have not added up yet."""
     own = torch.Tensor.grad
 
-    class Later(nn.Parameter):
+    class PendingGradParameter(nn.Parameter):
         @property
         def grad(self) -> torch.Tensor | None:
-            gradients = None if gate.is_open or torch._C._current_graph_task_id() != -1 else known()
+            gradients = None if gate.is_open or torch._C._current_graph_task_id() != -1 else gradients_of()
             if gradients is not None:
                 gradients.refuse_early(self)
             return own.__get__(self)
@@ -132,7 +132,7 @@ def _added_up_later(gate: Gate, known: Known) -> type[nn.Parameter]:
         def grad(self) -> None:
             own.__delete__(self)
 
-    return Later
+    return PendingGradParameter
 
 
 def guard_gradients(
@@ -207,7 +207,7 @@ def _count_once(
 ) -> None:  # fmt: skip
     """Let what is computed of a parameter of class `base` beside the model's forward give it one rank's gradient."""
 
-    class Once(base):
+    class CountOnceParameter(base):
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
             kwargs = kwargs or {}
@@ -224,7 +224,7 @@ def _count_once(
     for param in model.parameters():
         mine: bool = type(param) is base  # a share is asked nothing: the script answers, once it can
         if mine and param.requires_grad:
-            param.__class__ = Once
+            param.__class__ = CountOnceParameter
 
 
 def retire(left: Iterable[tuple[nn.Parameter, nn.Parameter]], gate: Gate) -> None:
@@ -232,7 +232,7 @@ def retire(left: Iterable[tuple[nn.Parameter, nn.Parameter]], gate: Gate) -> Non
     kept them in a list. What was computed of them before cannot be followed, and raises.
     """
 
-    class Left(nn.Parameter):
+    class ReplacedParameter(nn.Parameter):
         @property
         def grad(self) -> torch.Tensor | None:
             held = self.__dict__.get("successor")
@@ -264,7 +264,7 @@ def retire(left: Iterable[tuple[nn.Parameter, nn.Parameter]], gate: Gate) -> Non
             if param.requires_grad:
                 param.register_hook(_refuse_left)
             param.__dict__["successor"] = successor
-            param.__class__ = Left
+            param.__class__ = ReplacedParameter
 
 
 def mark_like(other: torch.Tensor, param: nn.Parameter) -> None:
@@ -323,15 +323,15 @@ _IN_PLACE = frozenset(name for name in dir(torch.Tensor) if name.startswith("__i
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:
     """Returns a module's parameters, each once, in any order: `model.parameters()` takes ten times as long."""
-    found: dict[int, nn.Parameter] = {}
+    params: dict[int, nn.Parameter] = {}
     seen, left = set[int](), [model]
     while left:
         module = left.pop()
         if id(module) not in seen:
             seen.add(id(module))
             left += [child for child in module._modules.values() if child is not None]
-            found |= {id(param): param for param in module._parameters.values() if param is not None}
-    return list(found.values())
+            params |= {id(param): param for param in module._parameters.values() if param is not None}
+    return list(params.values())
 
 
 class LaterHooks:
@@ -358,7 +358,7 @@ class LaterHooks:
     def _look_at(self, param: nn.Parameter, model: nn.Module) -> None:
         if _hooks(param._backward_hooks) or _hooks(param._post_accumulate_grad_hooks):
             named = (*model.named_parameters(), *self._sharded)
-            _refuse_hooks(next(name for name, known in named if known is param), param, self._plan)
+            _refuse_hooks(next(name for name, other in named if other is param), param, self._plan)
 
 
 def refuse_hooks(model: nn.Module, plan: Plan) -> None:
@@ -384,8 +384,8 @@ def _refuse_hooks(name: str, param: nn.Parameter, plan: Plan) -> None:
 
 def _hooks(held: Any) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
     """Those that are not ours."""
-    known = ("shardwise.", "torch.")  # FSDP's own among them
-    return [hook for hook in (held or {}).values() if not str(getattr(hook, "__module__", "")).startswith(known)]
+    ours = ("shardwise.", "torch.")  # FSDP's own among them
+    return [hook for hook in (held or {}).values() if not str(getattr(hook, "__module__", "")).startswith(ours)]
 
 
 def _add_up(hooks: list[Callable[[torch.Tensor], torch.Tensor | None]], param: torch.Tensor) -> bool:

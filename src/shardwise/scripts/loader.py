@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from shardwise.errors import InputError, RunError
 from shardwise.layout.dealing import Share
 from shardwise.scripts.dealt import Dealer, Dealt
+from shardwise.scripts.own_batches import OwnBatches
 from shardwise.scripts.proof.recorder import ScriptRecorder, content_of
-from shardwise.scripts.pushed import Pushed
 from shardwise.scripts.reading import (
     Collated,
     Generators,
@@ -67,7 +67,7 @@ class PartLoader:
         self._rank, self._ranks = data_rank, data_ranks
         if dim is not None and dim < 0:
             raise InputError(f"prepare: batch_dim counts from the first, got {dim}")
-        self._dim, self._given = dim or 0, dim is not None
+        self._dim, self._dim_is_known = dim or 0, dim is not None
         self.events = events or Events()
         self.notices: list[str] = []
         self.recorder: ScriptRecorder | None = None  # of a proof, which is told of batches
@@ -133,9 +133,9 @@ class PartLoader:
         """Tell a proof of the batch: how many samples all ranks have, and the content of those that count here."""
         if self.recorder is None:
             return
-        first = dealt.part.start - dealt.held.start
+        first = dealt.part.start - dealt.local.start
         rows = slice(first, first + dealt.part.count)
-        content = content_of(batch, rows if self._ranks > 1 else None, dealt.held.count, self._dim)
+        content = content_of(batch, rows if self._ranks > 1 else None, dealt.local.count, self._dim)
         self.recorder.batch(dealt.part.total, content, dealt.part.count)
 
     def position(self) -> list[Any] | None:
@@ -145,7 +145,7 @@ class PartLoader:
     @property
     def is_pushed(self) -> bool:
         """Returns whether the script makes the batches by itself."""
-        return isinstance(self.whole, Pushed)
+        return isinstance(self.whole, OwnBatches)
 
     def go_on(self, position: list[Any] | None) -> None:
         """Let the next epoch be the rest of the one that `position` tells."""
@@ -153,9 +153,9 @@ class PartLoader:
 
     def _dim_in(self, batch: Any, dealt: Dealt) -> int | None:
         """Which dim of this part's tensors counts its samples; None where it cannot be known."""
-        if self._given or self._ways[0] in (self._whole, self._sliced):
+        if self._dim_is_known or self._ways[0] in (self._whole, self._sliced):
             return self._dim
-        fits = dims_of_samples(batch, dealt.held.count)
+        fits = dims_of_samples(batch, dealt.local.count)
         return fits[0] if len(fits) == 1 or (fits and not joins_by_itself(self.whole)) else None
 
     def _first_way(self) -> Iterator[BatchPart]:
@@ -168,39 +168,39 @@ class PartLoader:
 
         began   where they stood when the epoch was asked for, since when the script may have drawn
         """
-        stood, told = Generators(self.whole), ""
+        stood, why_not = Generators(self.whole), ""
         while True:
             try:
                 first = next(batches, None)
                 break
             except Unfit as error:
                 if len(self._ways) == 1:
-                    also = f"; and {told}" if told else ""
+                    also = f"; and {why_not}" if why_not else ""
                     raise InputError(f"prepare: the loader's batches cannot be cut over ranks: {error}{also}") from None
-                told = str(error)
+                why_not = str(error)
                 self._ways = self._ways[1:]
                 began.restore()
                 batches = self._first_way()
                 stood.restore()
-        if len(self._ways) > 1 or told:
+        if len(self._ways) > 1 or why_not:
             self._ways = self._ways[:1]
-            self._tell(told)
+            self._tell(why_not)
         if first is None and self._skipped is not None:
             self._skipped()  # nothing was left
         if first is not None:
             yield first
             yield from batches
 
-    def _tell(self, told: str) -> None:
+    def _tell(self, reason: str) -> None:
         if self._ways[0] == self._whole:
-            why = told or "the loader joins samples by a function of its own, which may pad or draw by what is beside"
+            why = reason or "the loader joins samples by a function of its own, which may pad or draw by what is beside"
             self.notices.append(
                 f'every rank reads whole batches and keeps its part: {why}. prepare(..., reads="part") reads its '
                 "samples alone, which then may differ from one process's"
             )
-        elif told:
+        elif reason:
             self.notices.append(
-                f"each rank joins its own samples alone, for whole batches cannot be cut: {told}. Where the loader's "
+                f"each rank joins its own samples alone, for whole batches cannot be cut: {reason}. Where the loader's "
                 "function pads to the longest of a batch, shapes differ from one process's"
             )
 
@@ -251,7 +251,7 @@ class PartLoader:
             self._look = [] if self._compared else look_of(batch)
             dealt = self._dealer.deal(whole.part.total)
             try:
-                part = part_of_whole(batch, dealt.held, whole.part.total, self._dim)
+                part = part_of_whole(batch, dealt.local, whole.part.total, self._dim)
             except InputError as error:
                 raise Unfit(str(error)) from error
             yield part, dealt, checksum
@@ -270,16 +270,16 @@ class PartLoader:
             self._look = [] if self._compared else look_of(batch)
             total = samples_of(batch, self._dim)
             dealt = self._dealer.deal(total)
-            part = part_of_whole(batch, dealt.held, total, self._dim) if self._ranks > 1 else batch
+            part = part_of_whole(batch, dealt.local, total, self._dim) if self._ranks > 1 else batch
             yield part, dealt, zlib.crc32(f"{number} {total}".encode())
 
     def _find_dim(self, batch: Any) -> None:
         """Where the loader tells how many samples its batches have, and the first dim has others."""
         size = getattr(self.whole, "batch_size", None)
-        if self._given or self._ranks == 1 or not isinstance(size, int):
+        if self._dim_is_known or self._ranks == 1 or not isinstance(size, int):
             return
         if dims_of_samples(batch, size) == [1]:
-            self._dim, self._given = 1, True
+            self._dim, self._dim_is_known = 1, True
             self.notices.append(
                 f"a batch is cut along the second dim of its tensors, which counts the loader's batch_size={size} "
                 "samples: prepare(..., batch_dim=0) cuts along the first"
@@ -347,7 +347,7 @@ class PartSampler:
             indices = list(batch)
             dealt = self.dealer.deal(len(indices))
             self.dealt.append((dealt, zlib.crc32(repr(indices).encode())))
-            mine = Indices(indices[dealt.held.start : dealt.held.start + dealt.held.count])
+            mine = Indices(indices[dealt.local.start : dealt.local.start + dealt.local.count])
             mine.shared = indices[0] if number == self.skip and indices else None
             yield mine
 

@@ -31,14 +31,14 @@ from shardwise.guard.points import reach
 from shardwise.layout.dealing import Share
 from shardwise.mesh import Mesh
 from shardwise.scripts.agreement import same_samples
-from shardwise.scripts.arrivals import Heard
 from shardwise.scripts.dealt import Dealt, deal
 from shardwise.scripts.draws import SampleDraws
+from shardwise.scripts.gradient_arrivals import Heard
 from shardwise.scripts.loader import Events
 from shardwise.scripts.meeting import Meeting
-from shardwise.scripts.pushed import UNFED
+from shardwise.scripts.own_batches import UNFED
 from shardwise.scripts.reading import share_generators
-from shardwise.scripts.saying import names_line
+from shardwise.scripts.script_lines import names_line
 from shardwise.scripts.spread import tensors_of
 from shardwise.scripts.whole_batch import WholeBatch
 from shardwise.step.batching import samples_in
@@ -97,7 +97,7 @@ class OtherLoop(Events):
     def before_batch(self, batch: Any, dealt: Dealt, checksum: int, dim: int | None) -> None:
         """Note which of its samples this rank holds."""
         self.goes_on()
-        self.part, self.ran, self.since = dealt.held, True, True
+        self.part, self.ran, self.since = dealt.local, True, True
         self.handed = Handed(0, batch, dealt, checksum, dim)
 
     def after_epoch(self) -> None:
@@ -237,11 +237,11 @@ class Loop(Heard, Events):
         if self._watched is not None:
             self._watched.dim = dim or 0
             if self._draws_on:
-                self._watched.part = dealt.held
+                self._watched.part = dealt.local
         self.resume()
         self.in_loop = True
 
-    def comes_with(self, call: Any, *, trains: bool) -> None:
+    def select_batch_for_forward(self, call: Any, *, trains: bool) -> None:
         """A forward begins: the batch is at hand whose tensors it is given, or that it was drawn like; else the first
         that waits."""
         now = self._now
@@ -271,7 +271,7 @@ class Loop(Heard, Events):
         if other.handed.is_in(storages) != now.is_in(storages):
             return other.handed.is_in(storages)
         rows = {len(tensor) for tensor in tensors if tensor.dim()}
-        fits = [part.count in rows for part in (other.part, now.dealt.held)]
+        fits = [part.count in rows for part in (other.part, now.dealt.local)]
         return fits[0] if fits[0] != fits[1] else None
 
     def after_batch(self) -> None:
@@ -308,7 +308,7 @@ class Loop(Heard, Events):
         """Begin dealing draws over the samples of the batch at hand."""
         lead = self.leader
         if lead._watched is not None and lead.dealt is not None and not lead._draws_on:
-            lead._watched.begin(lead.dealt.held, whole=lead.whole is not None)
+            lead._watched.begin(lead.dealt.local, whole=lead.whole is not None)
             lead._draws_on = True
 
     def suspend(self) -> None:
@@ -341,17 +341,17 @@ class Loop(Heard, Events):
         """Returns the samples that numbers are drawn for: those of the batch whose tensor they are drawn like
         (`given`), or of the first that waits with as many; None: they are the script's own."""
         storages = {_storage(tensor) for tensor in tensors_of(given)}
-        known = (self._now, *self._ahead, *self._handed)
-        like = next((one for one in known if one is not None and storages and one.is_in(storages)), None)
+        batches = (self._now, *self._ahead, *self._handed)
+        like = next((batch for batch in batches if batch is not None and storages and batch.is_in(storages)), None)
         if like is not None:
             self._drawn_like = None if like is self._now else like
-            return like.dealt.held
+            return like.dealt.local
         if self._over and not (self._ahead or (self._now is not None and self._now.awaits)):
             return None
-        waiting = [one for one in (self._now, *self._ahead) if one is not None and one.awaits]
-        if len({one.dealt for one in waiting}) > 1:
-            waiting = [one for one in waiting if fits(one.dealt.held.count)]
-        return waiting[0].dealt.held if waiting else part
+        waiting = [batch for batch in (self._now, *self._ahead) if batch is not None and batch.awaits]
+        if len({batch.dealt for batch in waiting}) > 1:
+            waiting = [batch for batch in waiting if fits(batch.dealt.local.count)]
+        return waiting[0].dealt.local if waiting else part
 
 
 def _storage(tensor: torch.Tensor) -> int:

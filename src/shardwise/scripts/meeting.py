@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from shardwise.comm import Axis, gather_json
 from shardwise.errors import RunError
-from shardwise.scripts.saying import line_of_script
+from shardwise.scripts.script_lines import line_of_script
 
 WAIT_S = 600.0
 _FIRST_PAUSE_S, _PAUSE_S = 0.001, 0.1
@@ -71,7 +71,7 @@ class Meeting:
 
     def _look_around(self, what: str, here: str, *, late: bool) -> None:
         if self._store.check([_APART]):
-            raise _told(self._store.get(_APART).decode())
+            raise _as_error(self._store.get(_APART).decode())
         away = [rank for rank in self.world.ranks if not self._store.check([f"{here}/{rank}"])]
         ended = [rank for rank in away if self._store.check([f"ended/{rank}"])]
         if away and (ended or late):
@@ -85,10 +85,10 @@ class Meeting:
             "torch.save(state, path) under if prepared.rank == 0"
         )
         self._store.set(_APART, message)
-        raise _told(message)
+        raise _as_error(message)
 
 
-def _told(message: str) -> RunError:
+def _as_error(message: str) -> RunError:
     """An error that names its lines already."""
     error = RunError(message)
     error.names_line = True  # type: ignore[attr-defined]

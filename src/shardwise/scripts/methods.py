@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 from shardwise.part import plain
 from shardwise.part.tensor import Gathers
 from shardwise.scripts.calls import Calls
-from shardwise.scripts.saying import names_line
+from shardwise.scripts.script_lines import names_line
 
 
 class Piecewise(Protocol):

@@ -25,7 +25,7 @@ from shardwise.comm import Axis
 from shardwise.engine.optimizer import Nature, refuse, try_out
 from shardwise.errors import InputError
 from shardwise.parallel.slots import DataParallel
-from shardwise.scripts.saying import names_line
+from shardwise.scripts.script_lines import names_line
 from shardwise.step.owners import OwnedMasters, PieceSlots
 
 THAWS = (

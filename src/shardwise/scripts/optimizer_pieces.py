@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from shardwise.errors import RefusedPlan
 from shardwise.scripts.guard import Gate, reads_values
-from shardwise.scripts.saying import names_line
+from shardwise.scripts.script_lines import names_line
 
 _PIECE = (
     "{} of a tensor in optimizer.param_groups, which holds this rank's pieces of the weights: read and write whole "
@@ -71,13 +71,13 @@ class OptimizerGuard:
         return self._gate.is_open
 
 
-def _kind_of(known: weakref.ref[OptimizerGuard]) -> type[nn.Parameter]:
+def _kind_of(guard_ref: weakref.ref[OptimizerGuard]) -> type[nn.Parameter]:
     own = torch.Tensor.grad
 
     class OptimizerPiece(nn.Parameter):
         @property
         def grad(self) -> torch.Tensor | None:
-            guard = known()
+            guard = guard_ref()
             scales = sys._getframe(1).f_code.co_filename == grad_scaler.__file__
             if guard is not None and not guard.answers_itself() and not scales:
                 _refuse(".grad")
@@ -85,7 +85,7 @@ def _kind_of(known: weakref.ref[OptimizerGuard]) -> type[nn.Parameter]:
 
         @grad.setter
         def grad(self, value: torch.Tensor | None) -> None:
-            guard = known()
+            guard = guard_ref()
             if guard is not None and not guard.answers_itself() and value is not None:
                 _refuse(".grad")
             own.__set__(self, value)
@@ -96,7 +96,7 @@ def _kind_of(known: weakref.ref[OptimizerGuard]) -> type[nn.Parameter]:
 
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
-            guard = known()
+            guard = guard_ref()
             if guard is not None and not guard.answers_itself() and reads_values(func):
                 _refuse(getattr(func, "__name__", str(func)))
             with torch._C.DisableTorchFunctionSubclass():
@@ -127,25 +127,25 @@ class HiddenState(MutableMapping[Any, Any]):
         if self._optimizer.state is self:
             self._optimizer.state = self._own
 
-    def _found(self) -> MutableMapping[Any, Any]:
+    def _if_engine(self) -> MutableMapping[Any, Any]:
         if not self._gate.is_open:
             _refuse_state()
         return self._own
 
     def __getitem__(self, key: Any) -> Any:
-        return self._found()[key]
+        return self._if_engine()[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._found()[key] = value
+        self._if_engine()[key] = value
 
     def __delitem__(self, key: Any) -> None:
-        del self._found()[key]
+        del self._if_engine()[key]
 
     def __contains__(self, key: Any) -> bool:
-        return key in self._found()
+        return key in self._if_engine()
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._found())
+        return iter(self._if_engine())
 
     def __len__(self) -> int:
-        return len(self._found())
+        return len(self._if_engine())

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.errors import RefusedPlan
-from shardwise.scripts.saying import names_line
+from shardwise.scripts.script_lines import names_line
 
 
 class Stepped(Protocol):

@@ -20,11 +20,11 @@ from shardwise.host import read, row_of
 from shardwise.parallel.full import FullShard
 from shardwise.part import whole
 from shardwise.scripts.calls import Calls
-from shardwise.scripts.held import WeightAccess
+from shardwise.scripts.first_steps import FirstSteps, InPlace
 from shardwise.scripts.loader import PartLoader
-from shardwise.scripts.moved import FirstSteps, InPlace
 from shardwise.scripts.optimizer_pieces import OptimizerGuard
-from shardwise.scripts.saying import names_line
+from shardwise.scripts.script_lines import names_line
+from shardwise.scripts.weight_access import WeightAccess
 
 
 class OverRanks(WeightAccess):
@@ -103,19 +103,19 @@ class OverRanks(WeightAccess):
         loader  what `prepared.split` returned, whose batch it is; None: the main one's
         """
         self._passes("prepared.gather(...)")
-        given, dealt = whole(tensor).detach(), self.calls.of_loss
+        rows, dealt = whole(tensor).detach(), self.calls.of_loss
         if self._apart == 1:
-            return given
+            return rows
         part = loader.part if loader is not None else dealt.part if dealt is not None else None
-        held = dealt.held.count if loader is None and dealt is not None else max(1, part.count if part else 0)
-        if part is None or not given.dim() or len(given) != held:
+        held = dealt.local.count if loader is None and dealt is not None else max(1, part.count if part else 0)
+        if part is None or not rows.dim() or len(rows) != held:
             raise InputError(
-                f"prepared.gather: a tensor of shape {tuple(given.shape)} has no row for each of the {held} samples "
+                f"prepared.gather: a tensor of shape {tuple(rows.shape)} has no row for each of the {held} samples "
                 "that this rank has of the batch: give one whose first dim counts them"
             )
         told = gather_rows(row_of([float(part.count)], self.mesh.device), self.mesh.data)
         counts = tuple(int(count) for count in read(told.view(-1), "samples of each rank"))
-        return gather_samples(given[: part.count].contiguous(), counts, self.mesh.data, "control")
+        return gather_samples(rows[: part.count].contiguous(), counts, self.mesh.data, "control")
 
     def _counted(self, values: tuple[Any, ...]) -> list[Any]:
         """The values; in the loop nothing of those of samples that this rank holds and another one counts."""

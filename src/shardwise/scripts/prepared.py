@@ -36,11 +36,12 @@ from shardwise.part.tensor import Gathers
 from shardwise.random import Randomness
 from shardwise.scripts import optimizer as optimizers
 from shardwise.scripts.agreement import same_given
-from shardwise.scripts.arrivals import buckets_of, techniques_of, weakly
 from shardwise.scripts.calls import Calls, leader_of
 from shardwise.scripts.complexes import show_complex
 from shardwise.scripts.copies import Copies
 from shardwise.scripts.entries import OWN, Several, with_own
+from shardwise.scripts.first_steps import FirstSteps, InPlace, refuse_replaced
+from shardwise.scripts.gradient_arrivals import buckets_of, techniques_of, weakly
 from shardwise.scripts.gradients import Gradients
 from shardwise.scripts.guard import (
     Answer,
@@ -52,20 +53,18 @@ from shardwise.scripts.guard import (
     refuse_hooks,
     retire,
 )
-from shardwise.scripts.held import hold
 from shardwise.scripts.loader import Events, PartLoader, Reads
 from shardwise.scripts.meeting import Meeting
 from shardwise.scripts.methods import guard_methods, read_whole
-from shardwise.scripts.moved import FirstSteps, InPlace, refuse_replaced
 from shardwise.scripts.optimizer_pieces import OptimizerGuard
 from shardwise.scripts.optimizers_beside import watch_others
+from shardwise.scripts.own_batches import OwnBatches
 from shardwise.scripts.proof.on_ranks import side_of
 from shardwise.scripts.proof.plain import Plain
 from shardwise.scripts.proof.receipts import line_of, script_under_way
 from shardwise.scripts.proof.recorder import recorder
-from shardwise.scripts.pushed import Pushed
 from shardwise.scripts.saved import put as put_saved
-from shardwise.scripts.saying import names_line
+from shardwise.scripts.script_lines import names_line
 from shardwise.scripts.sharded_weights import ShardedWeights, refuse_draws
 from shardwise.scripts.shares import on_common_axes
 from shardwise.scripts.spread import check_cuts, shared_call, thawed, wait_for_call
@@ -82,6 +81,7 @@ from shardwise.scripts.start import (
 )
 from shardwise.scripts.state import States, holds_pieces, put, states_of
 from shardwise.scripts.stepping import Stepping
+from shardwise.scripts.weight_access import hold
 from shardwise.scripts.whole_weights import WholeWeights
 from shardwise.task import Domain
 
@@ -154,9 +154,9 @@ def prepare(
     with torch.device("cpu"):  # not torch's default: what is made here says where it lies
         prepared = Prepared(model, optimizer, loader, *given)
     if device is None and on_host(prepared.mesh.device) and accelerator() is not None:
-        prepared._told.say([ON_THE_HOST])
+        prepared._notices.say([ON_THE_HOST])
     if proof is None and prepared.mesh.world.size > 1 and (script := script_under_way()) is not None:
-        prepared._told.say([line_of(script, plan)])
+        prepared._notices.say([line_of(script, plan)])
     _PREPARED.add(model)
     if isinstance(model, Several) and isinstance(model.given, nn.Module):
         _PREPARED.add(model.given)
@@ -206,7 +206,7 @@ class Prepared(Stepping):
         self._gate, self._state_gate = Gate(), Gate()
         self._in_place = None
         self._unguarded = False
-        self._told = self.calls.told
+        self._notices = self.calls.notices
         world = self.mesh.world
         self._pieces = holds_pieces(plan) and world.size > 1
         self.meeting = Meeting(world, device) if world.size > 1 else None
@@ -250,15 +250,15 @@ class Prepared(Stepping):
         self._passes("prepared.replace_optimizer(...)")
         if optimizer is self.optimizer:
             raise InputError("prepared.replace_optimizer: this is the optimizer that the plan has already")
-        retired, known = self.optimizer, self._engine
+        retired, engine = self.optimizer, self._engine
         with self._gate.open():
             self._take(optimizer)
             before = states_of(optimizer, self.all_names)
-            if known is not None:
+            if engine is not None:
                 with generators_kept(), thawed(self.model, self._shapes):
-                    self._adopt(known, before)
-                self._first = FirstSteps(known, self._groups)
-                self.built = options_of(known)
+                    self._adopt(engine, before)
+                self._first = FirstSteps(engine, self._groups)
+                self.built = options_of(engine)
         optimizers.retire(retired)
         self._hook_optimizer()
         self._watch_pieces()
@@ -319,14 +319,14 @@ class Prepared(Stepping):
         )  # fmt: skip
         if self.pending is not None:
             put_saved(self, self.pending)
-        self._told.say(self.notices)
+        self._notices.say(self.notices)
 
     def _made(self, args: tuple, kwargs: dict) -> Engine:
         """The engine over the model, with the script's optimizer, for a call as rank 0's. Collective."""
         model, plan, mesh = self.model, self.plan, self.mesh
         call = shared_call(args, kwargs, mesh.world, mesh.device) if waits_for_call(plan) else None
         dealt = self.calls.dealt if self.calls.whole is None else None
-        samples = dealt.held.count if dealt is not None else None
+        samples = dealt.local.count if dealt is not None else None
         samples = gather_json(samples, mesh.world, mesh.device)[0] if call is not None else None  # as rank 0's call
         training = {child: child.training for child in model.modules()}
         before = states_of(self.optimizer, self.all_names)
@@ -353,7 +353,8 @@ class Prepared(Stepping):
         self._gate = gate = guard_gradients(
             self.model, engine.technique, all=self._shares or engine.state.precision.mixed, shares=cuts,
             summed=mesh.inner, beside=calls.counted_once,
-            inside=lambda: calls.in_forward, gradients=lambda: known.gradients if (known := me()) is not None else None,
+            inside=lambda: calls.in_forward,
+            gradients=lambda: script.gradients if (script := me()) is not None else None,
             whole=_answer_of(me) if cuts and not units else None,
             later=self.plan.accumulate > 1 and mesh.world.size > 1,
         )  # fmt: skip
@@ -435,7 +436,7 @@ class Prepared(Stepping):
 
     def _cut(self, loader: Any, events: Events | None, reads: Reads) -> PartLoader:
         place = (0, 1) if self.calls.whole is not None else (self.mesh.data.index, self.mesh.data.size)
-        return PartLoader(Pushed() if loader is None else loader, *place, events, reads, self._batch_dim)
+        return PartLoader(OwnBatches() if loader is None else loader, *place, events, reads, self._batch_dim)
 
     @property
     def rank(self) -> int:
@@ -443,12 +444,12 @@ class Prepared(Stepping):
         return self.mesh.rank
 
 
-def _answer_of(known: weakref.ref[Prepared]) -> Answer:
+def _answer_of(script_ref: weakref.ref[Prepared]) -> Answer:
     """What functions of the cut weights of a prepared script become. A script keeps its last loss, which is not to keep
     its run alive."""
 
     def answer(func: Any, args: tuple, kwargs: dict) -> Any:
-        script = known()
+        script = script_ref()
         assert script is not None and script._whole_weights is not None
         with torch._C.DisableTorchFunctionSubclass():
             return names_line(script._whole_weights.outside)(func, args, kwargs)

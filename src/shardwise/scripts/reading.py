@@ -82,22 +82,22 @@ class Collated:
 
 def look_of(samples: Any) -> list[float]:
     """Returns a few numbers of samples, by which ranks compare whether they have the same ones."""
-    found: list[float] = []
+    look: list[float] = []
     for leaf in tree_flatten(dict(samples) if isinstance(samples, Mapping) else samples)[0]:
         if isinstance(leaf, torch.Tensor):
             if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_nested:
                 continue
             some = _some(leaf.detach().reshape(-1))
             numbers = torch.view_as_real(some.resolve_conj()).reshape(-1) if some.is_complex() else some
-            found += [float(leaf.numel()), *numbers.double().tolist()]
+            look += [float(leaf.numel()), *numbers.double().tolist()]
         elif isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biufc":
             numbers = np.array(_some(np.reshape(leaf, -1)))
-            found += [float(leaf.size), *numbers.view(numbers.real.dtype).astype(np.float64).tolist()]
+            look += [float(leaf.size), *numbers.view(numbers.real.dtype).astype(np.float64).tolist()]
         elif isinstance(leaf, bool | int | float):
-            found.append(float(leaf))
+            look.append(float(leaf))
         elif isinstance(leaf, str | bytes):
-            found.append(float(zlib.crc32(leaf.encode() if isinstance(leaf, str) else leaf)))
-    return found
+            look.append(float(zlib.crc32(leaf.encode() if isinstance(leaf, str) else leaf)))
+    return look
 
 
 def _some(flat: Any) -> Any:
@@ -145,17 +145,17 @@ class Generators:
         }
 
     @classmethod
-    def from_json(cls, loader: Any, found: dict[str, Any]) -> Generators:
+    def from_json(cls, loader: Any, saved: dict[str, Any]) -> Generators:
         """Returns the states of generators that `as_json` gave, in this run or another."""
-        told = cls(loader)
-        told._own = [(g, _bytes(text)) for g, text in zip(_own_generators(loader), found["loader"], strict=False)]
-        name, keys, *rest = found["numpy"]
-        version, words, gauss = found["python"]
+        restored = cls(loader)
+        restored._own = [(g, _bytes(text)) for g, text in zip(_own_generators(loader), saved["loader"], strict=False)]
+        name, keys, *rest = saved["numpy"]
+        version, words, gauss = saved["python"]
         numpys: Any = (name, np.array(keys, dtype=np.uint32), *rest)
-        own = found.get("device")
-        told._of_device = None if own is None or told._of_device is None else _bytes(own)
-        told._state = _bytes(found["torch"]), numpys, (version, tuple(words), gauss)
-        return told
+        own = saved.get("device")
+        restored._of_device = None if own is None or restored._of_device is None else _bytes(own)
+        restored._state = _bytes(saved["torch"]), numpys, (version, tuple(words), gauss)
+        return restored
 
 
 def _own_generators(loader: Any) -> list[torch.Generator]:
@@ -177,18 +177,18 @@ def joins_by_itself(loader: DataLoader) -> bool:
     return loader.collate_fn not in (default_collate, default_convert)
 
 
-def part_of_whole(batch: Any, held: Share, samples: int, dim: int = 0) -> Any:
-    """Returns the samples `held` cut out of a whole batch; `InputError` unless its dims count `samples`.
+def part_of_whole(batch: Any, share: Share, samples: int, dim: int = 0) -> Any:
+    """Returns the samples of `share` cut out of a whole batch; `InputError` unless its dims count `samples`.
 
     A list of as many numbers or strings (lengths, names) has one of each sample, too.
     dim     which dim of a tensor counts them; of one with fewer dims (lengths, labels) the first
     """
     plain = _plain(batch, dim)
     check_samples(plain, samples)
-    part = _moved(slice_samples(plain, held.start, held.start + held.count), 0, dim)
+    part = _moved(slice_samples(plain, share.start, share.start + share.count), 0, dim)
     if dim:  # as a whole batch lies in memory: a script may view it
         part = tree_map_only(torch.Tensor, torch.Tensor.contiguous, part)
-    part = _lists_cut(part, held, samples)
+    part = _lists_cut(part, share, samples)
     if not isinstance(batch, Mapping) or type(batch) is dict:
         return part
     kept: Any = copy.copy(batch)  # a mapping of a class of its own, as tokenizers return
@@ -197,13 +197,13 @@ def part_of_whole(batch: Any, held: Share, samples: int, dim: int = 0) -> Any:
     return kept
 
 
-def _lists_cut(tree: Any, held: Share, samples: int) -> Any:
+def _lists_cut(tree: Any, share: Share, samples: int) -> Any:
     kind = type(tree)
     if kind is list and len(tree) == samples and all(isinstance(one, _ATOMS) for one in tree):
-        return tree[held.start : held.start + held.count]
+        return tree[share.start : share.start + share.count]
     if kind in (list, tuple):
-        return kind(_lists_cut(one, held, samples) for one in tree)
-    return {key: _lists_cut(one, held, samples) for key, one in tree.items()} if kind is dict else tree
+        return kind(_lists_cut(one, share, samples) for one in tree)
+    return {key: _lists_cut(one, share, samples) for key, one in tree.items()} if kind is dict else tree
 
 
 def samples_of(batch: Any, dim: int = 0) -> int:

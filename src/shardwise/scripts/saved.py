@@ -27,7 +27,7 @@ from shardwise.scripts.agreement import dotted
 from shardwise.scripts.proof.plain import Plain, load_refused
 from shardwise.scripts.proof.recorder import recorder
 from shardwise.scripts.reading import Generators
-from shardwise.scripts.saying import names_line
+from shardwise.scripts.script_lines import names_line
 from shardwise.scripts.start import generators_kept
 
 if TYPE_CHECKING:
@@ -76,19 +76,19 @@ def load(prepared: Prepared, folder: str | Path) -> dict[str, Any]:
     if recorder() is not None:
         load_refused(folder)
     with opened(folder) as stored:
-        told = stored.manifest.fields.get("script") if stored.manifest is not None else None
+        fields = stored.manifest.fields.get("script") if stored.manifest is not None else None
         chosen = stored.folder
-    if told is None:
+    if fields is None:
         raise InputError(f"{folder} holds no checkpoint of a script; weights alone: model.load_state_dict(...)")
     if prepared.waits:
         prepared.pending = chosen
     else:
         prepared.meet("shardwise.load(...)", always=True)
-        told = put(prepared, place(folder))
-    prepared.loader.go_on(told["loader"])
-    prepared.calls.forwards = told["forwards"]
-    Generators.from_json(prepared.loader.whole, told["generators"]).restore()
-    return {name: _value_of(node) for name, node in told["given"].items()}
+        fields = put(prepared, place(folder))
+    prepared.loader.go_on(fields["loader"])
+    prepared.calls.forwards = fields["forwards"]
+    Generators.from_json(prepared.loader.whole, fields["generators"]).restore()
+    return {name: _value_of(node) for name, node in fields["given"].items()}
 
 
 def _node_of(name: str, value: Any) -> Node:

@@ -23,7 +23,7 @@ from shardwise.parallel.full import FullShard
 from shardwise.part.pairs import as_pairs
 from shardwise.scripts.gradients import Gradients
 from shardwise.scripts.guard import OUTSIDE, Gate, reads_values, writes_into
-from shardwise.scripts.saying import names_line
+from shardwise.scripts.script_lines import names_line
 from shardwise.scripts.whole_weights import WholeWeights
 from shardwise.trace.leaves import replaced, tensors_in
 
@@ -113,28 +113,28 @@ def _take_up(of_unit: Any) -> None:
         del within[leaf]
 
 
-def _asked(known: weakref.ref[ShardedWeights]) -> ShardedWeights | None:
-    sharded = known()
+def _asked(weights_ref: weakref.ref[ShardedWeights]) -> ShardedWeights | None:
+    sharded = weights_ref()
     return sharded if sharded is not None and sharded.is_asked() else None
 
 
-def _weight_kind(known: weakref.ref[ShardedWeights]) -> type[DTensor]:
+def _weight_kind(weights_ref: weakref.ref[ShardedWeights]) -> type[DTensor]:
     own = torch.Tensor.grad
 
     class ShardedWeight(DTensor):
         @staticmethod
         def answers_as_complex() -> bool:
             """Whether it is the script's own code that asks now."""
-            return _asked(known) is not None
+            return _asked(weights_ref) is not None
 
         @property
         def grad(self) -> torch.Tensor | None:
-            sharded = _asked(known)
+            sharded = _asked(weights_ref)
             return own.__get__(self) if sharded is None else sharded.gradient(self)
 
         @grad.setter
         def grad(self, value: torch.Tensor | None) -> None:
-            sharded = _asked(known)
+            sharded = _asked(weights_ref)
             if sharded is None:
                 own.__set__(self, value)
             else:
@@ -146,7 +146,7 @@ def _weight_kind(known: weakref.ref[ShardedWeights]) -> type[DTensor]:
 
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
-            sharded, kwargs = known(), kwargs or {}
+            sharded, kwargs = weights_ref(), kwargs or {}
             with torch._C.DisableTorchFunctionSubclass():
                 if sharded is not None and sharded.assigned_in_forward(func):
                     return sharded.assign(*args)
@@ -157,11 +157,11 @@ def _weight_kind(known: weakref.ref[ShardedWeights]) -> type[DTensor]:
     return ShardedWeight
 
 
-def _gradient_kind(known: weakref.ref[ShardedWeights]) -> type[DTensor]:
+def _gradient_kind(weights_ref: weakref.ref[ShardedWeights]) -> type[DTensor]:
     class ShardedGradient(DTensor):
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
-            kwargs, asked = kwargs or {}, _asked(known) is not None
+            kwargs, asked = kwargs or {}, _asked(weights_ref) is not None
             name = getattr(func, "__name__", "")
             if asked and reads_values(func) and not _by_pieces(name, args, kwargs):
                 names_line(_refuse)(name)
@@ -204,8 +204,8 @@ def _is_by_elements(name: str) -> bool:
     packet = getattr(torch.ops.aten, name, None)
     overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
     draws = any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
-    known = {torch.Tag.pointwise, torch.Tag.reduction}
-    return not draws and any(known & set(overload.tags) for overload in overloads)
+    by_elements = {torch.Tag.pointwise, torch.Tag.reduction}
+    return not draws and any(by_elements & set(overload.tags) for overload in overloads)
 
 
 def refuse_draws() -> None:

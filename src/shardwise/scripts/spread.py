@@ -29,7 +29,7 @@ from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.part import Part, Sum, plain, whole
 from shardwise.part.levels import Distributed
 from shardwise.part.parameters import unannounced
-from shardwise.scripts.saying import names_line
+from shardwise.scripts.script_lines import names_line
 from shardwise.scripts.shares import let_out
 from shardwise.trace.functional import transforming
 
@@ -94,13 +94,13 @@ def shared_call(args: tuple, kwargs: dict, world: Axis, device: torch.device) ->
             "followed through dense tensors alone: give it dense (.to_dense()), or as indices and values that the "
             "forward multiplies and adds up by index_add; or leave tp, cp, cp_ulysses, domain and ep out"
         )
-    told = gather_json([[list(leaf.shape), str(leaf.dtype)] for leaf in mine], world, device)
-    if len(told[0]) != len(mine):
+    shapes = gather_json([[list(leaf.shape), str(leaf.dtype)] for leaf in mine], world, device)
+    if len(shapes[0]) != len(mine):
         raise RunError(
-            f"prepare: rank {world.index} calls the model with {len(mine)} tensors, rank 0 with {len(told[0])}: every "
-            "rank must call it in the same way"
+            f"prepare: rank {world.index} calls the model with {len(mine)} tensors, rank 0 with {len(shapes[0])}: "
+            "every rank must call it in the same way"
         )
-    received = iter([_of_rank_0(*pair, world, device) for pair in zip(mine, told[0], strict=True)])
+    received = iter([_of_rank_0(*pair, world, device) for pair in zip(mine, shapes[0], strict=True)])
     leaves = [next(received) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     return tree_unflatten(leaves, spec)
 
@@ -138,13 +138,13 @@ def tensors_of(output: Any) -> Iterator[torch.Tensor]:
 
 def total_of(output: Any) -> torch.Tensor:
     """Returns one number made of every floating-point output, in place of the script's loss where cuts are tried."""
-    found = [t for t in tensors_of(output) if t.is_floating_point()]
-    if not found:
+    floats = [t for t in tensors_of(output) if t.is_floating_point()]
+    if not floats:
         raise InputError(
             f"prepare: the model returned {type(output).__name__}, in which no floating-point tensor was found: return "
             "tensors, or tuples, dicts or dataclasses of them"
         )
-    return torch.stack([t.double().square().sum() for t in found]).sum()
+    return torch.stack([t.double().square().sum() for t in floats]).sum()
 
 
 class _Aliased(torch.autograd.Function):

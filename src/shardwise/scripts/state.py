@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
-from shardwise.scripts.saying import names_line
+from shardwise.scripts.script_lines import names_line
 from shardwise.step.state import RankState
 
 States = dict[str, dict[str, Any]]  # parameter -> its state, whole
@@ -114,9 +114,9 @@ def _numbered(optimizer: Optimizer, names: list[list[str]], engine: Engine) -> d
     return {"state": state, "param_groups": groups}
 
 
-def _named(given: Mapping[str, Any], names: list[list[str]]) -> tuple[States, list[dict[str, Any]], dict[Any, Any]]:
+def _named(whole: Mapping[str, Any], names: list[list[str]]) -> tuple[States, list[dict[str, Any]], dict[Any, Any]]:
     """(state by parameter, options of each group, state that belongs to none) of a whole `state_dict`."""
-    groups, of_groups = given["param_groups"], [len(group) for group in names]
+    groups, of_groups = whole["param_groups"], [len(group) for group in names]
     saved = [len(group["params"]) for group in groups]
     if saved != of_groups:
         raise InputError(
@@ -125,8 +125,8 @@ def _named(given: Mapping[str, Any], names: list[list[str]]) -> tuple[States, li
         )
     numbers = [number for group in groups for number in group["params"]]
     name_of = dict(zip(numbers, (name for group in names for name in group), strict=True))
-    states = {name_of[key]: value for key, value in given["state"].items() if key in name_of}
-    rest = {key: value for key, value in given["state"].items() if key not in name_of}
+    states = {name_of[key]: value for key, value in whole["state"].items() if key in name_of}
+    rest = {key: value for key, value in whole["state"].items() if key not in name_of}
     return states, [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in groups], rest
 
 
@@ -157,7 +157,7 @@ def put(
 
 
 def _piece_of(
-    state: RankState, name: str, master: torch.Tensor, found: dict[str, Any], whole: bool
+    state: RankState, name: str, master: torch.Tensor, param_state: dict[str, Any], whole: bool
 ) -> dict[str, Any]:  # fmt: skip
     """What this rank keeps of one parameter's state; `whole`: data ranks do not share the parameter."""
     index = state.names.index(name)
@@ -180,7 +180,7 @@ def _piece_of(
             f"belongs to a rank's piece under plan {state.plan}"
         )
 
-    return tree_map_only(torch.Tensor, cut, found)
+    return tree_map_only(torch.Tensor, cut, param_state)
 
 
 def share_of(state: RankState, name: str, whole: torch.Tensor) -> torch.Tensor:

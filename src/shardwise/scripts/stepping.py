@@ -25,19 +25,18 @@ from shardwise.layout import Plan
 from shardwise.parallel.full import FullShard
 from shardwise.part import forget, plain, whole
 from shardwise.scripts.agreement import compare, note, same_change
-from shardwise.scripts.arrivals import buckets_of, share_uncut
 from shardwise.scripts.draws import SampleDraws
 from shardwise.scripts.earlier import Earlier
+from shardwise.scripts.first_steps import FirstSteps
 from shardwise.scripts.following import aside, differentiate
-from shardwise.scripts.given import check_loss, check_number
+from shardwise.scripts.gradient_arrivals import buckets_of, share_uncut
 from shardwise.scripts.gradients import Gradients
 from shardwise.scripts.guard import LaterHooks
-from shardwise.scripts.moved import FirstSteps
 from shardwise.scripts.optimizer import is_of_torch
 from shardwise.scripts.proof.on_ranks import RankSide
-from shardwise.scripts.saying import Notices, names_line
+from shardwise.scripts.script_lines import Notices, names_line
 from shardwise.scripts.state import open_doors
-from shardwise.scripts.weighing import Weighing, form_of
+from shardwise.scripts.weighing import Weighing, check_loss, check_number, form_of
 from shardwise.step.control import Tally
 from shardwise.step.loss import Loss
 from shardwise.step.normalise import held_gradients, norm_of_gradients, not_finite, sum_of_squares
@@ -50,7 +49,7 @@ class Stepping(Weighing):
 
     plan: Plan
     all_names: list[list[str]]  # of the optimizer's groups, frozen parameters among them
-    _told: Notices
+    _notices: Notices
     _first: FirstSteps
     _hooks: LaterHooks
     gradients: Gradients | None  # as the script sees them, once the model is spread
@@ -70,7 +69,7 @@ class Stepping(Weighing):
         self._micro = 0  # calls of backward in it
         self._finished = False  # its gradients are whole
         self._stepped = False  # and were used, without zero_grad since
-        self._given: str | None = None
+        self._form: str | None = None
         self._result: StepResult | None = None  # of the gradients that are whole
         self._usable = True  # they are finite
         self._square: torch.Tensor | None = None  # of this rank's gradients, when they were whole
@@ -109,8 +108,8 @@ class Stepping(Weighing):
             check_number(given, name)
         form = form_of(weight, mean_over, summed)
         together = self._together(also)
-        for each in together:
-            each._ready()
+        for script in together:
+            script._ready()
         if self.calls.gathers:
             self._passes("prepared.backward(...)")
         engine, dealt = self.engine, self.calls.of_loss
@@ -119,22 +118,22 @@ class Stepping(Weighing):
         if self.side is not None:
             self.side.apart(self, loss)
         total = self._share_of(loss * 0 if stands_in else loss, form, 0.0 if stands_in else mean_over)
-        weights = [each._weight(form, weight, stands_in) for each in together]
+        weights = [script._weight(form, weight, stands_in) for script in together]
         with ExitStack() as inside:
-            for each in together:
-                inside.enter_context(each._gate.open())
-                last = each._micro + 1 == each.plan.accumulate or isinstance(each.engine.technique, FullShard)
-                each.engine.technique.start_micro_batch(last=last)
-                inside.enter_context(each._asking())
+            for script in together:
+                inside.enter_context(script._gate.open())
+                last = script._micro + 1 == script.plan.accumulate or isinstance(script.engine.technique, FullShard)
+                script.engine.technique.start_micro_batch(last=last)
+                inside.enter_context(script._asking())
             scaled = engine.state.scale
             scale = scaled.factor(weights[0], engine.mesh.data, engine.device) if scaled is not None else 1.0
             differentiate(total * scale if scale != 1.0 else total, retain_graph=retain_graph)
-        for each, counted in zip(together, weights, strict=True):
-            each._count(Loss(total.detach(), counted), stands_in)
+        for script, counted in zip(together, weights, strict=True):
+            script._count(Loss(total.detach(), counted), stands_in)
         told = self.loss if engine.plan.accumulate == 1 else self._loss_of(total, 0.0 if stands_in else weight)
-        for each in together:
-            if each.side is not None:
-                each.side.loss(told, form, weight if mean_over is None else mean_over)
+        for script in together:
+            if script.side is not None:
+                script.side.loss(told, form, weight if mean_over is None else mean_over)
         return told
 
     def _together(self, also: Sequence[Stepping]) -> list[Stepping]:
@@ -187,14 +186,14 @@ class Stepping(Weighing):
         """Context: gradients that arrive are counted; outside it they belong to another model's backward."""
         buckets = buckets_of(self.engine)
         self.calls.asked = True
-        for each in buckets:
-            each.asleep = False
+        for bucket in buckets:
+            bucket.asleep = False
         try:
             yield
         finally:
             self.calls.asked = False
-            for each in buckets:
-                each.asleep = True
+            for bucket in buckets:
+                bucket.asleep = True
 
     @names_line
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -243,7 +242,7 @@ class Stepping(Weighing):
 
     def _set_aside(self) -> None:
         """Another backward comes before `zero_grad()`: its gradients are added to those of this one. Collective."""
-        if self._given == "weight" and not self._stepped:
+        if self._form == "weight" and not self._stepped:
             self._refuse_weights()
         with self._gate.open():
             self._whole_gradients.put_back()
@@ -305,7 +304,7 @@ class Stepping(Weighing):
             self._square = sum_of_squares(engine.state, engine.technique.slots) if self._unguarded else None
         forget()
         self._finished = True
-        self._told.say(self.notices)
+        self._notices.say(self.notices)
         self.loss = torch.tensor(result.loss, dtype=torch.float64)
 
     # --- the optimizer's calls
@@ -355,7 +354,7 @@ class Stepping(Weighing):
         with self._gate.open():
             if closure is None:
                 self._first.after()
-        self._told.say(self.notices)
+        self._notices.say(self.notices)
         for one in self.calls.recorded:
             one.on = False
         engine.state.steps_done += 1
@@ -400,7 +399,7 @@ class Stepping(Weighing):
             self.engine.technique.start_step()
             self._whole_gradients.forget()
         self._tally, self._micro, self._finished, self._stepped = None, 0, False, False
-        self._given = None
+        self._form = None
 
     def _hook_optimizer(self) -> None:
         open_doors(self)

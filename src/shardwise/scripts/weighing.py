@@ -12,6 +12,9 @@ What this does not do: see whether a loss is what it is said to be; `shardwise v
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 
 from shardwise.errors import InputError
@@ -22,13 +25,13 @@ from shardwise.scripts.over_ranks import OverRanks
 class Weighing(OverRanks):
     """The part of `Stepping` that weighs losses."""
 
-    _given: str | None  # the form of this step's losses: "weight", "mean_over", "mean" or "sum"
+    _form: str | None  # the form of this step's losses: "weight", "mean_over", "mean" or "sum"
     _micro: int  # calls of backward in it
     _earlier: Earlier | None  # whole gradients of its backwards before
 
     def _loss_of(self, total: torch.Tensor, weight: torch.Tensor | float | None) -> torch.Tensor:
         """One micro-batch's loss over all ranks."""
-        whole, divisor = self._sum(total.detach(), self._once() if self._given != "weight" else float(weight or 0.0))
+        whole, divisor = self._sum(total.detach(), self._once() if self._form != "weight" else float(weight or 0.0))
         return torch.tensor(whole / divisor if divisor else float("nan"), dtype=torch.float64)
 
     def _once(self) -> float:
@@ -49,12 +52,12 @@ class Weighing(OverRanks):
         """The weight that is counted; without one, the losses of a step share one of 1."""
         if form == "weight" and self._earlier is not None and not self._earlier.stepped:
             self._refuse_weights()
-        if self._given not in (None, form):
+        if self._form not in (None, form):
             raise InputError(
                 "prepared.backward: the losses of a step are given in one way: each with its weight, each with "
                 "mean_over, or none"
             )
-        self._given = form
+        self._form = form
         if form != "weight":
             return self._once() if self._micro == 0 else 0.0
         if stands_in or weight is None:
@@ -73,11 +76,31 @@ class Weighing(OverRanks):
 
 def form_of(weight: object, mean_over: object, summed: bool) -> str:
     """Returns how a loss is given; raises `InputError` where it is given in two ways."""
-    given = [name for name, there in (("weight", weight is not None), ("mean_over", mean_over is not None),
+    forms = [name for name, there in (("weight", weight is not None), ("mean_over", mean_over is not None),
                                       ("sum", summed)) if there]  # fmt: skip
-    if len(given) > 1:
+    if len(forms) > 1:
         raise InputError(
             "prepared.backward: give weight (what a sum is divided by), mean_over (what a mean is over) or summed=True "
             "(a sum that nothing divides), and not two of them"
         )
-    return given[0] if given else "mean"
+    return forms[0] if forms else "mean"
+
+
+def check_loss(loss: Any) -> None:
+    """Raise `InputError` unless a loss is one number that depends on the model's parameters."""
+    what = "prepared.backward: the loss must be one number that depends on the model's parameters"
+    if not isinstance(loss, torch.Tensor):
+        raise InputError(f"{what}, got {type(loss).__name__}: give the tensor, before .item()")
+    if loss.numel() != 1:
+        raise InputError(f"{what}, got shape {tuple(loss.shape)}: give its .mean(), or its .sum() and how many count")
+    if not loss.requires_grad:
+        raise InputError(f"{what}, and this one does not: compute it outside no_grad, without .detach()")
+
+
+def check_number(value: Any, name: str) -> None:
+    """Raise `InputError` unless a weight is one number, and not below 0."""
+    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+    if math.prod(shape) != 1:
+        raise InputError(f"prepared.backward: {name} must be one number, got shape {shape}: give its .sum()")
+    if isinstance(value, int | float) and value < 0:
+        raise InputError(f"prepared.backward: {name} is {value:g}, which turns the loss around: give how many count")

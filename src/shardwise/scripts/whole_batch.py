@@ -34,7 +34,7 @@ from shardwise.part.crossing import apart, axes_of, cuts_of, joined
 from shardwise.part.levels import Distributed
 from shardwise.scripts.agreement import same_on_all
 from shardwise.scripts.dealt import deal
-from shardwise.scripts.lookout import ON_EVERY_RANK, Places, Rows
+from shardwise.scripts.model_look import ON_EVERY_RANK, Places, Rows
 from shardwise.step.batching import samples_in
 
 _TAG = "loss inputs"
@@ -67,7 +67,7 @@ class WholeBatch:
         self._data, self._device, self.spreads = data, device, spreads
         self.dims: list[Rows | None] | None = None
         self.rows = Share(None, 0, 0, 0)
-        self.held = self.rows
+        self.local = self.rows
         self.gathered_bytes = 0
         self._counts: tuple[int, ...] = ()
         self._compared = False
@@ -88,10 +88,10 @@ class WholeBatch:
                 ) from None
         dealt = [deal(total, self._data.size, rank) for rank in range(self._data.size)]
         mine = dealt[self._data.index]
-        self.rows, self.held = mine.part, mine.held
+        self.rows, self.local = mine.part, mine.local
         self._counts = tuple(one.part.count for one in dealt)
         call = tree_map_only(torch.Tensor, lambda leaf: self._from_whole_batch(leaf, places.of(leaf)), call)
-        return places.cut(call, mine.held.start, mine.held.start + mine.held.count)
+        return places.cut(call, mine.local.start, mine.local.start + mine.local.count)
 
     def _from_whole_batch(self, leaf: torch.Tensor, dim: int | None) -> torch.Tensor:
         """An argument whose gradient arrives for all samples, as the script may read it (an attack, a penalty)."""
@@ -104,7 +104,7 @@ class WholeBatch:
         as_mapping = isinstance(output, Mapping) and type(output) is not dict
         leaves, spec = tree_flatten(dict(output) if as_mapping else output)
         if self.dims is None or len(self.dims) != len(leaves):
-            places = Places(self.held.count, 0, more=False)
+            places = Places(self.local.count, 0, more=False)
             found = [places.of(leaf) for leaf in leaves]
             self.dims = [None if dim is None else Rows(dim) for dim in found]
         self._compare([leaf for leaf, dim in zip(leaves, self.dims, strict=True) if dim is None])

@@ -37,9 +37,9 @@ from shardwise.parallel.full import FullShard
 from shardwise.part import with_summed_gradient
 from shardwise.part.pairs import as_pairs
 from shardwise.scripts.agreement import same_given
-from shardwise.scripts.arrivals import techniques_of
+from shardwise.scripts.gradient_arrivals import techniques_of
 from shardwise.scripts.guard import OUTSIDE, READ, TAKEN, mark_like, reads_values, writes_into
-from shardwise.scripts.saying import is_called_by_engine, names_line
+from shardwise.scripts.script_lines import is_called_by_engine, names_line
 from shardwise.scripts.state import put, share_of
 from shardwise.trace.leaves import replaced, tensors_in
 
@@ -87,7 +87,7 @@ class WholeWeights:
         self.is_open = self._fills = False
         held = dict(engine.module.named_parameters())
         self.names = {id(param): name for name, param in held.items()}
-        self._held = held
+        self._params = held
         self._standing: dict[str, WholeWeight] = {}
         self._seen: dict[str, torch.Tensor] = {}  # by name, what the script finds in its modules
         self._gradients: dict[str, torch.Tensor | None] = {}  # whole ones, as they were handed out
@@ -207,7 +207,7 @@ class WholeWeights:
 
     def _piece(self, tensor: torch.Tensor) -> torch.Tensor:
         """The parameter that the plan trains, of itself or of its stand-in."""
-        return self._held[tensor.__dict__["_whole_name"]] if isinstance(tensor, WholeWeight) else tensor
+        return self._params[tensor.__dict__["_whole_name"]] if isinstance(tensor, WholeWeight) else tensor
 
     def _gathered(self, piece: torch.Tensor) -> torch.Tensor | None:
         """The weight that stands for a piece in graphs of zero=3, and has no memory while its unit is not gathered."""
@@ -286,9 +286,9 @@ class WholeWeights:
             for unit in self._state.module.modules():
                 if isinstance(unit, FSDPModule):
                     unit.reshard()  # else modules have what was gathered, in place of their pieces
-            self._seen = self._filled() if script.in_pieces is not None else dict(self._held)
+            self._seen = self._filled() if script.in_pieces is not None else dict(self._params)
             states = dict(script.engine.full_optimizer_state()) if state else {}
-        self._gradients = script._whole_gradients.of_all(self._held) if grads else {}
+        self._gradients = script._whole_gradients.of_all(self._params) if grads else {}
         self._show(states)
 
     def _end(self) -> None:
@@ -317,7 +317,7 @@ class WholeWeights:
     def _filled(self) -> dict[str, torch.Tensor]:
         """The weights of now, by name: stand-ins of pieces and of narrower weights, others themselves. Collective."""
         with self._filling():
-            for name, param in self._held.items():
+            for name, param in self._params.items():
                 if not self._state.precision.mixed and not isinstance(param, DTensor) and self._is_whole(param):
                     continue
                 value, standing = self.value(name), self._standing.get(name)
@@ -327,7 +327,7 @@ class WholeWeights:
                 standing.data = value
                 standing.requires_grad_(param.requires_grad)
                 mark_like(standing, param)
-        return self._held | self._standing
+        return self._params | self._standing
 
     def _is_whole(self, param: torch.Tensor) -> bool:
         """Whether the model's own tensor is the whole weight, as the script sees it."""
@@ -383,28 +383,30 @@ class WholeWeights:
     def _take(self, states: Any) -> None:
         """Let each rank take its pieces of what the script has changed, alike on all. Collective."""
         script, (grads, state) = self._script, self._asked
-        weights = {name: one.data for name, one in self._standing.items()}
-        after = {name: one.grad for name, one in self._standing.items()} if grads else {}
+        weights = {name: tensor.data for name, tensor in self._standing.items()}
+        after = {name: tensor.grad for name, tensor in self._standing.items()} if grads else {}
         named = {self._name_of(key): value for key, value in states.items()} if state else {}
-        gradients = {name: one for name, one in after.items() if one is not None}
-        given = {"weight": weights, "gradient": gradients, "state": named}
+        gradients = {name: tensor for name, tensor in after.items() if tensor is not None}
+        changed = {"weight": weights, "gradient": gradients, "state": named}
         if script.calls.randomness == "fast":  # ranks' generators differ, and the first one's draws are taken
-            for one in tensors_in(given):
-                drawn = one.contiguous()
+            for tensor in tensors_in(changed):
+                drawn = tensor.contiguous()
                 broadcast(drawn, script.mesh.world, 0, "control")
-                one.copy_(drawn)
+                tensor.copy_(drawn)
         with script._gate.open(), script._state_gate.open():
-            same_given("the end of prepared.whole()", given, script.mesh.world, script.mesh.device)
+            same_given("the end of prepared.whole()", changed, script.mesh.world, script.mesh.device)
             if weights:
                 load_state_dict(self._state, self._under_own_names(weights), strict=False)
                 script.may_have_written()
         for name, gradient in after.items():
             if gradient is not self._gradients.get(name):
-                script._whole_gradients.set(self._held[name], gradient)
+                script._whole_gradients.set(self._params[name], gradient)
         if state:
             with script.plainly():
-                rest = {key: value for key, value in named.items() if not isinstance(key, str) or key not in self._held}
-                put(self._state, script.optimizer, {k: v for k, v in named.items() if k in self._held}, rest=rest)
+                rest = {
+                    key: value for key, value in named.items() if not isinstance(key, str) or key not in self._params
+                }
+                put(self._state, script.optimizer, {k: v for k, v in named.items() if k in self._params}, rest=rest)
 
     def _name_of(self, key: Any) -> Any:
         return next((name for name, one in self._seen.items() if one is key), key)

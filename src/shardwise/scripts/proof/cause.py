@@ -86,7 +86,7 @@ class Difference:
     apart       runs the ranks as replicas, which keep what each rank's loss asks; None where that fails
     """
 
-    one: ScriptRecord
+    single: ScriptRecord
     ranks: list[ScriptRecord]
     parity: Parity
     plan: Plan
@@ -97,14 +97,14 @@ class Difference:
 
 def cause_of(sides: Difference) -> Cause | None:
     """Returns the likely cause, None where nothing fits."""
-    one, many, parity = sides.one, sides.ranks[0], sides.parity
+    single, many, parity = sides.single, sides.ranks[0], sides.parity
     if not sides.control.equal:
         return _cause("not_deterministic", _first_of(sides.control))
     if any(step < 0 for step in parity.exceeded.values()) or any(
         "initial value" in each for each in parity.differences
     ):
         return _cause("weights_at_start", _first_of(parity))
-    if not one.steps or not many.steps:
+    if not single.steps or not many.steps:
         return _cause("own_backward") if not many.steps else None
     step = first_step(sides)
     kinds = {kind for (kind, _), at in parity.exceeded.items() if at == step}
@@ -132,26 +132,26 @@ def cause_of(sides: Difference) -> Cause | None:
 def first_step(sides: Difference) -> int:
     """Returns the first step in which anything exceeds its bar; the last one where only the end differs."""
     steps = [at for at in sides.parity.exceeded.values() if at >= 0]
-    return min(steps, default=len(sides.one.steps) - 1)
+    return min(steps, default=len(sides.single.steps) - 1)
 
 
 def _of_gradients(sides: Difference, step: int, kinds: set[str]) -> Cause | None:
     """The cause of gradients, or losses, that differ in a step."""
-    one, many = sides.one.steps[step], sides.ranks[0].steps[step]
+    single, many = sides.single.steps[step], sides.ranks[0].steps[step]
     found = sides.apart()
     ranks = [rank.steps[step] for rank in found or [] if step < len(rank.steps)]
     form = next(iter(many.forms), "mean")
-    locals_ = [_vector(_sum(rank.locals), one.gradients) for rank in ranks if rank.locals]
-    factor = _factor(_vector(many.gradients, one.gradients), _vector(one.gradients, one.gradients))
-    if not many.losses and one.losses:
+    locals_ = [_vector(_sum(rank.locals), single.gradients) for rank in ranks if rank.locals]
+    factor = _factor(_vector(many.gradients, single.gradients), _vector(single.gradients, single.gradients))
+    if not many.losses and single.losses:
         return _cause("own_backward")
     if not locals_ or len(locals_) < len(ranks):
         return _by_factor(factor, kinds, form, sides)
-    shares, rest = _fit(locals_, _vector(one.gradients, one.gradients))
-    there, missing = _fit(locals_, _vector(ranks[0].gradients, one.gradients))
-    clipped = any("clip" in line for line in (one.line,))
+    shares, rest = _fit(locals_, _vector(single.gradients, single.gradients))
+    there, missing = _fit(locals_, _vector(ranks[0].gradients, single.gradients))
+    clipped = any("clip" in line for line in (single.line,))
     if rest > NEAR:
-        scaled = _factor(_vector(many.gradients, one.gradients), _vector(one.gradients, one.gradients))
+        scaled = _factor(_vector(many.gradients, single.gradients), _vector(single.gradients, single.gradients))
         if scaled is not None and not clipped and abs(scaled - 1) > NEAR:
             return _by_factor(scaled, kinds, form, sides)
         return _not_a_sum(sides, step, rest)
@@ -163,12 +163,12 @@ def _of_gradients(sides: Difference, step: int, kinds: set[str]) -> Cause | None
     return _weighed(sides, step, shares, there, form)
 
 
-def _weighed(sides: Difference, step: int, one: list[float], ranks: list[float], form: str) -> Cause | None:
+def _weighed(sides: Difference, step: int, single: list[float], ranks: list[float], form: str) -> Cause | None:
     """The cause where one process's gradient is a sum of the ranks', weighed otherwise."""
-    size = len(one)
-    ratios = [b / a if a else 0.0 for a, b in zip(one, ranks, strict=True)]
+    size = len(single)
+    ratios = [b / a if a else 0.0 for a, b in zip(single, ranks, strict=True)]
     alike = max(ratios) - min(ratios) <= NEAR * abs(max(ratios))
-    if form == "mean" and all(abs(share - 1) < NEAR for share in one):
+    if form == "mean" and all(abs(share - 1) < NEAR for share in single):
         return _cause("sum_not_divided")
     if form == "weight" and alike and abs(ratios[0] - size) < 0.25 * size and size > 1:
         return _cause("weight_of_mean", f"every gradient is {ratios[0]:.3g} times that of one process")
@@ -178,11 +178,11 @@ def _weighed(sides: Difference, step: int, one: list[float], ranks: list[float],
         return _cause(
             "weight_of_mean", f"gradients are {min(ratios):.3g} to {max(ratios):.3g} times those of one process"
         )
-    even = [sum(each.samples) % size == 0 for each in sides.one.steps[:step]]
-    samples = sum(sides.one.steps[step].samples)
-    if all(even) and samples % size and form != "mean_over" and step and _counts(sides, step, one):
+    even = [sum(each.samples) % size == 0 for each in sides.single.steps[:step]]
+    samples = sum(sides.single.steps[step].samples)
+    if all(even) and samples % size and form != "mean_over" and step and _counts(sides, step, single):
         return _cause("uneven_only", step, samples)
-    return _cause("mean_over", _ratio(one), _ratio(ranks))
+    return _cause("mean_over", _ratio(single), _ratio(ranks))
 
 
 def _counts(sides: Difference, step: int, shares: list[float]) -> bool:
@@ -205,15 +205,15 @@ def _by_factor(factor: float | None, kinds: set[str], form: str, sides: Differen
 
 def _not_a_sum(sides: Difference, step: int, rest: float) -> Cause:
     """Losses that do not add up: by draws, by what was kept, or by themselves."""
-    one = sides.one
-    before = [each for each in one.steps[:step] if each.model == one.steps[step].model]
-    samples = sum(one.steps[step].samples)
+    single = sides.single
+    before = [each for each in single.steps[:step] if each.model == single.steps[step].model]
+    samples = sum(single.steps[step].samples)
     ranks = max(1, sides.plan.data_ranks)
     if before and samples % ranks and not any(sum(each.samples) % ranks for each in before):
         return _cause("uneven_only", step, samples)
-    if before and step not in one.drew:
+    if before and step not in single.drew:
         return _cause("kept", step)
-    if step in one.drew:
+    if step in single.drew:
         return _cause("draws", step)
     return _cause("loss_scope", rest)
 
@@ -221,7 +221,7 @@ def _not_a_sum(sides: Difference, step: int, rest: float) -> Cause:
 def _other_samples(sides: Difference) -> int | None:
     """The first step whose batches have another sum of numbers on all ranks than in one process, None without one."""
     copies = len(sides.ranks) / max(1, sides.plan.data_ranks)
-    for number, mine in enumerate(sides.one.steps):
+    for number, mine in enumerate(sides.single.steps):
         theirs = [rank.steps[number] for rank in sides.ranks if number < len(rank.steps)]
         if len(theirs) < len(sides.ranks) or not mine.content:
             continue
@@ -244,13 +244,13 @@ def _fit(parts: list[torch.Tensor], whole: torch.Tensor) -> tuple[list[float], f
     return found.tolist(), float(rest.norm() / max(float(whole.norm()), 1e-300))
 
 
-def _factor(found: torch.Tensor, expected: torch.Tensor) -> float | None:
+def _factor(ratios: torch.Tensor, expected: torch.Tensor) -> float | None:
     """By which one vector is a multiple of the other, None where it is none."""
     size = float(expected @ expected)
-    if not size or not bool(torch.isfinite(found).all()):
+    if not size or not bool(torch.isfinite(ratios).all()):
         return None
-    factor = float(found @ expected) / size
-    return factor if float((found - factor * expected).norm()) <= NEAR * float(found.norm()) else None
+    factor = float(ratios @ expected) / size
+    return factor if float((ratios - factor * expected).norm()) <= NEAR * float(ratios.norm()) else None
 
 
 def _vector(tensors: Tensors, like: Tensors) -> torch.Tensor:

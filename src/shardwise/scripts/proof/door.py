@@ -98,10 +98,10 @@ def verify_script(
         parity.plan, parity.world_size = str(chosen) if chosen is not None else f"{world} ranks of its own", world
         parity.bars = parity.bars or dict(FLOAT64_BARS)
         say(f"verify: the same on {world} ranks" + (f" under {chosen}" if chosen is not None else ""))
-        found = _on_ranks(several, asked, chosen, parity, timeout_s)
-        if found is None:
+        records = _on_ranks(several, asked, chosen, parity, timeout_s)
+        if records is None:
             return parity
-        many = joined(found, foreign=asked.foreign)
+        many = joined(records, foreign=asked.foreign)
         without_losses = against is not None and chosen is not None and chosen.accumulate > 1
         if without_losses:
             _leave_losses(first, many, parity)
@@ -109,7 +109,7 @@ def verify_script(
             raise InputError(
                 f"verify: {asked.path} ended before any optimizer took a step, so there is nothing to prove"
             )
-        judge(parity, first, many, found, foreign=asked.foreign, starts=against is None)
+        judge(parity, first, many, records, foreign=asked.foreign, starts=against is None)
         if not parity.equal:
             say("verify: they differ; one process again, to see whether the script equals itself")
             again = _alone(single, reference, timeout_s)
@@ -119,7 +119,7 @@ def verify_script(
             judge(control, first, again, [again], foreign=False)
             layout = chosen or Plan(dp_replicate=world)
             apart = _apart(several, asked, layout, timeout_s)
-            parity.cause = cause_of(Difference(first, found, parity, layout, control, apart, asked.foreign))
+            parity.cause = cause_of(Difference(first, records, parity, layout, control, apart, asked.foreign))
         if chosen is not None:
             receipts.write(asked.path, chosen, parity, len(many.steps), many.files)
         return parity
@@ -132,36 +132,36 @@ def _on_ranks(
     try:
         if chosen is not None:
             check(chosen)
-        found: list[ScriptRecord] = _in_scratch(several, parity.world_size, replace(asked, plain=False), timeout_s)
+        records: list[ScriptRecord] = _in_scratch(several, parity.world_size, replace(asked, plain=False), timeout_s)
     except (RefusedPlan, InputError) as refusal:  # of what the script does on ranks
         parity.refused = str(refusal).partition("\nraised on rank")[0]
         return None
     except RunError as error:
         parity.error = _failed_on_ranks(error)
         return None
-    if asked.foreign and parity.world_size > 1 and all(_losses(each) == _losses(found[0]) for each in found):
+    if asked.foreign and parity.world_size > 1 and all(_losses(each) == _losses(records[0]) for each in records):
         parity.unproven.append(
             "every rank has the same losses: each may have trained by itself on the same samples. A script for "
             "--nproc sets up its ranks from RANK and WORLD_SIZE (torch.distributed.init_process_group)"
         )
-    return found
+    return records
 
 
-def judge(parity: Parity, one: ScriptRecord, many: ScriptRecord, ranks: list[ScriptRecord], *, foreign: bool,
+def judge(parity: Parity, single: ScriptRecord, many: ScriptRecord, ranks: list[ScriptRecord], *, foreign: bool,
           starts: bool = True) -> None:  # fmt: skip
     """Compare both sides into `parity`. `starts`: weights before the first step as well, as they were prepared."""
-    steps = min(len(one.steps), len(many.steps))
-    if len(one.steps) != len(many.steps):
-        parity.differences.append(f"one process took {len(one.steps)} optimizer steps, ranks {len(many.steps)}")
+    steps = min(len(single.steps), len(many.steps))
+    if len(single.steps) != len(many.steps):
+        parity.differences.append(f"one process took {len(single.steps)} optimizer steps, ranks {len(many.steps)}")
     if not steps:
         parity.loss_error = 0.0
         return
-    for name in sorted(one.shapes.keys() & many.shapes.keys()):
-        if one.shapes[name] != many.shapes[name]:
+    for name in sorted(single.shapes.keys() & many.shapes.keys()):
+        if single.shapes[name] != many.shapes[name]:
             parity.differences.append(
-                f"{name.partition(':')[2]} has shape {many.shapes[name]}, in one process {one.shapes[name]}"
+                f"{name.partition(':')[2]} has shape {many.shapes[name]}, in one process {single.shapes[name]}"
             )
-    mine, theirs = record_of(one, [one], steps), record_of(many, ranks, steps, foreign=foreign)
+    mine, theirs = record_of(single, [single], steps), record_of(many, ranks, steps, foreign=foreign)
     if not starts:
         theirs.initial = dict(mine.initial)
     if foreign and not any(theirs.states) and any(mine.states):
@@ -171,18 +171,18 @@ def judge(parity: Parity, one: ScriptRecord, many: ScriptRecord, ranks: list[Scr
     zero_gradients(parity, mine, theirs)
     set_noise_apart(parity)
     for step in range(steps):
-        if one.steps[step].settings != many.steps[step].settings:
-            parity.differences.append(_settings_differ(step, one.steps[step].settings, many.steps[step].settings))
+        if single.steps[step].settings != many.steps[step].settings:
+            parity.differences.append(_settings_differ(step, single.steps[step].settings, many.steps[step].settings))
             break
-    if len(one.final) == len(many.final) and len(one.steps) == len(many.steps):
-        _compare_saved(parity, one, many)
-        _compare_beside(parity, one, ranks)
-        _tell_numbers(parity, one, many)
-    unmet = [words for what, words in MEETS.items() if what not in one.met]
+    if len(single.final) == len(many.final) and len(single.steps) == len(many.steps):
+        _compare_saved(parity, single, many)
+        _compare_beside(parity, single, ranks)
+        _tell_numbers(parity, single, many)
+    unmet = [words for what, words in MEETS.items() if what not in single.met]
     if unmet and not foreign:
         parity.notes.append(f"scope: in these {steps} steps {', '.join(unmet)}")
     parity.notes = list(dict.fromkeys(parity.notes))
-    if one.raised_eps or many.raised_eps:
+    if single.raised_eps or many.raised_eps:
         parity.notes.append(f"an optimizer's eps below {LEAST_EPS:g} is {LEAST_EPS:g} on both sides")
 
 
@@ -202,13 +202,13 @@ def _compare_saved(parity: Parity, one: ScriptRecord, many: ScriptRecord) -> Non
                     return
 
 
-def _tell_numbers(parity: Parity, one: ScriptRecord, many: ScriptRecord) -> None:
+def _tell_numbers(parity: Parity, single: ScriptRecord, many: ScriptRecord) -> None:
     """A note on numbers of the script's own that rank 0 has otherwise: counts and means of its samples alone."""
     last = many.steps[-1]
     sizes = (float(last.counted), float(sum(last.samples)))  # of the last batch, here and in all
     apart = [
         f"'{name}' is {many.numbers[name]:.6g} on rank 0 and {value:.6g} in one process"
-        for name, value in one.numbers.items()
+        for name, value in single.numbers.items()
         if abs(many.numbers.get(name, value) - value) > 1e-6 * abs(value) and (many.numbers.get(name), value) != sizes
     ]
     if apart:
@@ -235,15 +235,15 @@ def _compare_beside(parity: Parity, one: ScriptRecord, ranks: list[ScriptRecord]
                     return
 
 
-def _settings_differ(step: int, one: list[dict], many: list[dict]) -> str:
-    for place, (mine, theirs) in enumerate(zip(one, many, strict=False)):
+def _settings_differ(step: int, single: list[dict], many: list[dict]) -> str:
+    for place, (mine, theirs) in enumerate(zip(single, many, strict=False)):
         for key in mine.keys() | theirs.keys():
             if mine.get(key) != theirs.get(key):
                 return (
                     f"step {step}: {key} of the optimizer's group {place} is {theirs.get(key)} on ranks, "
                     f"{mine.get(key)} in one process"
                 )
-    return f"step {step}: the optimizer has {len(many)} groups on ranks, {len(one)} in one process"
+    return f"step {step}: the optimizer has {len(many)} groups on ranks, {len(single)} in one process"
 
 
 def _asked(
@@ -288,15 +288,15 @@ def _plan_of(plan: Any, first: ScriptRecord, asked: ScriptJob) -> Plan | None:
     """The plan to prove: the one that was asked for, else the script's own; None: the script sets up its ranks."""
     if asked.foreign:
         return None
-    given = [Plan.parse(text) for text in first.plans]
-    if not given:
+    plans = [Plan.parse(text) for text in first.plans]
+    if not plans:
         raise InputError(
             f"verify: {asked.path} never called shardwise.prepare: put it in (docs/scripts.md), or give the number of "
             "ranks that it sets up by itself (--nproc 2)"
         )
-    chosen = Plan.parse(plan) if plan is not None else given[0]
+    chosen = Plan.parse(plan) if plan is not None else plans[0]
     if chosen.accumulate == 1:
-        chosen = chosen.with_(accumulate=given[0].accumulate)
+        chosen = chosen.with_(accumulate=plans[0].accumulate)
     if chosen.world_size == 1:
         raise InputError(
             "verify: the plan is of one rank, which is one process: say which one (--plan dp_shard=2,zero=3)"
@@ -311,13 +311,13 @@ def _one_process(
     with bars that are taken from one process whose weights are moved by one epsilon. Raises `InputError` where it
     fails there too."""
     reference = _as_reference(asked, None, one)
-    found = _in_one(pool, reference, timeout_s)
-    if found.failed is None:
-        return asked, found
+    exact = _in_one(pool, reference, timeout_s)
+    if exact.failed is None:
+        return asked, exact
     own = replace(asked, exact=False)
     record = _alone(pool, _as_reference(own, None, one), timeout_s)
     if asked.foreign or not record.steps:
-        what, trace = found.failed
+        what, trace = exact.failed
         raise InputError(f"verify: the script runs in one process, and not in float64: {what}\n{trace.rstrip()}")
     noise: Noise = {}
     for seed in range(1, NUDGES + 1):
@@ -327,7 +327,7 @@ def _one_process(
     parity.float64, parity.noise = False, noise
     parity.own_bars = {which: bar_of(error) for which, error in noise.items()}
     parity.bars = dict.fromkeys(KINDS, LEAST_BAR) | {kind: bar_of(noise[kind, ""]) for kind in ("loss", "norm")}
-    parity.notes.append(f"compared in the script's own precision, since in float64 it fails with: {found.failed[0]}")
+    parity.notes.append(f"compared in the script's own precision, since in float64 it fails with: {exact.failed[0]}")
     return own, record
 
 

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardwise.proof.settings import raise_eps
 from shardwise.scripts.proof.recorder import ScriptRecorder
-from shardwise.scripts.saying import line_of_script
+from shardwise.scripts.script_lines import line_of_script
 
 # what wrappers put into the names of what they hold
 _WRAPPED = re.compile(r"(^|\.)(module|_fsdp_wrapped_module|_orig_mod|_forward_module|_checkpoint_wrapped_module)(?=\.)")
@@ -52,11 +52,11 @@ class TorchHooks:
         backward = torch.Tensor.backward
 
         @wraps(backward)
-        def told(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        def recorded_backward(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             self._backward(tensor)
             return backward(tensor, *args, **kwargs)
 
-        torch.Tensor.backward = told
+        torch.Tensor.backward = recorded_backward
         self._stack.callback(setattr, torch.Tensor, "backward", backward)
         return self
 

@@ -15,7 +15,7 @@ from shardwise.proof.settings import raise_eps
 from shardwise.scripts.proof.recorder import ScriptRecorder
 from shardwise.scripts.proof.shorten import shortened
 from shardwise.scripts.proof.sketch import sketch
-from shardwise.scripts.saying import line_of_script
+from shardwise.scripts.script_lines import line_of_script
 
 if TYPE_CHECKING:
     from shardwise.scripts.prepared import Prepared

@@ -30,7 +30,7 @@ from shardwise.scripts.entries import Several, with_own
 from shardwise.scripts.proof.recorder import ScriptRecorder, content_of
 from shardwise.scripts.proof.shorten import shortened
 from shardwise.scripts.reading import samples_of
-from shardwise.scripts.saying import line_of_script
+from shardwise.scripts.script_lines import line_of_script
 
 
 class PlainLoader:
@@ -116,15 +116,15 @@ class Plain:
         form = "weight" if weight is not None else "mean_over" if mean_over is not None else "sum" if summed else "mean"
         loss = loss.reshape(())
         loss.backward(retain_graph=retain_graph)
-        told = loss.detach().clone().double()
-        for each in (self, *also):
+        value = loss.detach().clone().double()
+        for script in (self, *also):
             if weight is not None:
-                each._weights.append(float(weight))
-            each._calls += 1
-            each._recorder.loss(each.number, float(told) / (float(weight) if weight is not None else 1.0), form)
-            if each._calls % each.plan.accumulate == 0:
-                each._divide()
-        self.loss = told if weight is None else told / float(weight) if float(weight) else told * float("nan")
+                script._weights.append(float(weight))
+            script._calls += 1
+            script._recorder.loss(script.number, float(value) / (float(weight) if weight is not None else 1.0), form)
+            if script._calls % script.plan.accumulate == 0:
+                script._divide()
+        self.loss = value if weight is None else value / float(weight) if float(weight) else value * float("nan")
         return self.loss
 
     def _divide(self) -> None:

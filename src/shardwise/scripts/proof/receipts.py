@@ -30,14 +30,14 @@ FOLDER, FILE = ".shardwise", "proofs.json"
 def files_of(script: str) -> dict[str, str]:
     """Returns digests of a script and of the modules under its folder that this process has imported, by path."""
     home = Path(script).resolve().parent
-    found = {Path(script).resolve()}
+    proofs = {Path(script).resolve()}
     for module in list(sys.modules.values()):
         name = getattr(module, "__file__", None)
         if isinstance(name, str) and name.endswith(".py"):
             path = Path(name).resolve()
             if path.is_relative_to(home) and not path.is_relative_to(Path(sys.prefix).resolve()):
-                found.add(path)
-    return {str(path.relative_to(home)): digest_of(path) for path in sorted(found)}
+                proofs.add(path)
+    return {str(path.relative_to(home)): digest_of(path) for path in sorted(proofs)}
 
 
 def digest_of(path: Path) -> str:
@@ -71,16 +71,16 @@ def write(script: str, plan: Plan, parity: Parity, steps: int, files: dict[str, 
 def line_of(script: str, plan: Plan) -> str:
     """Returns what is known of a script under a plan, in one line."""
     home = Path(script).resolve().parent
-    told = _read(home / FOLDER / FILE).get(Path(script).name, {}).get(kind_of(plan))
+    verdict = _read(home / FOLDER / FILE).get(Path(script).name, {}).get(kind_of(plan))
     again = f"shardwise verify {Path(script).name} --plan {plan}"
-    if told is None:
+    if verdict is None:
         return f"not proven: {again}"
-    if any(digest_of(home / name) != digest for name, digest in told["files"].items()):
-        return f"changed since it was proven ({told['date']}): {again}"
-    if not told["verdict"].startswith("EQUAL"):
-        return f"{told['verdict']} when it was proven ({told['date']}): {again}"
-    where = "this plan" if told["plan"] == str(plan) else f"{told['plan']}, which counts for {plan}"
-    return f"proven equal under {where} ({told['steps']} steps, {told['ranks']} ranks, {told['date']})"
+    if any(digest_of(home / name) != digest for name, digest in verdict["files"].items()):
+        return f"changed since it was proven ({verdict['date']}): {again}"
+    if not verdict["verdict"].startswith("EQUAL"):
+        return f"{verdict['verdict']} when it was proven ({verdict['date']}): {again}"
+    where = "this plan" if verdict["plan"] == str(plan) else f"{verdict['plan']}, which counts for {plan}"
+    return f"proven equal under {where} ({verdict['steps']} steps, {verdict['ranks']} ranks, {verdict['date']})"
 
 
 def kind_of(plan: Plan) -> str:

@@ -110,7 +110,7 @@ class ScriptRecorder:
         self._ended_epochs = 0
         self._stood: Any = None  # the generators, when the batch at hand came
         self.tells = False  # how far it is, on the terminal
-        self._told = time.monotonic()
+        self._said = time.monotonic()
 
     # --- what is told of models
 
@@ -159,14 +159,14 @@ class ScriptRecorder:
     @torch.no_grad()
     def before(self, model: int, gradients: Named, line: str = "") -> None:
         """An optimizer's step begins, with these whole gradients."""
-        found: Tensors = {}
+        sketches: Tensors = {}
         squares = 0.0
         for name, gradient in gradients:
             self._note(model, f"the gradient of {name}", gradient)
-            found[name] = None if gradient is None else sketch(gradient)
+            sketches[name] = None if gradient is None else sketch(gradient)
             if gradient is not None and gradient.numel():
                 squares += float(gradient.detach().abs().double().square().sum())
-        step = StepRecord(model, self._losses[model], self._forms[model], found, squares)
+        step = StepRecord(model, self._losses[model], self._forms[model], sketches, squares)
         step.samples, step.content = self._samples, self._content
         step.locals, step.line = self._locals[model], line
         step.weights, step.counted = self._weights[model], self._counted
@@ -192,8 +192,8 @@ class ScriptRecorder:
 
     def _tell_progress(self, model: int) -> None:
         """Say how far a slow script is, by rank 0."""
-        if self.tells and time.monotonic() - self._told > SECONDS and not (dist.is_initialized() and dist.get_rank()):
-            self._told = time.monotonic()
+        if self.tells and time.monotonic() - self._said > SECONDS and not (dist.is_initialized() and dist.get_rank()):
+            self._said = time.monotonic()
             of = f" of {self.limit}" if self.limit is not None else ""
             print(f"verify: step {self._counts[model]}{of}", file=sys.__stderr__, flush=True)
 

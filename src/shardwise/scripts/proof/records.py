@@ -58,7 +58,7 @@ def _deviations(
     rank: int, first: ScriptRecord, other: ScriptRecord, steps: int, several: bool, foreign: bool
 ) -> list[Deviation]:
     """What a rank has otherwise than rank 0, in any bit of its sketch."""
-    found = []
+    record = []
     kinds = ("gradients", "parameters", "buffers", "states")
     for kind in kinds[: 2 if foreign else 4]:
         for number, (mine, theirs) in enumerate(zip(first.steps[:steps], other.steps[:steps], strict=False)):
@@ -68,8 +68,8 @@ def _deviations(
                 if not same:
                     label = _of(mine, name, several) if kind == "states" else _named(mine.model, name, several)
                     what = "optimizer" if kind == "states" else kind.removesuffix("s")
-                    found.append(Deviation(rank, number, what, label, tensor))
-    return found
+                    record.append(Deviation(rank, number, what, label, tensor))
+    return record
 
 
 def _all(tensors: list[Tensors], several: bool) -> Tensors:

@@ -105,7 +105,7 @@ def run_in_proof(asked: ScriptJob) -> ScriptRecord:
                 raise RunError(f"the script ended itself: sys.exit({error.code!r})") from None
             if not recorder.plain:
                 raise
-            recorder.record.failed = _told(error, asked.path)
+            recorder.record.failed = _failure_of(error, asked.path)
     return recorder.record
 
 
@@ -152,13 +152,13 @@ def _modules_beside(names: dict[str, Any], recorder: ScriptRecorder) -> dict[str
     """The weights and buffers of modules that the script names beside those that it prepared, as sketches."""
     models = [getattr(each, "model", None) for each in recorder.models]
     own = {id(part) for model in models if isinstance(model, nn.Module) for part in model.modules()}
-    found: dict[str, torch.Tensor | None] = {}
+    tensors: dict[str, torch.Tensor | None] = {}
     for name, module in names.items():
         if isinstance(module, nn.Module) and not any(id(part) in own for part in module.modules()):
             for key, tensor in (*module.named_parameters(), *module.named_buffers()):
                 if type(tensor) in (torch.Tensor, nn.Parameter):
-                    found[f"{name}.{key}"] = sketch(tensor)
-    return found
+                    tensors[f"{name}.{key}"] = sketch(tensor)
+    return tensors
 
 
 def _final(prepared: Any) -> dict[str, torch.Tensor | None]:
@@ -168,7 +168,7 @@ def _final(prepared: Any) -> dict[str, torch.Tensor | None]:
     return {name: sketch(tensor) for name, tensor in prepared.state_dict().items() if isinstance(tensor, torch.Tensor)}
 
 
-def _told(error: BaseException, path: str) -> tuple[str, str]:
+def _failure_of(error: BaseException, path: str) -> tuple[str, str]:
     """(its last line, its traceback from the script's first line on)."""
     lines = traceback.format_exception(error)
     start = next((at for at, line in enumerate(lines) if f'File "{path}"' in line), 0)

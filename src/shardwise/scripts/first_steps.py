@@ -28,7 +28,7 @@ from shardwise.host import put
 from shardwise.parallel.fsdp import groups_of
 from shardwise.parallel.slots import Slot
 from shardwise.scripts.optimizer import THAWS
-from shardwise.scripts.saying import names_line
+from shardwise.scripts.script_lines import names_line
 
 _STEPS = 3
 _AGAIN = 50  # steps from one look at whose parameters the model has to the next
@@ -107,8 +107,8 @@ class FirstSteps:
 
     def _check_parameters(self) -> None:
         """What the model has under a trained name is what the plan trains, and nothing else wants a gradient."""
-        held = dict(self.engine.module.named_parameters())
-        more = sorted({name for name, param in held.items() if param.requires_grad} - set(self.engine.state.names))
+        params = dict(self.engine.module.named_parameters())
+        more = sorted({name for name, param in params.items() if param.requires_grad} - set(self.engine.state.names))
         if more:
             raise InputError(
                 f"parameter '{more[0]}' was frozen, or not there, when the model was prepared, and would not be "
@@ -117,7 +117,7 @@ class FirstSteps:
         if self.engine.state.precision.mixed:
             return
         for slot in self.engine.technique.slots:
-            param = held.get(slot.name)
+            param = params.get(slot.name)
             if param is None or not _is_same(param, slot.master):
                 raise InputError(_REPLACED.format(slot.name))
 

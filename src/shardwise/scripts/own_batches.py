@@ -20,7 +20,7 @@ UNFED = (
 )
 
 
-class Pushed:
+class OwnBatches:
     """Stands for a loader: an endless one of the batches that a script gives."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from shardwise.parallel.expert import WithExperts
 from shardwise.parallel.full import FullShard
 from shardwise.scripts.guard import TAKEN, Gate
 from shardwise.scripts.recorded import Recorded
-from shardwise.scripts.saying import names_line
+from shardwise.scripts.script_lines import names_line
 from shardwise.scripts.shares import Door
 
 

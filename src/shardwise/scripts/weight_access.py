@@ -31,7 +31,7 @@ from shardwise.scripts.agreement import same_given
 from shardwise.scripts.entries import Several
 from shardwise.scripts.guard import Gate
 from shardwise.scripts.meeting import Meeting
-from shardwise.scripts.saying import names_line
+from shardwise.scripts.script_lines import names_line
 from shardwise.scripts.whole_weights import WholeWeights
 
 
@@ -243,15 +243,15 @@ def _telling(prepared: WeightAccess, path: str, known: nn.Module) -> Callable[..
             raise RefusedPlan("state_dict(keep_vars=True): this rank holds pieces of the weights; leave keep_vars out")
         prepared.meet(f"{path or 'model'}.state_dict()")
         with prepared._reading():
-            found, own = prepared.engine.state_dict(), type(module).state_dict(module)
-        told: Any = OrderedDict() if into is None else into
+            weights, own = prepared.engine.state_dict(), type(module).state_dict(module)
+        state: Any = OrderedDict() if into is None else into
         before = f"{path}." if path else ""
-        found = _near({key: value for key, value in found.items() if key.startswith(before)}, prepared.mesh.device)
+        weights = _near({key: value for key, value in weights.items() if key.startswith(before)}, prepared.mesh.device)
         for name in own:
-            told[f"{prefix}{name}"] = found.get(f"{before}{name}", own[name])
+            state[f"{prefix}{name}"] = weights.get(f"{before}{name}", own[name])
         if into is None:
-            told._metadata = getattr(own, "_metadata", OrderedDict())
-        return told
+            state._metadata = getattr(own, "_metadata", OrderedDict())
+        return state
 
     return state_dict
 

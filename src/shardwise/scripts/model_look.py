@@ -71,12 +71,12 @@ def look_at_model(
         reason = "its arguments have no common batch dim" if rows == 0 else "it has one sample"
         return ModelLook(batch_norm_modules(engine.module), [f"{_UNCHECKED}{reason} in the first batch"])
     sizes = (n, 1, n - 1)
-    given = [(places.cut(batch, low, high), high - low) for low, high in ((0, n), (0, 1), (1, n))]
+    batches = [(places.cut(batch, low, high), high - low) for low, high in ((0, n), (0, 1), (1, n))]
     made = _Made(sizes, dim or 0)
 
     def evaluate(one: tuple[tuple, int]) -> Loss:
         (given_args, given_kwargs), count = one
-        at = next((at for at, asked in enumerate(given) if asked is one), None)
+        at = next((at for at, asked in enumerate(batches) if asked is one), None)
         try:
             output = engine.module(*given_args, **given_kwargs)
         except FAILURES as error:
@@ -93,7 +93,7 @@ def look_at_model(
 
     try:
         findings = look(
-            engine.module, evaluate, given[0], (given[1], given[2]), sizes, joined=None,
+            engine.module, evaluate, batches[0], (batches[1], batches[2]), sizes, joined=None,
             dtype=engine.state.precision.compute, strict=True, masks=False, follows=True,
             again=lambda asked: None,
         )  # fmt: skip
