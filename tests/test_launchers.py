@@ -35,6 +35,16 @@ SRUN_ONE_HOST = SRUN | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE"
 BATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "12"}
 
 
+def test_a_place_where_nobody_listens_is_told_in_time():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+    place = LaunchedPlace("torchrun", 1, 2, master=("127.0.0.1", port))
+    with pytest.raises(
+        RunError, match=rf"rank 1 cannot reach MASTER_ADDR=127.0.0.1 MASTER_PORT={port}: nobody listened"
+    ):
+        meet(place, timeout_s=0.2)
+
+
 def numbers(place: LaunchedPlace | None) -> tuple | None:
     if place is None:
         return None

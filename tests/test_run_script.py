@@ -48,6 +48,13 @@ for a, b in loader:
             os.abort()
         if "--leave" in sys.argv:
             sys.exit(0)
+    if "--nan" in sys.argv and len(losses) == 2:
+        prepared.backward(nn.functional.mse_loss(model(a), b) * float("nan"))
+        optimizer.step()
+if "--alone" in sys.argv:
+    if torch.distributed.get_rank() == 0:
+        prepared.save_weights("alone.safetensors")
+    sys.exit(0)
 state = prepared.state_dict()
 if torch.distributed.get_rank() == 0:
     total = sum(value.sum().item() for value in state.values())
@@ -99,6 +106,23 @@ def test_an_error_of_ours_that_names_the_line_is_told_without_frames(folder, cap
     err = capfd.readouterr().err
     assert "Traceback" not in err and "plain.py, line " in err.strip().splitlines()[-1]
     assert "call prepared.backward(loss), of what prepare returns" in err
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("--nan", "is not finite in step 2"),  # an error whose constructor takes more than a message
+        ("--alone", "rank 0 comes to save_weights(...)"),  # which waits for a rank that has ended
+    ],
+)
+def test_an_error_is_one_message_at_once(how, words, folder, capfd):
+    text = (folder / "script.py").read_text().replace("dp_replicate=2", "dp_shard=2,zero=2")
+    (folder / "script.py").write_text(text)
+    assert call(["run", "--nproc", "2", "script.py", "out.json", how]) == 1
+    err = capfd.readouterr().err
+    last = err.strip().splitlines()[-1]
+    assert re.match(rf"shardwise: run: rank \d of 2 failed: .*{re.escape(words)}", last) and "script.py, line" in last
+    assert "Traceback" not in err and (how != "--alone" or "rank 1 has ended" in last)
 
 
 def test_options_behind_the_script_are_the_script_s_own_and_told(folder, capfd):

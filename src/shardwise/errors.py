@@ -37,6 +37,13 @@ class Stopped(RunError):
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again
 
 
+def rebuilt(kind: type[ShardwiseError], message: str) -> ShardwiseError:
+    """Returns an error of a class with this message, whatever arguments its constructor takes."""
+    error = kind.__new__(kind)  # without __init__, whose arguments are known where it was raised alone
+    error.args = (message,)
+    return error
+
+
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's message; the name of its class where it has none."""
     told = str(error).strip()

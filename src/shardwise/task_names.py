@@ -26,7 +26,7 @@ from typing import Any
 
 from shardwise.config import load
 from shardwise.config.schema import BUILTIN_DEFAULTS, BUILTINS, TaskSection
-from shardwise.errors import InputError, ShardwiseError, did_you_mean
+from shardwise.errors import InputError, ShardwiseError, did_you_mean, rebuilt
 from shardwise.task import Task
 from shardwise.task_files import which_task
 
@@ -158,7 +158,7 @@ def _arguments(function: Any) -> list[str]:
 def _told(task: str, what: str, error: BaseException) -> ShardwiseError:
     """Our own errors keep their class; any other becomes one line."""
     if isinstance(error, ShardwiseError):
-        return type(error)(f"task {task!r}: {error}")
+        return rebuilt(type(error), f"task {task!r}: {error}")
     return InputError(f"task {task!r}: {what}: {where(error)}{_meant(error)}")
 
 

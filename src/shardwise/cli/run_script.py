@@ -9,7 +9,7 @@ import click
 from shardwise.cli.answer import Answer
 from shardwise.cli.options import WholeNumber, common
 from shardwise.cli.waiting import begin
-from shardwise.errors import InputError, RefusedPlan, RunError, ShardwiseError, did_you_mean
+from shardwise.errors import InputError, RefusedPlan, RunError, ShardwiseError, did_you_mean, rebuilt
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -68,10 +68,10 @@ def run(
             stacks, message = stacks_first(str(error))
             if stacks:
                 click.echo(stacks, err=True)
-            raise type(error)(message) from None
+            raise rebuilt(type(error), message) from None
         if shown := of_script(trace, script).rstrip():
             click.echo(shown, err=True)
-        failed = type(error)(f"run: rank {getattr(error, 'rank', 0)} of {ranks} failed: {cause_of(trace)}")
+        failed = rebuilt(type(error), f"run: rank {getattr(error, 'rank', 0)} of {ranks} failed: {cause_of(trace)}")
         raise failed from None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +17,7 @@ from shardwise.guard.diagnose import Deadlines
 from shardwise.ranks import attempts
 from shardwise.ranks.allocation import keep_freed_memory
 from shardwise.ranks.launchers import LaunchedPlace
-from shardwise.ranks.meet import MEET_S, meet, not_met
+from shardwise.ranks.meet import MEET_S, await_listener, meet
 from shardwise.ranks.mpi import here
 from shardwise.ranks.scheduling import take_turns
 from shardwise.ranks.watching import be_watched
@@ -56,18 +57,13 @@ def _open_group(timeout_s: float | None, meet_s: float) -> None:
     options: dict[str, Any] = {} if timeout_s is None else {"timeout": timedelta(seconds=timeout_s)}
     if place is None:
         _be_alone(options)
-    elif place.launcher == "torchrun":  # its agent holds the store, and sets threads and local ranks
+    elif place.launcher == "torchrun" and attempts.has_agent():  # which holds the store, and sets threads
         local_rank = place.rank if place.local_rank is None else place.local_rank
-        options |= {"rank": place.rank, "world_size": place.world_size}
-        if attempts.has_agent():
-            agent = attempts.agent_store(place.rank, place.world_size)
-            options["store"] = attempts.fresh(agent, place.rank, place.world_size, meet_s)
-        try:
-            dist.init_process_group(_backend(local_rank), **options)
-        except dist.DistNetworkError as error:
-            raise not_met(
-                place, error, "Give all ranks another MASTER_PORT, one that is free on rank 0's host"
-            ) from error
+        await_listener(place, time.monotonic() + meet_s)
+        agent = attempts.agent_store(place.rank, place.world_size)
+        store = attempts.fresh(agent, place.rank, place.world_size, meet_s)
+        options |= {"rank": place.rank, "world_size": place.world_size, "store": store}
+        dist.init_process_group(_backend(local_rank), **options)
     else:
         _meet(place, options, meet_s)
 

@@ -98,11 +98,36 @@ def _at_master(place: LaunchedPlace, until: float) -> Any:
 
     assert place.master is not None
     host, port = place.master
+    await_listener(place, until)
     options: dict[str, Any] = {"wait_for_workers": False, "timeout": _left(until)}
     try:
         return dist.TCPStore(host, port, place.world_size, place.rank == 0, **options)
     except (dist.DistError, RuntimeError) as error:
-        raise not_met(place, error, "Unset both, and the ranks agree on a free port by themselves") from error
+        remedy = "Unset both, and the ranks agree on a free port by themselves"
+        if place.launcher == "torchrun":
+            remedy = "Give all ranks another MASTER_PORT, one that is free on rank 0's host"
+        raise not_met(place, error, remedy) from error
+
+
+def await_listener(place: LaunchedPlace, until: float) -> None:
+    """Wait until somebody listens where the environment says that rank 0 does; `RunError` where nobody does in time.
+
+    torch's own store tries in C++, where neither Ctrl-C nor SIGTERM is heard, and prints its frames.
+    """
+    assert place.master is not None
+    host, port = place.master
+    began = time.monotonic()
+    while place.rank > 0:
+        try:
+            patience = max(0.1, min(_CONNECT_S, until - time.monotonic()))
+            socket.create_connection((host, port), timeout=patience).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= until:
+                waited = f"nobody listened there in {until - began:.0f} s ({error})"
+                remedy = "Start rank 0, give every rank its host's address, or open the port between the hosts"
+                raise not_met(place, RunError(waited), remedy) from None
+            time.sleep(_POLL_S)
 
 
 def not_met(place: LaunchedPlace, error: Exception, remedy: str) -> RunError:
@@ -276,7 +301,10 @@ def _everybody(place: LaunchedPlace, store: Any, until: float) -> Met:
     if not store.check([_hello(place.rank)]):
         _hear(place, store, until) if place.rank == 0 else _say_hello(place, store)
     try:
-        store.set_timeout(_left(until) + timedelta(seconds=5))
+        while (
+            not store.check(["ready"]) and time.monotonic() < until + 5
+        ):  # a `get` would wait where no signal is heard
+            time.sleep(_POLL_S)
         refusal = store.get("ready").decode()
     except RuntimeError as error:
         raise RunError(f"rank {place.rank} lost rank 0 while the others were joining: {_first_line(error)}") from error

@@ -34,6 +34,9 @@ def run_script(path: str, arguments: Sequence[str], shown: bool) -> None:
     except SystemExit as done:
         if done.code not in (None, 0):
             raise RunError(f"{path} ended itself: sys.exit({done.code!r})") from None
+    from shardwise.ranks.ended import say_ended  # torch, which the command that starts ranks does without
+
+    say_ended()  # this process goes on to report, and others may wait for the script's next call
     if rank == "0" and ranks not in ("", "1") and not _JOINS & sys.modules.keys():
         sys.stderr.write(
             f"run: {path} ended without shardwise.prepare or parallelize: each of {ranks} ranks did all of its work\n"
@@ -48,7 +51,7 @@ def of_script(trace: str, path: str) -> str:
     lines = trace.rstrip().splitlines()
     start = next((at for at, line in enumerate(lines) if f'File "{path}"' in line), None)
     ours = lines[-1].startswith(_OURS)
-    if ours and re.search(r"\.py, line \d+(: .*)?\]$", lines[-1]):
+    if ours and re.search(r"\[\S+\.py, line \d+(: .*)?\]", lines[-1]):
         return ""
     if start is None:
         return "" if ours else trace
@@ -68,5 +71,5 @@ def stacks_first(message: str) -> tuple[str, str]:
     return "\n".join(lines[start:]), "\n".join(lines[:start])
 
 
-_OURS = f"{RunError.__module__}."
+_OURS = f"{RunError.__module__.partition('.')[0]}."  # before the names of our errors, in whatever room they are
 _JOINS = {"shardwise.scripts.prepared", "shardwise.engine.engine"}  # imported where a script asks for them

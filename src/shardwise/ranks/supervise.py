@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
 
-from shardwise.errors import InputError, RunError, ShardwiseError
+from shardwise.errors import InputError, RunError, ShardwiseError, rebuilt
 from shardwise.guard.diagnose import Finding, RankWatch
 from shardwise.guard.records import Reader, memory_folder
 from shardwise.guard.stacks import collect
@@ -215,8 +215,7 @@ def make_error(outcome: Outcome, world_size: int, what: str, timeout_s: float | 
     first = min(outcome.failures, key=lambda failure: (_is_echo(failure), failure.at))
     kind = _class_of(first)
     if kind is not None:
-        error = kind.__new__(kind)  # without __init__, whose arguments are the rank's business
-        error.args = (first.message,)
+        error = rebuilt(kind, first.message)
         error.add_note(f"raised on rank {first.rank} of {world_size}:\n{first.traceback}")
         return _finish(error, first.rank, outcome, first)
     text = f"rank {first.rank}: {first.headline}\n{first.traceback}".rstrip()

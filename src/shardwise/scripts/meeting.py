@@ -15,15 +15,13 @@ from __future__ import annotations
 import atexit
 import secrets
 import time
-import weakref
-from contextlib import suppress
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from shardwise.comm import Axis, gather_json
 from shardwise.errors import RunError
+from shardwise.ranks.ended import has_ended, say_ended
 from shardwise.scripts.script_lines import line_of_script
 
 WAIT_S = 600.0
@@ -43,7 +41,8 @@ class Meeting:
         self._store = dist.PrefixStore(f"shardwise-meeting-{name}", store)
         self._rank = world.ranks[world.index]
         self._number = 0  # of this rank's calls
-        atexit.register(_ended, weakref.ref(self))
+        self._group_store = store
+        atexit.register(say_ended)
 
     def passes(self, what: str) -> None:
         """This rank goes on to a call that all ranks make; raises `RunError` where another makes another one."""
@@ -73,7 +72,7 @@ class Meeting:
         if self._store.check([_APART]):
             raise _as_error(self._store.get(_APART).decode())
         away = [rank for rank in self.world.ranks if not self._store.check([f"{here}/{rank}"])]
-        ended = [rank for rank in away if self._store.check([f"ended/{rank}"])]
+        ended = [rank for rank in away if has_ended(self._group_store, rank)]
         if away and (ended or late):
             why = "has ended" if ended else f"did not come in {self.wait_s:g} s"
             self._part(f"rank {self._rank} comes to {what} [{line_of_script()}], and rank {(ended or away)[0]} {why}")
@@ -93,13 +92,3 @@ def _as_error(message: str) -> RunError:
     error = RunError(message)
     error.names_line = True  # type: ignore[attr-defined]
     return error
-
-
-def _ended(known: weakref.ref[Meeting]) -> None:
-    """At the end of this process: ranks that wait for it need not."""
-    meeting = known()
-    if meeting is None or not dist.is_initialized():
-        return
-    with suppress(RuntimeError):  # the rank that kept the store has ended before, and nobody waits
-        meeting._store.set_timeout(timedelta(seconds=5))
-        meeting._store.set(f"ended/{meeting._rank}", "")
