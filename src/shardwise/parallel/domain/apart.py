@@ -28,25 +28,25 @@ def _apart(plain: Callable, lead: Callable[[torch.Tensor], int]) -> None:
 
     def run(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         dims = range(lead(input)) if isinstance(input, torch.Tensor) else range(0)
-        found = cuts(input, dims)
-        if not found:
+        cut_dims = cuts(input, dims)
+        if not cut_dims:
             return answer(input, *args, **kwargs)
-        share = opened(input, found)
-        empty = [cut.dim for cut in found if not share.shape[cut.dim]]
+        share = opened(input, cut_dims)
+        empty = [cut.dim for cut in cut_dims if not share.shape[cut.dim]]
 
         def beside(other: Part) -> torch.Tensor:
             if [(cut.axis, cut.dim, cut.owners) for cut in cuts(other, dims)] != [
-                (cut.axis, cut.dim, cut.owners) for cut in found
+                (cut.axis, cut.dim, cut.owners) for cut in cut_dims
             ]:
                 raise Uncut(f"{plain.__name__} of tensors that are cut differently ({input!r}, {other!r})")
-            return with_elements(opened(other, found), empty)
+            return with_elements(opened(other, cut_dims), empty)
 
         args, kwargs = replaced(Part, beside, (args, kwargs))
 
         def own(result: torch.Tensor) -> torch.Tensor:
             for dim in empty:
                 result = result.narrow(dim, 0, 0)
-            return placed(result, found)
+            return placed(result, cut_dims)
 
         return replaced(torch.Tensor, own, answer(with_elements(share, empty), *args, **kwargs))
 

@@ -22,15 +22,15 @@ def _convolution(plain: Callable, dims: int) -> Callable:
     ) -> torch.Tensor:  # fmt: skip
         """The convolution of a tensor of which any spatial dim may be cut."""
         first = input.dim() - dims
-        found = cuts(input, range(first, input.dim()))
-        if not found:
+        cut_dims = cuts(input, range(first, input.dim()))
+        if not cut_dims:
             return plain(input, weight, bias, stride, padding, dilation, groups)
         strides, dilations, kernel = each(stride, dims), each(dilation, dims), weight.shape[2:]
         before, after = paddings(padding, kernel, dilations)
-        tiled = {cut.dim - first for cut in found}
+        tiled = {cut.dim - first for cut in cut_dims}
         along = {}
         for d in tiled:
-            some = all(0 not in cut.owners.counts for cut in found if cut.dim == first + d)
+            some = all(0 not in cut.owners.counts for cut in cut_dims if cut.dim == first + d)
             if some and (kernel[d], strides[d], before[d], after[d]) == (1, 1, 0, 0):
                 continue  # each output reads its own input: nothing is fetched, also of a dim that two axes cut
             reach = dilations[d] * (kernel[d] - 1) + 1
@@ -42,16 +42,16 @@ def _convolution(plain: Callable, dims: int) -> Callable:
 
         def local(window: torch.Tensor) -> torch.Tensor:
             window = F.pad(window, around) if uneven else window
-            return plain(window, used(weight, found), used(bias, found), strides, pads, dilations, groups)
+            return plain(window, used(weight, cut_dims), used(bias, cut_dims), strides, pads, dilations, groups)
 
-        if (output := deepened(input, along, found, local)) is not None:
+        if (output := deepened(input, along, cut_dims, local)) is not None:
             return output
         if not uneven:
             how = Convolution(tuple(strides), tuple(pads), tuple(dilations), groups)
-            output = overlapped(input, weight, bias, how, along, found)
+            output = overlapped(input, weight, bias, how, along, cut_dims)
             if output is not None:
                 return output
-        return windowed(input, along, found, local)
+        return windowed(input, along, cut_dims, local)
 
     return convolution
 
@@ -69,13 +69,13 @@ def _transposed(plain: Callable, dims: int) -> Callable:
     ) -> torch.Tensor:  # fmt: skip
         """The transposed convolution of a tensor of which any spatial dim may be cut."""
         first = input.dim() - dims
-        found = cuts(input, range(first, input.dim()))
-        if not found:
+        cut_dims = cuts(input, range(first, input.dim()))
+        if not cut_dims:
             return plain(input, weight, bias, stride, padding, output_padding, groups, dilation)
         strides, dilations, kernel = each(stride, dims), each(dilation, dims), weight.shape[2:]
         pads, more = each(padding, dims), each(output_padding, dims)
         along = {}
-        for cut in found:
+        for cut in cut_dims:
             d = cut.dim - first
             size = (cut.owners.size - 1) * strides[d] - 2 * pads[d] + dilations[d] * (kernel[d] - 1) + more[d] + 1
             if size < 1:
@@ -86,9 +86,9 @@ def _transposed(plain: Callable, dims: int) -> Callable:
             pads[d], more[d] = 0, 0
 
         def local(window: torch.Tensor) -> torch.Tensor:
-            return plain(window, used(weight, found), used(bias, found), strides, pads, more, groups, dilations)
+            return plain(window, used(weight, cut_dims), used(bias, cut_dims), strides, pads, more, groups, dilations)
 
-        return windowed(input, along, found, local)
+        return windowed(input, along, cut_dims, local)
 
     return transposed
 

@@ -75,13 +75,13 @@ def with_whole(
         home = _home([first, *others], dims, cut)
         if home is None:
             noted("a field of which an operation reads all dims", first, cut)
-            first, *others = (whole_over_axis(each, cut.axis) for each in (first, *others))
+            first, *others = (whole_over_axis(tensor, cut.axis) for tensor in (first, *others))
         else:
             inside = owners_inside(from_axis(first.detach(), cut.axis), home)
             first = moved(first, home, _among(inside, _extent(first, home, cut), cut.axis.size), cut.axis)
             afar.append((cut, inside))
     now = cuts(first, range(first.dim()))
-    shares = [opened(each, now) for each in (first, *(dealt_alike(each, now) for each in others))]
+    shares = [opened(tensor, now) for tensor in (first, *(dealt_alike(tensor, now) for tensor in others))]
     empty = [cut.dim for cut in now if not (empties or shares[0].shape[cut.dim])]
     shares = [with_elements(share, empty) for share in shares]  # one, where a rank has none
     results = run(*shares)
@@ -91,8 +91,8 @@ def with_whole(
         # in front: a result for each of several levels
         added = 0 if behind else result.dim() - (first.dim() - lost)
         places = [cut.dim - sum(dim < cut.dim for dim in gone) + added for cut in now]
-        held = [(place, shares[0].shape[cut.dim]) for cut, place in zip(now, places, strict=True)]
-        if behind and any(place >= result.dim() or result.shape[place] != n for place, n in held):
+        expected = [(place, shares[0].shape[cut.dim]) for cut, place in zip(now, places, strict=True)]
+        if behind and any(place >= result.dim() or result.shape[place] != n for place, n in expected):
             return result  # empty: what was not asked for
         for cut, place in zip(now, places, strict=True):
             result = result.narrow(place, 0, 0) if cut.dim in empty else result
@@ -112,16 +112,16 @@ def _home(tensors: list[torch.Tensor], dims: Sequence[int], cut: CutDim) -> int 
     """The dim with most indices for each rank to which a cut can be moved; None where there is none."""
     first = tensors[0]
     room = {dim: float(n) for dim, n in enumerate(first.shape)
-            if dim not in dims and all(each.shape[dim] == n for each in tensors)}  # fmt: skip
-    held = {other.dim: other.axis.depth for other in cuts(first, room)}
+            if dim not in dims and all(tensor.shape[dim] == n for tensor in tensors)}  # fmt: skip
+    depths = {other.dim: other.axis.depth for other in cuts(first, room)}
     for other in cuts(first, room):
         room[other.dim] /= other.axis.size
     here = from_axis(first.detach(), cut.axis)
-    within = {dim: min(found.counts) for dim in room if (found := owners_inside(here, dim)) is not None}
+    within = {dim: min(owners.counts) for dim in room if (owners := owners_inside(here, dim)) is not None}
     # not to a dim that an axis of positions further in cuts: its ranks would exchange unequal shares; nor to channels
     # of which a rank of tp has too few
     free = [dim for dim in room
-            if held.get(dim, -1) < cut.axis.depth and within.get(dim, cut.axis.size) >= cut.axis.size]  # fmt: skip
+            if depths.get(dim, -1) < cut.axis.depth and within.get(dim, cut.axis.size) >= cut.axis.size]  # fmt: skip
     return max(free, key=lambda dim: (room[dim], -dim)) if free else None
 
 
@@ -187,27 +187,27 @@ def answer_of(plain: Callable, needs: Needs) -> Callable:
 
     def answer(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """What `plain` gives of a tensor of which any dim may be cut."""
-        given = dict(zip(names, args, strict=False)) | kwargs
-        asked = given.get("dim", given.get("dims", needs.dims))
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        asked = arguments.get("dim", arguments.get("dims", needs.dims))
         dims = range(input.dim()) if asked is None else [asked] if isinstance(asked, int) else asked
         dims = sorted({d % input.dim() for d in dims}) if isinstance(input, torch.Tensor) and input.dim() else []
-        beside = {name: given[name] for name in needs.beside if isinstance(given.get(name), torch.Tensor)}
+        beside = {name: arguments[name] for name in needs.beside if isinstance(arguments.get(name), torch.Tensor)}
         # what torch writes in Python (stft) is given tiles, whichever dim is cut
         read = range(input.dim()) if (needs.behind or needs.apart) and isinstance(input, torch.Tensor) else dims
-        found = [each for each in (input, *beside.values()) if cuts(each, read)]
-        enough = needs.apart or all(cuts(each, read) for each in beside.values())
-        if not found or not enough or "out" in kwargs:
+        cut_tensors = [tensor for tensor in (input, *beside.values()) if cuts(tensor, read)]
+        enough = needs.apart or all(cuts(tensor, read) for tensor in beside.values())
+        if not cut_tensors or not enough or "out" in kwargs:
             return plain(input, *args, **kwargs)
         if not cuts(input, read):  # whole, beside indices that are cut
-            input = dealt_alike(input, _like(input, found[0]))
+            input = dealt_alike(input, _like(input, cut_tensors[0]))
 
         def run(first: torch.Tensor, *others: torch.Tensor) -> Any:
             own = dict(zip(beside, others, strict=True))
-            placed_args = [own.get(name, each) for name, each in zip(names, args, strict=False)]
-            rest = {name: own.get(name, each) for name, each in kwargs.items()}
+            placed_args = [own.get(name, arg) for name, arg in zip(names, args, strict=False)]
+            rest = {name: own.get(name, value) for name, value in kwargs.items()}
             return plain(first, *placed_args, *args[len(names) :], **rest)
 
-        lost = len(dims) if needs.gone and not given.get("keepdim", False) else 0
+        lost = len(dims) if needs.gone and not arguments.get("keepdim", False) else 0
         tensors = [input, *beside.values()]
         return with_whole(run, tensors, dims, reduces=needs.gone, lost=lost, behind=needs.behind, empties=needs.apart)
 
@@ -235,13 +235,13 @@ def _of_all(plain: Callable) -> Callable:
 
     def answer(*args: Any, **kwargs: Any) -> Any:
         """What `plain` gives of tensors of which any dim may be cut."""
-        lead = next((each for each in args if isinstance(each, torch.Tensor)), None)
+        lead = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
         args, kwargs = replaced(Part, partial(_whole, plain.__name__), (args, kwargs))
         result = plain(*args, **kwargs)
         if lead is None or result.shape != lead.shape:
             return result
-        found = cuts(lead, range(lead.dim()))
-        return redealt(result, lambda whole: _shared(whole, found))
+        cut_dims = cuts(lead, range(lead.dim()))
+        return redealt(result, lambda whole: _shared(whole, cut_dims))
 
     return answer
 
@@ -254,9 +254,9 @@ def _whole(name: str, part: Part) -> torch.Tensor:
     return whole
 
 
-def _shared(whole: torch.Tensor, found: list[CutDim]) -> torch.Tensor:
+def _shared(whole: torch.Tensor, cut_dims: list[CutDim]) -> torch.Tensor:
     """What every rank has, as this rank's share."""
-    for cut in found:
+    for cut in cut_dims:
         whole = placed(share_of(whole, cut.dim, cut.owners, cut.axis), [cut])
     return whole
 

@@ -33,7 +33,7 @@ def _fits(input: torch.Tensor, dims: list[int]) -> bool:
 def _transform(plain: Callable, default: tuple[int, ...] | None) -> Callable:
     """The function that answers `plain`, one of `torch.fft`, on cut tensors."""
     name = plain.__name__.removeprefix("fft_")
-    one, inverse, real = name.endswith("fft"), name.startswith("i"), "rfft" in name
+    single, inverse, real = name.endswith("fft"), name.startswith("i"), "rfft" in name
 
     def transform(
         input: torch.Tensor, s: Any = None, dim: Any = default, norm: str | None = None, *, n: int | None = None
@@ -44,8 +44,8 @@ def _transform(plain: Callable, default: tuple[int, ...] | None) -> Callable:
         if dim is None:
             dim = range(input.dim()) if sizes is None else range(-len(sizes), 0)
         dims = [d % input.dim() for d in ([dim] if isinstance(dim, int) else dim)]
-        if one or len(dims) == 1 or _fits(input, dims):
-            return with_whole(lambda x: plain(x, s, dims[0] if one else dims, norm), [input], dims)
+        if single or len(dims) == 1 or _fits(input, dims):
+            return with_whole(lambda x: plain(x, s, dims[0] if single else dims, norm), [input], dims)
         pairs = list(zip(dims, sizes or [None] * len(dims), strict=True))
         steps = [(ANSWERS["ifft" if inverse else "fft"], *pair) for pair in pairs]
         if real:  # the last dim alone has real values on one side

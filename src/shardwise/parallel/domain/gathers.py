@@ -78,9 +78,9 @@ def explained(seen: Sequence[Gather]) -> list[str]:
     """Returns a line of text for each kind of tensor that is gathered."""
     return [
         f"{what} is gathered over {axis}={ranks}: in a forward a rank receives "
-        f"{sum(one.elements for one in seen if (one.what, one.axis) == (what, axis)):,} elements for a sample, and "
+        f"{sum(g.elements for g in seen if (g.what, g.axis) == (what, axis)):,} elements for a sample, and "
         "holds all of it"
-        for what, axis, ranks in dict.fromkeys((one.what, one.axis, one.ranks) for one in seen)
+        for what, axis, ranks in dict.fromkeys((g.what, g.axis, g.ranks) for g in seen)
     ]
 
 

@@ -27,12 +27,12 @@ from shardwise.task import Domain, Task
 
 def candidates(
     batch: Any, samples: int, tiles: tuple[Axis | None, ...], names: tuple[str, ...], spatial: Domain | None,
-    given: Collection[int],
+    model_leaves: Collection[int],
 ) -> Iterator[Candidate]:  # fmt: skip
     """Each set of extents that the model's inputs have, with all tensors of the batch that have it too.
 
     tiles  for each dim of space from the first one on: the axis that cuts it, None where it stays whole
-    given  ids of the leaves that the model is given
+    model_leaves  ids of the leaves that the model is given
     """
     leaves, _ = tree_flatten(batch)
     if spatial is not None and len(tiles) > len(spatial.dims):
@@ -41,7 +41,8 @@ def candidates(
             f"Task.spatial names {len(spatial.dims)}: {spatial.told()}"
         )
     fields = [leaf for leaf in leaves if _is_field(leaf, samples)]
-    asked = [leaf for leaf in fields if id(leaf) in given] or fields  # else the model is given what is made of them
+    # where the model is given none of them, it is given what is made of them
+    asked = [leaf for leaf in fields if id(leaf) in model_leaves] or fields
     wanted = [extents for leaf in asked for extents in _extents(leaf, len(tiles), spatial)]
     if spatial is None:  # steps or members lie in front of the channels
         wanted += [tuple(leaf.shape[d:]) for leaf in asked for d in range(3, leaf.dim() - max(len(tiles), 2) + 1)]
@@ -56,8 +57,8 @@ def without_space(spatial: Domain | None, tiled: int, batch: Any, names: tuple[s
     if spatial is None:
         return f"no tensor has {tiled} of them behind batch and channel (spatial=Domain(...) names them)"
     leaves = zip(names, tree_flatten(batch)[0], strict=True)
-    told = ", ".join(f"{name} {tuple(leaf.shape)}" for name, leaf in leaves if isinstance(leaf, torch.Tensor))
-    return f"Task.spatial names {spatial.told()}, and no tensor of the batch has these behind its samples: {told}"
+    shapes = ", ".join(f"{name} {tuple(leaf.shape)}" for name, leaf in leaves if isinstance(leaf, torch.Tensor))
+    return f"Task.spatial names {spatial.told()}, and no tensor of the batch has these behind its samples: {shapes}"
 
 
 def as_read(positions: Positions, task: Task, batch: Any) -> Positions:

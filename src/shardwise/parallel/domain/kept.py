@@ -72,10 +72,10 @@ def kept_apart(window: torch.Tensor, tensor: torch.Tensor, fetched: Sequence[tup
         around.append((cut.dim, at, window.shape[cut.dim] - at - count))
         tile = tile.narrow(cut.dim, start, count)
 
-    held = [window]  # autograd keeps what packs, not only what was packed
+    windows = [window]  # autograd keeps what packs, not only what was packed
 
     def pack(saved: torch.Tensor) -> Any:
-        if not held or not _same(saved, held[0]):
+        if not windows or not _same(saved, windows[0]):
             return saved
         strips, inside = [], saved.detach()
         for dim, front, behind in around:
@@ -89,7 +89,7 @@ def kept_apart(window: torch.Tensor, tensor: torch.Tensor, fetched: Sequence[tup
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpacked):
             yield
     finally:
-        held.clear()
+        windows.clear()
 
 
 def _unpacked(kept: Any) -> torch.Tensor:

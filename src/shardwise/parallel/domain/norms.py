@@ -85,14 +85,14 @@ def _differentiable(
     axes: tuple[Axis, ...], count: int, eps: float,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """The gradients of x, weight and bias where they are differentiated again: statistics are made anew."""
-    if any(isinstance(each, Distributed) for each in (gradient, x, weight, bias)):
+    if any(isinstance(tensor, Distributed) for tensor in (gradient, x, weight, bias)):
         raise Uncut("a second derivative through the norm of tiles whose channels tp cuts: use domain alone")
 
-    def mean_of(each: torch.Tensor) -> torch.Tensor:
-        each = each.sum(dims, True)
+    def mean_of(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.sum(dims, True)
         for axis in axes:
-            each = sum_over(each, axis, TAG)
-        return each / count
+            tensor = sum_over(tensor, axis, TAG)
+        return tensor / count
 
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     centred = wide - mean_of(wide)
@@ -106,20 +106,20 @@ def _differentiable(
 
 
 def _by_group(
-    input: torch.Tensor, found: list[CutDim], groups: int, weight: torch.Tensor | None, bias: torch.Tensor | None,
+    input: torch.Tensor, cut_dims: list[CutDim], groups: int, weight: torch.Tensor | None, bias: torch.Tensor | None,
     eps: float, samples: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(y, mean, variance) of x (N, C, ...): statistics of each group of channels, of a sample or (`samples`) of all."""
-    tile = opened(input, found)
+    tile = opened(input, cut_dims)
     n, channels, *space = tile.shape
     grouped = tile.reshape(n, groups, channels // groups, *space)
     shape = [1, groups, -1, *[1] * len(space)]
-    weight, bias = (None if t is None else t.view(shape) for t in (used(weight, found), used(bias, found)))
+    weight, bias = (None if t is None else t.view(shape) for t in (used(weight, cut_dims), used(bias, cut_dims)))
     dims = [0] * samples + list(range(2, grouped.dim()))
     count = input.numel() // (groups if samples else groups * n)
-    axes = tuple(cut.axis for cut in found)
+    axes = tuple(cut.axis for cut in cut_dims)
     y, mean, var = _Standardised.apply(grouped, weight, bias, dims, axes, count, eps)
-    return placed(y.reshape(tile.shape), found), mean, var
+    return placed(y.reshape(tile.shape), cut_dims), mean, var
 
 
 @answers(F.group_norm, torch.group_norm, cut_once=False)
@@ -128,12 +128,12 @@ def group_norm(
     eps: float = 1e-5, cudnn_enabled: bool = True,
 ) -> torch.Tensor:  # fmt: skip
     """`F.group_norm` of a tensor of which any spatial dim may be cut."""
-    found = cuts(input, range(2, input.dim()))
-    if not found:
+    cut_dims = cuts(input, range(2, input.dim()))
+    if not cut_dims:
         return F.group_norm(input, num_groups, weight, bias, eps)
     if input.shape[1] % num_groups:
         raise RuntimeError(f"{input.shape[1]} channels are not divisible into {num_groups} groups")
-    return _by_group(input, found, num_groups, weight, bias, eps, False)[0]
+    return _by_group(input, cut_dims, num_groups, weight, bias, eps, False)[0]
 
 
 @answers(F.instance_norm, cut_once=False)
@@ -143,15 +143,15 @@ def instance_norm(
     momentum: float = 0.1, eps: float = 1e-5,
 ) -> torch.Tensor:  # fmt: skip
     """`F.instance_norm` of a tensor of which any spatial dim may be cut."""
-    found = cuts(input, range(2, input.dim()))
-    if not found:
+    cut_dims = cuts(input, range(2, input.dim()))
+    if not cut_dims:
         return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
     if not use_input_stats:
         return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     count = math.prod(input.shape[2:])
     if count < 2:
         raise ValueError(f"Expected more than 1 spatial element when training, got input size {input.size()}")
-    y, mean, var = _by_group(input, found, input.shape[1], weight, bias, eps, False)
+    y, mean, var = _by_group(input, cut_dims, input.shape[1], weight, bias, eps, False)
     _keep(running_mean, running_var, mean.mean(0).flatten(), var.mean(0).flatten(), count, momentum)
     return y
 
@@ -163,18 +163,18 @@ def batch_norm(
     momentum: float = 0.1, eps: float = 1e-5,
 ) -> torch.Tensor:  # fmt: skip
     """`F.batch_norm` of a tensor of which any dim but that of channels may be cut."""
-    found = cuts(input, (0, *range(2, input.dim())))
-    if not found:
+    cut_dims = cuts(input, (0, *range(2, input.dim())))
+    if not cut_dims:
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     if not training:
-        tile, w, b = opened(input, found), used(weight, found), used(bias, found)
+        tile, w, b = opened(input, cut_dims), used(weight, cut_dims), used(bias, cut_dims)
         if running_mean is not None:  # kernels take a 16-bit input, and all else in one dtype
             w, b = (None if t is None else t.to(running_mean.dtype) for t in (w, b))
-        return placed(F.batch_norm(tile, running_mean, running_var, w, b, False, momentum, eps), found)
+        return placed(F.batch_norm(tile, running_mean, running_var, w, b, False, momentum, eps), cut_dims)
     count = input.numel() // input.shape[1]
     if count < 2:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
-    y, mean, var = _by_group(input, found, input.shape[1], weight, bias, eps, True)
+    y, mean, var = _by_group(input, cut_dims, input.shape[1], weight, bias, eps, True)
     _keep(running_mean, running_var, mean.flatten(), var.flatten(), count, momentum)
     return y
 
@@ -204,14 +204,14 @@ def layer_norm(
 ) -> torch.Tensor:  # fmt: skip
     """`F.layer_norm` of a tensor of which any of the dims that it runs over may be cut."""
     dims = list(range(-len(normalized_shape), 0))
-    found = cuts(input, dims)
-    if not found:
+    cut_dims = cuts(input, dims)
+    if not cut_dims:
         return F.layer_norm(input, list(normalized_shape), weight, bias, eps)
-    axes, lead = tuple(cut.axis for cut in found), input.dim() - len(dims)
-    own = [CutDim(cut.axis, cut.dim - lead, cut.owners) for cut in found]
-    tile, w, b = opened(input, found), taken(weight, own), taken(bias, own)
+    axes, lead = tuple(cut.axis for cut in cut_dims), input.dim() - len(dims)
+    own = [CutDim(cut.axis, cut.dim - lead, cut.owners) for cut in cut_dims]
+    tile, w, b = opened(input, cut_dims), taken(weight, own), taken(bias, own)
     y, _, _ = _Standardised.apply(tile, w, b, dims, axes, math.prod(normalized_shape), eps)
-    return placed(y, found)
+    return placed(y, cut_dims)
 
 
 @answers(F.rms_norm, torch.rms_norm, cut_once=False)

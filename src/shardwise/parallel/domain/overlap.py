@@ -64,7 +64,7 @@ class Sides:
 @lru_cache(REMEMBERED)
 def sides(owners: Owners, along: Sliding) -> tuple[Sides, ...] | None:
     """Returns each rank's `Sides`; None where a rank has no outputs, or one that reads beyond both ends of its tile."""
-    plan, found = reads(owners, along), []
+    plan, by_rank = reads(owners, along), []
     if not has_halos(owners, plan.wanted) or not all(plan.owners.counts):
         return None
     for rank, outputs in enumerate(plan.owners.counts):
@@ -79,8 +79,8 @@ def sides(owners: Owners, along: Sliding) -> tuple[Sides, ...] | None:
         crossing = crossing or (trailing and (outputs - trailing) * along.stride < first - low)
         if leading + trailing > outputs or crossing:
             return None
-        found.append(Sides(first - start, last - first, first - low, high - last, outputs, leading, trailing))
-    return tuple(found)
+        by_rank.append(Sides(first - start, last - first, first - low, high - last, outputs, leading, trailing))
+    return tuple(by_rank)
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,8 @@ class _Overlapped(torch.autograd.Function):
         for border, strip, ahead in zip(call.borders, strips, (True, False), strict=True):
             if border is not None and strip is not None:
                 read = [strip.narrow(dim, border.halo, border.of_halo), tile.narrow(dim, border.tile, border.of_tile)]
-                found = convolved(torch.cat(read if ahead else read[::-1], dim), call.pads())
-                output.narrow(dim, border.output, border.outputs).copy_(found)
+                border_outputs = convolved(torch.cat(read if ahead else read[::-1], dim), call.pads())
+                output.narrow(dim, border.output, border.outputs).copy_(border_outputs)
         ctx.call, ctx.shell, ctx.biased = call, tensor.shell(), bias is not None
         ctx.save_for_backward(local, weight, *strips)
         return output
@@ -209,36 +209,36 @@ class _Overlapped(torch.autograd.Function):
                 continue
             zeros = (0, border.of_tile) if at == 0 else (border.of_tile, 0)
             rows = _padded(strip.narrow(dim, border.halo, border.of_halo), dim, *zeros)
-            found, mine, _ = differentiated(
+            of_rows, of_weight, _ = differentiated(
                 rows, gradient.narrow(dim, border.output, border.outputs), call.pads(), False
             )
-            of_weights.append(mine)
+            of_weights.append(of_weight)
             if wants_tile:
                 whole = strip.shape[dim]
-                found = found.narrow(dim, zeros[0], border.of_halo)
-                of_halo[at] = _padded(found, dim, border.halo, whole - border.halo - border.of_halo)
+                of_rows = of_rows.narrow(dim, zeros[0], border.of_halo)
+                of_halo[at] = _padded(of_rows, dim, border.halo, whole - border.halo - border.of_halo)
         back = HaloBack(of_halo[0], of_halo[1], ctx.shell.with_local(local), call.wanted) if wants_tile else None
         padding = call.pads(call.padding or 0)
-        found, mine, of_bias = differentiated(call.own(local), gradient, padding, wants_bias)
-        for one in of_weights if wants_weight else ():
-            mine.add_(one)
+        of_rows, of_weight, of_bias = differentiated(call.own(local), gradient, padding, wants_bias)
+        for of_border in of_weights if wants_weight else ():
+            of_weight.add_(of_border)
         if back is not None:
             if call.padding is None:
-                found = found.narrow(dim, side.front, side.own)
+                of_rows = of_rows.narrow(dim, side.front, side.own)
             if side.own != local.shape[dim]:
-                found = _padded(found, dim, side.first, local.shape[dim] - side.first - side.own)
-            back.add_into(found)
-            found = ctx.shell.with_local(found)
-        return found if wants_tile else None, mine, of_bias, None
+                of_rows = _padded(of_rows, dim, side.first, local.shape[dim] - side.first - side.own)
+            back.add_into(of_rows)
+            of_rows = ctx.shell.with_local(of_rows)
+        return of_rows if wants_tile else None, of_weight, of_bias, None
 
 
 def _goals(ctx: Any) -> list[bool]:
     """Of tile, weight and bias, whether the backward under way comes to it: of a split one, those of one part alone."""
-    found = [
+    wanted = [
         needed and (node.name().endswith("AccumulateGrad") or torch._C._will_engine_execute_node(node))
         for needed, (node, _) in zip(ctx.needs_input_grad, ctx.next_functions, strict=False)
     ]
-    return found if ctx.biased else [*found, False]
+    return wanted if ctx.biased else [*wanted, False]
 
 
 def _may_write() -> bool:
@@ -249,43 +249,43 @@ def _may_write() -> bool:
 
 def overlapped(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: Convolution,
-    along: Mapping[int, Sliding], found: list[CutDim],
+    along: Mapping[int, Sliding], cut_dims: list[CutDim],
 ) -> torch.Tensor | None:  # fmt: skip
     """A convolution whose last exchange passes while it computes; None where it cannot, or is not worth it. Collective.
 
-    along   by dim that is cut (`found`, the outermost first): its outputs and what they read; none where their own
+    along   by dim that is cut (`cut_dims`, the outermost first): its outputs and what they read; none where their own
     """
-    cut, first = found[-1], input.dim() - len(how.stride)
+    cut, first = cut_dims[-1], input.dim() - len(how.stride)
     some = first == 2 and input.is_floating_point() and cut.dim in along
-    every = sides(cut.owners, along[cut.dim]) if some else None
-    filled = all(all(reads(each.owners, along[each.dim]).owners.counts) for each in found if each.dim in along)
-    if every is None or not filled:  # a rank without outputs computes what its kernel reads for nobody
+    sides_by_rank = sides(cut.owners, along[cut.dim]) if some else None
+    filled = all(all(reads(c.owners, along[c.dim]).owners.counts) for c in cut_dims if c.dim in along)
+    if sides_by_rank is None or not filled:  # a rank without outputs computes what its kernel reads for nobody
         return None
-    if not _possible(input, weight, bias, found) or not _worth(input, weight, how, every, found):
+    if not _possible(input, weight, bias, cut_dims) or not _worth(input, weight, how, sides_by_rank, cut_dims):
         return None
     plan, tensor, outer, after = reads(cut.owners, along[cut.dim]), input, [], []
-    for each in found[:-1]:
-        if each.dim in along:
-            read = reads(each.owners, along[each.dim])
-            tensor = fetched(tensor, each, read.wanted)
-            outer.append((each, read.wanted))
-            after.append(CutDim(each.axis, each.dim, read.owners))
+    for outer_cut in cut_dims[:-1]:
+        if outer_cut.dim in along:
+            read = reads(outer_cut.owners, along[outer_cut.dim])
+            tensor = fetched(tensor, outer_cut, read.wanted)
+            outer.append((outer_cut, read.wanted))
+            after.append(CutDim(outer_cut.axis, outer_cut.dim, read.owners))
         else:
-            tensor = opened(tensor, [each])
-            after.append(each)
-    here, place = every[cut.axis.index], cut.dim - first
+            tensor = opened(tensor, [outer_cut])
+            after.append(outer_cut)
+    here, place = sides_by_rank[cut.axis.index], cut.dim - first
     call = _Call(how, cut, plan.wanted, here, place, along[cut.dim].extent)
     assert isinstance(tensor, Part)
     with kept_apart(tensor.local, input, outer) if outer else nullcontext():
-        output = _Overlapped.apply(tensor, used(weight, found), used(bias, found), call)
+        output = _Overlapped.apply(tensor, used(weight, cut_dims), used(bias, cut_dims), call)
     return placed(output, [*after, CutDim(cut.axis, cut.dim, plan.owners)])
 
 
 def _possible(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, found: Sequence[CutDim]
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut_dims: Sequence[CutDim]
 ) -> bool:  # fmt: skip
     """Whether a tile is cut in these ways alone, and what is applied to it is whole."""
-    for cut in found:
+    for cut in cut_dims:
         if not isinstance(input, Part) or input.axis is not cut.axis:
             return False
         input = input.local
@@ -293,10 +293,11 @@ def _possible(
 
 
 def _worth(
-    input: torch.Tensor, weight: torch.Tensor, how: Convolution, every: Sequence[Sides], found: Sequence[CutDim]
+    input: torch.Tensor, weight: torch.Tensor, how: Convolution, sides_by_rank: Sequence[Sides],
+    cut_dims: Sequence[CutDim],
 ) -> bool:  # fmt: skip
     """Whether an exchange is to be beside the convolution: by what is the same on all ranks."""
-    axis, tiles = found[-1].axis, math.prod(cut.axis.size for cut in found)
-    most = max((side.leading + side.trailing) / side.outputs for side in every)
+    axis, tiles = cut_dims[-1].axis, math.prod(cut.axis.size for cut in cut_dims)
+    most = max((side.leading + side.trailing) / side.outputs for side in sides_by_rank)
     products = input.numel() / input.shape[1] / math.prod(how.stride) * weight.numel() / tiles
     return most > 0 and products >= axis.overlap_from and (most <= BORDER or axis.overlap_from == 0)

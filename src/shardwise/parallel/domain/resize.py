@@ -31,8 +31,8 @@ def interpolate(
 ) -> torch.Tensor:  # fmt: skip
     """`F.interpolate` of a tensor of which any spatial dim may be cut: separable, so one dim after the other."""
     dims = input.dim() - 2
-    found = cuts(input, range(2, input.dim()))
-    if not found:
+    cut_dims = cuts(input, range(2, input.dim()))
+    if not cut_dims:
         return F.interpolate(input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
     smooth = antialias and mode in ("bilinear", "bicubic")
     if antialias is not smooth or mode not in _KINDS or _DIMS.get(mode, dims) != dims:
@@ -67,13 +67,13 @@ def interpolate(
         )
         for n, m, s in zip(input.shape[2:], sizes, scales, strict=True)
     ]
-    return along_each(input.to(wide), found, tables).to(input.dtype)
+    return along_each(input.to(wide), cut_dims, tables).to(input.dtype)
 
 
-def along_each(input: torch.Tensor, found: list[CutDim], tables: list[Table]) -> torch.Tensor:
+def along_each(input: torch.Tensor, cut_dims: list[CutDim], tables: list[Table]) -> torch.Tensor:
     """Resize each of the last dims by its table; ranks fetch what they read of a cut dim."""
     first, after, todo = input.dim() - len(tables), [], {}
-    for cut in found:  # once it is no more cut, operations along its dims are plain ones
+    for cut in cut_dims:  # once it is no more cut, operations along its dims are plain ones
         table = tables[cut.dim - first]
         input, then, todo[cut.dim] = opened_for(input, cut, table)
         after.append(then)
@@ -87,17 +87,17 @@ def _adaptive_avg(plain: Callable, dims: int) -> None:
     def adaptive_avg_pool(input: torch.Tensor, output_size: Any) -> torch.Tensor:
         """Means over windows that divide each spatial dim, of which any may be cut."""
         first = input.dim() - dims
-        found = cuts(input, range(first, input.dim()))
-        if not found:
+        cut_dims = cuts(input, range(first, input.dim()))
+        if not cut_dims:
             return plain(input, output_size)
         asked = list(output_size) if isinstance(output_size, Sequence) else [output_size] * dims
         sizes = [n if m is None else m for n, m in zip(input.shape[first:], asked, strict=True)]
         alone = [first + d for d, m in enumerate(sizes) if m == 1]
         if alone:  # a sum over ranks, whole on all of them
             input = input.mean(alone, keepdim=True)
-            found = cuts(input, range(first, input.dim()))
+            cut_dims = cuts(input, range(first, input.dim()))
         tables = [Table(n, m, "windows") for n, m in zip(input.shape[first:], sizes, strict=True)]
-        return along_each(input, found, tables)
+        return along_each(input, cut_dims, tables)
 
     answers(plain)(adaptive_avg_pool)
 
@@ -106,15 +106,15 @@ def _adaptive_max(plain: Callable, with_places: Callable, slide: Callable, dims:
     def adaptive_max_pool(input: torch.Tensor, output_size: Any, return_indices: bool = False):
         """The largest over windows that divide each spatial dim, of which any may be cut."""
         first = input.dim() - dims
-        found = cuts(input, range(first, input.dim()))
-        if not found:
+        cut_dims = cuts(input, range(first, input.dim()))
+        if not cut_dims:
             return plain(input, output_size, return_indices)
         asked = list(output_size) if isinstance(output_size, Sequence) else [output_size] * dims
         after, rows, field = [], {}, input.shape[first:]
         tables = [Table(n, n if m is None else m, "windows")
                   for n, m in zip(field, asked, strict=True)]  # fmt: skip
         read = [entries(table)[0] for table in tables]  # by each output, in the field
-        for cut in found:
+        for cut in cut_dims:
             input, then, rows[cut.dim] = opened_for(input, cut, tables[cut.dim - first])
             read[cut.dim - first] = read[cut.dim - first][then.owners.indices(cut.axis.index)]
             after.append(then)
@@ -143,12 +143,12 @@ def _in_field(
     at: torch.Tensor, windows: Sequence[int], read: list[np.ndarray], field: Sequence[int]
 ) -> torch.Tensor:  # fmt: skip
     """Places counted in the whole field, of places counted in windows that lie behind each other."""
-    found, left = torch.zeros_like(at), at
+    in_field, left = torch.zeros_like(at), at
     for d, n in enumerate(field):
         behind = math.prod(windows[d + 1 :])
         places = to_device(np.ascontiguousarray(read[d].reshape(-1)).astype(np.int64), at.device)
-        found, left = found * n + places[left // behind], left % behind
-    return found
+        in_field, left = in_field * n + places[left // behind], left % behind
+    return in_field
 
 
 def _apart(tile: torch.Tensor, dim: int, places: np.ndarray, weights: np.ndarray) -> torch.Tensor:
@@ -173,13 +173,13 @@ for _dims, _plain in ((1, F.adaptive_avg_pool1d), (2, F.adaptive_avg_pool2d), (3
 @answers(F.pixel_shuffle)
 def pixel_shuffle(input: torch.Tensor, upscale_factor: int) -> torch.Tensor:
     """Channels to (r, r) blocks of the last two dims: each rank's own."""
-    found, r = cuts(input, (-2, -1)), upscale_factor
-    if not found:
+    cut_dims, r = cuts(input, (-2, -1)), upscale_factor
+    if not cut_dims:
         return F.pixel_shuffle(input, r)
     if input.shape[-3] % (r * r):
         raise RuntimeError(f"pixel_shuffle by {r} of {tuple(input.shape)}: channels must be divisible by {r * r}")
-    after = [CutDim(cut.axis, cut.dim, repeated(cut.owners, r)) for cut in found]
-    tile = opened(input, found)
+    after = [CutDim(cut.axis, cut.dim, repeated(cut.owners, r)) for cut in cut_dims]
+    tile = opened(input, cut_dims)
     *lead, channels, rows, columns = tile.shape
     blocks = tile.reshape(math.prod(lead), channels // (r * r), r, r, rows, columns)
     return placed(blocks.permute(0, 1, 4, 2, 5, 3).reshape(*lead, channels // (r * r), rows * r, columns * r), after)
@@ -188,13 +188,13 @@ def pixel_shuffle(input: torch.Tensor, upscale_factor: int) -> torch.Tensor:
 @answers(F.pixel_unshuffle)
 def pixel_unshuffle(input: torch.Tensor, downscale_factor: int) -> torch.Tensor:
     """(r, r) blocks of the last two dims to channels: whole blocks of each rank."""
-    found, r = cuts(input, (-2, -1)), downscale_factor
-    if not found:
+    cut_dims, r = cuts(input, (-2, -1)), downscale_factor
+    if not cut_dims:
         return F.pixel_unshuffle(input, r)
     if any(input.shape[d] % r for d in (-2, -1)):
         raise RuntimeError(f"pixel_unshuffle by {r} of {tuple(input.shape)}: its last two dims must be divisible")
-    along = {cut.dim: Sliding(cut.owners.size // r, r, r) for cut in found}
-    return windowed(input, along, found, lambda window: F.pixel_unshuffle(window, r))
+    along = {cut.dim: Sliding(cut.owners.size // r, r, r) for cut in cut_dims}
+    return windowed(input, along, cut_dims, lambda window: F.pixel_unshuffle(window, r))
 
 
 __all__ = ["interpolate", "pixel_shuffle", "pixel_unshuffle"]

@@ -145,13 +145,13 @@ def _nearest(table: Table, kind: Any) -> np.ndarray:
     if not table.on_cpu:
         return behind
     source = (np.float64(_ratio(table, kind)) * (outputs + half) - half).astype(kind)
-    found = np.minimum(np.floor((source + kind(half)).astype(single)).astype(np.int64), n - 1)
-    if (found != behind).any():
+    ahead = np.minimum(np.floor((source + kind(half)).astype(single)).astype(np.int64), n - 1)
+    if (ahead != behind).any():
         raise Uncut(
             f"interpolate(mode={table.kind!r}) from {n} to {table.size}: torch's backward reads other places than its "
             "forward here, and tiles have one set of places; use a size that divides, or mode='bilinear'"
         )
-    return found
+    return ahead
 
 
 def _windows(table: Table) -> tuple[np.ndarray, np.ndarray]:

@@ -38,16 +38,16 @@ from shardwise.trace.leaves import replaced, tensors_in
 
 def cuts(tensor: Any, dims: Iterable[int]) -> list[CutDim]:
     """The cuts of a tensor, over axes of positions, along any of these dims; the outermost first."""
-    found, along = [], {d % tensor.dim() for d in dims} if isinstance(tensor, Distributed) else set()
+    cut_dims, along = [], {d % tensor.dim() for d in dims} if isinstance(tensor, Distributed) else set()
     while isinstance(tensor, Distributed):
         if isinstance(tensor, Sum):
             tensor = tensor.settled()
             continue
         assert isinstance(tensor, Part)
         if tensor.axis.positions and tensor.dim_cut in along:
-            found.append(CutDim(tensor.axis, tensor.dim_cut, tensor.owners))
+            cut_dims.append(CutDim(tensor.axis, tensor.dim_cut, tensor.owners))
         tensor = tensor.local
-    return found
+    return cut_dims
 
 
 class _Fetched(torch.autograd.Function):
@@ -92,21 +92,21 @@ class _Opened(torch.autograd.Function):
         return _Placed.apply(gradient, ctx.cut), None
 
 
-def opened(tensor: torch.Tensor, found: list[CutDim]) -> torch.Tensor:
+def opened(tensor: torch.Tensor, cut_dims: list[CutDim]) -> torch.Tensor:
     """Differentiable: this rank's own tile, no more cut over the axes of these cuts."""
-    for cut in found:
+    for cut in cut_dims:
         tensor = _Opened.apply(tensor, cut)
     return tensor
 
 
 def _outer_along(tensor: torch.Tensor, cut: CutDim) -> list[Axis]:
     """Axes further out that cut the same dim."""
-    found = []
+    axes = []
     while isinstance(tensor, Distributed) and tensor.axis.depth < cut.axis.depth:
         if isinstance(tensor, Part) and tensor.dim_cut == cut.dim:
-            found.append(tensor.axis)
+            axes.append(tensor.axis)
         tensor = tensor.settled_local()
-    return found
+    return axes
 
 
 class _Placed(torch.autograd.Function):
@@ -136,16 +136,16 @@ class _Taken(torch.autograd.Function):
         return _Placed.apply(gradient, ctx.cut), None, None
 
 
-def placed(local: torch.Tensor, found: list[CutDim]) -> torch.Tensor:
+def placed(local: torch.Tensor, cut_dims: list[CutDim]) -> torch.Tensor:
     """Differentiable: returns the tensor, cut in these ways (the outermost first), of which `local` is a share."""
-    for cut in reversed(found):
+    for cut in reversed(cut_dims):
         local = _Placed.apply(local, cut)
     return local
 
 
-def taken(tensor: torch.Tensor | None, found: list[CutDim]) -> torch.Tensor | None:
+def taken(tensor: torch.Tensor | None, cut_dims: list[CutDim]) -> torch.Tensor | None:
     """Differentiable: a rank's shares, by these cuts, of a weight that has an element for each index of a cut dim."""
-    for cut in found if tensor is not None else []:
+    for cut in cut_dims if tensor is not None else []:
         tensor = _Taken.apply(tensor, cut, ())
     return tensor
 
@@ -178,13 +178,13 @@ class _Summed(torch.autograd.Function):
         return _Used.apply(gradient, ctx.axes), None
 
 
-def used(tensor: torch.Tensor | None, found: list[CutDim]) -> torch.Tensor | None:
+def used(tensor: torch.Tensor | None, cut_dims: list[CutDim]) -> torch.Tensor | None:
     """Differentiable: returns a weight for this rank's tile; its gradient is summed over the cuts' axes later."""
     if tensor is None:
         return None
     if cuts(tensor, range(tensor.dim())):
         raise Uncut(f"a weight that is cut itself, {tensor!r}, beside a tile")
-    return used_over(tensor, tuple(cut.axis for cut in found))
+    return used_over(tensor, tuple(cut.axis for cut in cut_dims))
 
 
 def used_over(tensor: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
@@ -202,7 +202,7 @@ def _inserted(tensor: torch.Tensor, axis: Axis, make: Callable[[Any], torch.Tens
 def windowed(
     tensor: torch.Tensor,
     along: Mapping[int, Map],
-    found: list[CutDim],
+    cut_dims: list[CutDim],
     operation: Callable[[torch.Tensor], Any],
     fill: float = 0.0,
     *,
@@ -216,9 +216,9 @@ def windowed(
     fill       what is read outside the tensor
     views      the operation gives views, and who writes into them writes into what it was given: a copy
     """
-    plans = [reads(cut.owners, along[cut.dim]) if cut.dim in along else None for cut in found]
+    plans = [reads(cut.owners, along[cut.dim]) if cut.dim in along else None for cut in cut_dims]
     whole, afar = tensor, []
-    for cut, plan in zip(found, plans, strict=True):
+    for cut, plan in zip(cut_dims, plans, strict=True):
         if plan is None or (wants_own(cut.owners, plan.wanted) and not views):
             tensor = opened(tensor, [cut])
         else:
@@ -227,12 +227,11 @@ def windowed(
     with kept_apart(tensor, whole, afar) if afar else nullcontext():
         output = operation(tensor)
     del tensor, whole
-    after = [
-        cut if plan is None else CutDim(cut.axis, cut.dim, plan.owners) for cut, plan in zip(found, plans, strict=True)
-    ]
+    both = list(zip(cut_dims, plans, strict=True))
+    after = [cut if plan is None else CutDim(cut.axis, cut.dim, plan.owners) for cut, plan in both]
 
     def own(output: torch.Tensor) -> torch.Tensor:
-        for cut, plan in zip(found, plans, strict=True):
+        for cut, plan in both:
             me = cut.axis.index
             if plan is not None and output.shape[cut.dim] != plan.owners.counts[me]:
                 output = output.narrow(cut.dim, plan.skip[me], plan.owners.counts[me])
@@ -261,14 +260,14 @@ def answers(*functions: Callable, cut_once: bool = True) -> Callable:
 
 def _cut_once(part: torch.Tensor) -> tuple[torch.Tensor, list[Axis]]:
     """The tensor without the inner ones of axes that cut one dim, and those. Collective; differentiable."""
-    taken: set[int] = set()
-    gone = []
+    dims_seen: set[int] = set()
+    inner_axes = []
     for cut in cuts(part, range(part.dim())):
-        if cut.dim in taken:
+        if cut.dim in dims_seen:
             part = whole_over_axis(part, cut.axis)
-            gone.append(cut.axis)
-        taken.add(cut.dim)
-    return part, gone
+            inner_axes.append(cut.axis)
+        dims_seen.add(cut.dim)
+    return part, inner_axes
 
 
 def once(answer: Callable, args: tuple, kwargs: dict) -> Any:
@@ -277,11 +276,11 @@ def once(answer: Callable, args: tuple, kwargs: dict) -> Any:
     Every rank of those then computes the same, until the result meets a tensor that they cut; its gradient is made
     whole over them. Collective.
     """
-    given: dict[str, Axis] = {}
+    gathered_over: dict[str, Axis] = {}
 
     def whole_inside(part: Part) -> torch.Tensor:
         part, axes = _cut_once(part)
-        given.update({axis.name: axis for axis in axes})
+        gathered_over.update({axis.name: axis for axis in axes})
         return part
 
     args, kwargs = replaced(Part, whole_inside, (args, kwargs))
@@ -289,9 +288,10 @@ def once(answer: Callable, args: tuple, kwargs: dict) -> Any:
     for tensor in tensors_in(output):
         if not tensor.requires_grad:  # no function of its own: what it gives could not be written into
             continue
-        for axis in sorted(given.values(), key=lambda axis: axis.depth):
+        for axis in sorted(gathered_over.values(), key=lambda axis: axis.depth):
             tensor.register_hook(partial(whole_over, axis=axis))
-        if not given and isinstance(tensor, Part) and tensor.axis.name not in SPACE:  # may be whole inside already
+        # the gradient may be whole over the inner axes already
+        if not gathered_over and isinstance(tensor, Part) and tensor.axis.name not in SPACE:
             tensor.register_hook(lambda gradient: _cut_once(gradient)[0])
     return output
 

@@ -62,17 +62,17 @@ class AttentionCall:
         cls, query: torch.Tensor, key: torch.Tensor, axis: Axis, *, heads: bool, causal: bool, mask: torch.Tensor | None
     ) -> AttentionCall:
         """Returns what is known of a call before it runs. Masks that let a ring send less are not counted."""
-        p, each = axis.size, query.shape[-1]
+        p, head_size = axis.size, query.shape[-1]
         inside = [_heads_inside(t, axis) for t in (query, key)]
         of_q, of_k = (t.shape[HEADS] if i is None else max(i.counts) for t, i in zip((query, key), inside, strict=True))
-        ring = 2 * key.shape[POSITIONS] * of_k * each * (p - 1) / p
-        by_heads = 2 * query.shape[POSITIONS] * of_q * each * (p - 1) / p**2
+        ring = 2 * key.shape[POSITIONS] * of_k * head_size * (p - 1) / p
+        by_heads = 2 * query.shape[POSITIONS] * of_q * head_size * (p - 1) / p**2
         by_heads += ring if of_k < p else ring / p
-        found = (by_heads, ring) if heads else (ring, by_heads)
+        elements = (by_heads, ring) if heads else (ring, by_heads)
         pairs = isinstance(mask, PairMask)
         shape = () if mask is None or pairs or mask.dim() < 2 or 1 in mask.shape[-2:] else tuple(mask.shape)
-        held = math.prod(shape) * mask.element_size() if mask is not None and shape else 0
-        return cls(axis, heads, causal, mask is not None, (round(found[0]), round(found[1])), shape, held)
+        mask_bytes = math.prod(shape) * mask.element_size() if mask is not None and shape else 0
+        return cls(axis, heads, causal, mask is not None, (round(elements[0]), round(elements[1])), shape, mask_bytes)
 
 
 _SEEN: list[list[AttentionCall]] = []
@@ -114,8 +114,8 @@ def attend(
 ) -> torch.Tensor:
     """`scaled_dot_product_attention` of (B, H, S, D) tensors of which any may be a part."""
     options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    given = (query, key, value)
-    if all(each.dim() == 3 for each in given) and any(isinstance(each, Distributed) for each in given):
+    tensors = (query, key, value)
+    if all(tensor.dim() == 3 for tensor in tensors) and any(isinstance(tensor, Distributed) for tensor in tensors):
         mask = attn_mask if attn_mask is None or attn_mask.dim() < 3 else attn_mask.unsqueeze(1)
         return attend(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), mask, **options).squeeze(1)
     if isinstance(attn_mask, PairMask) and (is_causal or dropout_p or query.dim() != 4):
@@ -124,7 +124,7 @@ def attend(
         return F.scaled_dot_product_attention(query, key, value, attn_mask, **options)
     axis = _innermost(query) or _innermost(key)
     if axis is None and isinstance(attn_mask, PairMask):
-        if max(len(_levels(each)) for each in (query, key, value)) < 2:
+        if max(len(_levels(tensor)) for tensor in (query, key, value)) < 2:
             return ring_attention(query, key, value, attn_mask, Axis.alone("cp"), is_causal=False, scale=scale)
         attn_mask = whole_mask(attn_mask)
     if axis is None:
@@ -169,11 +169,11 @@ def _own_share(owners: Owners, axis: Axis, tensor: torch.Tensor) -> torch.Tensor
 def _refuse_few_heads(query: torch.Tensor, axis: Axis) -> None:
     """Raises `Uncut`, on all ranks alike, where heads that others have dealt are too few to be dealt over `axis`."""
     beside = [part.axis for part in _levels(query) if part.dim_cut == HEADS]
-    heads, ranks = query.shape[HEADS], math.prod(each.size for each in (axis, *beside))
-    if beside and heads < ranks:
-        told = " x ".join(f"{each.name}={each.size}" for each in (axis, *beside))
+    heads, axes = query.shape[HEADS], [axis, *beside]
+    if beside and heads < math.prod(a.size for a in axes):
+        degrees = " x ".join(f"{a.name}={a.size}" for a in axes)
         raise Uncut(
-            f"attention by heads: {heads} heads are dealt over {told}, and every rank needs one: use fewer ranks, "
+            f"attention by heads: {heads} heads are dealt over {degrees}, and every rank needs one: use fewer ranks, "
             "or cp without dropout in attention, which goes around a ring"
         )
 
@@ -188,17 +188,17 @@ def _by_heads(
     if query.shape[HEADS] < axis.size and len(_positions(query)) > 1:
         return _of_own_queries(query, key, value, mask, axis, options)
     _refuse_few_heads(query, axis)
-    each = query.shape[HEADS] // key.shape[HEADS]
+    queries_per_key = query.shape[HEADS] // key.shape[HEADS]
     inside = _heads_inside(key, axis)
     few = min(key.shape[HEADS] if inside is None else min(inside.counts), key.shape[HEADS]) < axis.size
     if few:
         owners = _dealt(query.shape[HEADS], _heads_inside(query, axis), axis.size)
-        read = _Read(axis, owners, _inside(query, axis), each)
+        read = _Read(axis, owners, _inside(query, axis), queries_per_key)
         key, value = (_ReadHeads.apply(whole_over_axis(t, axis), read) for t in (key, value))
         options = {**options, "enable_gqa": False}
     else:
         of_keys = _dealt(key.shape[HEADS], inside, axis.size)
-        owners = repeated(of_keys, each)
+        owners = repeated(of_keys, queries_per_key)
         key, value = (_moved_to_heads(t, of_keys, axis) for t in (key, value))
     inside = _heads_inside(query, axis)
     output = attend(moved(query, HEADS, owners, axis), key, value, mask, **options)
@@ -221,7 +221,7 @@ def _of_own_queries(
         raise Uncut(f"attention of {query.shape[HEADS]} heads whose positions are cut over {axis.name}={axis.size} "
                     "within another axis: heads are dealt there, and every rank needs one where masks or draws differ "
                     "between rows")  # fmt: skip
-    keys, values = (_ReadByAll.apply(each, axes) for each in (key, value))
+    keys, values = (_ReadByAll.apply(tensor, axes) for tensor in (key, value))
     here = apart(query, cuts, axes)
     return joined(F.scaled_dot_product_attention(here, keys, values, mask, **options), cuts, axes)
 
@@ -249,16 +249,16 @@ class _Read:
     axis: Axis
     owners: Owners  # of query heads over the axis
     inside: Part | None  # queries as an axis further in cuts their heads
-    each: int  # queries of one key head
+    queries_per_key: int  # query heads that read one key head
 
-    def places(self, held: Part | None) -> np.ndarray:
+    def places(self, held_keys: Part | None) -> np.ndarray:
         """Returns, for each query head of this rank, the position of its key head among the key heads held here."""
         mine = self.owners.indices(self.axis.index)
         if self.inside is not None:
             mine = np.intersect1d(mine, self.inside.owners.indices(self.inside.axis.index))
-        keys = mine // self.each
-        if held is not None:
-            keys = np.searchsorted(held.owners.indices(held.axis.index), keys)
+        keys = mine // self.queries_per_key
+        if held_keys is not None:
+            keys = np.searchsorted(held_keys.owners.indices(held_keys.axis.index), keys)
         return keys
 
     def wrapped(self, payload: torch.Tensor) -> torch.Tensor:
@@ -275,24 +275,24 @@ class _ReadHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, key: torch.Tensor, read: _Read) -> torch.Tensor:
         inner = from_axis(key.detach(), read.axis)
-        held = inner if isinstance(inner, Part) else None
+        held_keys = inner if isinstance(inner, Part) else None
         inside = None if read.inside is None else read.inside.shell()
-        ctx.read, ctx.held = replace(read, inside=inside), None if held is None else held.shell()
-        payload = inner if held is None else held.local
-        ctx.shape, ctx.places = payload.shape, to_device(read.places(held), payload.device)
+        ctx.read, ctx.held_keys = replace(read, inside=inside), None if held_keys is None else held_keys.shell()
+        payload = inner if held_keys is None else held_keys.local
+        ctx.shape, ctx.places = payload.shape, to_device(read.places(held_keys), payload.device)
         return replaced_from_axis(key.detach(), read.axis, read.wrapped(payload.index_select(HEADS, ctx.places)))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor):
-        read, held = ctx.read, ctx.held
+        read, held_keys = ctx.read, ctx.held_keys
         payload = share_of(from_axis(gradient, read.axis), HEADS, read.owners, read.axis)
         if read.inside is not None:
             dealt = Owners.of(read.inside.owners.array[read.owners.indices(read.axis.index)], read.inside.owners.ranks)
             payload = share_of(payload, HEADS, dealt, read.inside.axis)
         local = payload.new_zeros(ctx.shape).index_add_(HEADS, ctx.places, payload)
-        if held is not None:
-            local = held.with_local(local)
+        if held_keys is not None:
+            local = held_keys.with_local(local)
         elif read.inside is not None:
             local = Sum(local, read.inside.axis, spread=False)
         return replaced_from_axis(gradient, read.axis, Sum(local, read.axis, spread=False)), None
@@ -316,13 +316,13 @@ def _dealt(heads: int, inside: Owners | None, ranks: int) -> Owners:
 
 def _levels(tensor: torch.Tensor) -> list[Part]:
     """The cuts of a tensor, outermost first."""
-    found = []
+    parts = []
     while isinstance(tensor, Distributed):
         tensor = tensor.settled()
         if isinstance(tensor, Part):
-            found.append(tensor)
+            parts.append(tensor)
             tensor = tensor.local
-    return found
+    return parts
 
 
 def _innermost(tensor: torch.Tensor) -> Axis | None:

@@ -31,8 +31,8 @@ def candidates(
 
     named  by name of a tensor, its dim of positions: those alone; none where it is empty
     """
-    found = _alike(batch, samples) if named is None else [_declared(batch, names, named)] if named else []
-    for dims, said in found:
+    proposals = _alike(batch, samples) if named is None else [_declared(batch, names, named)] if named else []
+    for dims, said in proposals:
         cuts = tuple(((along[0], axes),) if len(along) == 1 else () for along in dims)
         half = _shortened(batch, dims) if named is None else None  # whose positions are known
         yield Candidate(Positions(cuts, names, "sequence", least), said, half)
@@ -62,13 +62,13 @@ def _alike(batch: Any, samples: int) -> Iterator[tuple[Dims, str]]:
     sizes = dict.fromkeys(n for n in [*integers, *(n for t in tensors for n in t.shape[1:])] if n > 1)
     of_size = {size: tuple(_along(leaf, samples, size) for leaf in leaves) for size in sizes}
     for size, dims in of_size.items():
-        if any(len(each) == 1 for each in dims):
+        if any(len(along) == 1 for along in dims):
             yield dims, f"dims of {size}"
     for size, dims in of_size.items():  # as many positions as features: one dim of each tensor (pictures have more)
         several = {leaf.dim() for leaf, along in zip(leaves, dims, strict=True) if len(along) > 1}
         for place, said in (0, "first"), (-1, "last"):
             if several == {3}:
-                yield tuple(each[place : place + 1 or None] for each in dims), f"the {said} dims of {size}"
+                yield tuple(along[place : place + 1 or None] for along in dims), f"the {said} dims of {size}"
 
 
 def _along(leaf: Any, samples: int, size: int) -> tuple[int, ...]:

@@ -83,8 +83,8 @@ def _looks_back(function: Function, rows: int, columns: int) -> bool:
         with _disable_current_modes():
             at = torch.tensor([0, max(rows, columns) - 1])
             zero = torch.zeros(1, dtype=torch.int64)
-            found = function(zero, zero, at, at.flip(0))
-            return found.tolist() == [False, True] and not _reads_tensors(function)
+            allowed = function(zero, zero, at, at.flip(0))
+            return allowed.tolist() == [False, True] and not _reads_tensors(function)
     except Exception:  # a pattern of tensors that are cut, or have no values here: how to deal positions is a choice
         return False
 

@@ -42,9 +42,9 @@ def _is_fused(q: torch.Tensor, v: torch.Tensor, bias: Any) -> bool:
 
 def _rows(q: torch.Tensor, k: torch.Tensor) -> Iterator[slice]:
     """Runs of a block's rows whose scores are written at a time."""
-    s, each = q.shape[-2], max(1, MOST_SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[-2]))
-    for first in range(0, s, each) if s else [0]:
-        yield slice(first, min(s, first + each))
+    s, step = q.shape[-2], max(1, MOST_SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[-2]))
+    for first in range(0, s, step) if s else [0]:
+        yield slice(first, min(s, first + step))
 
 
 def _of_rows(bias: Any, rows: slice) -> torch.Tensor | None:
@@ -77,13 +77,13 @@ def attended(
     """
     if _is_fused(q, v, bias):
         return _fused(q, k, v, 0.0, causal, scale=scale)
-    found, sums = [], []
+    outputs, sums = [], []
     for rows in _rows(q, k):
         scores = _scores(q[:, :, rows], k, _of_rows(bias, rows), causal, scale, rows.start)
         sums.append(torch.logsumexp(scores, -1))
-        found.append(torch.matmul((scores - finite(sums[-1]).unsqueeze(-1)).exp(), v))
+        outputs.append(torch.matmul((scores - finite(sums[-1]).unsqueeze(-1)).exp(), v))
         del scores
-    return (found[0], sums[0]) if len(found) == 1 else (torch.cat(found, -2), torch.cat(sums, -1))
+    return (outputs[0], sums[0]) if len(outputs) == 1 else (torch.cat(outputs, -2), torch.cat(sums, -1))
 
 
 def gradients(
@@ -95,8 +95,8 @@ def gradients(
     output, lse  those of the whole row, merged over all blocks
     """
     if _is_fused(q, v, bias):
-        found = _fused_backward(gradient, q, k, v, output, lse, 0.0, causal, scale=scale)
-        return (*found, None)
+        fused = _fused_backward(gradient, q, k, v, output, lse, 0.0, causal, scale=scale)
+        return (*fused, None)
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     kept = []
     for rows in _rows(q, k):

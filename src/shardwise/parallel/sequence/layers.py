@@ -28,7 +28,7 @@ class Layers:
 
     def shell(self) -> Layers:
         """Returns the same description of the cuts, without the tensor's memory."""
-        part, inner = (None if each is None else each.shell() for each in (self.part, self.inner))
+        part, inner = (None if level is None else level.shell() for level in (self.part, self.inner))
         return Layers(part, inner, self.axis, self.payload.new_empty(()).expand(self.payload.shape))
 
     def like(self, payload: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ class HeadsHere:
 
 def refuse_other_samples(query: Layers, *others: Layers) -> None:
     """Raises `Uncut` where an axis further in cuts the samples of queries, keys and values, and not all alike."""
-    inner = [each.inner for each in (query, *others)]
+    inner = [layers.inner for layers in (query, *others)]
     cuts = [part if part is not None and part.dim_cut == SAMPLES else None for part in inner]
     first = next((cut for cut in cuts if cut is not None), None)
     if first is not None and any(cut is None or not cut.beside(first) for cut in cuts):
@@ -127,8 +127,8 @@ def key_heads_read(q: Layers, k: Layers) -> torch.Tensor | None:
     """The key head of each of this rank's queries, where that is not a fixed number of queries for each key."""
     if q.inner is None or q.inner.dim_cut != HEADS:
         return None
-    each = q.inner.shape[HEADS] // (k.inner.shape[HEADS] if k.inner is not None else k.payload.shape[HEADS])
-    places = [_places(q.inner.owners, k.inner, each, rank) for rank in range(q.inner.owners.ranks)]
+    queries_per_key = q.inner.shape[HEADS] // (k.inner.shape[HEADS] if k.inner is not None else k.payload.shape[HEADS])
+    places = [_places(q.inner.owners, k.inner, queries_per_key, rank) for rank in range(q.inner.owners.ranks)]
     if any(place is None for place in places):  # of any rank: all refuse alike
         raise Uncut("attention of queries and keys whose heads are cut differently")
     mine = places[q.inner.axis.index]
@@ -139,14 +139,14 @@ def key_heads_read(q: Layers, k: Layers) -> torch.Tensor | None:
     return torch.from_numpy(mine)
 
 
-def _places(queries: Owners, keys: Part | None, each: int, rank: int) -> np.ndarray | None:
+def _places(queries: Owners, keys: Part | None, queries_per_key: int, rank: int) -> np.ndarray | None:
     """Where a rank of an axis further in finds the key head of each of its queries; None where it lacks one.
 
     In numpy: a tensor's values could not be read in a rehearsal, which has none.
     """
-    read = queries.indices(rank) // each
+    read = queries.indices(rank) // queries_per_key
     if keys is None:
         return read
-    held = keys.owners.indices(rank)
-    place = np.searchsorted(held, read).clip(max=max(len(held) - 1, 0))
-    return place if len(held) and np.array_equal(held[place], read) else None
+    keys_here = keys.owners.indices(rank)
+    place = np.searchsorted(keys_here, read).clip(max=max(len(keys_here) - 1, 0))
+    return place if len(keys_here) and np.array_equal(keys_here[place], read) else None

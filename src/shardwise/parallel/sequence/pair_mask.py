@@ -70,8 +70,8 @@ class PairMask(torch.Tensor):
         device = self.device if device is None else device
         sample = torch.arange(self.shape[0], device=device).view(-1, 1, 1, 1)
         query, key = (_indices(at, device) for at in (rows, columns))
-        found = self.function(sample, torch.zeros_like(sample[:1]), query.view(1, 1, -1, 1), key.view(1, 1, 1, -1))
-        return found.expand(-1, -1, len(query), len(key))
+        allowed = self.function(sample, torch.zeros_like(sample[:1]), query.view(1, 1, -1, 1), key.view(1, 1, 1, -1))
+        return allowed.expand(-1, -1, len(query), len(key))
 
     def block(self, rows: At, columns: At) -> MaskBlock:
         """The mask of some rows and columns, not made yet."""
@@ -124,14 +124,15 @@ _LEAVES_IT = {"detach", "contiguous", "to", "__getitem__"}
 def _as_it_is(name: str, args: tuple, kwargs: dict) -> bool:
     """Whether a function leaves the mask as it is: not moved, not cast, no part of it taken."""
     mask, *rest = args
-    given = [*rest, *kwargs.values()]
+    options = [*rest, *kwargs.values()]
     if name == "to":
-        return all(each in (torch.bool, mask.device, str(mask.device)) for each in given if not isinstance(each, bool))
+        same = (torch.bool, mask.device, str(mask.device))
+        return all(option in same for option in options if not isinstance(option, bool))
     if name != "__getitem__":
-        return not given
+        return not options
     taken = rest[0] if isinstance(rest[0], tuple) else (rest[0],)
     return len(taken) <= mask.dim() and all(
-        isinstance(one, slice) and one.indices(n) == (0, n, 1) for one, n in zip(taken, mask.shape, strict=False)
+        isinstance(part, slice) and part.indices(n) == (0, n, 1) for part, n in zip(taken, mask.shape, strict=False)
     )
 
 
@@ -158,7 +159,7 @@ def _remade(function: Any, of_tensor: Callable[[torch.Tensor], torch.Tensor]) ->
     if isinstance(function, torch.Tensor):
         return of_tensor(function)
     if isinstance(function, tuple | list):
-        return type(function)(_remade(each, of_tensor) for each in function)
+        return type(function)(_remade(item, of_tensor) for item in function)
     if function is None or isinstance(function, int | float | str | torch.dtype | torch.device):
         return function
     if not isinstance(function, FunctionType):
@@ -178,17 +179,17 @@ def _tensors_of(function: Any) -> list[torch.Tensor]:
     if isinstance(function, FunctionType):
         return [t for cell in function.__closure__ or () for t in _tensors_of(cell.cell_contents)]
     if isinstance(function, tuple | list):
-        return [t for each in function for t in _tensors_of(each)]
+        return [t for item in function for t in _tensors_of(item)]
     return tensors_in(function) if isinstance(function, torch.Tensor) else []
 
 
-def _told(function: Any) -> Any:
+def _identity(function: Any) -> Any:
     """What a function is but for the tensors that it closes over: equal where functions give the same of the same."""
     if isinstance(function, FunctionType):
-        cells = tuple(_told(cell.cell_contents) for cell in function.__closure__ or ())
-        return function.__code__, _told(function.__defaults__), str(function.__kwdefaults__), cells
+        cells = tuple(_identity(cell.cell_contents) for cell in function.__closure__ or ())
+        return function.__code__, _identity(function.__defaults__), str(function.__kwdefaults__), cells
     if isinstance(function, tuple | list):
-        return tuple(map(_told, function))
+        return tuple(map(_identity, function))
     return torch.Tensor if isinstance(function, torch.Tensor) else (type(function), function)
 
 
@@ -196,7 +197,7 @@ def _told(function: Any) -> Any:
 class Bare:
     """A mask by a function without the tensors that this closes over: programs are written for it, and given those."""
 
-    told: Any
+    identity: Any  # equal where functions give the same of the same tensors
     shape: tuple[int, ...]
     device: torch.device
     looks_back: bool
@@ -207,8 +208,8 @@ class Bare:
         """(the mask without its tensors, its tensors)."""
         none = [t.new_empty(0) for t in _tensors_of(mask.function)]
         bare = mask if mask.fixed else _with_tensors(mask, none)
-        told = _told(mask.function)
-        return cls(told, tuple(mask.shape), mask.device, mask.looks_back, bare), _tensors_of(mask.function)
+        identity = _identity(mask.function)
+        return cls(identity, tuple(mask.shape), mask.device, mask.looks_back, bare), _tensors_of(mask.function)
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> PairMask:
         """Returns the same mask with these tensors in the places of those that its function closes over."""

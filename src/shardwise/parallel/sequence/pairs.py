@@ -63,14 +63,14 @@ class Call:
 
 def _ranges(owners: Owners | None, rank: int, size: int, tile: int) -> list[tuple[Range, Range]]:
     """(global range, range among the rank's own) of each run of indices that a rank owns, or of its tiles."""
-    found, place, start = [], 0, 0
+    ranges, place, start = [], 0, 0
     stops, who = ([size], [rank]) if owners is None else (owners.stops.tolist(), owners.who.tolist())
     for stop, owner in zip(stops, who, strict=True):
         for first, last in _tiles(start, stop, tile) if owner == rank else ():
-            found.append(((first, last), (place, place + last - first)))
+            ranges.append(((first, last), (place, place + last - first)))
             place += last - first
         start = stop
-    return found
+    return ranges
 
 
 def _tiles(start: int, stop: int, tile: int) -> Iterator[Range]:
@@ -128,7 +128,7 @@ class _Looked:
 
 
 def kinds_of(
-    given: torch.Tensor | None, mask: torch.Tensor | None, queries: Owners, keys: Owners | None, key_count: int,
+    given_mask: torch.Tensor | None, mask: torch.Tensor | None, queries: Owners, keys: Owners | None, key_count: int,
     is_causal: bool,
 ) -> Mapping[tuple[Range, Range], str] | None:  # fmt: skip
     """What the mask (b, h, S, T) says of each pair of runs of queries and keys; None where it is not looked at.
@@ -137,19 +137,19 @@ def kinds_of(
     """
     if isinstance(mask, PairMask):
         tile = tile_of(queries.size, key_count)
-        rows, columns = (list(_runs_of(each, n, tile)) for each, n in ((queries, queries.size), (keys, key_count)))
+        rows, columns = (list(_runs_of(owners, n, tile)) for owners, n in ((queries, queries.size), (keys, key_count)))
         if len(rows) * len(columns) > MOST_TILES:
             return None
         return mask.kinds(tuple((q, k) for q in rows for k in columns))
     runs, others = list(_runs_of(queries, queries.size)), list(_runs_of(keys, key_count))
     many = len(runs) * len(others) > MOST_PAIRS
-    if mask is None or given is None or is_causal or many or not can_read(mask):
+    if mask is None or given_mask is None or is_causal or many or not can_read(mask):
         return None
-    key = (given._version, queries, keys, mask.shape, mask.dtype)
-    if given.is_leaf and given.requires_grad:  # trained, and changed in ways that a version may not show
+    key = (given_mask._version, queries, keys, mask.shape, mask.dtype)
+    if given_mask.is_leaf and given_mask.requires_grad:  # trained, and changed in ways that a version may not show
         return _look(mask, runs, others)
-    if _Looked.key != key or _Looked.mask is None or _Looked.mask() is not given:
-        _Looked.key, _Looked.mask = key, weakref.ref(given)
+    if _Looked.key != key or _Looked.mask is None or _Looked.mask() is not given_mask:
+        _Looked.key, _Looked.mask = key, weakref.ref(given_mask)
         _Looked.kinds = _look(mask, runs, others)
     return _Looked.kinds
 
@@ -157,15 +157,15 @@ def kinds_of(
 def _look(mask: torch.Tensor, runs: list[Range], others: list[Range]) -> Mapping[tuple[Range, Range], str]:
     holds = mask.dtype is torch.bool
     allowed = mask if holds else mask != -torch.inf
-    found = []
+    looks = []
     pairs = [(q, k) for q in runs for k in others]
     for q, k in pairs:
         block = _block(allowed, q, k)
         every = block.all() if holds else block.new_zeros(())
         alike = holds and q == k and block.shape[-2:] == (q[1] - q[0],) * 2
         diagonal = (block == torch.ones_like(block[0, 0]).tril()).all() if alike else block.new_zeros(())
-        found.append(torch.stack([block.any(), every, diagonal]))
-    table = read(torch.stack(found), "which blocks a mask leaves")
+        looks.append(torch.stack([block.any(), every, diagonal]))
+    table = read(torch.stack(looks), "which blocks a mask leaves")
     names = {pair: "empty" if not some else "full" if every else "diagonal" if diagonal else "masked"
              for pair, (some, every, diagonal) in zip(pairs, table, strict=True)}  # fmt: skip
     return names
@@ -218,10 +218,10 @@ def bias_of(call: Call, mask: torch.Tensor | None, q: At, k: At, kind: str, devi
 def add_to_mask(dmask: torch.Tensor, ds: torch.Tensor, rows: At, columns: At) -> None:
     """Adds the gradient of a block's scores to that of the mask's rows and columns that it read."""
     shape = [ds.shape[dim] if dmask.shape[dim] != 1 else 1 for dim in range(ds.dim())]
-    found = ds.sum_to_size(shape)
+    gradient = ds.sum_to_size(shape)
     if isinstance(rows, tuple) and isinstance(columns, tuple):
-        _block(dmask, rows, columns).add_(found)
+        _block(dmask, rows, columns).add_(gradient)
         return
-    at = [_positions(one, dmask.device) if dmask.shape[dim] != 1 else torch.zeros(1, dtype=torch.int64)
-          for dim, one in ((-2, rows), (-1, columns))]  # fmt: skip
-    dmask[..., at[0].unsqueeze(1), at[1]] += found
+    at = [_positions(indices, dmask.device) if dmask.shape[dim] != 1 else torch.zeros(1, dtype=torch.int64)
+          for dim, indices in ((-2, rows), (-1, columns))]  # fmt: skip
+    dmask[..., at[0].unsqueeze(1), at[1]] += gradient

@@ -23,17 +23,17 @@ def blocks_passing(call: Call, mine: tuple[torch.Tensor, ...]) -> Iterator[tuple
     if call.keys is None:
         yield me, mine
         return
-    held, sent = mine, _Sent(axis)
+    block, sent = mine, _Sent(axis)
     for step in range(axis.size):
         source, coming = (me - step) % axis.size, (me - step - 1) % axis.size
         if step == 0 or call.before(source) is not None:
-            sent.add(held, call.after(source), _KEYS, source)
+            sent.add(block, call.after(source), _KEYS, source)
         arriving = None
         if step + 1 < axis.size and call.before(coming) is not None:
             arriving = _Arriving(call, coming, mine, call.before(coming), _KEYS)
         if step == 0 or call.before(source) is not None:
-            yield source, held
-        held = arriving.found() if arriving is not None else ()
+            yield source, block
+        block = arriving.received() if arriving is not None else ()
     sent.wait()
 
 
@@ -49,24 +49,24 @@ def gradients_around(call: Call, mine: tuple[torch.Tensor, ...], block: Any) -> 
     own: tuple[torch.Tensor, ...] = ()
     sent = _Sent(axis)
     sums: dict[int, _Arriving] = {}  # what other ranks have summed of the next block, on its way
-    for source, held in blocks_passing(call, mine):
-        found = block(source, *held)
+    for source, tensors in blocks_passing(call, mine):
+        gradients = block(source, *tensors)
         if source in sums:
-            found = _added(found, sums.pop(source).found())
+            gradients = _added(gradients, sums.pop(source).received())
         if source == me:
-            own = found  # stays here
+            own = gradients  # stays here
         else:
             after = call.after(source)
-            sent.add(found, source if after is None else after, _SUMS, source)
+            sent.add(gradients, source if after is None else after, _SUMS, source)
         coming = (source - 1) % axis.size
         while coming != me and call.before(coming) is None:
             coming = (coming - 1) % axis.size
         before = call.before(coming)
         if before is not None and before != coming:
             sums[coming] = _Arriving(call, coming, like, before, _SUMS)
-        del found, held  # not kept while the next block is computed
+        del gradients, tensors  # not kept while the next block is computed
     if call.ways[me]:
-        home = _Arriving(call, me, like, call.ways[me][-1], _SUMS).found()
+        home = _Arriving(call, me, like, call.ways[me][-1], _SUMS).received()
         own = _added(own, home)
     sent.wait()
     return own
@@ -119,7 +119,7 @@ class _Arriving:
             if into.numel()
         ]
 
-    def found(self) -> tuple[torch.Tensor, ...]:
+    def received(self) -> tuple[torch.Tensor, ...]:
         """Returns the tensors of the block that arrives; waits for them."""
         for pending in self.pending:
             pending.wait()

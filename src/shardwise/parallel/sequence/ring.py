@@ -83,7 +83,7 @@ class _Ring(torch.autograd.Function):
         around = forward_written if is_written_down(axis, q.payload) else forward_around
         ring = Rounds(call, key_heads_read(q, k))
         output, lse = around(ring, q.payload, k.payload, v.payload, mask_here)
-        shells = tuple(each.shell() for each in (q, k, v))
+        shells = tuple(layers.shell() for layers in (q, k, v))
         ctx.ring, ctx.kinds, ctx.pairs = ring, shells, pairs
         ctx.heads, ctx.mask_shape = HeadsHere.of(shells[0]), None if mask is None else mask.shape
         ctx.save_for_backward(q.payload, k.payload, v.payload, kept, output, lse)

@@ -28,8 +28,8 @@ def _expanded(tensor: torch.Tensor, queries: int, reads: torch.Tensor | None) ->
     """Keys or values with a head for each query head."""
     if reads is not None:
         return tensor.index_select(HEADS, to_device(reads, tensor.device))
-    each = queries // tensor.shape[HEADS]
-    return tensor if each == 1 else tensor.repeat_interleave(each, HEADS)
+    queries_per_key = queries // tensor.shape[HEADS]
+    return tensor if queries_per_key == 1 else tensor.repeat_interleave(queries_per_key, HEADS)
 
 
 def _collapsed(gradient: torch.Tensor, heads: int, reads: torch.Tensor | None) -> torch.Tensor:
@@ -37,8 +37,8 @@ def _collapsed(gradient: torch.Tensor, heads: int, reads: torch.Tensor | None) -
     if reads is not None:
         shape = [gradient.shape[0], heads, *gradient.shape[2:]]
         return gradient.new_zeros(shape).index_add_(HEADS, to_device(reads, gradient.device), gradient)
-    each = gradient.shape[HEADS] // heads
-    return gradient if each == 1 else gradient.unflatten(HEADS, (heads, each)).sum(HEADS + 1)
+    queries_per_key = gradient.shape[HEADS] // heads
+    return gradient if queries_per_key == 1 else gradient.unflatten(HEADS, (heads, queries_per_key)).sum(HEADS + 1)
 
 
 def forward_around(
@@ -53,12 +53,12 @@ def forward_around(
             rows, columns = slice(*here), slice(*there)
             bias = bias_of(call, mask, at, of, kind, q.device)
             keys, values = (_expanded(t[:, :, columns], heads, reads).to(dtype) for t in (key, value))
-            mine, found = attended(q[:, :, rows].to(dtype), keys, values, bias, kind == "diagonal", call.scale)
-            found = found.double()
-            weight = torch.sigmoid(found - finite(lse[:, :, rows])).masked_fill(lse[:, :, rows].isinf(), 1.0)
-            weight = weight.masked_fill(found.isinf(), 0.0).unsqueeze(-1)  # of what this block found
-            output[:, :, rows] += weight.to(dtype) * (mine - output[:, :, rows])
-            lse[:, :, rows] = torch.logaddexp(lse[:, :, rows], found)
+            out_here, lse_here = attended(q[:, :, rows].to(dtype), keys, values, bias, kind == "diagonal", call.scale)
+            lse_here = lse_here.double()
+            weight = torch.sigmoid(lse_here - finite(lse[:, :, rows])).masked_fill(lse[:, :, rows].isinf(), 1.0)
+            weight = weight.masked_fill(lse_here.isinf(), 0.0).unsqueeze(-1)  # of what this block found
+            output[:, :, rows] += weight.to(dtype) * (out_here - output[:, :, rows])
+            lse[:, :, rows] = torch.logaddexp(lse[:, :, rows], lse_here)
     kept = torch.empty(lse.shape, dtype=dtype, device=lse.device).copy_(lse)  # no cast, which a proof would leave out
     return output.to(q.dtype), kept
 
