@@ -64,6 +64,7 @@ class Margin:
 
 def margin_of(tensor: Any) -> Margin | None:
     """Returns a part's margin; None where it has none, or was written into since."""
+    # autograd counts each write in place in `_version`, and none of them reaches the window
     margin = tensor.margin if isinstance(tensor, Part) else None
     return margin if margin is not None and margin.version == tensor._version else None
 
@@ -81,15 +82,17 @@ def deepened(
     if depth == 1 or not _alone(input, cut_dims):
         return None
     maps = [along.get(cut.dim, Sliding(cut.owners.size, 1)) for cut in cut_dims]
+    # a convolution that reads its neighbours uses up one of those that the margin serves; a pointwise one uses none
     moves = any(sliding.extent > 1 or sliding.stride > 1 for sliding in maps)
     margin = margin_of(input)
     if margin is not None and margin.left >= moves and margin.cut_dims == tuple(cut_dims):
+        # of every rank, by what all know alike: either all find enough, or all exchange
         own = zip(cut_dims, maps, margin.ranges, strict=True)
         ranges = _all_or_none([_computable(cut.owners, m, have) for cut, m, have in own])
         if ranges is not None:
             window = _inside(margin, maps, ranges)
             return _with_margin(operation(window), cut_dims, maps, ranges, margin.left - moves)
-    if not moves:  # reads its own cells alone: nothing is fetched, so there is nothing to fetch more of
+    if not moves:  # it reads its own cells alone: there is no exchange that could bring more
         return None
     ranges = _all_or_none([_widened(cut.owners, m, depth - 1) for cut, m in zip(cut_dims, maps, strict=True)])
     if ranges is None:
@@ -102,7 +105,7 @@ def deepened(
             wanted = tuple((sliding.reach(*span),) for span in outputs)
             window = fetched(window, cut, wanted)
             afar.append((cut, wanted))
-    with kept_apart(window, input, afar):
+    with kept_apart(window, input, afar):  # backward keeps the halo's strips beside the tile, not a second copy of it
         output = operation(window)
     return _with_margin(output, cut_dims, maps, ranges, depth - 1)
 
@@ -114,7 +117,7 @@ def _all_or_none(ranges: list[Ranges | None]) -> list[Ranges] | None:
 
 
 def _alone(input: torch.Tensor, cut_dims: list[CutDim]) -> bool:
-    """Whether a tile is cut in these ways alone."""
+    """Returns whether the tile is cut in these ways alone, so that what it holds in the end is a plain tensor."""
     for cut in cut_dims:
         if not isinstance(input, Part) or input.axis is not cut.axis:
             return False
@@ -124,21 +127,30 @@ def _alone(input: torch.Tensor, cut_dims: list[CutDim]) -> bool:
 
 @lru_cache(REMEMBERED)
 def _widened(owners: Owners, along: Sliding, more: int) -> Ranges | None:
-    """The outputs of each rank and those around them that `more` convolutions alike read; None with an empty tile."""
+    """Returns each rank's outputs (start, stop), with those around them that `more` convolutions alike read.
+
+    None where a tile is empty, before or after, or tiles do not lie in the order of the ranks.
+    """
     after = reads(owners, along).owners
     front, behind = more * along.before, more * (along.extent - 1 - along.before)
+    # behind < 0: padding is wider than the kernel, and the window would end before the tile's own outputs
     if not owners.in_rank_order or not all(owners.counts) or not all(after.counts) or behind < 0:
         return None
     spans = [after.span(rank) or (0, 0) for rank in range(after.ranks)]
+    # outputs beyond the field do not exist: there `_inside` gives the next convolution the zeros that it pads
     return tuple((max(0, start - front), min(after.size, start + count + behind)) for start, count in spans)
 
 
 @lru_cache(REMEMBERED)
 def _computable(owners: Owners, along: Sliding, have: Ranges) -> Ranges | None:
-    """The outputs that each rank can compute of the inputs it has; None where some rank's own are not among them."""
+    """Returns the outputs (start, stop) that each rank can compute of the inputs it has; None where one lacks its own.
+
+    have  of each rank, its inputs (start, stop)
+    """
     after, ranges = reads(owners, along).owners, []
     for rank, (low, high) in enumerate(have):
         start, count = after.span(rank) or (0, 0)
+        # beyond an edge of the field the rank knows what is read, zeros; beyond its window it knows nothing
         first = 0 if low <= 0 else -(-(low + along.before) // along.stride)
         last = after.size if high >= owners.size else (high + along.before - along.extent) // along.stride + 1
         if not count or first > start or last < start + count:
@@ -148,7 +160,10 @@ def _computable(owners: Owners, along: Sliding, have: Ranges) -> Ranges | None:
 
 
 def _inside(margin: Margin, maps: list[Sliding], ranges: list[Ranges]) -> torch.Tensor:
-    """What these outputs read, out of the margin's window; zeros beyond the field's edges."""
+    """Returns what this rank's outputs read, out of the margin's window, with zeros beyond the field's edges.
+
+    ranges  by cut dim: of each rank, its outputs (start, stop)
+    """
     window = margin.window
     for cut, sliding, have, outputs in zip(margin.cut_dims, maps, margin.ranges, ranges, strict=True):
         low, high = sliding.reach(*outputs[cut.axis.index])
@@ -166,18 +181,20 @@ def _inside(margin: Margin, maps: list[Sliding], ranges: list[Ranges]) -> torch.
 def _with_margin(
     window: torch.Tensor, cut_dims: list[CutDim], maps: list[Sliding], ranges: list[Ranges], left: int
 ) -> torch.Tensor:  # fmt: skip
-    """The part of an operation's outputs, cut out of those that were computed."""
+    """Returns the part of which `window` holds this rank's outputs and some around them, with that as its margin."""
     after = [CutDim(cut.axis, cut.dim, reads(cut.owners, m).owners) for cut, m in zip(cut_dims, maps, strict=True)]
     return _cut_out(window, after, ranges, left)
 
 
 def _cut_out(window: torch.Tensor, cut_dims: list[CutDim], ranges: list[Ranges], left: int) -> torch.Tensor:
+    """Returns the part whose share lies inside `window`, with the window as its margin for `left` more convolutions."""
     own = window
     for cut, by_rank in zip(cut_dims, ranges, strict=True):
         start, count = cut.owners.span(cut.axis.index) or (0, 0)
         own = own.narrow(cut.dim, start - by_rank[cut.axis.index][0], count)
     part = placed(own, cut_dims)
-    if left and isinstance(part, Part) and not part.is_inference():  # such a tensor does not tell that it was written
+    # a tensor made under `inference_mode` counts no versions, so a write into it would go unseen
+    if left and isinstance(part, Part) and not part.is_inference():
         part.margin = Margin(window, tuple(cut_dims), tuple(ranges), left, part._version)
     return part
 
@@ -193,8 +210,10 @@ class _ElementsAlone(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func in _KEPT or func.namespace != "aten":  # questions, to which an error would be no answer
+        # `prim::device` and the like ask for what a tensor is: an error would be no answer to that
+        if func in _KEPT or func.namespace != "aten":
             return func(*args, **kwargs)
+        # the tag says it of most; of others it is tried out on small tensors
         mixes = torch.Tag.pointwise not in func.tags and not is_elementwise(func, args, kwargs)
         if mixes or func._schema.is_mutable or is_random(func):
             raise _NotAlone
@@ -208,8 +227,12 @@ _DUNDER = {"radd": "add", "rmul": "mul", "truediv": "div"}
 
 @cache
 def _may_be_alone(func: Callable) -> bool:
-    """Whether a function of torch has the name of an operation that treats each element alone, and writes nowhere."""
+    """Returns whether a function of torch is named as an operation that treats elements alone, and writes nowhere.
+
+    A quick look, before any window is cut: `_ElementsAlone` finds out what it does.
+    """
     name = getattr(func, "__name__", "")
+    # what is written in Python calls other functions, which come here one by one; `relu_` writes, `__add__` does not
     if isinstance(func, FunctionType) or (name.endswith("_") and not name.endswith("__")):
         return False
     name = name.strip("_")
@@ -219,7 +242,10 @@ def _may_be_alone(func: Callable) -> bool:
 
 
 def widened(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Run a function of single elements on parts with their margins; None where it is none, or margins differ."""
+    """Returns the part that a function of single elements gives, with a margin; None where it has to read the parts.
+
+    It does where it is another function, or where its parts have no margins, or margins of other cuts.
+    """
     parts = [arg for arg in args if isinstance(arg, Distributed)]
     margins = [margin for part in parts if (margin := margin_of(part)) is not None]
     if not margins or len(margins) < len(parts) or not _may_be_alone(func):
@@ -227,11 +253,12 @@ def widened(func: Callable, args: tuple, kwargs: dict) -> Any:
     cut_dims = list(margins[0].cut_dims)
     if any(margin.cut_dims != margins[0].cut_dims for margin in margins):
         return None
-    if any(isinstance(value, torch.Tensor) for value in kwargs.values()):
+    if any(isinstance(value, torch.Tensor) for value in kwargs.values()):  # only positional ones are narrowed below
         return None
-    if any(part.dim() != parts[0].dim() for part in parts):
+    if any(part.dim() != parts[0].dim() for part in parts):  # broadcast: a cut dim would be another one in each
         return None
     others = [arg for arg in args if isinstance(arg, torch.Tensor) and not isinstance(arg, Distributed)]
+    # a plain tensor with a number for each cell (area weights) would have to be taken at the window's cells
     if any(_spreads(tensor, cut.dim - parts[0].dim()) for tensor in others for cut in cut_dims):
         return None
     ranges = [_common(tuple(margin.ranges[place] for margin in margins)) for place in range(len(cut_dims))]
@@ -246,6 +273,7 @@ def widened(func: Callable, args: tuple, kwargs: dict) -> Any:
     except _NotAlone:
         return None
     spans = [(cut.dim, by_rank[cut.axis.index]) for cut, by_rank in zip(cut_dims, ranges, strict=True)]
+    # nothing ran (the function asks for a shape, or hands on what it was given), or the result is no field of windows
     if not mode.ran or not isinstance(result, torch.Tensor) or result.dim() != parts[0].dim():
         return None
     if any(result.shape[dim] != high - low for dim, (low, high) in spans):
@@ -254,17 +282,18 @@ def widened(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def _spreads(tensor: torch.Tensor, place: int) -> bool:
-    """Whether a plain tensor has several indices along a dim, counted from the last."""
+    """Returns whether a plain tensor has several indices along a dim, which `place` (negative) counts from the last."""
     return tensor.dim() >= -place and tensor.shape[place] != 1
 
 
 @lru_cache(REMEMBERED)
 def _common(ranges: tuple[Ranges, ...]) -> Ranges:
-    """What all of these have, on each rank."""
+    """Returns, of each rank, the indices (start, stop) that lie in its window of every margin."""
     return tuple((max(low for low, _ in rank), min(high for _, high in rank)) for rank in zip(*ranges, strict=True))
 
 
 def _narrowed(margin: Margin, ranges: list[Ranges]) -> torch.Tensor:
+    """Returns of a margin's window what lies in this rank's ranges, which it has."""
     window = margin.window
     for cut, have, wanted in zip(margin.cut_dims, margin.ranges, ranges, strict=True):
         (start, _), (low, high) = have[cut.axis.index], wanted[cut.axis.index]

@@ -49,6 +49,7 @@ def noted(what: str, tensor: torch.Tensor, cut: CutDim, samples: int | None = No
 
 
 def _noted(what: str, part: Part) -> None:
+    """Note that a rule below autograd gathers a part over its own axis."""
     samples = part.shape[0]
     if part.dim_cut == 0:  # positions first, or joined with the samples before them
         samples = part.factors[0] if part.factors is not None else part.shape[1] if part.dim() > 1 else 1
@@ -65,7 +66,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     others' tiles and holds all of it, which a run tells before its first step. Without tiles, and in one process, the
     tensor itself.
     """
-    here = tensor
+    here = tensor  # walks inwards, past axes that cut no positions (tp's channels stay cut)
     while isinstance(here, Distributed):
         if isinstance(here, Part) and here.axis.positions:
             noted("a field that the model asks for whole", tensor, CutDim(here.axis, here.dim_cut, here.owners))

@@ -30,7 +30,10 @@ VECTORS = ("solve", "solve_ex", "lstsq")  # of a second argument that may be one
 
 
 def _pairs(plain: Callable, own: tuple[int, int], vectors: bool) -> None:
-    """Let a function of two tensors be answered, whose dims in front of the last `own` are broadcast."""
+    """Register a function of two tensors, of which the dims in front of their last `own` ones are broadcast.
+
+    vectors  the second may be one vector for each matrix
+    """
     needs = Needs("other", (-2, -1) if own[0] else -1, beside=("other",), behind=True, apart=True)
     answer = answer_of(plain, needs)
 
@@ -39,9 +42,11 @@ def _pairs(plain: Callable, own: tuple[int, int], vectors: bool) -> None:
         """What `plain` gives of two tensors, of either of which any dim may be cut."""
         if not any(cuts(tensor, range(tensor.dim())) for tensor in (first, other)):
             return plain(first, other, **options)
+        # torch's rule for what is a vector and what a matrix; as columns, both have the dims that `own` counts
         vector = vectors and (other.dim() == 1 or other.shape == first.shape[:-1])
         other = other.unsqueeze(-1) if vector else other
         pair = [(first, first.dim() - own[0]), (other, other.dim() - own[1])]
+        # expanded, so that a dim that is cut in one of them has as many indices in the other
         lead = torch.broadcast_shapes(*(tensor.shape[:n] for tensor, n in pair))
         first, other = (tensor.expand(*lead, *tensor.shape[n:]) for tensor, n in pair)
         result = answer(first, other, **options)

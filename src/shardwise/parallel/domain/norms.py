@@ -27,6 +27,7 @@ from shardwise.part.sums import plain
 
 
 def _total(tensor: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
+    """Returns the sum over the ranks of these axes. Collective; not differentiable."""
     for axis in axes:
         tensor = all_sum(tensor, axis)
     return tensor
@@ -63,18 +64,20 @@ class _Standardised(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, *unused: Any):
         (x, weight, bias, mean, rstd), (dims, axes, count, _) = ctx.saved_tensors, ctx.over
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # `create_graph=True`: by operations that autograd can differentiate again
             return (*_differentiable(gradient, x, weight, bias, *ctx.over), None, None, None, None)
         gradient = gradient.to(mean.dtype)
         normal = (x.to(mean.dtype) - mean).mul_(rstd)
         dw = None if weight is None else (gradient * normal).sum_to_size(weight.shape).to(weight.dtype)
         db = None if bias is None else gradient.sum_to_size(bias.shape).to(bias.dtype)
-        if not ctx.needs_input_grad[0]:
+        if not ctx.needs_input_grad[0]:  # the same on all ranks, so none waits in the all-reduce below
             return None, dw, db, None, None, None, None
         inner = gradient if weight is None else gradient * weight
         del gradient
+        # one all-reduce for both sums
         sums = torch.stack([inner.sum(dims, True), (inner * normal).sum(dims, True)])
         first, second = (_total(sums, axes) / count).unbind(0)
+        # without a weight, `inner` may be the gradient that was handed in, and is not ours to write over
         dx = inner - first if weight is None else inner.sub_(first)
         dx = dx.sub_(normal.mul_(second)).mul_(rstd)
         return dx.to(x.dtype), dw, db, None, None, None, None
@@ -84,7 +87,7 @@ def _differentiable(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, dims: list[int],
     axes: tuple[Axis, ...], count: int, eps: float,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-    """The gradients of x, weight and bias where they are differentiated again: statistics are made anew."""
+    """Returns the gradients of x, weight and bias by differentiable operations: statistics are computed again."""
     if any(isinstance(tensor, Distributed) for tensor in (gradient, x, weight, bias)):
         raise Uncut("a second derivative through the norm of tiles whose channels tp cuts: use domain alone")
 
@@ -109,13 +112,17 @@ def _by_group(
     input: torch.Tensor, cut_dims: list[CutDim], groups: int, weight: torch.Tensor | None, bias: torch.Tensor | None,
     eps: float, samples: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(y, mean, variance) of x (N, C, ...): statistics of each group of channels, of a sample or (`samples`) of all."""
+    """Returns (y, mean, variance) of x (N, C, ...): statistics of each group of channels, of each sample or of all.
+
+    samples  of all: as a batch norm has them
+    """
     tile = opened(input, cut_dims)
     n, channels, *space = tile.shape
     grouped = tile.reshape(n, groups, channels // groups, *space)
     shape = [1, groups, -1, *[1] * len(space)]
     weight, bias = (None if t is None else t.view(shape) for t in (used(weight, cut_dims), used(bias, cut_dims)))
     dims = [0] * samples + list(range(2, grouped.dim()))
+    # elements of the whole field: a part has the whole tensor's shape
     count = input.numel() // (groups if samples else groups * n)
     axes = tuple(cut.axis for cut in cut_dims)
     y, mean, var = _Standardised.apply(grouped, weight, bias, dims, axes, count, eps)
@@ -131,7 +138,7 @@ def group_norm(
     cut_dims = cuts(input, range(2, input.dim()))
     if not cut_dims:
         return F.group_norm(input, num_groups, weight, bias, eps)
-    if input.shape[1] % num_groups:
+    if input.shape[1] % num_groups:  # torch's own error, which the reshape to groups would come before
         raise RuntimeError(f"{input.shape[1]} channels are not divisible into {num_groups} groups")
     return _by_group(input, cut_dims, num_groups, weight, bias, eps, False)[0]
 
@@ -146,10 +153,10 @@ def instance_norm(
     cut_dims = cuts(input, range(2, input.dim()))
     if not cut_dims:
         return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
-    if not use_input_stats:
+    if not use_input_stats:  # running statistics are of a channel, whatever the sample
         return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     count = math.prod(input.shape[2:])
-    if count < 2:
+    if count < 2:  # asked of the whole field: a tile may well have a single element
         raise ValueError(f"Expected more than 1 spatial element when training, got input size {input.size()}")
     y, mean, var = _by_group(input, cut_dims, input.shape[1], weight, bias, eps, False)
     _keep(running_mean, running_var, mean.mean(0).flatten(), var.mean(0).flatten(), count, momentum)
@@ -188,7 +195,7 @@ def _keep(
     running_mean: torch.Tensor | None, running_var: torch.Tensor | None, mean: torch.Tensor, var: torch.Tensor,
     count: int, momentum: float,
 ) -> None:  # fmt: skip
-    """Running statistics take in new ones: the same on every rank. The variance is the unbiased one."""
+    """Update running statistics in place, by the same numbers on every rank. The variance is the unbiased one."""
     if running_mean is None or running_var is None:
         return
     with torch.no_grad():
@@ -208,6 +215,7 @@ def layer_norm(
     if not cut_dims:
         return F.layer_norm(input, list(normalized_shape), weight, bias, eps)
     axes, lead = tuple(cut.axis for cut in cut_dims), input.dim() - len(dims)
+    # a weight has an element for each index of a cut dim: each rank reads its own, where other norms read all of it
     own = [CutDim(cut.axis, cut.dim - lead, cut.owners) for cut in cut_dims]
     tile, w, b = opened(input, cut_dims), taken(weight, own), taken(bias, own)
     y, _, _ = _Standardised.apply(tile, w, b, dims, axes, math.prod(normalized_shape), eps)
@@ -222,6 +230,8 @@ def rms_norm(
     dims = list(range(-len(normalized_shape), 0))
     if not cuts(input, dims):
         return F.rms_norm(input, list(normalized_shape), weight, eps)
+    # by operations that parts have rules for; in float32, so that bf16 is rounded once, at the end
+    # (`test_norms_over_cut_dims_round_once`)
     wide = input.to(torch.promote_types(input.dtype, torch.float32))
     least = torch.finfo(wide.dtype).eps if eps is None else eps
     y = wide * torch.rsqrt(wide.square().mean(dims, keepdim=True) + least)

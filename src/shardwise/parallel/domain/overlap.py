@@ -71,10 +71,12 @@ def sides(owners: Owners, along: Sliding) -> tuple[Sides, ...] | None:
         (low, high), (start, count) = plan.wanted[rank][0], owners.span(rank) or (0, 0)
         first, last = max(low, start), min(high, start + count)
         leading = trailing = 0
+        # rows outside the field are zeros, which the first pass pads already: only those of other ranks are a border
         if first > max(low, 0):
             leading = -(-(first - low) // along.stride)
         if min(high, owners.size) > last:
             trailing = outputs - max(0, (last - low - along.extent) // along.stride + 1)
+        # an output that reads the halo in front and beyond the tile's end: neither border alone could compute it again
         crossing = leading and (leading - 1) * along.stride + along.extent > last - low
         crossing = crossing or (trailing and (outputs - trailing) * along.stride < first - low)
         if leading + trailing > outputs or crossing:
@@ -114,19 +116,19 @@ class _Call:
 
     @property
     def padding(self) -> int | None:
-        """What the kernel may pad by itself along the dim; None where the sides differ."""
+        """Returns what the kernel may pad by itself along the dim; None where the sides differ."""
         side = self.here
         fits = (side.own + 2 * side.front - self.kernel) // self.stride + 1 == side.outputs
         return side.front if fits and side.own + 2 * side.front >= self.kernel else None
 
     def own(self, local: torch.Tensor) -> torch.Tensor:
-        """The rows of this rank's tile that it reads, with zeros around them where the kernel cannot pad."""
+        """Returns the rows of this rank's tile that it reads, with zeros around them where the kernel cannot pad."""
         side = self.here
         tile = local.narrow(self.dim, side.first, side.own) if side.own != local.shape[self.dim] else local
         return tile if self.padding is not None else _padded(tile, self.dim, side.front, side.behind)
 
     def pads(self, along: int = 0) -> list[int]:
-        """Padding of all dims, with this one along the dim that is cut."""
+        """Returns the padding of all dims, with `along` for the dim that is cut."""
         return [along if d == self.place else n for d, n in enumerate(self.how.padding)]
 
     @property
@@ -135,6 +137,7 @@ class _Call:
         side, front, behind = self.here, None, None
         if side.leading:
             end = (side.leading - 1) * self.stride + self.kernel
+            # rows up to the end of the last of these outputs: those of the halo, and the rest of the tile
             front = _Border(0, side.leading, 0, min(end, side.front), 0, max(0, end - side.front))
         if side.trailing:
             first = side.outputs - side.trailing
@@ -158,7 +161,7 @@ class _Border:
 
 
 def _padded(tensor: torch.Tensor, dim: int, before: int, after: int) -> torch.Tensor:
-    """With zeros in front of it along a dim, and behind."""
+    """Returns the tensor with zeros in front of it along a dim, and behind."""
     return torch.constant_pad_nd(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [before, after])
 
 
@@ -175,10 +178,11 @@ class _Overlapped(torch.autograd.Function):
             return _ATEN.convolution(rows, weight, bias, how.stride, padding, how.dilation, False,
                                      [0] * len(padding), how.groups)  # fmt: skip
 
-        halo = Halo(tensor, call.wanted)
+        halo = Halo(tensor, call.wanted)  # posted; it is waited for when the tile is convolved
         output = convolved(call.own(local), call.pads(call.padding or 0))
         strips = halo.wait()
         tile = local.narrow(dim, side.first, side.own)
+        # recompute that keeps products keeps this very tensor, before the borders are written into it
         if any(call.borders) and not _may_write():
             output = output.clone()
         for border, strip, ahead in zip(call.borders, strips, (True, False), strict=True):
@@ -202,11 +206,13 @@ class _Overlapped(torch.autograd.Function):
                 False, [0] * len(padding), how.groups, [wants_tile, wants_weight, biased],
             )  # fmt: skip
 
+        # the halo's gradient comes first, so that it is on its way while those of tile and weight are computed
         of_halo: list[torch.Tensor | None] = [None, None]
         of_weights = []
         for at, (border, strip) in enumerate(zip(call.borders, strips, strict=True)):
             if border is None or strip is None:
                 continue
+            # zeros for the tile's rows: what these give both gradients, and the bias's, is in the pass over the tile
             zeros = (0, border.of_tile) if at == 0 else (border.of_tile, 0)
             rows = _padded(strip.narrow(dim, border.halo, border.of_halo), dim, *zeros)
             of_rows, of_weight, _ = differentiated(
@@ -233,7 +239,7 @@ class _Overlapped(torch.autograd.Function):
 
 
 def _goals(ctx: Any) -> list[bool]:
-    """Of tile, weight and bias, whether the backward under way comes to it: of a split one, those of one part alone."""
+    """Returns whether the backward under way comes to (tile, weight, bias): a split one, to those of one part alone."""
     wanted = [
         needed and (node.name().endswith("AccumulateGrad") or torch._C._will_engine_execute_node(node))
         for needed, (node, _) in zip(ctx.needs_input_grad, ctx.next_functions, strict=False)
@@ -242,7 +248,7 @@ def _goals(ctx: Any) -> list[bool]:
 
 
 def _may_write() -> bool:
-    """Whether nobody keeps what an operation gives, as recompute of all but products does."""
+    """Returns whether nobody keeps what an operation gives, as recompute of all but products does."""
     enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()
     return enabled and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
@@ -251,11 +257,14 @@ def overlapped(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: Convolution,
     along: Mapping[int, Sliding], cut_dims: list[CutDim],
 ) -> torch.Tensor | None:  # fmt: skip
-    """A convolution whose last exchange passes while it computes; None where it cannot, or is not worth it. Collective.
+    """Returns a convolution whose last exchange passes while it computes; None where it cannot or should not.
+
+    Collective.
 
     along   by dim that is cut (`cut_dims`, the outermost first): its outputs and what they read; none where their own
     """
     cut, first = cut_dims[-1], input.dim() - len(how.stride)
+    # of a dim of which each rank reads its own rows alone there is no exchange; unbatched fields wait for theirs
     some = first == 2 and input.is_floating_point() and cut.dim in along
     sides_by_rank = sides(cut.owners, along[cut.dim]) if some else None
     filled = all(all(reads(c.owners, along[c.dim]).owners.counts) for c in cut_dims if c.dim in along)
@@ -264,7 +273,7 @@ def overlapped(
     if not _possible(input, weight, bias, cut_dims) or not _worth(input, weight, how, sides_by_rank, cut_dims):
         return None
     plan, tensor, outer, after = reads(cut.owners, along[cut.dim]), input, [], []
-    for outer_cut in cut_dims[:-1]:
+    for outer_cut in cut_dims[:-1]:  # waited for: strips of the last dim are taken of what these bring, with corners
         if outer_cut.dim in along:
             read = reads(outer_cut.owners, along[outer_cut.dim])
             tensor = fetched(tensor, outer_cut, read.wanted)
@@ -284,7 +293,7 @@ def overlapped(
 def _possible(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut_dims: Sequence[CutDim]
 ) -> bool:  # fmt: skip
-    """Whether a tile is cut in these ways alone, and what is applied to it is whole."""
+    """Returns whether a tile is cut in these ways alone, and weight and bias are plain tensors."""
     for cut in cut_dims:
         if not isinstance(input, Part) or input.axis is not cut.axis:
             return False
@@ -296,7 +305,8 @@ def _worth(
     input: torch.Tensor, weight: torch.Tensor, how: Convolution, sides_by_rank: Sequence[Sides],
     cut_dims: Sequence[CutDim],
 ) -> bool:  # fmt: skip
-    """Whether an exchange is to be beside the convolution: by what is the same on all ranks."""
+    """Returns whether an exchange is to be beside the convolution: by what is the same on all ranks."""
+    # of the largest border and the mean tile: a rank's own would send ranks to different collectives
     axis, tiles = cut_dims[-1].axis, math.prod(cut.axis.size for cut in cut_dims)
     most = max((side.leading + side.trailing) / side.outputs for side in sides_by_rank)
     products = input.numel() / input.shape[1] / math.prod(how.stride) * weight.numel() / tiles

@@ -12,7 +12,7 @@ from shardwise.parallel.domain.tiles import answers, cuts, once, windowed
 
 @answers(torch.Tensor.unfold)
 def sliding(input: torch.Tensor, dimension: int, size: int, step: int) -> torch.Tensor:
-    """(…, windows, …, size): the windows along one dim, which may be cut, in a dim behind all others."""
+    """Returns (…, windows, …, size): the windows along one dim, which may be cut, in a dim behind all others."""
     dim = dimension % input.dim()
     cut_dims = cuts(input, range(input.dim()))
     if not cut_dims:
@@ -20,6 +20,7 @@ def sliding(input: torch.Tensor, dimension: int, size: int, step: int) -> torch.
     if size > input.shape[dim]:
         raise RuntimeError(f"unfold: windows of {size} along dim {dim} of {tuple(input.shape)}")
     along = {dim: Sliding((input.shape[dim] - size) // step + 1, size, step)}
+    # windows are views: what is written into one is written into a copy, not into the tile
     return windowed(input, along, cut_dims, lambda window: window.unfold(dim, size, step), views=True)
 
 
@@ -27,7 +28,7 @@ def sliding(input: torch.Tensor, dimension: int, size: int, step: int) -> torch.
 def unfold(
     input: torch.Tensor, kernel_size: Sizes, dilation: Sizes = 1, padding: Sizes = 0, stride: Sizes = 1
 ) -> torch.Tensor:  # fmt: skip
-    """(B, C * kernel, patches) of (B, C, H, W), of which H and W may be cut."""
+    """Returns (B, C * kernel, patches) of (B, C, H, W), of which H and W may be cut."""
     cut_dims, first = cuts(input, (-2, -1)), input.dim() - 2
     if not cut_dims:
         return F.unfold(input, kernel_size, dilation, padding, stride)
@@ -46,6 +47,7 @@ def unfold(
                   for n, pad, m in zip(window.shape[-2:], local_pads, maps, strict=True)]  # fmt: skip
         return F.unfold(window, kernel, gaps, local_pads, step).unflatten(-1, counts)
 
+    # rows and columns of patches are dims of their own until each has its owners; joined, they are a view of both
     columns = windowed(input, {cut.dim: maps[cut.dim - first] for cut in cut_dims}, cut_dims, local)
     return columns.flatten(-2)
 
@@ -55,7 +57,7 @@ def fold(
     input: torch.Tensor, output_size: Sizes, kernel_size: Sizes, dilation: Sizes = 1, padding: Sizes = 0,
     stride: Sizes = 1,
 ) -> torch.Tensor:  # fmt: skip
-    """(B, C, H, W), sums of the patches (B, C * kernel, patches) where they overlap; the patches may be cut."""
+    """Returns (B, C, H, W), sums of the patches (B, C * kernel, patches) where they overlap; these may be cut."""
     if not cuts(input, [-1]):
         return F.fold(input, output_size, kernel_size, dilation, padding, stride)
     sizes, kernel, step, pads, gaps = (
@@ -72,6 +74,7 @@ def fold(
     local_pads = [0 if d in tiled else pads[d] for d in range(2)]
 
     def local(window: torch.Tensor) -> torch.Tensor:
+        # along a cut dim, all cells that the patches of the window add to; `windowed` takes this rank's
         full = [(n - 1) * step[d] + gaps[d] * (kernel[d] - 1) + 1 if d in tiled else sizes[d]
                 for d, n in enumerate(window.shape[-2:])]  # fmt: skip
         return F.fold(window.flatten(-2), full, kernel, gaps, local_pads, step)

@@ -29,7 +29,7 @@ def interpolate(
     input: torch.Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest",
     align_corners: bool | None = None, recompute_scale_factor: bool | None = None, antialias: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """`F.interpolate` of a tensor of which any spatial dim may be cut: separable, so one dim after the other."""
+    """Returns `F.interpolate` of a tensor of which any spatial dim may be cut, one dim after the other."""
     dims = input.dim() - 2
     cut_dims = cuts(input, range(2, input.dim()))
     if not cut_dims:
@@ -45,6 +45,7 @@ def interpolate(
     else:
         factors = [float(f) for f in (scale_factor if isinstance(scale_factor, Sequence) else [scale_factor] * dims)]
         sizes = [output_size(n, f) for n, f in zip(input.shape[2:], factors, strict=True)]
+        # kernels read places by the factor itself then, which differs from the ratio of sizes where those are rounded
         if not recompute_scale_factor and mode != "area":
             scales = list(factors)
     if min(sizes) < 1:
@@ -54,6 +55,7 @@ def interpolate(
             f"interpolate(mode={mode!r}, antialias=True) to {sizes}: torch's kernel gives every row of a single column "
             "the first row there, and tiles have the rows; resize to one column by a mean, or without antialias"
         )
+    # one rounding at the end for 16-bit fields, not one for each dim
     wide = torch.promote_types(input.dtype, torch.float32) if input.is_floating_point() else input.dtype
     tables = [
         Table(
@@ -71,9 +73,9 @@ def interpolate(
 
 
 def along_each(input: torch.Tensor, cut_dims: list[CutDim], tables: list[Table]) -> torch.Tensor:
-    """Resize each of the last dims by its table; ranks fetch what they read of a cut dim."""
+    """Returns the tensor with each of the last dims resized by its table; ranks fetch what they read of a cut dim."""
     first, after, todo = input.dim() - len(tables), [], {}
-    for cut in cut_dims:  # once it is no more cut, operations along its dims are plain ones
+    for cut in cut_dims:  # all are fetched before any is resized, so that what is computed below is plain
         table = tables[cut.dim - first]
         input, then, todo[cut.dim] = opened_for(input, cut, table)
         after.append(then)
@@ -84,6 +86,8 @@ def along_each(input: torch.Tensor, cut_dims: list[CutDim], tables: list[Table])
 
 
 def _adaptive_avg(plain: Callable, dims: int) -> None:
+    """Register adaptive average pooling over `dims` dims."""
+
     def adaptive_avg_pool(input: torch.Tensor, output_size: Any) -> torch.Tensor:
         """Means over windows that divide each spatial dim, of which any may be cut."""
         first = input.dim() - dims
@@ -93,7 +97,7 @@ def _adaptive_avg(plain: Callable, dims: int) -> None:
         asked = list(output_size) if isinstance(output_size, Sequence) else [output_size] * dims
         sizes = [n if m is None else m for n, m in zip(input.shape[first:], asked, strict=True)]
         alone = [first + d for d, m in enumerate(sizes) if m == 1]
-        if alone:  # a sum over ranks, whole on all of them
+        if alone:  # a single window takes in every tile: a mean over ranks moves numbers, where a fetch moves the field
             input = input.mean(alone, keepdim=True)
             cut_dims = cuts(input, range(first, input.dim()))
         tables = [Table(n, m, "windows") for n, m in zip(input.shape[first:], sizes, strict=True)]
@@ -103,6 +107,8 @@ def _adaptive_avg(plain: Callable, dims: int) -> None:
 
 
 def _adaptive_max(plain: Callable, with_places: Callable, slide: Callable, dims: int) -> None:
+    """Register adaptive max pooling over `dims` dims, with indices and without; `slide` is plain max pooling."""
+
     def adaptive_max_pool(input: torch.Tensor, output_size: Any, return_indices: bool = False):
         """The largest over windows that divide each spatial dim, of which any may be cut."""
         first = input.dim() - dims
@@ -118,6 +124,7 @@ def _adaptive_max(plain: Callable, with_places: Callable, slide: Callable, dims:
             input, then, rows[cut.dim] = opened_for(input, cut, tables[cut.dim - first])
             read[cut.dim - first] = read[cut.dim - first][then.owners.indices(cut.axis.index)]
             after.append(then)
+        # windows differ in size and overlap: laid out one behind the other, filled up, they are those of plain pooling
         kernel = []
         for dim, table in enumerate(tables, first):
             places, weights = rows.get(dim, entries(table))
@@ -128,7 +135,7 @@ def _adaptive_max(plain: Callable, with_places: Callable, slide: Callable, dims:
         if input.numel():
             output, at = slide(input, kernel, return_indices=True) if return_indices else (slide(input, kernel), None)
             at = None if at is None else _in_field(at, input.shape[first:], read, field)
-        else:
+        else:  # kernels take no empty tile: an empty output, by operations that have a backward
             output = input
             for dim, n in enumerate(kernel, first):
                 output = output.narrow(dim, 0, output.shape[dim] // n)
@@ -142,7 +149,7 @@ def _adaptive_max(plain: Callable, with_places: Callable, slide: Callable, dims:
 def _in_field(
     at: torch.Tensor, windows: Sequence[int], read: list[np.ndarray], field: Sequence[int]
 ) -> torch.Tensor:  # fmt: skip
-    """Places counted in the whole field, of places counted in windows that lie behind each other."""
+    """Returns places counted in the whole field, of places counted in windows that lie behind each other."""
     in_field, left = torch.zeros_like(at), at
     for d, n in enumerate(field):
         behind = math.prod(windows[d + 1 :])
@@ -152,9 +159,9 @@ def _in_field(
 
 
 def _apart(tile: torch.Tensor, dim: int, places: np.ndarray, weights: np.ndarray) -> torch.Tensor:
-    """Each output's window behind the other along `dim`, filled up with what is never the largest."""
+    """Returns each output's window behind the other along `dim`, filled up with what is never the largest."""
     around = [0, 0] * (tile.dim() - 1 - dim) + [0, 1]
-    none = tile.shape[dim]
+    none = tile.shape[dim]  # the place of the -inf that is put behind the tile
     tile = F.pad(tile, around, value=-torch.inf)
     return tile.index_select(dim, to_device(np.where(weights > 0, places, none).reshape(-1), tile.device))
 
@@ -172,11 +179,11 @@ for _dims, _plain in ((1, F.adaptive_avg_pool1d), (2, F.adaptive_avg_pool2d), (3
 
 @answers(F.pixel_shuffle)
 def pixel_shuffle(input: torch.Tensor, upscale_factor: int) -> torch.Tensor:
-    """Channels to (r, r) blocks of the last two dims: each rank's own."""
+    """Returns channels as (r, r) blocks of the last two dims: each rank's own."""
     cut_dims, r = cuts(input, (-2, -1)), upscale_factor
     if not cut_dims:
         return F.pixel_shuffle(input, r)
-    if input.shape[-3] % (r * r):
+    if input.shape[-3] % (r * r):  # torch's own check is passed by: the reshape below would name a tile's sizes
         raise RuntimeError(f"pixel_shuffle by {r} of {tuple(input.shape)}: channels must be divisible by {r * r}")
     after = [CutDim(cut.axis, cut.dim, repeated(cut.owners, r)) for cut in cut_dims]
     tile = opened(input, cut_dims)
@@ -187,7 +194,7 @@ def pixel_shuffle(input: torch.Tensor, upscale_factor: int) -> torch.Tensor:
 
 @answers(F.pixel_unshuffle)
 def pixel_unshuffle(input: torch.Tensor, downscale_factor: int) -> torch.Tensor:
-    """(r, r) blocks of the last two dims to channels: whole blocks of each rank."""
+    """Returns (r, r) blocks of the last two dims as channels; what a tile lacks of its blocks is fetched."""
     cut_dims, r = cuts(input, (-2, -1)), downscale_factor
     if not cut_dims:
         return F.pixel_unshuffle(input, r)
