@@ -265,8 +265,8 @@ def overlapped(
     """
     cut, first = cut_dims[-1], input.dim() - len(how.stride)
     # of a dim of which each rank reads its own rows alone there is no exchange; unbatched fields wait for theirs
-    some = first == 2 and input.is_floating_point() and cut.dim in along
-    sides_by_rank = sides(cut.owners, along[cut.dim]) if some else None
+    eligible = first == 2 and input.is_floating_point() and cut.dim in along
+    sides_by_rank = sides(cut.owners, along[cut.dim]) if eligible else None
     filled = all(all(reads(c.owners, along[c.dim]).owners.counts) for c in cut_dims if c.dim in along)
     if sides_by_rank is None or not filled:  # a rank without outputs computes what its kernel reads for nobody
         return None
@@ -302,12 +302,11 @@ def _possible(
 
 
 def _worth(
-    input: torch.Tensor, weight: torch.Tensor, how: Convolution, sides_by_rank: Sequence[Sides],
-    cut_dims: Sequence[CutDim],
+    input: torch.Tensor, weight: torch.Tensor, how: Convolution, by_rank: Sequence[Sides], cut_dims: Sequence[CutDim]
 ) -> bool:  # fmt: skip
     """Returns whether an exchange is to be beside the convolution: by what is the same on all ranks."""
     # of the largest border and the mean tile: a rank's own would send ranks to different collectives
     axis, tiles = cut_dims[-1].axis, math.prod(cut.axis.size for cut in cut_dims)
-    most = max((side.leading + side.trailing) / side.outputs for side in sides_by_rank)
+    most = max((side.leading + side.trailing) / side.outputs for side in by_rank)
     products = input.numel() / input.shape[1] / math.prod(how.stride) * weight.numel() / tiles
     return most > 0 and products >= axis.overlap_from and (most <= BORDER or axis.overlap_from == 0)

@@ -37,17 +37,7 @@ def interpolate(
     smooth = antialias and mode in ("bilinear", "bicubic")
     if antialias is not smooth or mode not in _KINDS or _DIMS.get(mode, dims) != dims:
         raise Uncut(f"interpolate(mode={mode!r}, antialias={antialias}) of {dims} spatial dims is not known on tiles")
-    if (size is None) == (scale_factor is None):
-        raise ValueError("either size or scale_factor should be defined, and not both")
-    scales: list[float | None] = [None] * dims
-    if size is not None:
-        sizes = each(size, dims)
-    else:
-        factors = [float(f) for f in (scale_factor if isinstance(scale_factor, Sequence) else [scale_factor] * dims)]
-        sizes = [output_size(n, f) for n, f in zip(input.shape[2:], factors, strict=True)]
-        # kernels read places by the factor itself then, which differs from the ratio of sizes where those are rounded
-        if not recompute_scale_factor and mode != "area":
-            scales = list(factors)
+    sizes, scales = _sizes(input.shape[2:], size, scale_factor, not recompute_scale_factor and mode != "area")
     if min(sizes) < 1:
         raise RuntimeError(f"interpolate of {tuple(input.shape)} to {sizes}: sizes must be positive")
     if smooth and sizes[1] == 1 and sizes[0] != input.shape[2] and on_host(input.device):
@@ -57,19 +47,27 @@ def interpolate(
         )
     # one rounding at the end for 16-bit fields, not one for each dim
     wide = torch.promote_types(input.dtype, torch.float32) if input.is_floating_point() else input.dtype
-    tables = [
-        Table(
-            n,
-            m,
-            _KINDS[mode] + "-antialias" * smooth,
-            bool(align_corners),
-            s,
-            wide is torch.float64,
-            on_host(input.device),
-        )
-        for n, m, s in zip(input.shape[2:], sizes, scales, strict=True)
-    ]
+    kind, double, host = _KINDS[mode] + "-antialias" * smooth, wide is torch.float64, on_host(input.device)
+    tables = [Table(n, m, kind, bool(align_corners), s, double, host)
+              for n, m, s in zip(input.shape[2:], sizes, scales, strict=True)]  # fmt: skip
     return along_each(input.to(wide), cut_dims, tables).to(input.dtype)
+
+
+def _sizes(
+    space: Sequence[int], size: Any, scale_factor: Any, by_factor: bool
+) -> tuple[list[int], list[float | None]]:  # fmt: skip
+    """Returns (the result's size along each spatial dim, the factor by which kernels read it; None: the sizes' ratio).
+
+    by_factor  kernels read by a factor that is given, which is not the sizes' ratio where these are rounded
+    """
+    if (size is None) == (scale_factor is None):
+        raise ValueError("either size or scale_factor should be defined, and not both")
+    dims = len(space)
+    if size is not None:
+        return each(size, dims), [None] * dims
+    factors = [float(f) for f in (scale_factor if isinstance(scale_factor, Sequence) else [scale_factor] * dims)]
+    sizes = [output_size(n, f) for n, f in zip(space, factors, strict=True)]
+    return sizes, [f if by_factor else None for f in factors]
 
 
 def along_each(input: torch.Tensor, cut_dims: list[CutDim], tables: list[Table]) -> torch.Tensor:

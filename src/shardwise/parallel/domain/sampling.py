@@ -80,8 +80,8 @@ def entries(input: torch.Tensor, index: Any) -> torch.Tensor:
     indices = index if isinstance(index, tuple) else (index,)
     # masks select, and have a rule of their own
     parts = [item for item in indices if isinstance(item, Part)]
-    own = any(not part.dtype.is_floating_point and part.dtype not in MASKS for part in parts)
-    return getitem(_readable(input, _dims_read(indices, input.dim())) if own else input, index)
+    by_tiles = any(not part.dtype.is_floating_point and part.dtype not in MASKS for part in parts)
+    return getitem(_readable(input, _dims_read(indices, input.dim())) if by_tiles else input, index)
 
 
 def _dims_read(index: tuple, dims: int) -> list[int]:

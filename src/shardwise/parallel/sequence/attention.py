@@ -126,13 +126,8 @@ def attend(
     if query.dim() != 4:
         return F.scaled_dot_product_attention(query, key, value, attn_mask, **options)
     axis = _innermost(query) or _innermost(key)
-    # nothing is cut along positions: a ring of one rank reads the mask in tiles, so that (S, T) is not made here either
-    if axis is None and isinstance(attn_mask, PairMask):
-        if max(len(_levels(tensor)) for tensor in (query, key, value)) < 2:
-            return ring_attention(query, key, value, attn_mask, Axis.alone("cp"), is_causal=False, scale=scale)
-        attn_mask = whole_mask(attn_mask)
     if axis is None:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask, **options)
+        return _of_whole_positions(query, key, value, attn_mask, options)
     if attn_mask is not None and isinstance(attn_mask, Distributed):  # each rank reads other rows and columns of it
         attn_mask = whole_over_axis(attn_mask, axis)
     if _cut_over(query, axis) is None:  # a few whole queries of cut keys: all ranks would compute the same
@@ -150,6 +145,18 @@ def attend(
     if _owners(key, axis) != _owners(value, axis):  # keys and values travel together
         key, value = whole_over_axis(key, axis), whole_over_axis(value, axis)
     return ring_attention(query, key, value, attn_mask, axis, is_causal=is_causal, scale=scale)
+
+
+def _of_whole_positions(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, options: dict[str, Any]
+) -> torch.Tensor:  # fmt: skip
+    """Returns attention of which positions are not cut; a mask that is a function is read in tiles here too."""
+    if isinstance(mask, PairMask):
+        # a ring of one rank, which takes what one axis further in cuts
+        if max(len(_levels(tensor)) for tensor in (query, key, value)) < 2:
+            return ring_attention(query, key, value, mask, Axis.alone("cp"), is_causal=False, scale=options["scale"])
+        mask = whole_mask(mask)
+    return F.scaled_dot_product_attention(query, key, value, mask, **options)
 
 
 def _cut_as(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

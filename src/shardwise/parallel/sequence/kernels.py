@@ -103,16 +103,16 @@ def gradients(
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     kept = []
     for rows in _rows(q, k):
-        some, mine = q[:, :, rows], gradient[:, :, rows]
-        scores = _scores(some, k, _of_rows(bias, rows), causal, scale, rows.start)
+        q_rows, g_rows = q[:, :, rows], gradient[:, :, rows]
+        scores = _scores(q_rows, k, _of_rows(bias, rows), causal, scale, rows.start)
         # by the whole row's sum, so these are the weights of one softmax over all blocks, computed again
         weights = (scores - finite(lse[:, :, rows]).unsqueeze(-1)).exp()
         del scores
-        delta = (mine * output[:, :, rows]).sum(-1, keepdim=True)
-        of_scores = weights * (torch.matmul(mine, v.transpose(-1, -2)) - delta)
+        delta = (g_rows * output[:, :, rows]).sum(-1, keepdim=True)
+        of_scores = weights * (torch.matmul(g_rows, v.transpose(-1, -2)) - delta)
         dq[:, :, rows] = torch.matmul(of_scores, k) * scale
-        dk += torch.matmul(of_scores.transpose(-1, -2), some) * scale
-        dv += torch.matmul(weights.transpose(-1, -2), mine)
+        dk += torch.matmul(of_scores.transpose(-1, -2), q_rows) * scale
+        dv += torch.matmul(weights.transpose(-1, -2), g_rows)
         kept += [of_scores] if of_bias else []
         del weights, of_scores
     return dq, dk, dv, torch.cat(kept, -2) if kept else None

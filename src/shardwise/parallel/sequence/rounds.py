@@ -49,9 +49,9 @@ def forward_around(
     output = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=dtype, device=q.device)
     lse = torch.full(q.shape[:-1], -torch.inf, dtype=torch.float64, device=q.device)  # one rounding, not one a block
     for source, (key, value) in blocks_passing(call, (k, v)):
-        for at, of, here, there, kind in pairs(call, source):
-            rows, columns = slice(*here), slice(*there)
-            bias = bias_of(call, mask, at, of, kind, q.device)
+        for q_at, k_at, q_here, k_here, kind in pairs(call, source):
+            rows, columns = slice(*q_here), slice(*k_here)
+            bias = bias_of(call, mask, q_at, k_at, kind, q.device)
             # widened and repeated for one pair of runs at a time: what passes around is narrow, and as few as it is
             keys, values = (_expanded(t[:, :, columns], heads, reads).to(dtype) for t in (key, value))
             out_here, lse_here = attended(q[:, :, rows].to(dtype), keys, values, bias, kind == "diagonal", call.scale)
@@ -80,9 +80,9 @@ def backward_around(
         # summed in the wide dtype around the whole ring, so that more ranks do not mean more rounding
         # (`test_the_error_of_a_ring_does_not_grow_with_its_ranks`)
         dk, dv = torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype)
-        for at, of, here, there, kind in pairs(call, source):
-            rows, columns = slice(*here), slice(*there)
-            bias = bias_of(call, mask, at, of, kind, q.device)
+        for q_at, k_at, q_here, k_here, kind in pairs(call, source):
+            rows, columns = slice(*q_here), slice(*k_here)
+            bias = bias_of(call, mask, q_at, k_at, kind, q.device)
             keys, values = (_expanded(t[:, :, columns], heads, reads).to(dtype) for t in (key, value))
             of_q, of_k, of_v, of_scores = gradients(
                 dout[:, :, rows], q[:, :, rows].to(dtype), keys, values, output[:, :, rows], lse[:, :, rows], bias,
@@ -92,7 +92,7 @@ def backward_around(
             dk[:, :, columns] += _collapsed(of_k, dk.shape[HEADS], reads)
             dv[:, :, columns] += _collapsed(of_v, dv.shape[HEADS], reads)
             if dmask is not None and of_scores is not None:
-                add_to_mask(dmask, of_scores, at, of)
+                add_to_mask(dmask, of_scores, q_at, k_at)
             del of_q, of_k, of_v, of_scores  # not kept while the next pair is computed
         return dk, dv
 
