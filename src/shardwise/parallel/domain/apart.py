@@ -23,30 +23,32 @@ from shardwise.trace.leaves import replaced
 
 
 def _apart(plain: Callable, lead: Callable[[torch.Tensor], int]) -> None:
-    """Let a function that keeps the first `lead` dims of its input apart be answered where they are cut too."""
-    answer = FUNCTIONS.get(plain, plain)
+    """Register `plain`, run on this rank's own indices of the first `lead(input)` dims, which `plain` keeps apart."""
+    answer = FUNCTIONS.get(plain, plain)  # read before it is replaced below: it answers cuts of the other dims
 
     def run(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        dims = range(lead(input)) if isinstance(input, torch.Tensor) else range(0)
-        found = cuts(input, dims)
-        if not found:
+        dims = range(lead(input)) if isinstance(input, torch.Tensor) else range(0)  # `isin` may be given a number
+        cut_dims = cuts(input, dims)
+        if not cut_dims:
             return answer(input, *args, **kwargs)
-        share = opened(input, found)
-        empty = [cut.dim for cut in found if not share.shape[cut.dim]]
+        share = opened(input, cut_dims)
+        # a rank that is dealt no sample computes a stand-in, so that it comes to the collectives of the others
+        empty = [cut.dim for cut in cut_dims if not share.shape[cut.dim]]
 
         def beside(other: Part) -> torch.Tensor:
+            # indices of `max_unpool2d`: each rank reads those of its own samples
             if [(cut.axis, cut.dim, cut.owners) for cut in cuts(other, dims)] != [
-                (cut.axis, cut.dim, cut.owners) for cut in found
+                (cut.axis, cut.dim, cut.owners) for cut in cut_dims
             ]:
                 raise Uncut(f"{plain.__name__} of tensors that are cut differently ({input!r}, {other!r})")
-            return with_elements(opened(other, found), empty)
+            return with_elements(opened(other, cut_dims), empty)
 
         args, kwargs = replaced(Part, beside, (args, kwargs))
 
         def own(result: torch.Tensor) -> torch.Tensor:
-            for dim in empty:
+            for dim in empty:  # what was computed of the stand-in belongs to nobody
                 result = result.narrow(dim, 0, 0)
-            return placed(result, found)
+            return placed(result, cut_dims)
 
         return replaced(torch.Tensor, own, answer(with_elements(share, empty), *args, **kwargs))
 
@@ -54,7 +56,7 @@ def _apart(plain: Callable, lead: Callable[[torch.Tensor], int]) -> None:
 
 
 def _in_front(dims: int) -> Callable[[torch.Tensor], int]:
-    """Returns a function that counts the dims of a tensor in front of its last `dims`."""
+    """Returns a function that gives the number of dims of a tensor in front of its last `dims`."""
     return lambda x: x.dim() - dims
 
 

@@ -49,14 +49,14 @@ class Margin:
     """The window out of which a part was cut.
 
     window   this rank's, plain
-    found    how the part is cut, the outermost first
+    cut_dims how the part is cut, the outermost first
     ranges   for each of these cuts: what every rank's window has along the dim
     left     convolutions that it may still serve
     version  of the part, when it was cut out: what is written into the part is not in the window
     """
 
     window: torch.Tensor
-    found: tuple[CutDim, ...]
+    cut_dims: tuple[CutDim, ...]
     ranges: tuple[Ranges, ...]
     left: int
     version: int
@@ -64,12 +64,13 @@ class Margin:
 
 def margin_of(tensor: Any) -> Margin | None:
     """Returns a part's margin; None where it has none, or was written into since."""
+    # autograd counts each write in place in `_version`, and none of them reaches the window
     margin = tensor.margin if isinstance(tensor, Part) else None
     return margin if margin is not None and margin.version == tensor._version else None
 
 
 def deepened(
-    input: torch.Tensor, along: Mapping[int, Sliding], found: list[CutDim],
+    input: torch.Tensor, along: Mapping[int, Sliding], cut_dims: list[CutDim],
     operation: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor | None:  # fmt: skip
     """Returns this rank's tile of the operation's result, with a margin; None where none can be had.
@@ -77,43 +78,47 @@ def deepened(
     along   by dim: its outputs and what they read; of dims that are missing each output reads its own
     operation  the local one, which pads nothing along the dims that are cut
     """
-    depth = min(cut.axis.halo_depth for cut in found)
-    if depth == 1 or not _alone(input, found):
+    depth = min(cut.axis.halo_depth for cut in cut_dims)
+    if depth == 1 or not _alone(input, cut_dims):
         return None
-    maps = [along.get(cut.dim, Sliding(cut.owners.size, 1)) for cut in found]
-    moves = any(each.extent > 1 or each.stride > 1 for each in maps)
+    maps = [along.get(cut.dim, Sliding(cut.owners.size, 1)) for cut in cut_dims]
+    # a convolution that reads its neighbours uses up one of those that the margin serves; a pointwise one uses none
+    moves = any(sliding.extent > 1 or sliding.stride > 1 for sliding in maps)
     margin = margin_of(input)
-    if margin is not None and margin.left >= moves and margin.found == tuple(found):
-        own = zip(found, maps, margin.ranges, strict=True)
-        ranges = _each([_computable(cut.owners, m, have) for cut, m, have in own])
+    if margin is not None and margin.left >= moves and margin.cut_dims == tuple(cut_dims):
+        # of every rank, by what all know alike: either all find enough, or all exchange
+        own = zip(cut_dims, maps, margin.ranges, strict=True)
+        ranges = _all_or_none([_computable(cut.owners, m, have) for cut, m, have in own])
         if ranges is not None:
             window = _inside(margin, maps, ranges)
-            return _with_margin(operation(window), found, maps, ranges, margin.left - moves)
-    ranges = _each([_widened(cut.owners, m, depth - 1) for cut, m in zip(found, maps, strict=True)]) if moves else None
+            return _with_margin(operation(window), cut_dims, maps, ranges, margin.left - moves)
+    if not moves:  # it reads its own cells alone: there is no exchange that could bring more
+        return None
+    ranges = _all_or_none([_widened(cut.owners, m, depth - 1) for cut, m in zip(cut_dims, maps, strict=True)])
     if ranges is None:
         return None
     window, afar = input, []
-    for cut, each, outputs in zip(found, maps, ranges, strict=True):
-        if each.extent == each.stride == 1:
+    for cut, sliding, outputs in zip(cut_dims, maps, ranges, strict=True):
+        if sliding.extent == sliding.stride == 1:
             window = opened(window, [cut])
         else:
-            wanted = tuple((each.reach(*rank),) for rank in outputs)
+            wanted = tuple((sliding.reach(*span),) for span in outputs)
             window = fetched(window, cut, wanted)
             afar.append((cut, wanted))
-    with kept_apart(window, input, afar):
+    with kept_apart(window, input, afar):  # backward keeps the halo's strips beside the tile, not a second copy of it
         output = operation(window)
-    return _with_margin(output, found, maps, ranges, depth - 1)
+    return _with_margin(output, cut_dims, maps, ranges, depth - 1)
 
 
-def _each(ranges: list[Ranges | None]) -> list[Ranges] | None:
-    """All of them, or None where one is missing."""
-    there = [each for each in ranges if each is not None]
+def _all_or_none(ranges: list[Ranges | None]) -> list[Ranges] | None:
+    """Returns the ranges; None where one is missing."""
+    there = [by_rank for by_rank in ranges if by_rank is not None]
     return there if len(there) == len(ranges) else None
 
 
-def _alone(input: torch.Tensor, found: list[CutDim]) -> bool:
-    """Whether a tile is cut in these ways alone."""
-    for cut in found:
+def _alone(input: torch.Tensor, cut_dims: list[CutDim]) -> bool:
+    """Returns whether the tile is cut in these ways alone, so that what it holds in the end is a plain tensor."""
+    for cut in cut_dims:
         if not isinstance(input, Part) or input.axis is not cut.axis:
             return False
         input = input.local
@@ -122,61 +127,75 @@ def _alone(input: torch.Tensor, found: list[CutDim]) -> bool:
 
 @lru_cache(REMEMBERED)
 def _widened(owners: Owners, along: Sliding, more: int) -> Ranges | None:
-    """The outputs of each rank and those around them that `more` convolutions alike read; None with an empty tile."""
+    """Returns each rank's outputs (start, stop), with those around them that `more` convolutions alike read.
+
+    None where a tile is empty, before or after, or tiles do not lie in the order of the ranks.
+    """
     after = reads(owners, along).owners
     front, behind = more * along.before, more * (along.extent - 1 - along.before)
+    # behind < 0: padding is wider than the kernel, and the window would end before the tile's own outputs
     if not owners.in_rank_order or not all(owners.counts) or not all(after.counts) or behind < 0:
         return None
     spans = [after.span(rank) or (0, 0) for rank in range(after.ranks)]
+    # outputs beyond the field do not exist: there `_inside` gives the next convolution the zeros that it pads
     return tuple((max(0, start - front), min(after.size, start + count + behind)) for start, count in spans)
 
 
 @lru_cache(REMEMBERED)
 def _computable(owners: Owners, along: Sliding, have: Ranges) -> Ranges | None:
-    """The outputs that each rank can compute of the inputs it has; None where some rank's own are not among them."""
-    after, found = reads(owners, along).owners, []
+    """Returns the outputs (start, stop) that each rank can compute of the inputs it has; None where one lacks its own.
+
+    have  of each rank, its inputs (start, stop)
+    """
+    after, ranges = reads(owners, along).owners, []
     for rank, (low, high) in enumerate(have):
         start, count = after.span(rank) or (0, 0)
+        # beyond an edge of the field the rank knows what is read, zeros; beyond its window it knows nothing
         first = 0 if low <= 0 else -(-(low + along.before) // along.stride)
         last = after.size if high >= owners.size else (high + along.before - along.extent) // along.stride + 1
         if not count or first > start or last < start + count:
             return None
-        found.append((first, last))
-    return tuple(found)
+        ranges.append((first, last))
+    return tuple(ranges)
 
 
 def _inside(margin: Margin, maps: list[Sliding], ranges: list[Ranges]) -> torch.Tensor:
-    """What these outputs read, out of the margin's window; zeros beyond the field's edges."""
+    """Returns what this rank's outputs read, out of the margin's window, with zeros beyond the field's edges.
+
+    ranges  by cut dim: of each rank, its outputs (start, stop)
+    """
     window = margin.window
-    for cut, each, have, outputs in zip(margin.found, maps, margin.ranges, ranges, strict=True):
-        low, high = each.reach(*outputs[cut.axis.index])
+    for cut, sliding, have, outputs in zip(margin.cut_dims, maps, margin.ranges, ranges, strict=True):
+        low, high = sliding.reach(*outputs[cut.axis.index])
         start, stop = have[cut.axis.index]
         first = min(max(low, start), stop)
-        held = max(0, min(high, stop) - first)  # none where all lies in the padding
-        window = window.narrow(cut.dim, first - start, held)
-        if held < high - low:
+        available = max(0, min(high, stop) - first)  # none where all lies in the padding
+        window = window.narrow(cut.dim, first - start, available)
+        if available < high - low:
             front = min(max(0, -low), high - low)
-            pads = [0, 0] * (window.dim() - 1 - cut.dim) + [front, high - low - held - front]
+            pads = [0, 0] * (window.dim() - 1 - cut.dim) + [front, high - low - available - front]
             window = torch.constant_pad_nd(window, pads)
     return window
 
 
 def _with_margin(
-    window: torch.Tensor, found: list[CutDim], maps: list[Sliding], ranges: list[Ranges], left: int
+    window: torch.Tensor, cut_dims: list[CutDim], maps: list[Sliding], ranges: list[Ranges], left: int
 ) -> torch.Tensor:  # fmt: skip
-    """The part of an operation's outputs, cut out of those that were computed."""
-    after = [CutDim(cut.axis, cut.dim, reads(cut.owners, m).owners) for cut, m in zip(found, maps, strict=True)]
+    """Returns the part of which `window` holds this rank's outputs and some around them, with that as its margin."""
+    after = [CutDim(cut.axis, cut.dim, reads(cut.owners, m).owners) for cut, m in zip(cut_dims, maps, strict=True)]
     return _cut_out(window, after, ranges, left)
 
 
-def _cut_out(window: torch.Tensor, found: list[CutDim], ranges: list[Ranges], left: int) -> torch.Tensor:
+def _cut_out(window: torch.Tensor, cut_dims: list[CutDim], ranges: list[Ranges], left: int) -> torch.Tensor:
+    """Returns the part whose share lies inside `window`, with the window as its margin for `left` more convolutions."""
     own = window
-    for cut, each in zip(found, ranges, strict=True):
+    for cut, by_rank in zip(cut_dims, ranges, strict=True):
         start, count = cut.owners.span(cut.axis.index) or (0, 0)
-        own = own.narrow(cut.dim, start - each[cut.axis.index][0], count)
-    part = placed(own, found)
-    if left and isinstance(part, Part) and not part.is_inference():  # such a tensor does not tell that it was written
-        part.margin = Margin(window, tuple(found), tuple(ranges), left, part._version)
+        own = own.narrow(cut.dim, start - by_rank[cut.axis.index][0], count)
+    part = placed(own, cut_dims)
+    # a tensor made under `inference_mode` counts no versions, so a write into it would go unseen
+    if left and isinstance(part, Part) and not part.is_inference():
+        part.margin = Margin(window, tuple(cut_dims), tuple(ranges), left, part._version)
     return part
 
 
@@ -191,8 +210,10 @@ class _ElementsAlone(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func in _KEPT or func.namespace != "aten":  # questions, to which an error would be no answer
+        # `prim::device` and the like ask for what a tensor is: an error would be no answer to that
+        if func in _KEPT or func.namespace != "aten":
             return func(*args, **kwargs)
+        # the tag says it of most; of others it is tried out on small tensors
         mixes = torch.Tag.pointwise not in func.tags and not is_elementwise(func, args, kwargs)
         if mixes or func._schema.is_mutable or is_random(func):
             raise _NotAlone
@@ -206,68 +227,75 @@ _DUNDER = {"radd": "add", "rmul": "mul", "truediv": "div"}
 
 @cache
 def _may_be_alone(func: Callable) -> bool:
-    """Whether a function of torch has the name of an operation that treats each element alone, and writes nowhere."""
+    """Returns whether a function of torch is named as an operation that treats elements alone, and writes nowhere.
+
+    A quick look, before any window is cut: `_ElementsAlone` finds out what it does.
+    """
     name = getattr(func, "__name__", "")
+    # what is written in Python calls other functions, which come here one by one; `relu_` writes, `__add__` does not
     if isinstance(func, FunctionType) or (name.endswith("_") and not name.endswith("__")):
         return False
     name = name.strip("_")
     packet = getattr(torch.ops.aten, _DUNDER.get(name, name), None) if name else None
-    overloads = [getattr(packet, each) for each in packet.overloads()] if packet is not None else []
-    return any(torch.Tag.pointwise in each.tags for each in overloads)
+    overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+    return any(torch.Tag.pointwise in overload.tags for overload in overloads)
 
 
 def widened(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Run a function of single elements on parts with their margins; None where it is none, or margins differ."""
-    parts = [each for each in args if isinstance(each, Distributed)]
-    margins = [margin_of(part) for part in parts]
-    first = margins[0] if margins else None
-    if first is None or not _may_be_alone(func) or any(isinstance(each, torch.Tensor) for each in kwargs.values()):
+    """Returns the part that a function of single elements gives, with a margin; None where it has to read the parts.
+
+    It does where it is another function, or where its parts have no margins, or margins of other cuts.
+    """
+    parts = [arg for arg in args if isinstance(arg, Distributed)]
+    margins = [margin for part in parts if (margin := margin_of(part)) is not None]
+    if not margins or len(margins) < len(parts) or not _may_be_alone(func):
         return None
-    if any(each is None or each.found != first.found for each in margins):
+    cut_dims = list(margins[0].cut_dims)
+    if any(margin.cut_dims != margins[0].cut_dims for margin in margins):
         return None
-    if any(part.dim() != parts[0].dim() for part in parts):
+    if any(isinstance(value, torch.Tensor) for value in kwargs.values()):  # only positional ones are narrowed below
         return None
-    others = [each for each in args if isinstance(each, torch.Tensor) and not isinstance(each, Distributed)]
-    if any(_spreads(each, cut.dim - parts[0].dim()) for each in others for cut in first.found):
+    if any(part.dim() != parts[0].dim() for part in parts):  # broadcast: a cut dim would be another one in each
         return None
-    known = [each for each in margins if each is not None]
-    ranges = [_common(tuple(each.ranges[place] for each in known)) for place in range(len(first.found))]
-    windows = iter([_narrowed(each, ranges) for each in known])
-    given = [
-        next(windows)
-        if isinstance(each, Distributed)
-        else used(each, list(first.found))
-        if isinstance(each, torch.Tensor)
-        else each
-        for each in args
+    others = [arg for arg in args if isinstance(arg, torch.Tensor) and not isinstance(arg, Distributed)]
+    # a plain tensor with a number for each cell (area weights) would have to be taken at the window's cells
+    if any(_spreads(tensor, cut.dim - parts[0].dim()) for tensor in others for cut in cut_dims):
+        return None
+    ranges = [_common(tuple(margin.ranges[place] for margin in margins)) for place in range(len(cut_dims))]
+    windows = iter([_narrowed(margin, ranges) for margin in margins])
+    local_args = [
+        next(windows) if isinstance(arg, Distributed) else used(arg, cut_dims) if isinstance(arg, torch.Tensor) else arg
+        for arg in args
     ]
     try:
         with _ElementsAlone() as mode:
-            found = func(*given, **kwargs)
+            result = func(*local_args, **kwargs)
     except _NotAlone:
         return None
-    spans = [(cut.dim, each[cut.axis.index]) for cut, each in zip(first.found, ranges, strict=True)]
-    if not mode.ran or not isinstance(found, torch.Tensor) or found.dim() != parts[0].dim():
+    spans = [(cut.dim, by_rank[cut.axis.index]) for cut, by_rank in zip(cut_dims, ranges, strict=True)]
+    # nothing ran (the function asks for a shape, or hands on what it was given), or the result is no field of windows
+    if not mode.ran or not isinstance(result, torch.Tensor) or result.dim() != parts[0].dim():
         return None
-    if any(found.shape[dim] != high - low for dim, (low, high) in spans):
+    if any(result.shape[dim] != high - low for dim, (low, high) in spans):
         return None
-    return _cut_out(found, list(first.found), ranges, min(each.left for each in known))
+    return _cut_out(result, cut_dims, ranges, min(margin.left for margin in margins))
 
 
 def _spreads(tensor: torch.Tensor, place: int) -> bool:
-    """Whether a plain tensor has several indices along a dim, counted from the last."""
+    """Returns whether a plain tensor has several indices along a dim, which `place` (negative) counts from the last."""
     return tensor.dim() >= -place and tensor.shape[place] != 1
 
 
 @lru_cache(REMEMBERED)
-def _common(each: tuple[Ranges, ...]) -> Ranges:
-    """What all of these have, on each rank."""
-    return tuple((max(low for low, _ in rank), min(high for _, high in rank)) for rank in zip(*each, strict=True))
+def _common(ranges: tuple[Ranges, ...]) -> Ranges:
+    """Returns, of each rank, the indices (start, stop) that lie in its window of every margin."""
+    return tuple((max(low for low, _ in rank), min(high for _, high in rank)) for rank in zip(*ranges, strict=True))
 
 
 def _narrowed(margin: Margin, ranges: list[Ranges]) -> torch.Tensor:
+    """Returns of a margin's window what lies in this rank's ranges, which it has."""
     window = margin.window
-    for cut, have, wanted in zip(margin.found, margin.ranges, ranges, strict=True):
+    for cut, have, wanted in zip(margin.cut_dims, margin.ranges, ranges, strict=True):
         (start, _), (low, high) = have[cut.axis.index], wanted[cut.axis.index]
         window = window.narrow(cut.dim, low - start, high - low)
     return window

@@ -63,7 +63,7 @@ def with_whole(
     run: Callable, tensors: Sequence[torch.Tensor], dims: Sequence[int], *, reduces: bool = False, lost: int = 0,
     behind: bool = False, empties: bool = False,
 ) -> Any:  # fmt: skip
-    """Run `run` on each rank's share, with every cut moved off these dims meanwhile and back afterwards.
+    """Returns what `run` gives, cut as the first tensor is; it is run on shares, while cuts of `dims` lie along others.
 
     tensors  those behind the first are dealt as it is
     reduces  the results have one index along the dims, or, of the first `lost` of them, no dim any more
@@ -73,32 +73,34 @@ def with_whole(
     afar = []
     for cut in cuts(first, dims):
         home = _home([first, *others], dims, cut)
-        if home is None:
+        if home is None:  # no other dim can take the cut (of a single matrix, say)
             noted("a field of which an operation reads all dims", first, cut)
-            first, *others = (whole_over_axis(each, cut.axis) for each in (first, *others))
+            first, *others = (whole_over_axis(tensor, cut.axis) for tensor in (first, *others))
         else:
             inside = owners_inside(from_axis(first.detach(), cut.axis), home)
             first = moved(first, home, _among(inside, _extent(first, home, cut), cut.axis.size), cut.axis)
             afar.append((cut, inside))
     now = cuts(first, range(first.dim()))
-    shares = [opened(each, now) for each in (first, *(dealt_alike(each, now) for each in others))]
+    shares = [opened(tensor, now) for tensor in (first, *(dealt_alike(tensor, now) for tensor in others))]
+    # a rank without indices runs on a stand-in of one, else it would not come to the collectives of the others
+    # (`test_a_rank_that_is_dealt_no_signal_comes_to_the_same_collectives`)
     empty = [cut.dim for cut in now if not (empties or shares[0].shape[cut.dim])]
-    shares = [with_elements(share, empty) for share in shares]  # one, where a rank has none
+    shares = [with_elements(share, empty) for share in shares]
     results = run(*shares)
     gone = sorted(dims)[:lost]
 
     def back(result: torch.Tensor) -> torch.Tensor:
-        # in front: a result for each of several levels
+        # dims that the result has more: in front of all, one index for each level of a quantile
         added = 0 if behind else result.dim() - (first.dim() - lost)
         places = [cut.dim - sum(dim < cut.dim for dim in gone) + added for cut in now]
-        held = [(place, shares[0].shape[cut.dim]) for cut, place in zip(now, places, strict=True)]
-        if behind and any(place >= result.dim() or result.shape[place] != n for place, n in held):
-            return result  # empty: what was not asked for
+        expected = [(place, shares[0].shape[cut.dim]) for cut, place in zip(now, places, strict=True)]
+        if behind and any(place >= result.dim() or result.shape[place] != n for place, n in expected):
+            return result  # an empty tensor in the place of a result that was not asked for (`qr(mode="r")`)
         for cut, place in zip(now, places, strict=True):
             result = result.narrow(place, 0, 0) if cut.dim in empty else result
         result = placed(result, [CutDim(cut.axis, d, cut.owners) for cut, d in zip(now, places, strict=True)])
         for cut, inside in reversed(afar):
-            if reduces:
+            if reduces:  # the dim that was cut has no more than one index to deal
                 result = whole_over_axis(result, cut.axis)
             elif result.dim() == first.dim():
                 result = _home_again(result, cut, inside)
@@ -109,24 +111,28 @@ def with_whole(
 
 
 def _home(tensors: list[torch.Tensor], dims: Sequence[int], cut: CutDim) -> int | None:
-    """The dim with most indices for each rank to which a cut can be moved; None where there is none."""
+    """Returns the dim with most indices for each rank to which a cut can be moved; None where there is none."""
     first = tensors[0]
+    # of a dim that is broadcast beside the first tensor, others would have no indices to deal
     room = {dim: float(n) for dim, n in enumerate(first.shape)
-            if dim not in dims and all(each.shape[dim] == n for each in tensors)}  # fmt: skip
-    held = {other.dim: other.axis.depth for other in cuts(first, room)}
-    for other in cuts(first, room):
+            if dim not in dims and all(tensor.shape[dim] == n for tensor in tensors)}  # fmt: skip
+    depths = {other.dim: other.axis.depth for other in cuts(first, room)}
+    for other in cuts(first, room):  # its indices are shared already
         room[other.dim] /= other.axis.size
     here = from_axis(first.detach(), cut.axis)
-    within = {dim: min(found.counts) for dim in room if (found := owners_inside(here, dim)) is not None}
+    within = {dim: min(owners.counts) for dim in room if (owners := owners_inside(here, dim)) is not None}
     # not to a dim that an axis of positions further in cuts: its ranks would exchange unequal shares; nor to channels
     # of which a rank of tp has too few
     free = [dim for dim in room
-            if held.get(dim, -1) < cut.axis.depth and within.get(dim, cut.axis.size) >= cut.axis.size]  # fmt: skip
+            if depths.get(dim, -1) < cut.axis.depth and within.get(dim, cut.axis.size) >= cut.axis.size]  # fmt: skip
     return max(free, key=lambda dim: (room[dim], -dim)) if free else None
 
 
 def _among(inside: Owners | None, n: int, ranks: int) -> Owners:
-    """Owners of a dim for a cut that is moved there; of one that an axis further in cuts, each has some of each."""
+    """Returns the owners of a dim of `n` indices for a cut that is moved there.
+
+    inside  the dim's owners over an axis further in (tp), each of whose ranks must have some of each owner
+    """
     if inside is None:
         return Owners.blocks(n, ranks)
     who = np.empty(n, dtype=np.int16)
@@ -137,6 +143,7 @@ def _among(inside: Owners | None, n: int, ranks: int) -> Owners:
 
 
 def _home_again(result: torch.Tensor, cut: CutDim, inside: Owners | None) -> torch.Tensor:
+    """Returns a result cut along the dim of `cut`: by the same owners, or in blocks where its size is another."""
     n = _extent(result, cut.dim, cut)
     owners = cut.owners if n == cut.owners.size else Owners.blocks(n, cut.axis.size)
     return moved(result, cut.dim, owners, cut.axis, inside)
@@ -149,12 +156,13 @@ def dealt_alike(tensor: torch.Tensor, now: list[CutDim]) -> torch.Tensor:
         if _extent(tensor, cut.dim, cut) != cut.owners.size:
             raise Uncut(f"indices of {tuple(tensor.shape)} beside a tensor with {cut.owners.size} along dim {cut.dim}")
         if not isinstance(here, Part) or here.axis is not cut.axis:
-            if not tensor.requires_grad:
+            if not tensor.requires_grad:  # each rank takes its indices of what all have; nothing has to come back
                 share = Part(cut.owners.take(here, cut.dim, cut.axis.index), cut.dim, cut.owners, cut.axis)
                 tensor = replaced_from_axis(tensor, cut.axis, share)
                 continue
             if cut.dim in [other.dim for other in cuts(tensor, range(tensor.dim()))]:
                 raise Uncut(f"values {tuple(tensor.shape)} that every rank has, beside a dim that is cut over two axes")
+            # its gradient is a sum of what each rank's own indices get, so it is read as a weight beside tiles is
             mine = cut.owners.take(used_over(tensor, (cut.axis,)), cut.dim, cut.axis.index)
             tensor = placed(mine, [cut])
         elif (here.dim_cut, here.owners) != (cut.dim, cut.owners):
@@ -164,16 +172,20 @@ def dealt_alike(tensor: torch.Tensor, now: list[CutDim]) -> torch.Tensor:
 
 def with_elements(share: torch.Tensor, empty: list[int]) -> torch.Tensor:
     """Returns a share with one index along its empty dims, since kernels take no tensors without elements."""
+    # a sum over nothing: zeros, by an operation of autograd, so that backward runs on this rank too
     return share.sum(empty, keepdim=True).to(share.dtype) if empty else share
 
 
 def _extent(tensor: torch.Tensor, dim: int, cut: CutDim) -> int:
-    """The size of a dim as the ranks of the cut's axis see it: axes further out may have cut it."""
+    """Returns the size of a dim as the ranks of the cut's axis see it: axes further out may have cut it."""
     return from_axis(tensor.detach(), cut.axis).shape[dim]
 
 
 def _like(whole: torch.Tensor, index: torch.Tensor) -> list[CutDim]:
-    """How a whole tensor is dealt beside an index that is cut."""
+    """Returns the cuts by which a whole tensor is dealt beside an index that is cut: along the same dims.
+
+    Where it has another size along one (`take_along_dim` of few out of many), it is dealt in blocks.
+    """
     return [
         cut if whole.shape[cut.dim] == index.shape[cut.dim]
         else replace(cut, owners=Owners.blocks(whole.shape[cut.dim], cut.axis.size))
@@ -187,27 +199,29 @@ def answer_of(plain: Callable, needs: Needs) -> Callable:
 
     def answer(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """What `plain` gives of a tensor of which any dim may be cut."""
-        given = dict(zip(names, args, strict=False)) | kwargs
-        asked = given.get("dim", given.get("dims", needs.dims))
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        asked = arguments.get("dim", arguments.get("dims", needs.dims))
         dims = range(input.dim()) if asked is None else [asked] if isinstance(asked, int) else asked
         dims = sorted({d % input.dim() for d in dims}) if isinstance(input, torch.Tensor) and input.dim() else []
-        beside = {name: given[name] for name in needs.beside if isinstance(given.get(name), torch.Tensor)}
+        beside = {name: arguments[name] for name in needs.beside if isinstance(arguments.get(name), torch.Tensor)}
         # what torch writes in Python (stft) is given tiles, whichever dim is cut
         read = range(input.dim()) if (needs.behind or needs.apart) and isinstance(input, torch.Tensor) else dims
-        found = [each for each in (input, *beside.values()) if cuts(each, read)]
-        enough = needs.apart or all(cuts(each, read) for each in beside.values())
-        if not found or not enough or "out" in kwargs:
+        cut_tensors = [tensor for tensor in (input, *beside.values()) if cuts(tensor, read)]
+        enough = needs.apart or all(cuts(tensor, read) for tensor in beside.values())
+        # else a rule for parts answers: the index is whole, other dims are cut, or a given tensor is to be written
+        if not cut_tensors or not enough or "out" in kwargs:
             return plain(input, *args, **kwargs)
         if not cuts(input, read):  # whole, beside indices that are cut
-            input = dealt_alike(input, _like(input, found[0]))
+            input = dealt_alike(input, _like(input, cut_tensors[0]))
 
         def run(first: torch.Tensor, *others: torch.Tensor) -> Any:
             own = dict(zip(beside, others, strict=True))
-            placed_args = [own.get(name, each) for name, each in zip(names, args, strict=False)]
-            rest = {name: own.get(name, each) for name, each in kwargs.items()}
+            placed_args = [own.get(name, arg) for name, arg in zip(names, args, strict=False)]
+            # arguments behind those that have names here are handed on as they are
+            rest = {name: own.get(name, value) for name, value in kwargs.items()}
             return plain(first, *placed_args, *args[len(names) :], **rest)
 
-        lost = len(dims) if needs.gone and not given.get("keepdim", False) else 0
+        lost = len(dims) if needs.gone and not arguments.get("keepdim", False) else 0
         tensors = [input, *beside.values()]
         return with_whole(run, tensors, dims, reduces=needs.gone, lost=lost, behind=needs.behind, empties=needs.apart)
 
@@ -215,38 +229,39 @@ def answer_of(plain: Callable, needs: Needs) -> Callable:
 
 
 def _into(plain: Callable) -> Callable:
-    """The function that answers a method in place by the one that gives a new tensor."""
+    """Returns what does a method in place (`scatter_`), given the function that gives a new tensor (`scatter`)."""
 
     def answer(target: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The target, which holds what `plain` gives of it."""
         result = plain(target.clone(), *args, **kwargs)  # which a gradient may read when the target was written over
-        if isinstance(result, Sum):
+        if isinstance(result, Sum):  # the target is to hold the sum over ranks, not this rank's summand
             result = result.settled()
         if isinstance(target, Distributed) or not isinstance(result, Distributed):
             return target.copy_(result)
-        write(target, slice(None), result)
+        write(target, slice(None), result)  # a whole target, tiles for it: it becomes a tile, or they are gathered
         return target
 
     return answer
 
 
 def _of_all(plain: Callable) -> Callable:
-    """The function that answers `plain` by whole tensors on every rank; a result of the first's shape is cut again."""
+    """Returns what runs `plain` on gathered tensors, on every rank; a result of the first one's shape is cut again."""
 
     def answer(*args: Any, **kwargs: Any) -> Any:
         """What `plain` gives of tensors of which any dim may be cut."""
-        lead = next((each for each in args if isinstance(each, torch.Tensor)), None)
+        lead = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
         args, kwargs = replaced(Part, partial(_whole, plain.__name__), (args, kwargs))
         result = plain(*args, **kwargs)
         if lead is None or result.shape != lead.shape:
             return result
-        found = cuts(lead, range(lead.dim()))
-        return redealt(result, lambda whole: _shared(whole, found))
+        cut_dims = cuts(lead, range(lead.dim()))
+        return redealt(result, lambda whole: _shared(whole, cut_dims))
 
     return answer
 
 
 def _whole(name: str, part: Part) -> torch.Tensor:
+    """Returns the part gathered over every axis of positions, and notes what that costs. Collective."""
     whole: torch.Tensor = part
     for cut in reversed(cuts(part, range(part.dim()))):
         noted(f"a field of which {name} reads all dims", whole, cut)
@@ -254,9 +269,9 @@ def _whole(name: str, part: Part) -> torch.Tensor:
     return whole
 
 
-def _shared(whole: torch.Tensor, found: list[CutDim]) -> torch.Tensor:
-    """What every rank has, as this rank's share."""
-    for cut in found:
+def _shared(whole: torch.Tensor, cut_dims: list[CutDim]) -> torch.Tensor:
+    """Returns a tensor that every rank has, cut in these ways. Nothing is sent."""
+    for cut in cut_dims:
         whole = placed(share_of(whole, cut.dim, cut.owners, cut.axis), [cut])
     return whole
 

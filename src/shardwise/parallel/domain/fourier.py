@@ -23,7 +23,7 @@ from shardwise.part.tensor import no_rule, rule
 
 
 def _fits(input: torch.Tensor, dims: list[int]) -> bool:
-    """Whether dims that are not transformed have indices for every rank."""
+    """Returns whether a dim that is not transformed has an index for each rank that cuts one of `dims`."""
     ranks = 1
     for cut in cuts(input, dims):
         ranks *= cut.axis.size
@@ -31,9 +31,9 @@ def _fits(input: torch.Tensor, dims: list[int]) -> bool:
 
 
 def _transform(plain: Callable, default: tuple[int, ...] | None) -> Callable:
-    """The function that answers `plain`, one of `torch.fft`, on cut tensors."""
+    """Returns the function that does what `plain`, one of `torch.fft`, does on tiles too."""
     name = plain.__name__.removeprefix("fft_")
-    one, inverse, real = name.endswith("fft"), name.startswith("i"), "rfft" in name
+    single, inverse, real = name.endswith("fft"), name.startswith("i"), "rfft" in name
 
     def transform(
         input: torch.Tensor, s: Any = None, dim: Any = default, norm: str | None = None, *, n: int | None = None
@@ -41,14 +41,16 @@ def _transform(plain: Callable, default: tuple[int, ...] | None) -> Callable:
         """The transform of a tensor of which any dim may be cut."""
         s = s if n is None else n
         sizes = None if s is None else [s] if isinstance(s, int) else list(s)
-        if dim is None:
+        if dim is None:  # as torch has it: all dims, or as many of the last ones as sizes are named
             dim = range(input.dim()) if sizes is None else range(-len(sizes), 0)
         dims = [d % input.dim() for d in ([dim] if isinstance(dim, int) else dim)]
-        if one or len(dims) == 1 or _fits(input, dims):
-            return with_whole(lambda x: plain(x, s, dims[0] if one else dims, norm), [input], dims)
+        if single or len(dims) == 1 or _fits(input, dims):  # all dims at once, whole on each rank
+            return with_whole(lambda x: plain(x, s, dims[0] if single else dims, norm), [input], dims)
+        # one dim after the other, so that the others of them can take its cut meanwhile
         pairs = list(zip(dims, sizes or [None] * len(dims), strict=True))
         steps = [(ANSWERS["ifft" if inverse else "fft"], *pair) for pair in pairs]
-        if real:  # the last dim alone has real values on one side
+        # the real field lies at one end of the steps, and the last dim alone goes there: first forward, last back
+        if real:
             last = (ANSWERS["irfft" if inverse else "rfft"], *pairs[-1])
             steps = [*steps[:-1], last] if inverse else [last, *steps[:-1]]
         for step, d, size in steps:
@@ -71,7 +73,10 @@ ANSWERS = {
 
 @rule("_fft_c2c", "_fft_r2c", "_fft_c2r")
 def of_a_whole_field(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Backward of a transform that every rank did of a whole field: its gradient, which arrives in tiles, gathered."""
+    """Returns the transform of a gradient that arrives in tiles, gathered where they cut a dim that is transformed.
+
+    It is backward of a transform that every rank did of a whole field.
+    """
     part = args[0]
     if part.dim_cut not in {d % part.dim() for d in args[1]}:
         return part.with_local(func(part.local, *args[1:], **kwargs))

@@ -49,6 +49,7 @@ def noted(what: str, tensor: torch.Tensor, cut: CutDim, samples: int | None = No
 
 
 def _noted(what: str, part: Part) -> None:
+    """Note that a rule below autograd gathers a part over its own axis."""
     samples = part.shape[0]
     if part.dim_cut == 0:  # positions first, or joined with the samples before them
         samples = part.factors[0] if part.factors is not None else part.shape[1] if part.dim() > 1 else 1
@@ -65,7 +66,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     others' tiles and holds all of it, which a run tells before its first step. Without tiles, and in one process, the
     tensor itself.
     """
-    here = tensor
+    here = tensor  # walks inwards, past axes that cut no positions (tp's channels stay cut)
     while isinstance(here, Distributed):
         if isinstance(here, Part) and here.axis.positions:
             noted("a field that the model asks for whole", tensor, CutDim(here.axis, here.dim_cut, here.owners))
@@ -78,9 +79,9 @@ def explained(seen: Sequence[Gather]) -> list[str]:
     """Returns a line of text for each kind of tensor that is gathered."""
     return [
         f"{what} is gathered over {axis}={ranks}: in a forward a rank receives "
-        f"{sum(one.elements for one in seen if (one.what, one.axis) == (what, axis)):,} elements for a sample, and "
+        f"{sum(g.elements for g in seen if (g.what, g.axis) == (what, axis)):,} elements for a sample, and "
         "holds all of it"
-        for what, axis, ranks in dict.fromkeys((one.what, one.axis, one.ranks) for one in seen)
+        for what, axis, ranks in dict.fromkeys((g.what, g.axis, g.ranks) for g in seen)
     ]
 
 

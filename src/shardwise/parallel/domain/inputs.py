@@ -27,12 +27,12 @@ from shardwise.task import Domain, Task
 
 def candidates(
     batch: Any, samples: int, tiles: tuple[Axis | None, ...], names: tuple[str, ...], spatial: Domain | None,
-    given: Collection[int],
+    model_leaves: Collection[int],
 ) -> Iterator[Candidate]:  # fmt: skip
-    """Each set of extents that the model's inputs have, with all tensors of the batch that have it too.
+    """Yields, for each set of extents that the model's inputs have, the cut of all tensors of the batch that have it.
 
     tiles  for each dim of space from the first one on: the axis that cuts it, None where it stays whole
-    given  ids of the leaves that the model is given
+    model_leaves  ids of the leaves that the model is given
     """
     leaves, _ = tree_flatten(batch)
     if spatial is not None and len(tiles) > len(spatial.dims):
@@ -41,7 +41,8 @@ def candidates(
             f"Task.spatial names {len(spatial.dims)}: {spatial.told()}"
         )
     fields = [leaf for leaf in leaves if _is_field(leaf, samples)]
-    asked = [leaf for leaf in fields if id(leaf) in given] or fields  # else the model is given what is made of them
+    # where the model is given none of them, it is given what is made of them
+    asked = [leaf for leaf in fields if id(leaf) in model_leaves] or fields
     wanted = [extents for leaf in asked for extents in _extents(leaf, len(tiles), spatial)]
     if spatial is None:  # steps or members lie in front of the channels
         wanted += [tuple(leaf.shape[d:]) for leaf in asked for d in range(3, leaf.dim() - max(len(tiles), 2) + 1)]
@@ -52,12 +53,12 @@ def candidates(
 
 
 def without_space(spatial: Domain | None, tiled: int, batch: Any, names: tuple[str, ...]) -> str:
-    """Why no tensor of a batch has dims that may be cut, for people."""
+    """Returns a sentence for the user: why no tensor of a batch has dims that may be cut."""
     if spatial is None:
         return f"no tensor has {tiled} of them behind batch and channel (spatial=Domain(...) names them)"
     leaves = zip(names, tree_flatten(batch)[0], strict=True)
-    told = ", ".join(f"{name} {tuple(leaf.shape)}" for name, leaf in leaves if isinstance(leaf, torch.Tensor))
-    return f"Task.spatial names {spatial.told()}, and no tensor of the batch has these behind its samples: {told}"
+    shapes = ", ".join(f"{name} {tuple(leaf.shape)}" for name, leaf in leaves if isinstance(leaf, torch.Tensor))
+    return f"Task.spatial names {spatial.told()}, and no tensor of the batch has these behind its samples: {shapes}"
 
 
 def as_read(positions: Positions, task: Task, batch: Any) -> Positions:
@@ -85,9 +86,10 @@ def as_read(positions: Positions, task: Task, batch: Any) -> Positions:
 
 
 def _in_order(fields: list[torch.Tensor], spatial: Domain | None) -> tuple[str, ...]:
-    """The axes of the dims of space, in the order in which tensors have these."""
+    """Returns the axes of the dims of space, in the order in which tensors have these."""
     if spatial is None:
         return SPACE
+    # dims that count from the front and from the back may swap places between tensors with and without channels
     orders = {tuple(axis for _, axis in sorted(zip(_declared(leaf, spatial), SPACE, strict=False))) for leaf in fields}
     if len(orders) > 1:
         raise InputError(
@@ -102,27 +104,28 @@ def _is_field(leaf: Any, samples: int) -> bool:
 
 
 def _extents(leaf: torch.Tensor, tiled: int, spatial: Domain | None) -> Iterator[tuple[int, ...]]:
-    """Sizes that may be those of space."""
+    """Yields the sizes of the dims of a tensor that may be space, of at least `tiled` dims."""
     if spatial is not None:
         along = _declared(leaf, spatial)
         if along:
             yield tuple(leaf.shape[d] for d in along)
         return
-    if tiled <= leaf.dim() - 2 <= 3:
+    if tiled <= leaf.dim() - 2 <= 3:  # behind samples and channels; space has three axes at most
         yield tuple(leaf.shape[2:])
 
 
 def _declared(leaf: torch.Tensor, spatial: Domain) -> tuple[int, ...]:
-    """The dims that the task names, counted from the front; () where this tensor has not all of them."""
+    """Returns the dims that the task names, counted from the front; () where this tensor has not all of them."""
     n = leaf.dim()
     if not all(-n <= d < n for d in spatial.dims):
         return ()
     along = tuple(d % n for d in spatial.dims)
+    # 0 is the samples; of a short tensor, -1 and 1 may be the same dim
     return along if 0 not in along and len(set(along)) == len(along) else ()
 
 
 def _dims(leaf: torch.Tensor, extents: tuple[int, ...], spatial: Domain | None) -> tuple[int, ...]:
-    """The dims of a tensor that have these extents."""
+    """Returns the dims of a tensor that have these extents (those named, else the last ones); () where none have."""
     if spatial is not None:
         along = _declared(leaf, spatial)
     else:

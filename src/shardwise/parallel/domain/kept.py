@@ -35,14 +35,14 @@ class CutDim:
 
 @dataclass
 class _Apart:
-    """A window as strips around a view of the tile. `version`: of the tile, when it was read."""
+    """A window as strips around a view of the tile. `version`: the tile's `_version` when the window was made of it."""
 
     strips: list[tuple[int, torch.Tensor, torch.Tensor]]  # (dim, in front, behind), the outermost first
     tile: torch.Tensor
     version: int
 
     def together(self) -> torch.Tensor:
-        if self.tile._version != self.version:
+        if self.tile._version != self.version:  # autograd would say so of a tensor that it keeps itself
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"a tile {tuple(self.tile.shape)} that a convolution or pooling has read"
@@ -55,7 +55,7 @@ class _Apart:
 
 @contextmanager
 def kept_apart(window: torch.Tensor, tensor: torch.Tensor, fetched: Sequence[tuple[CutDim, Wanted]]) -> Iterator[None]:
-    """Context: where autograd would keep the window, it keeps what lies around this rank's tile, and the tile.
+    """Context: autograd keeps the rows and columns around this rank's tile, and the tile, in the place of the window.
 
     window   what this rank's outputs read of `tensor`, fetched along the dims of these cuts, the outermost first
     """
@@ -72,14 +72,16 @@ def kept_apart(window: torch.Tensor, tensor: torch.Tensor, fetched: Sequence[tup
         around.append((cut.dim, at, window.shape[cut.dim] - at - count))
         tile = tile.narrow(cut.dim, start, count)
 
-    held = [window]  # autograd keeps what packs, not only what was packed
+    # a list, emptied below: autograd keeps `pack` with what it packed, and through its closure would keep the window
+    windows = [window]
 
     def pack(saved: torch.Tensor) -> Any:
-        if not held or not _same(saved, held[0]):
+        if not windows or not _same(saved, windows[0]):
             return saved
         strips, inside = [], saved.detach()
         for dim, front, behind in around:
             n = inside.shape[dim]
+            # copies, since a view of the window keeps all of its memory
             ends = inside.narrow(dim, 0, front).clone(), inside.narrow(dim, n - behind, behind).clone()
             strips.append((dim, *ends))
             inside = inside.narrow(dim, front, n - front - behind)
@@ -89,7 +91,7 @@ def kept_apart(window: torch.Tensor, tensor: torch.Tensor, fetched: Sequence[tup
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpacked):
             yield
     finally:
-        held.clear()
+        windows.clear()
 
 
 def _unpacked(kept: Any) -> torch.Tensor:
@@ -97,7 +99,10 @@ def _unpacked(kept: Any) -> torch.Tensor:
 
 
 def _own(cut: CutDim, wanted: Wanted) -> tuple[int, int, int] | None:
-    """(place in the window, place in the tile, length) of the tile's indices that a rank wants, if it wants a range."""
+    """Returns (place in the window, place in the tile, length) of this rank's own indices that it wants.
+
+    None where it wants no single range, or none of its own.
+    """
     mine, span = wanted[cut.axis.index], cut.owners.span(cut.axis.index)
     if len(mine) != 1 or span is None:
         return None
@@ -107,18 +112,20 @@ def _own(cut: CutDim, wanted: Wanted) -> tuple[int, int, int] | None:
 
 
 def _free() -> bool:
-    """Whether nobody else says what autograd keeps."""
+    """Returns whether no other hooks on saved tensors are in force: recompute or the user says what is kept then."""
     enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()
     return enabled and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
 def _innermost(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the plain tensor that this rank holds."""
     while isinstance(tensor, Distributed):
         tensor = tensor.settled_local()
     return tensor.detach()
 
 
 def _same(saved: torch.Tensor, window: torch.Tensor) -> bool:
+    """Returns whether two tensors are the same memory, seen in the same shape; they may be different objects."""
     if isinstance(saved, Distributed) or saved.shape != window.shape or saved.stride() != window.stride():
         return False
     same = saved.untyped_storage()._cdata == window.untyped_storage()._cdata

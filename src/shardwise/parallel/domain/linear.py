@@ -16,7 +16,8 @@ from shardwise.part.levels import Distributed
 
 @answers(F.linear, cut_once=False)
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`F.linear` of (..., K) and (N, K): (..., N). The bias beside cut positions is added by itself."""
+    """Returns `F.linear` of (..., K) and (N, K): (..., N). The bias beside cut positions is added by itself."""
+    # chunks of positions (`turns`) are one rank's; of a matrix torch adds the bias in the product, however it lies
     cut = isinstance(input, Distributed) and input.axis.positions and not input.axis.turns
     if bias is None or not cut or input.dim() < 3:
         return F.linear(input, weight, bias)
@@ -27,6 +28,6 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 def bilinear(
     input1: torch.Tensor, input2: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:  # fmt: skip
-    """`F.bilinear` of tensors of which any dim but the last may be cut."""
+    """Returns `F.bilinear` of tensors of which any dim but the last may be cut."""
     output = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
     return output if bias is None else output + bias

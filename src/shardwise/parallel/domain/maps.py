@@ -53,12 +53,12 @@ class Sliding:
 
     @property
     def extent(self) -> int:
-        """Inputs from the first to the last that one output reads."""
+        """Returns how many inputs lie from the first to the last that one output reads."""
         return self.dilation * (self.kernel - 1) + 1
 
     @property
     def needed(self) -> int:
-        """Inputs that all outputs read, those outside among them."""
+        """Returns how many inputs lie from the first to the last that any output reads, those outside among them."""
         return (self.size - 1) * self.stride + self.extent
 
     def reach(self, start: int, stop: int) -> tuple[int, int]:
@@ -86,6 +86,8 @@ class Spreading:
 
     def reach(self, start: int, stop: int) -> tuple[int, int]:
         """As in `Map`; wide enough that what the inputs add to covers the outputs."""
+        # from the first input that adds to an output, rounded up, to the last, rounded down; where the stride is longer
+        # than the kernel, outputs lie between what two inputs add to, and both are read
         far, behind = self.dilation * (self.kernel - 1), stop + self.before
         low = min(-((far - start - self.before) // self.stride), (start + self.before) // self.stride)
         return low, max((behind - 1) // self.stride + 1, -((far + 1 - behind) // self.stride) + 1, low + 1)
@@ -121,7 +123,7 @@ def reads(owners: Owners, along: Map) -> Reads:
     nothing is kept, so that it is a node of the graph and meets the collectives of backward.
     """
     after = owners_after(owners, along.size, along.centre(np.arange(along.size)))
-    wanted, skip = [], []
+    wanted, skip = [], []  # of all ranks, on each of them: what it sends follows from what others want
     for rank in range(owners.ranks):
         start, count = after.span(rank) or (0, 0)
         if count:
@@ -129,16 +131,21 @@ def reads(owners: Owners, along: Map) -> Reads:
             wanted.append(((low, high),))
             skip.append(start - along.first(low))
         else:
-            low, high = along.reach(0, 1)
+            low, high = along.reach(0, 1)  # as many inputs as one output reads, all of them in front of the field
             wanted.append(((low - high, 0),))
             skip.append(0)
     return Reads(after, tuple(wanted), tuple(skip))
 
 
 def owners_after(owners: Owners, size: int, centre: np.ndarray) -> Owners:
-    """Contiguous owners of `size` outputs: each belongs to the owner of its middle input, where inputs lie in order."""
+    """Returns contiguous owners of `size` outputs: each belongs to the owner of its middle input.
+
+    In blocks where inputs do not lie in the order of the ranks.
+    """
+    # dealt zigzag, a rank's outputs would be no range
     if owners.size == 0 or not owners.in_rank_order:
         return Owners.blocks(size, owners.ranks)
+    # the middle of what is read at an edge may lie in the padding: the rank at the edge owns it
     dealt = owners.array[np.clip(centre, 0, owners.size - 1)]
     if (np.diff(dealt) < 0).any():
         return Owners.blocks(size, owners.ranks)

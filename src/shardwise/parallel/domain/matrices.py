@@ -30,26 +30,31 @@ VECTORS = ("solve", "solve_ex", "lstsq")  # of a second argument that may be one
 
 
 def _pairs(plain: Callable, own: tuple[int, int], vectors: bool) -> None:
-    """Let a function of two tensors be answered, whose dims in front of the last `own` are broadcast."""
+    """Register a function of two tensors, of which the dims in front of their last `own` ones are broadcast.
+
+    vectors  the second may be one vector for each matrix
+    """
     needs = Needs("other", (-2, -1) if own[0] else -1, beside=("other",), behind=True, apart=True)
     answer = answer_of(plain, needs)
 
     @answers(plain)
     def of_pairs(first: torch.Tensor, other: torch.Tensor, **options: Any) -> Any:
         """What `plain` gives of two tensors, of either of which any dim may be cut."""
-        if not any(cuts(each, range(each.dim())) for each in (first, other)):
+        if not any(cuts(tensor, range(tensor.dim())) for tensor in (first, other)):
             return plain(first, other, **options)
+        # torch's rule for what is a vector and what a matrix; as columns, both have the dims that `own` counts
         vector = vectors and (other.dim() == 1 or other.shape == first.shape[:-1])
         other = other.unsqueeze(-1) if vector else other
         pair = [(first, first.dim() - own[0]), (other, other.dim() - own[1])]
-        lead = torch.broadcast_shapes(*(each.shape[:n] for each, n in pair))
-        first, other = (each.expand(*lead, *each.shape[n:]) for each, n in pair)
-        found = answer(first, other, **options)
+        # expanded, so that a dim that is cut in one of them has as many indices in the other
+        lead = torch.broadcast_shapes(*(tensor.shape[:n] for tensor, n in pair))
+        first, other = (tensor.expand(*lead, *tensor.shape[n:]) for tensor, n in pair)
+        result = answer(first, other, **options)
         if not vector:
-            return found
-        if not isinstance(found, torch.Tensor):
+            return result
+        if not isinstance(result, torch.Tensor):
             raise Uncut(f"{plain.__name__} of vectors of tiles: give it columns, other.unsqueeze(-1)")
-        return found.squeeze(-1)
+        return result.squeeze(-1)
 
 
 for _name in NAMES:

@@ -27,6 +27,7 @@ from shardwise.part.sums import plain
 
 
 def _total(tensor: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
+    """Returns the sum over the ranks of these axes. Collective; not differentiable."""
     for axis in axes:
         tensor = all_sum(tensor, axis)
     return tensor
@@ -63,18 +64,20 @@ class _Standardised(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, *unused: Any):
         (x, weight, bias, mean, rstd), (dims, axes, count, _) = ctx.saved_tensors, ctx.over
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # `create_graph=True`: by operations that autograd can differentiate again
             return (*_differentiable(gradient, x, weight, bias, *ctx.over), None, None, None, None)
         gradient = gradient.to(mean.dtype)
         normal = (x.to(mean.dtype) - mean).mul_(rstd)
         dw = None if weight is None else (gradient * normal).sum_to_size(weight.shape).to(weight.dtype)
         db = None if bias is None else gradient.sum_to_size(bias.shape).to(bias.dtype)
-        if not ctx.needs_input_grad[0]:
+        if not ctx.needs_input_grad[0]:  # the same on all ranks, so none waits in the all-reduce below
             return None, dw, db, None, None, None, None
         inner = gradient if weight is None else gradient * weight
         del gradient
+        # one all-reduce for both sums
         sums = torch.stack([inner.sum(dims, True), (inner * normal).sum(dims, True)])
         first, second = (_total(sums, axes) / count).unbind(0)
+        # without a weight, `inner` may be the gradient that was handed in, and is not ours to write over
         dx = inner - first if weight is None else inner.sub_(first)
         dx = dx.sub_(normal.mul_(second)).mul_(rstd)
         return dx.to(x.dtype), dw, db, None, None, None, None
@@ -84,15 +87,15 @@ def _differentiable(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, dims: list[int],
     axes: tuple[Axis, ...], count: int, eps: float,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-    """The gradients of x, weight and bias where they are differentiated again: statistics are made anew."""
-    if any(isinstance(each, Distributed) for each in (gradient, x, weight, bias)):
+    """Returns the gradients of x, weight and bias by differentiable operations: statistics are computed again."""
+    if any(isinstance(tensor, Distributed) for tensor in (gradient, x, weight, bias)):
         raise Uncut("a second derivative through the norm of tiles whose channels tp cuts: use domain alone")
 
-    def mean_of(each: torch.Tensor) -> torch.Tensor:
-        each = each.sum(dims, True)
+    def mean_of(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.sum(dims, True)
         for axis in axes:
-            each = sum_over(each, axis, TAG)
-        return each / count
+            tensor = sum_over(tensor, axis, TAG)
+        return tensor / count
 
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     centred = wide - mean_of(wide)
@@ -106,20 +109,24 @@ def _differentiable(
 
 
 def _by_group(
-    input: torch.Tensor, found: list[CutDim], groups: int, weight: torch.Tensor | None, bias: torch.Tensor | None,
+    input: torch.Tensor, cut_dims: list[CutDim], groups: int, weight: torch.Tensor | None, bias: torch.Tensor | None,
     eps: float, samples: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(y, mean, variance) of x (N, C, ...): statistics of each group of channels, of a sample or (`samples`) of all."""
-    tile = opened(input, found)
+    """Returns (y, mean, variance) of x (N, C, ...): statistics of each group of channels, of each sample or of all.
+
+    samples  of all: as a batch norm has them
+    """
+    tile = opened(input, cut_dims)
     n, channels, *space = tile.shape
     grouped = tile.reshape(n, groups, channels // groups, *space)
     shape = [1, groups, -1, *[1] * len(space)]
-    weight, bias = (None if t is None else t.view(shape) for t in (used(weight, found), used(bias, found)))
+    weight, bias = (None if t is None else t.view(shape) for t in (used(weight, cut_dims), used(bias, cut_dims)))
     dims = [0] * samples + list(range(2, grouped.dim()))
+    # elements of the whole field: a part has the whole tensor's shape
     count = input.numel() // (groups if samples else groups * n)
-    axes = tuple(cut.axis for cut in found)
+    axes = tuple(cut.axis for cut in cut_dims)
     y, mean, var = _Standardised.apply(grouped, weight, bias, dims, axes, count, eps)
-    return placed(y.reshape(tile.shape), found), mean, var
+    return placed(y.reshape(tile.shape), cut_dims), mean, var
 
 
 @answers(F.group_norm, torch.group_norm, cut_once=False)
@@ -128,12 +135,12 @@ def group_norm(
     eps: float = 1e-5, cudnn_enabled: bool = True,
 ) -> torch.Tensor:  # fmt: skip
     """`F.group_norm` of a tensor of which any spatial dim may be cut."""
-    found = cuts(input, range(2, input.dim()))
-    if not found:
+    cut_dims = cuts(input, range(2, input.dim()))
+    if not cut_dims:
         return F.group_norm(input, num_groups, weight, bias, eps)
-    if input.shape[1] % num_groups:
+    if input.shape[1] % num_groups:  # torch's own error, which the reshape to groups would come before
         raise RuntimeError(f"{input.shape[1]} channels are not divisible into {num_groups} groups")
-    return _by_group(input, found, num_groups, weight, bias, eps, False)[0]
+    return _by_group(input, cut_dims, num_groups, weight, bias, eps, False)[0]
 
 
 @answers(F.instance_norm, cut_once=False)
@@ -143,15 +150,15 @@ def instance_norm(
     momentum: float = 0.1, eps: float = 1e-5,
 ) -> torch.Tensor:  # fmt: skip
     """`F.instance_norm` of a tensor of which any spatial dim may be cut."""
-    found = cuts(input, range(2, input.dim()))
-    if not found:
+    cut_dims = cuts(input, range(2, input.dim()))
+    if not cut_dims:
         return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
-    if not use_input_stats:
+    if not use_input_stats:  # running statistics are of a channel, whatever the sample
         return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     count = math.prod(input.shape[2:])
-    if count < 2:
+    if count < 2:  # asked of the whole field: a tile may well have a single element
         raise ValueError(f"Expected more than 1 spatial element when training, got input size {input.size()}")
-    y, mean, var = _by_group(input, found, input.shape[1], weight, bias, eps, False)
+    y, mean, var = _by_group(input, cut_dims, input.shape[1], weight, bias, eps, False)
     _keep(running_mean, running_var, mean.mean(0).flatten(), var.mean(0).flatten(), count, momentum)
     return y
 
@@ -163,18 +170,18 @@ def batch_norm(
     momentum: float = 0.1, eps: float = 1e-5,
 ) -> torch.Tensor:  # fmt: skip
     """`F.batch_norm` of a tensor of which any dim but that of channels may be cut."""
-    found = cuts(input, (0, *range(2, input.dim())))
-    if not found:
+    cut_dims = cuts(input, (0, *range(2, input.dim())))
+    if not cut_dims:
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     if not training:
-        tile, w, b = opened(input, found), used(weight, found), used(bias, found)
+        tile, w, b = opened(input, cut_dims), used(weight, cut_dims), used(bias, cut_dims)
         if running_mean is not None:  # kernels take a 16-bit input, and all else in one dtype
             w, b = (None if t is None else t.to(running_mean.dtype) for t in (w, b))
-        return placed(F.batch_norm(tile, running_mean, running_var, w, b, False, momentum, eps), found)
+        return placed(F.batch_norm(tile, running_mean, running_var, w, b, False, momentum, eps), cut_dims)
     count = input.numel() // input.shape[1]
     if count < 2:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
-    y, mean, var = _by_group(input, found, input.shape[1], weight, bias, eps, True)
+    y, mean, var = _by_group(input, cut_dims, input.shape[1], weight, bias, eps, True)
     _keep(running_mean, running_var, mean.flatten(), var.flatten(), count, momentum)
     return y
 
@@ -188,7 +195,7 @@ def _keep(
     running_mean: torch.Tensor | None, running_var: torch.Tensor | None, mean: torch.Tensor, var: torch.Tensor,
     count: int, momentum: float,
 ) -> None:  # fmt: skip
-    """Running statistics take in new ones: the same on every rank. The variance is the unbiased one."""
+    """Update running statistics in place, by the same numbers on every rank. The variance is the unbiased one."""
     if running_mean is None or running_var is None:
         return
     with torch.no_grad():
@@ -204,14 +211,15 @@ def layer_norm(
 ) -> torch.Tensor:  # fmt: skip
     """`F.layer_norm` of a tensor of which any of the dims that it runs over may be cut."""
     dims = list(range(-len(normalized_shape), 0))
-    found = cuts(input, dims)
-    if not found:
+    cut_dims = cuts(input, dims)
+    if not cut_dims:
         return F.layer_norm(input, list(normalized_shape), weight, bias, eps)
-    axes, lead = tuple(cut.axis for cut in found), input.dim() - len(dims)
-    own = [CutDim(cut.axis, cut.dim - lead, cut.owners) for cut in found]
-    tile, w, b = opened(input, found), taken(weight, own), taken(bias, own)
+    axes, lead = tuple(cut.axis for cut in cut_dims), input.dim() - len(dims)
+    # a weight has an element for each index of a cut dim: each rank reads its own, where other norms read all of it
+    own = [CutDim(cut.axis, cut.dim - lead, cut.owners) for cut in cut_dims]
+    tile, w, b = opened(input, cut_dims), taken(weight, own), taken(bias, own)
     y, _, _ = _Standardised.apply(tile, w, b, dims, axes, math.prod(normalized_shape), eps)
-    return placed(y, found)
+    return placed(y, cut_dims)
 
 
 @answers(F.rms_norm, torch.rms_norm, cut_once=False)
@@ -222,6 +230,8 @@ def rms_norm(
     dims = list(range(-len(normalized_shape), 0))
     if not cuts(input, dims):
         return F.rms_norm(input, list(normalized_shape), weight, eps)
+    # by operations that parts have rules for; in float32, so that bf16 is rounded once, at the end
+    # (`test_norms_over_cut_dims_round_once`)
     wide = input.to(torch.promote_types(input.dtype, torch.float32))
     least = torch.finfo(wide.dtype).eps if eps is None else eps
     y = wide * torch.rsqrt(wide.square().mean(dims, keepdim=True) + least)

@@ -20,7 +20,8 @@ from shardwise.part.moves import shown
 def pad(
     input: torch.Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> torch.Tensor:  # fmt: skip
-    """`F.pad` of a tensor of which any dim may be cut: constant, circular, reflect or replicate."""
+    """Returns `F.pad` of a tensor of which any dim may be cut: constant, circular, reflect or replicate."""
+    # by dim, (front, behind): torch counts pairs from the last dim; what is popped below is padded by a fetch
     widths = {input.dim() - 1 - place: (pad[2 * place], pad[2 * place + 1]) for place in range(len(pad) // 2)}
     found = cuts(input, range(input.dim()))
     if not found:
@@ -41,10 +42,10 @@ def pad(
 def _locally(
     tile: torch.Tensor, widths: dict[int, tuple[int, int]], length: int, mode: str, value: float | None
 ) -> torch.Tensor:  # fmt: skip
-    """A tile padded along dims that are not cut."""
+    """Returns a tile padded along dims that are not cut. `length`: of the list that `F.pad` was given."""
     if not any(map(any, widths.values())):
         return tile
-    if tile.numel() or mode == "constant":
+    if tile.numel() or mode == "constant":  # a list as long as the user's: modes take only as many pairs as they know
         return F.pad(tile, [n for dim in reversed(range(tile.dim())) for n in widths.get(dim, (0, 0))][:length],
                      mode, value)  # fmt: skip
     for dim, width in widths.items():  # kernels take no empty tiles
@@ -55,7 +56,7 @@ def _locally(
 
 @lru_cache(REMEMBERED)
 def _source(n: int, before: int, after: int, mode: str) -> tuple[int, ...]:
-    """The index, of n, that each padded index shows; one outside where it shows the constant."""
+    """Returns the index, of n, that each padded index shows; one outside where it shows the constant."""
     places = np.arange(-before, n + after)
     if n + before + after < 0:
         raise RuntimeError(f"padding {n} indices by ({before}, {after}) leaves less than nothing")

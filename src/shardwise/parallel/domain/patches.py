@@ -12,24 +12,25 @@ from shardwise.parallel.domain.tiles import answers, cuts, once, windowed
 
 @answers(torch.Tensor.unfold)
 def sliding(input: torch.Tensor, dimension: int, size: int, step: int) -> torch.Tensor:
-    """(…, windows, …, size): the windows along one dim, which may be cut, in a dim behind all others."""
+    """Returns (…, windows, …, size): the windows along one dim, which may be cut, in a dim behind all others."""
     dim = dimension % input.dim()
-    found = cuts(input, range(input.dim()))
-    if not found:
+    cut_dims = cuts(input, range(input.dim()))
+    if not cut_dims:
         return input.unfold(dim, size, step)
     if size > input.shape[dim]:
         raise RuntimeError(f"unfold: windows of {size} along dim {dim} of {tuple(input.shape)}")
     along = {dim: Sliding((input.shape[dim] - size) // step + 1, size, step)}
-    return windowed(input, along, found, lambda window: window.unfold(dim, size, step), views=True)
+    # windows are views: what is written into one is written into a copy, not into the tile
+    return windowed(input, along, cut_dims, lambda window: window.unfold(dim, size, step), views=True)
 
 
 @answers(F.unfold)
 def unfold(
     input: torch.Tensor, kernel_size: Sizes, dilation: Sizes = 1, padding: Sizes = 0, stride: Sizes = 1
 ) -> torch.Tensor:  # fmt: skip
-    """(B, C * kernel, patches) of (B, C, H, W), of which H and W may be cut."""
-    found, first = cuts(input, (-2, -1)), input.dim() - 2
-    if not found:
+    """Returns (B, C * kernel, patches) of (B, C, H, W), of which H and W may be cut."""
+    cut_dims, first = cuts(input, (-2, -1)), input.dim() - 2
+    if not cut_dims:
         return F.unfold(input, kernel_size, dilation, padding, stride)
     kernel, step, pads, gaps = (each(value, 2) for value in (kernel_size, stride, padding, dilation))
     maps = []
@@ -38,7 +39,7 @@ def unfold(
         if count < 1:
             raise RuntimeError(f"unfold: windows of {kernel} in {tuple(input.shape)}")
         maps.append(Sliding(count, kernel[d], step[d], pads[d], gaps[d]))
-    tiled = {cut.dim for cut in found}
+    tiled = {cut.dim for cut in cut_dims}
     local_pads = [0 if first + d in tiled else pads[d] for d in range(2)]
 
     def local(window: torch.Tensor) -> torch.Tensor:
@@ -46,7 +47,8 @@ def unfold(
                   for n, pad, m in zip(window.shape[-2:], local_pads, maps, strict=True)]  # fmt: skip
         return F.unfold(window, kernel, gaps, local_pads, step).unflatten(-1, counts)
 
-    columns = windowed(input, {cut.dim: maps[cut.dim - first] for cut in found}, found, local)
+    # rows and columns of patches are dims of their own until each has its owners; joined, they are a view of both
+    columns = windowed(input, {cut.dim: maps[cut.dim - first] for cut in cut_dims}, cut_dims, local)
     return columns.flatten(-2)
 
 
@@ -55,7 +57,7 @@ def fold(
     input: torch.Tensor, output_size: Sizes, kernel_size: Sizes, dilation: Sizes = 1, padding: Sizes = 0,
     stride: Sizes = 1,
 ) -> torch.Tensor:  # fmt: skip
-    """(B, C, H, W), sums of the patches (B, C * kernel, patches) where they overlap; the patches may be cut."""
+    """Returns (B, C, H, W), sums of the patches (B, C * kernel, patches) where they overlap; these may be cut."""
     if not cuts(input, [-1]):
         return F.fold(input, output_size, kernel_size, dilation, padding, stride)
     sizes, kernel, step, pads, gaps = (
@@ -63,20 +65,21 @@ def fold(
     )
     counts = [(sizes[d] + 2 * pads[d] - gaps[d] * (kernel[d] - 1) - 1) // step[d] + 1 for d in range(2)]
     patches = input.unflatten(-1, counts)
-    found, first = cuts(patches, (-2, -1)), patches.dim() - 2
-    if len({cut.dim for cut in found}) < len(found):  # rows of tokens that two axes cut
+    cut_dims, first = cuts(patches, (-2, -1)), patches.dim() - 2
+    if len({cut.dim for cut in cut_dims}) < len(cut_dims):  # rows of tokens that two axes cut
         return once(fold, (input, sizes, kernel, gaps, pads, step), {})
     along = {cut.dim: Spreading(sizes[d], kernel[d], step[d], pads[d], gaps[d])
-             for cut in found for d in [cut.dim - first]}  # fmt: skip
-    tiled = {cut.dim - first for cut in found}
+             for cut in cut_dims for d in [cut.dim - first]}  # fmt: skip
+    tiled = {cut.dim - first for cut in cut_dims}
     local_pads = [0 if d in tiled else pads[d] for d in range(2)]
 
     def local(window: torch.Tensor) -> torch.Tensor:
+        # along a cut dim, all cells that the patches of the window add to; `windowed` takes this rank's
         full = [(n - 1) * step[d] + gaps[d] * (kernel[d] - 1) + 1 if d in tiled else sizes[d]
                 for d, n in enumerate(window.shape[-2:])]  # fmt: skip
         return F.fold(window.flatten(-2), full, kernel, gaps, local_pads, step)
 
-    return windowed(patches, along, found, local)
+    return windowed(patches, along, cut_dims, local)
 
 
 __all__ = ["fold", "sliding", "unfold"]

@@ -19,7 +19,7 @@ from shardwise.part.cuts import REMEMBERED, Uncut
 
 
 def _outputs(n: int, kernel: int, stride: int, padding: int, dilation: int, ceil: bool) -> int:
-    """Outputs along one dim; a last window that would begin in the padding behind it is dropped."""
+    """Returns how many windows fit along a dim of `n`; one that would begin in the padding behind it is dropped."""
     reach = dilation * (kernel - 1) + 1
     if padding > kernel // 2 or padding < 0:
         raise RuntimeError(f"pad should be at most half of the kernel size, got {padding} and {kernel}")
@@ -34,9 +34,9 @@ def _outputs(n: int, kernel: int, stride: int, padding: int, dilation: int, ceil
 def _slides(
     input: torch.Tensor, dims: int, kernel: Sizes, stride: Sizes | None, padding: Sizes, dilation: Sizes, ceil: bool
 ) -> tuple[list[int], list[int], list[int], list[Sliding]]:  # fmt: skip
-    """(kernel, stride, dilation) and the windows of each dim, from a pooling function's arguments."""
+    """Returns (kernel, stride, dilation) and the windows of each dim, from a pooling function's arguments."""
     kernels = each(kernel, dims)
-    strides = each(stride, dims) if stride not in (None, [], ()) else kernels
+    strides = each(stride, dims) if stride not in (None, [], ()) else kernels  # torch passes [] for no stride too
     paddings, dilations = each(padding, dims), each(dilation, dims)
     windows = []
     for d, n in enumerate(input.shape[-dims:]):
@@ -45,9 +45,12 @@ def _slides(
     return kernels, strides, dilations, windows
 
 
-def _edges(input: torch.Tensor, windows: list[Sliding], found: list[CutDim]) -> list[int]:
-    """What `F.pad` adds to (or, below zero, cuts off) the dims that are not cut, for windows without padding."""
-    first, tiled, around = input.dim() - len(windows), {cut.dim for cut in found}, []
+def _edges(input: torch.Tensor, windows: list[Sliding], cut_dims: list[CutDim]) -> list[int]:
+    """Returns what `F.pad` adds to the dims that are not cut (or, below zero, cuts off) in the place of padding.
+
+    With it, every window of the local operation lies inside, whatever `ceil_mode` is.
+    """
+    first, tiled, around = input.dim() - len(windows), {cut.dim for cut in cut_dims}, []
     for d in reversed(range(len(windows))):
         window, n = windows[d], input.shape[first + d]
         around += [0, 0] if first + d in tiled else [window.before, window.needed - window.before - n]
@@ -55,31 +58,34 @@ def _edges(input: torch.Tensor, windows: list[Sliding], found: list[CutDim]) -> 
 
 
 def _max_pool(plain: Callable, with_places: Callable, dims: int) -> None:
+    """Register max pooling over `dims` dims, with indices and without."""
+
     def max_pool(
         input: torch.Tensor, kernel_size: Sizes, stride: Sizes | None = None, padding: Sizes = 0, dilation: Sizes = 1,
         ceil_mode: bool = False, return_indices: bool = False,
     ):  # fmt: skip
         """The largest of each window of a tensor of which any spatial dim may be cut."""
-        found = cuts(input, range(-dims, 0))
-        if not found:
+        cut_dims = cuts(input, range(-dims, 0))
+        if not cut_dims:
             return plain(input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
         kernels, strides, dilations, windows = _slides(input, dims, kernel_size, stride, padding, dilation, ceil_mode)
-        around, first = _edges(input, windows, found), input.dim() - dims
+        around, first = _edges(input, windows, cut_dims), input.dim() - dims
 
         def local(window: torch.Tensor) -> torch.Tensor:
             window = F.pad(window, around, value=lowest) if any(around) else window
             if not return_indices:
                 return plain(window, kernels, strides, 0, dilations)
             output, places = with_places(window, kernels, strides, 0, dilations)
+            # torch counts places in what it is given; one process, in the field without padding
             return output, _in_field(places, window.shape[first:], origin, input.shape[first:])
 
         origin = [-window.before for window in windows]  # of what this rank pools, in the field
-        for cut in found:
+        for cut in cut_dims:
             wanted = reads(cut.owners, windows[cut.dim - first]).wanted
             origin[cut.dim - first] = wanted[cut.axis.index][0][0]
         lowest = -torch.inf if input.is_floating_point() else torch.iinfo(input.dtype).min
-        along = {cut.dim: windows[cut.dim - first] for cut in found}
-        return windowed(input, along, found, local, lowest)
+        along = {cut.dim: windows[cut.dim - first] for cut in cut_dims}
+        return windowed(input, along, cut_dims, local, lowest)
 
     def with_indices(
         input: torch.Tensor, kernel_size: Sizes, stride: Sizes | None = None, padding: Sizes = 0, dilation: Sizes = 1,
@@ -94,24 +100,27 @@ def _max_pool(plain: Callable, with_places: Callable, dims: int) -> None:
 def _in_field(
     places: torch.Tensor, window: Sequence[int], origin: Sequence[int], field: Sequence[int]
 ) -> torch.Tensor:  # fmt: skip
-    """Places counted in the whole field, of places counted in a window of it that begins at `origin`."""
-    found, left = torch.zeros_like(places), places
+    """Returns places counted in the whole field, of places counted in a window of it that begins at `origin`."""
+    # both are flat: a place is taken apart dim by dim, from the outermost in, and put together with the field's sizes
+    in_field, left = torch.zeros_like(places), places
     for d, n in enumerate(field):
         behind = math.prod(window[d + 1 :])
-        found = found * n + (left // behind + origin[d]).clamp(0, n - 1)
+        in_field = in_field * n + (left // behind + origin[d]).clamp(0, n - 1)
         left = left % behind
-    return found
+    return in_field
 
 
 def _max_unpool(plain: Callable, dims: int) -> None:
+    """Register max unpooling over `dims` dims."""
+
     def max_unpool(
         input: torch.Tensor, indices: torch.Tensor, kernel_size: Sizes, stride: Sizes | None = None,
         padding: Sizes = 0, output_size: Any = None,
     ) -> torch.Tensor:  # fmt: skip
         """A field of zeros with each input at its place, of which any spatial dim may be cut."""
         first = input.dim() - dims
-        found = cuts(input, range(first, input.dim()))
-        if not found:
+        cut_dims = cuts(input, range(first, input.dim()))
+        if not cut_dims:
             return plain(input, indices, kernel_size, stride, padding, output_size)
         kernels, pads = each(kernel_size, dims), each(padding, dims)
         strides = each(stride, dims) if stride not in (None, [], ()) else kernels
@@ -119,19 +128,21 @@ def _max_unpool(plain: Callable, dims: int) -> None:
                 for n, s, p, k in zip(input.shape[first:], strides, pads, kernels, strict=True)]  # fmt: skip
         size = size if output_size is None else list(output_size)[-dims:]
         if [(cut.axis, cut.owners) for cut in cuts(indices, range(first, input.dim()))] != [
-            (cut.axis, cut.owners) for cut in found
+            (cut.axis, cut.owners) for cut in cut_dims
         ]:
             raise Uncut(f"max_unpool{dims}d of a tile whose indices are dealt otherwise")
         along = {cut.dim: Spreading(size[d], kernels[d], strides[d], pads[d])
-                 for cut in found for d in [cut.dim - first]}  # fmt: skip
-        plans = {cut.dim: reads(cut.owners, along[cut.dim]) for cut in found}
-        _near(indices, found, along, size, f"max_unpool{dims}d")
+                 for cut in cut_dims for d in [cut.dim - first]}  # fmt: skip
+        plans = {cut.dim: reads(cut.owners, along[cut.dim]) for cut in cut_dims}
+        _near(indices, cut_dims, along, size, f"max_unpool{dims}d")
         origin, extents = [0] * dims, list(size)
-        for cut in found:
+        for cut in cut_dims:
             span = plans[cut.dim].owners.span(cut.axis.index) or (0, 0)
             origin[cut.dim - first], extents[cut.dim - first] = span
+            # windows overlap, so a maximum of another rank's may lie among this rank's outputs; -1 is in no field
             indices = fetched(indices, cut, plans[cut.dim].wanted, -1)
             input = fetched(input, cut, plans[cut.dim].wanted)
+        # places of the whole field as places among this rank's outputs, dim by dim
         inside, place, left = indices >= 0, torch.zeros_like(indices), indices
         for d in range(dims):
             behind = math.prod(size[d + 1 :])
@@ -142,46 +153,52 @@ def _max_unpool(plain: Callable, dims: int) -> None:
         place = torch.where(inside, place, cells)  # what lies elsewhere goes to a cell that is dropped
         flat = input.new_zeros((*input.shape[:first], cells + 1))
         flat = flat.scatter(-1, place.flatten(first), input.flatten(first))
-        after = [CutDim(cut.axis, cut.dim, plans[cut.dim].owners) for cut in found]
+        after = [CutDim(cut.axis, cut.dim, plans[cut.dim].owners) for cut in cut_dims]
         return placed(flat.narrow(-1, 0, cells).unflatten(-1, extents), after)
 
     answers(plain)(max_unpool)
 
 
 def _near(
-    indices: torch.Tensor, found: list[CutDim], along: dict[int, Spreading], size: Sequence[int], what: str
+    indices: torch.Tensor, cut_dims: list[CutDim], along: dict[int, Spreading], size: Sequence[int], what: str
 ) -> None:  # fmt: skip
-    """Raise, or let a device assert, that each place lies in the window from which it was pooled: none else is read."""
-    first, mine = indices.dim() - len(size), opened(indices, found)
-    held = torch.ones((), dtype=torch.bool, device=mine.device)
-    for cut in found:
+    """Raises `Uncut`, or lets a device assert, where a place lies outside the window from which it was pooled.
+
+    Ranks fetch by those windows, so a place elsewhere would be lost in silence.
+    """
+    first, mine = indices.dim() - len(size), opened(indices, cut_dims)
+    all_near = torch.ones((), dtype=torch.bool, device=mine.device)
+    for cut in cut_dims:
         d, window = cut.dim - first, along[cut.dim]
         at = mine // math.prod(size[d + 1 :]) % size[d]
         start = torch.as_tensor(cut.owners.indices(cut.axis.index)) * window.stride - window.before
         start = to_device(start, mine.device).view([-1 if e == cut.dim else 1 for e in range(mine.dim())])
-        held = held & ((at >= start) & (at < start + window.kernel)).all()
+        all_near = all_near & ((at >= start) & (at < start + window.kernel)).all()
     error = f"{what} of tiles: a place lies outside the window of its kernel and stride, and is not fetched"
-    require(held, lambda: Uncut(error))
+    require(all_near, lambda: Uncut(error))
 
 
 def _avg_pool(plain: Callable, dims: int) -> Callable:
+    """Register average pooling over `dims` dims."""
+
     def avg_pool(
         input: torch.Tensor, kernel_size: Sizes, stride: Sizes | None = None, padding: Sizes = 0,
         ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """The mean of each window of a tensor of which any spatial dim may be cut."""
-        found = cuts(input, range(-dims, 0))
-        more = () if dims == 1 else (divisor_override,)
-        if not found:
+        cut_dims = cuts(input, range(-dims, 0))
+        more = () if dims == 1 else (divisor_override,)  # `avg_pool1d` has no such argument
+        if not cut_dims:
             return plain(input, kernel_size, stride, padding, ceil_mode, count_include_pad, *more)
         kernels, strides, _, windows = _slides(input, dims, kernel_size, stride, padding, 1, ceil_mode)
-        around, first = _edges(input, windows, found), input.dim() - dims
+        around, first = _edges(input, windows, cut_dims), input.dim() - dims
 
         def local(window: torch.Tensor) -> torch.Tensor:
             window = F.pad(window, around) if any(around) else window
             return plain(window, kernels, strides)
 
-        output = windowed(input, {cut.dim: windows[cut.dim - first] for cut in found}, found, local)
+        # means over whole kernels, zeros of the padding among them; put right below where torch divides by less
+        output = windowed(input, {cut.dim: windows[cut.dim - first] for cut in cut_dims}, cut_dims, local)
         if divisor_override:
             return output * (float(np.prod(kernels)) / divisor_override)
         for d, window in enumerate(windows):
@@ -196,9 +213,10 @@ def _avg_pool(plain: Callable, dims: int) -> Callable:
 
 @lru_cache(REMEMBERED)
 def _factors(window: Sliding, n: int, padded: bool) -> tuple[float, ...] | None:
-    """Kernel size over the indices that each window's mean counts; None where that is 1 throughout."""
+    """Returns, for each window, the kernel's size over how many indices its mean counts; None where all are 1."""
     start = np.arange(window.size) * window.stride - window.before
     stop = np.minimum(start + window.kernel, n + window.before)
+    # with `count_include_pad`, padding counts, but not what a window of `ceil_mode` has beyond it
     counted = stop - start if padded else np.minimum(stop, n) - np.maximum(start, 0)
     return None if (counted == window.kernel).all() else tuple(float(x) for x in window.kernel / counted)
 

@@ -27,43 +27,46 @@ def grid_sample(
     input: torch.Tensor, grid: torch.Tensor, mode: str = "bilinear", padding_mode: str = "zeros",
     align_corners: bool | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`F.grid_sample` of fields, grids of places, or both, of which any dim may be cut."""
-    told, found = (mode, padding_mode, align_corners), cuts(input, range(input.dim()))
-    if found and found == cuts(grid, range(grid.dim())) and all(cut.dim == 0 for cut in found):  # each its own samples
-        return placed(F.grid_sample(opened(input, found), opened(grid, found), *told), found)
-    return once(_grid_sample, (input, grid, *told), {})
+    """Returns `F.grid_sample` of fields, grids of places, or both, of which any dim may be cut."""
+    options, cut_dims = (mode, padding_mode, align_corners), cuts(input, range(input.dim()))
+    # samples alone are cut, of both alike: each rank reads its own, and nothing is gathered
+    if cut_dims and cut_dims == cuts(grid, range(grid.dim())) and all(cut.dim == 0 for cut in cut_dims):
+        return placed(F.grid_sample(opened(input, cut_dims), opened(grid, cut_dims), *options), cut_dims)
+    return once(_grid_sample, (input, grid, *options), {})
 
 
-def _grid_sample(input: torch.Tensor, grid: torch.Tensor, *told: Any) -> torch.Tensor:
-    """The same where no dim is cut over two axes."""
+def _grid_sample(input: torch.Tensor, grid: torch.Tensor, *options: Any) -> torch.Tensor:
+    """Returns the same where no dim is cut over two axes."""
     apart = {cut.axis.name: cut for cut in (*cuts(grid, [0]), *cuts(input, [0, 1]))}
     for cut in apart.values():  # each rank its own samples, or its own channels at the places of all
         input = _own(input, cut)
         grid = _own(grid, cut) if cut.dim == 0 else used(grid, [cut])
     of_field, of_grid = cuts(input, range(2, input.dim())), cuts(grid, range(1, grid.dim() - 1))
-    for cut in of_field:
+    for cut in of_field:  # a place may lie anywhere in the field
         noted("a field that grid_sample reads", input, cut)
         input = fetched(input, cut, ((((0, cut.owners.size),),) * cut.axis.size))
     grid = opened(grid, of_grid)
     by_grid = {cut.axis.name for cut in of_grid}
-    input_of = [cut for cut in of_grid if cut.axis.name not in {each.axis.name for each in of_field}]
+    # an axis that cuts the places alone: its ranks read one field, whose gradient is a sum over them
+    input_of = [cut for cut in of_grid if cut.axis.name not in {other.axis.name for other in of_field}]
     input = used(input, input_of) if input_of else input
     after = [*apart.values(), *(CutDim(cut.axis, cut.dim + 1, cut.owners) for cut in of_grid)]
     for cut in of_field:
-        if cut.axis.name not in by_grid:  # places that all ranks have: each takes its own
-            dim = _free(grid, {each.dim - 1 for each in after}, cut.dim - 1)
+        # places that all ranks have: each takes some of them, else every rank would compute all outputs
+        if cut.axis.name not in by_grid:
+            dim = _free(grid, {other.dim - 1 for other in after}, cut.dim - 1)
             owners = Owners.blocks(grid.shape[dim], cut.axis.size)
             start, count = owners.span(cut.axis.index) or (0, 0)
             whole = used(grid, [cut])
             assert whole is not None
             grid = whole.narrow(dim, start, count)
             after.append(CutDim(cut.axis, dim + 1, owners))
-    output = F.grid_sample(input, grid, *told)
+    output = F.grid_sample(input, grid, *options)
     return placed(output, sorted(after, key=lambda cut: cut.axis.depth))
 
 
 def _own(tensor: torch.Tensor, cut: CutDim) -> torch.Tensor:
-    """This rank's indices along the dim of a cut, of a tensor that is cut over its axis or that every rank has."""
+    """Returns this rank's indices along the dim of a cut, of a tensor that is cut over its axis or that all have."""
     if isinstance(from_axis(tensor, cut.axis), Part):
         return opened(dealt_alike(tensor, [cut]), [cut])
     whole = used(tensor, [cut])
@@ -73,25 +76,28 @@ def _own(tensor: torch.Tensor, cut: CutDim) -> torch.Tensor:
 
 @answers(torch.Tensor.__getitem__, cut_once=False)
 def entries(input: torch.Tensor, index: Any) -> torch.Tensor:
-    """`input[:, i, j]`: where the indices are cut, what they read is gathered; each rank reads at its own places."""
-    given = index if isinstance(index, tuple) else (index,)
-    own = any(isinstance(each, Part) and not each.dtype.is_floating_point and each.dtype not in MASKS for each in given)
-    return getitem(_readable(input, _dims_read(given, input.dim())) if own else input, index)
+    """Returns `input[:, i, j]`; where indices are cut, what they read is gathered, and each rank reads at its own."""
+    indices = index if isinstance(index, tuple) else (index,)
+    # masks select, and have a rule of their own
+    parts = [item for item in indices if isinstance(item, Part)]
+    by_tiles = any(not part.dtype.is_floating_point and part.dtype not in MASKS for part in parts)
+    return getitem(_readable(input, _dims_read(indices, input.dim())) if by_tiles else input, index)
 
 
 def _dims_read(index: tuple, dims: int) -> list[int]:
-    """The dims of which tensors in an index of slices, numbers and tensors name the places."""
-    found, rest = [], sum(each is not None and each is not ... for each in index)
+    """Returns the dims of which tensors in an index of slices, numbers, None, ... and tensors name the places."""
+    dims_read, rest = [], sum(item is not None and item is not ... for item in index)
     dim = 0
-    for each in index:
-        if isinstance(each, torch.Tensor):
-            found.append(dim)
-        dim += dims - rest if each is ... else each is not None
-    return found
+    for item in index:
+        if isinstance(item, torch.Tensor):
+            dims_read.append(dim)
+        # `...` stands for the dims that nothing else names; None makes a new dim and reads none
+        dim += dims - rest if item is ... else item is not None
+    return dims_read
 
 
 def _readable(input: torch.Tensor, dims: Iterable[int]) -> torch.Tensor:
-    """A field that every rank has along these dims."""
+    """Returns a field that every rank has all of along these dims; what is gathered is noted. Collective."""
     for cut in reversed(cuts(input, dims)):
         noted("a field that is read at places of tiles", input, cut)
         input = whole_over_axis(input, cut.axis)
@@ -100,19 +106,19 @@ def _readable(input: torch.Tensor, dims: Iterable[int]) -> torch.Tensor:
 
 @answers(torch.index_select, torch.Tensor.index_select, cut_once=False)
 def index_select(input: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
-    """`torch.index_select` along a dim that may be cut, by an index that may be."""
+    """Returns `torch.index_select` along a dim that may be cut, by an index that may be."""
     return torch.index_select(_readable(input, [dim]) if isinstance(index, Part) else input, dim, index)
 
 
 @answers(torch.gather, torch.Tensor.gather, cut_once=False)
 def gather(input: torch.Tensor, dim: int, index: torch.Tensor, **options: Any) -> torch.Tensor:
-    """`torch.gather` along a dim that may be cut, by an index that may be."""
+    """Returns `torch.gather` along a dim that may be cut, by an index that may be."""
     along = isinstance(index, Part) and bool(cuts(index, [dim]))
     return entries_of(_readable(input, [dim]) if along else input, dim, index, **options)
 
 
 def _free(grid: torch.Tensor, taken: set[int], wanted: int) -> int:
-    """A dim of places along which ranks can share them."""
+    """Returns a dim of places along which ranks can share them: the wanted one where it is free."""
     free = [dim for dim in (wanted, *range(1, grid.dim() - 1)) if dim not in taken]
     if not free:
         raise Uncut(f"grid_sample of {tuple(grid.shape[1:-1])} places over more tiled dims than they have")

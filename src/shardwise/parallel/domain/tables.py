@@ -67,9 +67,10 @@ class Table:
 
 @lru_cache(256)
 def entries(table: Table) -> tuple[np.ndarray, np.ndarray | None]:
-    """(size, K) inputs that each output reads, ascending, and their weights (None: 1)."""
+    """Returns (size, K) inputs that each output reads, ascending, and their weights (None: 1)."""
     if table.kind == "windows":
         return _windows(table)
+    # in the kernels' own dtype: a place that is rounded otherwise is another input
     kind: Any = np.float64 if table.double else np.float32
     if table.kind.startswith("nearest"):
         return _nearest(table, kind)[:, None], None
@@ -97,12 +98,12 @@ def entries(table: Table) -> tuple[np.ndarray, np.ndarray | None]:
 
 
 def _antialiased(table: Table, kind: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Filters as wide as the inputs of one output, each with weights that add up to one."""
+    """Returns, as `entries`, filters as wide as the inputs of one output, each with weights that add up to one."""
     n = table.n
     ratio = float(_ratio(table, kind))
     if table.align:
         ratio = (n - 1) / (table.size - 1) if table.size > 1 else 0.0
-    stretch = max(ratio, 1.0)
+    stretch = max(ratio, 1.0)  # a filter widens where the field shrinks, and never narrows
     support = stretch * (1 if table.kind.startswith("linear") else 2)
     centre = ratio * (np.arange(table.size) + 0.5)
     first = np.maximum((centre - support + 0.5).astype(np.int64), 0)
@@ -113,16 +114,19 @@ def _antialiased(table: Table, kind: Any) -> tuple[np.ndarray, np.ndarray]:
         weights = np.where(x < 1, 1 - x, 0.0)
     else:
         weights = np.where(x < 1, _near(x, SMOOTH), np.where(x < 2, _far(x, SMOOTH), 0.0))
+    # rows are as long as the longest filter: what lies behind a shorter one counts nothing
     weights = weights * (along < count[:, None])
     total = weights.sum(1, keepdims=True)
     return np.minimum(first[:, None] + along, n - 1), weights / np.where(total == 0, 1, total)
 
 
 def _far(x: np.ndarray, a: float = CUBIC) -> np.ndarray:
+    """Returns the cubic kernel at distances between 1 and 2."""
     return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
 
 
 def _near(x: np.ndarray, a: float = CUBIC) -> np.ndarray:
+    """Returns the cubic kernel at distances up to 1."""
     return ((a + 2) * x - (a + 3)) * x * x + 1
 
 
@@ -133,11 +137,12 @@ def _ratio(table: Table, kind: Any) -> Any:
 
 
 def _nearest(table: Table, kind: Any) -> np.ndarray:
-    """The input of each output, as the forward kernel finds it; refused where the backward kernel finds another."""
+    """Returns the input of each output, as the forward kernel has it; refused where the backward kernel has another."""
     outputs: Any = np.arange(table.size)
     n = table.n
     exact = table.kind == "nearest-exact"
     half, single = (0.5 if exact else 0.0), np.float32
+    # as the backward kernel has it, which computes in float32 and has a way of its own for equal and doubled sizes
     behind = np.floor((outputs.astype(single) + single(half)) * _ratio(table, single))
     if not exact and table.size in (n, 2 * n):
         behind = outputs // (table.size // n)
@@ -145,17 +150,20 @@ def _nearest(table: Table, kind: Any) -> np.ndarray:
     if not table.on_cpu:
         return behind
     source = (np.float64(_ratio(table, kind)) * (outputs + half) - half).astype(kind)
-    found = np.minimum(np.floor((source + kind(half)).astype(single)).astype(np.int64), n - 1)
-    if (found != behind).any():
+    ahead = np.minimum(np.floor((source + kind(half)).astype(single)).astype(np.int64), n - 1)
+    if (ahead != behind).any():
         raise Uncut(
             f"interpolate(mode={table.kind!r}) from {n} to {table.size}: torch's backward reads other places than its "
             "forward here, and tiles have one set of places; use a size that divides, or mode='bilinear'"
         )
-    return found
+    return ahead
 
 
 def _windows(table: Table) -> tuple[np.ndarray, np.ndarray]:
-    """Adaptive windows: output j is over inputs floor(j n / size) to ceil((j + 1) n / size); weights 0 behind them."""
+    """Returns, as `entries`, windows of adaptive pooling: output j is over floor(j n / size) to ceil((j + 1) n / size).
+
+    Weights are 0 behind a window that is shorter than the longest.
+    """
     outputs = np.arange(table.size)
     start, stop = outputs * table.n // table.size, -(-(outputs + 1) * table.n // table.size)
     places = start[:, None] + np.arange((stop - start).max())
@@ -167,7 +175,10 @@ Rows = tuple[np.ndarray, np.ndarray | None]  # (outputs, K) places, and their we
 
 
 def opened_for(tensor: torch.Tensor, cut: CutDim, table: Table) -> tuple[torch.Tensor, CutDim, Rows]:
-    """Differentiable: (what this rank's outputs read, the cut of the outputs, their rows with places in the former)."""
+    """Returns (what this rank's outputs read, the cut of the outputs, their rows with places in the former).
+
+    Differentiable. Collective where inputs of other ranks are read.
+    """
     sources, weights = entries(table)
     if table.same:
         return opened(tensor, [cut]), cut, (sources, weights)
@@ -180,9 +191,10 @@ def opened_for(tensor: torch.Tensor, cut: CutDim, table: Table) -> tuple[torch.T
 
 
 def applied(tile: torch.Tensor, dim: int, places: np.ndarray, weights: np.ndarray | None) -> torch.Tensor:
-    """(…, outputs, …): sums over k of weights[:, k] times the tile at places[:, k] along `dim`."""
+    """Returns (…, outputs, …): sums over k of weights[:, k] times the tile at places[:, k] along `dim`."""
     if weights is None:
         return tile.index_select(dim, _on(places[:, 0], tile.device))
+    # few outputs of long windows: one mean for each, not one product of the outputs for each of many k
     if places.shape[1] > max(2 * len(places), 4) and _of_means(weights):
         return _by_output(tile, dim, places, weights)
     shape = [-1 if d == dim else 1 for d in range(tile.dim())]
@@ -197,14 +209,15 @@ def applied(tile: torch.Tensor, dim: int, places: np.ndarray, weights: np.ndarra
 
 
 def _of_means(weights: np.ndarray) -> bool:
-    """Whether each output is the mean of what it reads."""
+    """Returns whether each output is the mean of what it reads."""
     return bool(((weights == 0) | (weights == weights.max(1, keepdims=True, initial=0))).all())
 
 
 def _by_output(tile: torch.Tensor, dim: int, places: np.ndarray, weights: np.ndarray) -> torch.Tensor:
-    """Long windows with equal weights: one mean each. Without outputs, none of the tile."""
+    """Returns one mean of the tile for each window, of equal weights. Without outputs, none of the tile."""
     means = []
     for row, weight in zip(places, weights, strict=True):
+        # a window is a range of inputs, and weights of 0 behind it fill up its row
         means.append(tile.narrow(dim, int(row[0]), int((weight > 0).sum())).mean(dim, keepdim=True))
     return torch.cat(means, dim) if means else tile.narrow(dim, 0, 0)
 

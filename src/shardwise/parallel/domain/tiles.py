@@ -37,17 +37,20 @@ from shardwise.trace.leaves import replaced, tensors_in
 
 
 def cuts(tensor: Any, dims: Iterable[int]) -> list[CutDim]:
-    """The cuts of a tensor, over axes of positions, along any of these dims; the outermost first."""
-    found, along = [], {d % tensor.dim() for d in dims} if isinstance(tensor, Distributed) else set()
+    """Returns the cuts of a tensor, over axes of positions, along any of these dims; the outermost first.
+
+    Collective where a sum has not been taken yet.
+    """
+    cut_dims, along = [], {d % tensor.dim() for d in dims} if isinstance(tensor, Distributed) else set()
     while isinstance(tensor, Distributed):
         if isinstance(tensor, Sum):
             tensor = tensor.settled()
             continue
         assert isinstance(tensor, Part)
         if tensor.axis.positions and tensor.dim_cut in along:
-            found.append(CutDim(tensor.axis, tensor.dim_cut, tensor.owners))
+            cut_dims.append(CutDim(tensor.axis, tensor.dim_cut, tensor.owners))
         tensor = tensor.local
-    return found
+    return cut_dims
 
 
 class _Fetched(torch.autograd.Function):
@@ -71,12 +74,13 @@ class _GivenBack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor):
+        # a gradient of a gradient may be whole, or dealt otherwise; a fetch reads what is dealt as the tensor was
         dealt = _Placed.apply(_Taken.apply(gradient, ctx.cut, ()), ctx.cut)
         return _Fetched.apply(dealt, ctx.cut, ctx.wanted, 0.0), None, None
 
 
 def fetched(tensor: torch.Tensor, cut: CutDim, wanted: Wanted, fill: float = 0.0) -> torch.Tensor:
-    """Differentiable: the tensor no more cut over the axis, with the indices that this rank wants. Collective."""
+    """Returns what this rank wants of the tensor, no more cut over the axis. Differentiable. Collective."""
     return _Fetched.apply(tensor, cut, wanted, fill)
 
 
@@ -92,21 +96,21 @@ class _Opened(torch.autograd.Function):
         return _Placed.apply(gradient, ctx.cut), None
 
 
-def opened(tensor: torch.Tensor, found: list[CutDim]) -> torch.Tensor:
-    """Differentiable: this rank's own tile, no more cut over the axes of these cuts."""
-    for cut in found:
+def opened(tensor: torch.Tensor, cut_dims: list[CutDim]) -> torch.Tensor:
+    """Returns this rank's own tile, no more cut over the axes of these cuts. Differentiable; nothing is sent."""
+    for cut in cut_dims:
         tensor = _Opened.apply(tensor, cut)
     return tensor
 
 
 def _outer_along(tensor: torch.Tensor, cut: CutDim) -> list[Axis]:
-    """Axes further out that cut the same dim."""
-    found = []
+    """Returns the axes further out that cut the dim of `cut` too, the outermost first."""
+    axes = []
     while isinstance(tensor, Distributed) and tensor.axis.depth < cut.axis.depth:
         if isinstance(tensor, Part) and tensor.dim_cut == cut.dim:
-            found.append(tensor.axis)
+            axes.append(tensor.axis)
         tensor = tensor.settled_local()
-    return found
+    return axes
 
 
 class _Placed(torch.autograd.Function):
@@ -121,13 +125,14 @@ class _Placed(torch.autograd.Function):
 
 
 class _Taken(torch.autograd.Function):
-    """This rank's share of a gradient, however it was dealt. `beside`: axes further out that cut the same dim of it."""
+    """This rank's share of a gradient, however it is dealt. `beside`: axes further out that cut the same dim of it."""
 
     @staticmethod
     def forward(ctx: Any, gradient: torch.Tensor, cut: CutDim, beside: Sequence[Axis]) -> torch.Tensor:
         ctx.cut, gradient = cut, gradient.detach()
         for axis in _outer_along(gradient, cut):
-            if axis not in beside:  # what was put behind a tile of it came back with that tile's ranks alone
+            # that axis cuts the gradient alone: gathered, since `cut` counts the indices of the whole dim
+            if axis not in beside:
                 gradient = whole_over_axis(gradient, axis)
         return share_of(gradient, cut.dim, cut.owners, cut.axis)
 
@@ -136,16 +141,16 @@ class _Taken(torch.autograd.Function):
         return _Placed.apply(gradient, ctx.cut), None, None
 
 
-def placed(local: torch.Tensor, found: list[CutDim]) -> torch.Tensor:
-    """Differentiable: returns the tensor, cut in these ways (the outermost first), of which `local` is a share."""
-    for cut in reversed(found):
+def placed(local: torch.Tensor, cut_dims: list[CutDim]) -> torch.Tensor:
+    """Returns the tensor, cut in these ways (the outermost first), of which `local` is a share. Differentiable."""
+    for cut in reversed(cut_dims):
         local = _Placed.apply(local, cut)
     return local
 
 
-def taken(tensor: torch.Tensor | None, found: list[CutDim]) -> torch.Tensor | None:
-    """Differentiable: a rank's shares, by these cuts, of a weight that has an element for each index of a cut dim."""
-    for cut in found if tensor is not None else []:
+def taken(tensor: torch.Tensor | None, cut_dims: list[CutDim]) -> torch.Tensor | None:
+    """Returns this rank's share of a weight that has an element for each index of the cut dims. Differentiable."""
+    for cut in cut_dims if tensor is not None else []:
         tensor = _Taken.apply(tensor, cut, ())
     return tensor
 
@@ -178,22 +183,22 @@ class _Summed(torch.autograd.Function):
         return _Used.apply(gradient, ctx.axes), None
 
 
-def used(tensor: torch.Tensor | None, found: list[CutDim]) -> torch.Tensor | None:
-    """Differentiable: returns a weight for this rank's tile; its gradient is summed over the cuts' axes later."""
+def used(tensor: torch.Tensor | None, cut_dims: list[CutDim]) -> torch.Tensor | None:
+    """Returns a weight for this rank's tile; its gradient is summed over the cuts' axes later. Differentiable."""
     if tensor is None:
         return None
     if cuts(tensor, range(tensor.dim())):
         raise Uncut(f"a weight that is cut itself, {tensor!r}, beside a tile")
-    return used_over(tensor, tuple(cut.axis for cut in found))
+    return used_over(tensor, tuple(cut.axis for cut in cut_dims))
 
 
 def used_over(tensor: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
-    """Differentiable: returns a tensor that all ranks of these axes have; its gradient is summed over them later."""
+    """Returns a tensor that all ranks of these axes have; its gradient is summed over them later. Differentiable."""
     return _Used.apply(tensor, axes)
 
 
 def _inserted(tensor: torch.Tensor, axis: Axis, make: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-    """A tensor distributed over one more axis, in its place among those over which it is already."""
+    """Returns a tensor distributed over one more axis, by `make`, in its place among those over which it is already."""
     if isinstance(tensor, Distributed) and tensor.axis.depth < axis.depth:
         return tensor.like(_inserted(tensor.settled_local(), axis, make))
     return make(tensor)
@@ -202,13 +207,13 @@ def _inserted(tensor: torch.Tensor, axis: Axis, make: Callable[[Any], torch.Tens
 def windowed(
     tensor: torch.Tensor,
     along: Mapping[int, Map],
-    found: list[CutDim],
+    cut_dims: list[CutDim],
     operation: Callable[[torch.Tensor], Any],
     fill: float = 0.0,
     *,
     views: bool = False,
 ) -> Any:
-    """`operation` on what this rank's outputs read, as this rank's tile of the result. Collective.
+    """Returns the result of which `operation`, on what this rank's outputs read, gives this rank's tile. Collective.
 
     along      by dim (not negative): its outputs and what they read; others keep their cuts, and dims their place
     operation  the local one, which pads nothing along these dims; what it gives (a tensor, or several of one shape)
@@ -216,9 +221,10 @@ def windowed(
     fill       what is read outside the tensor
     views      the operation gives views, and who writes into them writes into what it was given: a copy
     """
-    plans = [reads(cut.owners, along[cut.dim]) if cut.dim in along else None for cut in found]
+    plans = [reads(cut.owners, along[cut.dim]) if cut.dim in along else None for cut in cut_dims]
     whole, afar = tensor, []
-    for cut, plan in zip(found, plans, strict=True):
+    for cut, plan in zip(cut_dims, plans, strict=True):
+        # where every rank reads its own indices alone, nothing is sent, copied or kept beside the tile
         if plan is None or (wants_own(cut.owners, plan.wanted) and not views):
             tensor = opened(tensor, [cut])
         else:
@@ -226,14 +232,14 @@ def windowed(
             afar.append((cut, plan.wanted))
     with kept_apart(tensor, whole, afar) if afar else nullcontext():
         output = operation(tensor)
-    del tensor, whole
-    after = [
-        cut if plan is None else CutDim(cut.axis, cut.dim, plan.owners) for cut, plan in zip(found, plans, strict=True)
-    ]
+    del tensor, whole  # autograd keeps of the window what `kept_apart` says; nobody else needs it
+    both = list(zip(cut_dims, plans, strict=True))
+    after = [cut if plan is None else CutDim(cut.axis, cut.dim, plan.owners) for cut, plan in both]
 
     def own(output: torch.Tensor) -> torch.Tensor:
-        for cut, plan in zip(found, plans, strict=True):
+        for cut, plan in both:
             me = cut.axis.index
+            # a transposed window adds to outputs of others, and a rank without outputs computes one of zeros
             if plan is not None and output.shape[cut.dim] != plan.owners.counts[me]:
                 output = output.narrow(cut.dim, plan.skip[me], plan.owners.counts[me])
         return placed(output, after)
@@ -260,28 +266,28 @@ def answers(*functions: Callable, cut_once: bool = True) -> Callable:
 
 
 def _cut_once(part: torch.Tensor) -> tuple[torch.Tensor, list[Axis]]:
-    """The tensor without the inner ones of axes that cut one dim, and those. Collective; differentiable."""
-    taken: set[int] = set()
-    gone = []
+    """Returns (the tensor gathered over axes further in that cut a dim once more, those axes). Collective."""
+    dims_seen: set[int] = set()
+    inner_axes = []
     for cut in cuts(part, range(part.dim())):
-        if cut.dim in taken:
+        if cut.dim in dims_seen:
             part = whole_over_axis(part, cut.axis)
-            gone.append(cut.axis)
-        taken.add(cut.dim)
-    return part, gone
+            inner_axes.append(cut.axis)
+        dims_seen.add(cut.dim)
+    return part, inner_axes
 
 
 def once(answer: Callable, args: tuple, kwargs: dict) -> Any:
-    """`answer(...)` of tensors with no dim cut over two axes (cp and cp_ulysses): whole over those further in.
+    """Returns `answer(...)` of tensors with no dim cut over two axes (cp and cp_ulysses): whole over those further in.
 
     Every rank of those then computes the same, until the result meets a tensor that they cut; its gradient is made
     whole over them. Collective.
     """
-    given: dict[str, Axis] = {}
+    gathered_over: dict[str, Axis] = {}
 
     def whole_inside(part: Part) -> torch.Tensor:
         part, axes = _cut_once(part)
-        given.update({axis.name: axis for axis in axes})
+        gathered_over.update({axis.name: axis for axis in axes})
         return part
 
     args, kwargs = replaced(Part, whole_inside, (args, kwargs))
@@ -289,9 +295,10 @@ def once(answer: Callable, args: tuple, kwargs: dict) -> Any:
     for tensor in tensors_in(output):
         if not tensor.requires_grad:  # no function of its own: what it gives could not be written into
             continue
-        for axis in sorted(given.values(), key=lambda axis: axis.depth):
+        for axis in sorted(gathered_over.values(), key=lambda axis: axis.depth):
             tensor.register_hook(partial(whole_over, axis=axis))
-        if not given and isinstance(tensor, Part) and tensor.axis.name not in SPACE:  # may be whole inside already
+        # the gradient may be whole over the inner axes already
+        if not gathered_over and isinstance(tensor, Part) and tensor.axis.name not in SPACE:
             tensor.register_hook(lambda gradient: _cut_once(gradient)[0])
     return output
 

@@ -34,37 +34,39 @@ _WATCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 @answers(torch.Tensor.__setitem__, cut_once=False)
 def write(target: torch.Tensor, index: Any, value: Any) -> None:
-    """`target[index] = value` where one of them is cut."""
-    found = cuts(value, range(value.dim())) if isinstance(value, torch.Tensor) else []
-    if isinstance(target, Distributed) or not found:
+    """Write `target[index] = value`, where one of them is cut. A free whole target becomes a tile."""
+    cut_dims = cuts(value, range(value.dim())) if isinstance(value, torch.Tensor) else []
+    if isinstance(target, Distributed) or not cut_dims:
+        # the target is cut itself, or the index alone is: a rule for parts does it
         target[mask_cut_like(target, index)] = value
         return
-    where = _whole_slices(index, tuple(target.shape)) if all(cut.axis.name in SPACE for cut in found) else None
+    # each cut dim of the value is written along one dim of the target, which is cut as the value is from then on
+    where = _whole_slices(index, tuple(target.shape)) if all(cut.axis.name in SPACE for cut in cut_dims) else None
     along = None if where is None else _dims_of(where[0], where[1], value)
     if along is not None and len(set(along)) == len(along) and _is_free(target):
-        _become(target, [CutDim(cut.axis, along[cut.dim], _blocks(target, along[cut.dim], cut)) for cut in found])
+        _become(target, [CutDim(cut.axis, along[cut.dim], _blocks(target, along[cut.dim], cut)) for cut in cut_dims])
         _write(target, index, value)
         return
-    for cut in found:
+    for cut in cut_dims:
         noted("a field that is written into a whole tensor", value, cut)
         value = whole_over_axis(value, cut.axis)
     target[index] = value
 
 
 def _write(written: Written, index: Any, value: Any) -> None:
-    """`written[index] = value`: of each tile what lies in it; by other indices than slices, of the whole tensor."""
+    """Write `written[index] = value` into this rank's tile; by other indices than slices, into the gathered tensor."""
     now = now_of(written)
-    held = cuts(now, range(now.dim()))
+    cut_dims = cuts(now, range(now.dim()))
     where = _whole_slices(index, tuple(now.shape))
-    if where is not None and held:
+    if where is not None and cut_dims:
         region = now.detach()[where[0]]
         beside = _beside(value, where[1], region)
         if beside is not None:
-            tile = opened(now, held).clone()
-            tile[_local(where[0], held)] = opened(beside, cuts(beside, range(beside.dim())))
-            stand_for(written, placed(tile, held))
+            tile = opened(now, cut_dims).clone()  # what was read of the old one keeps its values
+            tile[_local(where[0], cut_dims)] = opened(beside, cuts(beside, range(beside.dim())))
+            stand_for(written, placed(tile, cut_dims))
             return
-    for cut in held:
+    for cut in cut_dims:
         noted("a field that tiles were written into", now, cut)
         now = whole_over_axis(now, cut.axis)
     for cut in cuts(value, range(value.dim())) if isinstance(value, torch.Tensor) else ():
@@ -75,22 +77,23 @@ def _write(written: Written, index: Any, value: Any) -> None:
 
 
 def _whole_slices(index: Any, shape: tuple[int, ...]) -> tuple[Slices, list[int]] | None:
-    """A slice for each dim, and the dims of which the index names one place; None for indices of other kinds."""
-    given = list(index) if isinstance(index, tuple) else [index]
-    if any(isinstance(each, bool) or not (isinstance(each, slice | int) or each is Ellipsis) for each in given):
+    """Returns (a slice for each dim, the dims of which the index names one place); None for indices of other kinds."""
+    indices = list(index) if isinstance(index, tuple) else [index]
+    if any(isinstance(item, bool) or not (isinstance(item, slice | int) or item is Ellipsis) for item in indices):
         return None
-    places = [place for place, each in enumerate(given) if each is Ellipsis] or [len(given)]
-    given[places[0] : places[0] + 1] = [slice(None)] * (len(shape) - len(given) + (places[0] < len(given)))
-    if len(places) > 1 or len(given) != len(shape):
+    # `...`, or the end of a short index, stands for whole dims
+    places = [place for place, item in enumerate(indices) if item is Ellipsis] or [len(indices)]
+    indices[places[0] : places[0] + 1] = [slice(None)] * (len(shape) - len(indices) + (places[0] < len(indices)))
+    if len(places) > 1 or len(indices) != len(shape):
         return None
-    single = [dim for dim, each in enumerate(given) if isinstance(each, int)]
-    whole = [slice(each % n, each % n + 1) if isinstance(each, int) else slice(*each.indices(n))
-             for each, n in zip(given, shape, strict=True)]  # fmt: skip
+    single = [dim for dim, item in enumerate(indices) if isinstance(item, int)]
+    whole = [slice(item % n, item % n + 1) if isinstance(item, int) else slice(*item.indices(n))
+             for item, n in zip(indices, shape, strict=True)]  # fmt: skip
     return tuple(whole), single
 
 
 def _dims_of(slices: Slices, single: list[int], value: torch.Tensor) -> list[int] | None:
-    """The target's dim that each dim of a value is written along; None where values are repeated along one."""
+    """Returns, for each dim of a value, the target's dim that it is written along; None where values are repeated."""
     kept = [dim for dim in range(len(slices)) if dim not in single][-value.dim() :] if value.dim() else []
     sizes = [len(range(slices[dim].start, slices[dim].stop, slices[dim].step or 1)) for dim in kept]
     return kept if sizes == list(value.shape) else None
@@ -101,27 +104,28 @@ def _blocks(target: torch.Tensor, dim: int, cut: CutDim) -> Owners:
 
 
 def _is_free(target: torch.Tensor) -> bool:
-    """Whether nobody but the holder of this very object reads its memory. Alike on all ranks."""
+    """Returns whether nobody but the holder of this very object reads its memory. Alike on all ranks."""
     if type(target) not in (torch.Tensor, FakeTensor) or target.requires_grad or target._base is not None:
         return False
-    held = (value for module in _WATCHED for child in module.modules()
+    # buffers and attributes of modules outlive the forward (running fields), so they stay whole tensors
+    kept = (value for module in _WATCHED for child in module.modules()
             for table in (child._buffers, vars(child)) for value in table.values())  # fmt: skip
-    if any(value is target for value in held):
+    if any(value is target for value in kept):
         return False
     storage = target.untyped_storage()
     return storage.resizable() and torch._C._storage_Use_Count(storage._cdata) <= OWN
 
 
-def _become(target: torch.Tensor, found: list[CutDim]) -> None:
-    """Let a whole tensor be this rank's tile of it from now on."""
+def _become(target: torch.Tensor, cut_dims: list[CutDim]) -> None:
+    """Let a whole tensor, which stays the same object, be this rank's tile of it from now on."""
     tile = target
-    for cut in found:
+    for cut in cut_dims:
         tile = cut.owners.take(tile, cut.dim, cut.axis.index)
-    stand_for(target, placed(tile.clone(), found))
+    stand_for(target, placed(tile.clone(), cut_dims))
 
 
 def _beside(value: Any, single: list[int], region: torch.Tensor) -> torch.Tensor | None:
-    """What is written, as a tensor of the region's shape and cuts; None where it cannot be brought there."""
+    """Returns what is written as a tensor of the region's shape and cuts; None where it cannot be brought there."""
     if isinstance(value, torch.Tensor):
         for _ in range(region.dim() - len(single) - value.dim()):
             value = value.unsqueeze(0)
@@ -131,22 +135,22 @@ def _beside(value: Any, single: list[int], region: torch.Tensor) -> torch.Tensor
             return None
     along = range(region.dim())
     if not isinstance(value, torch.Tensor) or value.shape != region.shape or cuts(value, along) != cuts(region, along):
-        value = torch.zeros_like(region) + value
+        value = torch.zeros_like(region) + value  # an operation of parts, by which the value is broadcast, and cut
     return value if cuts(value, along) == cuts(region, along) and value.shape == region.shape else None
 
 
-def _local(slices: Slices, held: list[CutDim]) -> Slices:
-    """The slices among this rank's own indices."""
-    found = list(slices)
-    for cut in held:
+def _local(slices: Slices, cut_dims: list[CutDim]) -> Slices:
+    """Returns the slices among this rank's own indices."""
+    own_slices = list(slices)
+    for cut in cut_dims:
         start, stop, step = slices[cut.dim].start, slices[cut.dim].stop, slices[cut.dim].step or 1
         places = cut.owners.local_slice(cut.axis.index, start, stop, step)
-        found[cut.dim] = slice(int(places[0]), int(places[-1]) + 1, step) if len(places) else slice(0, 0)
-    return tuple(found)
+        own_slices[cut.dim] = slice(int(places[0]), int(places[-1]) + 1, step) if len(places) else slice(0, 0)
+    return tuple(own_slices)
 
 
 def watch(module: nn.Module) -> None:
-    """Let what a module gives be parts where tiles were written into it, and what it keeps stay what it is."""
+    """Register a module: what it returns are parts where tiles were written into it, and what it keeps stays whole."""
     if module not in _WATCHED:
         _WATCHED.add(module)
         module.register_forward_hook(_give_parts)

@@ -61,18 +61,19 @@ class AttentionCall:
     def of(
         cls, query: torch.Tensor, key: torch.Tensor, axis: Axis, *, heads: bool, causal: bool, mask: torch.Tensor | None
     ) -> AttentionCall:
-        """Returns what is known of a call before it runs. Masks that let a ring send less are not counted."""
-        p, each = axis.size, query.shape[-1]
-        inside = [_heads_inside(t, axis) for t in (query, key)]
+        """Returns the facts of one call, before it runs. Masks that let a ring send less are not counted."""
+        p, head_size = axis.size, query.shape[-1]
+        inside = [_heads_inside(t, axis) for t in (query, key)]  # beside tp, a rank has some heads; the fullest counts
         of_q, of_k = (t.shape[HEADS] if i is None else max(i.counts) for t, i in zip((query, key), inside, strict=True))
-        ring = 2 * key.shape[POSITIONS] * of_k * each * (p - 1) / p
-        by_heads = 2 * query.shape[POSITIONS] * of_q * each * (p - 1) / p**2
-        by_heads += ring if of_k < p else ring / p
-        found = (by_heads, ring) if heads else (ring, by_heads)
+        ring = 2 * key.shape[POSITIONS] * of_k * head_size * (p - 1) / p
+        by_heads = 2 * query.shape[POSITIONS] * of_q * head_size * (p - 1) / p**2
+        by_heads += ring if of_k < p else ring / p  # key heads that are too few to be dealt are gathered
+        elements = (by_heads, ring) if heads else (ring, by_heads)
+        # of a mask that is a function nothing of (S, T) is held, nor of one that is broadcast along either
         pairs = isinstance(mask, PairMask)
         shape = () if mask is None or pairs or mask.dim() < 2 or 1 in mask.shape[-2:] else tuple(mask.shape)
-        held = math.prod(shape) * mask.element_size() if mask is not None and shape else 0
-        return cls(axis, heads, causal, mask is not None, (round(found[0]), round(found[1])), shape, held)
+        mask_bytes = math.prod(shape) * mask.element_size() if mask is not None and shape else 0
+        return cls(axis, heads, causal, mask is not None, (round(elements[0]), round(elements[1])), shape, mask_bytes)
 
 
 _SEEN: list[list[AttentionCall]] = []
@@ -112,30 +113,29 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention` of (B, H, S, D) tensors of which any may be a part."""
+    """Returns `scaled_dot_product_attention` of (B, H, S, D) tensors of which any may be a part."""
     options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    given = (query, key, value)
-    if all(each.dim() == 3 for each in given) and any(isinstance(each, Distributed) for each in given):
+    tensors = (query, key, value)
+    # (B, S, D), all three: one with fewer dims than the others is broadcast to them by torch, and is no such sequence
+    if all(tensor.dim() == 3 for tensor in tensors) and any(isinstance(tensor, Distributed) for tensor in tensors):
         mask = attn_mask if attn_mask is None or attn_mask.dim() < 3 else attn_mask.unsqueeze(1)
         return attend(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), mask, **options).squeeze(1)
+    # a ring asks such a mask alone what of a pair may be read: `is_causal` beside it would be passed over
     if isinstance(attn_mask, PairMask) and (is_causal or dropout_p or query.dim() != 4):
         attn_mask = whole_mask(attn_mask)
     if query.dim() != 4:
         return F.scaled_dot_product_attention(query, key, value, attn_mask, **options)
     axis = _innermost(query) or _innermost(key)
-    if axis is None and isinstance(attn_mask, PairMask):
-        if max(len(_levels(each)) for each in (query, key, value)) < 2:
-            return ring_attention(query, key, value, attn_mask, Axis.alone("cp"), is_causal=False, scale=scale)
-        attn_mask = whole_mask(attn_mask)
     if axis is None:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask, **options)
-    if attn_mask is not None and isinstance(attn_mask, Distributed):
+        return _of_whole_positions(query, key, value, attn_mask, options)
+    if attn_mask is not None and isinstance(attn_mask, Distributed):  # each rank reads other rows and columns of it
         attn_mask = whole_over_axis(attn_mask, axis)
     if _cut_over(query, axis) is None:  # a few whole queries of cut keys: all ranks would compute the same
         key, value = whole_over_axis(key, axis), whole_over_axis(value, axis)
         return attend(query, key, value, attn_mask, **options)
     key, value = _cut_as(key, value), _cut_as(value, key)
     beyond = _levels(query)[0].axis is not axis  # the outermost alone goes around a ring
+    # a ring sees a row's scores in pieces, and dropout draws for whole rows
     heads = axis.name == "cp_ulysses" or bool(dropout_p) or beyond
     if _SEEN:
         causal = is_causal or (isinstance(attn_mask, PairMask) and attn_mask.looks_back)
@@ -147,21 +147,34 @@ def attend(
     return ring_attention(query, key, value, attn_mask, axis, is_causal=is_causal, scale=scale)
 
 
-def _cut_as(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Differentiable: keys (values) cut over the axes that cut positions of the values (keys) alone. Nothing is sent.
+def _of_whole_positions(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, options: dict[str, Any]
+) -> torch.Tensor:  # fmt: skip
+    """Returns attention of which positions are not cut; a mask that is a function is read in tiles here too."""
+    if isinstance(mask, PairMask):
+        # a ring of one rank, which takes what one axis further in cuts
+        if max(len(_levels(tensor)) for tensor in (query, key, value)) < 2:
+            return ring_attention(query, key, value, mask, Axis.alone("cp"), is_causal=False, scale=options["scale"])
+        mask = whole_mask(mask)
+    return F.scaled_dot_product_attention(query, key, value, mask, **options)
 
-    They are whole where they are learned, or were gathered.
+
+def _cut_as(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Returns keys (values), cut also over the axes that cut positions of the values (keys) alone. Differentiable.
+
+    They are whole where they are learned, or were gathered. Nothing is sent.
     """
     for part in _levels(other):
         if part.dim_cut != POSITIONS or not part.axis.positions or part.axis in axes_of(tensor):
             continue
-        if from_axis(tensor, part.axis).shape[POSITIONS] != part.owners.size:
+        if from_axis(tensor, part.axis).shape[POSITIONS] != part.owners.size:  # broadcast, or torch's own error
             break
         tensor = redealt(tensor, partial(_own_share, part.owners, part.axis))
     return tensor
 
 
 def _own_share(owners: Owners, axis: Axis, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor that every rank of `axis` has, cut along its positions."""
     share = owners.take(from_axis(tensor, axis), POSITIONS, axis.index).contiguous()
     return replaced_from_axis(tensor, axis, Part(share, POSITIONS, owners, axis))
 
@@ -169,11 +182,11 @@ def _own_share(owners: Owners, axis: Axis, tensor: torch.Tensor) -> torch.Tensor
 def _refuse_few_heads(query: torch.Tensor, axis: Axis) -> None:
     """Raises `Uncut`, on all ranks alike, where heads that others have dealt are too few to be dealt over `axis`."""
     beside = [part.axis for part in _levels(query) if part.dim_cut == HEADS]
-    heads, ranks = query.shape[HEADS], math.prod(each.size for each in (axis, *beside))
-    if beside and heads < ranks:
-        told = " x ".join(f"{each.name}={each.size}" for each in (axis, *beside))
+    heads, axes = query.shape[HEADS], [axis, *beside]
+    if beside and heads < math.prod(a.size for a in axes):
+        degrees = " x ".join(f"{a.name}={a.size}" for a in axes)
         raise Uncut(
-            f"attention by heads: {heads} heads are dealt over {told}, and every rank needs one: use fewer ranks, "
+            f"attention by heads: {heads} heads are dealt over {degrees}, and every rank needs one: use fewer ranks, "
             "or cp without dropout in attention, which goes around a ring"
         )
 
@@ -182,23 +195,26 @@ def _by_heads(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, axis: Axis,
     options: dict[str, Any],
 ) -> torch.Tensor:  # fmt: skip
-    """Ulysses over one axis."""
+    """Returns attention with positions whole and heads dealt over `axis` (Ulysses), cut again as the queries are.
+
+    Axes further out that cut positions too are gone on with in the same way, or around a ring.
+    """
     part = _cut_over(query, axis)
     assert part is not None
     if query.shape[HEADS] < axis.size and len(_positions(query)) > 1:
         return _of_own_queries(query, key, value, mask, axis, options)
     _refuse_few_heads(query, axis)
-    each = query.shape[HEADS] // key.shape[HEADS]
+    queries_per_key = query.shape[HEADS] // key.shape[HEADS]
     inside = _heads_inside(key, axis)
     few = min(key.shape[HEADS] if inside is None else min(inside.counts), key.shape[HEADS]) < axis.size
-    if few:
+    if few:  # a rank without a key head would have nothing to attend to: all are gathered, and each takes what it reads
         owners = _dealt(query.shape[HEADS], _heads_inside(query, axis), axis.size)
-        read = _Read(axis, owners, _inside(query, axis), each)
+        read = _Read(axis, owners, _inside(query, axis), queries_per_key)
         key, value = (_ReadHeads.apply(whole_over_axis(t, axis), read) for t in (key, value))
-        options = {**options, "enable_gqa": False}
+        options = {**options, "enable_gqa": False}  # there is a key head for each query head now
     else:
         of_keys = _dealt(key.shape[HEADS], inside, axis.size)
-        owners = repeated(of_keys, each)
+        owners = repeated(of_keys, queries_per_key)  # queries follow their key head, so that both lie on one rank
         key, value = (_moved_to_heads(t, of_keys, axis) for t in (key, value))
     inside = _heads_inside(query, axis)
     output = attend(moved(query, HEADS, owners, axis), key, value, mask, **options)
@@ -209,8 +225,9 @@ def _of_own_queries(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, axis: Axis,
     options: dict[str, Any],
 ) -> torch.Tensor:  # fmt: skip
-    """Attention of each rank's own queries with all keys, which are gathered: where heads do not go round."""
+    """Returns attention of each rank's own queries with all keys, which are gathered: heads are fewer than ranks."""
     cuts, axes = cuts_of(query), axes_of(query)
+    # each rank computes rows as if they were all: nothing may depend on which rows these are
     by_row = mask is not None and (mask.dim() < 2 or mask.shape[-2] > 1 or max(mask.shape[:-2], default=1) > 1)
     if (
         options["is_causal"]
@@ -221,7 +238,7 @@ def _of_own_queries(
         raise Uncut(f"attention of {query.shape[HEADS]} heads whose positions are cut over {axis.name}={axis.size} "
                     "within another axis: heads are dealt there, and every rank needs one where masks or draws differ "
                     "between rows")  # fmt: skip
-    keys, values = (_ReadByAll.apply(each, axes) for each in (key, value))
+    keys, values = (_ReadByAll.apply(tensor, axes) for tensor in (key, value))
     here = apart(query, cuts, axes)
     return joined(F.scaled_dot_product_attention(here, keys, values, mask, **options), cuts, axes)
 
@@ -237,32 +254,32 @@ class _ReadByAll(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor):
-        for axis in reversed(ctx.axes):
+        for axis in reversed(ctx.axes):  # from the innermost out, as a tensor over several axes is built
             gradient = Sum(gradient, axis, spread=False)
         return gradient, None
 
 
 @dataclass(frozen=True)
 class _Read:
-    """Which key heads a rank's queries read."""
+    """Which key heads each rank's query heads read, where key heads are too few to be dealt."""
 
     axis: Axis
     owners: Owners  # of query heads over the axis
     inside: Part | None  # queries as an axis further in cuts their heads
-    each: int  # queries of one key head
+    queries_per_key: int  # query heads that read one key head
 
-    def places(self, held: Part | None) -> np.ndarray:
+    def places(self, held_keys: Part | None) -> np.ndarray:
         """Returns, for each query head of this rank, the position of its key head among the key heads held here."""
         mine = self.owners.indices(self.axis.index)
         if self.inside is not None:
             mine = np.intersect1d(mine, self.inside.owners.indices(self.inside.axis.index))
-        keys = mine // self.each
-        if held is not None:
-            keys = np.searchsorted(held.owners.indices(held.axis.index), keys)
+        keys = mine // self.queries_per_key
+        if held_keys is not None:
+            keys = np.searchsorted(held_keys.owners.indices(held_keys.axis.index), keys)
         return keys
 
     def wrapped(self, payload: torch.Tensor) -> torch.Tensor:
-        """A head for each query head, cut as the queries are."""
+        """Returns a tensor that is cut as the queries are, of a payload with a key head for each of this rank's."""
         if self.inside is not None:
             dealt = self.inside.owners.array[self.owners.indices(self.axis.index)]
             payload = Part(payload, HEADS, Owners.of(dealt, self.inside.owners.ranks), self.inside.axis)
@@ -275,36 +292,38 @@ class _ReadHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, key: torch.Tensor, read: _Read) -> torch.Tensor:
         inner = from_axis(key.detach(), read.axis)
-        held = inner if isinstance(inner, Part) else None
+        held_keys = inner if isinstance(inner, Part) else None
+        # how they are cut, without their memory, which the context would keep until backward
         inside = None if read.inside is None else read.inside.shell()
-        ctx.read, ctx.held = replace(read, inside=inside), None if held is None else held.shell()
-        payload = inner if held is None else held.local
-        ctx.shape, ctx.places = payload.shape, to_device(read.places(held), payload.device)
+        ctx.read, ctx.held_keys = replace(read, inside=inside), None if held_keys is None else held_keys.shell()
+        payload = inner if held_keys is None else held_keys.local
+        ctx.shape, ctx.places = payload.shape, to_device(read.places(held_keys), payload.device)
         return replaced_from_axis(key.detach(), read.axis, read.wrapped(payload.index_select(HEADS, ctx.places)))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor):
-        read, held = ctx.read, ctx.held
+        read, held_keys = ctx.read, ctx.held_keys
         payload = share_of(from_axis(gradient, read.axis), HEADS, read.owners, read.axis)
         if read.inside is not None:
             dealt = Owners.of(read.inside.owners.array[read.owners.indices(read.axis.index)], read.inside.owners.ranks)
             payload = share_of(payload, HEADS, dealt, read.inside.axis)
+        # several query heads read one key head, so their gradients are added
         local = payload.new_zeros(ctx.shape).index_add_(HEADS, ctx.places, payload)
-        if held is not None:
-            local = held.with_local(local)
-        elif read.inside is not None:
+        if held_keys is not None:
+            local = held_keys.with_local(local)
+        elif read.inside is not None:  # keys that tp's ranks all have, each of which has used them for its own queries
             local = Sum(local, read.inside.axis, spread=False)
         return replaced_from_axis(gradient, read.axis, Sum(local, read.axis, spread=False)), None
 
 
 def _moved_to_heads(tensor: torch.Tensor, owners: Owners, axis: Axis) -> torch.Tensor:
-    """Keys or values by heads; of whole ones (of another sequence), each rank takes its heads."""
+    """Returns keys or values dealt by heads; whole ones (of another sequence) as they are: each rank reads its own."""
     return tensor if _cut_over(tensor, axis) is None else moved(tensor, HEADS, owners, axis)
 
 
 def _dealt(heads: int, inside: Owners | None, ranks: int) -> Owners:
-    """Blocks of heads; where an axis further in has dealt them, blocks of each of its ranks' heads."""
+    """Returns owners of heads in blocks: of all, or, where an axis further in has dealt them, of each rank's there."""
     if inside is None:
         return Owners.blocks(heads, ranks)
     dealt = np.zeros(heads, dtype=np.int16)
@@ -315,24 +334,24 @@ def _dealt(heads: int, inside: Owners | None, ranks: int) -> Owners:
 
 
 def _levels(tensor: torch.Tensor) -> list[Part]:
-    """The cuts of a tensor, outermost first."""
-    found = []
+    """Returns the parts that a tensor is, over one axis after the other, the outermost first; sums are taken."""
+    parts = []
     while isinstance(tensor, Distributed):
         tensor = tensor.settled()
         if isinstance(tensor, Part):
-            found.append(tensor)
+            parts.append(tensor)
             tensor = tensor.local
-    return found
+    return parts
 
 
 def _innermost(tensor: torch.Tensor) -> Axis | None:
-    """The innermost axis over which the positions of queries, keys or values are cut."""
+    """Returns the innermost axis over which the positions of queries, keys or values are cut; None where none does."""
     axes = _positions(tensor)
     return axes[-1] if axes else None
 
 
 def _positions(tensor: torch.Tensor) -> list[Axis]:
-    """The axes over which the positions of a tensor are cut, outermost first."""
+    """Returns the axes over which the positions of a tensor are cut, outermost first."""
     return [part.axis for part in _levels(tensor) if part.dim_cut == POSITIONS and part.axis.positions]
 
 
@@ -346,7 +365,7 @@ def _owners(tensor: torch.Tensor, axis: Axis) -> Owners | None:
 
 
 def _inside(tensor: torch.Tensor, axis: Axis) -> Part | None:
-    """The tensor as an axis further in cuts its heads (tensor parallelism)."""
+    """Returns the tensor as an axis further in cuts its heads (tensor parallelism); None where none does."""
     return next((p for p in _levels(tensor) if p.axis.depth > axis.depth and p.dim_cut == HEADS), None)
 
 

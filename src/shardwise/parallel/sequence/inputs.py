@@ -31,15 +31,15 @@ def candidates(
 
     named  by name of a tensor, its dim of positions: those alone; none where it is empty
     """
-    found = _alike(batch, samples) if named is None else [_declared(batch, names, named)] if named else []
-    for dims, said in found:
+    proposals = _alike(batch, samples) if named is None else [_declared(batch, names, named)] if named else []
+    for dims, said in proposals:
         cuts = tuple(((along[0], axes),) if len(along) == 1 else () for along in dims)
         half = _shortened(batch, dims) if named is None else None  # whose positions are known
         yield Candidate(Positions(cuts, names, "sequence", least), said, half)
 
 
 def _declared(batch: Any, names: tuple[str, ...], named: Mapping[str, int]) -> tuple[Dims, str]:
-    """The dims that a task names; `InputError` for what is not in the batch."""
+    """Returns (of each leaf, the dims that a task names, a phrase for the user); `InputError` for what is not there."""
     leaves, _ = tree_flatten(batch)
     if unknown := [name for name in named if name not in names]:
         raise InputError(f"Task.sequence: a batch has no tensor {unknown[0]!r} (it has {', '.join(names)})")
@@ -47,7 +47,7 @@ def _declared(batch: Any, names: tuple[str, ...], named: Mapping[str, int]) -> t
     for leaf, name in zip(leaves, names, strict=True):
         dim = named.get(name)
         rank = leaf.dim() if isinstance(leaf, torch.Tensor) else 0
-        if dim is not None and not (-rank < dim < rank and dim):
+        if dim is not None and not (-rank < dim < rank and dim):  # 0 and -rank are the samples
             raise InputError(
                 f"Task.sequence: {name} has no dim {dim} behind its samples (it is {tuple(getattr(leaf, 'shape', ()))})"
             )
@@ -56,23 +56,24 @@ def _declared(batch: Any, names: tuple[str, ...], named: Mapping[str, int]) -> t
 
 
 def _alike(batch: Any, samples: int) -> Iterator[tuple[Dims, str]]:
+    """Yields (of each leaf, its dims of one size, a phrase for the user) for each size that a batch has."""
     leaves, _ = tree_flatten(batch)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == samples]
     integers = [n for t in tensors if not t.is_floating_point() for n in t.shape[1:]]
     sizes = dict.fromkeys(n for n in [*integers, *(n for t in tensors for n in t.shape[1:])] if n > 1)
     of_size = {size: tuple(_along(leaf, samples, size) for leaf in leaves) for size in sizes}
     for size, dims in of_size.items():
-        if any(len(each) == 1 for each in dims):
+        if any(len(along) == 1 for along in dims):  # else nothing is cut: tensors with it several times stay whole
             yield dims, f"dims of {size}"
     for size, dims in of_size.items():  # as many positions as features: one dim of each tensor (pictures have more)
         several = {leaf.dim() for leaf, along in zip(leaves, dims, strict=True) if len(along) > 1}
         for place, said in (0, "first"), (-1, "last"):
             if several == {3}:
-                yield tuple(each[place : place + 1 or None] for each in dims), f"the {said} dims of {size}"
+                yield tuple(along[place : place + 1 or None] for along in dims), f"the {said} dims of {size}"
 
 
 def _along(leaf: Any, samples: int, size: int) -> tuple[int, ...]:
-    """The dims of a leaf that have this size, behind the samples where it has some (a mask (S, S) has none)."""
+    """Returns the dims of a leaf that have this size, behind the samples where it has any (a mask (S, S) has none)."""
     if not isinstance(leaf, torch.Tensor):
         return ()
     first = int(leaf.dim() > 0 and leaf.shape[0] == samples)
@@ -80,7 +81,7 @@ def _along(leaf: Any, samples: int, size: int) -> tuple[int, ...]:
 
 
 def _shortened(batch: Any, dims: Dims) -> Any:
-    """The batch with the first half of its positions."""
+    """Returns the batch with the first half of its positions, of all dims that have them."""
     leaves, spec = tree_flatten(batch)
     kept = []
     for leaf, along in zip(leaves, dims, strict=True):

@@ -68,11 +68,14 @@ class CutBlocks:
         )
 
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Returns the first block's arguments, its first tensor (B, S, E) cut along S."""
         leaves, spec = tree_flatten((args, kwargs))
         place = next((i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)), None)
         if place is None or leaves[place].dim() != 3 or not leaves[place].is_floating_point():
+            # in a run too, whose batches may bring the block something else than the rehearsal did
             raise RefusedPlan(f"'{self.first}' is not given (B, S, E) first, so its positions cannot be cut")
-        if not (isinstance(leaves[place], Part) and leaves[place].axis.positions):  # a block that runs again has shares
+        # recompute runs the block again on what it was given then: shares
+        if not (isinstance(leaves[place], Part) and leaves[place].axis.positions):
             leaves[place] = Entering.apply(whole(leaves[place]), self._cuts(leaves[place].shape[DIM]), self.axes)
         return tree_unflatten(leaves, spec)
 
@@ -80,16 +83,18 @@ class CutBlocks:
         return tree_map_only(torch.Tensor, self._joined, output)
 
     def _joined(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns an output of the last block as every rank has it."""
         if isinstance(tensor, Part) and tensor.axis is self.axes[0] and tensor.dim_cut == DIM:
             return _Joined.apply(tensor, self._cuts(tensor.shape[DIM]), self.axes)
-        return whole(tensor)
+        return whole(tensor)  # behind the blocks nothing is cut, in whatever way it was
 
     def _cuts(self, size: int) -> Cuts:
-        """How `size` positions are dealt over the axes, in blocks."""
+        """Returns how `size` positions are dealt over the axes, in blocks; `InputError` where a rank has too few."""
         cuts, smallest = [], size
         for axis in self.axes:
             owners = Owners.blocks(size, axis.size)
             cuts.append((axis.name, DIM, owners))
+            # the smallest share of any rank: all ranks refuse alike, or none does
             size, smallest = owners.counts[axis.index], smallest // axis.size
         if smallest < self.least:
             raise InputError(f"'{self.first}' is given too few positions for {' x '.join(a.name for a in self.axes)}")
@@ -97,7 +102,10 @@ class CutBlocks:
 
 
 def insides(blocks: Sequence[str], axes: tuple[Axis, ...], least: int) -> Iterator[CutBlocks]:
-    """For each list of blocks beside each other, its first and its last one."""
+    """Yields a cut from the first to the last of each list of blocks that are children of one module.
+
+    blocks  their paths
+    """
     beside: dict[str, list[str]] = {}
     for path in blocks:
         beside.setdefault(path.rpartition(".")[0], []).append(path)

@@ -33,6 +33,7 @@ def install() -> None:
     attention = sys.modules.get("transformers.integrations.sdpa_attention")
     if masks is None or models is None or attention is None:
         return
+    # each is replaced only where transformers' own stands: another library's stays, and a second call changes nothing
     interface = getattr(masks, "ALL_MASK_ATTENTION_FUNCTIONS", None)
     made = getattr(masks, "sdpa_mask", None)
     if interface is not None and made is not None and interface[KIND] is made:
@@ -43,7 +44,7 @@ def install() -> None:
 
 
 def _masks(masks: Any, made: Any) -> Any:
-    """`sdpa_mask` that gives a function of indices in the place of a tensor."""
+    """Returns `sdpa_mask` that gives a function of indices in the place of a tensor; `made` is transformers' own."""
 
     def mask(
         batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0,
@@ -59,6 +60,7 @@ def _masks(masks: Any, made: Any) -> Any:
 
         if not CUT_MODULES or use_vmap or q_offset or kv_offset:  # an offset: of a cache
             return as_a_tensor()
+        # None where transformers gives None too: kernels are told `is_causal`, or nothing
         padding = masks.prepare_padding_mask(attention_mask, kv_length, 0)
         if allow_is_causal_skip and masks._ignore_causal_mask_sdpa(padding, q_length, kv_length, 0, 0, local_size):
             return None
@@ -67,7 +69,7 @@ def _masks(masks: Any, made: Any) -> Any:
         function = mask_function
         if padding is not None:
             function = masks.and_masks(function, masks.padding_mask_function(padding))
-        try:
+        try:  # padding may be a part: ranks look at blocks of the mask each for themselves, without a collective
             function = whole_function(function)
         except ValueError:
             return as_a_tensor()
@@ -78,23 +80,28 @@ def _masks(masks: Any, made: Any) -> Any:
 
 
 def _looks_back(function: Function, rows: int, columns: int) -> bool:
-    """Whether a pattern of indices alone lets the last query read the first key, and not the first query the last."""
+    """Returns whether a pattern lets the last query read the first key, and not the first query the last key.
+
+    False for a pattern that reads tensors.
+    """
     try:
+        # on real indices, also in a rehearsal whose tensors have no values
         with _disable_current_modes():
             at = torch.tensor([0, max(rows, columns) - 1])
             zero = torch.zeros(1, dtype=torch.int64)
-            found = function(zero, zero, at, at.flip(0))
-            return found.tolist() == [False, True] and not _reads_tensors(function)
+            allowed = function(zero, zero, at, at.flip(0))
+            return allowed.tolist() == [False, True] and not _reads_tensors(function)
     except Exception:  # a pattern of tensors that are cut, or have no values here: how to deal positions is a choice
         return False
 
 
 def _reads_tensors(function: Any) -> bool:
+    """Returns whether a mask's function closes over tensors."""
     return bool(PairMask(function, (1, 1, 1, 1), torch.device("cpu"), False).fixed is False)
 
 
 def _attention(own: Any) -> Any:
-    """`sdpa_attention_forward` that leaves keys and values of cut positions as few as they are."""
+    """Returns `sdpa_attention_forward` that leaves keys and values of cut positions as few as they are."""
 
     def attention(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
@@ -102,6 +109,7 @@ def _attention(own: Any) -> Any:
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         fewer = key.shape[1] != query.shape[1]
         asked = any(kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap"))
+        # without a mask transformers leaves them as few by itself; with one it would repeat them for each query head
         if not fewer or asked or attention_mask is None or not isinstance(query, Part):
             return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
                        is_causal=is_causal, **kwargs)  # fmt: skip

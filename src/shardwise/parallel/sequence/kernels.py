@@ -22,7 +22,7 @@ _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which blocks are computed and merged: float64 for float64, else float32."""
+    """Returns the dtype in which blocks are computed and merged: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -32,19 +32,20 @@ def finite(lse: torch.Tensor) -> torch.Tensor:
 
 
 def has_fused(device: torch.device) -> bool:
-    """Whether a device has a fused kernel that returns log-sum-exps, as far as it is called here."""
+    """Returns whether a device has a fused kernel that returns log-sum-exps, as far as it is called here."""
     return on_host(device)
 
 
 def _is_fused(q: torch.Tensor, v: torch.Tensor, bias: Any) -> bool:
+    # the kernel takes one size of heads for all three, and at least one head
     return has_fused(q.device) and bias is None and q.shape[-1] == v.shape[-1] and q.shape[1] > 0
 
 
 def _rows(q: torch.Tensor, k: torch.Tensor) -> Iterator[slice]:
-    """Runs of a block's rows whose scores are written at a time."""
-    s, each = q.shape[-2], max(1, MOST_SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[-2]))
-    for first in range(0, s, each) if s else [0]:
-        yield slice(first, min(s, first + each))
+    """Yields runs of a block's rows whose scores are written at a time; a block without rows has one, without any."""
+    s, step = q.shape[-2], max(1, MOST_SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[-2]))
+    for first in range(0, s, step) if s else [0]:
+        yield slice(first, min(s, first + step))
 
 
 def _of_rows(bias: Any, rows: slice) -> torch.Tensor | None:
@@ -56,10 +57,11 @@ def _of_rows(bias: Any, rows: slice) -> torch.Tensor | None:
 def _scores(
     q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float, first: int
 ) -> torch.Tensor:  # fmt: skip
-    """Of rows of a block, the first of which is its row `first`."""
+    """Returns the scores (B, H, s, t) of rows of a block, the first of which is its row `first`, masked with -inf."""
     scores = torch.matmul(q, k.transpose(-1, -2)) * scale
     if causal:
         s, t = scores.shape[-2:]
+        # row `first + i` of the block reads columns up to itself
         below = torch.ones(s, t, dtype=torch.bool, device=q.device).tril(first)
         scores = scores.masked_fill(~below, -torch.inf)
     if bias is None:
@@ -70,45 +72,47 @@ def _scores(
 def attended(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(output (B, H, s, D), log-sum-exp (B, H, s)) of queries (B, H, s, D) and keys (B, H, t, D), in one wide dtype.
+    """Returns (output (B, H, s, D), log-sum-exp (B, H, s)) of queries (B, H, s, D) and keys (B, H, t, D), both wide.
 
     bias    True where a key may be read, or what is added to scores; broadcast to (B, H, s, t), or a `MaskBlock` of it
     causal  the block lies on the diagonal: row i reads columns up to i
     """
     if _is_fused(q, v, bias):
         return _fused(q, k, v, 0.0, causal, scale=scale)
-    found, sums = [], []
+    outputs, sums = [], []
     for rows in _rows(q, k):
         scores = _scores(q[:, :, rows], k, _of_rows(bias, rows), causal, scale, rows.start)
         sums.append(torch.logsumexp(scores, -1))
-        found.append(torch.matmul((scores - finite(sums[-1]).unsqueeze(-1)).exp(), v))
-        del scores
-    return (found[0], sums[0]) if len(found) == 1 else (torch.cat(found, -2), torch.cat(sums, -1))
+        # of a row that may read nothing the difference would be -inf + inf, which is NaN; this way its weights are 0
+        outputs.append(torch.matmul((scores - finite(sums[-1]).unsqueeze(-1)).exp(), v))
+        del scores  # not kept while the next rows' are written
+    return (outputs[0], sums[0]) if len(outputs) == 1 else (torch.cat(outputs, -2), torch.cat(sums, -1))
 
 
 def gradients(
     gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, lse: torch.Tensor,
     bias: Any, causal: bool, scale: float, of_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """Gradients of a block's queries, keys and values, and of its scores where that of the bias is wanted.
+    """Returns gradients of a block's queries, keys and values, and of its scores where that of the bias is wanted.
 
     output, lse  those of the whole row, merged over all blocks
     """
     if _is_fused(q, v, bias):
-        found = _fused_backward(gradient, q, k, v, output, lse, 0.0, causal, scale=scale)
-        return (*found, None)
+        fused = _fused_backward(gradient, q, k, v, output, lse, 0.0, causal, scale=scale)
+        return (*fused, None)
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     kept = []
     for rows in _rows(q, k):
-        some, mine = q[:, :, rows], gradient[:, :, rows]
-        scores = _scores(some, k, _of_rows(bias, rows), causal, scale, rows.start)
+        q_rows, g_rows = q[:, :, rows], gradient[:, :, rows]
+        scores = _scores(q_rows, k, _of_rows(bias, rows), causal, scale, rows.start)
+        # by the whole row's sum, so these are the weights of one softmax over all blocks, computed again
         weights = (scores - finite(lse[:, :, rows]).unsqueeze(-1)).exp()
         del scores
-        delta = (mine * output[:, :, rows]).sum(-1, keepdim=True)
-        of_scores = weights * (torch.matmul(mine, v.transpose(-1, -2)) - delta)
+        delta = (g_rows * output[:, :, rows]).sum(-1, keepdim=True)
+        of_scores = weights * (torch.matmul(g_rows, v.transpose(-1, -2)) - delta)
         dq[:, :, rows] = torch.matmul(of_scores, k) * scale
-        dk += torch.matmul(of_scores.transpose(-1, -2), some) * scale
-        dv += torch.matmul(weights.transpose(-1, -2), mine)
+        dk += torch.matmul(of_scores.transpose(-1, -2), q_rows) * scale
+        dv += torch.matmul(weights.transpose(-1, -2), g_rows)
         kept += [of_scores] if of_bias else []
         del weights, of_scores
     return dq, dk, dv, torch.cat(kept, -2) if kept else None

@@ -28,7 +28,7 @@ class Layers:
 
     def shell(self) -> Layers:
         """Returns the same description of the cuts, without the tensor's memory."""
-        part, inner = (None if each is None else each.shell() for each in (self.part, self.inner))
+        part, inner = (None if level is None else level.shell() for level in (self.part, self.inner))
         return Layers(part, inner, self.axis, self.payload.new_empty(()).expand(self.payload.shape))
 
     def like(self, payload: torch.Tensor) -> torch.Tensor:
@@ -37,18 +37,18 @@ class Layers:
         return local if self.part is None else self.part.with_local(local)
 
     def gradient(self, payload: torch.Tensor, queries: Layers) -> torch.Tensor:
-        """The gradient of keys or values: where they are whole and the queries cut, every rank has a summand."""
+        """Returns the gradient of keys or values: a sum over ranks where they are whole and the queries cut."""
         local = payload
         if self.inner is not None:
             local = self.inner.with_local(payload)
-        elif queries.inner is not None:
+        elif queries.inner is not None:  # each rank of tp has used the keys that all have, for its own queries
             local = Sum(payload, queries.inner.axis, spread=False)
         if self.part is None:
             return Sum(local, self.axis) if self.axis.size > 1 else local
         return self.part.with_local(local)
 
     def share(self, gradient: torch.Tensor) -> torch.Tensor:
-        """This rank's payload of a gradient, however it is dealt. Collective where it is dealt otherwise."""
+        """Returns this rank's payload of a gradient, however it is dealt. Collective where it is dealt otherwise."""
         local = gradient
         if self.part is not None:
             local = share_of(gradient, POSITIONS, self.part.owners, self.axis)
@@ -62,7 +62,7 @@ class Layers:
 def from_axis(tensor: torch.Tensor, axis: Axis) -> Layers:
     """Split a tensor into its cut over `axis`, which must be the outermost, one further in, and this rank's payload."""
     part = inner = None
-    tensor = tensor.detach()
+    tensor = tensor.detach()  # the ring is an autograd function of its own, and records nothing inside
     if isinstance(tensor, Distributed):
         tensor = tensor.settled()
     if isinstance(tensor, Part) and tensor.axis is axis:
@@ -73,7 +73,7 @@ def from_axis(tensor: torch.Tensor, axis: Axis) -> Layers:
         tensor = tensor.settled()
     if isinstance(tensor, Part):
         inner, tensor = tensor, tensor.local
-        if inner.soft:
+        if inner.soft:  # such a cut may be gathered where an operation has no rule for it
             tensor, inner = gather(inner), None
         elif inner.dim_cut not in (SAMPLES, HEADS) or isinstance(tensor, Distributed):
             raise Uncut(f"ring attention of tensors that are cut over {inner.axis.name} along dim {inner.dim_cut}")
@@ -91,7 +91,7 @@ class HeadsHere:
         return cls(queries.inner)
 
     def mask(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """The mask (b, h, S, T) of this rank's heads."""
+        """Returns the mask (b, h, S, T) of this rank's heads or samples; a `PairMask` as it is, the same for all."""
         if mask is None or isinstance(mask, PairMask):
             return mask
         if isinstance(mask, Distributed):
@@ -104,19 +104,20 @@ class HeadsHere:
         return inner.owners.take(mask, inner.dim_cut, inner.axis.index)
 
     def mask_gradient(self, local: torch.Tensor, shape: torch.Size, axis: Axis) -> torch.Tensor:
-        """The gradient of a learned bias: each rank of the ring has that of its rows."""
+        """Returns the gradient of a learned bias of this shape: a sum, to which each rank of the ring adds its rows."""
         inner = self.inner
         if inner is None:
             return Sum(local.view(shape), axis)
         if len(shape) + inner.dim_cut < 4 or shape[inner.dim_cut - 4] == 1:  # the same for all of them
             return Sum(Sum(local.view(shape), inner.axis, spread=False), axis)
-        dim = inner.dim_cut - (4 - len(shape))
+        dim = inner.dim_cut - (4 - len(shape))  # `mask` has put dims of one in front, which the bias lacks
         return Sum(Part(local.view([*local.shape[4 - len(shape) :]]), dim, inner.owners, inner.axis), axis)
 
 
 def refuse_other_samples(query: Layers, *others: Layers) -> None:
     """Raises `Uncut` where an axis further in cuts the samples of queries, keys and values, and not all alike."""
-    inner = [each.inner for each in (query, *others)]
+    # heads are looked up (`key_heads_read`); a sample's keys must lie where its queries do
+    inner = [layers.inner for layers in (query, *others)]
     cuts = [part if part is not None and part.dim_cut == SAMPLES else None for part in inner]
     first = next((cut for cut in cuts if cut is not None), None)
     if first is not None and any(cut is None or not cut.beside(first) for cut in cuts):
@@ -124,11 +125,11 @@ def refuse_other_samples(query: Layers, *others: Layers) -> None:
 
 
 def key_heads_read(q: Layers, k: Layers) -> torch.Tensor | None:
-    """The key head of each of this rank's queries, where that is not a fixed number of queries for each key."""
+    """Returns the key head of each of this rank's query heads; None where so many in a row read each key head."""
     if q.inner is None or q.inner.dim_cut != HEADS:
         return None
-    each = q.inner.shape[HEADS] // (k.inner.shape[HEADS] if k.inner is not None else k.payload.shape[HEADS])
-    places = [_places(q.inner.owners, k.inner, each, rank) for rank in range(q.inner.owners.ranks)]
+    queries_per_key = q.inner.shape[HEADS] // (k.inner.shape[HEADS] if k.inner is not None else k.payload.shape[HEADS])
+    places = [_places(q.inner.owners, k.inner, queries_per_key, rank) for rank in range(q.inner.owners.ranks)]
     if any(place is None for place in places):  # of any rank: all refuse alike
         raise Uncut("attention of queries and keys whose heads are cut differently")
     mine = places[q.inner.axis.index]
@@ -139,14 +140,14 @@ def key_heads_read(q: Layers, k: Layers) -> torch.Tensor | None:
     return torch.from_numpy(mine)
 
 
-def _places(queries: Owners, keys: Part | None, each: int, rank: int) -> np.ndarray | None:
-    """Where a rank of an axis further in finds the key head of each of its queries; None where it lacks one.
+def _places(queries: Owners, keys: Part | None, queries_per_key: int, rank: int) -> np.ndarray | None:
+    """Returns where among its key heads a rank further in has that of each of its query heads; None where it lacks one.
 
     In numpy: a tensor's values could not be read in a rehearsal, which has none.
     """
-    read = queries.indices(rank) // each
+    read = queries.indices(rank) // queries_per_key
     if keys is None:
         return read
-    held = keys.owners.indices(rank)
-    place = np.searchsorted(held, read).clip(max=max(len(held) - 1, 0))
-    return place if len(held) and np.array_equal(held[place], read) else None
+    keys_here = keys.owners.indices(rank)
+    place = np.searchsorted(keys_here, read).clip(max=max(len(keys_here) - 1, 0))
+    return place if len(keys_here) and np.array_equal(keys_here[place], read) else None

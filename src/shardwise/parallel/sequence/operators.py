@@ -35,16 +35,17 @@ class _Named:
 
 
 def _taken(ring: Rounds, mask: torch.Tensor | None) -> tuple[list[torch.Tensor], int]:
-    """(tensors of a mask, the number of all else)."""
+    """Returns (the tensors of a mask, the number by which a program names the ring and all else)."""
     bare, tensors = Bare.of(mask) if isinstance(mask, PairMask) else (None, [] if mask is None else [mask])
     return tensors, number_of(_Named(ring, bare))
 
 
-def _found(number: int, tensors: Sequence[torch.Tensor]) -> tuple[Rounds, torch.Tensor | None]:
+def _named_ring(number: int, tensors: Sequence[torch.Tensor]) -> tuple[Rounds, torch.Tensor | None]:
+    """Returns (the ring, its mask) that a program names by number and gives the mask's tensors for."""
     named: _Named = by_number(number)
     mask = named.mask.filled(tensors) if named.mask is not None else tensors[0] if tensors else None
     ring, call = named.ring, named.ring.call
-    if tensors:
+    if tensors:  # they had no values when the program was written, and have others in each step
         kinds = kinds_of(mask, mask, call.queries, call.keys, call.key_count, call.is_causal)
         ring = replace(ring, call=replace(call, kinds=kinds))
     return ring, mask
@@ -63,13 +64,13 @@ def backward_written(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Returns what `backward_around` does, by one operation of the program being compiled."""
     tensors, number = _taken(ring, mask)
-    *found, of_mask = torch.ops.shardwise.ring_backward(gradient, q, k, v, tensors, output, lse, number, wants_mask)
-    return *found, of_mask if wants_mask else None
+    *of_qkv, of_mask = torch.ops.shardwise.ring_backward(gradient, q, k, v, tensors, output, lse, number, wants_mask)
+    return *of_qkv, of_mask if wants_mask else None  # an operation returns tensors: an empty one for None
 
 
 @torch.library.impl(_LIBRARY, "ring", "CompositeExplicitAutograd")
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: list[torch.Tensor], named: int) -> tuple:
-    ring, whole = _found(named, mask)
+    ring, whole = _named_ring(named, mask)
     return forward_around(ring, q.contiguous(), k.contiguous(), v.contiguous(), whole)
 
 
@@ -78,10 +79,11 @@ def _run_backward(
     gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: list[torch.Tensor],
     output: torch.Tensor, lse: torch.Tensor, named: int, wants_mask: bool,
 ) -> tuple:  # fmt: skip
-    ring, whole = _found(named, mask)
-    gradient, q, k, v = (each.contiguous() for each in (gradient, q, k, v))
-    *found, of_mask = backward_around(ring, gradient, q, k, v, whole, output, lse, wants_mask)
-    return *found, q.new_empty(0) if of_mask is None else of_mask
+    ring, whole = _named_ring(named, mask)
+    # as `from_axis` gives them where nothing is compiled; a program may have laid them out otherwise
+    gradient, q, k, v = (tensor.contiguous() for tensor in (gradient, q, k, v))
+    *of_qkv, of_mask = backward_around(ring, gradient, q, k, v, whole, output, lse, wants_mask)
+    return *of_qkv, q.new_empty(0) if of_mask is None else of_mask
 
 
 @torch.library.impl(_LIBRARY, "ring", "Meta")
@@ -95,4 +97,4 @@ def _shapes_of_gradients(
     output: torch.Tensor, lse: torch.Tensor, named: int, wants_mask: bool,
 ) -> tuple:  # fmt: skip
     of_mask = mask[0].new_empty(mask[0].shape) if wants_mask else q.new_empty(0)
-    return *(each.new_empty(each.shape) for each in (q, k, v)), of_mask
+    return *(tensor.new_empty(tensor.shape) for tensor in (q, k, v)), of_mask

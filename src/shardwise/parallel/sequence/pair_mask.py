@@ -55,31 +55,35 @@ class PairMask(torch.Tensor):
         name = getattr(func, "__name__", "")
         if name in _LEAVES_IT and args and isinstance(args[0], PairMask) and _as_it_is(name, args, kwargs):
             return args[0]
-        if name not in _ASKS:
+        if name not in _ASKS:  # whatever reads elements is given the tensor, as if no function had stood for it
             args, kwargs = replaced(PairMask, whole_mask, (args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        # below autograd, past the function above: what asks for memory is given the tensor
         args, kwargs = replaced(PairMask, whole_mask, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def values(self, rows: At, columns: At, device: torch.device | None = None) -> torch.Tensor:
-        """(B or 1, 1, rows, columns): the mask there."""
+        """Returns the mask there: (B or 1, 1, rows, columns)."""
         device = self.device if device is None else device
         sample = torch.arange(self.shape[0], device=device).view(-1, 1, 1, 1)
         query, key = (_indices(at, device) for at in (rows, columns))
-        found = self.function(sample, torch.zeros_like(sample[:1]), query.view(1, 1, -1, 1), key.view(1, 1, 1, -1))
-        return found.expand(-1, -1, len(query), len(key))
+        allowed = self.function(sample, torch.zeros_like(sample[:1]), query.view(1, 1, -1, 1), key.view(1, 1, 1, -1))
+        return allowed.expand(-1, -1, len(query), len(key))
 
     def block(self, rows: At, columns: At) -> MaskBlock:
-        """The mask of some rows and columns, not made yet."""
+        """Returns the mask of some rows and columns, not made yet."""
         return MaskBlock(self, rows, columns)
 
     def kinds(self, pairs: tuple[tuple[Range, Range], ...]) -> Mapping[tuple[Range, Range], str] | None:
-        """What of each pair of runs may be read, "empty", "full", "diagonal" or "masked"; None where nobody knows."""
-        if pairs in self._kinds:
+        """Returns by (rows, columns) "empty", "full", "diagonal" or "masked": what may be read there.
+
+        None where it depends on tensors without values.
+        """
+        if pairs in self._kinds:  # all layers are given one mask
             return self._kinds[pairs]
         if self.fixed:  # in a rehearsal without values too; on the CPU, so that no device is waited for
             with _disable_current_modes():
@@ -94,7 +98,7 @@ class PairMask(torch.Tensor):
         return self._kinds[pairs]
 
     def _look(self, rows: Range, columns: Range, device: torch.device) -> torch.Tensor:
-        """(3,): whether a block lets anything be read, everything, and what lies on or below its diagonal."""
+        """Returns (3,): whether a block lets anything be read, everything, just what lies on or below its diagonal."""
         block = self.values(rows, columns, device)
         diagonal = block.new_zeros(())
         if rows == columns:
@@ -111,7 +115,7 @@ class MaskBlock:
         self.mask, self.rows, self.columns = mask, rows, columns
 
     def of_rows(self, rows: slice) -> torch.Tensor:
-        """(B or 1, 1, rows, columns) of some of the block's rows."""
+        """Returns (B or 1, 1, rows, columns) of some of the block's rows, which `rows` counts from its first."""
         at = self.rows
         some = (at[0] + rows.start, at[0] + rows.stop) if isinstance(at, tuple) else at[rows]
         return self.mask.values(some, self.columns)
@@ -122,21 +126,25 @@ _LEAVES_IT = {"detach", "contiguous", "to", "__getitem__"}
 
 
 def _as_it_is(name: str, args: tuple, kwargs: dict) -> bool:
-    """Whether a function leaves the mask as it is: not moved, not cast, no part of it taken."""
+    """Returns whether a function leaves the mask as it is: not moved, not cast, no part of it taken.
+
+    Else `mask.to(device)`, or a slice that takes all, would make the tensor.
+    """
     mask, *rest = args
-    given = [*rest, *kwargs.values()]
+    options = [*rest, *kwargs.values()]
     if name == "to":
-        return all(each in (torch.bool, mask.device, str(mask.device)) for each in given if not isinstance(each, bool))
+        same = (torch.bool, mask.device, str(mask.device))
+        return all(option in same for option in options if not isinstance(option, bool))
     if name != "__getitem__":
-        return not given
+        return not options
     taken = rest[0] if isinstance(rest[0], tuple) else (rest[0],)
     return len(taken) <= mask.dim() and all(
-        isinstance(one, slice) and one.indices(n) == (0, n, 1) for one, n in zip(taken, mask.shape, strict=False)
+        isinstance(part, slice) and part.indices(n) == (0, n, 1) for part, n in zip(taken, mask.shape, strict=False)
     )
 
 
 def whole_mask(mask: PairMask) -> torch.Tensor:
-    """The mask as a tensor."""
+    """Returns the mask as a tensor (B, 1, S, T)."""
     b, _, s, t = mask.shape
     return mask.values((0, s), (0, t)).expand(b, 1, s, t)
 
@@ -146,7 +154,7 @@ def _indices(at: At, device: torch.device) -> torch.Tensor:
 
 
 def whole_function(function: Any) -> Any:
-    """The function with every cut tensor that it closes over whole, so that ranks may call it each for themselves.
+    """Returns the function with every cut tensor that it closes over whole: ranks may call it each for themselves.
 
     Collective. `ValueError` where what it closes over is not followed: it is no function, number or tensor.
     """
@@ -154,11 +162,11 @@ def whole_function(function: Any) -> Any:
 
 
 def _remade(function: Any, of_tensor: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The function with others in the place of the tensors that it closes over."""
+    """Returns the function with others in the place of the tensors that it closes over; `ValueError` as above."""
     if isinstance(function, torch.Tensor):
         return of_tensor(function)
     if isinstance(function, tuple | list):
-        return type(function)(_remade(each, of_tensor) for each in function)
+        return type(function)(_remade(item, of_tensor) for item in function)
     if function is None or isinstance(function, int | float | str | torch.dtype | torch.device):
         return function
     if not isinstance(function, FunctionType):
@@ -174,21 +182,21 @@ def _remade(function: Any, of_tensor: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def _tensors_of(function: Any) -> list[torch.Tensor]:
-    """The tensors that a function closes over."""
+    """Returns the tensors that a function closes over, in the order in which `_remade` comes to them."""
     if isinstance(function, FunctionType):
         return [t for cell in function.__closure__ or () for t in _tensors_of(cell.cell_contents)]
     if isinstance(function, tuple | list):
-        return [t for each in function for t in _tensors_of(each)]
+        return [t for item in function for t in _tensors_of(item)]
     return tensors_in(function) if isinstance(function, torch.Tensor) else []
 
 
-def _told(function: Any) -> Any:
-    """What a function is but for the tensors that it closes over: equal where functions give the same of the same."""
+def _identity(function: Any) -> Any:
+    """Returns a key of a function without the tensors that it closes over: equal where these alone may differ."""
     if isinstance(function, FunctionType):
-        cells = tuple(_told(cell.cell_contents) for cell in function.__closure__ or ())
-        return function.__code__, _told(function.__defaults__), str(function.__kwdefaults__), cells
+        cells = tuple(_identity(cell.cell_contents) for cell in function.__closure__ or ())
+        return function.__code__, _identity(function.__defaults__), str(function.__kwdefaults__), cells
     if isinstance(function, tuple | list):
-        return tuple(map(_told, function))
+        return tuple(map(_identity, function))
     return torch.Tensor if isinstance(function, torch.Tensor) else (type(function), function)
 
 
@@ -196,7 +204,7 @@ def _told(function: Any) -> Any:
 class Bare:
     """A mask by a function without the tensors that this closes over: programs are written for it, and given those."""
 
-    told: Any
+    identity: Any  # equal where functions give the same of the same tensors
     shape: tuple[int, ...]
     device: torch.device
     looks_back: bool
@@ -204,11 +212,12 @@ class Bare:
 
     @classmethod
     def of(cls, mask: PairMask) -> tuple[Bare, list[torch.Tensor]]:
-        """(the mask without its tensors, its tensors)."""
+        """Returns (the mask without its tensors, its tensors)."""
+        # empty ones in their places, so that what a program names keeps no memory of a batch
         none = [t.new_empty(0) for t in _tensors_of(mask.function)]
         bare = mask if mask.fixed else _with_tensors(mask, none)
-        told = _told(mask.function)
-        return cls(told, tuple(mask.shape), mask.device, mask.looks_back, bare), _tensors_of(mask.function)
+        identity = _identity(mask.function)
+        return cls(identity, tuple(mask.shape), mask.device, mask.looks_back, bare), _tensors_of(mask.function)
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> PairMask:
         """Returns the same mask with these tensors in the places of those that its function closes over."""

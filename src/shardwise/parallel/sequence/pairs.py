@@ -44,7 +44,7 @@ class Call:
 
     @cached_property
     def ways(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank, the other ranks that read any of its keys, in the order in which these come to them."""
+        """Returns, of each rank, the other ranks that read any of its keys, in the order in which these pass them."""
         ranks = range(self.axis.size)
         others = [[(source + hop) % len(ranks) for hop in ranks[1:]] for source in ranks]
         return tuple(tuple(r for r in others[source] if reads_any(self, r, source)) for source in ranks)
@@ -62,30 +62,32 @@ class Call:
 
 
 def _ranges(owners: Owners | None, rank: int, size: int, tile: int) -> list[tuple[Range, Range]]:
-    """(global range, range among the rank's own) of each run of indices that a rank owns, or of its tiles."""
-    found, place, start = [], 0, 0
+    """Returns (global range, range among the rank's own) of each run of indices that a rank owns, or of its tiles."""
+    ranges, place, start = [], 0, 0
     stops, who = ([size], [rank]) if owners is None else (owners.stops.tolist(), owners.who.tolist())
     for stop, owner in zip(stops, who, strict=True):
         for first, last in _tiles(start, stop, tile) if owner == rank else ():
-            found.append(((first, last), (place, place + last - first)))
+            ranges.append(((first, last), (place, place + last - first)))
             place += last - first
         start = stop
-    return found
+    return ranges
 
 
 def _tiles(start: int, stop: int, tile: int) -> Iterator[Range]:
+    """Yields a run in pieces of `tile` positions; as it is where `tile` is 0."""
     for first in range(start, stop, tile or max(stop - start, 1)):
         yield first, min(stop, first + tile) if tile else stop
 
 
 def pairs(call: Call, source: int, rank: int | None = None) -> Iterator[tuple[At, At, Range, Range, str]]:
-    """(queries, keys, their places here and in the block, kind) of runs of a rank and of `source` that meet.
+    """Yields (queries, keys, their places here and in the block, kind) of runs of a rank and of `source` that meet.
 
     kind  "full" | "diagonal" (causal, of one run) | "causal" (across the diagonal) | "masked"
     """
     rank = call.axis.index if rank is None else rank
     queries = _ranges(call.queries, rank, call.queries.size, call.tile)
     keys = _ranges(call.keys, source, call.key_count, call.tile)
+    # dealt in stripes, runs are single positions: all are one masked pair, in the place of a kernel's call for each
     if len(queries) * len(keys) > MOST_PAIRS and call.kinds is None:
         yield from _at_once(call, source, rank)
         return
@@ -97,17 +99,18 @@ def pairs(call: Call, source: int, rank: int | None = None) -> Iterator[tuple[At
 
 
 def _kind(call: Call, q: Range, k: Range) -> str:
+    """Returns what a pair of runs is: as in `pairs`, or "empty"."""
     if call.kinds is not None:
         return call.kinds[q, k]
-    if not call.is_causal or k[1] - 1 <= q[0]:
+    if not call.is_causal or k[1] - 1 <= q[0]:  # no key lies behind any query
         return "masked" if call.masked else "full"
-    if k == q:
+    if k == q:  # causal from its first row on, as kernels know it
         return "masked causal" if call.masked else "diagonal"
     return "causal" if k[0] <= q[1] - 1 else "empty"
 
 
 def _at_once(call: Call, source: int, rank: int) -> Iterator[tuple[At, At, Range, Range, str]]:
-    """All runs of two ranks as one pair, where there are many."""
+    """Yields all runs of two ranks as one pair, masked index by index; nothing where no query reads a key."""
     q = call.queries.indices(rank)
     k = np.arange(call.key_count) if call.keys is None else call.keys.indices(source)
     if len(q) and len(k) and not (call.is_causal and k[0] > q[-1]):
@@ -115,7 +118,7 @@ def _at_once(call: Call, source: int, rank: int) -> Iterator[tuple[At, At, Range
 
 
 def reads_any(call: Call, rank: int, source: int) -> bool:
-    """Whether a rank's queries may read any of a rank's keys."""
+    """Returns whether the queries of `rank` may read any of the keys of `source`."""
     return next(pairs(call, source, rank), None) is not None
 
 
@@ -128,44 +131,50 @@ class _Looked:
 
 
 def kinds_of(
-    given: torch.Tensor | None, mask: torch.Tensor | None, queries: Owners, keys: Owners | None, key_count: int,
+    given_mask: torch.Tensor | None, mask: torch.Tensor | None, queries: Owners, keys: Owners | None, key_count: int,
     is_causal: bool,
 ) -> Mapping[tuple[Range, Range], str] | None:  # fmt: skip
-    """What the mask (b, h, S, T) says of each pair of runs of queries and keys; None where it is not looked at.
+    """Returns what the mask (b, h, S, T) says of each pair of runs of queries and keys; None where it is not looked at.
+
+    given_mask  the one that attention was called with, of which `mask` is this rank's heads
 
     The mask is the same on all ranks of the ring, and so is the answer.
     """
     if isinstance(mask, PairMask):
         tile = tile_of(queries.size, key_count)
-        rows, columns = (list(_runs_of(each, n, tile)) for each, n in ((queries, queries.size), (keys, key_count)))
-        if len(rows) * len(columns) > MOST_TILES:
+        rows, columns = (list(_runs_of(owners, n, tile)) for owners, n in ((queries, queries.size), (keys, key_count)))
+        if len(rows) * len(columns) > MOST_TILES:  # dealt in many short runs: all are taken as masked
             return None
         return mask.kinds(tuple((q, k) for q in rows for k in columns))
     runs, others = list(_runs_of(queries, queries.size)), list(_runs_of(keys, key_count))
     many = len(runs) * len(others) > MOST_PAIRS
-    if mask is None or given is None or is_causal or many or not can_read(mask):
+    # beside `is_causal` indices decide, as `_kind` has it; what has no values here, or changes by steps, is not read
+    if mask is None or given_mask is None or is_causal or many or not can_read(mask):
         return None
-    key = (given._version, queries, keys, mask.shape, mask.dtype)
-    if given.is_leaf and given.requires_grad:  # trained, and changed in ways that a version may not show
+    key = (given_mask._version, queries, keys, mask.shape, mask.dtype)
+    if given_mask.is_leaf and given_mask.requires_grad:  # trained, and changed in ways that a version may not show
         return _look(mask, runs, others)
-    if _Looked.key != key or _Looked.mask is None or _Looked.mask() is not given:
-        _Looked.key, _Looked.mask = key, weakref.ref(given)
+    # the same object, not written into since: the next layer of the same step
+    if _Looked.key != key or _Looked.mask is None or _Looked.mask() is not given_mask:
+        _Looked.key, _Looked.mask = key, weakref.ref(given_mask)
         _Looked.kinds = _look(mask, runs, others)
     return _Looked.kinds
 
 
 def _look(mask: torch.Tensor, runs: list[Range], others: list[Range]) -> Mapping[tuple[Range, Range], str]:
+    """Returns the kind of each pair of runs, by one read of the device for all of them."""
     holds = mask.dtype is torch.bool
     allowed = mask if holds else mask != -torch.inf
-    found = []
+    looks = []
     pairs = [(q, k) for q in runs for k in others]
     for q, k in pairs:
         block = _block(allowed, q, k)
+        # an added mask is never "full": its numbers count even where it forbids nothing
         every = block.all() if holds else block.new_zeros(())
         alike = holds and q == k and block.shape[-2:] == (q[1] - q[0],) * 2
         diagonal = (block == torch.ones_like(block[0, 0]).tril()).all() if alike else block.new_zeros(())
-        found.append(torch.stack([block.any(), every, diagonal]))
-    table = read(torch.stack(found), "which blocks a mask leaves")
+        looks.append(torch.stack([block.any(), every, diagonal]))
+    table = read(torch.stack(looks), "which blocks a mask leaves")
     names = {pair: "empty" if not some else "full" if every else "diagonal" if diagonal else "masked"
              for pair, (some, every, diagonal) in zip(pairs, table, strict=True)}  # fmt: skip
     return names
@@ -184,7 +193,7 @@ def _runs_of(owners: Owners | None, size: int, tile: int = 0) -> Iterator[Range]
 
 
 def _block(mask: torch.Tensor, q: At, k: At) -> Any:
-    """The rows `q` and columns `k` of a mask (.., S or 1, T or 1)."""
+    """Returns the rows `q` and columns `k` of a mask (.., S or 1, T or 1)."""
     if isinstance(mask, PairMask):
         return mask.block(q, k)
     return _along(_along(mask, -2, q), -1, k)
@@ -203,7 +212,7 @@ def _positions(at: At, device: torch.device) -> torch.Tensor:
 
 
 def bias_of(call: Call, mask: torch.Tensor | None, q: At, k: At, kind: str, device: torch.device) -> Any:
-    """The mask of one pair of runs; causality is in it where the pair lies across the diagonal."""
+    """Returns the mask of one pair of runs, with causality in it where the pair lies across the diagonal; or None."""
     if kind in ("full", "diagonal"):
         return None
     part = None if mask is None else _block(mask, q, k)
@@ -218,10 +227,10 @@ def bias_of(call: Call, mask: torch.Tensor | None, q: At, k: At, kind: str, devi
 def add_to_mask(dmask: torch.Tensor, ds: torch.Tensor, rows: At, columns: At) -> None:
     """Adds the gradient of a block's scores to that of the mask's rows and columns that it read."""
     shape = [ds.shape[dim] if dmask.shape[dim] != 1 else 1 for dim in range(ds.dim())]
-    found = ds.sum_to_size(shape)
+    gradient = ds.sum_to_size(shape)  # of a mask that is broadcast along a dim, all that read it
     if isinstance(rows, tuple) and isinstance(columns, tuple):
-        _block(dmask, rows, columns).add_(found)
+        _block(dmask, rows, columns).add_(gradient)
         return
-    at = [_positions(one, dmask.device) if dmask.shape[dim] != 1 else torch.zeros(1, dtype=torch.int64)
-          for dim, one in ((-2, rows), (-1, columns))]  # fmt: skip
-    dmask[..., at[0].unsqueeze(1), at[1]] += found
+    at = [_positions(indices, dmask.device) if dmask.shape[dim] != 1 else torch.zeros(1, dtype=torch.int64)
+          for dim, indices in ((-2, rows), (-1, columns))]  # fmt: skip
+    dmask[..., at[0].unsqueeze(1), at[1]] += gradient

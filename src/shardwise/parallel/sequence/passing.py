@@ -18,29 +18,32 @@ from shardwise.parallel.sequence.pairs import Call
 
 
 def blocks_passing(call: Call, mine: tuple[torch.Tensor, ...]) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
-    """(rank, its tensors) of this rank, then of those whose keys it reads; the next ones come while some are used."""
+    """Yields (rank, its tensors) of this rank, then of those whose keys it reads; the next come while some are used."""
     axis, me = call.axis, call.axis.index
-    if call.keys is None:
+    if call.keys is None:  # whole on every rank: nothing passes
         yield me, mine
         return
-    held, sent = mine, _Sent(axis)
+    block, sent = mine, _Sent(axis)
     for step in range(axis.size):
         source, coming = (me - step) % axis.size, (me - step - 1) % axis.size
-        if step == 0 or call.before(source) is not None:
-            sent.add(held, call.after(source), _KEYS, source)
+        if step == 0 or call.before(source) is not None:  # this rank has the block: it reads it, or owns it
+            sent.add(block, call.after(source), _KEYS, source)
+        # posted before the block at hand is yielded, so that the next one arrives while it is used
         arriving = None
         if step + 1 < axis.size and call.before(coming) is not None:
             arriving = _Arriving(call, coming, mine, call.before(coming), _KEYS)
         if step == 0 or call.before(source) is not None:
-            yield source, held
-        held = arriving.found() if arriving is not None else ()
+            yield source, block
+        block = arriving.received() if arriving is not None else ()
     sent.wait()
 
 
 def gradients_around(call: Call, mine: tuple[torch.Tensor, ...], block: Any) -> tuple[torch.Tensor, ...]:
-    """Gradients of this rank's tensors, summed over the ranks that used them: sums travel with their block.
+    """Returns the gradients of this rank's tensors, summed over the ranks that used them: sums travel with their block.
 
     The sum of a block begins at the first rank that it comes to, and goes to its owner from the last one.
+
+    block  (source, *tensors of that rank): this rank's summand of their gradients
     """
     axis, me = call.axis, call.axis.index
     if call.keys is None:
@@ -49,35 +52,37 @@ def gradients_around(call: Call, mine: tuple[torch.Tensor, ...], block: Any) -> 
     own: tuple[torch.Tensor, ...] = ()
     sent = _Sent(axis)
     sums: dict[int, _Arriving] = {}  # what other ranks have summed of the next block, on its way
-    for source, held in blocks_passing(call, mine):
-        found = block(source, *held)
+    for source, tensors in blocks_passing(call, mine):
+        gradients = block(source, *tensors)
         if source in sums:
-            found = _added(found, sums.pop(source).found())
+            gradients = _added(gradients, sums.pop(source).received())
         if source == me:
-            own = found  # stays here
+            own = gradients  # stays here; what other ranks add to it comes at the end
         else:
             after = call.after(source)
-            sent.add(found, source if after is None else after, _SUMS, source)
+            sent.add(gradients, source if after is None else after, _SUMS, source)
+        # the next block that this rank will read: its sum is received while its gradients are computed
         coming = (source - 1) % axis.size
         while coming != me and call.before(coming) is None:
             coming = (coming - 1) % axis.size
         before = call.before(coming)
-        if before is not None and before != coming:
+        if before is not None and before != coming:  # from its owner a block comes first to this rank: no sum before
             sums[coming] = _Arriving(call, coming, like, before, _SUMS)
-        del found, held  # not kept while the next block is computed
+        del gradients, tensors  # not kept while the next block is computed
     if call.ways[me]:
-        home = _Arriving(call, me, like, call.ways[me][-1], _SUMS).found()
+        home = _Arriving(call, me, like, call.ways[me][-1], _SUMS).received()
         own = _added(own, home)
     sent.wait()
     return own
 
 
 def _added(sums: tuple[torch.Tensor, ...], more: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """What this rank has just made, and nobody else has, with what came added to it in place."""
+    """Returns what this rank has just made, with what came added to it, in place: nobody else has these tensors."""
     return tuple(mine.add_(other) for mine, other in zip(sums, more, strict=True))
 
 
 def _shapes(shapes: tuple[tuple[int, ...], ...], positions: int) -> list[list[int]]:
+    """Returns the shapes of a rank's keys and values that has so many positions."""
     return [[positions if d == POSITIONS else n for d, n in enumerate(shape)] for shape in shapes]
 
 
@@ -92,15 +97,15 @@ class _Sent:
         self.pending: list[tuple[Pending, torch.Tensor]] = []
 
     def add(self, tensors: tuple[torch.Tensor, ...], to: int | None, kind: int, source: int) -> None:
-        """Send what is of the block of `source`."""
-        self.pending = [(p, t) for p, t in self.pending if not p.over]
+        """Send what is of the block of `source` to a rank; nothing where that is None. Does not wait."""
+        self.pending = [(p, t) for p, t in self.pending if not p.over]  # what has left gives its memory back
         for place, tensor in enumerate(tensors if to is not None else ()):
-            if tensor.numel() and to is not None:
+            if tensor.numel() and to is not None:  # a rank without positions sends nothing, and nobody expects it
                 out = tensor.contiguous()
                 self.pending.append((send(out, self.axis, to, "ring", 4 * source + kind + place), out))
 
     def wait(self) -> None:
-        """Until everything has left."""
+        """Wait until everything has left."""
         for pending, _ in self.pending:
             pending.wait()
         self.pending.clear()
@@ -113,13 +118,14 @@ class _Arriving:
         assert call.keys is not None and sender is not None
         shapes = _shapes(call.shapes, call.keys.counts[source])
         self.tensors = tuple(t.new_empty(shape) for t, shape in zip(like, shapes, strict=True))
+        # a tag for each tensor: keys and sums of one block may be on their way between two ranks at once
         self.pending = [
             receive(into, call.axis, sender, "ring", 4 * source + kind + place)
             for place, into in enumerate(self.tensors)
             if into.numel()
         ]
 
-    def found(self) -> tuple[torch.Tensor, ...]:
+    def received(self) -> tuple[torch.Tensor, ...]:
         """Returns the tensors of the block that arrives; waits for them."""
         for pending in self.pending:
             pending.wait()

@@ -55,7 +55,7 @@ def ring_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, axis: Axis, *,
     is_causal: bool, scale: float | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Attention of queries (B, H, S, D) whose positions are cut over `axis`; keys and values are cut too, or whole.
+    """Returns attention of queries (B, H, S, D), whose positions `axis` cuts; keys and values are cut too, or whole.
 
     Over an axis of one rank nothing is cut: a mask that is a function of indices is read in tiles.
 
@@ -78,12 +78,14 @@ class _Ring(torch.autograd.Function):
         call = Call(axis, queries, keys, key.shape[POSITIONS], is_causal, scale,
                     (tuple(k.payload.shape), tuple(v.payload.shape)), mask is not None,
                     kinds_of(mask, mask_here, queries, keys, key.shape[POSITIONS], is_causal), tile)  # fmt: skip
-        pairs = mask_here if isinstance(mask_here, PairMask) else None  # has no memory of its own
+        # `save_for_backward` keeps memory, of which a function of indices has none
+        pairs = mask_here if isinstance(mask_here, PairMask) else None
         kept = mask_here if pairs is None else None
         around = forward_written if is_written_down(axis, q.payload) else forward_around
         ring = Rounds(call, key_heads_read(q, k))
         output, lse = around(ring, q.payload, k.payload, v.payload, mask_here)
-        shells = tuple(each.shell() for each in (q, k, v))
+        # how they are cut, without their memory: recompute frees what is saved below, and not what the context holds
+        shells = tuple(layers.shell() for layers in (q, k, v))
         ctx.ring, ctx.kinds, ctx.pairs = ring, shells, pairs
         ctx.heads, ctx.mask_shape = HeadsHere.of(shells[0]), None if mask is None else mask.shape
         ctx.save_for_backward(q.payload, k.payload, v.payload, kept, output, lse)

@@ -25,40 +25,43 @@ class Rounds:
 
 
 def _expanded(tensor: torch.Tensor, queries: int, reads: torch.Tensor | None) -> torch.Tensor:
-    """Keys or values with a head for each query head."""
+    """Returns keys or values with a head for each query head."""
     if reads is not None:
         return tensor.index_select(HEADS, to_device(reads, tensor.device))
-    each = queries // tensor.shape[HEADS]
-    return tensor if each == 1 else tensor.repeat_interleave(each, HEADS)
+    queries_per_key = queries // tensor.shape[HEADS]
+    return tensor if queries_per_key == 1 else tensor.repeat_interleave(queries_per_key, HEADS)
 
 
 def _collapsed(gradient: torch.Tensor, heads: int, reads: torch.Tensor | None) -> torch.Tensor:
-    """The adjoint of `_expanded`."""
+    """Returns the gradient of keys or values with `heads` heads: the adjoint of `_expanded`."""
     if reads is not None:
         shape = [gradient.shape[0], heads, *gradient.shape[2:]]
         return gradient.new_zeros(shape).index_add_(HEADS, to_device(reads, gradient.device), gradient)
-    each = gradient.shape[HEADS] // heads
-    return gradient if each == 1 else gradient.unflatten(HEADS, (heads, each)).sum(HEADS + 1)
+    queries_per_key = gradient.shape[HEADS] // heads
+    return gradient if queries_per_key == 1 else gradient.unflatten(HEADS, (heads, queries_per_key)).sum(HEADS + 1)
 
 
 def forward_around(
     ring: Rounds, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(output (B, H, s, D) in q's dtype, log-sum-exp (B, H, s) in the wide one) of this rank's queries."""
+    """Returns (output (B, H, s, D) in q's dtype, log-sum-exp (B, H, s) in the wide one) of this rank's queries."""
     call, reads, dtype, heads = ring.call, ring.reads, wide(q.dtype), q.shape[HEADS]
     output = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=dtype, device=q.device)
     lse = torch.full(q.shape[:-1], -torch.inf, dtype=torch.float64, device=q.device)  # one rounding, not one a block
     for source, (key, value) in blocks_passing(call, (k, v)):
-        for at, of, here, there, kind in pairs(call, source):
-            rows, columns = slice(*here), slice(*there)
-            bias = bias_of(call, mask, at, of, kind, q.device)
+        for q_at, k_at, q_here, k_here, kind in pairs(call, source):
+            rows, columns = slice(*q_here), slice(*k_here)
+            bias = bias_of(call, mask, q_at, k_at, kind, q.device)
+            # widened and repeated for one pair of runs at a time: what passes around is narrow, and as few as it is
             keys, values = (_expanded(t[:, :, columns], heads, reads).to(dtype) for t in (key, value))
-            mine, found = attended(q[:, :, rows].to(dtype), keys, values, bias, kind == "diagonal", call.scale)
-            found = found.double()
-            weight = torch.sigmoid(found - finite(lse[:, :, rows])).masked_fill(lse[:, :, rows].isinf(), 1.0)
-            weight = weight.masked_fill(found.isinf(), 0.0).unsqueeze(-1)  # of what this block found
-            output[:, :, rows] += weight.to(dtype) * (mine - output[:, :, rows])
-            lse[:, :, rows] = torch.logaddexp(lse[:, :, rows], found)
+            out_here, lse_here = attended(q[:, :, rows].to(dtype), keys, values, bias, kind == "diagonal", call.scale)
+            lse_here = lse_here.double()
+            # exp(lse_here) / (exp(lse_here) + exp(lse)): 1 where no earlier pair let a row read anything, 0 where this
+            # one does not, which are differences of infinities
+            weight = torch.sigmoid(lse_here - finite(lse[:, :, rows])).masked_fill(lse[:, :, rows].isinf(), 1.0)
+            weight = weight.masked_fill(lse_here.isinf(), 0.0).unsqueeze(-1)
+            output[:, :, rows] += weight.to(dtype) * (out_here - output[:, :, rows])
+            lse[:, :, rows] = torch.logaddexp(lse[:, :, rows], lse_here)
     kept = torch.empty(lse.shape, dtype=dtype, device=lse.device).copy_(lse)  # no cast, which a proof would leave out
     return output.to(q.dtype), kept
 
@@ -67,17 +70,19 @@ def backward_around(
     ring: Rounds, gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
     output: torch.Tensor, lse: torch.Tensor, wants_mask: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """Gradients of queries, keys, values and of a mask that is added, whose rows are this rank's."""
+    """Returns gradients of queries, keys, values and of a mask that is added, whose rows are this rank's."""
     call, reads, dtype, heads = ring.call, ring.reads, wide(q.dtype), q.shape[HEADS]
     dq = torch.zeros_like(q, dtype=dtype)
     dmask = torch.zeros_like(mask, dtype=dtype) if wants_mask and mask is not None else None
     dout, output = gradient.to(dtype), output.to(dtype)
 
     def block(source: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # summed in the wide dtype around the whole ring, so that more ranks do not mean more rounding
+        # (`test_the_error_of_a_ring_does_not_grow_with_its_ranks`)
         dk, dv = torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype)
-        for at, of, here, there, kind in pairs(call, source):
-            rows, columns = slice(*here), slice(*there)
-            bias = bias_of(call, mask, at, of, kind, q.device)
+        for q_at, k_at, q_here, k_here, kind in pairs(call, source):
+            rows, columns = slice(*q_here), slice(*k_here)
+            bias = bias_of(call, mask, q_at, k_at, kind, q.device)
             keys, values = (_expanded(t[:, :, columns], heads, reads).to(dtype) for t in (key, value))
             of_q, of_k, of_v, of_scores = gradients(
                 dout[:, :, rows], q[:, :, rows].to(dtype), keys, values, output[:, :, rows], lse[:, :, rows], bias,
@@ -87,7 +92,7 @@ def backward_around(
             dk[:, :, columns] += _collapsed(of_k, dk.shape[HEADS], reads)
             dv[:, :, columns] += _collapsed(of_v, dv.shape[HEADS], reads)
             if dmask is not None and of_scores is not None:
-                add_to_mask(dmask, of_scores, at, of)
+                add_to_mask(dmask, of_scores, q_at, k_at)
             del of_q, of_k, of_v, of_scores  # not kept while the next pair is computed
         return dk, dv
 
