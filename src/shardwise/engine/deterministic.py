@@ -27,6 +27,7 @@ def fix_threads(state: RankState) -> None:
 
 def refuse_shared(findings: Findings) -> None:
     """Raise `RefusedPlan` for a module in which pieces of a batch would meet, or leave something behind."""
+    # in eval mode it normalises by running statistics, whoever else is in the batch
     if any(module.training for module in findings.batch_norms):
         raise RefusedPlan(
             "deterministic: batch norm joins all samples of a micro-batch, and each piece is computed alone: use a "

@@ -74,7 +74,7 @@ def parallelize(
         join()  # a launcher started this process
     mesh = build_mesh(plan, own_device(device))
 
-    tasks = [task]
+    tasks = [task]  # and the one in which operations meet in one dtype, once that is needed
 
     def make(enclosed: Collection[str] = ()) -> RankState:
         state = assemble(tasks[-1], plan, mesh, seed, enclosed=enclosed)
@@ -87,6 +87,7 @@ def parallelize(
         try:
             state, findings = assemble_and_look(make, masks=randomness == "global")
         except (InputError, RefusedPlan) as error:
+            # Only where torch refused: a module that runs as it is stays as it is.
             if (met := met_at(task, plan, error)) is None:
                 raise
             tasks.append(met)
@@ -97,8 +98,10 @@ def parallelize(
         findings = Findings(batch_norm_modules(state.module), BatchDims(), draws=None)
     if plan.deterministic:
         refuse_shared(findings)
+    # Else a reduction starts with a gradient's first part.
     if findings.reentrant:
         state.technique.expect_pieces()
+    # After the look, in which each run has samples of its own.
     for module in findings.batch_norms if joins_batch_norms(state.data_ranks, plan) else ():
         sync_module(module, state.mesh.data, state.phase)
     if randomness == "global":

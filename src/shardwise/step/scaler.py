@@ -23,7 +23,7 @@ class LossScale:
         self._good_steps = 0
 
     def factor(self, weight: torch.Tensor | float, axis: Axis, device: torch.device) -> float:
-        """The scale; the first call chooses 2^15 over the global weight, since sums grow with it."""
+        """Returns the scale; the first call chooses 2^15 over the global weight, since sums grow with it."""
         if not self.value:
             total = read(gather_rows(row_of([weight], device), axis).sum(), "weight for the loss scale")
             self.value = 2.0 ** (15 - round(math.log2(max(total, 1.0))))

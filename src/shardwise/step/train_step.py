@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 def dealt(state: RankState, batch: Any) -> list[Share]:
-    """This rank's parts of a GLOBAL batch (a pytree), or the parts themselves where they are given."""
+    """Returns this rank's parts of a GLOBAL batch (a pytree), or the parts themselves where they are given."""
     if isinstance(batch, list) and batch and all(isinstance(part, Share) for part in batch):
         return batch
     pieces = state.plan.step_microbatches
@@ -86,7 +86,7 @@ def gradients(state: RankState, parts: list[Share]) -> tuple[StepResult, bool]:
     take_written(state)
     try:
         return complete(state, tally)
-    except NotFinite as error:
+    except NotFinite as error:  # raised on every rank, so that all look into their batches
         raise name_bad_input(state, parts, error) from None
 
 
@@ -108,6 +108,7 @@ def complete(state: RankState, tally: Tally) -> tuple[StepResult, bool]:
     with state.hooks.inside("reduce"):
         reach("reduce", subject=state)
         agreed = _reduced(state, tally, tally.reached, again=False)
+        # A weight that this rank did not reach has a gradient from those that did: once more, with what any rank used.
         if not agreed.same_branches and state.mesh.gradients.size > 1:
             refuse = state.task.branches == "same"
             used = gather_reached(tally, state.names, state.mesh.gradients, state.device, refuse=refuse)
@@ -149,13 +150,14 @@ def _with_closure(state: RankState, parts: list[Share]) -> StepResult:
     results: list[StepResult] = []
 
     def closure() -> float:
-        state.technique.publish()
+        state.technique.publish()  # the optimizer has moved the masters since its last call
         result, _ = gradients(state, parts)
         results.append(result)
         return result.loss
 
     state.optimizer.step(closure)
     state.technique.publish()
+    # The first evaluation is that of the weights before the step, as with other optimizers.
     return _done(state, results[0], True)
 
 
@@ -188,7 +190,7 @@ def _set_learning_rate(state: RankState) -> None:
         return
     factor = state.schedule(state.steps_done)
     for group, base in zip(state.optimizer.param_groups, state.base_lrs, strict=True):
-        if base is not None:
+        if base is not None:  # an optimizer may have no rate (a group without "lr")
             group["lr"] = base * factor
 
 
@@ -227,10 +229,12 @@ def _in_pieces(state: RankState, index: int, part: Share, tally: Tally, *, last:
     pieces = pieces_of(part, order.pieces.samples(part.total, state.data_rank))
     for place, piece in enumerate(pieces):
         order.begin(first + place, last=last and place == len(pieces) - 1)
+        # FSDP2 gathers in each forward, so that ranks of zero=3 run as many; elsewhere an empty piece costs nothing.
         if piece.count or meet:
             tally.leaves.append(order.leaf)
             _micro_batch(state, index, piece, tally, last=order.last)
         else:
+            # as many entries on every rank, which are compared place by place
             tally.used.append(set())
             tally.stood_in = True
 
@@ -259,7 +263,7 @@ def collect_metrics(state: RankState) -> dict[str, float]:
     """Task.metrics over all samples since the last step (after `evaluate`: its own). Collective."""
     if state.forward.metrics is None:
         return {}
-    found = state.forward.metrics.collect(state.mesh.data)
+    metrics = state.forward.metrics.collect(state.mesh.data)
     if state.staged is not None:  # the last stage has them
-        found = gather_json(found, state.mesh.pp, state.device)[state.staged.last_owner]
-    return found
+        metrics = gather_json(metrics, state.mesh.pp, state.device)[state.staged.last_owner]
+    return metrics
