@@ -109,7 +109,7 @@ def _told_of(
 
 
 def failure_alone(task: Task, precision: Precision, batch: Any, device: torch.device = CPU) -> Exception | None:
-    """Build the task's model plainly and take one step on `batch` on `device`; returns what was raised, or None.
+    """Returns what one plain step of the task's model on `batch` raises on `device`, None where it runs.
 
     Raises `Untried` for a model that exists once and cannot be copied.
     """
@@ -147,7 +147,7 @@ def failure_alone(task: Task, precision: Precision, batch: Any, device: torch.de
 
 @contextmanager
 def _without_others() -> Iterator[None]:
-    """Modules that ask whether there are other ranks (SyncBatchNorm) hear that there are none."""
+    """Context: modules that ask whether there are other ranks (SyncBatchNorm) are told that there are none."""
     before = dist.is_initialized  # replaced, since a layer asks by its name in torch.distributed
     dist.is_initialized = lambda: False
     try:
@@ -157,7 +157,10 @@ def _without_others() -> Iterator[None]:
 
 
 def _own(task: Task) -> nn.Module:
-    """A module of the task that nobody else holds: a script gives the one that it has, every time."""
+    """Returns a module of the task that nobody else holds; of a script, which has one alone, a copy.
+
+    Raises `Untried` where it cannot be copied.
+    """
     module = task.model()
     if module is not task.model():  # each call makes a new one
         return module
@@ -267,7 +270,7 @@ class _TargetFirst(TorchFunctionMode):
 
 
 def _arguments(function: Any) -> list[str]:
-    """Names of the arguments of one of Python's functions; none of one that is built in."""
+    """Returns the names of a Python function's arguments, [] of one that is built in."""
     return list(inspect.signature(function).parameters) if inspect.isfunction(function) else []
 
 

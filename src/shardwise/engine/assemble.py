@@ -312,7 +312,7 @@ def assemble_and_look(make: Callable[[Collection[str]], RankState], *, masks: bo
     """
     enclosed: dict[str, str] = {}
     while True:
-        state = make(enclosed)  # ends: each turn takes at least one more unit or parameter out
+        state = make(enclosed)  # what is enclosed is no unit any more, so no turn meets it again
         new, findings = _looked(state, masks)
         if findings is not None and not new:
             break
@@ -381,7 +381,7 @@ def follow_draws(state: RankState, findings: Findings) -> None:
 
 
 def _follow_writes(state: RankState, findings: Findings) -> None:
-    """A forward that writes into parameters is followed where the module's weights are the masters themselves."""
+    """Note a forward that writes into parameters; raise `RefusedPlan` where masters lie beside the weights."""
     if findings.written and state.precision.mixed:
         raise RefusedPlan(
             f"the forward writes into parameter '{findings.written[0]}', and precision={state.plan.precision} keeps "

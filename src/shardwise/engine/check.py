@@ -56,7 +56,7 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
          sizes: tuple[int, int, int], *, joined: Callable[[Any], Loss] | None, dtype: torch.dtype, strict: bool,
          masks: bool, share: Callable[[list[str]], list[str]] = list, again: Again, staged: bool | None = None,
          follows: bool = False) -> Findings:  # fmt: skip
-    """Evaluate `whole` and its two `parts` (sizes gives their samples) and compare.
+    """Returns what comparing the loss on `whole` with that on its two `parts` shows. `sizes`: (samples, of each part).
 
     Without gradients; with them for a forward that takes some itself.
 
@@ -116,7 +116,7 @@ def with_attributes_alone(module: nn.Module, evaluate: Evaluate) -> Evaluate:
 
 @contextmanager
 def _unwarned() -> Iterator[None]:
-    """A warning of the task's is given in its first step: not here, for each number of samples that is looked at."""
+    """Context: warnings are left out. The task's come in its first step, not for each number of samples looked at."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -326,7 +326,7 @@ def _sums_differ(whole: Loss, first: Loss, second: Loss, sizes: tuple[int, int, 
 
 def _left_differs(run: Runner, left: list[str], of_first: Loss, whole: Any, parts: tuple[Any, Any],
                   sizes: tuple[int, int, int], dtype: torch.dtype) -> tuple[list[str], bool]:  # fmt: skip
-    """(problems of a second forward, which finds what a first one left in the module; whether it reads that)."""
+    """Returns (problems of a second forward, which finds what a first one left; whether it reads that)."""
     of_whole, first, second = run.second(whole), run.second(parts[0]), run.second(parts[1])
     apart = _apart(of_whole, first, second, dtype) if finite(of_whole, first, second) else None
     # Bit by bit: the same samples give another loss only where the second forward uses what the first left.
@@ -355,7 +355,10 @@ def _joined_differs(whole: Loss, joined: Loss, dtype: torch.dtype) -> list[str]:
 
 
 def _norms_differ(whole: list[int], first: list[int], second: list[int]) -> list[str]:
-    """Problems of batch norms over samples that are not those of a batch: of ghost batches, of a chosen few."""
+    """Returns problems of batch norms over other samples than the batch's: of ghost batches, of a chosen few.
+
+    whole, first, second  how many values of a channel each call was given, on all samples and on both parts
+    """
     # n == a == b: as many for any number of samples, so they are not what is normalised over
     same_calls = len(whole) == len(first) == len(second)
     if same_calls and all(n == a + b or n == a == b for n, a, b in zip(whole, first, second, strict=True)):

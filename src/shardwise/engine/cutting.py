@@ -42,7 +42,7 @@ def cut_module(
     task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built, blocks: Blocks,
     inseparable: Sequence[str] = (),
 ) -> StagePlacement:  # fmt: skip
-    """Look at the forward and cut it. Collective.
+    """Returns the stages into which the task's forward is cut, from a few samples. Collective.
 
     inseparable  paths of modules inside which no stage may begin, whatever the plan
     Raises `RefusedPlan` for what cannot be cut, naming why.
@@ -58,7 +58,7 @@ def cut_forward(
     task: Task, plan: Plan, precision: Precision, sample: Any, built: Built, blocks: Blocks, rank: int,
     inseparable: Sequence[str] = (),
 ) -> tuple[StagePlacement, str]:  # fmt: skip
-    """The cut for the `rank`-th stage's rank, and a notice where shapes alone did not do. Needs no process group.
+    """Returns (the cut as pipeline rank `rank` has it, a notice where shapes alone did not do). Needs no process group.
 
     sample       a batch of a few samples
     inseparable  paths of modules inside which no stage may begin

@@ -11,7 +11,10 @@ from shardwise.step.state import RankState
 
 
 def fix_threads(state: RankState) -> None:
-    """One thread for this rank's operations, whose order of sums hangs on how many there are; refuse accelerators."""
+    """Set one thread for this rank's operations, whose order of sums follows from how many there are.
+
+    Raises `RefusedPlan` on an accelerator.
+    """
     if not on_host(state.device):
         raise RefusedPlan(
             f"deterministic on {state.device}: kernels of an accelerator add in an order of their own, by atomic "

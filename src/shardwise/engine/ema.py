@@ -21,7 +21,7 @@ from shardwise.errors import InputError
 
 
 class Ema:
-    """The average of an engine's trainable weights since it was made."""
+    """A moving average of an engine's trainable weights since it was made, in this rank's pieces."""
 
     def __init__(self, engine: Engine, decay: float) -> None:
         if not 0 <= decay < 1:
@@ -45,13 +45,13 @@ class Ema:
             torch._foreach_lerp_(self._averages, [master.detach() for master in self._masters], 1 - self.decay)
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, this rank's piece of the average) of each weight that it holds something of."""
+        """Yields (name, this rank's piece of the average) of each weight of which it holds elements."""
         return iter(zip(self._names, self._averages, strict=True))
 
     @contextmanager
     @torch.no_grad()
     def applied(self) -> Iterator[None]:
-        """The average in place of the weights, inside. Collective."""
+        """Context: the module computes with the average in place of the weights. Collective."""
         self._swap()
         try:
             yield

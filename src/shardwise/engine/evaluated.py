@@ -67,7 +67,7 @@ class Runner:
     def __call__(self, batch: Any, level: float = 0.5):
         """Returns (loss, random calls, buffers and written parameters by name, as the forward left them).
 
-        level  what every random number is, in [0, 1)
+        level  the uniform number, in [0, 1), of which every draw is made
         """
         random = ConstantRandom(level)
         with self._put_back():
@@ -114,7 +114,10 @@ class Runner:
 
     @contextmanager
     def _neutral(self) -> Iterator[None]:
-        """Batch norm without statistics, or by known ones. SyncBatchNorm in training would look for a CUDA device."""
+        """Context: batch norms use mean 0 and variance 1, or given statistics, so that samples do not mix.
+
+        SyncBatchNorm in training would look for a CUDA device.
+        """
         syncing = [child for child in self.module.modules() if isinstance(child, SyncBatchNorm) and child.training]
         for child in syncing:
             child.training = False
@@ -220,7 +223,10 @@ class Seen(TorchDispatchMode):
             yield
 
     def _refuse_freed(self) -> None:
-        """Second derivatives find the weights of the outermost unit alone, which runs from before them until after."""
+        """Raise where gradients are to be differentiated themselves and zero=3 has freed weights on their way.
+
+        The outermost unit's are there: it runs from before them until after.
+        """
         if isinstance(self.module, FSDPModule) and not self.running:  # the loss takes them, after the forward
             raise RefusedPlan(WEIGHTS_FREED)
         if has_units(self.module):
@@ -296,8 +302,10 @@ class Seen(TorchDispatchMode):
 
 
 def _refuse_transformed(path: str) -> None:
-    """A unit of zero=3 copies its weights into place when its forward begins, which derivatives forbid, and torch
-    before 2.13 in every transform.
+    """Raise where a unit of zero=3 runs inside a transform of `torch.func`.
+
+    It copies its weights into place when its forward begins, which derivatives forbid, and torch before 2.13 in every
+    transform.
     """
     refused = differentiating() or (transforming() and not UNITS_IN_TRANSFORMS)
     if refused and path:
@@ -318,7 +326,7 @@ def has_units(module: nn.Module) -> bool:
 
 @contextmanager
 def _inner_gradients(refuse: Callable[[], None]) -> Iterator[None]:
-    """Inside, `refuse` is called before gradients are taken that are to be differentiated themselves."""
+    """Context: `refuse` is called before gradients are taken that are to be differentiated themselves."""
     run = torch.autograd._engine_run_backward  # what torch.autograd.grad calls, whoever holds that function
 
     def checked(outputs: Any, gradients: Any, keep: bool, create_graph: bool, *rest: Any, **more: Any) -> Any:

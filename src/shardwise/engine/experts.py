@@ -19,12 +19,12 @@ from shardwise.trace.deferred import Built
 def spread_experts(
     task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built, batch: Any
 ) -> ExpertParallel:
-    """The experts over the plan's ep axis, found by rank 0 for all. `batch`: a few samples. Collective."""
+    """Returns the experts over the plan's ep axis, found by rank 0 for all. `batch`: a few samples. Collective."""
     return ExpertParallel(_from_rank_0(lambda: look_for_experts(task, plan, precision, built, batch), mesh), mesh.ep)
 
 
 def own_row_experts(task: Task, mesh: Mesh, precision: Precision, built: Built, batch: Any) -> list[Stack]:
-    """As `row_wise_experts`, found by rank 0 for all. Collective."""
+    """Returns what `row_wise_experts` does, found by rank 0 for all. Collective."""
     return _from_rank_0(lambda: row_wise_experts(task, precision, built, batch), mesh)
 
 

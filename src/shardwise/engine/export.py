@@ -15,7 +15,7 @@ from shardwise.step.state import RankState
 
 
 def state_dict(state: RankState, *, rank_0_only: bool = False) -> dict[str, torch.Tensor]:
-    """Whole parameters and persistent buffers on the CPU, under the module's own names. Collective.
+    """Returns whole parameters and persistent buffers on the CPU, under the module's own names. Collective.
 
     With `rank_0_only` the other ranks keep none of it and return an empty dict.
     """
@@ -42,7 +42,7 @@ def state_dict(state: RankState, *, rank_0_only: bool = False) -> dict[str, torc
 
 
 def save_weights(state: RankState, path: str | Path, spare: str | Path | None = None, *, under: str = "") -> Path:
-    """Whole weights and buffers as one safetensors file, written by rank 0 and published whole. Collective.
+    """Write whole weights and buffers as one safetensors file, by rank 0, and publish it whole. Collective.
 
     Its metadata has the step.
 
@@ -81,7 +81,7 @@ def _write(weights: dict[str, torch.Tensor], path: Path, step: int) -> None:
 
 
 def _sort_metadata(path: Path) -> None:
-    """Order the metadata in a header of safetensors, which come in any: equal weights are then equal files."""
+    """Sort the metadata in a safetensors header, which come in any order: equal weights are then equal files."""
     with path.open("r+b") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -93,7 +93,7 @@ def _sort_metadata(path: Path) -> None:
 
 
 def memory(state: RankState) -> dict[str, int | None]:
-    """Bytes held by this rank now: parameters (masters too), gradients, optimizer state; peak on a GPU."""
+    """Returns bytes that this rank holds now: parameters (masters too), gradients, optimizer state; peak on a GPU."""
     masters = [slot.master for slot in state.technique.slots]
     masters += list(state.owners.masters.values()) if state.owners is not None else []
     parameters = [*state.module.parameters(), *masters]

@@ -86,7 +86,7 @@ def _parameter(old: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
 
 
 def _not_here(old: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A parameter that another pipeline stage holds: its shape without memory, NaN in every value.
+    """Returns a stand-in for a parameter that other ranks hold: its shape without memory, NaN in every value.
 
     Pairs lie side by side, since `view_as_complex` asks for it.
     """

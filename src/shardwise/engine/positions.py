@@ -91,7 +91,12 @@ def _ends(positions: Positions) -> list[tuple[int, ...]]:
 
 @dataclass
 class _Noted:
-    """What rehearsals of one candidate noted: how results of submodules are cut, attention, what is gathered whole."""
+    """What rehearsals of one candidate noted.
+
+    results    how each leaf of a submodule's result is cut, by (path, number of the call)
+    attention  its calls
+    gathers    what is made whole on every rank for an operation on tiles
+    """
 
     results: dict[tuple[str, int], tuple[Along, ...]] = field(default_factory=dict)
     attention: list[sequence.AttentionCall] = field(default_factory=list)
@@ -349,7 +354,7 @@ class _Collectives(Ledger):
         self.calls: list[tuple[str, str, int]] = []
 
     def record(self, tag: str, op: str, axis: str, full_bytes: int, *numbers: Any, **more: Any) -> None:
-        """As of any ledger."""
+        """Note a collective, as any ledger does, and its place among the others."""
         super().record(tag, op, axis, full_bytes, *numbers, **more)
         if op != "point_to_point":  # blocks on their way around a ring visit those who read them
             self.calls.append((op, axis, full_bytes if op != "all_to_all" else 0))
@@ -366,7 +371,7 @@ class _Collectives(Ledger):
         return tuple(seed_of(said) % 2**50 for said in (*order, *sizes))
 
     def clear(self) -> None:
-        """Start again from nothing."""
+        """Forget all collectives."""
         super().clear()
         self.calls.clear()
 
@@ -375,7 +380,7 @@ MOST_SAID = 600  # characters of a refusal that one rank alone came to
 
 
 def _agree(mesh: Mesh, place: tuple[int, ...], error: RefusedPlan | None, met: _Met) -> None:
-    """Every rank has tried its own share: all refuse where one does, or where they do not meet. Collective.
+    """Raise `RefusedPlan` on all ranks where one refused its share, or where collectives do not meet. Collective.
 
     The ends alone are tried by all; what lies between may have other extents, or none. Ranks that share no group of an
     axis may come to other collectives over it: those over axes further out, which they share, stay in one order. Sizes

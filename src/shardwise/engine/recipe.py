@@ -242,7 +242,10 @@ def _other_dtypes(module: nn.Module, plan: Plan, precision: Precision) -> list[s
 
 
 def _prepare(module: nn.Module, blocks: Blocks, plan: Plan) -> list[str]:
-    """Recompute and compile each block; where weights or positions are cut the compiled one is what runs again."""
+    """Let each block be recomputed and compiled, as the plan says; returns a notice for blocks that are not compiled.
+
+    Where weights or positions are cut the compiled one is what runs again.
+    """
     eager: dict[str, str] = {}
     cut = plan.tp > 1 or plan.cut_positions > 1
     # A block under two paths is wrapped once, by the first.
@@ -385,7 +388,7 @@ def works_inside(plan: Plan) -> bool:
 
 
 def scripted(module: nn.Module) -> str | None:
-    """The path of a module that `torch.jit.script` or `trace` made, if there is one."""
+    """Returns the path of a module that `torch.jit.script` or `trace` made, None where there is none."""
     return next((path for path, child in module.named_modules() if isinstance(child, torch.jit.ScriptModule)), None)
 
 
@@ -421,7 +424,7 @@ def _refuse_sparse(module: nn.Module) -> None:
 
 
 def _refuse_complex(module: nn.Module, plan: Plan) -> None:
-    """Torch has no complex numbers of two bfloat16, and computes with few of two float16."""
+    """Raise `RefusedPlan` for a complex parameter in 16 bits: torch computes with few complex numbers so narrow."""
     pairs = pairs_in(module)
     narrow = [f"precision={plan.precision}"] * (plan.precision not in ("fp32", "fp64"))
     narrow += [f"reduce_dtype={plan.reduce_dtype}"] * (plan.reduce_dtype in ("bf16", "fp16"))

@@ -36,7 +36,7 @@ def full_gradients(state: RankState) -> Iterator[tuple[str, torch.Tensor | None]
 
 
 def full_buffers(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of every buffer, as the stage has it that uses it. Collective under a pipeline."""
+    """Yields (name, tensor) of every buffer, as the stage has it that uses it. Collective under a pipeline."""
     buffers = dict(state.module.named_buffers())
     if state.staged is None:
         yield from buffers.items()

@@ -52,7 +52,7 @@ def samples_in(batch: Any, *, name: str = "batch") -> int:
 
 
 def check_samples(batch: Any, expected: int, *, name: str = "batch") -> None:
-    """`InputError`, naming the leaf, unless the batch holds exactly `expected` samples."""
+    """Raise `InputError`, naming the leaf, unless the batch holds exactly `expected` samples."""
     paths, leaves, _ = _flatten(batch, name)
     first, size = _common_size(paths, leaves, name)
     if size != expected:
@@ -97,7 +97,7 @@ def pieces_of(part: Share, samples: list[tuple[int, int]]) -> list[Share]:
 
 
 def check_ranks(data_rank: int, data_ranks: int) -> None:
-    """`InputError` unless 0 <= data_rank < data_ranks."""
+    """Raise `InputError` unless 0 <= data_rank < data_ranks."""
     if data_ranks < 1 or not 0 <= data_rank < data_ranks:
         raise InputError(f"data_rank must be in [0, {data_ranks}), got {data_rank} (data_ranks={data_ranks})")
 
@@ -212,7 +212,7 @@ def _kind(leaf: Any) -> str:
 
 @contextmanager
 def told_beside_first(first: dict[str, str], batch: Any, step: int) -> Iterator[None]:
-    """An error inside is told with what the batch holds otherwise than the first one did, if anything.
+    """Context: an error inside becomes one that says how the batch's fields differ from the first batch's, if they do.
 
     first   `fields_of` the first batch
     step    from 0

@@ -45,7 +45,10 @@ class Tally:
             self.extras.setdefault(name, []).append(value)
 
     def row(self, square_norm: torch.Tensor | float) -> torch.Tensor:
-        """This rank's control row (6 + extras,) in float64 on the device; with pieces, each one's summands too."""
+        """Returns this rank's control row, (6 + extras,) float64 on the device; with pieces, their summands follow.
+
+        total, weight, samples, fingerprint of what was used, whether a stand-in ran, squared norm; extras
+        """
         others = (self.samples * self.counts, self.fingerprint(), self.stood_in, square_norm)
         sums = [self._sum(self.totals), self._sum(self.weights)]
         # by name: ranks may have met them in another order
@@ -71,12 +74,12 @@ class Tally:
 
     @property
     def total(self) -> torch.Tensor | float:
-        """The sum of this rank's losses, whether or not it counts them."""
+        """Returns the sum of this rank's losses, whether or not it counts them."""
         return self._sum(self.totals)
 
     @property
     def reached(self) -> set[int]:
-        """Parameters reached in any micro-batch."""
+        """Returns indices of the parameters that backward reached in any micro-batch."""
         return set().union(*self.used)
 
     def fingerprint(self) -> float:
@@ -90,7 +93,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Agreement:
-    """The gathered rows, summed where they are sums."""
+    """What all data ranks' control rows come to: sums over ranks, and what is compared."""
 
     total: float
     weight: float

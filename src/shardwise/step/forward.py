@@ -115,7 +115,7 @@ class Forward:
             raise lone_value(error, samples_in(batch)) or error from error
 
     def _gathered(self, output: Any, batch: Any, part: Share) -> Loss:
-        """Every rank evaluates the loss on all samples; it counts once, on the first rank of the data axis.
+        """Returns the loss on all ranks' samples, gathered; it counts once, on the first rank of the data axis.
 
         Backward of the gather keeps each rank's own rows, whose gradient is complete; tensors without a batch dim
         (a learned temperature) get their gradient on every rank, so it is divided by the ranks.

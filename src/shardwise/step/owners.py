@@ -121,7 +121,7 @@ class OwnedMasters:
 
     @torch.no_grad()
     def take_weights(self) -> None:
-        """Owners' masters follow what was written into the weights. Collective where ranks hold shards of those."""
+        """Let owners' masters follow what was written into the weights. Collective where ranks hold shards of those."""
         for index, weight in enumerate(self.technique.params):
             whole = weight.detach()
             if isinstance(weight, DTensor):  # all ranks, though one owns it: the gather is collective

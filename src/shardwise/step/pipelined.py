@@ -45,7 +45,7 @@ from shardwise.trace.deferred import seed_of
 
 
 def run_schedule(state: RankState, parts: list[Share], tally: Tally) -> None:
-    """Forward and backward of every micro-batch of a step, in the order of this rank's row."""
+    """Run forward and backward of every micro-batch of a step, in the order of this rank's row of the schedule."""
     staged = _staged(state)
     row, done = _Row(state, staged, parts, tally), 0
     while done < len(parts):
@@ -66,7 +66,7 @@ def run_schedule(state: RankState, parts: list[Share], tally: Tally) -> None:
 
 
 def finish_stages(state: RankState, tally: Tally, used: set[int], *, again: bool) -> Agreement:
-    """Complete the gradients, sum those of tied parameters over stages, and agree over all ranks.
+    """Complete the gradients, sum those of tied parameters over stages; returns what all ranks' rows come to.
 
     again   data ranks used other parameters in this step, and `used` is what any of them did
     """
@@ -140,7 +140,7 @@ class _Row:
         return self._keys[index]
 
     def run(self, op: Op, index: int, *, last: bool) -> None:
-        """One op on the micro-batch of this index; `last`: no gradient of weights comes after it."""
+        """Run one op on the micro-batch of this index; `last`: no gradient of weights comes after it."""
         if op.kind == "F":
             self._forward(op.stage, index)
         else:
@@ -233,7 +233,7 @@ class _Row:
 
     @contextmanager
     def _counted(self, last: bool) -> Iterator[None]:
-        """Around a backward that makes gradients of weights: the technique takes part, and tells which it reached."""
+        """Context of a backward that makes gradients of weights: the technique reduces and counts them."""
         self.state.technique.start_micro_batch(last=last)
         yield
         self.tally.used.append(self.state.technique.finish_micro_batch())

@@ -38,9 +38,9 @@ class LossScale:
             self.value *= 2
 
     def state_dict(self) -> dict[str, float]:
-        """What `load_state_dict` takes; plain numbers."""
+        """Returns the scale and the count of good steps, as `load_state_dict` takes them."""
         return {"value": self.value, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on where `state` was taken."""
+        """Set the scale and the count of good steps to those of `state_dict`."""
         self.value, self._good_steps = float(state["value"]), int(state["good_steps"])

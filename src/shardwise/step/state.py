@@ -107,12 +107,12 @@ class RankState:
 
     @property
     def data_rank(self) -> int:
-        """This rank's index among those that a micro-batch is dealt over."""
+        """Returns this rank's index among those that a micro-batch is dealt over."""
         return 0 if self.same_samples else self.mesh.data.index
 
     @property
     def data_ranks(self) -> int:
-        """How many ranks each micro-batch is dealt over."""
+        """Returns how many ranks each micro-batch is dealt over."""
         return 1 if self.same_samples else self.mesh.data.size
 
     @property

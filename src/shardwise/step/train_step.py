@@ -48,7 +48,7 @@ def dealt(state: RankState, batch: Any) -> list[Share]:
 
 
 def train_step(state: RankState, parts: list[Share]) -> StepResult:
-    """One optimizer step on this rank's parts of a global batch. Collective."""
+    """Take one optimizer step on this rank's parts of a global batch; returns its loss, norm, ... Collective."""
     if state.look_first is not None:
         look, state.look_first = state.look_first, None
         look(parts[0].total)
@@ -68,7 +68,7 @@ def _step(state: RankState, parts: list[Share]) -> StepResult:
 
 
 def gradients(state: RankState, parts: list[Share]) -> tuple[StepResult, bool]:
-    """Forward and backward over the micro-batches; gradients end up summed, divided and clipped.
+    """Run forward and backward over the micro-batches; gradients end up summed, divided and clipped.
 
     Returns what the step came to, and whether the update may be done.
     """
@@ -100,7 +100,7 @@ def take_written(state: RankState) -> None:
 
 
 def complete(state: RankState, tally: Tally) -> tuple[StepResult, bool]:
-    """After the last backward: gradients of all ranks, divided and clipped. Collective.
+    """Complete a step's gradients after its last backward: summed over ranks, divided and clipped. Collective.
 
     tally   what this rank added up over the step's micro-batches
     Raises `RunError` where ranks took different branches that one process could not have taken.
@@ -117,7 +117,7 @@ def complete(state: RankState, tally: Tally) -> tuple[StepResult, bool]:
 
 
 def _reduced(state: RankState, tally: Tally, used: set[int], *, again: bool) -> Agreement:
-    """Complete the gradients and exchange control rows.
+    """Complete the gradients and exchange control rows; returns what these come to.
 
     Replicas hold the same sums, bit by bit, and so the same norm: their row need not wait for it, and travels
     beside the gradients.
@@ -222,7 +222,7 @@ def _micro_batch(state: RankState, index: int, part: Share, tally: Tally, *, las
 
 
 def _in_pieces(state: RankState, index: int, part: Share, tally: Tally, *, last: bool) -> None:
-    """A rank's part of a micro-batch, piece by piece; one without samples runs where all ranks must meet in units."""
+    """Run a rank's part of a micro-batch in pieces; one without samples runs where all ranks must meet in units."""
     order = state.order
     assert order is not None
     first, meet = order.pieces.first(index, state.data_rank), state.plan.zero == 3 and state.mesh.shard.size > 1
@@ -244,7 +244,7 @@ def _in_pieces(state: RankState, index: int, part: Share, tally: Tally, *, last:
 
 @torch.no_grad()
 def evaluate(state: RankState, steps: Iterable[list[Share]]) -> tuple[float, float]:
-    """(sum, weight) of the loss over the parts of many batches and all ranks, in eval mode. Collective."""
+    """Returns (sum, weight) of the loss over the parts of many batches and all ranks, in eval mode. Collective."""
     reach("evaluate", subject=state)
     set_training(state.module, False)
     tally = Tally(state.device, state.counts)
@@ -260,7 +260,7 @@ def evaluate(state: RankState, steps: Iterable[list[Share]]) -> tuple[float, flo
 
 
 def collect_metrics(state: RankState) -> dict[str, float]:
-    """Task.metrics over all samples since the last step (after `evaluate`: its own). Collective."""
+    """Returns Task.metrics over all samples since the last step (after `evaluate`: its own). Collective."""
     if state.forward.metrics is None:
         return {}
     metrics = state.forward.metrics.collect(state.mesh.data)
