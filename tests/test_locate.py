@@ -87,7 +87,7 @@ CASES = [
          "batch + 1), _share(b, lead, batch)) / 2, lead.axis", "shardwise.models.tasks:decoder_tied", "tp=2"),
      "step 0: forward of 'blocks.0.attention.out', rank 0, micro-batch 0: off by 5.0e-01; a factor of 1/2"),
     (bug("pp", "step.pipelined:_Row._backward", "mail.send_backward(op",
-         "[leaf.grad.neg_() for leaf in held.inputs]; mail.send_backward(op",
+         "[leaf.grad.neg_() for leaf in saved.inputs]; mail.send_backward(op",
          "pipeline_tasks:sequential", "pp=2,microbatches=2"), "the sign is turned"),
 ]  # fmt: skip
 

@@ -120,7 +120,7 @@ HERE = "test_shrink:deep"
 BUGS = [
     bug("the stages in the middle send half a gradient back", "step.pipelined:_Row._backward",
         "mail.send_backward(op",
-        "[x.grad.div_(2) for x in held.inputs if op.stage < self.staged.last]; mail.send_backward(op",
+        "[x.grad.div_(2) for x in saved.inputs if op.stage < self.staged.last]; mail.send_backward(op",
         HERE, "pp=4,microbatches=8"),
     bug("the third micro-batch is not told", "step.train_step:_micro_batch",
         "tally.add(loss, part.count, extras)", "tally.add(loss, part.count, extras) if index != 2 else None",

@@ -192,7 +192,7 @@ PIPELINE = [
         "square_norms=[math.fsum(row[5] for row in table)]", "square_norms=[table[-1][5]]", M + "decoder",
         "pp=2,microbatches=2"),
     bug("gradients go back halved", "step.pipelined:_Row._backward",
-        "mail.send_backward(op", "[x.grad.div_(2) for x in held.inputs if x.grad is not None]; mail.send_backward(op",
+        "mail.send_backward(op", "[x.grad.div_(2) for x in saved.inputs if x.grad is not None]; mail.send_backward(op",
         M + "decoder", "pp=2,microbatches=2"),
     bug("masks of the first micro-batch in all of them", "step.pipelined:_Row._forward",
         "seed_masks(state, index, part", "seed_masks(state, 0, part", M + "decoder_dropout", "pp=2,microbatches=2"),

@@ -1,4 +1,4 @@
-"""Compare over ranks what several of them hold alike: weights, and buffers that are saved with them, by a few numbers.
+"""Check that ranks that should hold equal weights, and equal saved buffers, do: a few numbers of each are compared.
 
 Ranks that see other samples come to the same weights and buffers, since what they change by is summed over ranks. What
 a forward writes by itself, of its own samples, is not; it may begin after any number of steps (a codebook after a
@@ -27,7 +27,9 @@ _MANY = 2**16  # of a buffer, of which a step may change a few rows
 
 
 class HeldAlike:
-    """What one rank holds that others hold too. Every rank makes one and calls it after the same steps.
+    """Compares this rank's weights and buffers with those of other ranks that should hold the same.
+
+    Every rank makes one and calls it after the same steps.
 
     remedy  ends the message on a buffer that differs
     """
@@ -35,8 +37,10 @@ class HeldAlike:
     def __init__(self, module: nn.Module, mesh: Mesh, remedy: str) -> None:
         plan = mesh.plan
         self._module, self._mesh, self._remedy = module, mesh, remedy
+        # Ranks of one place hold equal tensors: stages and shares of tp differ always; ranks of dp_shard only where
+        # weights lie in pieces (zero=3) or experts are dealt (ep).
         place = mesh.pp.index * mesh.tp.size * mesh.shard.size + mesh.tp.index * mesh.shard.size
-        self._weights_place = place + (mesh.shard.index if plan.zero == 3 or plan.ep > 1 else 0)  # equal: the same ones
+        self._weights_place = place + (mesh.shard.index if plan.zero == 3 or plan.ep > 1 else 0)
         self._buffers_place = place + (mesh.shard.index if plan.ep > 1 else 0)
 
     @staticmethod
@@ -51,8 +55,8 @@ class HeldAlike:
 
     def row(self) -> list[float]:
         """Returns four numbers, which `check` takes of all ranks."""
-        weights = _check(self._weights())
-        return [float(one) for one in (self._weights_place, weights, self._buffers_place, _check(self._buffers()))]
+        weights, buffers = _checksum(self._weights()), _checksum(self._buffers())
+        return [float(number) for number in (self._weights_place, weights, self._buffers_place, buffers)]
 
     def check(self, table: torch.Tensor, step: int) -> None:
         """Raise where ranks that should hold equal tensors do not: each rank gives one row of numbers. Collective."""
@@ -62,29 +66,30 @@ class HeldAlike:
             self._refuse(self._buffers_place, self._buffers(), _buffer_apart, step)
 
     def _refuse(self, place: int, mine: dict[str, int], error: Callable[..., Exception], step: int) -> None:
-        found = self._first_apart(place, mine)
-        if found is not None:
-            raise error(step, *found, self._remedy)
+        # The table tells that some tensor differs, not which: names are exchanged in this case alone.
+        apart = self._first_apart(place, mine)
+        if apart is not None:
+            raise error(step, *apart, self._remedy)
 
     def _first_apart(self, place: int, mine: dict[str, Any]) -> tuple[list[str], int, int] | None:
-        """(names, rank, first rank of its place) where ranks of one place differ. Collective."""
-        told = gather_json([place, mine], self._mesh.world, self._mesh.device)
-        for rank, (where, theirs) in enumerate(told):
-            first, (_, expected) = next((n, one) for n, one in enumerate(told) if one[0] == where)
+        """Returns (names that differ, rank, first rank of its place), None where all are equal. Collective."""
+        by_rank = gather_json([place, mine], self._mesh.world, self._mesh.device)
+        for rank, (where, theirs) in enumerate(by_rank):
+            first, (_, expected) = next((n, row) for n, row in enumerate(by_rank) if row[0] == where)
             apart = [name for name in expected if theirs.get(name) != expected[name]]
             if apart:
                 return apart, rank, first
         return None
 
     def _weights(self) -> dict[str, int]:
-        """Of each weight, a number for a few of its elements as this rank has them."""
+        """Returns a checksum of a few elements of each weight, by name, as this rank has them."""
         return {name: zlib.crc32(_few(param, _FEW)) for name, param in self._module.named_parameters()}
 
     def _buffers(self) -> dict[str, int]:
-        """Of each buffer that is saved with the weights, a number for its elements as this rank has them."""
-        return {name: zlib.crc32(_few(buffer, _MANY)) for name, buffer in self._held_buffers()}
+        """Returns a checksum of each buffer that is saved with the weights, by name, as this rank has it."""
+        return {name: zlib.crc32(_few(buffer, _MANY)) for name, buffer in self._saved_buffers()}
 
-    def _held_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _saved_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for path, module in self._module.named_modules():
             for name, buffer in module._buffers.items():
                 if _is_saved(module, name, buffer):
@@ -114,20 +119,22 @@ def _buffer_apart(step: int, apart: list[str], rank: int, first: int, remedy: st
 
 
 def _differ(pairs: torch.Tensor) -> bool:
-    """Whether rows of one place have other numbers."""
+    """Whether two rows (place, checksum) of one place have different checksums."""
     return len(pairs.unique(dim=0)) > len(pairs[:, 0].unique())
 
 
 def _is_saved(module: nn.Module, name: str, buffer: Any) -> bool:
-    held = buffer is not None and buffer.layout is torch.strided and not isinstance(buffer, Distributed)
-    return held and name not in module._non_persistent_buffers_set
+    # A share of a cut tensor differs from rank to rank; a sparse one has no row of elements.
+    dense = buffer is not None and buffer.layout is torch.strided and not isinstance(buffer, Distributed)
+    return dense and name not in module._non_persistent_buffers_set
 
 
-def _check(found: dict[str, int]) -> int:
-    return zlib.crc32(repr(sorted(found.items())).encode())
+def _checksum(numbers: dict[str, int]) -> int:
+    return zlib.crc32(repr(sorted(numbers.items())).encode())
 
 
 def _few(tensor: torch.Tensor, most: int) -> bytes:
     flat = elements(tensor)
+    # evenly spaced, as bytes: a NaN equals itself, and -0.0 is not 0.0
     few = flat[:: max(1, flat.numel() // most)][:most].cpu().contiguous()
     return few.view(torch.uint8).numpy().tobytes() if few.numel() else b""

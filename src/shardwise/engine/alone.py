@@ -43,7 +43,7 @@ def blame(
     error: Exception, what: str, task: Task, precision: Precision, module: nn.Module, batch: Any,
     device: torch.device = CPU, parts: Sequence[Any] = (), more: Any = None,
 ) -> ShardwiseError:  # fmt: skip
-    """What to raise where a forward failed under a plan: `InputError` only if one process fails on `batch` too.
+    """Returns the error to raise where a forward failed under a plan: `InputError` if one process fails on `batch` too.
 
     what    what could not be done, as the message begins; it names the part of the plan
     module  the task's, for its size alone
@@ -51,25 +51,26 @@ def blame(
     parts   of the batch, on which it ran too: one process may fail on one of them alone
     more    a whole batch, of which `batch` are a few samples: one process may run on it alone
     """
-    told = f"{type(error).__name__}: {error}"
+    message = f"{type(error).__name__}: {error}"
     elements = sum(param.numel() for param in module.parameters())
     if elements > MOST_ELEMENTS:
-        return RefusedPlan(f"{what}: {told} (not tried in one process: {elements:.2g} parameters are many to hold)")
+        return RefusedPlan(f"{what}: {message} (not tried in one process: {elements:.2g} parameters are many to hold)")
     try:
         alone = told_alone(task, precision, batch, device) or _told_of(parts, batch, task, precision, device)
+        # A look takes a few samples; a model that fails on few and runs on all of them is not blamed.
         many = alone is not None and more is not None and samples_in(more) > samples_in(batch)
         if many and failure_alone(task, precision, more, device) is None:
             return RefusedPlan(
-                f"{what}, though one process runs on all {samples_in(more)}: {told}. A plan is held against one "
+                f"{what}, though one process runs on all {samples_in(more)}: {message}. A plan is held against one "
                 "process on a few samples first: let the forward run on any number of them"
             )
     except Untried as why:
-        return RefusedPlan(f"{what}: {told} (not tried in one process: {why})")
-    return alone or RefusedPlan(f"{what}, though one process runs on them: {told}")
+        return RefusedPlan(f"{what}: {message} (not tried in one process: {why})")
+    return alone or RefusedPlan(f"{what}, though one process runs on them: {message}")
 
 
 def told_alone(task: Task, precision: Precision, batch: Any, device: torch.device = CPU) -> InputError | None:
-    """What one process raises on the batch, with its remedy; None where it runs. Raises `Untried`."""
+    """Returns what one process raises on the batch, with its remedy; None where it runs. Raises `Untried`."""
     alone = failure_alone(task, precision, batch, device)
     if alone is None:
         return None
@@ -86,16 +87,16 @@ def cured(
     """
     if device == CPU or is_out_of_memory(error):
         return error, remedy(task, precision, batch, error)
-    there = failure_alone(task, precision, batch)
-    if there is None:
+    on_cpu = failure_alone(task, precision, batch)
+    if on_cpu is None:
         return error, f". On the CPU it runs: tensors that it makes are to be made on {device.type}"
-    return there, remedy(task, precision, batch, there)
+    return on_cpu, remedy(task, precision, batch, on_cpu)
 
 
 def _told_of(
     parts: Sequence[Any], batch: Any, task: Task, precision: Precision, device: torch.device
 ) -> RefusedPlan | None:  # fmt: skip
-    """What is said where one process fails on fewer samples than those on which it runs."""
+    """Returns the refusal where one process, which runs on the batch, fails on one of `parts`; else None."""
     for part in parts:
         if (alone := failure_alone(task, precision, part, device)) is not None:
             count = samples_in(part)
@@ -108,7 +109,7 @@ def _told_of(
 
 
 def failure_alone(task: Task, precision: Precision, batch: Any, device: torch.device = CPU) -> Exception | None:
-    """Build the task's model plainly and take one step on `batch` on `device`; returns what was raised, or None.
+    """Returns what one plain step of the task's model on `batch` raises on `device`, None where it runs.
 
     Raises `Untried` for a model that exists once and cannot be copied.
     """
@@ -117,10 +118,11 @@ def failure_alone(task: Task, precision: Precision, batch: Any, device: torch.de
             torch.manual_seed(0)
             with as_written():
                 module = _own(task)
+            # In the dtypes that a rank holds, or an error of mixed dtypes would not show here.
             with torch.no_grad():
                 for name, tensor in named_tensors(module):
-                    given = task.weights(name) if task.weights is not None else None
-                    tensor.data = (tensor if given is None else given).detach().to(device, precision.held(tensor))
+                    weight = task.weights(name) if task.weights is not None else None
+                    tensor.data = (tensor if weight is None else weight).detach().to(device, precision.held(tensor))
             optimizer = task.optimizer(named_groups([param for param in module.parameters() if param.requires_grad]))
             run = run_alone(task, precision, device=device)
 
@@ -136,7 +138,7 @@ def failure_alone(task: Task, precision: Precision, batch: Any, device: torch.de
             else:
                 closure()
                 optimizer.step()
-    except Untried:
+    except Untried:  # tells nothing of the task
         raise
     except Exception as error:
         return error
@@ -145,8 +147,8 @@ def failure_alone(task: Task, precision: Precision, batch: Any, device: torch.de
 
 @contextmanager
 def _without_others() -> Iterator[None]:
-    """Modules that ask whether there are other ranks (SyncBatchNorm) hear that there are none."""
-    before = dist.is_initialized
+    """Context: modules that ask whether there are other ranks (SyncBatchNorm) are told that there are none."""
+    before = dist.is_initialized  # replaced, since a layer asks by its name in torch.distributed
     dist.is_initialized = lambda: False
     try:
         yield
@@ -155,9 +157,12 @@ def _without_others() -> Iterator[None]:
 
 
 def _own(task: Task) -> nn.Module:
-    """A module of the task that nobody else holds: a script gives the one that it has, every time."""
+    """Returns a module of the task that nobody else holds; of a script, which has one alone, a copy.
+
+    Raises `Untried` where it cannot be copied.
+    """
     module = task.model()
-    if module is not task.model():
+    if module is not task.model():  # each call makes a new one
         return module
     try:
         return copy.deepcopy(module)
@@ -183,22 +188,23 @@ def reason(error: Exception) -> str:
 
 
 def _given_to(error: Exception) -> str:
-    """What a layer of torch was given that raised an error without any number (a padding wider than the field)."""
-    found = None
+    """Returns, as text, what the layer of torch was given that raised an error without numbers (a padding too wide)."""
+    layer: nn.Module | None = None
+    shapes: list[tuple[int, ...]] = []
     for frame, _ in traceback.walk_tb(error.__traceback__):
         names = frame.f_locals
         if frame.f_code.co_name == "forward" and isinstance(names.get("self"), nn.Module):
-            found = names["self"], [tuple(t.shape) for t in names.values() if isinstance(t, torch.Tensor)]
-    if found is None or not type(found[0]).__module__.startswith("torch.nn.") or re.search(r"\d", str(error)):
+            # frames run from the outermost call inwards: the last forward is the one that raised
+            layer, shapes = names["self"], [tuple(t.shape) for t in names.values() if isinstance(t, torch.Tensor)]
+    if layer is None or not type(layer).__module__.startswith("torch.nn.") or re.search(r"\d", str(error)):
         return ""
-    layer, shapes = found
     return f" This is {layer}, given {', '.join(map(str, shapes))}"
 
 
 def remedy(task: Task, precision: Precision, batch: Any, error: Exception) -> str:
-    """What to change where a batch is made, found by trying: tensors for arrays, other dtypes; empty where none helps.
+    """Returns what to change where a batch is made, found by trying: tensors for arrays, other dtypes; else "".
 
-    Of a batch without names, what it is.
+    For a batch without names it says what the batch is.
     """
     if is_out_of_memory(error):
         return of_pairs(batch, error)
@@ -213,19 +219,20 @@ def remedy(task: Task, precision: Precision, batch: Any, error: Exception) -> st
         return exchanged
     if isinstance(error, TypeError | IndexError | KeyError) and not isinstance(batch, Mapping):
         return f". The batch is {_described(batch)}"
-    if not isinstance(error, RuntimeError):
+    if not isinstance(error, RuntimeError):  # what torch raises for dtypes that do not go together
         return ""
     wanted = precision.compute if precision.compute.is_floating_point else torch.float32
     if precision.compute == torch.float64:
         wanted = torch.float32  # a proof's; the batch is made wider with the weights
-    others = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dtype != wanted]
-    whole = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
-    for index in whole:  # labels and token numbers
+    other_dtypes = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dtype != wanted]
+    floats = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    for index in floats:  # labels and token numbers
         cast = [leaf.long() if i == index else leaf for i, leaf in enumerate(leaves)]
+        # only where no value has a fraction: else they are no labels
         if torch.equal(cast[index].to(leaves[index].dtype), leaves[index]) and _helps(task, precision, cast, spec):
             name = path_of(batch, index)
             return f". {name} is {_short(leaves[index].dtype)}: give {name}.long() where the batch is made"
-    for index in others:
+    for index in other_dtypes:
         cast = [leaf.to(wanted) if i == index else leaf for i, leaf in enumerate(leaves)]
         if _helps(task, precision, cast, spec):
             name = path_of(batch, index)
@@ -237,21 +244,19 @@ def remedy(task: Task, precision: Precision, batch: Any, error: Exception) -> st
 
 
 def _exchanged(task: Task, precision: Precision, batch: Any) -> str:
-    """What to say where the loss runs with its two arguments exchanged, or a loss of torch's in it does."""
+    """Returns advice where the loss, or a loss of torch's in it, runs with its two arguments exchanged; else ""."""
     leaves, spec = tree_flatten(batch)
     if _helps(task.with_(loss=lambda output, batch: task.loss(batch, output)), precision, leaves, spec):
         return ". It runs with the arguments of Task.loss exchanged: it is called with (output, batch)"
     with _TargetFirst() as watch:
         _helps(task, precision, leaves, spec)
-    return (
-        f". It runs with the arguments of {watch.found} exchanged: the output, then the target" if watch.found else ""
-    )
+    return f". It runs with the arguments of {watch.name} exchanged: the output, then the target" if watch.name else ""
 
 
 class _TargetFirst(TorchFunctionMode):
     """Finds the function of (input, target) that fails, and does not where they are exchanged."""
 
-    found = ""
+    name = ""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         try:
@@ -260,12 +265,12 @@ class _TargetFirst(TorchFunctionMode):
             if len(args) > 1 and _arguments(func)[:2] == ["input", "target"]:
                 with suppress(Exception):
                     func(args[1], args[0], *args[2:], **(kwargs or {}))
-                    self.found = self.found or func.__name__
-            raise
+                    self.name = self.name or func.__name__
+            raise  # the trial ends here either way: its result is no loss of the task's
 
 
 def _arguments(function: Any) -> list[str]:
-    """Names of the arguments of one of Python's functions; none of one that is built in."""
+    """Returns the names of a Python function's arguments, [] of one that is built in."""
     return list(inspect.signature(function).parameters) if inspect.isfunction(function) else []
 
 

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Collection
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from shardwise.engine.many import look_at_many, many_of, sizes_to_try, too_many
 from shardwise.engine.optimizer import make_optimizer, shares_of
 from shardwise.engine.optimizer import refuse as refuse_optimizer
 from shardwise.engine.recipe import Applied, apply_plan, trainable
-from shardwise.engine.samples import SAMPLES, costly, few_samples, fewest_samples
+from shardwise.engine.samples import a_few, costly, few_samples, fewest_samples
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.layout.dealing import cut, deal
@@ -55,7 +56,7 @@ def assemble(
     task: Task, plan: Plan, mesh: Mesh, seed: int, few: Any = None, samples: int | None = None,
     enclosed: Collection[str] = (),
 ) -> RankState:  # fmt: skip
-    """One rank of the plan with weights and optimizer in place, before any look at samples. Collective.
+    """Returns one rank of the plan with weights and optimizer in place, before any look at samples. Collective.
 
     few       samples from which cuts are derived, the same on every rank; without them the task's are read
     samples   how many those are, where not every tensor counts them
@@ -73,7 +74,7 @@ def assemble(
         task.optimizer, applied.technique, names, _full_shapes(applied, pairs), mesh.shard, zero=zero,
         shares=shares_of(plan.tp, plan.ep), numbers=[param.is_complex() or name in pairs for name, param in named],
     )  # fmt: skip
-    refuse_optimizer(nature, 0, stages=plan.pp)
+    refuse_optimizer(nature, 0, stages=plan.pp)  # `make_optimizer` refuses for zero, tp and ep
     notices = applied.notices + _leaves_node(plan)
     if nature.narrow is not None:
         notices.append(f"the optimizer's own arithmetic runs in {nature.narrow}")
@@ -91,7 +92,7 @@ def assemble(
 
 
 def _anew(task: Task) -> Task:
-    """The task, its constructor held to giving a module that no attempt before has sharded."""
+    """Returns the task with a constructor that raises where it gives a module that an attempt before has sharded."""
 
     def model() -> nn.Module:
         made = task.model()
@@ -103,7 +104,7 @@ def _anew(task: Task) -> Task:
 
 
 def _forward(task: Task, mesh: Mesh, precision: Precision, applied: Applied) -> tuple[Forward, StagedForward | None]:
-    """The forward of this rank, and the same where it runs stages of a pipeline."""
+    """Returns this rank's forward, and the same one again where it runs pipeline stages, else None."""
     forward = Forward(task, applied.module, precision, mesh.device, mesh.data, applied.positions)
     if applied.cut is None or applied.staged is None:
         return forward, None
@@ -112,9 +113,10 @@ def _forward(task: Task, mesh: Mesh, precision: Precision, applied: Applied) -> 
 
 
 def _full_shapes(applied: Applied, pairs: Collection[str]) -> list[torch.Size]:
-    """Of the trained parameters that this rank holds, as one process has them."""
+    """Returns the shape that one process has of each trained parameter that this rank holds."""
     shapes = []
     for name, param in trainable(applied.module):
+        # the last dim of pairs is (real, imaginary)
         shape = param.shape[:-1] if name in pairs else param.shape
         for spread in (applied.tensor, applied.experts):
             shape = shape if spread is None else spread.full_shape(name, shape)
@@ -123,7 +125,7 @@ def _full_shapes(applied: Applied, pairs: Collection[str]) -> list[torch.Size]:
 
 
 def _leaves_node(plan: Plan) -> list[str]:
-    """A warning where a group of tp lies on several hosts, as the launcher tells."""
+    """Returns a warning where a group of tp lies on several hosts, as the launcher tells."""
     local = local_size(os.environ) if plan.tp > 1 else None
     if not local or "tp" not in placement(plan, local)[1]:
         return []
@@ -137,53 +139,55 @@ def _leaves_node(plan: Plan) -> list[str]:
 
 
 def look_at_task(state: RankState, *, masks: bool) -> Findings:
-    """Run a few samples before the first step. Collective. Raises what would not equal one process."""
-    task = state.task
+    """Returns what a few samples show before the first step. Collective. Raises what would not equal one process."""
+    task, share = state.task, partial(_on_all_stages, state)
     sample = few_samples(task, state.plan, state.mesh.data, state.device)
     state.notices += [] if task.batch is None else costly(sample)
-    n = min(samples_in(sample), SAMPLES)
-    whole = slice_samples(sample, 0, n)
-    first = fewest_samples(task, state.plan, sample) if n > 3 else 1
-    parts = (slice_samples(sample, 0, first), slice_samples(sample, first, n)) if n > 1 else None
+    whole = a_few(sample)
     if state.staged is not None:
         _refuse_dtypes(state, whole)
-    joined = state.forward.joined if task.loss_scope == "global" else None
     if state.same_samples and state.mesh.data.size > 1:
         state.notices.append(on_all_samples(state))
-
-    def share(mine: list[str]) -> list[str]:
-        """What any stage of the pipeline found, on every stage."""
-        if state.staged is None:
-            return mine
-        found = gather_json(mine, state.mesh.pp, state.device)
-        return list(dict.fromkeys(one for stage in found for one in stage))
-
-    def again(asked: bool) -> str | None:
-        """What rank 0 finds, for all, where any asks. Collective."""
-        if not any(gather_json(asked, state.mesh.world, state.device)):
-            return None
-        found, untried = of_first(tried, state.mesh.world, state.device)
-        if untried is not None:
-            raise Untried(untried)
-        return found
-
-    def tried() -> tuple[str | None, str | None]:
-        assert parts is not None
-        try:
-            return task_differs(task, state.module, whole, parts, state.seed), None
-        except Untried as why:
-            return None, str(why)
-
-    def at_many(total: int) -> None:
+    findings = _look_at_few(state, sample, whole, share, masks=masks)
+    if findings.outside or findings.into_arguments:
+        pass  # all is made anew
+    elif task.batch is not None:
+        total = deal(samples_in(sample), state.plan.step_microbatches, state.data_ranks, 0)[0][3]
         _look_at_many(state, findings, sample, total, share)
+    else:  # how many samples a step takes is not known yet
+        state.look_first = partial(_look_at_many, state, findings, whole, share=share)
+    state.keeps_samples = findings.keeps_samples
+    state.notices += findings.notices
+    state.notices += state.chunks.notices() if state.chunks is not None else []
+    _follow_writes(state, findings)
+    return findings
 
+
+def _on_all_stages(state: RankState, problems: list[str]) -> list[str]:
+    """Returns what any stage of the pipeline found, on every stage. Collective under a pipeline."""
+    if state.staged is None:
+        return problems
+    by_stage = gather_json(problems, state.mesh.pp, state.device)
+    return list(dict.fromkeys(problem for of_stage in by_stage for problem in of_stage))
+
+
+def _look_at_few(
+    state: RankState, sample: Any, whole: Any, share: Callable[[list[str]], list[str]], *, masks: bool
+) -> Findings:
+    """Returns what `look` finds on the first samples, `whole`, and two parts of them. Collective."""
+    task, n, staged = state.task, samples_in(whole), state.staged
+    # A forward may fail on one sample, which no rank of this run is given; unequal parts show a loss that is a mean.
+    first = fewest_samples(task, state.plan, sample) if n > 3 else 1
+    parts = (slice_samples(sample, 0, first), slice_samples(sample, first, n)) if n > 1 else None
     reads = OutsideReads(state.module)
     try:
         with reads if state.plan.zero == 3 else nullcontext():
             findings = look(
-                state.module, state.forward.local, whole, parts, (n, first, n - first), joined=joined,
-                dtype=state.precision.compute, strict=state.data_ranks > 1, masks=masks, share=share, again=again,
-                staged=None if state.staged is None else state.staged.cut.takes_gradients,
+                state.module, state.forward.local, whole, parts, (n, first, n - first),
+                joined=state.forward.joined if task.loss_scope == "global" else None,
+                dtype=state.precision.compute, strict=state.data_ranks > 1, masks=masks, share=share,
+                again=partial(_in_double, state, whole, parts),
+                staged=None if staged is None else staged.cut.takes_gradients,
             )  # fmt: skip
     except (ShardwiseError, TakesGradients):
         raise
@@ -192,43 +196,56 @@ def look_at_task(state: RankState, *, masks: bool) -> Findings:
         of = (task, state.precision, state.module, whole, state.device, parts or ())
         raise (explained(error) or blame(error, what, *of, more=sample)) from error
     if state.plan.zero == 3:
-        found = gather_json([sorted(reads.units), findings.into_arguments], state.mesh.world, state.device)
+        # What any rank saw: all make the module anew, of the same units.
+        by_rank = gather_json([sorted(reads.units), findings.into_arguments], state.mesh.world, state.device)
         findings.outside, findings.into_arguments = (
-            sorted({path for rank in found for path in rank[place]}) for place in (0, 1)
+            sorted({path for paths in by_rank for path in paths[place]}) for place in (0, 1)
         )
-    if findings.outside or findings.into_arguments:
-        pass  # all is made anew
-    elif task.batch is not None:
-        at_many(deal(samples_in(sample), state.plan.step_microbatches, state.data_ranks, 0)[0][3])
-    else:
-        sample, state.look_first = whole, at_many  # how many samples a step takes is not known yet
-    state.keeps_samples = findings.keeps_samples
-    state.notices += findings.notices
-    state.notices += state.chunks.notices() if state.chunks is not None else []
-    _follow_writes(state, findings)
     return findings
+
+
+def _in_double(state: RankState, whole: Any, parts: tuple[Any, Any] | None, asked: bool) -> str | None:
+    """Returns on every rank what rank 0 finds to differ in float64, where any rank asks; else None. Collective."""
+    if not any(gather_json(asked, state.mesh.world, state.device)):
+        return None
+
+    def tried() -> tuple[str | None, str | None]:
+        assert parts is not None
+        try:
+            return task_differs(state.task, state.module, whole, parts, state.seed), None
+        except Untried as why:  # sent like a result: `of_first` hands on no such error
+            return None, str(why)
+
+    differs, untried = of_first(tried, state.mesh.world, state.device)
+    if untried is not None:
+        raise Untried(untried)
+    return differs
 
 
 def _refuse_dtypes(state: RankState, batch: Any) -> None:
     """Raises where the module's dtypes do not go together in 16 bits: one stage would find it, and others wait."""
     if state.precision.compute.itemsize >= 4:
         return
-    told = ""
+    message = ""
     with suppress(Untried):
-        few = sum(param.numel() for param in state.module.parameters()) <= MOST_ELEMENTS
-        error = failure_alone(state.task, state.precision, batch, state.device) if few else None
-        told = "" if error is None or met_at(state.task, state.plan, error) is None else str(error)
-    for found in filter(None, gather_json(told, state.mesh.world, state.device)):
-        raise InputError(f"the forward fails on {samples_in(batch)} samples in 16 bits: {found}")
+        small = sum(param.numel() for param in state.module.parameters()) <= MOST_ELEMENTS
+        error = failure_alone(state.task, state.precision, batch, state.device) if small else None
+        # an error of dtypes alone, which `parallelize` answers by running operations in one dtype
+        message = "" if error is None or met_at(state.task, state.plan, error) is None else str(error)
+    for failure in filter(None, gather_json(message, state.mesh.world, state.device)):
+        raise InputError(f"the forward fails on {samples_in(batch)} samples in 16 bits: {failure}")
 
 
 def _look_at_many(
     state: RankState, findings: Findings, sample: Any, total: int, share: Callable[[list[str]], list[str]]
 ) -> None:  # fmt: skip
-    """The same on as many samples as a micro-batch has, `total`, and on the ranks' parts of them. Collective."""
+    """Run the module on `total` samples, as many as a micro-batch has, and on the ranks' parts of them. Collective.
+
+    Raises `RefusedPlan` where it gives another loss, or other statistics of batch norms, for the parts.
+    """
     ranks, task = range(state.data_ranks), state.task
     sizes = [high - low for low, high in (cut(total, state.data_ranks, rank) for rank in ranks)]
-    if state.order is not None:
+    if state.order is not None:  # ranks compute single pieces
         runs = [run for rank in ranks for run in state.order.pieces.samples(total, rank)]
         sizes = [last - first for first, last in runs]
     tried = sizes_to_try(sizes, findings.sample_bytes)
@@ -237,24 +254,26 @@ def _look_at_many(
     if not tried:
         state.notices += too_many(sizes)
         return
-    many, forward, kept = many_of(sample, tried), state.forward, []
+    many, forward, outputs = many_of(sample, tried), state.forward, []
 
-    def outputs(batch: Any) -> Loss:
+    def keep_output(batch: Any) -> Loss:
         batch = forward.to_device(batch)
-        kept.append((forward.output(batch), batch))
-        return forward.shared(lambda: loss_on(task, *kept[0])) if len(kept) == 1 else Loss(torch.zeros(()), 0.0)
+        outputs.append((forward.output(batch), batch))
+        # A loss over all pairs of samples has no meaning on a part: the whole's alone is compared, with the joined one.
+        whole = len(outputs) == 1
+        return forward.shared(lambda: loss_on(task, *outputs[0])) if whole else Loss(torch.zeros(()), 0.0)
 
     def look_at() -> list[str]:
         together = task.loss_scope == "global"
-        joined = (lambda: forward.shared(lambda: forward.joined_of(*zip(*kept, strict=True)))) if together else None
-        kept.clear()
+        joined = (lambda: forward.shared(lambda: forward.joined_of(*zip(*outputs, strict=True)))) if together else None
+        outputs.clear()  # `gently` may try a second time, with gradients
         return look_at_many(
-            state.module, outputs if together else forward.local, many, dtype=state.precision.compute,
+            state.module, keep_output if together else forward.local, many, dtype=state.precision.compute,
             scores=findings.scores, joined=joined,
         )  # fmt: skip
 
     staged = None if state.staged is None else state.staged.cut.takes_gradients
-    state.phase.looked_at = True
+    state.phase.looked_at = True  # batch norms, joined over ranks by the first step, use a run's own samples
     try:
         problems = share(gently(state.module, look_at, share=share, staged=staged))
     except (ShardwiseError, TakesGradients):
@@ -269,7 +288,7 @@ def _look_at_many(
 
 
 def on_all_samples(state: RankState) -> str:
-    """Returns what is told where every data rank runs the model on all samples. Raises where that cannot be."""
+    """Returns the notice for data ranks that all run the model on all samples; `RefusedPlan` where they cannot."""
     plan = state.plan
     for key, value in (("deterministic", plan.deterministic), ("ep", plan.ep if plan.ep > 1 else 0)):
         if value:
@@ -284,7 +303,7 @@ def on_all_samples(state: RankState) -> str:
 
 
 def assemble_and_look(make: Callable[[Collection[str]], RankState], *, masks: bool) -> tuple[RankState, Findings]:
-    """A state whose units of zero=3 hold what their own forwards read alone, and what the look at it found. Collective.
+    """Returns a state, and findings of the look at it; units of zero=3 hold what their own forwards read. Collective.
 
     make  `enclosed` of `assemble` -> a state
 
@@ -293,7 +312,7 @@ def assemble_and_look(make: Callable[[Collection[str]], RankState], *, masks: bo
     """
     enclosed: dict[str, str] = {}
     while True:
-        state = make(enclosed)
+        state = make(enclosed)  # what is enclosed is no unit any more, so no turn meets it again
         new, findings = _looked(state, masks)
         if findings is not None and not new:
             break
@@ -313,7 +332,7 @@ _AROUND = "so its weights are gathered with what lies around it, and stay whole 
 
 
 def _looked(state: RankState, masks: bool) -> tuple[dict[str, str], Findings | None]:
-    """(what zero=3 is to hold otherwise, with reasons; findings, None if it did not end).
+    """Returns (paths of what zero=3 is to hold otherwise -> why, findings; None where the look did not end).
 
     That is units, which belong into what lies around them, and parameters, which are to be whole.
     """
@@ -326,12 +345,13 @@ def _looked(state: RankState, masks: bool) -> tuple[dict[str, str], Findings | N
                 f"unit '{inside}' runs inside a torch.func transform, where zero=3 cannot gather its weights: let "
                 "wrap= name modules whose own forward calls the transform, or use zero=2"
             ) from None
+        # a transform runs what lies beside the unit too
         around = str(inside).rpartition(".")[0]
         beside = [path for path in units if not around or path.startswith(f"{around}.")]
         return dict.fromkeys(beside, "runs inside a torch.func transform"), None
     except WritesWeights as written:
         return dict.fromkeys(written.names, _WRITTEN), None
-    except TakesGradients:
+    except TakesGradients:  # its second backward goes through all of them: the root alone keeps weights until then
         return dict.fromkeys(units, "lies in a forward that takes gradients itself (torch.autograd.grad)"), None
     new = dict.fromkeys(findings.into_arguments, "writes into what it is given, which its hooks wrap")
     return new | dict.fromkeys(findings.outside, "has weights that are read outside its forward"), findings
@@ -361,12 +381,13 @@ def follow_draws(state: RankState, findings: Findings) -> None:
 
 
 def _follow_writes(state: RankState, findings: Findings) -> None:
-    """A forward that writes into parameters is followed where the module's weights are the masters themselves."""
+    """Note a forward that writes into parameters; raise `RefusedPlan` where masters lie beside the weights."""
     if findings.written and state.precision.mixed:
         raise RefusedPlan(
             f"the forward writes into parameter '{findings.written[0]}', and precision={state.plan.precision} keeps "
             "its master beside it, so that the next update would undo the write: make it a buffer, or use fp32"
         )
     state.written = bool(findings.written)
+    # A block that runs again in backward must find weights and buffers as its first run did.
     if state.plan.remat != "none":
         note_written(state.module, [*findings.written, *findings.changed], findings.batch_norms)

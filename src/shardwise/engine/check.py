@@ -26,7 +26,7 @@ from shardwise.errors import RefusedPlan
 from shardwise.parallel.batchnorm import batch_norm_modules
 from shardwise.parallel.full import USED_OUTSIDE
 from shardwise.part.pairs import attributes_alone
-from shardwise.random import EACH_ITS_OWN, BatchDims, GlobalRandom, Samples
+from shardwise.random import EACH_ITS_OWN, BatchDims, Drawn, GlobalRandom, Samples
 from shardwise.step.loss import Loss
 from shardwise.trace.all_pairs import AllPairs, told_pairs
 from shardwise.trace.without_gradient import HooksLeftOut
@@ -56,7 +56,7 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
          sizes: tuple[int, int, int], *, joined: Callable[[Any], Loss] | None, dtype: torch.dtype, strict: bool,
          masks: bool, share: Callable[[list[str]], list[str]] = list, again: Again, staged: bool | None = None,
          follows: bool = False) -> Findings:  # fmt: skip
-    """Evaluate `whole` and its two `parts` (sizes gives their samples) and compare.
+    """Returns what comparing the loss on `whole` with that on its two `parts` shows. `sizes`: (samples, of each part).
 
     Without gradients; with them for a forward that takes some itself.
 
@@ -74,24 +74,27 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
     Raises `TakesGradients` where units of zero=3 are to be put together first.
     """
 
-    settings = {"joined": joined, "dtype": dtype, "strict": strict, "masks": masks, "share": share, "again": again,
-                "follows": follows}  # fmt: skip
-    return gently(
-        module, lambda: _look(module, with_attributes_alone(module, evaluate), whole, parts, sizes, **settings),
-        share=share, staged=staged,
-    )  # fmt: skip
+    def attempt() -> Findings:
+        plainly = with_attributes_alone(module, evaluate)
+        return _Look(module, plainly, whole, parts, sizes, joined, dtype, strict, masks, share, again, follows).take()
+
+    return gently(module, attempt, share=share, staged=staged)
 
 
 def gently(
     module: nn.Module, run: Callable[[], T], *, share: Callable[[list[str]], list[str]] = list,
     staged: bool | None = None,
 ) -> T:  # fmt: skip
-    """What `run` gives, without gradients; with them for a forward that takes some itself. Raises `TakesGradients`."""
+    """Returns what `run` gives, without gradients; with them for a forward that takes some itself.
+
+    Raises `TakesGradients` where units of zero=3 free the weights that such gradients go through.
+    """
     try:
         if not staged:
             with torch.no_grad(), HooksLeftOut(), _unwarned():
                 return run()
     except RuntimeError as error:
+        # Of stages it is known beforehand: one that tried again alone would leave the others waiting.
         if staged is not None or not needs_gradients(error):
             raise
     if has_units(module) if staged is None else share(["units"] if has_units(module) else []):
@@ -101,7 +104,7 @@ def gently(
 
 
 def with_attributes_alone(module: nn.Module, evaluate: Evaluate) -> Evaluate:
-    """The evaluation while attributes give what modules hold of complex weights."""
+    """Returns the evaluation under which modules' attributes give complex weights as they are held, as pairs."""
     context = attributes_alone(module)
 
     def run(batch: Any) -> Loss:
@@ -113,74 +116,118 @@ def with_attributes_alone(module: nn.Module, evaluate: Evaluate) -> Evaluate:
 
 @contextmanager
 def _unwarned() -> Iterator[None]:
-    """A warning of the task's is given in its first step: not here, for each number of samples that is looked at."""
+    """Context: warnings are left out. The task's come in its first step, not for each number of samples looked at."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
-def _look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, Any] | None,
-          sizes: tuple[int, int, int], *, joined: Callable[[Any], Loss] | None, dtype: torch.dtype, strict: bool,
-          masks: bool, share: Callable[[list[str]], list[str]], again: Again, follows: bool) -> Findings:  # fmt: skip
-    def anywhere(here: object) -> bool:
-        return bool(share(["here"] if here else []))
+@dataclass
+class _Look:
+    """One attempt at the look, by the parameters of `look`; `findings` and `problems` grow from case to case."""
 
-    findings = Findings([], BatchDims())
-    seen = Seen(module)
-    with torch.random.fork_rng(devices=[]), seen.watching():
-        run = Runner(module, evaluate, seen)
-        findings.batch_norms = batch_norm_modules(module)
-        before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        with AllPairs(sizes[0]) as pairs, nullcontext() if follows else _written_in_pieces(seen, share):
-            of_whole, calls, after = run(whole)
-        if anywhere(seen.attends):
-            findings.scores = run.scores = True
-            seen.calls.clear()
-            of_whole, calls, after = run(whole)
+    module: nn.Module
+    evaluate: Evaluate
+    whole: Any
+    parts: tuple[Any, Any] | None
+    sizes: tuple[int, int, int]
+    joined: Callable[[Any], Loss] | None
+    dtype: torch.dtype
+    strict: bool
+    masks: bool
+    share: Callable[[list[str]], list[str]]
+    again: Again
+    follows: bool
+
+    def __post_init__(self) -> None:
+        self.findings, self.problems = Findings([], BatchDims()), list[str]()
+        self.drawn: list[Drawn] = []  # by every run
+        self.seen = Seen(self.module)
+        self.run = Runner(self.module, self.evaluate, self.seen)
+
+    def take(self) -> Findings:
+        """Returns what the runs show. Raises `RefusedPlan` for problems where the plan splits samples (`strict`)."""
+        findings, seen = self.findings, self.seen
+        with torch.random.fork_rng(devices=[]), seen.watching():
+            of_whole, calls, pairs = self._run_whole()
+            self.problems += self.share(seen.problems())
+            if self.parts is None:
+                findings.notices.append("a batch of one sample cannot be split: the loss was not checked to add up")
+            elif not self.problems:
+                self._compare(of_whole, *self._run_parts(self.parts, calls, pairs), self.parts)
+            findings.draws = self.share(list(dict.fromkeys(_draw_text(draw.path, draw.op) for draw in self.drawn)))
+        if self.strict and self.parts is not None:
+            # Collective: called by every rank, though a rank asks only where nothing else differs.
+            refused, notices = _choices(self.again, seen.repeats(self.sizes), seen.reads_values and not self.problems)
+            self.problems += self.share(refused)
+            findings.notices += self.share(notices)
+        findings.into_arguments = sorted(seen.into_arguments.paths)
+        findings.reentrant, findings.sample_bytes = seen.reentrant, seen.widest / max(1, self.sizes[0])
+        findings.written = sorted(seen.ever_written)
+        if self.problems and self.strict:
+            raise RefusedPlan("; ".join(self.problems))
+        findings.notices += self.problems
+        return findings
+
+    def _anywhere(self, here: object) -> bool:
+        """Whether this holds on any stage: all stages must take the same branch, or their messages do not meet."""
+        return bool(self.share(["here"] if here else []))
+
+    def _run_whole(self) -> tuple[Loss, list[Drawn], AllPairs]:
+        """Run all samples; returns the loss, the random calls, and calls of torch that made all pairs of samples."""
+        findings, seen = self.findings, self.seen
+        findings.batch_norms = batch_norm_modules(self.module)
+        before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        with AllPairs(self.sizes[0]) as pairs, nullcontext() if self.follows else _written_in_pieces(seen, self.share):
+            of_whole, calls, after = self.run(self.whole)
+        if self._anywhere(seen.attends):
+            # Fused attention draws its dropout inside the kernel: once more, with attention as single operations.
+            findings.scores = self.run.scores = True
+            seen.calls.clear()  # `repeats` counts one run for each of `sizes`
+            of_whole, calls, after = self.run(self.whole)
         findings.changed = [name for name, value in before.items() if not torch.equal(value, after[name])]
-        drawn = [*calls]
-        findings.batch_norms += [found for found in seen.batch_norms if found not in findings.batch_norms]
-        problems = share(seen.problems())
-        if parts is None:
-            findings.notices.append("a batch of one sample cannot be split: the loss was not checked to add up")
-        elif not problems:
-            first, _, changed_by_first = run(parts[0])
-            with AllPairs(sizes[2]) as pairs_of_part:
-                second, part_calls, changed_by_second = run(parts[1])
-            drawn += part_calls
-            problems += share(_norms_differ(*seen.norm_rows[-3:]))
-            findings.dims.learn(calls, part_calls, sizes[0], sizes[2])
-            if anywhere(seen.reads_values and (calls or part_calls)):
-                for level in (0.02, 0.98):  # the other sides of branches that chance decides
-                    of_each = run(whole, level)[1], run(parts[1], level)[1]
-                    findings.dims.learn(*of_each, sizes[0], sizes[2])
-                    drawn += [*of_each[0], *of_each[1]]
-            problems += share(_statistics_differ(changed_by_first, changed_by_second))
-            if not finite(of_whole, first, second):
-                findings.notices.append("the loss on the first samples is not finite: not checked to add up")
-            elif joined is None:
-                problems += _sums_differ(of_whole, first, second, sizes, dtype, told_pairs(pairs, pairs_of_part))
-            elif strict:
-                problems += _joined_differs(of_whole, Runner(module, joined, seen)((whole, parts))[0], dtype)
-            if strict and joined is None and not problems and (left := share(seen.left)):
-                each = seen.kept_shapes[0] != seen.kept_shapes[-1]
-                found, read = _left_differs(run, left, of_whole, whole, parts, sizes, dtype)
-                problems += share(found)
-                findings.keeps_samples = "".join(share(left[:1] if each and read else [])[:1])
-            if masks and strict and joined is None and anywhere(findings.dims.known) and not problems:
-                problems += _masks_differ(run, findings.dims, whole, parts, sizes, dtype)
-        findings.draws = share(list(dict.fromkeys(_told_draw(one.path, one.op) for one in drawn)))
-    if strict and parts is not None:
-        refused, told = _choices(again, seen.repeats(sizes), seen.reads_values and not problems)
-        problems += share(refused)
-        findings.notices += share(told)
-    findings.into_arguments = sorted(seen.into_arguments.paths)
-    findings.reentrant, findings.sample_bytes = seen.reentrant, seen.widest / max(1, sizes[0])
-    findings.written = sorted(seen.ever_written)
-    if problems and strict:
-        raise RefusedPlan("; ".join(problems))
-    findings.notices += problems
-    return findings
+        self.drawn += calls
+        # Code that calls batch norm as a function is no module of that class.
+        findings.batch_norms += [norm for norm in seen.batch_norms if norm not in findings.batch_norms]
+        return of_whole, calls, pairs
+
+    def _run_parts(self, parts: tuple[Any, Any], calls: list[Drawn], pairs: AllPairs) -> tuple[Loss, Loss, str]:
+        """Run both parts; returns their losses and, as text, where all pairs of samples are made; learns batch dims."""
+        n, _, count = self.sizes
+        first, _, changed_by_first = self.run(parts[0])
+        with AllPairs(count) as pairs_of_part:
+            second, part_calls, changed_by_second = self.run(parts[1])
+        self.drawn += part_calls
+        self.problems += self.share(_norms_differ(*self.seen.norm_rows[-3:]))  # of the whole and the parts
+        self.findings.dims.learn(calls, part_calls, n, count)
+        if self._anywhere(self.seen.reads_values and (calls or part_calls)):
+            for level in (0.02, 0.98):  # the other sides of branches that chance decides
+                calls_at_level = self.run(self.whole, level)[1], self.run(parts[1], level)[1]
+                self.findings.dims.learn(*calls_at_level, n, count)
+                self.drawn += [*calls_at_level[0], *calls_at_level[1]]
+        self.problems += self.share(_statistics_differ(changed_by_first, changed_by_second))
+        return first, second, told_pairs(pairs, pairs_of_part)
+
+    def _compare(self, of_whole: Loss, first: Loss, second: Loss, all_pairs: str, parts: tuple[Any, Any]) -> None:
+        """Compare the whole's loss with its parts', then second forwards and masks where these have found nothing."""
+        findings, seen, sizes, dtype = self.findings, self.seen, self.sizes, self.dtype
+        if not finite(of_whole, first, second):
+            findings.notices.append("the loss on the first samples is not finite: not checked to add up")
+        elif self.joined is None:
+            self.problems += _sums_differ(of_whole, first, second, sizes, dtype, all_pairs)
+        elif self.strict:
+            joined = Runner(self.module, self.joined, seen)((self.whole, parts))[0]
+            self.problems += _joined_differs(of_whole, joined, dtype)
+        if not self.strict or self.joined is not None:
+            return
+        if not self.problems and (left := self.share(seen.left)):
+            # Of other shapes for other numbers of samples: it is kept for each sample.
+            per_sample = seen.kept_shapes[0] != seen.kept_shapes[-1]
+            differs, read = _left_differs(self.run, left, of_whole, self.whole, parts, sizes, dtype)
+            self.problems += self.share(differs)
+            findings.keeps_samples = "".join(self.share(left[:1] if per_sample and read else [])[:1])
+        if self.masks and self._anywhere(findings.dims.known) and not self.problems:
+            self.problems += _masks_differ(self.run, findings.dims, self.whole, parts, sizes, dtype)
 
 
 @contextmanager
@@ -197,28 +244,33 @@ def _written_in_pieces(seen: Seen, share: Callable[[list[str]], list[str]]) -> I
 
 
 def _choices(again: Again, repeats: str, asked: bool) -> tuple[list[str], list[str]]:
-    """(problems, notices) of choices that a forward makes by values of its batch; `repeats` as `Seen` gives it."""
+    """Returns (problems, notices) of choices that a forward makes by values of its batch.
+
+    repeats  as `Seen.repeats` gives it
+    asked    this rank saw values read; others may ask where this one does not
+    """
     made = (
         f"the forward reads values of tensors in Python{f', and {repeats}' if repeats else ''}: a choice that is made "
         "for all samples of a batch at once (the steps of a solver) comes out otherwise on each rank's part"
     )
     try:
-        found = again(asked)
+        differs = again(asked)
     except Untried as why:
-        told = f"{made}, and results differ by as much (not tried in float64: {why})"
-        return [], [told] if repeats and asked else []
-    if found is None or not asked:
+        notice = f"{made}, and results differ by as much (not tried in float64: {why})"
+        return [], [notice] if repeats and asked else []
+    if differs is None or not asked:
         return [], []
-    return [f"{made}: in float64 {found}. Make the choice for each sample, or one that no value decides"], []
+    return [f"{made}: in float64 {differs}. Make the choice for each sample, or one that no value decides"], []
 
 
-def _told_draw(path: str, op: str) -> str:
-    """A random op with its module, as text."""
+def _draw_text(path: str, op: str) -> str:
+    """Returns a random op ("aten.bernoulli_.float") and its module as text: "bernoulli_ in 'path'"."""
     return op.split(".")[1] + (f" in '{path}'" if path else "")
 
 
 def bar_of(dtype: torch.dtype) -> float:
     """Returns what rounding may change in a result of this dtype, as a part of it; float32 is less under autocast."""
+    # under autocast float32 weights compute in 16 bits
     narrow = dtype == torch.float32 and any(autocast_states())
     return 5e-2 if narrow else {torch.float64: 1e-9, torch.float32: 1e-4}.get(dtype, 5e-2)
 
@@ -240,7 +292,7 @@ def added_up(name: str, whole: Loss, value: float, dtype: torch.dtype, least: fl
 def _apart(
     whole: Loss, first: Loss, second: Loss, dtype: torch.dtype, least: float = 0.0
 ) -> tuple[str, float, float] | None:
-    """The first number of the loss that does not add up: its name, the whole's, and the sum of the parts'."""
+    """Returns (name, the whole's value, the parts' sum) of the first number that does not add up, or None."""
     for name, value in whole.numbers().items():
         parts = first.numbers().get(name, 0.0) + second.numbers().get(name, 0.0)
         if not added_up(name, whole, parts, dtype, least):
@@ -259,13 +311,13 @@ def _sums_differ(whole: Loss, first: Loss, second: Loss, sizes: tuple[int, int, 
     if apart is None:
         return []
     (name, value, parts), (n, a, b) = apart, sizes
-    found = f"its {name} on {n} samples and on {a} and {b} of them is {value:.6g} against {parts:.6g} in parts"
+    sums = f"its {name} on {n} samples and on {a} and {b} of them is {value:.6g} against {parts:.6g} in parts"
     if name.startswith("weight"):
-        return [f"the loss does not add up over samples: {found}. The weight must be counted from the samples at hand"]
+        return [f"the loss does not add up over samples: {sums}. The weight must be counted from the samples at hand"]
     if pairs:
-        return [f"the loss does not add up over samples: {found}; {pairs}"]
+        return [f"the loss does not add up over samples: {sums}; {pairs}"]
     return [
-        f"the loss does not add up over samples: {found}. Return (sum, weight), not a mean; a loss over pairs of "
+        f"the loss does not add up over samples: {sums}. Return (sum, weight), not a mean; a loss over pairs of "
         'samples (contrastive) declares loss_scope="global"; a module that mixes samples other than by batch norm '
         'declares loss_scope="model", by which every rank runs it on all of them; a branch or a draw of numpy\'s or '
         "Python's that depends on which samples are together is made for each sample"
@@ -274,9 +326,10 @@ def _sums_differ(whole: Loss, first: Loss, second: Loss, sizes: tuple[int, int, 
 
 def _left_differs(run: Runner, left: list[str], of_first: Loss, whole: Any, parts: tuple[Any, Any],
                   sizes: tuple[int, int, int], dtype: torch.dtype) -> tuple[list[str], bool]:  # fmt: skip
-    """(problems of a second forward, which finds what a first one left in the module; whether it reads that)."""
+    """Returns (problems of a second forward, which finds what a first one left; whether it reads that)."""
     of_whole, first, second = run.second(whole), run.second(parts[0]), run.second(parts[1])
     apart = _apart(of_whole, first, second, dtype) if finite(of_whole, first, second) else None
+    # Bit by bit: the same samples give another loss only where the second forward uses what the first left.
     read = of_whole.numbers() != of_first.numbers()
     if apart is None:
         return [], read
@@ -302,26 +355,30 @@ def _joined_differs(whole: Loss, joined: Loss, dtype: torch.dtype) -> list[str]:
 
 
 def _norms_differ(whole: list[int], first: list[int], second: list[int]) -> list[str]:
-    """Problems of batch norms over samples that are not those of a batch: of ghost batches, of a chosen few."""
+    """Returns problems of batch norms over other samples than the batch's: of ghost batches, of a chosen few.
+
+    whole, first, second  how many values of a channel each call was given, on all samples and on both parts
+    """
+    # n == a == b: as many for any number of samples, so they are not what is normalised over
     same_calls = len(whole) == len(first) == len(second)
     if same_calls and all(n == a + b or n == a == b for n, a, b in zip(whole, first, second, strict=True)):
         return []
-    parts = f"{_told(first)} and {_told(second)} on two parts of them"
+    parts = f"{_few(first)} and {_few(second)} on two parts of them"
     return [
-        f"batch norms get {_told(whole)} values of a channel on some samples, and {parts}: they are taken over groups "
+        f"batch norms get {_few(whole)} values of a channel on some samples, and {parts}: they are taken over groups "
         "of samples within a batch (ghost batches), which ranks would "
         'group otherwise: loss_scope="model" (of Task, of prepare) has every rank run the model on all samples'
     ]
 
 
-def _told(rows: list[int]) -> str:
+def _few(rows: list[int]) -> str:
     return ", ".join(map(str, rows[:4])) + (f" (and {len(rows) - 4} more)" if len(rows) > 4 else "") or "no"
 
 
 def _masks_differ(run: Runner, dims: BatchDims, whole: Any, parts: tuple[Any, Any], sizes: tuple[int, int, int],
                   dtype: torch.dtype) -> list[str]:  # fmt: skip
     n, a, b = sizes
-    found: list[tuple[str, float, float]] = []
+    apart: list[tuple[str, float, float]] = []
     for order in dims.orders(n):
         dims.blocks = order
         random = GlobalRandom(dims)
@@ -331,11 +388,11 @@ def _masks_differ(run: Runner, dims: BatchDims, whole: Any, parts: tuple[Any, An
         differs = _apart(together, first, second, dtype, least=1e-6)  # draws may be float32 in a float64 run
         if differs is None:
             return []
-        found.append(differs)
-    dims.blocks, apart = frozenset(), found[0]
+        apart.append(differs)
+    dims.blocks, (name, value, added) = frozenset(), apart[0]
     return [
-        f"masks dealt by global index do not give one process's: with them the loss's {apart[0]} on {n} samples is "
-        f"{apart[1]:.6g} against {apart[2]:.6g} in parts. A random tensor holds the samples in an order that cannot "
+        f"masks dealt by global index do not give one process's: with them the loss's {name} on {n} samples is "
+        f"{value:.6g} against {added:.6g} in parts. A random tensor holds the samples in an order that cannot "
         "be followed (neither one by one nor all of them several times), or a generator of the module's own draws it; "
         f"draw tensors with a batch dim, or {EACH_ITS_OWN}"
     ]

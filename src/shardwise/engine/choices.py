@@ -47,7 +47,7 @@ Again = Callable[[bool], "str | None"]  # whether this rank asks -> what differs
 
 
 def task_differs(task: Task, module: nn.Module, whole: Any, parts: Parts, seed: int) -> str | None:
-    """What differs of the task's loss on `whole` and on its samples alone, in float64; None where nothing does.
+    """Returns what differs between the task's loss on `whole` and on its samples one by one, in float64, or None.
 
     module  the task's, for its size alone
     parts   two, for a loss over pairs of samples, which cannot be taken sample by sample
@@ -60,21 +60,21 @@ def task_differs(task: Task, module: nn.Module, whole: Any, parts: Parts, seed: 
         raise Untried(f"{elements:.2g} parameters are many to hold in float64")
     count = samples_in(whole)
     alone = [slice_samples(whole, place, place + 1) for place in range(count)]
-    for each in range(seed, seed + DRAWS):
+    for weights_seed in range(seed, seed + DRAWS):
         with torch.random.fork_rng(devices=[]), python_restored():
-            own = _drawn(task, each)
+            own = _drawn(task, weights_seed)
         forward = Forward(task, own, DOUBLE, torch.device("cpu"), Axis.alone("data"))
         if task.loss_scope != "global":
-            found = differs(own, forward.local, whole, alone)
+            text = differs(own, forward.local, whole, alone)
         else:
-            found = differs(own, forward.local, whole, parts, joined=forward.joined)
-        if found is not None:
-            return found
+            text = differs(own, forward.local, whole, parts, joined=forward.joined)
+        if text is not None:
+            return text
     return None
 
 
 def _drawn(task: Task, seed: int) -> nn.Module:
-    """The task's module in float64, with the initial weights that a run of this seed has."""
+    """Returns the task's module in float64, with the initial weights that a run of this seed has."""
     built = build(task.model, seed)
     built.given = task.weights
     values = {id(tensor): built.value(name).clone() for name, tensor in named_tensors(built.module)}
@@ -87,7 +87,7 @@ def _drawn(task: Task, seed: int) -> nn.Module:
 def differs(
     module: nn.Module, evaluate: Evaluate, whole: Any, parts: Sequence[Any], *, joined: Evaluate | None = None
 ) -> str | None:
-    """The first number or gradient that differs between `whole` and its `parts`, as text; None where none does.
+    """Returns, as text, the number or gradient that differs most between `whole` and its `parts`; None where none does.
 
     module  in float64, and nobody else's: its weights are moved
     joined  for a loss that does not add up over samples: (whole, parts) -> the loss on the parts' outputs together
@@ -106,9 +106,10 @@ def differs(
             errors = _errors(of_whole, of_parts)
             if not any(error > _bar(name) for name, error in errors.items()):
                 return None
+            # A model that magnifies rounding differs by this alone: what one epsilon of the weights does is allowed.
             _nudge(module)
             noise = _errors(of_whole, run(evaluate, whole))
-    except RefusedPlan:
+    except RefusedPlan:  # by what watches the forward, and true of the plan too
         raise
     except Exception as error:
         raise Untried(f"in float64 it fails: {type(error).__name__}: {error}") from error
@@ -133,19 +134,19 @@ class _Doubled:
             loss = self.run((evaluate, batch))[0]
         return loss.numbers(), self.gradients
 
-    def _evaluate(self, given: tuple[Evaluate, Any]) -> Loss:
-        """The loss; its gradients are taken here, before what the forward changed is put back."""
-        evaluate, batch = given
+    def _evaluate(self, call: tuple[Evaluate, Any]) -> Loss:
+        """Returns the loss; its gradients are taken here, before what the forward changed is put back."""
+        evaluate, batch = call
         loss = evaluate(batch)
         params = [param for _, param in self.named]
         taken = torch.autograd.grad(loss.total, params, allow_unused=True) if loss.total.requires_grad else ()
-        pairs = zip(self.named, taken, strict=False)
+        pairs = zip(self.named, taken, strict=False)  # none are taken of a loss without a graph
         self.gradients = {name: gradient for (name, _), gradient in pairs if gradient is not None}
         return loss
 
 
 def _added(first: Result, second: Result) -> Result:
-    """The sums of two parts."""
+    """Returns (numbers, gradients) of two parts added up."""
     numbers = {name: first[0].get(name, 0.0) + second[0].get(name, 0.0) for name in first[0] | second[0]}
     gradients = dict(first[1])
     for name, gradient in second[1].items():
@@ -154,17 +155,18 @@ def _added(first: Result, second: Result) -> Result:
 
 
 def _errors(whole: Result, other: Result) -> dict[str, float]:
-    """Of each number and each gradient, by what a message calls it."""
-    found = {f"its {name}": _apart(value, other[0].get(name, 0.0)) for name, value in whole[0].items()}
+    """Returns the relative error of each number and each gradient, by what a message calls it."""
+    errors = {f"its {name}": _apart(value, other[0].get(name, 0.0)) for name, value in whole[0].items()}
     largest = max((float(gradient.abs().max()) for gradient in whole[1].values() if gradient.numel()), default=0.0)
     for name in sorted(whole[1] | other[1]):
         a, b = whole[1].get(name), other[1].get(name)
-        known = a if a is not None else b
-        assert known is not None
-        a, b = (torch.zeros_like(known) if each is None else each for each in (a, b))
+        like = a if a is not None else b
+        assert like is not None
+        # a weight that one of the two does not reach has a gradient of zero there
+        a, b = (torch.zeros_like(like) if gradient is None else gradient for gradient in (a, b))
         scale = max(float(a.abs().max()) if a.numel() else 0.0, FLOOR * largest, 1e-300)
-        found[f"the gradient of '{name}'"] = float((a - b).abs().max()) / scale if a.numel() else 0.0
-    return found
+        errors[f"the gradient of '{name}'"] = float((a - b).abs().max()) / scale if a.numel() else 0.0
+    return errors
 
 
 def _apart(a: float, b: float) -> float:

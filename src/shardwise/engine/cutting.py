@@ -42,7 +42,7 @@ def cut_module(
     task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built, blocks: Blocks,
     inseparable: Sequence[str] = (),
 ) -> StagePlacement:  # fmt: skip
-    """Look at the forward and cut it. Collective.
+    """Returns the stages into which the task's forward is cut, from a few samples. Collective.
 
     inseparable  paths of modules inside which no stage may begin, whatever the plan
     Raises `RefusedPlan` for what cannot be cut, naming why.
@@ -50,7 +50,7 @@ def cut_module(
     sample = few_samples(task, plan, mesh.data, mesh.device)
     cut, notice = cut_forward(task, plan, precision, sample, built, blocks, mesh.pp.index, inseparable)
     _agree(cut, mesh)
-    cut.notices = _told(cut, notice)
+    cut.notices = _notices(cut, notice)
     return cut
 
 
@@ -58,7 +58,7 @@ def cut_forward(
     task: Task, plan: Plan, precision: Precision, sample: Any, built: Built, blocks: Blocks, rank: int,
     inseparable: Sequence[str] = (),
 ) -> tuple[StagePlacement, str]:  # fmt: skip
-    """The cut for the `rank`-th stage's rank, and a notice where shapes alone did not do. Needs no process group.
+    """Returns (the cut as pipeline rank `rank` has it, a notice where shapes alone did not do). Needs no process group.
 
     sample       a batch of a few samples
     inseparable  paths of modules inside which no stage may begin
@@ -70,21 +70,24 @@ def cut_forward(
     counts = sizes[0]
     few = [slice_samples(sample, 0, count) for count in counts]
     try:
-        (flow, notice), (other, _) = (_traced(task, plan, precision, built, one, n) for n, one in enumerate(few))
+        (flow, notice), (other, _) = (_traced(task, plan, precision, built, part, n) for n, part in enumerate(few))
     except ShardwiseError:
+        # A module that cuts samples into groups may run on some numbers of them alone.
         runs = partial(_runs, task, precision, built, sample)
         counts = next(filter(runs, sizes[1:]), None) or counts
         if counts == sizes[0]:
             raise
         few = [slice_samples(sample, 0, count) for count in counts]
-        (flow, notice), (other, _) = (_traced(task, plan, precision, built, one, n) for n, one in enumerate(few))
+        (flow, notice), (other, _) = (_traced(task, plan, precision, built, part, n) for n, part in enumerate(few))
+    # The calls differ from run to run, or may: layers that a draw drops. Many runs show all of them.
     if flow.order != other.order or flow.moved or flow.read_draws:
-        flow, other = _fullest([_traced(task, plan, precision, built, one, n)[0] for n in range(TRIES)] for one in few)
-    if flow.order != other.order:
+        flow, other = _fullest([_traced(task, plan, precision, built, x, n)[0] for n in range(TRIES)] for x in few)
+    if flow.order != other.order:  # modules called as often as there are samples, say: no stage begins among them
         flow, other, counts = (
             (flow, other, counts) if len(flow.order) > len(other.order) else (other, flow, counts[::-1])
         )
         flow.repeats = repeated(flow, other)
+    # What is run again, compiled or gathered as a whole lies in one stage.
     whole = plan.remat != "none" or plan.compile or plan.zero == 3
     units = [*inseparable, *(blocks.paths if whole else ())]
     apart = _apart(plan, schedule) if flow.taken else ""
@@ -98,13 +101,13 @@ def cut_forward(
     holders, buffers = _holders(flow, module, stages, schedule)
     cut = StagePlacement(schedule, stages, holders, buffers, rank, _shares_draws(flow, stages))
     cut.by_values = bool(notice or flow.later or flow.varies or flow.repeats)  # or by what was left, or by chance
-    held = (*module.named_parameters(), *module.named_buffers())
-    cut.written = [name for name, each in held if id(each) in flow.stateful and each.is_floating_point()]
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    cut.written = [name for name, t in tensors if id(t) in flow.stateful and t.is_floating_point()]
     return cut, notice
 
 
 def _sizes(available: int) -> list[tuple[int, int]]:
-    """Numbers of samples to follow the forward on, the first on which it runs: a module may cut them into groups."""
+    """Returns pairs of numbers of samples to follow the forward on; the first pair on which it runs is taken."""
     more = [(2**n, 2 ** (n + 1)) for n in range(1, 8)] + [(available // 2, available)]
     return [(min(2, available), min(3, available)), *(pair for pair in more if pair[0] and pair[1] <= available)]
 
@@ -124,7 +127,7 @@ def _runs(task: Task, precision: Precision, built: Built, sample: Any, counts: t
 def _traced(
     task: Task, plan: Plan, precision: Precision, built: Built, sample: Any, seed: int
 ) -> tuple[Flow, str]:  # fmt: skip
-    built.module.train()
+    built.module.train()  # a step runs it so, with dropout and batch norm
     try:
         return trace_forward(built, output_alone(task, precision), sample, seed, precision.held)
     except ShardwiseError:
@@ -135,30 +138,33 @@ def _traced(
 
 
 def _fullest(flows: Iterable[list[Flow]]) -> tuple[Flow, Flow]:
-    """Of forwards that chance leaves calls out of, for two numbers of samples: one of each that has all the calls.
+    """Returns one forward for each of two numbers of samples, with all the calls that chance leaves some out of.
 
-    Where there are no such two, the first ones, which do other calls.
+    flows  for each number of samples, the forwards that were followed
+
+    Where no two have all the calls, it returns the first ones, whose calls differ.
     """
-    first, second = ([*each] for each in flows)
-    for flow in sorted(first, key=lambda each: len(each.order), reverse=True):
-        other = next((each for each in second if each.order == flow.order), None)
-        if other is not None and all(_among(each.order, flow.order) for each in (*first, *second)):
-            always = set(flow.order).intersection(*(each.order for each in (*first, *second)))
+    first, second = ([*tries] for tries in flows)
+    for flow in sorted(first, key=lambda tried: len(tried.order), reverse=True):
+        other = next((tried for tried in second if tried.order == flow.order), None)
+        # else no flow has all calls: two layers of which either one runs, never both
+        if other is not None and all(_among(tried.order, flow.order) for tried in (*first, *second)):
+            always = set(flow.order).intersection(*(tried.order for tried in (*first, *second)))
             flow.varies = frozenset(set(flow.order) - always)
             return flow, other
-    return first[0], next((each for each in second if each.order != first[0].order), second[0])
+    return first[0], next((tried for tried in second if tried.order != first[0].order), second[0])
 
 
 def _among(some: list[tuple[str, int]], calls: list[tuple[str, int]]) -> bool:
     """Whether calls are made in the order of others, of which some may be left out."""
-    left = iter(calls)
+    left = iter(calls)  # `in` takes from it up to the call: a later one must come behind it
     return all(call in left for call in some)
 
 
 def _places(
     flow: Flow, module: nn.Module, count: int, plan: Plan, blocks: Blocks, units: list[str], apart: str
 ) -> list[CutPoint]:  # fmt: skip
-    """Between blocks where there are enough of them; inside too where that is in none of `units`."""
+    """Returns where stages begin: between blocks if there are enough of them, else inside too, but for `units`."""
     if plan.stages:
         return choose(flow, module, count, plan.stages, units, apart)
     try:
@@ -168,7 +174,7 @@ def _places(
 
 
 def _apart(plan: Plan, schedule: Schedule) -> str:
-    """Why no gradient that the forward takes itself may go from stage to stage, as a sentence; empty where it may."""
+    """Returns why no gradient that the forward takes itself may go from stage to stage, as a sentence; "" if it may."""
     what = (
         ". Over other places goes a gradient that the forward takes itself (torch.autograd.grad) of what other "
         "pipeline stages compute, which"
@@ -183,7 +189,7 @@ def _apart(plan: Plan, schedule: Schedule) -> str:
 def _holders(
     flow: Flow, module: nn.Module, stages: list[Stage], schedule: Schedule
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
-    """Ranks that hold each parameter, and the rank whose copy of each buffer counts."""
+    """Returns (name -> ranks that hold the parameter, name -> rank whose copy of the buffer counts)."""
 
     def ranks(indices: list[int]) -> tuple[int, ...]:
         return tuple(sorted({schedule.owner[index] for index in indices}))
@@ -198,41 +204,43 @@ def _holders(
     kept = kept_on(flow, [stage.entry for stage in stages if stage.entry is not None])
     for name, buffer in module.named_buffers():
         used = [stage.index for stage in stages if id(buffer) in stage.buffers]
+        # The last stage that uses it: a buffer may be written in each, and one process has what the last one left.
         right = kept.get(id(buffer)) or used or where.of(module, buffer)
         buffers[name] = schedule.owner[max(set(right) & set(used) or right)]
     return holders, buffers
 
 
 class _Where:
-    """The stages in which the module that holds a tensor runs."""
+    """Finds the stages in which the module that holds a tensor runs."""
 
     def __init__(self, flow: Flow, stages: list[Stage]):
         self.stages = stages
         self.spans: dict[str, list[tuple[int, int]]] = {}
         times = [time for time, _ in decisions(flow)]
+        # stages in which the forward decides by values: another branch may run on other samples
         self.decided = sorted({s.index for s in stages for time in times if s.start <= time < s.stop})
         for call in flow.calls():
             self.spans.setdefault(call.path, []).append((call.enter, call.exit))
 
     def of(self, module: nn.Module, tensor: torch.Tensor) -> list[int]:
-        """Indices of stages; the first one for a tensor of the outermost module or of one that never runs.
+        """Returns indices of stages; the first one for a tensor of the outermost module or of one that never runs.
 
         One that never ran may run where the forward decides by values on other samples.
         """
         for path, child in module.named_modules():
-            if any(tensor is held for held in (*child._parameters.values(), *child._buffers.values())):
-                while path and path not in self.spans:
+            if any(tensor is own for own in (*child._parameters.values(), *child._buffers.values())):
+                while path and path not in self.spans:  # a container whose parent reads its weights
                     path = path.rpartition(".")[0]
                 spans = self.spans.get(path, [])
-                found = [s.index for s in self.stages for enter, leave in spans if s.start < leave and enter < s.stop]
-                return sorted(set(found)) or self.decided or [0]
+                stages = {s.index for s in self.stages for enter, leave in spans if s.start < leave and enter < s.stop}
+                return sorted(stages) or self.decided or [0]
         return [0]
 
 
 def _check_union(
     module: nn.Module, holders: dict[str, tuple[int, ...]], stages: list[Stage], schedule: Schedule
 ) -> None:
-    """No parameter is lost, and no stage is empty."""
+    """Raise `RefusedPlan` for a parameter that no stage holds, and for a stage that has none to train."""
     lost = [name for name, _ in module.named_parameters() if not holders.get(name)]
     if lost:
         raise RefusedPlan(f"parameters {lost[:3]} are on no pipeline stage")
@@ -255,7 +263,7 @@ def _shares_draws(flow: Flow, stages: list[Stage]) -> bool:
 
 
 def _agree(cut: StagePlacement, mesh: Mesh) -> None:
-    """All ranks cut alike."""
+    """Raise `RefusedPlan` where another rank cuts the forward at other places. Collective."""
     text = "|".join(f"{stage.start},{stage.stop},{stage.entry and stage.entry.call.told}" for stage in cut.stages)
     mine = put([float(seed_of(text) % 2**50)], mesh.device)
     table = gather_rows(mine, mesh.world)
@@ -268,19 +276,20 @@ def _agree(cut: StagePlacement, mesh: Mesh) -> None:
         )
 
 
-def _told(cut: StagePlacement, notice: str) -> list[str]:
+def _notices(cut: StagePlacement, notice: str) -> list[str]:
+    """Returns what the user reads of the cut: where stages begin, their shares of the work, and how long ranks wait."""
     total = sum(stage.cost for stage in cut.stages)
     shares = [stage.cost / total for stage in cut.stages]
     entries = [stage.entry.call for stage in cut.stages if stage.entry is not None]
     begins = [call.path if call.own is None else call.told for call in entries]
-    told = [
+    notices = [
         f"pipeline of {len(cut.stages)} stages on {cut.schedule.ranks} ranks, schedule {cut.schedule.name}; stages "
         f"begin at {', '.join(begins)}; shares of the work {', '.join(f'{share:.0%}' for share in shares)}; were they "
         f"equal, ranks would wait {cut.schedule.bubble():.0%} of the time"
     ]
     if max(shares) > UNEVEN / len(shares):
-        told.append(
+        notices.append(
             f"stage {shares.index(max(shares))} has {max(shares) * len(shares):.1f} times the mean work, for which the "
             "others wait: there is no better place to cut, unless stages= names one"
         )
-    return told + ([notice] if notice else [])
+    return notices + ([notice] if notice else [])

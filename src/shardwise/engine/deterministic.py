@@ -11,7 +11,10 @@ from shardwise.step.state import RankState
 
 
 def fix_threads(state: RankState) -> None:
-    """One thread for this rank's operations, whose order of sums hangs on how many there are; refuse accelerators."""
+    """Set one thread for this rank's operations, whose order of sums follows from how many there are.
+
+    Raises `RefusedPlan` on an accelerator.
+    """
     if not on_host(state.device):
         raise RefusedPlan(
             f"deterministic on {state.device}: kernels of an accelerator add in an order of their own, by atomic "
@@ -27,6 +30,7 @@ def fix_threads(state: RankState) -> None:
 
 def refuse_shared(findings: Findings) -> None:
     """Raise `RefusedPlan` for a module in which pieces of a batch would meet, or leave something behind."""
+    # in eval mode it normalises by running statistics, whoever else is in the batch
     if any(module.training for module in findings.batch_norms):
         raise RefusedPlan(
             "deterministic: batch norm joins all samples of a micro-batch, and each piece is computed alone: use a "

@@ -21,36 +21,37 @@ from shardwise.errors import InputError
 
 
 class Ema:
-    """The average of an engine's trainable weights since it was made."""
+    """A moving average of an engine's trainable weights since it was made, in this rank's pieces."""
 
     def __init__(self, engine: Engine, decay: float) -> None:
         if not 0 <= decay < 1:
             raise InputError(f"the decay of an average lies in [0, 1), got {decay}")
         self.technique, self.decay = engine.technique, decay
-        held = [slot for slot in engine.technique.slots if slot.master.numel()]
-        self._names, self._held = [slot.name for slot in held], [slot.master for slot in held]
-        self._averages = [master.detach().clone() for master in self._held]
+        # Under zero a rank may hold no element of a weight.
+        slots = [slot for slot in engine.technique.slots if slot.master.numel()]
+        self._names, self._masters = [slot.name for slot in slots], [slot.master for slot in slots]
+        self._averages = [master.detach().clone() for master in self._masters]
 
     @torch.no_grad()
     def restart(self) -> None:
         """Begin anew at the weights as they are."""
-        for average, master in zip(self._averages, self._held, strict=True):
+        for average, master in zip(self._averages, self._masters, strict=True):
             average.copy_(master)
 
     @torch.no_grad()
     def update(self) -> None:
         """Take the weights into the average; to be called after each step."""
-        if self._held:
-            torch._foreach_lerp_(self._averages, [master.detach() for master in self._held], 1 - self.decay)
+        if self._masters:  # torch refuses an empty list
+            torch._foreach_lerp_(self._averages, [master.detach() for master in self._masters], 1 - self.decay)
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, this rank's piece of the average) of each weight that it holds something of."""
+        """Yields (name, this rank's piece of the average) of each weight of which it holds elements."""
         return iter(zip(self._names, self._averages, strict=True))
 
     @contextmanager
     @torch.no_grad()
     def applied(self) -> Iterator[None]:
-        """The average in place of the weights, inside. Collective."""
+        """Context: the module computes with the average in place of the weights. Collective."""
         self._swap()
         try:
             yield
@@ -59,8 +60,9 @@ class Ema:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for master, average in zip(self._held, self._averages, strict=True):
+        for master, average in zip(self._masters, self._averages, strict=True):
             kept = master.detach().clone()
             master.detach().copy_(average)
             average.copy_(kept)
+        # Under zero=1 and 2 and in mixed precision the module computes with copies of the masters.
         self.technique.publish()

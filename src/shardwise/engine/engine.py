@@ -74,7 +74,7 @@ def parallelize(
         join()  # a launcher started this process
     mesh = build_mesh(plan, own_device(device))
 
-    tasks = [task]
+    tasks = [task]  # and the one in which operations meet in one dtype, once that is needed
 
     def make(enclosed: Collection[str] = ()) -> RankState:
         state = assemble(tasks[-1], plan, mesh, seed, enclosed=enclosed)
@@ -87,6 +87,7 @@ def parallelize(
         try:
             state, findings = assemble_and_look(make, masks=randomness == "global")
         except (InputError, RefusedPlan) as error:
+            # Only where torch refused: a module that runs as it is stays as it is.
             if (met := met_at(task, plan, error)) is None:
                 raise
             tasks.append(met)
@@ -97,8 +98,10 @@ def parallelize(
         findings = Findings(batch_norm_modules(state.module), BatchDims(), draws=None)
     if plan.deterministic:
         refuse_shared(findings)
+    # Else a reduction starts with a gradient's first part.
     if findings.reentrant:
         state.technique.expect_pieces()
+    # After the look, in which each run has samples of its own.
     for module in findings.batch_norms if joins_batch_norms(state.data_ranks, plan) else ():
         sync_module(module, state.mesh.data, state.phase)
     if randomness == "global":
@@ -121,15 +124,15 @@ class Engine:
         self.state = state
 
     def step(self, batch: Any) -> StepResult:
-        """One optimizer step on a GLOBAL batch (a pytree), or on this rank's parts of one (`list[Share]`)."""
+        """Take one optimizer step on a GLOBAL batch (a pytree), or on this rank's parts of one (`list[Share]`)."""
         return steps.train_step(self.state, steps.dealt(self.state, batch))
 
     def evaluate(self, batches: Iterable[Any]) -> tuple[float, float]:
-        """(sum, weight) of the loss over batches (global pytrees or `list[Share]`), in eval mode. Collective."""
+        """Returns (sum, weight) of the loss over batches (global, or `list[Share]` each), in eval mode. Collective."""
         return steps.evaluate(self.state, (steps.dealt(self.state, batch) for batch in batches))
 
     def predict(self, batches: Iterable[Any], select: Callable[[Any], Any] | None = None) -> Iterator[Any]:
-        """The model's output for each batch, in eval mode and sample order: on rank 0's CPU, None on other ranks.
+        """Yields the model's output for each batch, in eval mode and sample order: on rank 0's CPU, elsewhere None.
 
         batches  global pytrees, or `list[Share]`; as many on every rank
         select   the output -> the tensors that are wanted, samples first; runs before anything is sent
@@ -139,21 +142,21 @@ class Engine:
         return predict(self.state, (steps.dealt(self.state, batch) for batch in batches), select)
 
     def metrics(self) -> dict[str, float]:
-        """Task.metrics over all samples since the last step (after `evaluate`: its own). Collective."""
+        """Returns Task.metrics over all samples since the last step (after `evaluate`: its own). Collective."""
         return steps.collect_metrics(self.state)
 
     # --- whole tensors
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole tensor) of every parameter, frozen ones included, master weights first. Collective."""
+        """Yields (name, whole tensor) of every parameter, its master where it has one, then frozen ones. Collective."""
         return whole.full_parameters(self.state)
 
     def full_parameter(self, name: str) -> torch.Tensor:
-        """One whole parameter, its master first. Collective; not under a pipeline."""
+        """Returns one whole parameter, its master where it has one. Collective; not under a pipeline."""
         return whole.full_parameter(self.state, name)
 
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """(name, whole gradient, None where unused) of the step just done. Collective."""
+        """Yields (name, whole gradient, None where unused) of the step just done. Collective."""
         return whole.full_gradients(self.state)
 
     def full_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -161,46 +164,46 @@ class Engine:
         return whole.full_buffers(self.state)
 
     def full_optimizer_state(self) -> Iterator[tuple[str, dict[Any, Any]]]:
-        """(name, state) of every trained parameter, whole whatever the technique, {} where there is none. Collective.
+        """Yields (name, whole state) of every trained parameter, {} where there is none. Collective.
 
         Tensors may be the optimizer's own: copy what is to outlive the next step.
         """
         return full_optimizer_state(self.state)
 
     def used_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole tensor) of each parameter of this rank's stages, as its module computes with it. Collective.
+        """Yields (name, whole tensor) of this rank's stages' parameters, as modules compute with them. Collective.
 
         Beside `full_parameters`, which tells the masters: under zero=1 and 2 and in mixed precision they are others.
         """
         return whole.used_parameters(self.state)
 
     def used_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of each buffer that this rank's stages use, as they have it."""
+        """Yields (name, tensor) of each buffer that this rank's stages use, as they have it."""
         return whole.used_buffers(self.state)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Whole parameters and persistent buffers on the CPU, under the module's own names. Collective."""
+        """Returns whole parameters and persistent buffers on the CPU, under the module's own names. Collective."""
         return export.state_dict(self.state)
 
     def save_weights(self, path: str | Path) -> None:
-        """Whole weights and buffers as one safetensors file, written by rank 0. Collective."""
+        """Write whole weights and buffers as one safetensors file, by rank 0. Collective."""
         export.save_weights(self.state, path)
 
     # --- looking on
 
     def memory(self) -> dict[str, int | None]:
-        """Bytes held by this rank now: parameters (masters too), gradients, optimizer state; peak on a GPU."""
+        """Returns bytes held by this rank now: parameters (masters too), gradients, optimizer; peak on a GPU."""
         return export.memory(self.state)
 
     @contextmanager
     def observe(self) -> Iterator[Ledger]:
-        """A ledger of every collective issued inside, by tag, op and mesh axis."""
+        """Context: yields a ledger of every collective issued inside, by tag, op and mesh axis."""
         ledger = Ledger()
         with Observer(ledger, self.mesh.group_axes):
             yield ledger
 
     def around(self, part: Part, make: MakeContext) -> AbstractContextManager[None]:
-        """Inside, `make()` is entered around each such part of a step ("micro_batch", "reduce", "update")."""
+        """Context: `make()` is entered around each such part of a step ("micro_batch", "reduce", "update")."""
         return self.state.hooks.around(part, make)
 
     def close(self) -> None:
@@ -246,7 +249,7 @@ class Engine:
 
     @property
     def notices(self) -> list[str]:
-        """What is worth knowing about this run, found so far."""
+        """Sentences for the user about this run, so far."""
         return self.state.notices
 
     @property

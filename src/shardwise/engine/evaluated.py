@@ -62,27 +62,31 @@ class Runner:
         self.evaluate = evaluate
         self.seen = seen
         self.scores = False  # attention as operations, since its kernels would draw inside
-        self.known: KnownStatistics | None = None  # by which batch norms normalise
+        self.statistics: KnownStatistics | None = None  # by which batch norms normalise
 
     def __call__(self, batch: Any, level: float = 0.5):
-        """The loss, the random calls, and each buffer, and each parameter that was written to, as they then were."""
+        """Returns (loss, random calls, buffers and written parameters by name, as the forward left them).
+
+        level  the uniform number, in [0, 1), of which every draw is made
+        """
         random = ConstantRandom(level)
         with self._put_back():
             with self._neutral(), random.watching(self.module):
                 loss = self.evaluate(batch)
             self.seen.reads_values |= random.reads_values
+            # taken before the module is put back
             changes = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
             changes |= self.seen.restore_parameters()
         return loss, random.calls, changes
 
     def masked(self, batch: Any, random: GlobalRandom, samples: Samples) -> Loss:
-        """The loss with masks by global index."""
+        """Returns the loss with random masks dealt by the samples' global indices."""
         random.begin(0, 0, 0, samples)
         with self._put_back(), self._neutral(), random.watching(self.module):
             return self.evaluate(batch)
 
     def second(self, batch: Any) -> Loss:
-        """The loss of a second forward in a row, which finds what the first one left."""
+        """Returns the loss of a second forward in a row, which finds what the first one left in the module."""
         with self._put_back():
             for _ in range(2):
                 with self._neutral(), ConstantRandom(0.5).watching(self.module):
@@ -90,7 +94,8 @@ class Runner:
         return loss
 
     def _left(self, state: ModuleState) -> list[str]:
-        """Names of what a forward left for the next one, but for statistics of batch norms."""
+        """Returns the names of what a forward left for the next one, but for statistics of batch norms."""
+        # Those are joined over ranks, and so are no state of a rank's own samples.
         norms = {id(table) for child in self.seen.batch_norms for table in (child._buffers, vars(child))}
         return sorted({key for table, key in state.changed() if id(table) not in norms})
 
@@ -100,6 +105,7 @@ class Runner:
         state = ModuleState(self.module)
         try:
             yield
+            # the first forward that leaves something tells what; not reached where it failed
             self.seen.left = self.seen.left or self._left(state)
             self.seen.kept_shapes.append(_shapes_of([table.get(key) for table, key in state.changed()]))
         finally:
@@ -108,29 +114,32 @@ class Runner:
 
     @contextmanager
     def _neutral(self) -> Iterator[None]:
-        """Batch norm without statistics, or by known ones. SyncBatchNorm in training would look for a CUDA device."""
+        """Context: batch norms use mean 0 and variance 1, or given statistics, so that samples do not mix.
+
+        SyncBatchNorm in training would look for a CUDA device.
+        """
         syncing = [child for child in self.module.modules() if isinstance(child, SyncBatchNorm) and child.training]
         for child in syncing:
             child.training = False
-        finder = self.known or FindBatchNorm(self.seen.running)
-        if self.known is not None:
-            self.known.running, self.known.syncing = self.seen.running, syncing
+        finder = self.statistics or FindBatchNorm(self.seen.running)
+        if self.statistics is not None:
+            self.statistics.running, self.statistics.syncing = self.seen.running, syncing
         try:
             with attention_as_ops(self.scores), finder:
                 yield
         finally:
             for child in syncing:
                 child.training = True
-            self.seen.batch_norms += [found for found in finder.found if found not in self.seen.batch_norms]
+            self.seen.batch_norms += [norm for norm in finder.found if norm not in self.seen.batch_norms]
             self.seen.norm_rows.append(finder.rows)
 
 
 def _shapes_of(kept: Any) -> list[torch.Size]:
-    """The shapes of the tensors that something holds, in lists, dicts and objects of a class of one's own too."""
+    """Returns the shapes of the tensors in a value: in lists, dicts and objects of the user's own classes too."""
     if isinstance(kept, torch.Tensor):
         return [kept.shape]
     below = list(kept.values()) if isinstance(kept, dict) else [*kept] if isinstance(kept, CONTAINERS) else []
-    return [shape for each in (vars(kept).values() if is_own(kept) else below) for shape in _shapes_of(each)]
+    return [shape for item in (vars(kept).values() if is_own(kept) else below) for shape in _shapes_of(item)]
 
 
 class Seen(TorchDispatchMode):
@@ -162,7 +171,7 @@ class Seen(TorchDispatchMode):
         handles, units = [], dict[str, int]()
 
         def enter(path: str, child: nn.Module, args: tuple, kwargs: dict) -> None:
-            if child is self.module:
+            if child is self.module:  # a new forward of the whole
                 units.clear()
                 self.into_arguments.clear()
                 self.calls.append({})
@@ -172,13 +181,13 @@ class Seen(TorchDispatchMode):
                 units[path] = units.get(path, 0) + 1
                 if units[path] > 1:
                     self.twice.add(path)
-                if path:
+                if path:  # nothing lies around the outermost unit
                     self.into_arguments.enter(child, path, args, kwargs)
             self.running.append(child)
 
         def leave(child: nn.Module, args: Any, output: Any) -> None:
             self.into_arguments.leave(child)
-            self.widest = max([self.widest, *(one.nbytes for one in tree_leaves(output) if torch.is_tensor(one))])
+            self.widest = max([self.widest, *(leaf.nbytes for leaf in tree_leaves(output) if torch.is_tensor(leaf))])
             if self.running[-1:] == [child]:  # else one that was refused before it ran
                 self.running.pop()  # must return None: a hook's result would replace the output
 
@@ -187,7 +196,9 @@ class Seen(TorchDispatchMode):
                 refuse = partial(_refuse_transformed, path)
                 handles.append(child.register_forward_pre_hook(lambda m, a, refuse=refuse: refuse(), prepend=True))
             handles.append(child.register_forward_pre_hook(partial(enter, path), with_kwargs=True))
+            # always: a forward that raises must not stay among those that run
             handles.append(child.register_forward_hook(leave, always_call=True))
+        # Reentrant checkpoints run their backward by themselves, and a weight's gradient then comes in pieces.
         original = torch_checkpoint.CheckpointFunction.apply
 
         def reentrant(*args):
@@ -201,7 +212,7 @@ class Seen(TorchDispatchMode):
             with self.noting_writes(), _inner_gradients(self._refuse_freed), other:
                 yield
         finally:
-            del torch_checkpoint.CheckpointFunction.apply
+            del torch_checkpoint.CheckpointFunction.apply  # the class's own, which it inherits, is back
             for handle in handles:
                 handle.remove()
 
@@ -212,8 +223,11 @@ class Seen(TorchDispatchMode):
             yield
 
     def _refuse_freed(self) -> None:
-        """Second derivatives find the weights of the outermost unit alone, which runs from before them until after."""
-        if isinstance(self.module, FSDPModule) and not self.running:
+        """Raise where gradients are to be differentiated themselves and zero=3 has freed weights on their way.
+
+        The outermost unit's are there: it runs from before them until after.
+        """
+        if isinstance(self.module, FSDPModule) and not self.running:  # the loss takes them, after the forward
             raise RefusedPlan(WEIGHTS_FREED)
         if has_units(self.module):
             raise TakesGradients
@@ -221,7 +235,7 @@ class Seen(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._schema.is_mutable and func.namespace == "aten":
             for tensor in written_tensors(func, args, kwargs or {}):
-                self._keep(tensor)
+                self._keep(tensor)  # before it is written
             self.into_arguments.note(func, args, kwargs or {})
         return with_values(func)(*args, **(kwargs or {}))
 
@@ -234,13 +248,14 @@ class Seen(TorchDispatchMode):
             local = param._local_tensor if isinstance(param, DTensor) else param
             if name in self.written or local.untyped_storage()._cdata != storage._cdata:
                 continue
-            held = local.detach()
-            if 0 in held.stride():  # held by another stage of a pipeline
+            weight = local.detach()
+            if 0 in weight.stride():  # held by another stage of a pipeline
                 self.ever_written.add(name)
                 continue
-            start, at = held.data_ptr(), tensor.data_ptr()
-            if start <= at < start + held.numel() * held.element_size():
-                self.written[name] = (held, held.clone())
+            # One storage holds several weights where they are pieces of a bucket: by address which of them it is.
+            start, at = weight.data_ptr(), tensor.data_ptr()
+            if start <= at < start + weight.numel() * weight.element_size():
+                self.written[name] = (weight, weight.clone())
                 self.ever_written.add(name)
 
     def keep_data(self, tensor: torch.Tensor) -> None:
@@ -252,10 +267,11 @@ class Seen(TorchDispatchMode):
 
     def repeats(self, sizes: tuple[int, int, int]) -> str:
         """Returns as text which module runs more often on some samples than on others; "" where none does."""
-        if len(self.calls) < len(sizes):
+        if len(self.calls) < len(sizes):  # a look at one sample runs no parts
             return ""
         for path in self.calls[0]:
             counts = [calls.get(path, 0) for calls in self.calls[: len(sizes)]]
+            # a module that is not called at all, as an expert without samples, is no loop
             if min(counts) and len(set(counts)) > 1:
                 of = ", ".join(f"{count} times on {size}" for count, size in zip(counts, sizes, strict=True))
                 return f"runs '{path}' {of} samples"
@@ -263,10 +279,10 @@ class Seen(TorchDispatchMode):
 
     def restore_parameters(self) -> dict[str, torch.Tensor]:
         """Undo writes into parameters; returns what had been written."""
-        values = {name: held.clone() for name, (held, _) in self.written.items() if held.untyped_storage().size()}
-        for held, value in self.written.values():
-            if held.untyped_storage().size():  # else zero=3 has freed it since: the write is lost by itself
-                held.copy_(value)
+        values = {name: weight.clone() for name, (weight, _) in self.written.items() if weight.untyped_storage().size()}
+        for weight, value in self.written.values():
+            if weight.untyped_storage().size():  # else zero=3 has freed it since: the write is lost by itself
+                weight.copy_(value)
         self.written.clear()
         for param, data in self.replaced.values():
             param.data = data
@@ -286,8 +302,10 @@ class Seen(TorchDispatchMode):
 
 
 def _refuse_transformed(path: str) -> None:
-    """A unit of zero=3 copies its weights into place when its forward begins, which derivatives forbid, and torch
-    before 2.13 in every transform.
+    """Raise where a unit of zero=3 runs inside a transform of `torch.func`.
+
+    It copies its weights into place when its forward begins, which derivatives forbid, and torch before 2.13 in every
+    transform.
     """
     refused = differentiating() or (transforming() and not UNITS_IN_TRANSFORMS)
     if refused and path:
@@ -302,16 +320,17 @@ def _refuse_transformed(path: str) -> None:
 
 
 def has_units(module: nn.Module) -> bool:
-    """Whether a module has units of zero=3 beside the outermost one."""
+    """Whether a module has units of zero=3 (FSDP2) beside the outermost one."""
     return any(isinstance(child, FSDPModule) for child in module.modules() if child is not module)
 
 
 @contextmanager
 def _inner_gradients(refuse: Callable[[], None]) -> Iterator[None]:
-    """Inside, `refuse` is called before gradients are taken that are to be differentiated themselves."""
+    """Context: `refuse` is called before gradients are taken that are to be differentiated themselves."""
     run = torch.autograd._engine_run_backward  # what torch.autograd.grad calls, whoever holds that function
 
     def checked(outputs: Any, gradients: Any, keep: bool, create_graph: bool, *rest: Any, **more: Any) -> Any:
+        # torch.func takes its own derivatives with create_graph, and has refusals of its own
         if create_graph and not transforming():
             refuse()
         return run(outputs, gradients, keep, create_graph, *rest, **more)
@@ -331,7 +350,7 @@ class _Functions(TorchFunctionMode):
         self.seen = seen
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func == torch.Tensor.data.__set__:
+        if func == torch.Tensor.data.__set__:  # == since it is made anew at each access
             self.seen.keep_data(args[0])
         elif func is _ATTENTION:
             self.seen.attends |= bool(args[4] if len(args) > 4 else (kwargs or {}).get("dropout_p"))

@@ -19,34 +19,34 @@ from shardwise.trace.deferred import Built
 def spread_experts(
     task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built, batch: Any
 ) -> ExpertParallel:
-    """The experts over the plan's ep axis, found by rank 0 for all. `batch`: a few samples. Collective."""
-    return ExpertParallel(_told(lambda: look_for_experts(task, plan, precision, built, batch), mesh), mesh.ep)
+    """Returns the experts over the plan's ep axis, found by rank 0 for all. `batch`: a few samples. Collective."""
+    return ExpertParallel(_from_rank_0(lambda: look_for_experts(task, plan, precision, built, batch), mesh), mesh.ep)
 
 
 def own_row_experts(task: Task, mesh: Mesh, precision: Precision, built: Built, batch: Any) -> list[Stack]:
-    """As `row_wise_experts`, found by rank 0 for all. Collective."""
-    return _told(lambda: row_wise_experts(task, precision, built, batch), mesh)
+    """Returns what `row_wise_experts` does, found by rank 0 for all. Collective."""
+    return _from_rank_0(lambda: row_wise_experts(task, precision, built, batch), mesh)
 
 
 def row_wise_experts(task: Task, precision: Precision, built: Built, batch: Any) -> list[Stack]:
-    """The modules of experts that may be given a rank's own rows, where positions are cut."""
+    """Returns the modules of experts that may be given a rank's own rows alone, where positions are cut."""
     return find_row_wise(built, batch, run_alone(task, precision), precision.held)
 
 
-def _told(find: Callable[[], list[Stack]], mesh: Mesh) -> list[Stack]:
-    """What rank 0 finds, on every rank."""
-    told = of_first(
+def _from_rank_0(find: Callable[[], list[Stack]], mesh: Mesh) -> list[Stack]:
+    """Returns what `find` gives on rank 0, on every rank. Collective."""
+    rows = of_first(  # as JSON, which keeps no classes and makes lists of tuples
         lambda: [[s.path, s.experts, s.names, [s.call.rows, s.call.index, s.call.weight], s.counters] for s in find()],
         mesh.world, mesh.device,
     )  # fmt: skip
     return [
         Stack(path, experts, tuple(names), ExpertCall(*call), tuple(counters))
-        for path, experts, names, call, counters in told
+        for path, experts, names, call, counters in rows
     ]
 
 
 def look_for_experts(task: Task, plan: Plan, precision: Precision, built: Built, batch: Any) -> list[Stack]:
-    """The modules of experts that can be dealt over `plan.ep` ranks.
+    """Returns the modules of experts that can be dealt over `plan.ep` ranks.
 
     Raises `RefusedPlan` where there are none, or where they cannot be spread, with the reason.
     """
@@ -54,5 +54,5 @@ def look_for_experts(task: Task, plan: Plan, precision: Precision, built: Built,
 
 
 def names_of(stacks: list[Stack]) -> frozenset[str]:
-    """The stacked weights of modules of experts."""
+    """Returns the names of the stacked weights, of shape (experts, ...), of these modules."""
     return frozenset(name for stack in stacks for name in stack.names)

@@ -1,4 +1,4 @@
-"""Whole weights out of a running plan, files too (for training/loop, scripts/held); bytes that this rank holds."""
+"""Whole weights out of a running plan, as tensors or a file (for training/loop, scripts/held); a rank's bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.step.state import RankState
 
 
 def state_dict(state: RankState, *, rank_0_only: bool = False) -> dict[str, torch.Tensor]:
-    """Whole parameters and persistent buffers on the CPU, under the module's own names. Collective.
+    """Returns whole parameters and persistent buffers on the CPU, under the module's own names. Collective.
 
     With `rank_0_only` the other ranks keep none of it and return an empty dict.
     """
@@ -29,19 +29,20 @@ def state_dict(state: RankState, *, rank_0_only: bool = False) -> dict[str, torc
             whole[name] = buffer.detach().cpu().clone()
     if not keep:
         return {}
+    # A tied weight has several names in a state dict, and one among the parameters.
     by_identity = {id(param): name for name, param in state.module.named_parameters()}
     by_identity |= {id(buffer): name for name, buffer in state.module.named_buffers()}
-    found = {}
+    weights = {}
     for name, value in state.module.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor):
-            known = by_identity.get(id(value))
+            own_name = by_identity.get(id(value))
             # a module that a script's forward has made since is no part of the plan, and whole
-            found[name] = whole[known] if known in whole else value.detach().cpu().clone()
-    return found
+            weights[name] = whole[own_name] if own_name in whole else value.detach().cpu().clone()
+    return weights
 
 
 def save_weights(state: RankState, path: str | Path, spare: str | Path | None = None, *, under: str = "") -> Path:
-    """Whole weights and buffers as one safetensors file, written by rank 0 and published whole. Collective.
+    """Write whole weights and buffers as one safetensors file, by rank 0, and publish it whole. Collective.
 
     Its metadata has the step.
 
@@ -52,6 +53,7 @@ def save_weights(state: RankState, path: str | Path, spare: str | Path | None = 
     weights, written = state_dict(state, rank_0_only=True), Path(path)
     if state.mesh.rank == 0:
         own = {name.removeprefix(under): tensor for name, tensor in weights.items() if name.startswith(under)}
+        # safetensors refuses tensors that share memory, as tied weights do.
         unshared = {name: tensor.clone().contiguous() for name, tensor in own.items()}
         try:
             _write(unshared, written, state.steps_done)
@@ -65,7 +67,7 @@ def save_weights(state: RankState, path: str | Path, spare: str | Path | None = 
             written.parent.mkdir(parents=True, exist_ok=True)
             _write(unshared, written, state.steps_done)
             state.notices.append(f"{path} could not be written ({error}): the weights are in {written}")
-    barrier(state.mesh.world)
+    barrier(state.mesh.world)  # no rank goes on to read a file that is not there yet
     return written
 
 
@@ -75,11 +77,11 @@ def _write(weights: dict[str, torch.Tensor], path: Path, step: int) -> None:
     partial = Path(f"{path}.partial")
     save_file(weights, str(partial), metadata={"format": "pt", "step": str(step)})
     _sort_metadata(partial)
-    partial.replace(path)
+    partial.replace(path)  # in one move: nobody reads half of a file
 
 
 def _sort_metadata(path: Path) -> None:
-    """Order the metadata in a header of safetensors, which come in any: equal weights are then equal files."""
+    """Sort the metadata in a safetensors header, which come in any order: equal weights are then equal files."""
     with path.open("r+b") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -91,16 +93,16 @@ def _sort_metadata(path: Path) -> None:
 
 
 def memory(state: RankState) -> dict[str, int | None]:
-    """Bytes held by this rank now: parameters (masters too), gradients, optimizer state; peak on a GPU."""
+    """Returns bytes that this rank holds now: parameters (masters too), gradients, optimizer state; peak on a GPU."""
     masters = [slot.master for slot in state.technique.slots]
     masters += list(state.owners.masters.values()) if state.owners is not None else []
     parameters = [*state.module.parameters(), *masters]
     gradients = [p.grad for p in parameters] + state.technique.gradient_buffers()
-    found = state.optimizer.state.values()  # of weights, and what an optimizer keeps under names of its own
-    held = [v for s in found for v in (s.values() if isinstance(s, dict) else (s,)) if isinstance(v, torch.Tensor)]
+    states = state.optimizer.state.values()  # of weights, and what an optimizer keeps under names of its own
+    tensors = [v for s in states for v in (s.values() if isinstance(s, dict) else (s,)) if isinstance(v, torch.Tensor)]
     return {
         "parameters": storage_bytes(parameters),
         "gradients": storage_bytes(gradients),
-        "optimizer": storage_bytes(held),
+        "optimizer": storage_bytes(tensors),
         "peak": peak_bytes(state.device),
     }

@@ -8,7 +8,7 @@ import torch
 
 
 def named_groups(params: Sequence[torch.Tensor]) -> list[dict]:
-    """Groups as `Task.optimizer` receives them: dicts with `name`, `params` and, for "no_decay", weight_decay 0.
+    """Returns groups as `Task.optimizer` receives them: dicts of `name`, `params` and, in "no_decay", weight_decay 0.
 
     Norms' weights and biases are the parameters with fewer than two dims.
     """

@@ -17,7 +17,7 @@ from shardwise.step.state import RankState
 
 
 @torch.no_grad()
-def load_state_dict(state: RankState, given: Mapping[str, torch.Tensor], strict: bool = True) -> Any:
+def load_state_dict(state: RankState, weights: Mapping[str, torch.Tensor], strict: bool = True) -> Any:
     """Put whole weights and buffers, under the module's own names, in place. Nothing is sent between ranks.
 
     Returns torch's (missing_keys, unexpected_keys). Raises `InputError` where there are any and `strict`, or where a
@@ -25,16 +25,16 @@ def load_state_dict(state: RankState, given: Mapping[str, torch.Tensor], strict:
     """
     module = state.module
     own = module.state_dict(keep_vars=True)
-    missing, unknown = [name for name in own if name not in given], [name for name in given if name not in own]
+    missing, unknown = [name for name in own if name not in weights], [name for name in weights if name not in own]
     if strict and (missing or unknown):
-        told = [f"{what} {', '.join(found[:3])}" for what, found in (("lacks", missing), ("has", unknown)) if found]
-        before = _before_names(list(own), list(given))
+        listed = [f"{verb} {', '.join(names[:3])}" for verb, names in (("lacks", missing), ("has", unknown)) if names]
+        before = _before_names(list(own), list(weights))
         why = f"its names have {before!r} before them, to be taken off" if before else "it is another model's"
-        raise InputError(f"load_state_dict: the state {' and '.join(told)}: {why}")
-    held = dict(module.named_parameters())
-    names = {id(param): name for name, param in held.items()}
-    wholes = {names[id(value)]: given[key] for key, value in own.items() if id(value) in names and key in given}
-    value_of = _shares(state, wholes, held)
+        raise InputError(f"load_state_dict: the state {' and '.join(listed)}: {why}")
+    params = dict(module.named_parameters())
+    names = {id(param): name for name, param in params.items()}
+    wholes = {names[id(value)]: weights[key] for key, value in own.items() if id(value) in names and key in weights}
+    value_of = _shares(state, wholes)
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.reshard()  # else the next forward would use what was gathered before
@@ -42,28 +42,28 @@ def load_state_dict(state: RankState, given: Mapping[str, torch.Tensor], strict:
         if name not in wholes:
             continue
         value = value_of(name).to(state.device)
-        _put(held[name], value)
+        _put(params[name], value)
         state.technique.load_masters(index, value)
+        # Masters are wider than the weights in mixed precision, and the owner's alone where it updates whole tensors.
         if state.owners is not None and index in state.owners.masters:
             state.owners.masters[index].copy_(value)
-    for name in wholes.keys() - set(state.names):
-        _put(held[name], value_of(name).to(state.device))
+    for name in wholes.keys() - set(state.names):  # frozen: no technique has masters of them
+        _put(params[name], value_of(name).to(state.device))
     for name, buffer in module.named_buffers():
-        if name in given:
-            buffer.copy_(given[name])
+        if name in weights:
+            buffer.copy_(weights[name])
     return _IncompatibleKeys(missing, unknown)
 
 
-def _before_names(own: list[str], given: list[str]) -> str:
-    """What stands before every name of a state (a wrapper's, such as "module."); "" where that is not all."""
-    last = max(given, key=len, default="")
+def _before_names(own: list[str], loaded: list[str]) -> str:
+    """Returns the prefix by which all loaded names differ from the module's ("module."), "" where there is none."""
+    last = max(loaded, key=len, default="")
     befores = {last.removesuffix(name) for name in own if last.endswith(f".{name}")}
-    return next((before for before in befores if {before + name for name in own} == set(given)), "")
+    return next((before for before in befores if {before + name for name in own} == set(loaded)), "")
 
 
-def _shares(state: RankState, wholes: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor]) -> ValueOf:
-    """Name -> what this rank holds of the whole value, tp's cuts and ep's experts taken."""
-
+def _shares(state: RankState, wholes: Mapping[str, torch.Tensor]) -> ValueOf:
+    """Returns a function from a name to this rank's part of the whole value: tp's cuts and ep's experts taken."""
     shapes = state.shapes()
 
     def whole(name: str) -> torch.Tensor:
@@ -80,10 +80,12 @@ def _shares(state: RankState, wholes: Mapping[str, torch.Tensor], held: Mapping[
 
 
 def _put(param: torch.Tensor, value: torch.Tensor) -> None:
+    # A complex weight may be held as pairs of real numbers.
     value = value if param.is_complex() else as_pairs(value)
     if isinstance(param, DTensor):
         value = value.to(param.dtype)
         param = param.detach()
+        # without a source rank nothing is sent: every rank has the whole value, and cuts its part out
         mine = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
         param.to_local().copy_(mine.to_local())
     else:

@@ -50,6 +50,7 @@ def sizes_to_try(sizes: Sequence[int], sample_bytes: float) -> list[int]:
     tried: list[int] = []
     for size in sizes:
         fits = (sum(tried) + size) * sample_bytes <= COSTLY_BYTES
+        # a rank of the last, short batch may have no sample
         if size and len(tried) < _MOST_RANKS and fits:
             tried.append(size)
     return tried if len(tried) > 1 else []
@@ -57,7 +58,7 @@ def sizes_to_try(sizes: Sequence[int], sample_bytes: float) -> list[int]:
 
 def too_many(sizes: Sequence[int]) -> list[str]:
     """Returns a notice where several ranks have samples and none of their batches can be tried together."""
-    if sum(size > 0 for size in sizes) < 2:
+    if sum(size > 0 for size in sizes) < 2:  # one rank has the whole batch: there are no parts
         return []
     return [
         "that a module gives for a whole batch what it gives for ranks' parts was not checked: its results are wide"
@@ -67,15 +68,15 @@ def too_many(sizes: Sequence[int]) -> list[str]:
 def many_of(batch: Any, sizes: Sequence[int]) -> Many:
     """Returns a batch of as many samples as `sizes` add up to: those of `batch` in their order, each several times
     where there are fewer."""
-    held, total = samples_in(batch), sum(sizes)
-    batch = slice_samples(batch, 0, total) if held >= total else repeated(batch, times_of(held, total))
+    count, total = samples_in(batch), sum(sizes)
+    batch = slice_samples(batch, 0, total) if count >= total else repeated(batch, times_of(count, total))
     ends = np.cumsum(sizes).tolist()
     return Many(batch, [slice_samples(batch, end - size, end) for size, end in zip(sizes, ends, strict=True)], [*sizes])
 
 
-def times_of(held: int, total: int) -> list[int]:
-    """How often each of `held` samples is to stand in `total`: one after the other, so that parts are unlike."""
-    return [total * (at + 1) // held - total * at // held for at in range(held)]
+def times_of(count: int, total: int) -> list[int]:
+    """Returns how often each of `count` samples stands in `total`: its copies in a row, so that parts are unlike."""
+    return [total * (at + 1) // count - total * at // count for at in range(count)]
 
 
 def repeated(batch: Any, times: list[int]) -> Any:
@@ -103,24 +104,27 @@ def look_at_many(
         run = Runner(module, with_attributes_alone(module, evaluate), seen)
         run.scores = scores
         names = {child: path for path, child in module.named_modules()}
-        of_whole = run.known = KnownStatistics(names)
+        of_whole = run.statistics = KnownStatistics(names)
         whole = run(many.whole)[0]
         parts, of_parts = [], []
         for part in many.parts:
-            run.known = KnownStatistics(names, of_whole.noted)
+            # by the whole's statistics, as joined over ranks: else each part's loss would differ for that reason
+            run.statistics = KnownStatistics(names, of_whole.noted)
             parts.append(run(part)[0])
-            of_parts.append(run.known.noted)
+            of_parts.append(run.statistics.noted)
+    # norms first: where they differ the losses do too, and this names the module
     unlike = _norms_differ(of_whole.noted, of_parts, many.sizes, dtype)
     return unlike or _sums_differ(whole, parts if joined is None else [joined()], many.sizes, dtype)
 
 
 def _sums_differ(whole: Loss, parts: list[Loss], sizes: list[int], dtype: torch.dtype) -> list[str]:
+    # a value that is not finite is named by the first step
     for name, value in whole.numbers().items() if finite(whole, *parts) else ():
         added = sum(part.numbers().get(name, 0.0) for part in parts)
         if not added_up(name, whole, added, dtype):
             return [
                 f"what the module gives for a sample hangs on how many there are: the loss's {name} on {sum(sizes)} "
-                f"samples is {value:.6g} against {added:.6g} on {_told(sizes)} of them, {_FOR_PARTS} (a branch by "
+                f"samples is {value:.6g} against {added:.6g} on {_joined(sizes)} of them, {_FOR_PARTS} (a branch by "
                 "len(x), the first few samples, groups of a fixed size): let nothing depend on it"
             ]
     return []
@@ -128,20 +132,21 @@ def _sums_differ(whole: Loss, parts: list[Loss], sizes: list[int], dtype: torch.
 
 def _norms_differ(whole: list[Statistics], parts: list[list[Statistics]], sizes: list[int],
                   dtype: torch.dtype) -> list[str]:  # fmt: skip
-    calls = [[one.path for one in noted] for noted in (whole, *parts)]
-    for path in dict.fromkeys(path for each in calls for path in each):
-        times, *of_parts = [each.count(path) for each in calls]
+    paths_by_run = [[norm.path for norm in noted] for noted in (whole, *parts)]
+    # Numbers of calls before their statistics, which can be paired only where they are equal.
+    for path in dict.fromkeys(path for paths in paths_by_run for path in paths):
+        times, *of_parts = [paths.count(path) for paths in paths_by_run]
         other = next((at for at, count in enumerate(of_parts) if count != times), None)
         if other is not None:
             return [
                 f"batch norm in '{path}' runs {times} times on {sum(sizes)} samples and {of_parts[other]} times on "
                 f"{sizes[other]} of them, {_FOR_PARTS}: {_GROUPS}"
             ]
-    for at, one in enumerate(whole):
-        if _apart(one, [noted[at] for noted in parts], dtype):
+    for at, norm in enumerate(whole):
+        if _apart(norm, [noted[at] for noted in parts], dtype):
             return [
-                f"batch norm in '{one.path}' puts other samples together on {sum(sizes)} samples than on "
-                f"{_told(sizes)} of them, {_FOR_PARTS}: {_GROUPS}"
+                f"batch norm in '{norm.path}' puts other samples together on {sum(sizes)} samples than on "
+                f"{_joined(sizes)} of them, {_FOR_PARTS}: {_GROUPS}"
             ]
     return []
 
@@ -152,20 +157,23 @@ _GROUPS = (
 )
 
 
-def _apart(one: Statistics, parts: list[Statistics], dtype: torch.dtype) -> bool:
-    """Whether the statistics of the parts put together are others than the whole's."""
-    if sum(part.rows for part in parts) != one.rows:
+def _apart(whole: Statistics, parts: list[Statistics], dtype: torch.dtype) -> bool:
+    """Whether mean and variance of the parts, put together, differ from the whole's by more than rounding."""
+    if sum(part.rows for part in parts) != whole.rows:
         return True
-    mean = _weighed([(part.rows, part.mean) for part in parts], one.rows)
-    var = _weighed([(part.rows, part.var + (part.mean - mean).square()) for part in parts], one.rows)
-    scale = float((one.var + one.mean.square()).max().sqrt())
+    mean = _weighed([(part.rows, part.mean) for part in parts], whole.rows)
+    # of all rows: the mean variance within parts, and that of the parts' means
+    var = _weighed([(part.rows, part.var + (part.mean - mean).square()) for part in parts], whole.rows)
+    # of the values, not of their spread: a channel that hardly varies has a mean of rounding alone
+    scale = float((whole.var + whole.mean.square()).max().sqrt())
     bar = 10 * bar_of(dtype)
-    return float((mean - one.mean).abs().max()) > bar * scale or float((var - one.var).abs().max()) > bar * scale**2
+    means, variances = (mean - whole.mean).abs(), (var - whole.var).abs()
+    return float(means.max()) > bar * scale or float(variances.max()) > bar * scale**2
 
 
 def _weighed(values: list[tuple[int, torch.Tensor]], rows: int) -> torch.Tensor:
     return torch.stack([value * (count / rows) for count, value in values]).sum(0)
 
 
-def _told(sizes: list[int]) -> str:
+def _joined(sizes: list[int]) -> str:
     return f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]}"

@@ -37,6 +37,7 @@ def build_everywhere(
             "instead (w * m + (w * (1 - m)).detach()), or freeze the weight"
         )
     built.given = task.weights
+    # in float64, which keeps 53 bits of a fingerprint
     mine = torch.tensor([float(built.fingerprint() % 2**50), float(bool(built.notice))], dtype=torch.float64)
     table = gather_rows(mine.to(device), world)
     if bool((table == table[0]).all()) and not built.notice:
@@ -56,7 +57,7 @@ def build_everywhere(
 def hooked_weight(module: nn.Module) -> str | None:
     """Returns the name of a parameter with a hook on its gradient, if there is one."""
     named = module.named_parameters()
-    return next((name for name, each in named if each._backward_hooks or each._post_accumulate_grad_hooks), None)
+    return next((name for name, param in named if param._backward_hooks or param._post_accumulate_grad_hooks), None)
 
 
 def _replace(module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor], kinds: tuple[str, ...]) -> None:
@@ -69,13 +70,13 @@ def _replace(module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor
             for leaf, tensor in list(table.items()):
                 if tensor is None or kind not in kinds:
                     continue
-                if id(tensor) not in made:
+                if id(tensor) not in made:  # a tied tensor stays one
                     made[id(tensor)] = make(*names[id(tensor)])
                 if kind == "plain":
                     child.__dict__[leaf] = made[id(tensor)]
                 else:
                     table[leaf] = made[id(tensor)]
-    exchange(module, made)
+    exchange(module, made)  # what modules keep in lists, dicts and objects of their own
 
 
 def _parameter(old: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
@@ -85,7 +86,7 @@ def _parameter(old: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
 
 
 def _not_here(old: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A parameter that another pipeline stage holds: its shape without memory, NaN in every value.
+    """Returns a stand-in for a parameter that other ranks hold: its shape without memory, NaN in every value.
 
     Pairs lie side by side, since `view_as_complex` asks for it.
     """
@@ -104,13 +105,14 @@ def fill_parameters(
         if name in absent:
             return _not_here(old, dtype, device)
         value = value_of(name)
+        # a copy, since the value may be the constructor's own, which the module would then train in place
         return _parameter(old, value.to(device, _kind(value, dtype), copy=True))
 
     _replace(module, make, ("parameter",))
 
 
 def _kind(value: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a value is held where floating-point ones are held in `dtype`."""
+    """Returns the dtype to hold a value in where real floating-point ones are held in `dtype`; integers keep theirs."""
     if value.is_complex():
         return dtype.to_complex()
     return dtype if value.is_floating_point() else value.dtype
@@ -126,6 +128,7 @@ def fill_only(
         if name not in names:
             return old
         value = value_of(name)
+        # anew: what stood in the place of these had no values, and could not be trained
         new = nn.Parameter(value.to(device, dtype if value.is_floating_point() else None, copy=True))
         return new.requires_grad_(name not in frozen)
 

@@ -81,8 +81,8 @@ def construct(make: OptimizerFn, params: Sequence[torch.Tensor]) -> Optimizer:
         raise InputError(f"Task.optimizer failed: {where(error)}{_like(error)}") from error
     if not isinstance(optimizer, Optimizer):
         raise InputError(f"Task.optimizer must return a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    given = {id(param) for param in params}
-    foreign = [one.shape for group in optimizer.param_groups for one in group["params"] if id(one) not in given]
+    own = {id(param) for param in params}
+    foreign = [param.shape for group in optimizer.param_groups for param in group["params"] if id(param) not in own]
     if foreign:
         raise InputError(
             f"Task.optimizer made an optimizer over {len(foreign)} tensors that are not among the parameters it was "
@@ -93,7 +93,7 @@ def construct(make: OptimizerFn, params: Sequence[torch.Tensor]) -> Optimizer:
 
 
 def _like(error: Exception) -> str:
-    """What was meant by a name that a module lacks, as torch.optim.Adamm."""
+    """Returns a suggestion for a misspelt name (torch.optim.Adamm), "" for any other error."""
     if not isinstance(error, AttributeError) or error.name is None:
         return ""
     return did_you_mean(error.name, [name for name in dir(error.obj) if not name.startswith("_")])
@@ -106,24 +106,26 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 
 def over_pieces(make: OptimizerFn, shapes: Sequence[torch.Size], pieces: dict[int, list[nn.Parameter]]) -> Optimizer:
-    """An optimizer made for full shapes, updating pieces: `pieces[i]` belong to the i-th parameter."""
-    dtype = next((p.dtype.to_real() for held in pieces.values() for p in held), torch.float32)
+    """Returns an optimizer made for full shapes that updates pieces: `pieces[i]` belong to the i-th parameter."""
+    # of a parameter of which this rank has no piece: like the others
+    dtype = next((p.dtype.to_real() for params in pieces.values() for p in params), torch.float32)
     kinds = [pieces[index][0].dtype if pieces.get(index) else dtype for index in range(len(shapes))]
-    full = [
+    full = [  # shapes without memory
         nn.Parameter(torch.empty(shape, dtype=kind, device="meta")) for shape, kind in zip(shapes, kinds, strict=True)
     ]
     optimizer = construct(make, full)
-    held = {id(param): pieces.get(index, []) for index, param in enumerate(full)}
+    pieces_of = {id(param): pieces.get(index, []) for index, param in enumerate(full)}
     for group in optimizer.param_groups:
-        group["params"] = [piece for param in group["params"] for piece in held[id(param)]]
-    if optimizer.state:
+        group["params"] = [piece for param in group["params"] for piece in pieces_of[id(param)]]
+    if optimizer.state:  # of tensors on the meta device
         return _remade(optimizer)
     return optimizer
 
 
 def _remade(optimizer: Optimizer) -> Optimizer:
-    """The same class and settings over the pieces, for classes that make state when they are built (Adagrad)."""
+    """Returns such an optimizer made over the pieces, for classes that make state when they are built (Adagrad)."""
     accepted = inspect.signature(type(optimizer).__init__).parameters
+    # Defaults hold more than the constructor takes in some classes.
     settings = {key: value for key, value in optimizer.defaults.items() if key in accepted}
     return type(optimizer)(optimizer.param_groups, **settings)
 
@@ -140,6 +142,7 @@ def try_out(make: OptimizerFn, shapes: Sequence[torch.Size], numbers: Sequence[b
     gradients: list[list[torch.Tensor | None]] = [
         [torch.randn(shape, dtype=dtype, generator=generator) for shape, dtype in small] for _ in range(_TRIAL_STEPS)
     ]
+    # One that evaluates the loss itself cannot be tried on gradients that are given.
     if needs_closure(construct(make, [nn.Parameter(value.clone()) for value in values])):
         return Nature("joint", None, True)
     narrow = _NarrowDtypes()
@@ -158,6 +161,7 @@ def try_out(make: OptimizerFn, shapes: Sequence[torch.Size], numbers: Sequence[b
         bar = _TRIAL_TOLERANCE * max(
             float((a - b).abs().max()) for a, b in zip(whole, values, strict=True) if a.numel()
         )
+        # from what needs least of the parameters to what needs most
         if _same(whole, _trial(lambda: _in_pieces(make, values, gradients)), bar):
             return Nature("elementwise", dtype, False)
         if _same(whole, _trial(lambda: _one_at_a_time(make, values, gradients)), bar):
@@ -166,12 +170,13 @@ def try_out(make: OptimizerFn, shapes: Sequence[torch.Size], numbers: Sequence[b
 
 
 def _small(shapes: Sequence[torch.Size], numbers: Sequence[bool]) -> list[tuple[torch.Size, torch.dtype]]:
-    """Two (shape, dtype) of each kind of parameter: of as many dims, real or complex."""
+    """Returns two small (shape, dtype) for each kind of parameter: number of dims, real or complex."""
     kinds: dict[tuple[int, bool], torch.Size] = {}
     for shape, of_complex in zip(shapes, numbers, strict=True):
         kind = len(shape), of_complex
         kinds.setdefault(kind, torch.Size(min(size, 5 + place) for place, size in enumerate(shape)))
     dtypes = {False: torch.float64, True: torch.complex128}
+    # two: the update of one may depend on the other
     return [(shape, dtypes[of_complex]) for (_, of_complex), shape in kinds.items() for _ in range(2)]
 
 
@@ -186,7 +191,7 @@ def _run(optimizer: Optimizer, params: Sequence[torch.Tensor], gradients) -> Non
 
 
 def _trial(attempt: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor] | None:
-    """The attempt's result; None when the optimizer rejects pieces (Muon takes matrices only)."""
+    """Returns the attempt's result; None when the optimizer rejects pieces (Muon takes matrices only)."""
     try:
         return attempt()
     except (ValueError, RuntimeError, IndexError, TypeError):
@@ -206,10 +211,11 @@ def _whole(make: OptimizerFn, values, gradients) -> list[torch.Tensor]:
 
 
 def _in_pieces(make: OptimizerFn, values, gradients) -> list[torch.Tensor]:
-    """Two ranks in turn, each with its piece of every tensor."""
+    """Returns tensors, flat, that two ranks have updated in turn, each its piece of every tensor."""
     flats = [value.clone().view(-1) for value in values]
     shapes = [value.shape for value in values]
     for rank in range(2):
+        # uneven; of a tensor of one element the second rank has none
         cuts = [max(1, flat.numel() // 3) for flat in flats]
         spans = [((0, cut), (cut, flat.numel()))[rank] for cut, flat in zip(cuts, flats, strict=True)]
         pieces = {i: [nn.Parameter(flats[i][low:high])] for i, (low, high) in enumerate(spans) if low < high}
@@ -221,7 +227,7 @@ def _in_pieces(make: OptimizerFn, values, gradients) -> list[torch.Tensor]:
 
 
 def _one_at_a_time(make: OptimizerFn, values, gradients) -> list[torch.Tensor]:
-    """Each tensor updated while the others have no gradient."""
+    """Returns tensors, each updated while the others have no gradient, as on the rank that owns it."""
     done = []
     for index in range(len(values)):
         params = [nn.Parameter(value.clone()) for value in values]
@@ -232,7 +238,7 @@ def _one_at_a_time(make: OptimizerFn, values, gradients) -> list[torch.Tensor]:
 
 
 def shares_of(tp: int, ep: int) -> str:
-    """The axes that leave a rank a share of some weights beside those of zero, as a plan has them."""
+    """Returns the axes, beside zero's, that leave a rank a share of some weights, as a plan has them: "tp=2,ep=4"."""
     return ",".join(f"{axis}={n}" for axis, n in (("tp", tp), ("ep", ep)) if n > 1)
 
 
@@ -271,7 +277,7 @@ def make_optimizer(
     shares: str = "",
     numbers: Sequence[bool] = (),
 ) -> tuple[Optimizer, Nature, OwnedMasters | None]:
-    """The optimizer for this rank, what the trial found, and the owners where whole tensors are needed.
+    """Returns this rank's optimizer, what the trial found, and the owners of whole tensors where it needs these.
 
     shares  see `shares_of`
     numbers see `try_out`
@@ -281,6 +287,7 @@ def make_optimizer(
     nature = try_out(make, shapes, numbers)
     slots = technique.slots
     refuse(nature, zero, shares)
+    # Masters that are whole need no stand-ins: the task's function gets them themselves.
     if all(slot.whole for slot in slots) and zero == 0 and not shares:
         return construct(make, [slot.master for slot in slots]), nature, None
     if nature.kind == "per tensor":
@@ -289,6 +296,6 @@ def make_optimizer(
     index_of = {name: index for index, name in enumerate(names)}
     pieces: dict[int, list[nn.Parameter]] = {}
     for slot in slots:
-        if slot.master.numel():
+        if slot.master.numel():  # a rank may have no element of a weight, and no optimizer state for it
             pieces.setdefault(index_of[slot.name], []).append(slot.master)
     return over_pieces(make, shapes, pieces), nature, None

@@ -44,70 +44,72 @@ class _Row:
 
 
 def full_optimizer_state(state: RankState) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """(name, state) of every trained parameter, as one process would have it; {} where there is none. Collective.
+    """Yields (name, state) of every trained parameter, as one process would have it; {} if there is none. Collective.
 
     Values are tensors (whole; they may be the optimizer's own), numbers, or lists, tuples and dicts of them. Raises
     `RefusedPlan` where nothing tells how a tensor is made of what the ranks hold, `ShardwiseError` where a rank lost
     the state of its piece.
     """
-    rows, held = _mine(state)
+    rows, tensors_of = _mine(state)
     table = gather_json({name: vars(row) for name, row in rows.items()}, state.mesh.world, state.device)
     by_rank = [{name: _Row(**row) for name, row in ranks_rows.items()} for ranks_rows in table]
     forms = {name: _Form(name, by_rank, _source(state, name)) for name in state.all_names}
-    leaves = _leaves(state, forms, held, rows)
+    leaves = _leaves(state, forms, tensors_of, rows)
     if state.staged is not None:
         leaves = to_all_stages(state.staged, leaves, [name for name in state.all_names for _ in forms[name].sent])
     for name in state.all_names:
         form = forms[name]
-        tensors = dict(form.told)
+        tensors = dict(form.from_table)
         for place in form.sent:
             tensors[place] = next(leaves)[1]
         yield name, {} if form.template is None else _decoded(form.template, tensors)
 
 
 def _source(state: RankState, name: str) -> int:
-    """The rank whose stage tells this one about a parameter: itself, where it holds it alone."""
+    """Returns the rank whose row says what a parameter's state is like: under a pipeline its first holder's."""
     if state.staged is None:
         return state.mesh.rank
     return state.mesh.pp.ranks[state.staged.cut.holders[name][0]]
 
 
 def _mine(state: RankState) -> tuple[dict[str, _Row], dict[str, list[torch.Tensor]]]:
-    """This rank's row of the table, and the tensors in it, by parameter."""
+    """Returns this rank's row of the table, and the tensors that it counts, by parameter."""
     cuts = set(state.tensor.cuts if state.tensor is not None else ())
     cuts |= set(state.experts.experts if state.experts is not None else ())
+    # A share over tp or ep is whole to its technique, and a piece of the weight.
     masters = [(slot.name, slot.master, slot.whole and slot.name not in cuts) for slot in state.technique.slots]
     if state.owners is not None:
         masters = [(state.names[index], master, True) for index, master in state.owners.masters.items()]
-    rows, held = {}, {}
+    rows, tensors_of = {}, {}
     for name, master, whole in masters:
         kept = state.optimizer.state.get(master)
         tensors: list[torch.Tensor] = []
         template = _encoded(dict(kept), tensors, name) if kept else None
-        told = [
+        described = [
             [str(t.dtype)[6:], list(t.shape), t.item() if t.numel() == 1 and not t.is_complex() else None]
             for t in tensors
         ]
-        rows[name], held[name] = _Row(list(master.shape), whole, template, told), tensors
-    return rows, held
+        rows[name], tensors_of[name] = _Row(list(master.shape), whole, template, described), tensors
+    return rows, tensors_of
 
 
 class _Form:
     """How the state of one parameter is made of what the ranks hold, the same on all ranks that meet in collectives.
 
     template  the state with numbers for tensors; None: there is none
-    told      tensors of one element, by number: they came with the table
+    from_table  tensors of one element, by number: they came with the table
     sent      numbers of the others; `pieces` are those that are pieces, and the rest lie whole on `owner`
     """
 
     def __init__(self, name: str, table: list[dict[str, _Row]], source: int):
         rows = {rank: row[name] for rank, row in enumerate(table) if name in row}
         with_state = {rank: row for rank, row in rows.items() if row.template is not None}
-        self.told: dict[int, torch.Tensor] = {}
+        self.from_table: dict[int, torch.Tensor] = {}
         self.sent: list[int] = []
         self.pieces: set[int] = set()
         self.template = None
         whole = all(row.whole for row in rows.values())
+        # A rank whose piece is empty keeps no state: any rank that has some says what it is like.
         first = rows.get(source) if whole and source in rows else next(iter(with_state.values()), None)
         if first is None or first.template is None:
             return
@@ -117,11 +119,12 @@ class _Form:
             return
         _refuse_lost(name, rows)
         for place, (dtype, shape, value) in enumerate(first.tensors):
+            # Before the test of one element: a piece of one element is a piece on every rank, a count is not.
             if all(row.tensors[place][1] == row.piece for row in with_state.values()):
                 self.pieces.add(place)
                 self.sent.append(place)
             elif value is not None:
-                self.told[place] = torch.tensor(value, dtype=getattr(torch, dtype)).reshape(shape)
+                self.from_table[place] = torch.tensor(value, dtype=getattr(torch, dtype)).reshape(shape)
             else:
                 raise RefusedPlan(
                     f"the optimizer's state of '{name}' holds a tensor of shape {shape}, which is neither one number "
@@ -131,6 +134,7 @@ class _Form:
 
 
 def _refuse_lost(name: str, rows: dict[int, _Row]) -> None:
+    """Raise `ShardwiseError` for a rank without state for its piece, unless the piece is empty."""
     for rank, row in rows.items():
         if row.template is None and 0 not in row.piece:
             raise ShardwiseError(
@@ -139,12 +143,12 @@ def _refuse_lost(name: str, rows: dict[int, _Row]) -> None:
 
 
 def _leaves(
-    state: RankState, forms: dict[str, _Form], held: dict[str, list[torch.Tensor]], rows: dict[str, _Row]
+    state: RankState, forms: dict[str, _Form], tensors_of: dict[str, list[torch.Tensor]], rows: dict[str, _Row]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) of what is sent of the state of this rank's stages, in order. Collective over them."""
+    """Yields (name, whole tensor) of the state of this rank's stages that is sent, in order. Collective over them."""
 
     def leaf(index: int, name: str, place: int) -> Gathering:
-        form, mine = forms[name], held.get(name, [])
+        form, mine = forms[name], tensors_of.get(name, [])
         dtype, shape, _ = form.tensors[place]
         nothing = rows[name].piece if name in rows else [0]  # of a share without indices; no state is kept of it
         empty = nothing if place in form.pieces else shape
@@ -157,11 +161,11 @@ def _leaves(
         return ready(tensor)
 
     sent = [(index, name, place) for index, name in enumerate(state.names) for place in forms[name].sent]
-    return zip((name for _, name, _ in sent), gathered_together(leaf(*one) for one in sent), strict=True)
+    return zip((name for _, name, _ in sent), gathered_together(leaf(*place) for place in sent), strict=True)
 
 
 def _encoded(value: Any, tensors: list[torch.Tensor], name: str) -> Any:
-    """JSON of a state, its tensors replaced by their numbers."""
+    """Returns a state as JSON, its tensors replaced by their numbers in `tensors`, which grows."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return {"tensor": len(tensors) - 1}

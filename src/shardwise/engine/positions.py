@@ -47,7 +47,7 @@ def find_positions(
     derived: Derived | None = None, row_wise: Sequence[Stack] = (), samples: int | None = None,
     mesh: Mesh | None = None,
 ) -> Positions:  # fmt: skip
-    """The positions of the task's batches, cut over the inner axes of the plan's mesh. Collective, given a mesh.
+    """Returns the positions of the task's batches, cut over the plan's inner axes. Collective, given a mesh.
 
     batch     a few samples, the same on every rank
     samples   how many, where tensors without samples may lie beside them (arguments of a script's model)
@@ -63,17 +63,19 @@ def find_positions(
     def search() -> dict[str, Any]:
         return _search(task, plan, inner, precision, built, batch, samples, trial)
 
-    found = search() if mesh is None else of_first(search, mesh.world, mesh.device)
-    candidate = next(islice(_candidates(task, plan, inner, built, batch, samples), found["candidate"], None))
-    positions = replace(candidate.positions, zigzag=found["zigzag"], tables=found["tables"], stopped=found["stopped"])
+    chosen = search() if mesh is None else of_first(search, mesh.world, mesh.device)
+    # Candidates come in one order on every rank: the place says which, since classes do not travel as JSON.
+    candidate = next(islice(_candidates(task, plan, inner, built, batch, samples), chosen["candidate"], None))
+    positions = replace(candidate.positions, **{key: chosen[key] for key in ("zigzag", "tables", "stopped")})
     if mesh is not None:
         place, ends = tuple(axis.index for axis in positions.axes), _ends(positions)
-        met = (None, found["met"][ends.index(place)]) if place in ends else trial(positions, place, _Noted())
+        # rank 0 has tried the ends for all; a share between them may have other extents
+        met = (None, chosen["met"][ends.index(place)]) if place in ends else trial(positions, place, _Noted())
         _agree(mesh, place, *met)
-    shape, size_bytes = found["mask"]
+    shape, size_bytes = chosen["mask"]
     positions = replace(
-        positions, routes=tuple(found["routes"]), mask=(tuple(shape), size_bytes), past=found["past"],
-        results={(path, call): tuple(map(_along, leaves)) for path, call, leaves in found["results"]},
+        positions, routes=tuple(chosen["routes"]), mask=(tuple(shape), size_bytes), past=chosen["past"],
+        results={(path, call): tuple(map(_along, leaves)) for path, call, leaves in chosen["results"]},
     )  # fmt: skip
     return domain.as_read(positions, task, batch) if plan.tiles > 1 else positions
 
@@ -83,13 +85,18 @@ def _along(cuts: Sequence[Sequence[Any]]) -> Along:
 
 
 def _ends(positions: Positions) -> list[tuple[int, ...]]:
-    """The places of the first and of the last rank on the axes."""
+    """Returns the places on the axes of the first rank and of the last."""
     return [tuple(0 for _ in positions.axes), tuple(axis.size - 1 for axis in positions.axes)]
 
 
 @dataclass
 class _Noted:
-    """What rehearsals of one candidate noted: how results of submodules are cut, attention, what is gathered whole."""
+    """What rehearsals of one candidate noted.
+
+    results    how each leaf of a submodule's result is cut, by (path, number of the call)
+    attention  its calls
+    gathers    what is made whole on every rank for an operation on tiles
+    """
 
     results: dict[tuple[str, int], tuple[Along, ...]] = field(default_factory=dict)
     attention: list[sequence.AttentionCall] = field(default_factory=list)
@@ -108,7 +115,7 @@ def _search(
     task: Task, plan: Plan, inner: tuple[Axis, ...], precision: Precision, built: Built, batch: Any, samples: int,
     trial: _Trial,
 ) -> dict[str, Any]:  # fmt: skip
-    """The first candidate that a rehearsal on shares goes through with, for JSON: its place, and what was noted.
+    """Returns the first candidate that a rehearsal on shares goes through with, as JSON: its place, and what was noted.
 
     zigzag   whether it goes through so dealt, where attention is causal
     tables   whether ranges inside the module are dealt alike
@@ -120,11 +127,12 @@ def _search(
     One under which every operation has a rule comes before all that gather a sequence for those without.
     """
     stopped: dict[str, str] = {}
+    # Tiles are never gathered for an operation without a rule: a field may not fit one rank.
     for rules in (True,) if plan.tiles > 1 else (True, False):
         with by_rules(rules):
-            found, stopped = _first_through(task, plan, inner, precision, built, batch, samples, trial)
-        if found is not None:
-            return found
+            chosen, stopped = _first_through(task, plan, inner, precision, built, batch, samples, trial)
+        if chosen is not None:
+            return chosen
     raise _nothing(task, plan, inner, batch, stopped)
 
 
@@ -132,15 +140,16 @@ def _first_through(
     task: Task, plan: Plan, inner: tuple[Axis, ...], precision: Precision, built: Built, batch: Any, samples: int,
     trial: _Trial,
 ) -> tuple[dict[str, Any] | None, dict[str, str]]:  # fmt: skip
-    """What `_search` finds, or None, and what stopped each candidate before it, with what to write instead, if any."""
+    """Returns what `_search` does, or None, and what stopped each candidate before: text -> what to write instead."""
     stopped: dict[str, str] = {}
     cannot = ""
     for place, candidate in enumerate(_candidates(task, plan, inner, built, batch, samples)):
+        # A dim that weights fix (features) fails on half of it, and is no sequence.
         half = candidate.shorter
         if half is not None and not _runs(TrialModule(built, half, run_alone(task, precision), precision.held)):
             why, by_name = f"of {candidate.said}, {ON_HALF}", _by_name(candidate.positions)
             stopped[why] = by_name
-            if _of_integers(candidate.positions, batch):
+            if _of_integers(candidate.positions, batch):  # likely meant: told though another dim is cut
                 cannot = cannot or f"{why} ({by_name})"
             continue
         noted = _Noted()
@@ -151,10 +160,11 @@ def _first_through(
             stopped[said] = ""
             continue
         zigzag = False
-        if any(one.causal and not one.heads and one.axis.name == "cp" for one in noted.attention):
+        # Dealt in order, a ring's last rank would attend to all blocks and its first to one.
+        if any(call.causal and not call.heads and call.axis.name == "cp" for call in noted.attention):
             error, met_so = _at_both_ends(replace(positions, zigzag=True), trial, noted)
             zigzag, met = error is None, met if error is not None else met_so
-        largest = max(noted.attention, key=lambda one: one.mask_bytes, default=None)
+        largest = max(noted.attention, key=lambda call: call.mask_bytes, default=None)
         return {
             "candidate": place, "zigzag": zigzag, "tables": positions.tables, "met": met, "stopped": cannot,
             "routes": [*sequence.explained(noted.attention), *domain.explained(noted.gathers)],
@@ -166,11 +176,12 @@ def _first_through(
 
 
 def _place_of(error: RefusedPlan, module: nn.Module, plan: Plan) -> str:
-    """Where in the module, and on which line, an operation on tiles has no rule, and what to write there instead."""
+    """Returns where an operation has no rule, as text: module, line, and what to write there; "" for other refusals."""
     if not isinstance(error, Uncut):
         return ""
     inside, line = nn.Module(), where(error).partition(f": {type(error).__name__}")[0]
     for frame, _ in traceback.walk_tb(error.__traceback__):
+        # the innermost submodule: frames run from the outermost call inwards
         me = frame.f_locals.get("self")
         inside = me if isinstance(me, nn.Module) and me is not module else inside
     path = next((f" in '{path}'" for path, child in module.named_modules() if child is inside), "")
@@ -179,7 +190,7 @@ def _place_of(error: RefusedPlan, module: nn.Module, plan: Plan) -> str:
 
 
 def _by_name(positions: Positions) -> str:
-    """What to write where these dims are positions after all, of a module that runs on one length alone."""
+    """Returns what to write where these dims are positions after all, of a module that runs on one length alone."""
     pairs = zip(positions.names, positions.cuts, strict=True)
     dims = ", ".join(f'"{name}": {cuts[0][0]}' for name, cuts in pairs if cuts)
     return f"Task(sequence={{{dims}}}) says that they are positions, of a module that runs on one length alone"
@@ -192,7 +203,7 @@ def _of_integers(positions: Positions, batch: Any) -> bool:
 
 
 def _at_both_ends(positions: Positions, trial: _Trial, noted: _Noted) -> tuple[RefusedPlan | None, list[_Met]]:
-    """The first refusal of a trial as the first rank and as the last, or None; and the collectives of both.
+    """Returns the first refusal of a trial as the first rank and as the last, or None; and the collectives of both.
 
     Shares may be uneven and what is cut off one end of a sequence is cut off one rank's share, so both ends are tried.
     """
@@ -208,7 +219,9 @@ def _at_both_ends(positions: Positions, trial: _Trial, noted: _Noted) -> tuple[R
 def _tried(
     positions: Positions, trial: _Trial, noted: _Noted
 ) -> tuple[Positions, RefusedPlan | None, list[_Met]]:  # fmt: skip
-    """The positions, the first refusal and the collectives of a trial; tables stay whole if they have to."""
+    """Returns the positions, a trial's first refusal and its collectives; tables inside the module stay whole if they
+    have to."""
+    # With tables cut first: then they grow with a rank's share alone.
     if positions.what == "sequence" and positions.inside is None:
         cut = replace(positions, tables=True)
         error, met = _at_both_ends(cut, trial, noted)
@@ -218,7 +231,7 @@ def _tried(
 
 
 def _nothing(task: Task, plan: Plan, inner: tuple[Axis, ...], batch: Any, stopped: dict[str, str]) -> RefusedPlan:
-    """The refusal where no candidate can be cut; `stopped`: why not, for each, and what to write instead."""
+    """Returns the refusal where no candidate can be cut; `stopped`: why not, for each, and what to write instead."""
     axes, what = ",".join(f"{axis.name}={axis.size}" for axis in inner), "sequence"
     nothing, reasons = "no tensor has a dim behind the samples", list(stopped)
     if plan.tiles > 1:
@@ -236,15 +249,16 @@ def _candidates(
 ) -> Iterator[Candidate]:  # fmt: skip
     if plan.tiles > 1:
         return _fields(task, plan, {axis.name: axis for axis in inner}, batch, samples)
-    least = plan.tp if plan.sp else 1
+    least = plan.tp if plan.sp else 1  # sp cuts each share of positions again, over tp
     return chain(
         sequence.candidates(batch, samples, inner, _names(batch), least, task.sequence),
+        # the task names its dims: nothing else is guessed
         () if task.sequence else _born_inside(inner, built, batch, least),
     )
 
 
 def _born_inside(inner: tuple[Axis, ...], built: Built, batch: Any, least: int) -> Iterator[Candidate]:
-    """Nothing of the batch, and what repeated blocks hand on: patches of a picture, frames of a sound."""
+    """Yields candidates that cut what blocks hand on (patches of a picture, frames of a sound), not the batch."""
     whole: tuple[Cuts, ...] = ((),) * len(tree_flatten(batch)[0])
     for inside in sequence.insides(find_blocks(built.module).paths, inner, least):
         positions = Positions(whole, _names(batch), "sequence", least, inside=inside)
@@ -253,17 +267,17 @@ def _born_inside(inner: tuple[Axis, ...], built: Built, batch: Any, least: int) 
 
 def _fields(task: Task, plan: Plan, axes: Mapping[str, Axis], batch: Any, samples: int) -> Iterator[Candidate]:
     tiles = tuple(axes.get(name) for name, _ in zip(SPACE, plan.domain, strict=False))
-    given = {id(leaf) for leaf in tree_flatten(task.inputs(batch))[0]}
-    return domain.candidates(batch, samples, tiles, _names(batch), task.spatial, given)
+    args = {id(leaf) for leaf in tree_flatten(task.inputs(batch))[0]}
+    return domain.candidates(batch, samples, tiles, _names(batch), task.spatial, args)
 
 
 def _names(batch: Any) -> tuple[str, ...]:
-    """The leaves for people: `x` of a dict, `batch[0]` of a tuple."""
+    """Returns the names of a batch's leaves: `x` of a dict, `batch[0]` of a tuple."""
     return tuple(name_of(path) for path, _ in tree_flatten_with_path(batch)[0])
 
 
 def tiled_sizes(task: Task, plan: Plan, batch: Any) -> tuple[int, ...]:
-    """The field's size along each dim that the plan's `domain` has a degree for; () where the batch has no field."""
+    """Returns the field's size along each dim that the plan's `domain` cuts; () where the batch has no field."""
     axes = {name: Axis(name, n, 0, None, tuple(range(n))) for name, n in zip(SPACE, plan.domain, strict=False)}
     for candidate in _fields(task, plan, axes, batch, samples_in(batch)):
         pairs = zip(tree_flatten(batch)[0], candidate.positions.cuts, strict=True)
@@ -272,10 +286,10 @@ def tiled_sizes(task: Task, plan: Plan, batch: Any) -> tuple[int, ...]:
 
 
 def field_dims(task: Task, batch: Any) -> tuple[tuple[int, ...], ...]:
-    """Of each leaf of a batch, its dims of space, as a plan that tiles all of them would find them; () of others."""
+    """Returns each leaf's dims of space, as a plan that tiles all of them would find them; () for other leaves."""
     fields = [leaf.dim() - 2 for leaf in tree_flatten(task.inputs(batch))[0] if isinstance(leaf, torch.Tensor)]
     most = len(task.spatial.dims) if task.spatial is not None else max((n for n in fields if n <= 3), default=0)
-    for count in range(most, 0, -1):
+    for count in range(most, 0, -1):  # the most dims that any candidate has
         axes = {name: Axis(name, 2, 0, None, (0, 1)) for name in SPACE[:count]}
         for candidate in _fields(task, Plan(domain=(2,) * count), axes, batch, samples_in(batch)):
             return tuple(tuple(dim for dim, _ in cuts) for cuts in candidate.positions.cuts)
@@ -292,7 +306,10 @@ def _rehearse(
     task: Task, plan: Plan, precision: Precision, built: Built, batch: Any, derived: Derived,
     row_wise: Sequence[Stack], positions: Positions, place: tuple[int, ...], noted: _Noted,
 ) -> tuple[RefusedPlan | None, _Met]:  # fmt: skip
-    """The refusal, or None, of a trial forward and backward at a place on the axes, nothing sent; its collectives."""
+    """Returns the refusal, or None, of a trial forward and backward at a place on the axes, and its collectives.
+
+    Nothing is sent.
+    """
     met = _Collectives()
     axes = zip(positions.axes, place, strict=True)
     silent = {axis.name: replace(axis, index=index, rehearsal=met) for axis, index in axes}
@@ -300,22 +317,22 @@ def _rehearse(
     alone = run_alone(task, precision, positions)
 
     def run(module: nn.Module, batch: Any) -> Any:
-        met.clear()
+        met.clear()  # called again where tensors without values do not do
         gathered.clear()
         undo = positions.inside.install(module) if positions.inside is not None else lambda: None
         try:
             with (
                 _noting(module, noted.results),
                 on_own_rows(module, row_wise),
-                sequence.watching() as found,
+                sequence.watching() as attention,
             ):
                 loss = alone(module, batch)
         finally:
             undo()
-        noted.attention[:] = found
+        noted.attention[:] = attention
         return loss
 
-    ledger = derived.ledger
+    ledger = derived.ledger  # tp's, which a rehearsal replaces
     try:
         stage = TrialModule(built, batch, run, precision.held)
         with domain.watching() as gathered:  # in backward too
@@ -330,14 +347,14 @@ def _rehearse(
 
 
 class _Collectives(Ledger):
-    """A ledger that notes in which order a forward and backward came to the collectives that all ranks come to."""
+    """A ledger that keeps the order in which a forward and backward came to the collectives that all ranks come to."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[str, str, int]] = []
 
     def record(self, tag: str, op: str, axis: str, full_bytes: int, *numbers: Any, **more: Any) -> None:
-        """As of any ledger."""
+        """Note a collective, as any ledger does, and its place among the others."""
         super().record(tag, op, axis, full_bytes, *numbers, **more)
         if op != "point_to_point":  # blocks on their way around a ring visit those who read them
             self.calls.append((op, axis, full_bytes if op != "all_to_all" else 0))
@@ -354,7 +371,7 @@ class _Collectives(Ledger):
         return tuple(seed_of(said) % 2**50 for said in (*order, *sizes))
 
     def clear(self) -> None:
-        """Start again from nothing."""
+        """Forget all collectives."""
         super().clear()
         self.calls.clear()
 
@@ -363,29 +380,30 @@ MOST_SAID = 600  # characters of a refusal that one rank alone came to
 
 
 def _agree(mesh: Mesh, place: tuple[int, ...], error: RefusedPlan | None, met: _Met) -> None:
-    """Every rank has tried its own share: all refuse where one does, or where they do not meet. Collective.
+    """Raise `RefusedPlan` on all ranks where one refused its share, or where collectives do not meet. Collective.
 
     The ends alone are tried by all; what lies between may have other extents, or none. Ranks that share no group of an
     axis may come to other collectives over it: those over axes further out, which they share, stay in one order. Sizes
     are those of a group's own ranks.
     """
+    # One row of a fixed size: whether each refuses, its text, and its collectives.
     said = (str(error) if error is not None else "").encode()[:MOST_SAID]
     depth = len(place)
     mine = [*map(float, (*place, *met)), float(error is not None), *map(float, said.ljust(MOST_SAID))]
     rows = read(gather_rows(put(mine, mesh.device), mesh.world), "which shares were tried")
     for rank, (refused, *letters) in enumerate(row[depth + len(met) :] for row in rows):
         if refused:
-            told = bytes(int(letter) for letter in letters).decode(errors="replace").strip()
-            raise RefusedPlan(f"the share of rank {rank} cannot be computed, though those at either end can: {told}")
+            reason = bytes(int(letter) for letter in letters).decode(errors="replace").strip()
+            raise RefusedPlan(f"the share of rank {rank} cannot be computed, though those at either end can: {reason}")
     first: dict[tuple[float, ...], tuple[int, float]] = {}  # by axis and place on those further out, or on all others
     for rank, row in enumerate(rows):
         for at in range(2 * depth):
             beside = row[:at] if at < depth else [*row[: at - depth], *row[at - depth + 1 : depth]]
-            one, number = first.setdefault((at, *beside), (rank, row[depth + at]))
+            other, number = first.setdefault((at, *beside), (rank, row[depth + at]))
             if number == row[depth + at]:
                 continue
             raise RefusedPlan(
-                f"ranks {one} and {rank} would not come to the same collectives with their shares of the batch, and "
+                f"ranks {other} and {rank} would not come to the same collectives with their shares of the batch, and "
                 "wait for each other: their sizes differ, or values that decide what is computed (a mask of which one "
                 "share is all true, where another has padding): use sizes that divide evenly, masks alike, or fewer "
                 "ranks"
@@ -410,7 +428,7 @@ def _noting(module: nn.Module, results: dict[tuple[str, int], tuple[Along, ...]]
         if any(along):
             results[path, counts[id(child)]] = along
 
-    seen = {id(module)}
+    seen = {id(module)}  # a module under two paths is counted under the first
     for path, child in module.named_modules():
         if id(child) not in seen:
             seen.add(id(child))

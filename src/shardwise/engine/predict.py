@@ -31,17 +31,17 @@ PLAIN = (type(None), bool, int, float, str)
 
 
 def predict(state: RankState, steps: Iterator[list[Share]], select: Callable[[Any], Any] | None) -> Iterator[Any]:
-    """For each step the output for all its samples on rank 0, None on other ranks. Collective."""
+    """Yields for each step the output for all its samples on rank 0, None on other ranks. Collective."""
     for parts in steps:
-        found = [_one(state, part, select) for part in parts]
-        yield _joined(found) if state.mesh.rank == 0 else None
+        outputs = [_micro_batch(state, part, select) for part in parts]
+        yield _joined(outputs) if state.mesh.rank == 0 else None
 
 
-def _one(state: RankState, part: Share, select: Callable[[Any], Any] | None) -> Any:
-    """(leaves, structure) of a micro-batch on rank 0."""
-    leaves, told = _mine(state, part, select)
-    table = [row for row in gather_json(told, state.mesh.world, state.device) if row is not None]
-    _check(table)
+def _micro_batch(state: RankState, part: Share, select: Callable[[Any], Any] | None) -> Any:
+    """Returns (leaves, structure) of a micro-batch's output on rank 0, None on other ranks. Collective."""
+    leaves, row = _mine(state, part, select)
+    table = [row for row in gather_json(row, state.mesh.world, state.device) if row is not None]
+    _check(table)  # before anything is sent: all ranks raise, or none
     table.sort(key=lambda row: row["start"])
     pieces = [_brought(state, row, leaves) for row in table]
     if state.mesh.rank:
@@ -52,7 +52,7 @@ def _one(state: RankState, part: Share, select: Callable[[Any], Any] | None) -> 
 
 @torch.no_grad()
 def _mine(state: RankState, part: Share, select: Callable[[Any], Any] | None) -> tuple[list[Any], dict | None]:
-    """This rank's leaves, and what it tells of them; None where another rank sends, or no sample counts."""
+    """Returns this rank's leaves and row of the table; [] and None where another rank sends, or no sample counts."""
     forward = state.forward
     set_training(state.module, False)
     try:
@@ -60,11 +60,12 @@ def _mine(state: RankState, part: Share, select: Callable[[Any], Any] | None) ->
         if state.staged is not None and not state.staged.has_loss:
             return [], None
         leaves, spec = pytree.tree_flatten(output if select is None else select(output))
-        leaves = [plain(leaf) for leaf in leaves]
+        leaves = [plain(leaf) for leaf in leaves]  # gathers cut ones: all ranks that share samples come here
     finally:
         set_training(state.module, True)
         forget()
         take_written(state)
+    # of the ranks that have the same samples, one sends
     if state.mesh.tp.index or not state.mesh.counts or not part.count:
         return [], None
     row: dict[str, Any] = {"rank": state.mesh.rank, "start": part.start, "error": _wrong(leaves, part.count)}
@@ -80,7 +81,7 @@ def _mine(state: RankState, part: Share, select: Callable[[Any], Any] | None) ->
 
 
 def _wrong(leaves: list[Any], count: int) -> str | None:
-    """Why these leaves cannot be put together by samples."""
+    """Returns why these leaves cannot be put together by samples, None where they can."""
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             if leaf.shape[:1] != (count,):
@@ -91,7 +92,7 @@ def _wrong(leaves: list[Any], count: int) -> str | None:
 
 
 def _check(table: list[dict]) -> None:
-    """The same message on every rank, since all see the same table."""
+    """Raise `InputError` for outputs that cannot be put together: alike on every rank, since all see the same table."""
     advice = (
         "predict puts outputs together by samples, their first dim: give select=, a function of the output that "
         "returns such tensors (lambda output: output.logits)"
@@ -99,29 +100,30 @@ def _check(table: list[dict]) -> None:
     for row in table:
         if row["error"] is not None:
             raise InputError(f"{row['error']}; {advice}")
+    # all but the number of samples: shapes from the second dim on, dtypes, plain values
     like = [(row["spec"], [leaf[:1] + leaf[1][1:] if isinstance(leaf, list) else leaf for leaf in row["leaves"]])
             for row in table]  # fmt: skip
-    if any(each != like[0] for each in like[1:]):
+    if any(other != like[0] for other in like[1:]):
         raise InputError(f"outputs for samples of one batch have other shapes on other ranks: {advice}")
 
 
 def _brought(state: RankState, row: dict, leaves: list[Any]) -> list[Any]:
-    """The leaves of one rank, on rank 0's CPU; elsewhere they are sent, or nothing is done."""
+    """Returns the leaves of one rank on rank 0's CPU; that rank sends them, and others do nothing."""
     world, source = state.mesh.world, row["rank"]
     if state.mesh.rank not in (0, source):
         return []
     brought, pending = [], []
-    for number, told in enumerate(row["leaves"]):
-        if not isinstance(told, list):
-            brought.append(told)
+    for number, leaf in enumerate(row["leaves"]):
+        if not isinstance(leaf, list):  # a plain value: it came with the table
+            brought.append(leaf)
         elif source == 0:
             brought.append(leaves[number].cpu())
         elif state.mesh.rank == source:
             data = leaves[number].contiguous().view(-1).view(torch.uint8)
-            if data.numel():
+            if data.numel():  # nothing is sent of an empty one, and nobody waits for it
                 pending.append((send(data, world, 0, TAG, number), data))  # data stays until it is sent
         else:
-            made = torch.empty(told[1], dtype=getattr(torch, told[0]), device=state.device)
+            made = torch.empty(leaf[1], dtype=getattr(torch, leaf[0]), device=state.device)
             if made.numel():
                 receive(made.view(-1).view(torch.uint8), world, source, TAG, number).wait()
             brought.append(made.cpu())
@@ -130,9 +132,11 @@ def _brought(state: RankState, row: dict, leaves: list[Any]) -> list[Any]:
     return brought
 
 
-def _joined(found: list[tuple[list[Any], str]]) -> Any:
-    leaves = [_put([each[0][i] for each in found]) for i in range(len(found[0][0]))]
-    return pytree.tree_unflatten(leaves, pytree.treespec_loads(found[0][1]))
+def _joined(outputs: list[tuple[list[Any], str]]) -> Any:
+    """Returns the output of a step, from (leaves, structure) of its micro-batches."""
+    first, spec = outputs[0]
+    leaves = [_put([leaves[i] for leaves, _ in outputs]) for i in range(len(first))]
+    return pytree.tree_unflatten(leaves, pytree.treespec_loads(spec))
 
 
 def _put(pieces: list[Any]) -> Any:

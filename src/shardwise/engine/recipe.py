@@ -78,7 +78,7 @@ def apply_plan(
     task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: int, few: Any = None, samples: int | None = None,
     enclosed: Collection[str] = (),
 ) -> Applied:  # fmt: skip
-    """Spread the task's module as the plan says. Collective.
+    """Returns the task's module with its weights in place, spread as the plan says. Collective.
 
     few       samples from which cuts are derived, the same on every rank; without them the task's are read
     samples   how many those are, where not every tensor counts them
@@ -89,14 +89,16 @@ def apply_plan(
     """
     built, value_of = build_everywhere(task, seed, mesh.world, mesh.device, own=few is None)
     module = built.module
-    hold_recurrent(module)
+    hold_recurrent(module)  # before anything else runs it
     notices = [built.notice] if built.notice else []
     refuse(module, plan)
     refuse_scripted(module, plan)
+    # Found by names alone, at no cost; whether it does takes a forward.
     replaces = may_replace(module) and (few is not None or has_samples(task))
     if few is None and (plan.tp > 1 or plan.ep > 1 or mesh.inner or replaces):
         few = a_few(few_samples(task, plan, mesh.data, mesh.device))
     notices += hold_replaced(task, precision, built, few) if replaces else []
+    # Before cuts are looked for: shards, shares and messages are of real numbers.
     built.pairs = hold_pairs(module) if works_inside(plan) else pairs_in(module)
     notices += _other_dtypes(module, plan, precision)
     make_gradients_dense(module)
@@ -116,7 +118,7 @@ def apply_plan(
         absent, value_of = cut.absent, cut.values(built, value_of)
         notices += cut.notices
     spread.install(module, absent, mesh, traced=plan.compile)
-    notices += _without_effect(blocks, plan)
+    notices += _without_effect(blocks, plan)  # of all stages' blocks: one stage may hold none
     blocks = blocks if cut is None else cut.here(module, blocks)
     if not _get_current_dispatch_mode_stack():  # a rehearsal makes nothing
         _check_memory(module, plan, mesh, precision, absent, spread.positions)
@@ -124,12 +126,15 @@ def apply_plan(
     if chunks is not None:
         stacks = spread.experts.stacks if spread.experts is not None else spread.row_wise
         sending = [stack.path for stack in stacks]
+        # before recompute and compile, which wrap the forwards as they are then
         chunked_forwards(module, blocks.paths, chunks, mesh.shard.size > 1 and plan.zero == 3, sending)
     notices += _prepare(module, blocks, plan)
     order = _fixed_order(plan, mesh)
     if mesh.shard.size > 1 and plan.zero == 3:
         notices += blocks.warnings
         units = [path for path in blocks.paths if path not in enclosed]
+        # Whole on every rank: what the forward writes, and what modules keep in lists or objects of their own, where
+        # FSDP2 would put no gathered weight.
         kept = {name for name, _ in module.named_parameters() if name in enclosed} | held_beside(module)
         kept -= absent
         technique = _full_shard(module, units, value_of, mesh, precision, absent, frozen, spread.experts, order, kept)
@@ -160,17 +165,17 @@ class _Spread:
 
     @property
     def results(self) -> Mapping[tuple[str, int], tuple[Along, ...]]:
-        """How results of submodules' calls are cut, as `Positions` has them."""
+        """Returns how results of submodules' calls are cut, by (path, number of the call)."""
         return self.positions.results if self.positions is not None else {}
 
     def notices(self) -> list[str]:
-        """What the user is told of it."""
-        told = [*(self.tensor.notices() if self.tensor is not None else ())]
-        told += self.experts.notices() if self.experts is not None else ()
-        return told + ([self.positions.told()] if self.positions is not None else [])
+        """Returns what the user is told of it."""
+        notices = [*(self.tensor.notices() if self.tensor is not None else ())]
+        notices += self.experts.notices() if self.experts is not None else ()
+        return notices + ([self.positions.told()] if self.positions is not None else [])
 
     def local_values(self, value_of: ValueOf) -> ValueOf:
-        """Initial values of what this rank holds."""
+        """Returns a function from a name to the initial value of this rank's share, of whole ones by `value_of`."""
         for technique in (self.tensor, self.experts):
             value_of = value_of if technique is None else technique.local_values(value_of)
         return value_of
@@ -181,7 +186,7 @@ class _Spread:
             self.positions.inside.install(module)
         if self.tensor is not None:
             install(module, self.tensor, absent, mesh.inner)
-        elif mesh.inner:
+        elif mesh.inner:  # weights are whole, and still meet cut positions
             see_parts(module, {}, mesh.tp, absent, mesh.inner)
         if self.experts is not None:
             self.experts = self.experts.here(absent)
@@ -195,23 +200,24 @@ class _Spread:
 def _spread(
     task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built, few: Any, samples: int | None
 ) -> _Spread:  # fmt: skip
-    """What the plan spreads of the module, found from a few samples. Collective."""
-    found = _Spread()
+    """Returns what the plan spreads of the module, found from a few samples. Collective."""
+    spread = _Spread()
+    # In this order: tp cuts the inside of what ep deals, and positions are tried with tp's cuts in place.
     if plan.ep > 1:
-        found.experts = spread_experts(task, plan, mesh, precision, built, few)
+        spread.experts = spread_experts(task, plan, mesh, precision, built, few)
     if plan.tp > 1:
-        dealt = names_of(found.experts.stacks) if found.experts is not None else frozenset()
-        found.tensor = cut_tensors(task, plan, mesh, precision, built, few, dealt)
+        dealt = names_of(spread.experts.stacks) if spread.experts is not None else frozenset()
+        spread.tensor = cut_tensors(task, plan, mesh, precision, built, few, dealt)
     if mesh.inner:
-        experts = found.experts
-        found.row_wise = experts.stacks if experts else own_row_experts(task, mesh, precision, built, few)
-        derived = None if found.tensor is None else found.tensor.derived
-        found.positions = find_positions(
-            task, plan, mesh.inner, precision, built, few, derived, found.row_wise, samples, mesh
+        experts = spread.experts
+        spread.row_wise = experts.stacks if experts else own_row_experts(task, mesh, precision, built, few)
+        derived = None if spread.tensor is None else spread.tensor.derived
+        spread.positions = find_positions(
+            task, plan, mesh.inner, precision, built, few, derived, spread.row_wise, samples, mesh
         )
-        if found.positions.past:
+        if spread.positions.past:
             refuse_past(plan)
-    return found
+    return spread
 
 
 def _fixed_order(plan: Plan, mesh: Mesh) -> FixedOrder | None:
@@ -221,12 +227,12 @@ def _fixed_order(plan: Plan, mesh: Mesh) -> FixedOrder | None:
 
 
 def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """(name, parameter) of each parameter that gets a gradient, once."""
+    """Returns (name, parameter) of each parameter that gets a gradient, a tied one once."""
     return [(name, param) for name, param in module.named_parameters() if param.requires_grad]
 
 
 def _other_dtypes(module: nn.Module, plan: Plan, precision: Precision) -> list[str]:
-    """Say so where the module was built in a dtype of its author's choice that the plan does not hold it in."""
+    """Returns a notice for each dtype, of the author's choice, in which the plan does not hold the module."""
     numbers = (param.dtype for param in module.parameters() if param.is_floating_point() or param.is_complex())
     built = {dtype.to_real() for dtype in numbers}
     return [
@@ -236,9 +242,13 @@ def _other_dtypes(module: nn.Module, plan: Plan, precision: Precision) -> list[s
 
 
 def _prepare(module: nn.Module, blocks: Blocks, plan: Plan) -> list[str]:
-    """Recompute and compile each block; where weights or positions are cut the compiled one is what runs again."""
+    """Let each block be recomputed and compiled, as the plan says; returns a notice for blocks that are not compiled.
+
+    Where weights or positions are cut the compiled one is what runs again.
+    """
     eager: dict[str, str] = {}
     cut = plan.tp > 1 or plan.cut_positions > 1
+    # A block under two paths is wrapped once, by the first.
     paths = {id(module.get_submodule(path)): path for path in reversed(blocks.paths)}
     for path in paths.values():
         block = module.get_submodule(path)
@@ -256,7 +266,7 @@ def _prepare(module: nn.Module, blocks: Blocks, plan: Plan) -> list[str]:
 
 
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward, compiled; run as it is where a dispatch mode watches.
+    """Returns the forward, compiled; it runs as it is where a dispatch mode watches.
 
     The compiler would skip it there (a look at a few samples), and then for good.
     """
@@ -279,7 +289,7 @@ def _compile_cut(block: nn.Module, path: str, blocks: Blocks) -> str:
 
 
 def _without_effect(blocks: Blocks, plan: Plan) -> list[str]:
-    """What is asked for blocks where there are none."""
+    """Returns a notice for each option of blocks that is set where the module has none."""
     asked = {"remat": plan.remat != "none", "compile": plan.compile}
     return [
         f"{name} has no effect: no repeated blocks were found in the module"
@@ -301,7 +311,7 @@ def _full_shard(
     module: nn.Module, paths: list[str], value_of: ValueOf, mesh: Mesh, precision: Precision, absent: set[str],
     frozen: list[str], experts: ExpertParallel | None, order: FixedOrder | None, kept: set[str],
 ) -> DataParallel:  # fmt: skip
-    """Units of FSDP2, and beside them what it never gathers: experts, and the parameters `kept` whole."""
+    """Returns the technique of zero=3: units of FSDP2, and beside them experts and the parameters `kept` whole."""
     spread = set(experts.experts) - absent if experts is not None else set()
     elsewhere = absent | spread | kept
     empty_parameters(module, precision.master, mesh.device, elsewhere)
@@ -313,14 +323,15 @@ def _full_shard(
     fill_only(module, spread | kept, frozen, value_of, precision.compute, mesh.device)
     if kept:
         named = [(name, param) for name, param in trainable(module) if name not in spread]
-        whole = Flat([each for each in named if each[0] in kept], mesh.shard, mesh.replicate, precision, stage=2,
+        # Their gradients and optimizer state still lie in pieces, as under zero=2.
+        whole = Flat([pair for pair in named if pair[0] in kept], mesh.shard, mesh.replicate, precision, stage=2,
                      order=order)  # fmt: skip
         technique = WithExperts([name for name, _ in named], technique, whole, kept, None)
     if not spread:
         return technique
     composed = _with_experts(module, technique, spread, mesh, precision, stage=2)
     for index, (name, _) in enumerate(trainable(module)):
-        if precision.mixed and name in spread:
+        if precision.mixed and name in spread:  # FSDP2 has its own masters already
             composed.load_masters(index, value_of(name).to(mesh.device))
     return composed
 
@@ -329,7 +340,7 @@ def _whole_module(
     module: nn.Module, plan: Plan, mesh: Mesh, precision: Precision, experts: ExpertParallel | None, absent: set[str],
     order: FixedOrder | None, value_of: ValueOf,
 ) -> DataParallel:  # fmt: skip
-    """Weights whole on every rank but for experts, under replicas or flat pieces."""
+    """Returns the technique that leaves weights whole on every rank, but for experts: replicas or flat pieces."""
     fill_parameters(module, value_of, precision.compute, mesh.device, absent)
     spread = set(experts.experts) - absent if experts is not None else set()
     named = [(name, param) for name, param in trainable(module) if name not in spread]
@@ -350,7 +361,7 @@ def _whole_module(
 def _with_experts(
     module: nn.Module, rest: DataParallel, spread: set[str], mesh: Mesh, precision: Precision, *, stage: int
 ) -> WithExperts:
-    """The technique for all but the experts, and beside it one over the ranks that hold the same experts."""
+    """Returns a technique of two: `rest`, and one for experts over the ranks that hold the same ones."""
     named = [(name, param) for name, param in trainable(module) if name in spread]
     pairs = pairs_in(module)
     technique: DataParallel
@@ -377,13 +388,14 @@ def works_inside(plan: Plan) -> bool:
 
 
 def scripted(module: nn.Module) -> str | None:
-    """The path of a module that `torch.jit.script` or `trace` made, if there is one."""
+    """Returns the path of a module that `torch.jit.script` or `trace` made, None where there is none."""
     return next((path for path, child in module.named_modules() if isinstance(child, torch.jit.ScriptModule)), None)
 
 
 def refuse_scripted(module: nn.Module, plan: Plan) -> None:
     """Raise `RefusedPlan` for a `torch.jit` module where the plan must change forwards (tp, pp, ep, zero=3, remat)."""
     path = scripted(module)
+    # Replicas, zero=1 and 2 touch weights and gradients alone.
     inside = [name for name in ("tp", "pp", "ep") if getattr(plan, name) > 1]
     inside += ["zero=3"] * (plan.zero == 3) + ["remat"] * (plan.remat != "none")
     if path is not None and inside:
@@ -394,7 +406,7 @@ def refuse_scripted(module: nn.Module, plan: Plan) -> None:
 
 
 def _own_collective(plan: Plan, op: str, place: str) -> RefusedPlan:
-    """Why a forward that issues collectives itself is refused where ranks run parts of it, or the same samples."""
+    """Returns the refusal of a forward with collectives of its own, where ranks run parts of it or the same samples."""
     return RefusedPlan(
         f"the forward issues a collective itself ({op} at {place}), for which every rank must run all of it on samples "
         f"of its own: under {plan} ranks run parts of it, or parts of the same samples. Use data ranks alone "
@@ -412,7 +424,7 @@ def _refuse_sparse(module: nn.Module) -> None:
 
 
 def _refuse_complex(module: nn.Module, plan: Plan) -> None:
-    """Torch has no complex numbers of two bfloat16, and computes with few of two float16."""
+    """Raise `RefusedPlan` for a complex parameter in 16 bits: torch computes with few complex numbers so narrow."""
     pairs = pairs_in(module)
     narrow = [f"precision={plan.precision}"] * (plan.precision not in ("fp32", "fp64"))
     narrow += [f"reduce_dtype={plan.reduce_dtype}"] * (plan.reduce_dtype in ("bf16", "fp16"))
@@ -425,7 +437,7 @@ def _refuse_complex(module: nn.Module, plan: Plan) -> None:
 
 
 def _refuse_shared_memory(module: nn.Module) -> None:
-    """Two tensors on one memory are one in one process, and would be two once each is put in its place."""
+    """Raise `RefusedPlan` for two tensors on one memory: in one process training one changes the other."""
     spans: dict[int, list[tuple[int, int, str, bool]]] = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.numel():

@@ -69,7 +69,8 @@ def may_replace(module: nn.Module) -> bool:
             for code in _codes(vars(kind).get(name)):
                 if "Parameter" in code.co_names:
                     return True
-                ahead += [each for each in code.co_names if each not in reached]
+                # Names of attributes and functions alike: which object a name stands for is not known without running.
+                ahead += [called for called in code.co_names if called not in reached]
                 reached.update(code.co_names)
     return False
 
@@ -79,13 +80,13 @@ def _of_torch(kind: type) -> bool:
 
 
 def _codes(function: Any) -> Iterator[CodeType]:
-    """The code of a function, a static one or one that is wrapped, and of those that it defines."""
+    """Yields the code of a function, a static one or one that is wrapped, and of those that it defines."""
     function = getattr(function, "__wrapped__", getattr(function, "__func__", function))
     ahead = [function.__code__] if isinstance(function, FunctionType) else []
     while ahead:
         code = ahead.pop()
         yield code
-        ahead += [each for each in code.co_consts if isinstance(each, CodeType)]
+        ahead += [const for const in code.co_consts if isinstance(const, CodeType)]
 
 
 def hold_replaced(task: Task, precision: Precision, built: Built, sample: Any) -> list[str]:
@@ -93,34 +94,37 @@ def hold_replaced(task: Task, precision: Precision, built: Built, sample: Any) -
 
     Raises `RefusedPlan` for such a weight that another module holds too, since the replacement unties them.
     """
-    found = dict[tuple[int, str], Replaced]()
-    with suppress(Exception), replacements(lambda module, leaf: found.update({(id(module), leaf): (module, leaf)})):
+    met = dict[tuple[int, str], Replaced]()
+    # A forward that fails is refused where the plan itself runs it; what it replaced until then counts.
+    with suppress(Exception), replacements(lambda module, leaf: met.update({(id(module), leaf): (module, leaf)})):
         trace_forward(built, output_alone(task, precision), sample, 0, precision.held)
     names = []
     for path, child in built.module.named_modules():
-        names += [f"{path}.{leaf}" if path else leaf for module, leaf in found.values() if module is child]
+        names += [f"{path}.{leaf}" if path else leaf for module, leaf in met.values() if module is child]
     places = [param for child in built.module.modules() for param in child._parameters.values()]
-    for module, leaf in found.values():
+    for module, leaf in met.values():
         if sum(param is module._parameters[leaf] for param in places) > 1:
             raise RefusedPlan(
                 f"the forward replaces parameter '{leaf}' of a {type(module).__name__} by another nn.Parameter, which "
                 "unties it from the module that shares it: make it a parameter of its own"
             )
         _hold(module, leaf)
-    told = "is replaced by another nn.Parameter in the forward, so that no optimizer moves it: it is held as a buffer"
-    return [f"'{names[0]}'{f' (and {len(names) - 1} more)' if len(names) > 1 else ''} {told}"] if names else []
+    what = "is replaced by another nn.Parameter in the forward, so that no optimizer moves it: it is held as a buffer"
+    return [f"'{names[0]}'{f' (and {len(names) - 1} more)' if len(names) > 1 else ''} {what}"] if names else []
 
 
 def _hold(module: nn.Module, leaf: str) -> None:
+    """Make a module's parameter a buffer, and a parameter that is set in its place later one too."""
     param = module._parameters.pop(leaf)
     assert param is not None
     module._buffers[leaf] = param.detach()
     module.__dict__[_BUFFERS] = module.__dict__.get(_BUFFERS, frozenset()) | {leaf}
+    # on the instance's class: `nn.Module.__setattr__` would drop the buffer and register a parameter
     module.__class__ = _setting_buffers(type(module))
 
 
 def _setting_buffers(kind: type) -> type:
-    """A subclass that keeps the tensor of a parameter which is set in the place of such a buffer."""
+    """Returns a subclass that keeps, as a buffer, the tensor of a parameter that is set in the place of one."""
     if kind in _CLASSES.values():
         return kind
 

@@ -32,9 +32,10 @@ def check_room(module: nn.Module, plan: Plan, mesh: Mesh, precision: Precision, 
     if total is None:
         return
     over = plan.tp * plan.ep * (mesh.shard.size if plan.zero == 3 else 1)
-    held = [(name, param) for name, param in module.named_parameters() if name not in absent]
-    weights = sum(param.numel() * precision.held(param).itemsize for _, param in held) // over
-    grads = sum(param.numel() * precision.held(param).itemsize for _, param in held if param.requires_grad) // over
+    params = [param for name, param in module.named_parameters() if name not in absent]
+    weights = sum(param.numel() * precision.held(param).itemsize for param in params) // over
+    grads = sum(param.numel() * precision.held(param).itemsize for param in params if param.requires_grad) // over
+    # An accelerator is one rank's own; the memory of a host is shared by all ranks on it.
     ranks = 1 if not on_host(mesh.device) else local_size(os.environ) or mesh.world.size
     if (weights + grads) * ranks <= total:
         return
@@ -65,14 +66,14 @@ def check_masks(positions: Positions, device: torch.device, ranks: int) -> None:
 
 
 def of_pairs(batch: Any, error: BaseException) -> str:
-    """What to say of an allocation that failed: whether it was of all pairs of a batch's positions; else empty."""
+    """Returns advice where an allocation that failed was of all pairs of a batch's positions; "" for any other."""
     asked = re.search(r"allocate ([\d.]+) (bytes|KiB|MiB|GiB|TiB)", str(error))
     tensors = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
     longest = max((size for tensor in tensors for size in tensor.shape[1:]), default=0)
     if asked is None or longest < MANY:
         return ""
     size = float(asked[1]) * 1024 ** ("bytes", "KiB", "MiB", "GiB", "TiB").index(asked[2])
-    if size < longest**2:
+    if size < longest**2:  # less than a byte for each pair
         return ""
     return (
         f". That is a mask, or scores, of all pairs of {longest:,} positions, which no number of ranks makes smaller. "

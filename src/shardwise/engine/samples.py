@@ -41,14 +41,14 @@ def has_samples(task: Task) -> bool:
 
 
 def few_samples(task: Task, plan: Plan, data: Axis, device: torch.device) -> Any:
-    """A batch to look at, the same on all ranks. Collective.
+    """Returns a batch to look at, the same on all ranks. Collective.
 
     Raises `InputError` where there are fewer samples than data ranks, or where `Task.batch` is not a function of
     the step alone.
     """
     if task.batch is not None:
         with as_written():
-            batch, again = task.batch(0), task.batch(0)
+            batch, again = task.batch(0), task.batch(0)  # twice: a generator of its own may move
         _check_same(batch, again, data, device)
         count = samples_in(batch)
     else:
@@ -61,7 +61,7 @@ def few_samples(task: Task, plan: Plan, data: Axis, device: torch.device) -> Any
 
 
 def read_samples(task: Task, indices: list[int]) -> Any:
-    """Samples of `Task.data`; `InputError` with the line that failed where the task's own code raises."""
+    """Returns samples of `Task.data`; raises `InputError` with the line that failed in the task's own code."""
     assert task.data is not None
     try:
         with as_written(), drawing(0, 0, 0):
@@ -89,7 +89,7 @@ def fewest_samples(task: Task, plan: Plan, batch: Any) -> int:
 
 
 def costly(batch: Any) -> list[str]:
-    """What to say of a global batch that is large to make whole on every rank."""
+    """Returns a notice for a global batch that is large to make whole on every rank, else []."""
     size_bytes = sum(leaf.nbytes for leaf in tree_flatten(batch)[0] if hasattr(leaf, "nbytes"))
     if size_bytes <= COSTLY_BYTES:
         return []
@@ -100,6 +100,7 @@ def costly(batch: Any) -> list[str]:
 
 
 def _checksum(batch: Any) -> float:
+    """Returns a checksum of the bits of a batch's tensors; 32 bits, which a float64 keeps."""
     check = 0
     for leaf in tree_flatten(batch)[0]:
         if isinstance(leaf, torch.Tensor):
@@ -109,6 +110,7 @@ def _checksum(batch: Any) -> float:
 
 
 def _check_same(batch: Any, again: Any, data: Axis, device: torch.device) -> None:
+    # Each call on each rank against the first one on the first rank.
     sums = [_checksum(batch), _checksum(again)]
     table = gather_rows(put(sums, device), data)
     if not bool((table == table[0, 0]).all()):

@@ -26,23 +26,23 @@ def cut_tensors(
     task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built, batch: Any,
     dealt: frozenset[str] = frozenset(),
 ) -> TensorParallel:  # fmt: skip
-    """The cuts of the plan's tp axis, found by rank 0 for all. `batch`: a few samples. Collective.
+    """Returns the cuts of the plan's tp axis, found by rank 0 for all. `batch`: a few samples. Collective.
 
     dealt  stacked weights whose experts ep deals: tp cuts the inside of each
 
     Raises `RefusedPlan` where nothing can be cut, with the reasons.
     """
-    told = of_first(
+    cuts = of_first(
         lambda: derive_cuts(task, plan, precision, built, batch, dealt=dealt).told(), mesh.world, mesh.device
     )
-    return TensorParallel(Derived.heard(told), replace(mesh.tp, sequence=plan.sp, early=plan.tp_overlap))
+    return TensorParallel(Derived.heard(cuts), replace(mesh.tp, sequence=plan.sp, early=plan.tp_overlap))
 
 
 def derive_cuts(
     task: Task, plan: Plan, precision: Precision, built: Built, batch: Any, followed: Followed | None = None,
     dealt: frozenset[str] = frozenset(),
 ) -> Derived:  # fmt: skip
-    """What `plan.tp` ranks hold of each parameter, from a few samples. Needs no process group.
+    """Returns what each of `plan.tp` ranks holds of each parameter, from a few samples. Needs no process group.
 
     followed  what earlier calls for this task and precision found, whatever the degree; grows
     dealt     stacked weights whose experts ep deals: tp cuts the inside of each
@@ -68,6 +68,7 @@ def derive_cuts(
         )
         raise blame(error, what, task, precision, built.module, batch) from error
     if not derived.cuts:
+        # one weight for each reason, the first by name: all weights of a model may have the same
         first = {reason: name for name, reason in sorted(derived.whole.items(), reverse=True) if reason}
         reasons = [f"'{name}': {reason}" for reason, name in sorted(first.items(), key=lambda item: item[1])]
         raise RefusedPlan(
@@ -77,7 +78,7 @@ def derive_cuts(
 
 
 def describe(task: Task, plan: Plan, seed: int = 0) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """(a row for each parameter, totals) of the cuts of a plan, without ranks: for people to look at."""
+    """Returns (a row for each parameter, totals) of the cuts of a plan, without ranks: for people to look at."""
     if plan.tp == 1:
         raise InputError(f"plan {plan} cuts no weights: give tp its degree")
     sample = few_samples(task, plan, Axis.alone("data"), torch.device("cpu"))

@@ -37,7 +37,7 @@ def compare(engine: Engine, tally: Tally, *, whole: bool) -> None:
     tally   of a step that is complete, with what `note` wrote
     whole   every rank of the data axis computes the loss of all samples
     """
-    rows = tally.told
+    rows = tally.alike_by_rank
     if engine.mesh.gradients.size < engine.mesh.world.size:
         rows = read(gather_rows(row_of(list(tally.alike), engine.device), engine.mesh.world), "what ranks draw and set")
     batches_apart, generators_apart, settings_apart = (any(row[at] != rows[0][at] for row in rows) for at in range(3))

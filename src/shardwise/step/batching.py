@@ -43,7 +43,7 @@ PLAIN = (
 
 
 def samples_in(batch: Any, *, name: str = "batch") -> int:
-    """How many samples a batch holds; `InputError` where its tensors disagree or none has a batch dim.
+    """Returns how many samples a batch holds; `InputError` where its tensors disagree or none has a batch dim.
 
     `name` is what the messages call the batch: a leaf is named by it and its path, as in "batch['tokens']".
     """
@@ -52,7 +52,7 @@ def samples_in(batch: Any, *, name: str = "batch") -> int:
 
 
 def check_samples(batch: Any, expected: int, *, name: str = "batch") -> None:
-    """`InputError`, naming the leaf, unless the batch holds exactly `expected` samples."""
+    """Raise `InputError`, naming the leaf, unless the batch holds exactly `expected` samples."""
     paths, leaves, _ = _flatten(batch, name)
     first, size = _common_size(paths, leaves, name)
     if size != expected:
@@ -63,7 +63,7 @@ def check_samples(batch: Any, expected: int, *, name: str = "batch") -> None:
 
 
 def parts_of(batch: Any, *, accumulate: int = 1, data_rank: int = 0, data_ranks: int = 1) -> list[Share]:
-    """This rank's `Share` of each micro-batch of a GLOBAL batch.
+    """Returns this rank's `Share` of each micro-batch of a GLOBAL batch.
 
     A rank with no sample in a micro-batch gets the micro-batch's first sample as a stand-in, with count 0.
     The parts of all ranks that count, joined in rank order, are the batch again.
@@ -75,6 +75,7 @@ def parts_of(batch: Any, *, accumulate: int = 1, data_rank: int = 0, data_ranks:
     _, samples = _common_size(paths, leaves, "batch")
     parts = []
     for first, last, start, total in deal(samples, accumulate, data_ranks, data_rank):
+        # A rank without samples runs one all the same: the others would wait for it in collectives of the module.
         low, high = (first, last) if last > first else (first - start, first - start + 1)
         cut = pytree.tree_unflatten([_slice(leaf, low, high) for leaf in leaves], spec)
         parts.append(Share(batch=cut, count=last - first, start=start, total=total))
@@ -82,7 +83,7 @@ def parts_of(batch: Any, *, accumulate: int = 1, data_rank: int = 0, data_ranks:
 
 
 def pieces_of(part: Share, samples: list[tuple[int, int]]) -> list[Share]:
-    """A part cut into pieces, [first, last) of the micro-batch each, in memory of their own.
+    """Returns a part cut into pieces, [first, last) of the micro-batch each, in memory of their own.
 
     A piece without samples holds the part's first one, with count 0.
     """
@@ -96,7 +97,7 @@ def pieces_of(part: Share, samples: list[tuple[int, int]]) -> list[Share]:
 
 
 def check_ranks(data_rank: int, data_ranks: int) -> None:
-    """`InputError` unless 0 <= data_rank < data_ranks."""
+    """Raise `InputError` unless 0 <= data_rank < data_ranks."""
     if data_ranks < 1 or not 0 <= data_rank < data_ranks:
         raise InputError(f"data_rank must be in [0, {data_ranks}), got {data_rank} (data_ranks={data_ranks})")
 
@@ -113,16 +114,16 @@ class _Paths:
 
 
 def path_of(batch: Any, index: int) -> str:
-    """The name of a batch's leaf, by its place among all, as messages have it: "batch['tokens']"."""
+    """Returns the name of a batch's leaf, by its place among all leaves, as messages have it: "batch['tokens']"."""
     return _Paths(batch, "batch")[index]
 
 
 def _is_leaf(node: Any) -> bool:
-    return isinstance(node, PackedSequence)
+    return isinstance(node, PackedSequence)  # a named tuple, whose rows mix samples: refused by name, not cut
 
 
 def _flatten(batch: Any, name: str) -> tuple[_Paths, list[Any], Any]:
-    """Names, leaves and structure; every leaf is a tensor, an array or a plain value."""
+    """Returns (names, leaves, structure); every leaf is a tensor, an array or a plain value."""
     leaves, spec = pytree.tree_flatten(batch, is_leaf=_is_leaf)
     paths = _Paths(batch, name)
     for index, leaf in enumerate(leaves):
@@ -152,7 +153,7 @@ def _has_samples(leaf: Any) -> bool:
 
 
 def _common_size(paths: _Paths, leaves: list[Any], name: str) -> tuple[int, int]:
-    """The place of the first leaf with samples, and the size that all of them share."""
+    """Returns (place of the first leaf with samples, the number of samples that all of them share)."""
     sized = [(index, int(leaf.shape[0])) for index, leaf in enumerate(leaves) if _has_samples(leaf)]
     if not sized:
         raise InputError(
@@ -171,12 +172,12 @@ def _common_size(paths: _Paths, leaves: list[Any], name: str) -> tuple[int, int]
 
 
 def _merged_graphs(paths: _Paths, sized: list[tuple[int, int]], leaves: list[Any]) -> str:
-    """What to do where a tensor of two dims or more holds numbers of another's rows, as edges of merged graphs do."""
+    """Returns advice where a tensor holds numbers of another one's rows, as edges of merged graphs do; else ""."""
     for index, size in sized:
-        held = torch.as_tensor(leaves[index])
-        if held.ndim < 2 or held.is_floating_point() or held.is_complex() or not held.numel():
+        edges = torch.as_tensor(leaves[index])
+        if edges.ndim < 2 or edges.is_floating_point() or edges.is_complex() or not edges.numel():
             continue
-        low, high = int(held.min()), int(held.max())
+        low, high = int(edges.min()), int(edges.max())
         for other, rows in sized:
             if other != index and rows != size and low >= 0 and high < rows:
                 return (
@@ -192,7 +193,7 @@ def _slice(leaf: Any, low: int, high: int) -> Any:
 
 
 def slice_samples(batch: Any, low: int, high: int) -> Any:
-    """Samples [low, high) of a batch: every tensor cut along its first dimension."""
+    """Returns samples [low, high) of a batch: every tensor cut along its first dimension, as views."""
     _, leaves, spec = _flatten(batch, "batch")
     return pytree.tree_unflatten([_slice(leaf, low, high) for leaf in leaves], spec)
 
@@ -211,7 +212,7 @@ def _kind(leaf: Any) -> str:
 
 @contextmanager
 def told_beside_first(first: dict[str, str], batch: Any, step: int) -> Iterator[None]:
-    """An error inside is told with what the batch holds otherwise than the first one did, if anything.
+    """Context: an error inside becomes one that says how the batch's fields differ from the first batch's, if they do.
 
     first   `fields_of` the first batch
     step    from 0

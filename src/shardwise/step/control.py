@@ -34,7 +34,7 @@ class Tally:
     pieces: int = 0  # of a batch whose sums are taken in an order that does not hang on ranks
     leaves: list[int] = field(default_factory=list)  # the piece of each summand, then
     alike: list[float] = field(default_factory=list)  # numbers that are to be the same on every rank
-    told: list[list[float]] = field(default_factory=list)  # those of each rank, once the rows are read
+    alike_by_rank: list[list[float]] = field(default_factory=list)  # once the rows are read
 
     def add(self, loss: Loss, count: int, extras: dict[str, torch.Tensor]) -> None:
         """Add one micro-batch."""
@@ -45,15 +45,19 @@ class Tally:
             self.extras.setdefault(name, []).append(value)
 
     def row(self, square_norm: torch.Tensor | float) -> torch.Tensor:
-        """This rank's control row (6 + extras,) in float64 on the device; with pieces, each one's summands too."""
-        told = (self.samples * self.counts, self.fingerprint(), self.stood_in, square_norm)
+        """Returns this rank's control row, (6 + extras,) float64 on the device; with pieces, their summands follow.
+
+        total, weight, samples, fingerprint of what was used, whether a stand-in ran, squared norm; extras
+        """
+        others = (self.samples * self.counts, self.fingerprint(), self.stood_in, square_norm)
         sums = [self._sum(self.totals), self._sum(self.weights)]
+        # by name: ranks may have met them in another order
         extras = [self._sum(self.extras[name]) for name in sorted(self.extras)]
         counted = [[value * self.counts for value in values] for values in (sums, extras)]
-        return row_of([*counted[0], *told, *counted[1], *self._by_piece(), *self.alike], self.device)
+        return row_of([*counted[0], *others, *counted[1], *self._by_piece(), *self.alike], self.device)
 
     def _by_piece(self) -> list[torch.Tensor | float]:
-        """Of each sum in turn (total, weight, extras), the summand of every piece; 0 for those of other ranks."""
+        """Returns, for each sum in turn (total, weight, extras), every piece's summand; 0 for pieces of other ranks."""
         table: list[torch.Tensor | float] = []
         for values in (self.totals, self.weights, *(self.extras[name] for name in sorted(self.extras))):
             row: list[torch.Tensor | float] = [0.0] * self.pieces
@@ -63,31 +67,33 @@ class Tally:
         return table
 
     def _sum(self, values: Sequence[torch.Tensor | float]) -> torch.Tensor | float:
+        # Tensors are added on the device: a value that is read here would make the host wait for the forward.
         plain = sum(value for value in values if not isinstance(value, torch.Tensor))
         tensors = [value.double().to(self.device) for value in values if isinstance(value, torch.Tensor)]
         return torch.stack(tensors).sum() + plain if tensors else plain
 
     @property
     def total(self) -> torch.Tensor | float:
-        """The sum of this rank's losses, whether or not it counts them."""
+        """Returns the sum of this rank's losses, whether or not it counts them."""
         return self._sum(self.totals)
 
     @property
     def reached(self) -> set[int]:
-        """Parameters reached in any micro-batch."""
+        """Returns indices of the parameters that backward reached in any micro-batch."""
         return set().union(*self.used)
 
     def fingerprint(self) -> float:
-        """A number that differs (almost surely) where ranks used other parameters in a micro-batch."""
+        """Returns a number that differs (almost surely) where ranks used other parameters in a micro-batch."""
         check = 0
         for used in self.used:
+            # with the count, so that parameters of one micro-batch are not taken for the next one's
             check = zlib.crc32(array("q", [len(used), *sorted(used)]).tobytes(), check)
         return float(check)
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """The gathered rows, summed where they are sums."""
+    """What all data ranks' control rows come to: sums over ranks, and what is compared."""
 
     total: float
     weight: float
@@ -104,11 +110,11 @@ class PendingRow:
         self.names = sorted(tally.extras)
         self.pieces, self._tally = tally.pieces, tally
         row = tally.row(square_norm)
-        self._table = row.new_empty((axis.size, row.numel()))
+        self._table = row.new_empty((axis.size, row.numel()))  # (ranks, 6 + extras + ...) float64
         self._pending = all_gather(self._table.view(-1), row, axis, "control", wait=False)
 
     def answer(self, square_norm: torch.Tensor | None = None) -> Agreement:
-        """What the rows of all ranks come to: the one thing that the host reads in a step.
+        """Returns what the rows of all ranks come to: the one thing that the host reads in a step.
 
         square_norm   that of every rank, where it was not known when the rows went off
         """
@@ -117,7 +123,7 @@ class PendingRow:
             self._table[:, SQUARE_NORM] = square_norm
         rows = read(self._table, "control row")
         if self._tally.alike:
-            self._tally.told = [row[-len(self._tally.alike) :] for row in rows]
+            self._tally.alike_by_rank = [row[-len(self._tally.alike) :] for row in rows]
         total, weight, *extras = self._sums(rows)
         return Agreement(
             total=total,
@@ -129,7 +135,7 @@ class PendingRow:
         )
 
     def _sums(self, rows: list[list[float]]) -> list[float]:
-        """Total, weight and extras over all ranks; with pieces rounded once, and so in no order."""
+        """Returns [total, weight, *extras] over all ranks; with pieces rounded once, whatever their order."""
         columns = [0, 1, *range(6, 6 + len(self.names))]
         if not self.pieces:
             return [sum(row[column] for row in rows) for column in columns]
@@ -144,7 +150,7 @@ def agree(tally: Tally, square_norm: torch.Tensor | float, axis: Axis) -> Agreem
 
 
 def gather_reached(tally: Tally, names: list[str], axis: Axis, device: torch.device, *, refuse: bool) -> set[int]:
-    """Parameters that any rank reached. With `refuse`, ranks that differ in a micro-batch are named.
+    """Returns indices of the parameters that any rank reached. With `refuse`, `RunError` where ranks differ.
 
     Ranks that ran a stand-in sample may have taken another branch; they are not compared.
     """
@@ -152,8 +158,8 @@ def gather_reached(tally: Tally, names: list[str], axis: Axis, device: torch.dev
     for micro_batch, used in enumerate(tally.used):
         bits[micro_batch, sorted(used)] = 1
     row = np.append(bits.reshape(-1), np.uint8(tally.stood_in))
-    told = gather_rows(to_device(row, device), axis)
-    table = np.array(read(told, "branches"), dtype=bool)
+    gathered = gather_rows(to_device(row, device), axis)
+    table = np.array(read(gathered, "branches"), dtype=bool)  # (ranks, micro-batches * parameters + 1)
     rows = table[:, :-1].reshape(axis.size, *bits.shape)
     compared = [rank for rank in range(axis.size) if not table[rank, -1]]
     if refuse and compared:

@@ -44,7 +44,7 @@ class Forward:
         self._batched: list[bool] | None = None  # which output leaves have the batch dim, once it was looked at
 
     def to_device(self, batch: Any) -> Any:
-        """The batch on this rank's device, its positions cut; float64 runs see float64 data."""
+        """Returns the batch on this rank's device, its positions cut; float64 runs see float64 data."""
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             wide = self.precision.compute == torch.float64 and tensor.is_floating_point()
@@ -53,27 +53,27 @@ class Forward:
         return tree_map_only(torch.Tensor, move, batch) if self.positions is None else self.positions.cut(batch, move)
 
     def local(self, batch: Any) -> Loss:
-        """The loss of these samples alone. `batch` is on the CPU or the device."""
+        """Returns the loss of these samples alone. `batch` is on the CPU or the device."""
         batch = self.to_device(batch)
         output = self._output(batch)
         return self.shared(lambda: self.read(output, batch))
 
     def shared(self, read: Callable[[], Loss]) -> Loss:
-        """The loss that `read` gives; under a pipeline on every stage."""
+        """Returns the loss that `read` gives; under a pipeline on every stage."""
         return read()
 
     def read(self, output: Any, batch: Any) -> Loss:
-        """The loss of an output, for a batch on the device."""
+        """Returns the loss of an output, with Task.metrics as extra terms, for a batch on the device."""
         loss = loss_on(self.task, output, batch)
         return loss if self.metrics is None else loss.with_extras(self.metrics.as_extras(output, batch))
 
     def __call__(self, part: Share) -> Loss:
-        """The loss that this rank contributes for a part (a stand-in contributes nothing)."""
+        """Returns the loss that this rank contributes for a part (a stand-in contributes nothing)."""
         batch = self.to_device(part.batch)
         return self.loss_of(self._output(batch), batch, part)
 
     def loss_of(self, output: Any, batch: Any, part: Share) -> Loss:
-        """The loss that this rank contributes, given the model's output; `batch` is on the device."""
+        """Returns the loss that this rank contributes, from the model's output; `batch` is on the device."""
         if self.metrics is not None:
             again = self.task.loss_scope == "model" and self.data.index > 0  # another rank's samples
             self.metrics.add(output, batch, 0 if again else part.count)
@@ -83,29 +83,30 @@ class Forward:
         return loss if part.count else _nothing(loss)
 
     def joined(self, whole_and_parts: tuple[Any, Sequence[Any]]) -> Loss:
-        """The loss on the outputs for parts put together; learns which outputs have the batch dim."""
+        """Returns the loss on the outputs for parts put together; learns which outputs have the batch dim."""
         whole, parts = whole_and_parts
         batches = [self.to_device(batch) for batch in (whole, *parts)]
         outputs = [self.output(batch) for batch in batches]
         return self.shared(lambda: self.joined_of(outputs, batches))
 
     def joined_of(self, outputs: Sequence[Any], batches: Sequence[Any]) -> Loss:
-        """The same of outputs that are known: those for the whole batch, then for its parts."""
+        """Returns the same from outputs: those for the whole batch, then those for its parts."""
         (_, spec), *_ = flat = [tree_flatten(output) for output in outputs]
         counts = [samples_in(batch) for batch in batches]
-        each = list(zip(*(leaves for leaves, _ in flat), strict=True))
-        self._batched = [_has_samples(leaves, counts) for leaves in each]
-        put = [torch.cat(leaves[1:]) if at else leaves[0] for leaves, at in zip(each, self._batched, strict=True)]
-        return loss_on(self.task, tree_unflatten(put, spec), batches[0])
+        by_leaf = list(zip(*(leaves for leaves, _ in flat), strict=True))
+        self._batched = [_has_samples(leaves, counts) for leaves in by_leaf]
+        joined = [torch.cat(leaves[1:]) if at else leaves[0] for leaves, at in zip(by_leaf, self._batched, strict=True)]
+        return loss_on(self.task, tree_unflatten(joined, spec), batches[0])
 
     def output(self, batch: Any) -> Any:
-        """The model's output for a batch on the device; under a pipeline None but on the last stage."""
+        """Returns the model's output for a batch on the device; under a pipeline None but on the last stage."""
         return whole(self._output(batch))
 
     def _output(self, batch: Any) -> Any:
         args, kwargs = call_arguments(self.task, batch)
         if self.precision.mixed or self.precision.compute != torch.float32:
             args, kwargs = self.precision.cast_inputs((args, kwargs))
+        # torch's own messages name neither the table nor the index
         try:
             return self.precision.cast_outputs(self.module(*args, **kwargs))
         except IndexError as error:
@@ -114,13 +115,13 @@ class Forward:
             raise lone_value(error, samples_in(batch)) or error from error
 
     def _gathered(self, output: Any, batch: Any, part: Share) -> Loss:
-        """Every rank evaluates the loss on all samples; it counts once, on the first rank of the data axis.
+        """Returns the loss on all ranks' samples, gathered; it counts once, on the first rank of the data axis.
 
         Backward of the gather keeps each rank's own rows, whose gradient is complete; tensors without a batch dim
         (a learned temperature) get their gradient on every rank, so it is divided by the ranks.
         """
-        told = gather_rows(put([float(part.count)], self.device), self.data).view(-1)
-        counts = tuple(int(n) for n in read(told, "samples of each rank"))
+        row = gather_rows(put([float(part.count)], self.device), self.data).view(-1)
+        counts = tuple(int(n) for n in read(row, "samples of each rank"))
         ranks = self.data.size
 
         def gather(leaf: Any, batched: bool = True) -> Any:
@@ -135,10 +136,11 @@ class Forward:
         leaves, spec = tree_flatten(whole(output))
         batched = self._batched
         if batched is None or len(batched) != len(leaves):  # nothing was looked at: by size
-            rows = max(part.count, 1)
+            rows = max(part.count, 1)  # a stand-in is one sample
             batched = [isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (rows,) for leaf in leaves]
         output = tree_unflatten([gather(*pair) for pair in zip(leaves, batched, strict=True)], spec)
         loss = loss_on(self.task, output, tree_map(gather, batch))
+        # The others' value is 0 and their gradient the same: backward must give each rank's own rows theirs.
         if self.data.index == 0:
             return loss
         return Loss(_uncounted(loss.total), 0.0, {k: _uncounted_extra(v) for k, v in loss.extras.items()})
@@ -147,7 +149,7 @@ class Forward:
 def run_alone(
     task: Task, precision: Precision, positions: Positions | None = None, device: torch.device = CPU
 ) -> Callable[[nn.Module, Any], Loss]:  # fmt: skip
-    """(module, batch) -> loss without other ranks: to look at a module before ranks hold it.
+    """Returns a function (module, batch) -> loss without other ranks: to look at a module before ranks hold it.
 
     positions  cut over axes that send nothing
     """
@@ -167,7 +169,7 @@ def _norms_of(precision: Precision) -> AbstractContextManager[Any]:
 
 
 def output_alone(task: Task, precision: Precision) -> Callable[[nn.Module, Any], Any]:
-    """(module, batch) -> the model's output without other ranks, on the CPU."""
+    """Returns a function (module, batch) -> the model's output without other ranks, on the CPU."""
     alone = Axis.alone("data")
 
     def run(module: nn.Module, batch: Any) -> Any:
@@ -179,21 +181,21 @@ def output_alone(task: Task, precision: Precision) -> Callable[[nn.Module, Any],
 
 
 def beyond_table(error: IndexError, module: nn.Module) -> InputError | None:
-    """What to say where a look-up in an embedding failed: which index, where, in which table."""
-    table, found, frame = "", None, error.__traceback__
+    """Returns an error that says which index of an embedding failed, where, in which table; else None."""
+    table, lookup, frame = "", None, error.__traceback__
     while frame is not None:
-        held = frame.tb_frame.f_locals
-        if isinstance(held.get("self"), nn.Embedding):
-            table = next((path for path, child in module.named_modules() if child is held["self"]), table)
-        index = held.get("input", held.get("index"))
-        if isinstance(index, torch.Tensor) and isinstance(held.get("weight"), torch.Tensor):
-            found = index, held["weight"].shape[0]
+        names = frame.tb_frame.f_locals
+        if isinstance(names.get("self"), nn.Embedding):
+            table = next((path for path, child in module.named_modules() if child is names["self"]), table)
+        index = names.get("input", names.get("index"))  # of `F.embedding`, or of the product on a cut table
+        if isinstance(index, torch.Tensor) and isinstance(names.get("weight"), torch.Tensor):
+            lookup = index, names["weight"].shape[0]
         frame = frame.tb_next
-    if found is None or found[0].is_floating_point():
+    if lookup is None or lookup[0].is_floating_point():
         return None
-    index, rows = found
+    index, rows = lookup
     wrong = ((index < 0) | (index >= rows)).nonzero()
-    if not len(wrong):
+    if not len(wrong):  # an IndexError of something else inside
         return None
     place = tuple(read(wrong[0], "where an index is wrong"))
     return InputError(
@@ -204,7 +206,7 @@ def beyond_table(error: IndexError, module: nn.Module) -> InputError | None:
 
 
 def lone_value(error: ValueError, samples: int) -> InputError | None:
-    """What to say where batch norm in training has one value for each channel."""
+    """Returns an error that says that batch norm has one value per channel; None for another error."""
     if "more than 1 value per channel" not in str(error):
         return None
     return InputError(
@@ -223,7 +225,7 @@ def _has_samples(leaves: tuple, counts: list[int]) -> bool:
             f'loss_scope="global" gathers the outputs of the model, and cannot look into a {type(leaf).__name__}: '
             "return tensors, tuples or dicts, or register the class as a pytree"
         )
-    shapes = [each.shape for each in leaves]
+    shapes = [output.shape for output in leaves]
     if len(set(shapes)) == 1:
         return False
     first = [shape[:1] for shape in shapes]
@@ -237,6 +239,8 @@ def _has_samples(leaves: tuple, counts: list[int]) -> bool:
 
 
 class _ShareOfGradient(torch.autograd.Function):
+    """The same tensor, its gradient divided by the ranks, over which it is summed."""
+
     @staticmethod
     def forward(ctx, tensor: torch.Tensor, ranks: int) -> torch.Tensor:
         ctx.ranks = ranks
@@ -268,6 +272,6 @@ def _uncounted_extra(extra):
 
 
 def _nothing(loss: Loss) -> Loss:
-    """The stand-in's loss: in the graph, so that collectives of backward are met, but worth nothing."""
+    """Returns a stand-in's loss, worth nothing; in the graph, so that its backward meets the others' collectives."""
     zero = {k: type(v)(v.total * 0, None if v.weight is None else 0.0) for k, v in loss.extras.items()}
     return Loss(loss.total * 0, 0.0, zero)

@@ -16,14 +16,14 @@ MakeContext = Callable[[], AbstractContextManager[Any]]
 
 
 class Hooks:
-    """Who looks at which part of a step. Without anybody a part costs nothing."""
+    """Context managers around parts of a step; a part without any costs nothing."""
 
     def __init__(self) -> None:
         self._around: dict[str, list[MakeContext]] = {part: [] for part in get_args(Part)}
 
     @contextmanager
     def around(self, part: Part, make: MakeContext) -> Iterator[None]:
-        """Inside, `make()` is entered around each `part`; the first that came is the outermost."""
+        """Context: `make()` is entered around each `part`; the first that came is the outermost."""
         made = self._around[part]
         made.append(make)
         try:

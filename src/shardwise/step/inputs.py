@@ -17,11 +17,11 @@ from shardwise.step.state import RankState
 
 
 def name_bad_input(state: RankState, parts: list[Share], error: NotFinite) -> RunError:
-    """The error, or a better one where a value of some rank's batch is NaN or infinite. Collective."""
-    found = [one for one in gather_json(_first_bad(parts), state.mesh.world, state.device) if one is not None]
-    if not found:
+    """Returns the error, or one that names the sample where some rank's batch is NaN or infinite. Collective."""
+    bad = [entry for entry in gather_json(_first_bad(parts), state.mesh.world, state.device) if entry is not None]
+    if not bad:
         return error
-    sample, name, value = min(found)
+    sample, name, value = min(bad)
     return RunError(
         f"{error.what}: {name} holds {value} in sample {sample} of that step's batch. Repair or leave out such samples "
         f"where the data are read, {SKIP}"
@@ -29,20 +29,20 @@ def name_bad_input(state: RankState, parts: list[Share], error: NotFinite) -> Ru
 
 
 def _first_bad(parts: list[Share]) -> tuple[int, str, str] | None:
-    """(sample of the global batch, field, value) of the first value that is not finite in this rank's parts."""
-    before, found = 0, []
+    """Returns (sample of the global batch, field, value) of this rank's first value that is not finite, or None."""
+    before, bad = 0, []  # samples in the micro-batches before
     for part in parts:
         for index, leaf in enumerate(tree_flatten(part.batch)[0]):
-            sample = _bad_row(leaf) if part.count else None
-            if sample is not None:
-                row, value = sample
-                found.append((before + part.start + row, path_of(part.batch, index), value))
+            row_and_value = _bad_row(leaf) if part.count else None  # a stand-in is another rank's sample
+            if row_and_value is not None:
+                row, value = row_and_value
+                bad.append((before + part.start + row, path_of(part.batch, index), value))
         before += part.total
-    return min(found, default=None)
+    return min(bad, default=None)
 
 
 def _bad_row(leaf: Any) -> tuple[int, str] | None:
-    """The first row of a tensor with a value that is not finite, and that value."""
+    """Returns the first row of a tensor with a value that is not finite, and what that value is; None if all are."""
     leaf = torch.as_tensor(leaf) if hasattr(leaf, "__array__") else leaf
     if not isinstance(leaf, torch.Tensor) or not leaf.dim() or not (leaf.is_floating_point() or leaf.is_complex()):
         return None

@@ -14,6 +14,7 @@ def meet_kept(state: RankState, part: Share) -> None:
     many as before.
     """
     last, state.last_total = state.last_total, part.total
+    # nothing to go on from at the start, or where one process has as many samples as before
     if not state.keeps_samples or state.data_ranks == 1 or last in (0, part.total):
         return
     for rank in range(state.data_ranks):

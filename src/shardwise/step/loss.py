@@ -44,22 +44,22 @@ class Loss:
 
     @property
     def terms(self) -> float:
-        """The sum of its samples' terms without their signs, where that is known; else 0."""
+        """Returns the sum of its samples' terms without their signs, where that is known; else 0."""
         return 0.0
 
     def with_extras(self, extras: dict[str, Extra]) -> Loss:
-        """A copy with more extra terms."""
+        """Returns a copy with more extra terms."""
         return Loss(self.total, self.weight, {**self.extras, **extras})
 
     def numbers(self) -> dict[str, float]:
-        """Every sum and weight by name, for comparison."""
-        found = {"sum": float(self.total.detach()), "weight": not_negative(float(self.weight), "weight")}
+        """Returns every sum and weight by name, for comparison. Reads them: the host waits."""
+        numbers = {"sum": float(self.total.detach()), "weight": not_negative(float(self.weight), "weight")}
         for name, extra in self.extras.items():
-            found[f"extra '{name}'"] = float(extra.total.detach())
+            numbers[f"extra '{name}'"] = float(extra.total.detach())
             if extra.weight is not None:
                 what = f"weight of extra '{name}'"
-                found[what] = not_negative(float(extra.weight), what)
-        return found
+                numbers[what] = not_negative(float(extra.weight), what)
+        return numbers
 
 
 def is_second_backward(error: BaseException) -> bool:
@@ -68,7 +68,7 @@ def is_second_backward(error: BaseException) -> bool:
 
 
 def loss_on(task: Task, output: Any, batch: Any) -> Loss:
-    """The task's loss of an output, checked. What a model returned that is no tensor is told with the loss's error."""
+    """Returns the task's loss of an output, checked. An error of it gets a note on an output that is no tensor."""
     try:
         returned = task.loss(output, batch)
     except (TypeError, AttributeError) as error:
@@ -84,6 +84,7 @@ def loss_on(task: Task, output: Any, batch: Any) -> Loss:
 
 
 def _instead_of_a_tensor(output: Any) -> str:
+    """Returns what a model returned that is no tensor, and how Task.loss takes a tensor from it."""
     if output is None:
         return "The model returned None: let its forward end in `return`"
     if isinstance(output, Mapping):
@@ -98,7 +99,7 @@ def _instead_of_a_tensor(output: Any) -> str:
 
 
 def read_loss(returned: Any) -> Loss:
-    """Check what the task's loss returned. Raises `InputError` that says what was expected."""
+    """Returns what the task's loss returned as a `Loss`; raises `InputError` that says what was expected."""
     if isinstance(returned, torch.Tensor):
         raise InputError(f"{_SHAPE}, got one tensor: a mean hides the weight that parts of a batch must share")
     if not isinstance(returned, tuple | list) or len(returned) not in (2, 3):
@@ -115,7 +116,7 @@ def read_loss(returned: Any) -> Loss:
 
 
 def not_negative(value: float, what: str) -> float:
-    """The value of a weight; a negative one would turn the loss around, so that steps climb. Raises `InputError`."""
+    """Returns the value of a weight. Raises `InputError` for a negative one, by which steps would climb the loss."""
     if value < 0:
         raise InputError(
             f"Task.loss returned {value:g} as the {what}, which divides the sum and turns its sign around: return how "
@@ -136,7 +137,7 @@ def _extra(name: str, value: Any) -> Extra:
 
 def _number(value: Any, what: str) -> torch.Tensor | float:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.detach().reshape(())
+        return value.detach().reshape(())  # not read here: the control row tells if it is negative
     if isinstance(value, int | float) and not math.isfinite(value):
         raise InputError(f"{_SHAPE}: the {what} is {value:g}: return how many samples or tokens count, 0 or more")
     if isinstance(value, int | float):

@@ -19,6 +19,7 @@ def seed_masks(state: RankState, micro_batch: int, part: Share, *, alone: bool =
         samples = Samples(part.start, part.count, part.total)
         state.global_random.begin(state.seed, state.steps_done, micro_batch, samples, alone=alone)
         return
+    # With pieces the seed must not follow the rank: any number of ranks draws the same.
     place = (micro_batch, state.data_rank) if state.order is None else ("piece", state.order.leaf)
     seed = seed_of("fast", state.seed, state.steps_done, *place)
     seed_generators(seed)
@@ -29,20 +30,21 @@ def seed_masks(state: RankState, micro_batch: int, part: Share, *, alone: bool =
 
 @contextmanager
 def drawing(state: RankState) -> Iterator[None]:
-    """Around forwards and backwards: masks by global index, where they were asked for and the module draws."""
+    """Context of forwards and backwards: draws by global index, where they were asked for and the module draws."""
     random, watch = state.global_random, state.watch
     if random is None:
         yield
         return
-    if (told := watch.at(state.steps_done, random)) is not None:
+    if (notice := watch.at(state.steps_done, random)) is not None:
         if state.plan.compile:
             raise RefusedPlan(f"the model draws random numbers, {HIDDEN}")
-        state.notices.append(told)
+        state.notices.append(notice)
     if not watch.idle:
         with attention_as_ops(random.scores), random.watching(state.module):
             yield
         return
-    stood = [] if watch.sure or watch.moved is not None else generators(state.device)
+    # Nothing is watched, at no cost: a generator that moves is how draws after all show.
+    before = [] if watch.sure or watch.moved is not None else generators(state.device)
     yield
-    if stood and stood != generators(state.device):
+    if before and before != generators(state.device):
         watch.moved = state.steps_done

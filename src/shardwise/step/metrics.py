@@ -37,7 +37,7 @@ class MetricTally:
 
     @torch.no_grad()
     def add(self, output: Any, batch: Any, count: int) -> None:
-        """One micro-batch on this rank; a stand-in (`count` 0) adds nothing but tells the names."""
+        """Add one micro-batch of this rank; a stand-in (`count` 0) adds zeros, so that ranks have the same names."""
         for name, total, weight, finish in self._read(self.metrics(output, batch)):
             self._finish[name] = finish
             total, weight = (total, weight) if count else (torch.zeros_like(total), torch.zeros_like(weight))
@@ -45,9 +45,10 @@ class MetricTally:
             self.sums[name] = (total, weight) if before is None else (before[0] + total, before[1] + weight)
 
     def _read(self, returned: Any) -> list[tuple[str, torch.Tensor, torch.Tensor, Callable[[float], float] | None]]:
+        """Returns (name, sum, weight, what comes after the division) of each metric; sums are () or (V,) float64."""
         if not isinstance(returned, dict):
             raise InputError(f"{_SHAPE}, got {type(returned).__name__}")
-        found = []
+        metrics = []
         for name, value in returned.items():
             if not isinstance(value, tuple | list) or len(value) not in (2, 3):
                 raise InputError(f"{_SHAPE}: '{name}' is not a sum and a weight; a mean has no weight to share")
@@ -56,11 +57,11 @@ class MetricTally:
                 raise InputError(
                     f"{_SHAPE}: '{name}' has a sum of shape {tuple(total.shape)}: give numbers or a vector"
                 )
-            found.append((str(name), total, weight.expand(total.shape), _finish(name, value[2:])))
-        return found
+            metrics.append((str(name), total, weight.expand(total.shape), _finish(name, value[2:])))
+        return metrics
 
     def as_extras(self, output: Any, batch: Any) -> dict[str, Extra]:
-        """As extra terms of a loss, so that the look at a few samples finds a metric that does not add up."""
+        """Returns metrics as extra terms of a loss, so that the look at few samples finds one that does not add up."""
         extras = {}
         with torch.no_grad():
             for name, total, weight, _ in self._read(self.metrics(output, batch)):
@@ -69,22 +70,22 @@ class MetricTally:
         return extras
 
     def collect(self, axis: Axis) -> dict[str, float]:
-        """Each metric over all ranks since the last time. One small collective."""
-        names = sorted(self.sums)
+        """Returns each metric over all ranks since the last time. One small collective."""
+        names = sorted(self.sums)  # one order on all ranks
         if not names:
             return {}
         row = torch.cat([part.reshape(-1) for name in names for part in self.sums[name]])
         table = read(gather_rows(row, axis).sum(dim=0), "metrics")
-        found, at = {}, 0
+        values, at = {}, 0
         for name in names:
             size = self.sums[name][0].numel()
             totals, weights = table[at : at + size], table[at + size : at + 2 * size]
             at += 2 * size
             for place, (total, weight) in enumerate(zip(totals, weights, strict=True)):
                 key = f"{name}/{place}" if self.sums[name][0].dim() else name
-                found[key] = self._value(name, total, weight)
+                values[key] = self._value(name, total, weight)
         self.sums.clear()
-        return found
+        return values
 
     def _value(self, name: str, total: float, weight: float) -> float:
         if not weight:
@@ -96,11 +97,12 @@ class MetricTally:
             return math.nan
 
 
-def _finish(name: str, given: Any) -> Callable[[float], float] | None:
-    if not given:
+def _finish(name: str, third: Any) -> Callable[[float], float] | None:
+    """Returns the function after the division that a metric's third item names; `third`: it alone, or nothing."""
+    if not third:
         return None
-    if callable(given[0]):
-        return given[0]
-    if given[0] not in _FINISH:
-        raise InputError(f"{_SHAPE}: '{name}' ends with {given[0]!r}")
-    return _FINISH[given[0]]
+    if callable(third[0]):
+        return third[0]
+    if third[0] not in _FINISH:
+        raise InputError(f"{_SHAPE}: '{name}' ends with {third[0]!r}")
+    return _FINISH[third[0]]

@@ -35,13 +35,13 @@ class NotFinite(RunError):
 
 
 def held_gradients(state: RankState) -> list[torch.Tensor]:
-    """The gradients of this rank's master weights, each whole or the piece that the rank holds."""
+    """Returns the gradients of this rank's master weights, each whole or the piece that the rank holds."""
     gradients = (slot.master.grad for slot in state.technique.slots)
     return [gradient for gradient in gradients if gradient is not None]
 
 
 def square_norm(state: RankState) -> torch.Tensor:
-    """Squared L2 norm of the gradients that this rank counts, summed over ranks of tp; each element counts once.
+    """Returns the squared L2 norm of the gradients that this rank counts, summed over tp; each element counts once.
 
     () float64 on the device: the host reads it with the control row.
     """
@@ -50,6 +50,7 @@ def square_norm(state: RankState) -> torch.Tensor:
     slots = _counted_slots(state)
     if state.tensor is None:
         return sum_of_squares(state, slots)
+    # Ranks of tp hold shares of cut weights, and the same whole ones, which the first of them counts.
     total = sum_of_squares(state, [slot for slot in slots if slot.name in state.tensor.cuts])
     if state.mesh.tp.index == 0:
         total = total + sum_of_squares(state, [slot for slot in slots if slot.name not in state.tensor.cuts])
@@ -58,7 +59,7 @@ def square_norm(state: RankState) -> torch.Tensor:
 
 
 def _whole_square_norm(state: RankState) -> torch.Tensor:
-    """The same bits on any number of ranks: of each whole gradient, gathered for it, one after the other."""
+    """Returns the squared norm, the same bits on any number of ranks: of whole gradients, one after the other."""
     squares = torch.zeros((), dtype=torch.float64, device=state.device)
     for gradient in gathered_together(state.technique.full_gradient(index) for index in range(len(state.names))):
         if gradient is not None and gradient.numel():
@@ -67,7 +68,7 @@ def _whole_square_norm(state: RankState) -> torch.Tensor:
 
 
 def _counted_slots(state: RankState) -> list[Slot]:
-    """The slots that this rank counts: each weight is counted by one rank of dp_shard and one pipeline stage."""
+    """Returns the slots that this rank counts: one rank of dp_shard and one pipeline stage counts each weight."""
     slots = [slot for slot in state.technique.slots if slot.counted]
     if state.staged is None:
         return slots
@@ -75,23 +76,24 @@ def _counted_slots(state: RankState) -> list[Slot]:
 
 
 def sum_of_squares(state: RankState, slots: list[Slot]) -> torch.Tensor:
-    """Sum of squares of these slots' gradients on this rank: () float64."""
+    """Returns the sum of squares of these slots' gradients on this rank: () float64, on the device."""
     gradients = [slot.master.grad for slot in slots if slot.master.grad is not None and slot.master.grad.numel()]
-    if not gradients:
+    if not gradients:  # torch refuses an empty list
         return torch.zeros((), dtype=torch.float64, device=state.device)
     return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
 
 
 def norm_of_gradients(state: RankState) -> float:
-    """The L2 norm of the gradients as all ranks have them now, clipped or changed. Collective."""
+    """Returns the L2 norm of the gradients as all ranks have them now, clipped or changed. Collective."""
     table = gather_rows(square_norm(state).reshape(1), state.mesh.gradients)
     rows = read(table.view(-1), "the norm of gradients")
+    # Pieces' squares add up over dp_shard; replicas of these, and whole gradients, have the same number each.
     summed = state.technique.in_pieces and state.order is None
     return math.sqrt(sum(rows[: state.mesh.shard.size] if summed else rows[:1]))
 
 
 def normalise(state: RankState, agreed: Agreement) -> tuple[StepResult, bool]:
-    """Divide by the global weight and clip; decide, alike on all ranks, whether the update is finite."""
+    """Divide by the global weight and clip; returns the result, and whether all ranks may do the update."""
     weight = not_negative(agreed.weight, f"weight of step {state.steps_done}")
     scale = state.scale
     divisor = weight * (scale.value if scale is not None else 1.0)
@@ -113,6 +115,7 @@ def normalise(state: RankState, agreed: Agreement) -> tuple[StepResult, bool]:
             for name, value in agreed.extras.items()
         },
     )
+    # An infinite loss is no overflow of gradients: a smaller scale would not mend it.
     if scale is not None:
         scale.update(overflow=math.isfinite(loss) and not math.isfinite(norm))
     if not finite and state.on_nonfinite != "use":
@@ -120,6 +123,7 @@ def normalise(state: RankState, agreed: Agreement) -> tuple[StepResult, bool]:
             not_finite(state, result)
         return result, False
     clip = min(1.0, state.clip_norm / (norm + 1e-6)) if state.clip_norm is not None else 1.0
+    # Clipping and division in one product: twice would round twice.
     gradients = held_gradients(state)
     if gradients and divisor and clip / divisor != 1.0:
         torch._foreach_mul_(gradients, clip / divisor)
@@ -140,6 +144,7 @@ def not_finite(state: RankState, result: StepResult) -> None:
 
 
 def _first_bad_gradient(state: RankState) -> str | None:
+    """Returns the name of the first parameter whose gradient is not finite on some rank, None for none. Collective."""
     index_of = {name: index for index, name in enumerate(state.names)}
     bad = [
         index_of[slot.name]
@@ -147,5 +152,5 @@ def _first_bad_gradient(state: RankState) -> str | None:
         if slot.master.grad is not None and not read(torch.isfinite(slot.master.grad).all(), "a finite gradient")
     ]
     first = float(min(bad, default=len(state.names)))
-    found = int(read(gather_rows(put([first], state.device), state.mesh.gradients).min(), "first bad gradient"))
-    return state.names[found] if found < len(state.names) else None
+    index = int(read(gather_rows(put([first], state.device), state.mesh.gradients).min(), "first bad gradient"))
+    return state.names[index] if index < len(state.names) else None

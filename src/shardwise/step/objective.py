@@ -12,7 +12,7 @@ from shardwise.step.state import RankState
 
 
 def objective_of(state: RankState, loss: Loss) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """What is differentiated: the sum, plus extra terms brought to the main weight, times the loss scale.
+    """Returns (what backward differentiates, extra terms by name): the sum plus extras, times the loss scale.
 
     An extra (E, V) of its own weight enters as E w / V with the micro-batch's global weights w and V, so that
     the step's loss is sum_i (S_i + w_i E_i / V_i) / W.
@@ -32,7 +32,7 @@ def objective_of(state: RankState, loss: Loss) -> tuple[torch.Tensor, dict[str, 
 
 
 def _extra_factors(state: RankState, loss: Loss) -> dict[str, torch.Tensor | float]:
-    """What each extra term is multiplied by; on the device where it hangs on weights."""
+    """Returns the factor of each extra term, 1 or w / V; on the device where it follows from weights."""
     factors: dict[str, torch.Tensor | float] = dict.fromkeys(loss.extras, 1.0)
     own = {name: extra.weight for name, extra in sorted(loss.extras.items()) if extra.weight is not None}
     if own and state.order is not None:
@@ -43,12 +43,13 @@ def _extra_factors(state: RankState, loss: Loss) -> dict[str, torch.Tensor | flo
     if own:
         row = row_of([loss.weight, *own.values()], state.device)
         main, *totals = gather_rows(row, state.mesh.data).sum(dim=0)
+        # a term that counts nothing anywhere adds nothing
         factors |= {name: torch.where(t != 0, main / t, t) for name, t in zip(own, totals, strict=True)}
     return factors
 
 
 def _times(total: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
-    """The product as torch rounds that with a number in Python: once, to the total's own dtype."""
+    """Returns the product as torch rounds that with a number in Python: once, to the total's own dtype."""
     if not isinstance(factor, torch.Tensor):
         return total * factor
     wide = torch.promote_types(total.dtype, torch.float32)

@@ -28,7 +28,7 @@ def as_numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def choose_owners(sizes: list[int], ranks: int) -> list[int]:
-    """The owner of each parameter: largest first, to the rank with the fewest elements so far."""
+    """Returns the owner's rank of each parameter: largest first, to the rank with the fewest elements so far."""
     load = [0] * ranks
     owners = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
@@ -56,9 +56,11 @@ class OwnedMasters:
                 self.masters[index] = nn.Parameter(whole.detach().clone())
 
     def _owned_by(self, rank: int, used: set[int]) -> list[int]:
+        # Of used ones alone: others have no gradient, and their weights stay.
         return [index for index, owner in enumerate(self.owner_of) if owner == rank and index in used]
 
     def _size(self, index: int, rank: int) -> int:
+        """Returns how many real numbers the rank's piece of a parameter has."""
         shape = torch.empty(self.shapes[index], device="meta")
         return self.technique.select(index, shape, rank).numel() * (2 if self._complex(index) else 1)
 
@@ -81,6 +83,7 @@ class OwnedMasters:
             for i in self._owned_by(rank, used)
             if self._size(i, me)
         ]
+        # Sizes follow from shapes and owners on every rank, so none are sent.
         sent_sizes = [sum(self._size(i, me) for i in self._owned_by(rank, used)) for rank in range(ranks)]
         mine = self._owned_by(me, used)
         received_sizes = [sum(self._size(i, rank) for i in mine) for rank in range(ranks)]
@@ -94,7 +97,7 @@ class OwnedMasters:
                 piece.copy_(self._shaped(i, received[at : at + size], piece.shape))
                 at += size
         for i, master in self.masters.items():
-            master.grad = wholes.get(i)
+            master.grad = wholes.get(i)  # None where nobody used it: the optimizer leaves it alone
 
     @torch.no_grad()
     def hand_out(self, used: set[int]) -> None:
@@ -109,19 +112,19 @@ class OwnedMasters:
         for rank in range(ranks):
             for i in self._owned_by(rank, used):
                 size = self._size(i, me)
-                if size:
+                if size:  # this rank may have no slot for it
                     master = self._slot[i].master
                     master.copy_(self._shaped(i, received[at : at + size], master.shape))
                 at += size
         for master in self.masters.values():
-            master.grad = None
+            master.grad = None  # whole gradients are not held beside the next step's
 
     @torch.no_grad()
     def take_weights(self) -> None:
-        """Owners' masters follow what was written into the weights. Collective where ranks hold shards of those."""
+        """Let owners' masters follow what was written into the weights. Collective where ranks hold shards of those."""
         for index, weight in enumerate(self.technique.params):
             whole = weight.detach()
-            if isinstance(weight, DTensor):
+            if isinstance(weight, DTensor):  # all ranks, though one owns it: the gather is collective
                 whole = gathered_alone(self.technique.full_parameter(index))
             if index in self.masters:
                 follow(self.masters[index], whole)

@@ -45,14 +45,14 @@ from shardwise.trace.deferred import seed_of
 
 
 def run_schedule(state: RankState, parts: list[Share], tally: Tally) -> None:
-    """Forward and backward of every micro-batch of a step, in the order of this rank's row."""
+    """Run forward and backward of every micro-batch of a step, in the order of this rank's row of the schedule."""
     staged = _staged(state)
     row, done = _Row(state, staged, parts, tally), 0
     while done < len(parts):
         schedule = staged.cut.schedule
         if len(parts) - done < schedule.microbatches:  # the end of an epoch
             schedule = plain_schedule(schedule.owner, len(parts) - done)
-        final = schedule.last_backward(staged.axis.index)
+        final = schedule.last_backward(staged.axis.index)  # after it gradients of weights may be reduced
         staged.mail.expect(schedule, done, row.key)
         ends = done + schedule.microbatches == len(parts)
         for place, op in enumerate(schedule.rows[staged.axis.index]):
@@ -66,13 +66,14 @@ def run_schedule(state: RankState, parts: list[Share], tally: Tally) -> None:
 
 
 def finish_stages(state: RankState, tally: Tally, used: set[int], *, again: bool) -> Agreement:
-    """Complete the gradients, sum those of tied parameters over stages, and agree over all ranks.
+    """Complete the gradients, sum those of tied parameters over stages; returns what all ranks' rows come to.
 
     again   data ranks used other parameters in this step, and `used` is what any of them did
     """
     cut = _staged(state).cut
     used = _tied_used(state, used)
     state.technique.finish_step(used)
+    # Tied gradients are summed in place, which cannot be done twice: first whether data ranks used the same.
     if cut.tied and state.data_ranks > 1 and not again:
         agreed = agree_stages(state, tally, 0.0)
         if not agreed.same_branches:  # this is called again, with what any data rank used
@@ -82,14 +83,14 @@ def finish_stages(state: RankState, tally: Tally, used: set[int], *, again: bool
 
 
 def agree_stages(state: RankState, tally: Tally, square_norm: torch.Tensor | float) -> Agreement:
-    """The control rows of the data ranks, then of the stages: loss from the last, norms from all."""
+    """Returns what control rows come to over data ranks, then over stages: the last one's loss, all stages' norms."""
     staged, own = _staged(state), agree(tally, square_norm, state.mesh.gradients)
     rows = own.square_norms[: state.mesh.shard.size] if state.technique.in_pieces else own.square_norms[:1]
     scale = state.scale.value if state.scale is not None else 0.0
-    told = [own.total, own.weight, own.samples, own.extras, own.same_branches, math.fsum(rows), scale]
-    table = gather_json(told, staged.axis, state.device)
+    row = [own.total, own.weight, own.samples, own.extras, own.same_branches, math.fsum(rows), scale]
+    table = gather_json(row, staged.axis, state.device)
     total, weight, samples, extras, _, _, scale = table[staged.last_owner]
-    if state.scale is not None:
+    if state.scale is not None:  # chosen where the loss is
         state.scale.value = scale
     same = all(row[4] for row in table)
     return replace(own, total=total, weight=weight, samples=int(samples), extras=extras, same_branches=same,
@@ -105,8 +106,15 @@ def _staged(state: RankState) -> StagedForward:
 
 
 @dataclass
-class _Held:
-    """What a stage keeps of a micro-batch between its forward and its backward."""
+class _Saved:
+    """What a stage saves of a micro-batch between its forward and its backward.
+
+    inputs   what it was sent, leaves of its graph
+    outputs  what it sent, or the objective on the last stage
+    key      of its messages' shapes (`StagedForward.key`)
+    tape     of gradients that the forward takes itself
+    later    what W needs once I is done
+    """
 
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
@@ -116,11 +124,11 @@ class _Held:
 
 
 class _Row:
-    """The ops of one step on this rank, and what is held between them."""
+    """The ops of one step on this rank, and what is saved between them, by (stage, micro-batch)."""
 
     def __init__(self, state: RankState, staged: StagedForward, parts: list[Share], tally: Tally):
         self.state, self.staged, self.parts, self.tally = state, staged, parts, tally
-        self._held: dict[tuple[int, int], _Held] = {}
+        self._saved: dict[tuple[int, int], _Saved] = {}
         self._first = True  # no forward was run
         self._trained: dict[int, list[bool]] = {}  # by stage: which weights its first forward left trainable
         self._keys: dict[int, tuple] = {}
@@ -132,7 +140,7 @@ class _Row:
         return self._keys[index]
 
     def run(self, op: Op, index: int, *, last: bool) -> None:
-        """One op on the micro-batch of this index; `last`: no gradient of weights comes after it."""
+        """Run one op on the micro-batch of this index; `last`: no gradient of weights comes after it."""
         if op.kind == "F":
             self._forward(op.stage, index)
         else:
@@ -159,7 +167,7 @@ class _Row:
                 outputs = list(output)
                 staged.mail.send_forward(stage, index, key, outputs)
         self._as_first(stage)
-        self._held[stage, index] = _Held(staged.staged.taken, outputs, key, tape)
+        self._saved[stage, index] = _Saved(staged.staged.taken, outputs, key, tape)
         staged.staged.taken = []  # or the last of them would live on until the next step
 
     def _as_first(self, stage: int) -> None:
@@ -186,52 +194,54 @@ class _Row:
             self.state.global_random.samples = Samples(part.start, part.count, part.total)
 
     def _backward(self, op: Op, index: int, *, last: bool) -> None:
-        held, mail = self._held[op.stage, index], self.staged.mail
+        saved, mail = self._saved[op.stage, index], self.staged.mail
         if op.kind == "W":
-            assert held.later is not None
+            assert saved.later is not None
             with self._counted(last):
-                backward.of_weights(held.later)
-            del self._held[op.stage, index]
+                backward.of_weights(saved.later)
+            del self._saved[op.stage, index]
             return
-        self._meet(self.parts[index])
+        self._meet(self.parts[index])  # recompute runs the forward again
         gradients: list[torch.Tensor | None] = [None]
         if op.stage < self.staged.last:
+            # The next stage may ask for more of the forward's own gradients before it has the outputs' gradients.
             if self.staged.serving is not None:
                 with drawing(self.state):
                     self.staged.serving.until_end(op.stage, index)
-            gradients = mail.receive_backward(op.stage, index, held.key)
-            held.outputs = [o for o, g in zip(held.outputs, gradients, strict=True) if g is not None]
+            gradients = mail.receive_backward(op.stage, index, saved.key)
+            # what the next stage's backward did not reach: zeros in its place would have the optimizer move weights
+            saved.outputs = [o for o, g in zip(saved.outputs, gradients, strict=True) if g is not None]
             gradients = [gradient for gradient in gradients if gradient is not None]
-        if held.tape is not None and self.staged.serving is not None:
+        if saved.tape is not None and self.staged.serving is not None:
             with drawing(self.state):
-                held.outputs, gradients = held.tape.last(held.outputs, gradients)
+                saved.outputs, gradients = saved.tape.last(saved.outputs, gradients)
                 self.staged.serving.end(op.stage, index)
         with drawing(self.state):
             if op.kind == "I":
-                held.later = backward.of_input(held.outputs, gradients, held.inputs)
-                held.outputs = []
+                saved.later = backward.of_input(saved.outputs, gradients, saved.inputs)
+                saved.outputs = []
             else:
                 with self._counted(last):
-                    self._whole(held, gradients)
-                del self._held[op.stage, index]
+                    self._whole(saved, gradients)
+                del self._saved[op.stage, index]
         if op.stage:
-            mail.send_backward(op.stage, index, held.inputs)
-            for leaf in held.inputs:
+            mail.send_backward(op.stage, index, saved.inputs)
+            for leaf in saved.inputs:
                 leaf.grad = None
-        if held.tape is not None and self.staged.serving is not None:
+        if saved.tape is not None and self.staged.serving is not None:
             self.staged.serving.forget(op.stage, index)
 
     @contextmanager
     def _counted(self, last: bool) -> Iterator[None]:
-        """Around a backward that makes gradients of weights: the technique takes part, and tells which it reached."""
+        """Context of a backward that makes gradients of weights: the technique reduces and counts them."""
         self.state.technique.start_micro_batch(last=last)
         yield
         self.tally.used.append(self.state.technique.finish_micro_batch())
 
     @staticmethod
-    def _whole(held: _Held, gradients: list[torch.Tensor | None]) -> None:
+    def _whole(saved: _Saved, gradients: list[torch.Tensor | None]) -> None:
         try:
-            backward.whole(held.outputs, gradients)
+            backward.whole(saved.outputs, gradients)
         except CheckpointError as error:
             raise RefusedPlan(
                 "a block run again in backward did something else than in forward; use remat=none "
@@ -243,7 +253,7 @@ class _Row:
 
 
 def _tied_used(state: RankState, used: set[int]) -> set[int]:
-    """A tied parameter that any stage used is used on all that hold it."""
+    """Returns `used` and each tied parameter of this rank that any stage used. Collective over stages."""
     staged = _staged(state)
     tied = staged.cut.tied
     if not tied:
@@ -251,13 +261,13 @@ def _tied_used(state: RankState, used: set[int]) -> set[int]:
     index_of = {name: index for index, name in enumerate(state.names)}
     here = [float(index_of.get(name, -1) in used) for name in tied]
     anywhere = read(gather_rows(put(here, state.device), staged.axis).amax(dim=0), "tied parameters")
-    found = {index_of[name] for name, any_ in zip(tied, anywhere, strict=True) if any_ and name in index_of}
-    return used | found
+    reached = {index_of[name] for name, any_ in zip(tied, anywhere, strict=True) if any_ and name in index_of}
+    return used | reached
 
 
 @torch.no_grad()
 def _sum_tied(state: RankState, used: set[int]) -> None:
-    """Gradients of parameters on several stages: summed by the first that holds them, in the order of stages."""
+    """Sum gradients of parameters on several stages: the first that holds one adds them up in the order of stages."""
     staged, technique = _staged(state), state.technique
     if not staged.cut.tied:
         return
@@ -269,13 +279,13 @@ def _sum_tied(state: RankState, used: set[int]) -> None:
         if index is None or index not in used:
             continue
         gradient = gathered_alone(technique.full_gradient(index))
-        if gradient is None:
+        if gradient is None:  # another stage used it: this one adds zeros
             kind = state.precision.master.to_complex() if name in state.pairs else state.precision.master
             gradient = torch.zeros(shapes[name], dtype=kind, device=state.device)
         numbers = _summed(as_pairs(gradient.contiguous()), staged.axis, staged.cut.holders[name], number)
         total = state.outside(name, numbers)
         slot = slots.get(name)
-        if slot is None:
+        if slot is None:  # this rank of dp_shard has no element of it
             continue
         select = getattr(technique, "select", None)
         piece = total if select is None else select(index, total, state.mesh.shard.index)
@@ -285,7 +295,7 @@ def _sum_tied(state: RankState, used: set[int]) -> None:
 
 
 def _summed(gradient: torch.Tensor, axis: Axis, holders: tuple[int, ...], number: int) -> torch.Tensor:
-    """The sum over the holders, the same bits on each."""
+    """Returns the sum over the holders, the same bits on each: the first one adds, and sends it to the others."""
     first, *others = holders
     tag = "tied gradients"
     if axis.index != first:

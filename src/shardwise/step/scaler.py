@@ -23,7 +23,7 @@ class LossScale:
         self._good_steps = 0
 
     def factor(self, weight: torch.Tensor | float, axis: Axis, device: torch.device) -> float:
-        """The scale; the first call chooses 2^15 over the global weight, since sums grow with it."""
+        """Returns the scale; the first call chooses 2^15 over the global weight, since sums grow with it."""
         if not self.value:
             total = read(gather_rows(row_of([weight], device), axis).sum(), "weight for the loss scale")
             self.value = 2.0 ** (15 - round(math.log2(max(total, 1.0))))
@@ -38,9 +38,9 @@ class LossScale:
             self.value *= 2
 
     def state_dict(self) -> dict[str, float]:
-        """What `load_state_dict` takes; plain numbers."""
+        """Returns the scale and the count of good steps, as `load_state_dict` takes them."""
         return {"value": self.value, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on where `state` was taken."""
+        """Set the scale and the count of good steps to those of `state_dict`."""
         self.value, self._good_steps = float(state["value"]), int(state["good_steps"])

@@ -40,12 +40,13 @@ class StagedForward(Forward):
         self.last = len(cut.stages) - 1
         self.last_owner = cut.schedule.owner[self.last]
         self._passes = 0
+        # The tables, not the parameters: zero=3 puts others in their place.
         modules, absent = dict(forward.module.named_modules()), cut.absent
         names = [name for name, _ in forward.module.named_parameters() if name not in absent]
         self._places = [(modules[path]._parameters, leaf) for path, _, leaf in (n.rpartition(".") for n in names)]
 
     def trainable(self) -> list[bool]:
-        """Whether each weight of this rank's stages is trained now."""
+        """Returns for each weight of this rank's stages whether it is trained now."""
         return [weight is not None and weight.requires_grad for weight in (at.get(leaf) for at, leaf in self._places)]
 
     @property
@@ -56,7 +57,7 @@ class StagedForward(Forward):
     def stage(
         self, index: int, batch: Any, inbox: list[tuple[torch.Tensor, bool]], number: int = 0
     ) -> tuple[Any, Tape | None]:  # fmt: skip
-        """One stage on a batch that is on the device: what it sends on, or the model's output.
+        """Returns what one stage sends on, or the model's output, for a batch that is on the device.
 
         Also the tape of gradients that go back to it, where the forward takes some; `number` is the micro-batch's.
         """
@@ -69,6 +70,7 @@ class StagedForward(Forward):
             return self.module(*args, **kwargs)
 
         output = self.staged.run(index, inbox, run, tape)
+        # what the last stage makes is the output, which the loss differentiates
         if tape is not None and index < self.last:
             tape.sent(output)
         return (self.precision.cast_outputs(output) if index == self.last else output), tape
@@ -82,7 +84,8 @@ class StagedForward(Forward):
         return torch.is_grad_enabled(), self.module.training, shapes, number if self.cut.by_values else None
 
     def _output(self, batch: Any) -> Any:
-        """All stages in turn, without a schedule; the model's output where the last stage is, else None."""
+        """Returns the model's output where the last stage is, else None: all stages in turn, without a schedule."""
+        # numbered, so that messages of two forwards that follow each other are told apart
         number = self._passes % PASSES
         self._passes += 1
         output, key = None, self.key(batch, number)
@@ -92,6 +95,7 @@ class StagedForward(Forward):
             if stage.index < self.last:
                 self.mail.send_forward(stage.index, number, key, output)
                 output = None
+            # A stage behind may still ask for gradients of what this one sent.
             if self.serving is not None:
                 self.serving.until_end(stage.index, number)
                 self.serving.end(stage.index, number)
@@ -101,13 +105,13 @@ class StagedForward(Forward):
         return output
 
     def __call__(self, part: Share) -> Loss:
-        """The loss of a part: nothing, where the last stage is elsewhere."""
+        """Returns the loss of a part; zero where the last stage is elsewhere."""
         batch = self.to_device(part.batch)
         output = self._output(batch)
         return self.loss_of(output, batch, part) if self.has_loss else _no_loss(self.device)
 
     def shared(self, read: Callable[[], Loss]) -> Loss:
-        """A loss that the last stage reads, its numbers on every stage."""
+        """Returns the loss that `read` gives on the last stage, as numbers on every stage. Collective over stages."""
         mine = None
         if self.has_loss:
             loss = read()
@@ -117,14 +121,14 @@ class StagedForward(Forward):
             }
             mine = [float(loss.total.detach()), float(loss.weight), extras]
         total, weight, extras = gather_json(mine, self.axis, self.device)[self.last_owner]
-        if total != total:
+        if total != total:  # NaN
             raise RefusedPlan(
                 "under pipeline stages the loss on a few samples is NaN. If it is a number in one process, a value "
                 "gets from stage to stage by a way that cannot be followed (an attribute, numpy, .item()): name "
                 "other places with stages=, or hand it over as a tensor"
             )
-        told = {k: Extra(torch.tensor(v[0], dtype=torch.float64), v[1]) for k, v in extras.items()}
-        return Loss(torch.tensor(total, dtype=torch.float64), weight, told)
+        terms = {k: Extra(torch.tensor(v[0], dtype=torch.float64), v[1]) for k, v in extras.items()}
+        return Loss(torch.tensor(total, dtype=torch.float64), weight, terms)
 
 
 def _no_loss(device: torch.device) -> Loss:

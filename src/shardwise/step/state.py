@@ -97,22 +97,22 @@ class RankState:
         """This rank's device."""
         return self.mesh.device
 
-    def outside(self, name: str, held: torch.Tensor) -> torch.Tensor:
-        """What the module holds of a parameter, as others see it: complex, where it is held as pairs."""
-        return as_complex(held) if name in self.pairs else held
+    def outside(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor like the module's parameter as others see it: complex, where it is held as pairs."""
+        return as_complex(tensor) if name in self.pairs else tensor
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Of what the module holds of each parameter, by name, as others see it."""
+        """Returns the shape of the module's parameters by name, of complex ones without the pairs' dim."""
         return {name: shape for name, (shape, _) in shapes_outside(self.module).items()}
 
     @property
     def data_rank(self) -> int:
-        """This rank's index among those that a micro-batch is dealt over."""
+        """Returns this rank's index among those that a micro-batch is dealt over."""
         return 0 if self.same_samples else self.mesh.data.index
 
     @property
     def data_ranks(self) -> int:
-        """How many ranks each micro-batch is dealt over."""
+        """Returns how many ranks each micro-batch is dealt over."""
         return 1 if self.same_samples else self.mesh.data.size
 
     @property

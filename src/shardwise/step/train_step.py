@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 def dealt(state: RankState, batch: Any) -> list[Share]:
-    """This rank's parts of a GLOBAL batch (a pytree), or the parts themselves where they are given."""
+    """Returns this rank's parts of a GLOBAL batch (a pytree), or the parts themselves where they are given."""
     if isinstance(batch, list) and batch and all(isinstance(part, Share) for part in batch):
         return batch
     pieces = state.plan.step_microbatches
@@ -48,7 +48,7 @@ def dealt(state: RankState, batch: Any) -> list[Share]:
 
 
 def train_step(state: RankState, parts: list[Share]) -> StepResult:
-    """One optimizer step on this rank's parts of a global batch. Collective."""
+    """Take one optimizer step on this rank's parts of a global batch; returns its loss, norm, ... Collective."""
     if state.look_first is not None:
         look, state.look_first = state.look_first, None
         look(parts[0].total)
@@ -68,7 +68,7 @@ def _step(state: RankState, parts: list[Share]) -> StepResult:
 
 
 def gradients(state: RankState, parts: list[Share]) -> tuple[StepResult, bool]:
-    """Forward and backward over the micro-batches; gradients end up summed, divided and clipped.
+    """Run forward and backward over the micro-batches; gradients end up summed, divided and clipped.
 
     Returns what the step came to, and whether the update may be done.
     """
@@ -86,7 +86,7 @@ def gradients(state: RankState, parts: list[Share]) -> tuple[StepResult, bool]:
     take_written(state)
     try:
         return complete(state, tally)
-    except NotFinite as error:
+    except NotFinite as error:  # raised on every rank, so that all look into their batches
         raise name_bad_input(state, parts, error) from None
 
 
@@ -100,7 +100,7 @@ def take_written(state: RankState) -> None:
 
 
 def complete(state: RankState, tally: Tally) -> tuple[StepResult, bool]:
-    """After the last backward: gradients of all ranks, divided and clipped. Collective.
+    """Complete a step's gradients after its last backward: summed over ranks, divided and clipped. Collective.
 
     tally   what this rank added up over the step's micro-batches
     Raises `RunError` where ranks took different branches that one process could not have taken.
@@ -108,6 +108,7 @@ def complete(state: RankState, tally: Tally) -> tuple[StepResult, bool]:
     with state.hooks.inside("reduce"):
         reach("reduce", subject=state)
         agreed = _reduced(state, tally, tally.reached, again=False)
+        # A weight that this rank did not reach has a gradient from those that did: once more, with what any rank used.
         if not agreed.same_branches and state.mesh.gradients.size > 1:
             refuse = state.task.branches == "same"
             used = gather_reached(tally, state.names, state.mesh.gradients, state.device, refuse=refuse)
@@ -116,7 +117,7 @@ def complete(state: RankState, tally: Tally) -> tuple[StepResult, bool]:
 
 
 def _reduced(state: RankState, tally: Tally, used: set[int], *, again: bool) -> Agreement:
-    """Complete the gradients and exchange control rows.
+    """Complete the gradients and exchange control rows; returns what these come to.
 
     Replicas hold the same sums, bit by bit, and so the same norm: their row need not wait for it, and travels
     beside the gradients.
@@ -149,13 +150,14 @@ def _with_closure(state: RankState, parts: list[Share]) -> StepResult:
     results: list[StepResult] = []
 
     def closure() -> float:
-        state.technique.publish()
+        state.technique.publish()  # the optimizer has moved the masters since its last call
         result, _ = gradients(state, parts)
         results.append(result)
         return result.loss
 
     state.optimizer.step(closure)
     state.technique.publish()
+    # The first evaluation is that of the weights before the step, as with other optimizers.
     return _done(state, results[0], True)
 
 
@@ -188,7 +190,7 @@ def _set_learning_rate(state: RankState) -> None:
         return
     factor = state.schedule(state.steps_done)
     for group, base in zip(state.optimizer.param_groups, state.base_lrs, strict=True):
-        if base is not None:
+        if base is not None:  # an optimizer may have no rate (a group without "lr")
             group["lr"] = base * factor
 
 
@@ -220,17 +222,19 @@ def _micro_batch(state: RankState, index: int, part: Share, tally: Tally, *, las
 
 
 def _in_pieces(state: RankState, index: int, part: Share, tally: Tally, *, last: bool) -> None:
-    """A rank's part of a micro-batch, piece by piece; one without samples runs where all ranks must meet in units."""
+    """Run a rank's part of a micro-batch in pieces; one without samples runs where all ranks must meet in units."""
     order = state.order
     assert order is not None
     first, meet = order.pieces.first(index, state.data_rank), state.plan.zero == 3 and state.mesh.shard.size > 1
     pieces = pieces_of(part, order.pieces.samples(part.total, state.data_rank))
     for place, piece in enumerate(pieces):
         order.begin(first + place, last=last and place == len(pieces) - 1)
+        # FSDP2 gathers in each forward, so that ranks of zero=3 run as many; elsewhere an empty piece costs nothing.
         if piece.count or meet:
             tally.leaves.append(order.leaf)
             _micro_batch(state, index, piece, tally, last=order.last)
         else:
+            # as many entries on every rank, which are compared place by place
             tally.used.append(set())
             tally.stood_in = True
 
@@ -240,7 +244,7 @@ def _in_pieces(state: RankState, index: int, part: Share, tally: Tally, *, last:
 
 @torch.no_grad()
 def evaluate(state: RankState, steps: Iterable[list[Share]]) -> tuple[float, float]:
-    """(sum, weight) of the loss over the parts of many batches and all ranks, in eval mode. Collective."""
+    """Returns (sum, weight) of the loss over the parts of many batches and all ranks, in eval mode. Collective."""
     reach("evaluate", subject=state)
     set_training(state.module, False)
     tally = Tally(state.device, state.counts)
@@ -256,10 +260,10 @@ def evaluate(state: RankState, steps: Iterable[list[Share]]) -> tuple[float, flo
 
 
 def collect_metrics(state: RankState) -> dict[str, float]:
-    """Task.metrics over all samples since the last step (after `evaluate`: its own). Collective."""
+    """Returns Task.metrics over all samples since the last step (after `evaluate`: its own). Collective."""
     if state.forward.metrics is None:
         return {}
-    found = state.forward.metrics.collect(state.mesh.data)
+    metrics = state.forward.metrics.collect(state.mesh.data)
     if state.staged is not None:  # the last stage has them
-        found = gather_json(found, state.mesh.pp, state.device)[state.staged.last_owner]
-    return found
+        metrics = gather_json(metrics, state.mesh.pp, state.device)[state.staged.last_owner]
+    return metrics
