@@ -51,6 +51,7 @@ class KeepDouble(TorchDispatchMode):
             if _is_double(args, wide):
                 self.met = True
                 kwargs["dtype"] = wide
+            # only where the run's own dtype is float64: its constants and one-hot rows lose nothing by it
             elif torch.get_default_dtype() == torch.float64 and _exact(func, args):
                 kwargs["dtype"] = wide
         return with_values(func)(*args, **kwargs)
@@ -58,15 +59,15 @@ class KeepDouble(TorchDispatchMode):
 
 def _is_double(args: tuple, wide: torch.dtype) -> bool:
     """Whether what is cast is double, or complex numbers are made of no tensor."""
-    given = [a.dtype for a in args if isinstance(a, torch.Tensor)]
-    return torch.float64 in given or torch.complex128 in given or (wide.is_complex and not given)
+    dtypes = [a.dtype for a in args if isinstance(a, torch.Tensor)]
+    return torch.float64 in dtypes or torch.complex128 in dtypes or (wide.is_complex and not dtypes)
 
 
 def _exact(func: Any, args: tuple) -> bool:
     """Whether an operation makes values that any dtype holds: a constant, or integers and masks in another dtype."""
-    given = args[0] if args else None
-    if func._schema.name == "aten::_to_copy" and isinstance(given, torch.Tensor):
-        return not given.is_floating_point() and not given.is_complex()
+    source = args[0] if args else None
+    if func._schema.name == "aten::_to_copy" and isinstance(source, torch.Tensor):
+        return not source.is_floating_point() and not source.is_complex()
     return func._schema.name in _FILLED
 
 
@@ -97,6 +98,7 @@ def as_written() -> Iterator[None]:
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """New tensors whose dtype nobody gives (random weights in a loss, say) are of this one."""
     before = torch.get_default_dtype()
+    # of contexts within each other the outermost one's caller is whom `as_written` goes back to
     token = _own_default.set(_own_default.get() or before)
     torch.set_default_dtype(dtype)
     try:

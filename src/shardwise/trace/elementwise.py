@@ -32,10 +32,10 @@ class _Small:
 
 
 def is_elementwise(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether each element of the results depends on the same element of the inputs (broadcast) alone."""
+    """Whether each element of the results depends on that element of the (broadcast) inputs alone."""
     schema = func._schema
     drawn = is_random(func)
-    if schema.is_mutable or drawn or any(each.alias_info is not None for each in schema.returns):
+    if schema.is_mutable or drawn or any(result.alias_info is not None for result in schema.returns):
         return False
     leaves, spec = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -60,6 +60,7 @@ def fit(tensors: list[torch.Tensor]) -> bool:
 
 def _sizes(tensor: torch.Tensor, ndim: int) -> tuple[int, ...]:
     """A shape of the same dims, another size for each that is not broadcast."""
+    # sizes that differ, so that an exchange of dims shows
     return tuple(1 if n == 1 else 2 + place for place, n in enumerate(tensor.shape, ndim - tensor.dim()))
 
 
@@ -93,16 +94,17 @@ def _holds(
     shape = torch.broadcast_shapes(*(t.shape for t in tensors))
     args, kwargs = tree_unflatten(made, spec)
     shapes = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
-    told = _outputs(func(*shapes[0], **shapes[1]))  # not every kernel checks its shapes, but those without values do
-    if not told or any(each.shape != shape for each in told):
+    # not every kernel checks its shapes, but those without values do
+    by_shape = _outputs(func(*shapes[0], **shapes[1]))
+    if not by_shape or any(output.shape != shape for output in by_shape):
         return False
     whole = _outputs(func(*args, **kwargs))
     for dim, size in enumerate(shape):
         for index in range(size):
-            one = tree_map_only(torch.Tensor, lambda t, d=dim, i=index: _index(t, d - ndim, i), (args, kwargs))
-            alone = _outputs(func(*one[0], **one[1]))
-            pairs = zip(whole, alone, strict=True)
-            if not all(_same(among.narrow(dim, index, 1), single) for among, single in pairs):
+            single_args = tree_map_only(torch.Tensor, lambda t, d=dim, i=index: _index(t, d - ndim, i), (args, kwargs))
+            singles = _outputs(func(*single_args[0], **single_args[1]))
+            pairs = zip(whole, singles, strict=True)
+            if not all(_same(among.narrow(dim, index, 1), of_single) for among, of_single in pairs):
                 return False
     return True
 

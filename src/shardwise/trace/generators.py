@@ -27,6 +27,7 @@ def state_of(generator: Any) -> Any:
 def put_back(generator: Any, state: Any) -> None:
     """Let a generator stand where it did."""
     if isinstance(generator, torch.Generator):
+        # a copy that may be written to: torch warns of tensors on memory that may not
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     elif isinstance(generator, random.Random):
         generator.setstate(state)

@@ -58,7 +58,7 @@ class _Recorder(TorchDispatchMode):
         try:
             if storage_key(first) not in self.tape.deferred:
                 result = function(*args, **kwargs)
-            elif state is not None:
+            elif state is not None:  # its next draw is to be what it would be had this one been made
                 self._advance(function, args, kwargs)
         finally:
             self.paused = False
@@ -99,7 +99,7 @@ class _Recorder(TorchDispatchMode):
             return self._defer(func, args, {**kwargs, "generator": None} if "generator" in kwargs else kwargs)
         output = func(*args, **kwargs)
         large = isinstance(output, torch.Tensor) and output.numel() >= LARGE and not func._schema.is_mutable
-        return self._unfilled(output) if large else output
+        return self._unfilled(output) if large else output  # replay draws it again, from the state noted
 
     def _meet(self, tensor: torch.Tensor) -> None:
         key = storage_key(tensor)
@@ -107,18 +107,20 @@ class _Recorder(TorchDispatchMode):
         if key in tape.writers or key in tape.constants or key in tape.lost:
             return
         tape.alive.append(tensor.untyped_storage())
-        if tensor.device.type == "meta":
+        if tensor.device.type == "meta":  # it came from outside without values
             tape.lost.add(key)
         else:
             tape.constants[key] = bytes_of(tensor)
 
     def _execute(self, func, args, kwargs, inputs):
+        # weights are made on the CPU whatever device the constructor names, since a rank has its own
         if "device" in _argument_names(func) and torch.device(kwargs.get("device") or "cpu").type != "meta":
             kwargs = {**kwargs, "device": torch.device("cpu"), **_unpinned(kwargs)}
         if any(storage_key(tensor) in self.tape.deferred for tensor in inputs):
             return self._defer(func, args, kwargs)
         if inputs or "device" not in _argument_names(func):
             return func(*args, **kwargs)
+        # a factory: on the meta device first, which says how large its result would be
         without = {"generator": None} if "generator" in kwargs else {}
         shape = func(*args, **{**kwargs, "device": torch.device("meta"), **without})
         if isinstance(shape, torch.Tensor) and shape.numel() >= LARGE:
@@ -167,7 +169,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _own_state(args: tuple, kwargs: dict) -> torch.Tensor | None:
-    """The state of the generator that a call is given, unless it is torch's own."""
+    """Returns the state of the generator among a call's arguments; None without one, or where it is torch's own."""
     generator = _generator_in(args, kwargs)
     if generator is None or generator is torch.default_generator:
         return None
@@ -177,7 +179,7 @@ def _own_state(args: tuple, kwargs: dict) -> torch.Tensor | None:
 
 
 def _generator_in(args: tuple, kwargs: dict) -> torch.Generator | None:
-    return next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator)), None)
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)), None)
 
 
 def _unvouched(shape: torch.Tensor) -> torch.Tensor:
@@ -207,6 +209,7 @@ class _Guard(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
+        # these copy or lend out the memory without an operation that the recorder would see
         if name in _VALUE_READERS:
             for tensor in tensors_in(args):
                 self.tape.refuse_reading(tensor, f"{name}()")

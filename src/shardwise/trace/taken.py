@@ -64,6 +64,7 @@ class GradientWatch(TorchFunctionMode):
 @contextmanager
 def other_backwards(around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     """Context: every backward outside of a transform runs inside `around()`, whatever function asked for it."""
+    # every way to ask for a backward (`backward()`, `autograd.grad`) calls this
     run = torch.autograd._engine_run_backward
 
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -78,12 +79,12 @@ def other_backwards(around: Callable[[], AbstractContextManager[None]]) -> Itera
 
 
 def influenced(ops: Iterable[Any], numbers: Iterable[int]) -> set[int]:
-    """Numbers of all tensors that these influence, themselves among them. `ops`: a flow's, in order."""
-    found = set(numbers)
+    """Returns the numbers of the tensors computed from these, themselves among them. `ops`: a flow's, in order."""
+    influenced_numbers = set(numbers)
     for op in ops:
-        if not found.isdisjoint(op.reads):
-            found.update(op.makes)
-    return found
+        if not influenced_numbers.isdisjoint(op.reads):
+            influenced_numbers.update(op.makes)
+    return influenced_numbers
 
 
 __all__ = ["SEVERAL_AT_ONCE", "GradientWatch", "Taken", "influenced", "listed", "other_backwards", "takes_gradients"]

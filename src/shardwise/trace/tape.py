@@ -63,6 +63,7 @@ class ConstructorTape:
         horizon: dict[int, int] = {}
         while queue:
             key, before = queue.pop()
+            # asked for as of no earlier time already, so nothing new depends on it
             if horizon.get(key, -1) >= before:
                 continue
             horizon[key] = before

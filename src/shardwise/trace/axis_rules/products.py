@@ -46,6 +46,7 @@ def _weighted(axes: Axes, x: torch.Tensor, w: torch.Tensor, output: torch.Tensor
         return _by_whole_weight(axes, x, output, k_of_x)
     inner, outer = dims[k_of_w], dims[-1 if k_of_w == -2 else -2]
     out_place = output.dim() - (1 if k_of_x == -1 else 2)
+    # one matrix for each index of a batch dim: all ranks multiply by all of them
     if any(n > 1 for n in w.shape[:-2]):
         for dim in dims[:-2]:
             if dim is not None:
@@ -109,6 +110,7 @@ def grouped(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bo
 def embedding(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
     """Rule of table lookups: rows may lie on different ranks; the columns' labels go to the result's last dim."""
     param = _weight(args[0])
+    # an index with labels may be cut as well: a rank would look up its part of the rows alone
     if param is None or getattr(args[1], "_axis_labels", None) is not None:
         return False
     name, (rows, columns) = param
@@ -142,6 +144,7 @@ def convolution(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -
             axes.keep_whole(seeds[1], "its input is whole")
         place = axes.modules[-1] if axes.modules else ""
         axes.uses.append(Use(name, "channels", inner, outer, place))
+    # depthwise: output channels follow their one input channel, and nothing is contracted
     elif groups == x.shape[1] and labels is not None:
         axes.unite(np.repeat(labels.ravel(), w.shape[0] // groups), seeds[0])
     else:
@@ -169,18 +172,20 @@ def attention(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> 
         labels = axes.labels(x)
         if labels is not None:
             labels = axes.unite_along(labels, [d for d in (0, 2, 3) if labels.shape[d] > 1])
-            each = args[0].shape[1] // x.shape[1]
-            labels = np.repeat(labels, each, axis=1) if labels.shape[1] > 1 else labels
+            queries_per_key = args[0].shape[1] // x.shape[1]
+            # grouped queries: each key head has the labels of all the query heads that read it
+            labels = np.repeat(labels, queries_per_key, axis=1) if labels.shape[1] > 1 else labels
         heads.append(labels)
-    known = [h for h in heads if h is not None]
-    if heads[0] is None and known:
+    labelled = [h for h in heads if h is not None]
+    # queries without labels are whole on every rank, and so have to be the keys and values of their heads
+    if heads[0] is None and labelled:
         return False
-    for other in known[1:]:
-        axes.unite(known[0], other)
-    given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
-    of_mask = axes.labels(given.get("attn_mask", given.get("attn_bias")))
+    for other in labelled[1:]:
+        axes.unite(labelled[0], other)
+    arguments = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
+    of_mask = axes.labels(arguments.get("attn_mask", arguments.get("attn_bias")))
     if of_mask is not None:
         axes.keep_whole(of_mask, "it is an attention bias inside a fused kernel")
-    if known:
-        axes.give(output[0], known[0])
+    if labelled:
+        axes.give(output[0], labelled[0])
     return True

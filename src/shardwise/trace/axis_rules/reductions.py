@@ -31,12 +31,13 @@ def reduce(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> boo
     names = [argument.name for argument in func._schema.arguments]
     bound = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
     bound |= dict(zip(names, args, strict=False)) | kwargs
-    if "other" in bound:
+    if "other" in bound:  # max or min of two tensors, element by element: no reduction
         return False
     short = func._schema.name.partition("::")[2]
     if short in ("tril", "triu"):
         dims = [x.dim() - 2, x.dim() - 1]
     elif short == "constant_pad_nd":
+        # widths come in pairs, the last dim's first; a dim that is not padded keeps its indices apart
         dims = sorted({x.dim() - 1 - place // 2 for place, width in enumerate(args[1]) if width})
     else:
         dims = _dims(x, bound.get("dims", bound.get("dim")))
@@ -51,11 +52,11 @@ def reduce(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> boo
     if summable and over and len(over) == sum(n > 1 for n in labels.shape):
         return True  # one small collective gives the whole result
     labels = axes.unite_along(labels, over)
-    for each in tensors_in(output):
-        if each.dim() == x.dim():
-            axes.give(each, labels)
-        elif each.dim() == x.dim() - len(dims):
-            axes.give(each, labels.squeeze(tuple(dims)))
+    for result in tensors_in(output):
+        if result.dim() == x.dim():
+            axes.give(result, labels)
+        elif result.dim() == x.dim() - len(dims):
+            axes.give(result, labels.squeeze(tuple(dims)))
     return True
 
 
@@ -65,11 +66,11 @@ def _of_weight(axes: Axes, x: torch.Tensor, dims: list[int], short: str, output:
     if param is None or short not in _SMALL | _MOMENTS or sum(n > 1 for n in x.shape) < 2:
         return False
     name, of_dims = param
-    for each in tensors_in(output):
-        if each.dim() == x.dim():
-            each._axes_of = name, tuple(None if d in dims else entry for d, entry in enumerate(of_dims))
+    for result in tensors_in(output):
+        if result.dim() == x.dim():
+            result._axes_of = name, tuple(None if d in dims else entry for d, entry in enumerate(of_dims))
         else:
-            each._axes_of = name, tuple(entry for d, entry in enumerate(of_dims) if d not in dims)
+            result._axes_of = name, tuple(entry for d, entry in enumerate(of_dims) if d not in dims)
     return True
 
 
@@ -149,8 +150,8 @@ def group_norm(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) ->
         return False
     grouped = labels.reshape(groups, channels // groups)
     axes.unite_along(grouped, [1])
-    for each in (w, b):
-        of_weight = axes.labels(each)
+    for weight in (w, b):
+        of_weight = axes.labels(weight)
         if of_weight is not None:
             axes.unite(labels.ravel(), of_weight)
     axes.give(output[0], labels)
@@ -163,8 +164,8 @@ def batch_norm(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) ->
     labels = axes.labels(args[0])
     if labels is None or any(n > 1 for d, n in enumerate(labels.shape) if d != 1):
         return False
-    for each in args[1:3]:
-        of_weight = axes.labels(each)
+    for weight in args[1:3]:
+        of_weight = axes.labels(weight)
         if of_weight is not None:
             axes.unite(labels.ravel(), of_weight)
     axes.give(output[0], labels)
