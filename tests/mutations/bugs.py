@@ -105,8 +105,8 @@ BATCH_NORM = [
         "centred = wide - _over_channels(mean, x)", "centred = wide - _over_channels(mean.detach(), x)",
         "test_batchnorm:forces", "dp_replicate=2"),
     bug("recompute advances running statistics twice", "memory.recompute:_again",
-        "with before.standing_in(), given.standing_in(), weights.standing_in():",
-        "with given.standing_in(), weights.standing_in():",
+        "with before.standing_in(), passed.standing_in(), weights.standing_in():",
+        "with passed.standing_in(), weights.standing_in():",
         "module_tasks:norm_cumulative", "dp_replicate=2,remat=selective"),
     bug("what recompute keeps is written into", "memory.recompute:_Keeping._copy",
         "same_memory(value, written)", "False", "module_tasks:writes_into_products", "dp_replicate=2,remat=selective"),
@@ -668,7 +668,7 @@ CHUNKS = [
         "for index in range(program.count):", "for index in range(1, program.count):", "sequence_tasks:averaged",
         "cp=2,position_chunks=2"),
     bug("a weight's gradient is that of the last chunk", "memory.chunk_runs:_Gradient._take",
-        "self.held.add_(mine)", "mine.to(wide)", M + "decoder", "position_chunks=2"),
+        "self.total.add_(mine)", "mine.to(wide)", M + "decoder", "position_chunks=2"),
     bug("a chunk's gradient of its rows lies in the first one's place", "memory.chunk_runs:_Gradient._take",
         "self.dim, *span", "self.dim, 0, span[1]", M + "decoder", "position_chunks=2"),
     bug("a mean over a chunk's targets, not over all", "part.loss:_total_weight",
@@ -676,7 +676,7 @@ CHUNKS = [
         "sequence_tasks:averaged",
         "position_chunks=2"),
     bug("a sum over turns is that of the last one", "memory.chunk_runs:_Joined._take",
-        "self.held.add_(mine)", "mine.clone()", "sequence_tasks:averaged", "position_chunks=2"),
+        "self.total.add_(mine)", "mine.clone()", "sequence_tasks:averaged", "position_chunks=2"),
 ]  # fmt: skip
 
 COMPLEX = [
