@@ -61,6 +61,7 @@ class RehearsalMode(TorchDispatchMode):
             self._hidden = _unread(func, args)
             self.draws.one_kernel = self.fused and self._hidden
             try:
+                # a mode is left while it answers: what the draw does is counted as well
                 with self:
                     return self.draws.answer(func, args, dict(kwargs or {}))
             finally:
@@ -72,6 +73,7 @@ class RehearsalMode(TorchDispatchMode):
         if func is _ENTER or func is _EXIT:
             self._label(func, args)
             return func(*args, **(kwargs or {}))
+        # FSDP2's own copies around a unit: memory, but no work of the module's
         if True in self._labels:
             out = func(*args, **(kwargs or {}))
             self.live.note(out)
@@ -80,6 +82,7 @@ class RehearsalMode(TorchDispatchMode):
             self.writes.note(func, args, kwargs or {})
         if self.outside is not None and DTensor in types:
             args, kwargs = self.outside.answered(args, kwargs or {})
+        # the bits of a draw whose values nobody knows are not worth hashing
         out = func(*args, **(kwargs or {})) if self._hidden else self.values.run(func, args, kwargs or {})
         self.live.note(out)
         self.count.note(func, args, out)

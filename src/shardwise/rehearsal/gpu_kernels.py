@@ -52,7 +52,7 @@ class Fused(TorchFunctionMode):
     def __enter__(self) -> Fused:
         functional.scaled_dot_product_attention = self._attend
         functional.dropout = partial(_dropout, _DROPOUT)
-        kernels.has_fused = lambda device: False
+        kernels.has_fused = lambda device: False  # a ring's blocks, which have no fused kernel on a GPU here
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -67,9 +67,9 @@ class Fused(TorchFunctionMode):
         if func is _DROPOUT or func is torch.dropout:
             return _dropout(func, *args, **kwargs)
         if func in RECURRENT:
-            found = as_one_call(func, args, kwargs, partial(_dropout, _DROPOUT))
-            if found is not None:
-                return found
+            result = as_one_call(func, args, kwargs, partial(_dropout, _DROPOUT))
+            if result is not None:
+                return result
         return func(*args, **kwargs)
 
     def _attend(
@@ -101,6 +101,7 @@ def like_gpu(yes: bool, scores: bool = False) -> Fused | nullcontext:
 def _dropout(func: Any, input: torch.Tensor, p: float = 0.5, *args: Any, **kwargs: Any) -> torch.Tensor:
     training = kwargs.get("training", kwargs.get("train", args[0] if args else True))
     inplace = kwargs.get("inplace", len(args) > 1 and args[1])
+    # nothing is drawn, or the result lies in the input: a mask is no matter there
     if not training or inplace or not 0 < p < 1:
         return func(input, p, *args, **kwargs)
     return _ATEN.native_dropout(input, p, True)[0]
@@ -118,11 +119,12 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     same = query.shape[-1] == width <= MOST_WIDTH
     if attn_mask is None and query.dtype in _HALF and same:
-        q, k, v = (_padded(each, 8) for each in (query, key, value))
+        # the kernel takes widths that are multiples of 8; torch pads others in the same way
+        q, k, v = (_padded(tensor, 8) for tensor in (query, key, value))
         out = _ATEN._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
         return out[..., :width] if out.shape[-1] != width else out
     if query.shape[1] != key.shape[1]:  # the kernel has no groups of queries
-        key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in (key, value))
+        key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
     bias = None if attn_mask is None else _bias(attn_mask, query, key)
     return _ATEN._scaled_dot_product_efficient_attention(
         query, key, value, bias, True, dropout_p, is_causal, scale=scale

@@ -34,19 +34,19 @@ _NOTHING_MOVES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empt
 @cache
 def written(func: Any) -> list[int]:
     """Places of the arguments into which an op writes; schemas are slow to read."""
-    told = [argument.alias_info for argument in func._schema.arguments]
-    return [place for place, alias in enumerate(told) if alias is not None and alias.is_write]
+    alias_infos = [argument.alias_info for argument in func._schema.arguments]
+    return [place for place, alias in enumerate(alias_infos) if alias is not None and alias.is_write]
 
 
 @cache
 def may_view(func: Any) -> bool:
     """Whether what an op gives may lie in its arguments' memory, unchanged, as its schema says; of some, if it can."""
-    told = [result.alias_info for result in func._schema.returns]
-    return any(alias is not None for alias in told) and not func._schema.is_mutable
+    alias_infos = [result.alias_info for result in func._schema.returns]
+    return any(alias is not None for alias in alias_infos) and not func._schema.is_mutable
 
 
 def _lies_in(out: Any, args: tuple) -> bool:
-    """Whether all tensors that came out have the storages of tensors that went in."""
+    """Whether every output tensor has the storage of an input tensor."""
     there = {tensor.untyped_storage()._cdata for tensor in tensors_in(args)}
     return all(tensor.untyped_storage()._cdata in there for tensor in tensors_in(out))
 
@@ -110,7 +110,7 @@ class Count(TorchDispatchMode):
         q, k = (args[1], args[2]) if back else (args[0], args[1])
         batch, heads, queries, width = q.shape
         shape = (batch * heads, queries, k.shape[2], width)
-        place = next(at for at, one in enumerate(func._schema.arguments) if one.name == "is_causal")
+        place = next(at for at, argument in enumerate(func._schema.arguments) if argument.name == "is_causal")
         causal = place < len(args) and bool(args[place])
         self.trace.attention[*shape, back, causal] += 1
         self.trace.order.append(("attention", (*shape, float(back), float(causal)), 1))
@@ -141,12 +141,13 @@ class Count(TorchDispatchMode):
         x, _, weights = args[1:4] if back else args[:3]
         rows, steps = x.numel() // x.shape[-1], args[-1]
         (gates, wide), (_, hidden) = weights[0].shape, weights[1].shape
-        one = (-(-rows // steps), hidden, gates) if back else (-(-rows // steps), gates, hidden)
+        step_product = (-(-rows // steps), hidden, gates) if back else (-(-rows // steps), gates, hidden)
         self._product(1, rows, *((wide, gates) if back else (gates, wide)))
         for deep in (wide, hidden) if back else ():
             self._product(1, gates, deep, rows)
-        self.trace.products[one] += steps
-        self.trace.order.append(("recurrence", one, steps))
+        self.trace.products[step_product] += steps
+        # one call, so one entry: the steps' products run one after the other inside it
+        self.trace.order.append(("recurrence", step_product, steps))
 
     def _convolve(self, packet: Any, args: tuple, out: Any) -> None:
         self.trace.kernels += 1
@@ -161,6 +162,7 @@ class Count(TorchDispatchMode):
         moved = _bytes(args, out)
         self.trace.moved += moved
         x = args[1] if back else args[0]
+        # in two bytes a device's kernels take channels last: the tensors are turned on the way (costs/kernels)
         turned = _channels_first(x) and x.element_size() == 2 and math.prod(weight.shape[2:]) > 1
         shape = (cells / weight.shape[0], float(weight.shape[0]), deep, float(moved), float(turned))
         self.trace.order.append(("conv_backward" if back else "conv", shape, 1))
@@ -170,6 +172,7 @@ class Count(TorchDispatchMode):
         self.trace.moved += moved
         shape = [float(moved)]
         if "batch_norm" in name and (x := tensors_in(args)[0]).dtype == torch.bfloat16 and _channels_first(x):
+            # such norms run at a speed of their own, by their channels
             shape.append(float(x.shape[1]))
         self.trace.order.append((name, tuple(shape), 1))
         self.trace.kernels += 1
@@ -188,7 +191,7 @@ def _transform_flops(args: tuple, out: torch.Tensor) -> float:
 
 
 def _groups(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor | None) -> tuple[int, int, int, int]:
-    """(how many, m, n, k) of a grouped product; what the groups share out is taken to be dealt evenly."""
+    """Returns (groups, m, n, k) of a grouped product; rows are taken to be dealt evenly over the groups."""
     m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
     if a.dim() == b.dim() == 3 or offsets is None:
         return a.shape[0], m, n, k

@@ -69,6 +69,7 @@ class RankModule:
         if self.tensor is not None:
             see_parts(model, self.tensor.cuts, self.tensor.axis, absent, self.inner)
         elif self.inner:
+            # weights are whole, and their gradients summands over ranks with other positions
             see_parts(model, {}, Axis.alone("tp"), absent, self.inner)
         stacks = self.experts.stacks
         if stacks:
@@ -83,6 +84,7 @@ class RankModule:
             sending = [stack.path for stack in stacks]
             chunked_forwards(model, blocks.paths, chunks, self.shares.cuts.zero == 3, sending)
         if self.shares.cuts.recompute != "none":
+            # a block under two paths is wrapped once
             for block in {id(b): b for b in map(model.get_submodule, blocks.paths)}.values():
                 recompute_block(block, self.shares.cuts.recompute)
         return model, blocks
@@ -112,6 +114,7 @@ class RankModule:
         with self.fake:
             if absent:
                 lying = param.shape[-1:] if param.shape[-1:] == (2,) else ()  # `view_as_complex` asks for it
+                # the shape without its memory: code of this stage may ask for it, and the values are another's
                 value = torch.empty(lying, dtype=param.dtype).expand(param.shape)
                 return nn.Parameter(value, requires_grad=False)
             shape = list(param.shape)

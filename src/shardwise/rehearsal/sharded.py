@@ -79,7 +79,7 @@ class Exchanges:
         if op is None:
             self.seen.append(output_tensor.numel())
         elif self.copies:
-            torch.empty_like(input_tensor)
+            torch.empty_like(input_tensor)  # for the peak alone
 
 
 class FakeFullShard(FullShard):
@@ -125,21 +125,21 @@ class FakeFullShard(FullShard):
 
     def taken(self) -> list[int]:
         """Returns the elements of each all-gather since the last call, in order, and forgets them."""
-        found = self.seen[:]
+        gathers = self.seen[:]
         self.seen.clear()
-        return found
+        return gathers
 
     @property
     def sizes(self) -> list[int]:
         """Elements of the sharded weights of each FSDP2 unit but the root, in the order of modules."""
-        found = []
+        sizes = []
         for unit in self.units[:-1]:
             cut = (child._parameters[leaf] for child, leaf, _ in self.inside(unit))
-            found.append(sum({id(one): one.numel() for one in cut if isinstance(one, DTensor)}.values()))
-        return found
+            sizes.append(sum({id(weight): weight.numel() for weight in cut if isinstance(weight, DTensor)}.values()))
+        return sizes
 
     @property
-    def held(self) -> int:
+    def held_elements(self) -> int:
         """Elements of all weight shards on this rank, the padding to even shards included."""
         return sum(_padded(param) for param in self.module.parameters() if isinstance(param, DTensor))
 
