@@ -52,7 +52,7 @@ class Step(NamedTuple):
 
 
 class _NothingLeaves(Ledger):
-    """A ledger that nothing may be written into: the axis cannot send."""
+    """A ledger that raises `Uncut` for every message: the axis over turns cannot send."""
 
     def record(self, tag: str, op: str, axis: str, *sizes: Any) -> None:
         """Refuse a collective: raises `Uncut`."""
@@ -140,7 +140,7 @@ class Program:
 
     @property
     def _last_read(self) -> list[list[int]]:
-        """By step, the steps whose results nobody reads after it."""
+        """By step, the steps whose results are read by no later one."""
         last = {number: number for number in range(len(self.steps))}
         for number, step in enumerate(self.steps):
             last |= {read.step: number for read in _results_in((step.args, step.kwargs))}
@@ -188,7 +188,7 @@ def _filled(tree: Any, inputs: Sequence[torch.Tensor], results: dict[int, Any]) 
 
 
 class _Joined:
-    """What turns gave, one after the other: shares lie side by side, summands are added up."""
+    """One result over all turns: shares are put side by side, summands added up."""
 
     def __init__(self) -> None:
         self.total: torch.Tensor | None = None  # of what this rank holds
@@ -228,7 +228,7 @@ class _Joined:
 
 
 class _Gradient:
-    """The gradient of one input, from turns: shares of what is cut into chunks (`dim`), else a sum of summands."""
+    """The gradient of one input over all turns: shares side by side along `dim`, or, without it, a sum."""
 
     def __init__(self, dtype: torch.dtype, dim: int | None):
         self.dtype, self.dim = dtype, dim

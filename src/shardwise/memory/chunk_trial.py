@@ -43,7 +43,7 @@ class Unmade(torch.Tensor):
 
 
 class Tried(NamedTuple):
-    """What a call gave on tensors without values: which of the above, its results, and their number."""
+    """Outcome of a call on tensors without values: one of the words above, its results, and their number."""
 
     what: str
     like: Any = None
@@ -56,7 +56,7 @@ _TELLS = (torch.Size, int, bool, torch.dtype, torch.device, torch.layout)
 
 
 class _Watch(TorchDispatchMode):
-    """Notes whether anything was computed, beside views, and whether anything was drawn."""
+    """Mode that notes whether anything but views was computed, and whether anything was drawn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def look(func: Callable, args: tuple, kwargs: dict, least: int) -> Tried:
 
 
 def look_of_rows(like: torch.Tensor, dim: int, count: int) -> Tried:
-    """What rows that come in look like to the operations on them: cut along a dim into this many chunks."""
+    """Returns the trial result of the input rows: a part cut along a dim into `count` chunks."""
     key = ("rows", tuple(like.shape), like.stride(), like.dtype, dim, count)
     if key not in _tried:
         owners = Owners.blocks(like.shape[dim], count)
@@ -145,7 +145,7 @@ def _look_now(func: Callable, args: tuple, kwargs: dict, least: int) -> Tried:
 
 
 def _elsewhere(tree: Any, device: torch.device) -> Any:
-    """Arguments with this device in the place of every other one."""
+    """Returns the arguments with this device in the place of every other one."""
     if isinstance(tree, torch.device):
         return device
     if isinstance(tree, dict):

@@ -176,7 +176,7 @@ def waits(call: WaitingCall) -> Any:
 
 
 def _as(like: Any, leaves: list) -> Any:
-    """Leaves in a tuple, list or named tuple of torch's."""
+    """Returns the leaves in a tuple, list or named tuple of torch's, as `like` is."""
     return leaves if isinstance(like, list) else type(like)(leaves)
 
 
@@ -215,7 +215,7 @@ def answered(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def _running(paths: dict[int, str]) -> str:
-    """The path of the innermost module whose code is running."""
+    """Returns the path of the innermost module whose code is running."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = paths.get(id(frame.f_locals.get("self")), "")
@@ -226,7 +226,7 @@ def _running(paths: dict[int, str]) -> str:
 
 
 class _Written:
-    """A program of a call and of all before it that it needs; no cycles, which would keep its inputs."""
+    """Builds the program of a call and of the calls that it needs. No cycles, which would keep its inputs alive."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
@@ -271,7 +271,7 @@ class _Written:
 
 
 def _computed(last: WaitingCall) -> Any:
-    """The results of a call, and of all before it that it needs, chunk by chunk."""
+    """Returns the results of a call, computed chunk by chunk with all waiting calls that it needs."""
     written, like = _Written(), last.like
     number = written.add(last)
     if not written.sources:  # all that it reads was made whole since

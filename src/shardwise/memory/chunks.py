@@ -122,13 +122,13 @@ def chunked_forwards(
 
 
 def given_values(units: Iterable[nn.Module]) -> None:
-    """Make what units of zero=3 are given whole, before hooks that were registered earlier look at it."""
+    """Compute waiting arguments of zero=3's units, before hooks that were registered earlier look at them."""
     for unit in units:
         unit.register_forward_pre_hook(lambda m, *arguments: whole(arguments), prepend=True, with_kwargs=True)
 
 
 def _with_values(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that is given tensors that are computed, and gives such: what hands rows to other ranks sends values.
+    """Returns a forward whose arguments and results are computed, as one needs that sends rows to other ranks.
 
     Between the two tensors may wait.
     """
@@ -141,7 +141,7 @@ def _with_values(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Mode(TorchFunctionMode):
-    """Products that widen wait."""
+    """Function mode in which products that widen their rows wait."""
 
     def __init__(self, chunks: Chunks):
         super().__init__()
@@ -188,7 +188,7 @@ def _may_wait(rows: torch.Tensor, matrix: torch.Tensor) -> bool:
 
 
 def _rows(rows: torch.Tensor, chunks: Chunks) -> Waiting | None:
-    """The rows, of which chunks are cut along the longest dim; of (B, S, H) seen as (B * S, H), along B or S."""
+    """Returns the rows as a `Waiting` tensor, chunks cut along the longest dim; of (B * S, H), along B or S."""
     base = rows._base if rows.dim() == 2 else None
     if base is None or base.dim() < 3 or base.shape[-1] != rows.shape[-1] or base.numel() != rows.numel():
         base = rows

@@ -36,7 +36,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
 
 @contextmanager
 def resizes_told(to: list[torch.UntypedStorage]) -> Iterator[None]:
-    """Inside, every storage that Python resizes is added to `to`: for `LiveBytes(resized=to)`."""
+    """Context: every storage that Python resizes is added to `to`, for `LiveBytes(resized=to)`."""
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
         to.append(storage)
@@ -50,7 +50,7 @@ def resizes_told(to: list[torch.UntypedStorage]) -> Iterator[None]:
 
 
 class _Launched(TorchDispatchMode):
-    """Around a collective's kernel: `kept` is what the kernel made and still holds, until somebody waits.
+    """Mode for a collective's kernel: `kept` are the storages that it made and holds until somebody waits.
 
     The backend's threads inherit the mode; what they make is the kernel's own and gone when it is done.
     """

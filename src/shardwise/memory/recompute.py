@@ -65,7 +65,7 @@ def _policy(context, op, *args, **kwargs) -> CheckpointPolicy:
 
 
 class _Keeping(_CachingTorchDispatchMode):
-    """Keeps what the policy says, as it was before anything was written into it."""
+    """Mode of the first forward: keeps the policy's results as they were before anything was written into them."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
@@ -86,7 +86,7 @@ _WRITTEN: WeakKeyDictionary[nn.Module, list[torch.Tensor]] = WeakKeyDictionary()
 
 
 def note_written(module: nn.Module, names: Collection[str], norms: Collection[nn.Module] = ()) -> None:
-    """Tell the blocks of a module that run again into which of its parameters and buffers forwards write.
+    """Note, for blocks that run again, into which of the module's parameters and buffers forwards write.
 
     norms   keep statistics, which are followed otherwise
     """
@@ -99,7 +99,7 @@ def note_written(module: nn.Module, names: Collection[str], norms: Collection[nn
 
 
 class _Weights:
-    """Parameters and buffers as they are now, for a second forward that writes into them as the first did."""
+    """Copies of parameters and buffers, for a second forward that writes into them as the first did."""
 
     def __init__(self, params: list[torch.Tensor]):
         self._kept = [(param, param.detach().clone()) for param in params]
@@ -167,7 +167,7 @@ def recompute_block(block: nn.Module, policy: str, by_value: bool = False) -> No
 
 
 def _again(forward: Callable, before: ModuleState, passed: PassedState, weights: _Weights) -> Callable:
-    """The forward; from its second call on, it meets the state that the first met and leaves what it found."""
+    """Returns the forward; from its second call on it gets the first one's state, and restores the present one."""
     calls = 0
 
     def run(*args, **kwargs):

@@ -188,7 +188,7 @@ class Looks:
 
     @cached_property
     def built(self) -> Built:
-        """The module without its weights."""
+        """The task's module without values, built once."""
         built = build_deferred(self.task.model, 0)
         make_gradients_dense(built.module)
         built.pairs = hold_pairs(built.module)
@@ -196,13 +196,13 @@ class Looks:
 
     @cached_property
     def few(self) -> Any:
-        """The samples from which the cuts are derived; of a large one its shape alone counts."""
+        """The few samples from which cuts are derived; a large one is repeated, since its shape alone counts."""
         if self.task.data is not None and self.task.batch is None and batch_bytes(self.sample) > LARGE_BYTES:
             return repeated(self.sample, min(SAMPLES, len(self.task.data)))
         return few_samples(self.task, Plan(), Axis.alone("data"), torch.device("cpu"))
 
     def derived(self, plan: Plan) -> Derived | None:
-        """The cuts of tp."""
+        """Returns the cuts of tp, None without tp."""
         if plan.tp == 1:
             return None
         dealt = names_of(self.stacks(plan))
@@ -213,7 +213,7 @@ class Looks:
         ))  # fmt: skip
 
     def positions(self, plan: Plan) -> Positions | None:
-        """Which dims of the batch are cut, into tiles or shares of a sequence; `RefusedPlan` as in a run."""
+        """Returns which dims of the batch are cut, into tiles or shares of a sequence; `RefusedPlan` as in a run."""
         if plan.cut_positions == 1:
             return None
         dealt = {"dp_shard": plan.dp_shard, "ep": plan.ep} if plan.ep > 1 else {}
@@ -228,7 +228,7 @@ class Looks:
         ))  # fmt: skip
 
     def row_wise(self, plan: Plan) -> list[Stack]:
-        """The modules of experts that are given a rank's own rows, where positions are cut: all of them under ep."""
+        """Returns the modules of experts that get a rank's own rows where positions are cut: under ep, all of them."""
         if plan.ep > 1:
             return self.stacks(plan)
         precision = Precision.of(plan)
@@ -242,7 +242,7 @@ class Looks:
         return holds_experts(self.built, a_few(self.few), run_alone(self.task, precision), precision.held)
 
     def stacks(self, plan: Plan) -> list[Stack]:
-        """The modules whose experts ep deals."""
+        """Returns the modules whose experts ep deals."""
         if plan.ep == 1:
             return []
         return once(self._stacks, (plan.ep, plan.precision), lambda: look_for_experts(
@@ -292,7 +292,7 @@ class Shares:
         return cut
 
     def cut(self, rank: int) -> StagePlacement | None:
-        """The stages, seen from a rank of the pipeline."""
+        """Returns the stages, seen from a rank of the pipeline; None without one."""
         return None if self._first is None else replace(self._first, rank=rank)
 
     @property
@@ -310,7 +310,7 @@ class Shares:
 
     @property
     def telling_places(self) -> list[Place]:
-        """Of tiles the one that has neighbours on most sides, which is as large as any inside; of a sequence both ends.
+        """Places that hold the most: of tiles one with neighbours on most sides; of a sequence both ends.
 
         Under a causal mask the last positions read the most, unless a rank has positions from either end; the first
         rank has one more where the ranks do not divide them.
@@ -325,7 +325,7 @@ class Shares:
         return [*product(*(along(*axis) for axis in self.cuts.inner))]
 
     def ranks(self, places: Sequence[Place]) -> list[tuple[Place, int, int]]:
-        """(place, tp, pp) of the ranks that differ, at these places along the axes that cut positions."""
+        """Returns (place, tp, pp) of the ranks that differ, at these places along the axes that cut positions."""
         return [
             (place, tp, pp) for place in places for pp in range(self.cuts.pp) for tp in dict.fromkeys(self.alike)
         ]  # fmt: skip

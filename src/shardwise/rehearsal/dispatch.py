@@ -29,7 +29,7 @@ _EXIT = torch.ops.profiler._record_function_exit._RecordFunction
 
 
 class RehearsalMode(TorchDispatchMode):
-    """Enter above the fake mode: as if `values`, `live` and `count` had been entered one after the other.
+    """One mode for three: as if `values`, `live` and `count` had been entered in turn. Enter it above the fake mode.
 
     draws    answers random ops as a run does that follows them (randomness=global), and notes that it `met` some
     outside  answers reads of weights that lie in pieces, if there are any
@@ -96,7 +96,7 @@ class RehearsalMode(TorchDispatchMode):
 
 
 def followed(yes: bool) -> GlobalRandom | None:
-    """What answers a trace's random ops by index, as of all samples; None where torch's generators draw."""
+    """Returns what answers random ops by global index (`yes`), or None where torch's generators draw."""
     return GlobalRandom(BatchDims()) if yes else None
 
 

@@ -94,7 +94,7 @@ def _cut_along(tensor: torch.Tensor) -> bool:
 
 
 def like_gpu(yes: bool, scores: bool = False) -> Fused | nullcontext:
-    """Around forward and backward of a trace: attention and dropout as a GPU has them, or as they are."""
+    """Returns a context for forward and backward: attention and dropout as on a GPU (`yes`), or as they are."""
     return Fused(scores) if yes else nullcontext()
 
 
@@ -111,7 +111,7 @@ def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """As torch's, by the kernel that a GPU would take; by torch's own where it would take none."""
+    """Returns attention by the op of the kernel that a GPU would take; by torch's function where it would take none."""
     words: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
     if query.dim() != 4 or query.dtype not in (*_HALF, torch.float32):
         return _ATTENTION(query, key, value, attn_mask, enable_gqa=enable_gqa, **words)
@@ -132,7 +132,7 @@ def _attention(
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """What is added to the scores, (B, H, queries, keys), its rows beginning at multiples of 16 elements."""
+    """Returns the bias of the scores (B, H, queries, keys), its rows beginning at multiples of 16 elements."""
     if mask.dtype == torch.bool:
         mask = torch.where(mask, 0.0, torch.full((), -torch.inf, dtype=query.dtype, device=query.device))
     keys = key.shape[2]
@@ -141,6 +141,6 @@ def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.T
 
 
 def _padded(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
-    """With zeros at the end of the last dim, where it is no multiple."""
+    """Returns the tensor with its last dim padded by zeros to a multiple."""
     beyond = -tensor.shape[-1] % multiple
     return functional.pad(tensor, (0, beyond)) if beyond else tensor

@@ -103,7 +103,7 @@ def give(
 
 @contextmanager
 def numpy_by_values() -> Iterator[None]:
-    """Around a forward: `tensor.numpy()`, and with it what NumPy makes of a tensor, gives the values that are known."""
+    """Context: `tensor.numpy()`, and with it `np.asarray`, of a fake tensor gives the values that are known."""
     theirs = torch.Tensor.numpy
 
     def numpy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -123,7 +123,7 @@ def numpy_by_values() -> Iterator[None]:
 
 
 def balanced(shape: torch.Size, dim: int, choices: int) -> torch.Tensor:
-    """Indices below `choices` of the given shape, each about equally often, those along `dim` different."""
+    """Returns indices below `choices` of this shape, each about equally often, those along `dim` different."""
     moved = list(shape)
     width = moved.pop(dim) if shape else 1
     index = torch.arange(max(1, torch.Size(moved).numel()) * width).remainder(max(1, choices))
@@ -131,7 +131,7 @@ def balanced(shape: torch.Size, dim: int, choices: int) -> torch.Tensor:
 
 
 class Values(TorchDispatchMode):
-    """Enter above the fake mode and below what counts.
+    """Mode that gives ops on fake tensors their values where they can be known. Enter it above the fake mode.
 
     chose   whether anything was chosen by scores without values
     asked   origins of the values that branches or shapes of the forward depended on
@@ -150,7 +150,7 @@ class Values(TorchDispatchMode):
         return CHOSEN in self.asked
 
     def tell(self, trace: StepTrace) -> None:
-        """Write into a trace which values it depended on: balanced routing, integers of the batch, draws."""
+        """Set a trace's flags of values that it depended on: balanced routing, integers of the batch, draws."""
         trace.balanced, trace.chose, trace.by_batch = self.assumed, self.chose, BATCH in self.asked
         trace.drawn = self.drawn
 
@@ -189,7 +189,7 @@ class Values(TorchDispatchMode):
         return out
 
     def _on_values(self, func: Any, args: tuple, kwargs: dict, leaves: list) -> Any:
-        """An op of which all tensors have values, or that makes some out of nothing."""
+        """Returns an op's result, with values, where all its tensors have values or it has none (a factory)."""
         if is_random(func) or (not leaves and not _makes_values(func, args)):
             return self._draw(func, func(*args, **kwargs))
 
@@ -216,7 +216,7 @@ class Values(TorchDispatchMode):
         return out
 
     def _with_rows(self, func: Any, args: tuple) -> tuple[Any, tuple]:
-        """An op and its arguments, with masks among indices as the rows that they select."""
+        """Returns an op and its arguments, with known masks among indices replaced by the rows that they select."""
         if func is _ATEN.masked_select.default and (mask_values := shadow(args[1])) is not None:
             whole, mask = torch.broadcast_tensors(args[0], args[1])
             with _disable_current_modes():
@@ -237,13 +237,13 @@ class Values(TorchDispatchMode):
         return func, (args[0], rows, *args[2:])
 
     def _forget(self, func: Any, args: tuple) -> None:
-        """What an op wrote without values into a tensor has none from then on."""
+        """Drops the values of tensors into which an op wrote without values."""
         for place in written(func):
             if place < len(args) and isinstance(args[place], torch.Tensor) and shadow(args[place]) is not None:
                 getattr(args[place], _SHADOW)[1].valid = False
 
     def _fill(self, packet: Any, args: tuple, out: Any) -> None:
-        """What is made like a tensor without values, of one number."""
+        """Attaches values to what `zeros_like` and its kind made of a tensor without values."""
         place = _FILLED_WITH.get(packet)
         number = _FILLED.get(packet) if place is None else args[place]
         if isinstance(out, FakeTensor) and isinstance(number, int | float) and out.numel() <= MOST_FLOATS:
@@ -251,7 +251,7 @@ class Values(TorchDispatchMode):
                 give(out, torch.full(out.shape, number, dtype=out.dtype))
 
     def _draw(self, func: Any, out: Any) -> Any:
-        """One number between 0 and 1 that was drawn: a choice hangs on it, such as whether a layer is left out."""
+        """Attaches the median to a single drawn number: a choice may depend on it (whether a layer is left out)."""
         if func._overloadpacket is _ATEN.rand and out.numel() == 1:
             with _disable_current_modes():
                 give(out, torch.full(out.shape, MEDIAN, dtype=out.dtype))
@@ -259,7 +259,7 @@ class Values(TorchDispatchMode):
         return out
 
     def _choose(self, packet: Any, args: tuple, kwargs: dict, out: Any) -> None:
-        """Indices that were chosen by scores without values."""
+        """Attaches balanced values to indices that an op chose by scores without values."""
         place = _CHOICES.get(packet)
         if place is None:
             return
@@ -315,7 +315,7 @@ def known_values_read() -> AbstractContextManager[None]:
 
 @contextmanager
 def values(fake: FakeMode) -> Iterator[Values]:
-    """The fake mode with values where they can be had."""
+    """Context: the fake mode with `Values` above it; yields that."""
     mode = Values(fake)
     with fake, mode:
         yield mode

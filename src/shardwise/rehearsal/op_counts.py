@@ -33,7 +33,7 @@ _NOTHING_MOVES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empt
 
 @cache
 def written(func: Any) -> list[int]:
-    """Places of the arguments into which an op writes; schemas are slow to read."""
+    """Returns the places of the arguments into which an op writes; cached, since schemas are slow to read."""
     alias_infos = [argument.alias_info for argument in func._schema.arguments]
     return [place for place, alias in enumerate(alias_infos) if alias is not None and alias.is_write]
 
@@ -52,7 +52,7 @@ def _lies_in(out: Any, args: tuple) -> bool:
 
 
 class Count(TorchDispatchMode):
-    """Adds each op to a trace."""
+    """Mode that adds each op to `trace`."""
 
     def __init__(self, trace: StepTrace) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Count(TorchDispatchMode):
         self.trace.kernels += 1
 
     def _contract(self, args: tuple) -> None:
-        """Three factors, each repeated along the dims it is told; a product over the dims that are summed."""
+        """Count `_trilinear`, three factors broadcast along given dims, as one product over the summed dims."""
         shapes = []
         for factor, places in zip(args[:3], args[3:6], strict=True):
             shape = list(factor.shape)
@@ -130,14 +130,14 @@ class Count(TorchDispatchMode):
         self._product(1, rows, math.prod(others), deep)
 
     def _recur(self, args: tuple, back: bool) -> None:
-        """One layer and direction: a product over all steps for the input, and one for each step for the state."""
+        """Count a layer and direction as one product over all steps for the input and one a step for the state."""
         steps, batch, wide = args[0].shape
         for _ in range(2 if back else 1):  # for what went in, and for the weights
             self._product(1, steps * batch, args[1].shape[0], wide)
             self._product(steps, batch, args[2].shape[0], args[2].shape[1])
 
     def _recur_in_one(self, args: tuple, back: bool) -> None:
-        """The same as one call of a GPU's kernel; gradients of weights are one product over all rows."""
+        """Count the same as one call of a GPU's kernel; gradients of weights are one product over all rows."""
         x, _, weights = args[1:4] if back else args[:3]
         rows, steps = x.numel() // x.shape[-1], args[-1]
         (gates, wide), (_, hidden) = weights[0].shape, weights[1].shape
@@ -184,7 +184,7 @@ def _channels_first(x: torch.Tensor) -> bool:
 
 
 def _transform_flops(args: tuple, out: torch.Tensor) -> float:
-    """5 n log2 n for n complex points (Cooley and Tukey 1965, as FFTW counts), half of it where one side is real."""
+    """Returns 5 n log2 n for n complex points (Cooley and Tukey 1965, as FFTW counts), half where one side is real."""
     real = args[0] if not args[0].is_complex() else out
     points = math.prod(real.shape[dim] for dim in args[1])
     return (2.5 if not real.is_complex() else 5.0) * real.numel() * math.log2(max(1, points))
@@ -202,7 +202,7 @@ def _groups(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor | None) -> t
 
 
 def _reals(factor: torch.Tensor) -> int:
-    """Products of real numbers in one of its dtype: four of complex ones."""
+    """Returns the real products in one product of the tensor's dtype: four of complex numbers, else one."""
     return 4 if factor.is_complex() else 1
 
 

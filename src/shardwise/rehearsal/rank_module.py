@@ -42,7 +42,7 @@ class _FakeStages(StagedModule):
 
 @dataclass
 class RankModule:
-    """What the module of one rank is made of.
+    """Builds the module of one rank.
 
     shares     how the plan cuts the task's module, the same for all ranks
     tensor     this rank's place in tp; None without
@@ -59,7 +59,7 @@ class RankModule:
     inner: tuple[Axis, ...]
 
     def build(self, cut: StagePlacement | None) -> tuple[nn.Module, Blocks]:
-        """(module, its blocks) with this rank's shares, in the order in which a run applies things."""
+        """Returns (module, its blocks) with this rank's shares, in the order in which a run applies techniques."""
         model = build(self.shares.task, self.fake, self.precision)
         blocks = blocks_of(model, self.shares.plan.wrap, nested=self.shares.task.branches == "same")
         absent = cut.absent if cut is not None else set()
@@ -90,12 +90,12 @@ class RankModule:
         return model, blocks
 
     def staged(self, model: nn.Module, stages: list[Stage]) -> StagedModule:
-        """The module as it runs these stages."""
+        """Returns the module as it runs these stages."""
         results = self.positions.results if self.positions is not None else {}
         return _FakeStages(model, stages, self.precision.compute, self.inner, results)
 
     def _replace(self, model: nn.Module, absent: set[str]) -> None:
-        """Shares in the place of what is cut, shapes without memory in the place of what other stages hold."""
+        """Replace cut weights by this rank's shares, and those of other stages by shapes without memory."""
         names = {id(param): name for name, param in model.named_parameters()}
         made: dict[str, nn.Parameter] = {}
         for child in model.modules():

@@ -60,7 +60,7 @@ Told = list[OfTensor]  # of the tensors of a message
 
 
 def axes_at(plan: Plan, place: Place = (), ledger: Ledger | None = None, gloo: bool = False) -> tuple[Axis, ...]:
-    """The axes that cut positions, outermost first, as the rank at `place` (by default the first) has them."""
+    """Returns the axes that cut positions, outermost first, as the rank at `place` (by default the first) has them."""
     places = dict(enumerate(place))
     axes = [
         Axis(name, size, places.get(number, 0), None, tuple(range(size)), rehearsal=ledger, copies=gloo)
@@ -110,7 +110,7 @@ class Rehearsal:
         self.resized: list[torch.UntypedStorage] = []  # since live bytes were last looked at
 
     def run(self, enclosed: Collection[str] = ()) -> RankTrace:
-        """Play this rank's row of the schedule; returns its trace.
+        """Plays this rank's row of the schedule; returns its trace.
 
         enclosed  paths of blocks that are no units of zero=3; `outside` tells those that should be among them
         """
@@ -366,7 +366,7 @@ class Rehearsal:
         return techniques
 
     def _flat(self, named: dict[str, nn.Parameter], ranks: int) -> Flat:
-        """Gradients that are reduced after every micro-batch."""
+        """Returns the technique that reduces gradients of these parameters after every micro-batch (zero=2)."""
         gloo = self.shares.cuts.gloo
         shard = Axis("dp_shard", ranks, 0, None, tuple(range(ranks)), rehearsal=Ledger(), copies=gloo)
         flat = Flat([*named.items()], shard, Axis.alone("dp_replicate"), self.precision, stage=2)
@@ -417,7 +417,7 @@ class Rehearsal:
         return messages
 
     def _passed(self) -> list[Passed]:
-        """The exchanges since the last time that were under way beside operations."""
+        """Returns the exchanges since the last time that were under way beside operations."""
         places = {axis.name: axis.index for axis in self.inner}
         return [
             (o.axis, o.op, {rank - places[o.axis]: n for rank, n in o.came.items()}, o.start, o.stop)

@@ -26,7 +26,7 @@ RECURRENT: dict[Any, int] = {torch.lstm: 4, torch.gru: 3, torch.rnn_tanh: 1, tor
 
 @torch.library.custom_op("shardwise::recurrent", mutates_args=())
 def recurrent(x: Tensor, states: Tensor, weights: Sequence[Tensor], steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Output (..., H) of x (..., F) over `steps` steps, last states, what is kept. For tensors without values."""
+    """Returns output (..., H) of x (..., F) over `steps` steps, last states, what backward reads. Without values."""
     raise NotImplementedError("a trace has no values")
 
 
@@ -34,7 +34,7 @@ def recurrent(x: Tensor, states: Tensor, weights: Sequence[Tensor], steps: int) 
 def recurrent_backward(
     gradient: Tensor, x: Tensor, states: Tensor, weights: Sequence[Tensor], kept: Tensor, steps: int
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Gradients of x, states and weights. For tensors without values."""
+    """Returns the gradients of x, states and weights. For tensors without values."""
     raise NotImplementedError("a trace has no values")
 
 

@@ -62,7 +62,7 @@ def as_real() -> Iterator[None]:
 
 @contextmanager
 def _unpadded() -> Iterator[None]:
-    """transformers' masks look at values while tracing; on fake tensors they are told what unpadded input has."""
+    """Context: transformers' masks, which read values, take input to be unpadded."""
     try:
         from transformers import masking_utils
     except ImportError:
@@ -81,7 +81,7 @@ def _unpadded() -> Iterator[None]:
 
 
 def build(task: Task, fake: FakeTensorMode, precision: Precision) -> nn.Module:
-    """The module with fake tensors in the plan's dtypes."""
+    """Returns the module with fake tensors in the plan's dtypes."""
     model = checked(_built(task, fake))
     if (path := scripted(model)) is not None:
         raise InputError(
@@ -113,7 +113,7 @@ def build(task: Task, fake: FakeTensorMode, precision: Precision) -> nn.Module:
 
 
 def _built(task: Task, fake: FakeTensorMode) -> nn.Module:
-    """The module without weights, as far as its constructor allows.
+    """Returns the module without weights, as far as its constructor allows.
 
     One that reads values may read such as lie on the CPU by its own word, whatever the device around it is.
     """
@@ -131,7 +131,7 @@ def _built(task: Task, fake: FakeTensorMode) -> nn.Module:
 
 
 def _without_values(tensor: torch.Tensor, fake: FakeTensorMode, dtype: torch.dtype) -> torch.Tensor:
-    """The same as a fake tensor on the CPU in this dtype; a deferred one has no place yet."""
+    """Returns a fake tensor on the CPU of the same shape in this dtype."""
     if isinstance(tensor, FakeTensor):
         return tensor.data.to(dtype)
     if tensor.device.type == "meta":  # asking it for `.data` would cost more than all that it tells
@@ -140,7 +140,7 @@ def _without_values(tensor: torch.Tensor, fake: FakeTensorMode, dtype: torch.dty
 
 
 def _as_parameter(was: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """The parameter itself, or one made of `whole` in its place.
+    """Returns the parameter itself where `whole` is it, else a new one of `whole`.
 
     A copy of a fake parameter (`copy.deepcopy`) names another storage than its views have, which would count twice.
     """
@@ -150,7 +150,7 @@ def _as_parameter(was: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def one_sample(task: Task) -> Any:
-    """A batch of one sample, from the task's own data."""
+    """Returns a batch of one sample from the task's own data."""
     if task.batch is None:
         check_data(task)
         return read_samples(task, [0])
@@ -275,7 +275,7 @@ def _failing_alone(task: Task, precision: Precision, batch: Any) -> InputError |
 
 
 def batch_norms(model: nn.Module, ranks: int, sent: Ledger) -> CountBatchNorm | JoinBatchNorm:
-    """Enter around forward and backward: batch norms as a run on so many data ranks has them.
+    """Returns a mode for forward and backward: batch norms as a run on so many data ranks has them.
 
     `ranks` is 0 for those of the module itself; else what they send is noted in `sent`, on an axis named "data".
     """
@@ -317,7 +317,7 @@ def objective(loss: tuple) -> torch.Tensor:
 
 
 class OwnBackward(TorchFunctionMode):
-    """Notes in `met` whether a forward takes gradients itself."""
+    """Function mode that notes in `met` whether a forward takes gradients itself."""
 
     met = False
 
@@ -327,7 +327,7 @@ class OwnBackward(TorchFunctionMode):
 
 
 class Arrivals:
-    """Drops the gradient of each trained parameter as it comes, and knows which came last."""
+    """Drops the gradient of each trained parameter as it comes, and notes which came last."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._seen: dict[int, int] = {}  # elements by parameter, in the order in which gradients first came
@@ -343,7 +343,7 @@ class Arrivals:
 
     @property
     def final(self) -> int:
-        """Elements of the gradient that came last; none where one never came."""
+        """Elements of the gradient that came last; 0 where one never came."""
         return [*self._seen.values()][-1] if self._seen and len(self._seen) == len(self._sizes) else 0
 
     @property

@@ -17,7 +17,7 @@ from shardwise.task import Task
 
 
 def update_of(task: Task, at_once: bool = False) -> Update:
-    """What the task's optimizer keeps and does for one tensor, seen on small ones.
+    """Returns what the task's optimizer keeps and does for one tensor, measured on small ones.
 
     at_once   as torch's optimizers do on a GPU unless told otherwise: each op on all tensors, which keeps its results
               for all of them
@@ -48,7 +48,7 @@ def update_of(task: Task, at_once: bool = False) -> Update:
 
 
 def _updated(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> tuple[int, StepTrace]:
-    """Bytes that live only while the optimizer updates these, and what it does."""
+    """Returns (bytes that live only while the optimizer updates these, counts of its operations)."""
     seen, live = StepTrace(1), LiveBytes()
     states = [value for param in parameters for value in optimizer.state.get(param, {}).values()]
     tensors = (*parameters, *(param.grad for param in parameters), *states)

@@ -25,7 +25,7 @@ FEW_STEPS = 8
 
 
 def workspace_bytes(args: tuple) -> int:
-    """Bytes that one call of `mkldnn_rnn_layer`, one direction of one layer, leaves for its backward."""
+    """Returns the bytes that one call of `mkldnn_rnn_layer`, a direction of a layer, leaves for its backward."""
     inputs, weight, state_weight = args[:3]
     if not (args[15] and torch.is_grad_enabled()):  # nothing is kept where nothing is trained
         return 0
@@ -72,7 +72,7 @@ def _holds_all(func: Any, described: tuple) -> bool:
 def _run(
     steps: int, batch: int, wide: int, hidden: int, gates: int, mode: int, biases: bool, dtype: torch.dtype
 ) -> float:
-    """Bytes of the workspace that the kernel makes for zeros of these shapes."""
+    """Returns the bytes of the workspace that the kernel makes for zeros of these shapes."""
     with _disable_current_modes(), torch.enable_grad():  # without, the kernel keeps nothing
         made = {"dtype": dtype, "device": "cpu"}
         weights = [torch.zeros(gates, wide, **made), torch.zeros(gates, hidden, **made)]

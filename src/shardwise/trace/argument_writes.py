@@ -32,11 +32,11 @@ class ArgumentWrites:
                 child.register_forward_hook(lambda m, a, o: self.leave(m), always_call=True)
 
     def enter(self, child: nn.Module, path: str, args: tuple, kwargs: dict) -> None:
-        """Note which memory a module is given as its forward begins."""
+        """Note the storages of a module's arguments as its forward begins."""
         self._running.append((child, path, _memory(tensors_in((args, kwargs)))))
 
     def leave(self, child: nn.Module) -> None:
-        """Forget what a module was given, since its forward is over."""
+        """Forget a module's arguments, since its forward is over."""
         if self._running and self._running[-1][0] is child:  # `clear` may have dropped it since
             self._running.pop()
 
@@ -45,14 +45,14 @@ class ArgumentWrites:
         self._running.clear()
 
     def note(self, func: Any, args: tuple, kwargs: dict) -> None:
-        """Add to `paths` the running modules that were given memory into which this operation writes."""
+        """Add to `paths` the running modules into whose arguments this operation writes."""
         if self._running:
             written_memory = _memory(written_tensors(func, args, kwargs))
             self.paths |= {path for _, path, argument_memory in self._running if written_memory & argument_memory}
 
 
 def _memory(tensors: Iterable[torch.Tensor]) -> set[int]:
-    """The storages that these tensors lie in; those of sparse and nested layouts have several, and are left out."""
+    """Returns the storage keys of strided tensors; sparse and nested ones have several storages and are left out."""
     # of a DTensor the local shard is written; a wrapper of `torch.func` has no storage of its own
     plain = (innermost(tensor._local_tensor if isinstance(tensor, DTensor) else tensor) for tensor in tensors)
     return {storage_key(tensor) for tensor in plain if tensor.layout is torch.strided}

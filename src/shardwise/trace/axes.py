@@ -37,7 +37,7 @@ WHOLE = 0
 
 @dataclass(frozen=True)
 class Merged:
-    """A tensor's dim that holds several of a parameter's: `dim`, each index `repeat` times for the inner ones."""
+    """A dim of a view that merges several of a parameter's: its outermost `dim`, each index `repeat` times."""
 
     dim: int
     repeat: int
@@ -50,7 +50,7 @@ def base(entry: int | Merged) -> int:
 
 @dataclass(frozen=True)
 class Use:
-    """One contraction (or look-up) of a parameter: along `inner`, giving `outer`."""
+    """One product with a parameter (or look-up in it): summed over its dim `inner`, with results along `outer`."""
 
     name: str
     kind: str  # "product" | "rows" (an embedding) | "channels"
@@ -61,7 +61,7 @@ class Use:
 
 @dataclass
 class Found:
-    """What a forward showed: class of each index of each parameter's dims, 0 where it must be whole."""
+    """Result of a trace: by (parameter, dim) the class of each index, 0 where every rank must hold it."""
 
     classes: dict[tuple[str, int], np.ndarray]
     uses: list[Use] = field(default_factory=list)
@@ -118,7 +118,7 @@ class Axes(TorchDispatchMode):
         return labels
 
     def keep_whole(self, labels: np.ndarray, reason: str) -> None:
-        """Note that every rank must hold all of what these labels stand for, and why."""
+        """Note that every rank must hold all indices with these labels, and why."""
         where = f" in '{self.modules[-1]}'" if self.modules and self.modules[-1] else ""
         # one of them is enough: they are united below, and `result` looks the reason up for the whole class
         for label in np.unique(labels)[:1]:
@@ -148,7 +148,7 @@ class Axes(TorchDispatchMode):
         return None
 
     def chosen(self, labels: np.ndarray, dim: int) -> None:
-        """Note that one index of `dim` was taken: the labels are kept whole where only that dim has any."""
+        """Note that one index of `dim` was selected: labels that vary along that dim alone are kept whole."""
         if all(size == 1 for d, size in enumerate(labels.shape) if d != dim):
             self.keep_whole(labels, "one of its indices is taken alone")
 
@@ -232,7 +232,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def param_of(tensor: Any) -> tuple[str, tuple[Any, ...]] | None:
-    """(parameter, which of its dims each dim of the tensor is) where the tensor is a parameter or a view of one."""
+    """Returns (parameter's name, its dim at each of the tensor's dims) for a parameter or a view of one, else None."""
     return getattr(tensor, "_axes_of", None)
 
 

@@ -36,7 +36,7 @@ def _elements(module: nn.Module) -> int:
 
 
 def _repeated(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Children that may be blocks: they have parameters, and at least two of them share a class.
+    """Returns the children that may be blocks: they have parameters, and at least two share a class.
 
     Leaves count only where a list holds nothing else: a chain of linear layers is a list of blocks, but neither
     loose leaves beside each other (q, k, v) nor a mixed chain (convolution, norm, convolution, norm) are.
@@ -54,7 +54,7 @@ def _repeated(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _walk(path: str, module: nn.Module, total: int, *, nested: bool) -> list[str]:
-    """Blocks at or below `module`, outermost first; `nested`: large ones are opened."""
+    """Returns the paths of blocks at or below `module`, outermost first; `nested`: large ones are opened."""
     children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
     repeated = {id(child) for _, child in _repeated(module)}
     paths: list[str] = []
@@ -69,7 +69,7 @@ def _walk(path: str, module: nn.Module, total: int, *, nested: bool) -> list[str
 
 
 def _large_leaves(module: nn.Module, total: int) -> list[str]:
-    """Where a module is one chain of different leaves: those that hold more than the average of its children."""
+    """Returns the leaves of `nn.Sequential`s that hold more than an average child; [] where there is only one."""
     paths = []
     for path, child in module.named_modules():
         if isinstance(child, nn.Sequential):
@@ -162,7 +162,7 @@ def choose_blocks(module: nn.Module, patterns: tuple[str, ...]) -> Blocks:
 
 
 def _whole_model(module: nn.Module, name: str) -> str:
-    """What to say where wrap= names the class of the model itself; which units it would have by default."""
+    """Returns the message for a wrap= that names the model's own class."""
     inside = [type(module.get_submodule(path)).__name__ for path in find_blocks(module).paths]
     named = list(dict.fromkeys(inside)) or list(dict.fromkeys(type(child).__name__ for child in module.children()))
     return (
@@ -204,14 +204,14 @@ def _warnings(module: nn.Module, paths: list[str], total: int) -> list[str]:
 
 
 def _parts(module: nn.Module, path: str) -> list[str]:
-    """Paths of the children at `path` that could be units: they have parameters, and share none with others."""
+    """Returns the paths of children of `path` that could be units: with parameters, and none shared with others."""
     dot = path and f"{path}."
     children = module.get_submodule(path).named_children()
     return [f"{dot}{name}" for name, child in children if _elements(child) and not _shares_outside(module, child)]
 
 
 def _spelt(module: nn.Module, paths: list[str], most: int = 6) -> str:
-    """How a plan names these units, `wrap=Block|head`: by class where all modules of it are meant, else by path."""
+    """Returns how a plan names these units, `wrap=Block|head`: by class where it means all of them, else by path."""
     strangers = {type(child).__name__ for path, child in module.named_modules() if path not in paths}
     names: dict[str, None] = {}
     for path in paths:
@@ -223,7 +223,7 @@ def _spelt(module: nn.Module, paths: list[str], most: int = 6) -> str:
 
 
 def _largest_outside(module: nn.Module, paths: list[str]) -> list[str]:
-    """The largest module that neither is, holds nor lies in one of these units, as a list of at most one."""
+    """Returns [path of the largest module that no unit is, contains or is contained in], or [] without one."""
     apart = {
         path: _elements(child) for path, child in module.named_modules()
         if path and not any(f"{path}.".startswith(f"{unit}.") or f"{unit}.".startswith(f"{path}.") for unit in paths)

@@ -77,7 +77,7 @@ def _has_tensor(referent: Any) -> bool:
 
 
 class CacheState:
-    """What the caches of a module's functions hold now."""
+    """The counts of a module's caches as they are now, to tell later which were written to."""
 
     def __init__(self, module: nn.Module) -> None:
         self._before = [(cache, cache.cache_info()) for cache in caches_of(module)]

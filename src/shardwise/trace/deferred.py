@@ -45,7 +45,7 @@ def seed_of(*parts: object) -> int:
 
 
 class Built:
-    """A module together with the way to make its values.
+    """A module, perhaps without values, and `value(name)`, which makes those of one tensor.
 
     `module` may hold tensors without values; `value(name)` gives the full tensor of a parameter, buffer or tensor
     attribute on the CPU. `notice` says why, where the module had to be built for real.
@@ -156,7 +156,7 @@ class Built:
 
 
 def _drawing_from(generator: torch.Generator, arguments: Any) -> Any:
-    """The arguments with this generator in place of those that a constructor gave."""
+    """Returns the arguments with this generator in place of those that the constructor gave."""
     return replaced(torch.Generator, lambda _: generator, arguments)
 
 
@@ -181,7 +181,7 @@ def _seed_everything(seed: int) -> None:
 
 
 def build(model: Callable[[], nn.Module], seed: int) -> Built:
-    """Run the constructor with large tensors deferred; for real, with a notice, when it cannot be replayed.
+    """Returns the module with large tensors deferred; built for real, with a notice, where it cannot be replayed.
 
     Raises `InputError` when the constructor fails by itself, in one process without shardwise.
     """

@@ -38,7 +38,7 @@ _own_default: ContextVar[torch.dtype | None] = ContextVar("the default dtype out
 
 
 class KeepDouble(TorchDispatchMode):
-    """Casts from float64 to narrower floats are left out; `met` tells whether there were any."""
+    """Mode that leaves out casts from float64 to narrower floats; `met` tells whether there were any."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def _of_autograd() -> bool:
 
 @contextmanager
 def as_written() -> Iterator[None]:
-    """Inside, casts to narrower floats are done, in `KeepDouble` too, and the default dtype is the caller's own."""
+    """Context: casts to narrower floats are done, in `KeepDouble` too, and the default dtype is the caller's own."""
     token, before = _as_written.set(True), torch.get_default_dtype()
     torch.set_default_dtype(_own_default.get() or before)
     try:
@@ -96,7 +96,7 @@ def as_written() -> Iterator[None]:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """New tensors whose dtype nobody gives (random weights in a loss, say) are of this one."""
+    """Context: tensors made without a dtype (random weights in a loss, say) have this one."""
     before = torch.get_default_dtype()
     # of contexts within each other the outermost one's caller is whom `as_written` goes back to
     token = _own_default.set(_own_default.get() or before)

@@ -25,7 +25,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class _Small:
-    """A tensor on which an operation is tried."""
+    """Shape and dtype of a tensor on which an operation is tried."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -59,14 +59,14 @@ def fit(tensors: list[torch.Tensor]) -> bool:
 
 
 def _sizes(tensor: torch.Tensor, ndim: int) -> tuple[int, ...]:
-    """A shape of the same dims, another size for each that is not broadcast."""
+    """Returns a small shape of as many dims, with another size for each dim that is not broadcast."""
     # sizes that differ, so that an exchange of dims shows
     return tuple(1 if n == 1 else 2 + place for place, n in enumerate(tensor.shape, ndim - tensor.dim()))
 
 
 @cache
 def _tried(func: Any, leaves: tuple, spec: Any, ndim: int) -> bool:
-    """`leaves`: a `_Small` for each tensor, other arguments as they are."""
+    """Whether an operation is elementwise on random tensors. `leaves`: `_Small`s for tensors, other arguments as is."""
     none = torch._C.DisableTorchFunction()  # nor do those that follow a script's draws take these for its own
     with _disable_current_modes(), none, torch.no_grad(), warnings.catch_warnings(action="ignore"):
         generator = torch.Generator().manual_seed(0)
@@ -77,7 +77,7 @@ def _tried(func: Any, leaves: tuple, spec: Any, ndim: int) -> bool:
 
 
 def _ways(leaves: tuple) -> list[tuple[float, int]]:
-    """(scale of values, bound of integers) of each trial.
+    """Returns (scale of values, bound of integers) of each trial.
 
     Kernels read and write where integers tell them, some without a check, so zeros come first: an operation that takes
     them as places finds the first one alone, is no elementwise one, and never meets others.
@@ -118,7 +118,7 @@ def _drawn(small: _Small, scale: float, integers: int, generator: torch.Generato
 
 
 def _index(tensor: torch.Tensor, dim: int, index: int) -> torch.Tensor:
-    """The tensor at one index of a dim counted from the last, where it has the dim."""
+    """Returns the tensor at an index of a (negative) dim; all of it where it lacks the dim or is broadcast there."""
     return tensor.narrow(dim, index, 1) if tensor.dim() >= -dim and tensor.shape[dim] > 1 else tensor
 
 
@@ -127,5 +127,5 @@ def _outputs(output: Any) -> list[torch.Tensor]:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal but for the last bits, which a vectorised kernel may round otherwise."""
+    """Whether two tensors are equal but for last bits, which a vectorised kernel may round otherwise."""
     return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol=1e-5, atol=1e-7, equal_nan=True)

@@ -34,7 +34,7 @@ _MASKS = (torch.bool, torch.uint8, torch.int8)  # as an index they select as man
 
 @contextmanager
 def unlogged() -> Iterator[None]:
-    """Inside, torch logs nothing of what tensors without values cannot do: an exception tells it."""
+    """Context: torch does not log what tensors without values cannot do; an exception tells it."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was, log.disabled = log.disabled, True
     try:
@@ -65,7 +65,7 @@ _results: dict[tuple, OpResult | None] = {}  # None: torch has to be asked each 
 
 
 class Fake(FakeTensorMode):
-    """torch's mode, with real tensors allowed among the arguments, that remembers what operations give."""
+    """torch's `FakeTensorMode`, real tensors allowed among arguments, with a table of operations' results."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -193,7 +193,7 @@ def _grouped(
     mode: FakeTensorMode, a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, bias: Any = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """A grouped product by shape: torch's own rule takes bfloat16 alone, its kernels more than that."""
+    """Returns a grouped product by shape: torch's own rule takes bfloat16 alone, its kernels more than that."""
     shape = [a.shape[-2], b.shape[-1]]
     if a.dim() == b.dim():
         shape = [a.shape[0] if a.dim() == 3 or offs is None else offs.numel(), *shape]
@@ -211,7 +211,7 @@ def _may_be_noted(func: Any, tensors: list[FakeTensor]) -> bool:
 
 @cache
 def _of_metadata(func: Any) -> bool:
-    """As torch's own cache sees it (`FakeTensorMode._validate_cache_key`), but for views, which are looked at here.
+    """Whether results depend on metadata alone, as torch's cache sees it (`_validate_cache_key`), or are views.
 
     FSDP2's own operations are, and what gives nothing: it writes into its arguments.
     """

@@ -61,7 +61,7 @@ class ModuleCall:
         return f"'{self.path}'" if self.own is None else f"'{self.own[1]}' in '{self.path or 'the outermost forward'}'"
 
     def below(self) -> Iterator[ModuleCall]:
-        """Every call inside this one, in the order they were entered."""
+        """Yields every call inside this one, in the order they were entered."""
         for call in self.inside:
             yield call
             yield from call.below()
@@ -69,7 +69,7 @@ class ModuleCall:
 
 @dataclass
 class FlowOp:
-    """One op: what it reads and makes, and what it costs."""
+    """One op: the numbers of tensors that it reads and makes, and its cost (`numbered._cost`)."""
 
     time: int
     reads: tuple[int, ...]
@@ -122,7 +122,7 @@ class Flow:
 
     @cached_property
     def reaching(self) -> set[int]:
-        """Numbers of the tensors that the output, or a parameter or buffer that is written, follows from."""
+        """Numbers of the tensors from which the output, or a written parameter or buffer, is computed."""
         state = {n for n in (*self.parameters, *self.buffers) if self.made[n] >= 0}  # what a write has numbered anew
         numbers = {*self.returned, *state, *(n for taken in self.taken for n in taken.by)}
         for op in reversed(self.ops):
@@ -138,7 +138,7 @@ class Flow:
         return [op.time for op in read if any(self.drawn[number] for number in op.reads)]
 
     def around(self, time: int) -> ModuleCall:
-        """The innermost call whose code runs at a moment."""
+        """Returns the innermost call whose code runs at a time."""
         owner = self.root
         while inner := [call for call in owner.inside if call.enter <= time <= call.exit]:
             owner = inner[0]
@@ -167,7 +167,7 @@ class Flow:
             self.last_use[number] = self.end
 
     def calls(self) -> Iterator[ModuleCall]:
-        """Every call below the root, in the order they were entered."""
+        """Yields every call below the root, in the order they were entered."""
         return self.root.below()
 
     def crossings(self, *, functions: bool = False) -> Iterator[tuple[ModuleCall, list[int]]]:
@@ -220,7 +220,7 @@ class Flow:
 
     @cached_property
     def written_spans(self) -> list[tuple[int, int, int]]:
-        """(first use, last use, id) of each parameter or buffer into which what depends on parameters is written.
+        """(first use, last use, id) of each parameter or buffer that is written with values that depend on parameters.
 
         All of it belongs into one stage: what one micro-batch leaves there, the next one finds.
         """
@@ -233,12 +233,12 @@ class Flow:
         return [(first, last, state) for state, (first, last) in spans.items()]
 
     def written_around(self, moment: int) -> int | None:
-        """The id of a parameter or buffer that is written, and used both before this moment and from then on."""
+        """Returns the id of a parameter or buffer that is written and is used before and after this time, or None."""
         return next((state for first, last, state in self.written_spans if first < moment <= last), None)
 
     @cached_property
     def led(self) -> set[int]:
-        """Numbers of the tensors to which a gradient of the output goes back."""
+        """Numbers of the tensors that receive a gradient of the output."""
         numbers = set(self.returned)
         for op in reversed(self.ops):
             if op.leads and not numbers.isdisjoint(op.makes):
@@ -251,7 +251,7 @@ class Flow:
 
     @cached_property
     def _exits(self) -> dict[tuple, list[int]]:
-        """When each call of torch's functions was over, in order, by the code that made it."""
+        """Times at which calls of torch's functions returned, in order, by the code that made them."""
         exits_by_code: dict[tuple, list[int]] = {}
         for call in self.functions:
             if call.own is not None:
@@ -283,5 +283,5 @@ class Flow:
         return sorted((made, number) for number, made in enumerate(self.made) if made >= 0)
 
     def maker(self, number: int) -> str:
-        """The path of the innermost module that made a tensor."""
+        """Returns the path of the innermost module that made a tensor."""
         return self.around(self.made[number]).path

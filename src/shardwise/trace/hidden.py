@@ -38,7 +38,7 @@ def hidden(output: Any) -> list[torch.Tensor]:
 
 
 def change_hidden(output: Any, change: Change) -> None:
-    """Put `change(tensor)` in the place of each tensor that an object in `output` holds, in the object itself."""
+    """Replace each tensor that an object in `output` holds by `change(tensor)`, in the object itself."""
     seen: set[int] = set()
     for leaf in tree_leaves(output):
         if not isinstance(leaf, _CLOSED):

@@ -26,7 +26,7 @@ def tensors_in(tree: Any, kind: type = torch.Tensor) -> list[Any]:
 
 
 def _gather(nest: Any, kind: type, tensors: list[Any]) -> None:
-    """Add the tensors of a kind among what is nested."""
+    """Add the leaves of class `kind` in a nested container to `tensors`."""
     if isinstance(nest, dict):
         nest = nest.values()
     elif not isinstance(nest, tuple | list):
@@ -61,7 +61,7 @@ def replaced(kind: type, make: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _with_names(original: tuple, leaves: list) -> tuple:
-    """A tuple whose fields have names (`torch.max(x, 0).values`) as one with other leaves."""
+    """Returns a tuple of the same class, named fields included (`torch.max(x, 0).values`), with other leaves."""
     # a named tuple has `_make`; those that torch returns take one sequence instead
     made: Any = getattr(original, "_make", type(original) if hasattr(original, "n_fields") else tuple)
     return made(leaves)
@@ -88,7 +88,7 @@ def unsaid_writes(func, args: tuple, kwargs: dict) -> list[torch.Tensor]:
 
 @cache
 def _statistics(func) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """An op's arguments, and those of them that are running statistics which it does not say to write."""
+    """Returns (argument names, those of running statistics that the op writes though its schema does not say so)."""
     names = tuple(argument.name for argument in func._schema.arguments)
     silent = "training" in names and not func._schema.is_mutable
     return names, tuple(name for name in names if silent and name.startswith("running_"))

@@ -27,7 +27,7 @@ ELEMENT_COST = 50.0  # floating-point operations in the time that one element of
 
 
 class Recorder(TorchDispatchMode):
-    """Numbers tensors and writes ops down."""
+    """Dispatch mode that numbers tensors and appends each operation to `ops`."""
 
     def __init__(self, parameters: dict[int, int], buffers: dict[int, int], earlier: Sequence[Recorder] = ()):
         super().__init__()
@@ -52,7 +52,7 @@ class Recorder(TorchDispatchMode):
         self.buffers: dict[int, int] = {}
 
     def number(self, tensor: torch.Tensor) -> int:
-        """The tensor's number; one not met before was there all along, unless it lies on a known storage."""
+        """Returns the tensor's number; one not met before was there at the start, unless it lies on a known storage."""
         tensor = innermost(tensor)
         number = self.number_of.get(id(tensor))
         if number is not None:
@@ -69,7 +69,7 @@ class Recorder(TorchDispatchMode):
         return number
 
     def _source(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Which earlier forward made a tensor, and its number there."""
+        """Returns (index of the earlier forward that made a tensor, its number there), or None."""
         for which, recorder in reversed(list(enumerate(self.earlier))):
             number = recorder.number_of.get(id(tensor))
             if number is None and (others := recorder.on_storage.get(_storage(tensor))):
@@ -130,7 +130,7 @@ class Recorder(TorchDispatchMode):
         return output
 
     def assign(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Note `tensor.data = value`, which is no operation: the tensor lies in the other's memory from now on."""
+        """Record `tensor.data = value`, which is no operation: the tensor lies in the other's memory from now on."""
         read = self.number(value)
         self.time += 1
         self.use([read])
@@ -184,7 +184,7 @@ class Recorder(TorchDispatchMode):
         self.backwards.append(start)
 
     def _written(self, tensor: torch.Tensor, depends: bool, drawn: bool) -> list[int]:
-        """New numbers for everything on a storage that was written to: its content is another."""
+        """Renumbers all tensors on a storage that was written to; returns the new numbers."""
         fresh = []
         renumbered: dict[int, int] = {}
         for other in self.on_storage.get(_storage(tensor), []):
@@ -205,12 +205,12 @@ class Recorder(TorchDispatchMode):
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """What is one number for tensors that share memory; a sparse one has none to share."""
+    """Returns a key that tensors on the same storage share; of a sparse tensor its own id."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def _cost(func, args, kwargs, output, outputs: list[torch.Tensor]) -> float:
-    """Floating-point operations, and elements of the result as `ELEMENT_COST` each."""
+    """Returns an op's cost: its FLOPs, plus `ELEMENT_COST` for each element of the result."""
     elements = sum(t.numel() for t in outputs) if not _is_view(func) else 0
     flops = 0.0
     if func._overloadpacket in _ATTENTION:  # torch 2.11 counts none whose keys have fewer heads
@@ -227,7 +227,7 @@ def _is_view(func) -> bool:
 
 
 class Assignments(TorchFunctionMode):
-    """Tells the recorder of every `tensor.data = value`."""
+    """Function mode that calls `recorder.assign` for every `tensor.data = value`."""
 
     def __init__(self, recorder: Recorder):
         super().__init__()

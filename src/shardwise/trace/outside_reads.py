@@ -25,7 +25,7 @@ def set_training(module: nn.Module, training: bool) -> nn.Module:
 
 
 class OutsideReads(TorchDispatchMode):
-    """Notes the units whose parameters an operation reads while they do not run, and gives it the whole values.
+    """Gives operations whole values of weights whose unit does not run, and notes those units in `units`.
 
     module   units are sharded by `FullShard`; none of them runs now
     gather   the whole values of a weight

@@ -45,7 +45,7 @@ DtypeOf = Callable[[torch.Tensor], torch.dtype]
 def _calls(
     module: nn.Module, recorder: Recorder, root: ModuleCall, own: OwnCalls, watch: AttributeWatch | None
 ) -> Iterator[None]:  # fmt: skip
-    """Write down every call of a submodule, but for those inside a `torch.func` transform: their caller is one op."""
+    """Context: records every call of a submodule below `root`, but inside `torch.func` transforms, which are one op."""
     stack, structures = [root], list[Any]()
     counts: dict[int, int] = {}
     handles = []
@@ -275,7 +275,7 @@ def _fake(built: Built, run: Run, batch: Any, dtype_of: DtypeOf, seed: int) -> F
 
 
 def _real(built: Built, run: Run, batch: Any, dtype_of: DtypeOf, few: bool, seed: int) -> Flow:
-    """On real tensors; `few`: with their values, else with zeros for weights, whose pages are never written to."""
+    """Returns the flow on real tensors; `few`: with their values, else zero weights, whose pages stay unwritten."""
     module, ids = built.module, _ids(built.module)
 
     def make(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -93,7 +93,7 @@ class _Recorder(TorchDispatchMode):
         return output
 
     def _draw(self, func, args, kwargs, inputs):
-        """An op that draws from a generator of the constructor's own, which must move on as it would by itself."""
+        """Runs an op that draws from the constructor's own generator, which must move on as it would by itself."""
         if any(storage_key(tensor) in self.tape.deferred for tensor in inputs):
             self._advance(func, args, kwargs)
             return self._defer(func, args, {**kwargs, "generator": None} if "generator" in kwargs else kwargs)
@@ -128,7 +128,7 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _defer(self, func, args, kwargs):
-        """The op on tensors without values: a view for real, a write not at all, anything else by shape."""
+        """Runs an op on tensors without values: a view for real, a write not at all, anything else by shape."""
         returned = func._schema.returns
         if returned and all(r.alias_info is not None and not r.alias_info.is_write for r in returned):
             return func(*args, **kwargs)
@@ -143,7 +143,7 @@ class _Recorder(TorchDispatchMode):
         return replaced(torch.Tensor, self._unfilled, func(*args, **kwargs))
 
     def _unfilled(self, shape: torch.Tensor) -> torch.Tensor:
-        """Address space without values: the pages are never touched, so they take no memory."""
+        """Returns a tensor of this shape whose pages are never touched, so that it takes no memory."""
         try:
             tensor = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
         except RuntimeError:  # more than this machine has, and Linux was asked to vouch for it
@@ -183,7 +183,7 @@ def _generator_in(args: tuple, kwargs: dict) -> torch.Generator | None:
 
 
 def _unvouched(shape: torch.Tensor) -> torch.Tensor:
-    """Address space for a tensor that no memory may stand behind."""
+    """Returns a tensor of this shape on address space that the kernel has not promised memory for."""
     pages = mmap.mmap(-1, shape.untyped_storage().nbytes(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     flat = torch.frombuffer(pages, dtype=shape.dtype)
     return flat.as_strided(shape.shape, shape.stride())
@@ -201,7 +201,7 @@ _VALUE_READERS = {"numpy", "__array__", "tolist", "__dlpack__", "__reduce_ex__"}
 
 
 class _Guard(TorchFunctionMode):
-    """Refuses what reads a tensor's memory without passing through an op."""
+    """Function mode that refuses calls which read a tensor's memory without an op (`numpy()`)."""
 
     def __init__(self, tape: ConstructorTape):
         super().__init__()
@@ -225,7 +225,7 @@ _recording: list[_Recorder] = []  # the recorders of builds under way, the inner
 
 @contextmanager
 def _initialisers(recorder: _Recorder) -> Iterator[None]:
-    """Every in-place function of `torch.nn.init`, private helpers included, goes through the recorder.
+    """Context: in-place functions of `torch.nn.init`, private helpers included, go through the recorder.
 
     A library that the constructor imports may keep what it finds there for good: that leads to the recorder of the
     build that runs, and to the function itself where none does.

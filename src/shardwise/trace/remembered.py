@@ -33,7 +33,7 @@ Place = tuple[str, str]  # (path of the module, attribute)
 
 @dataclass(frozen=True)
 class Change:
-    """A plain attribute that was seen changed: when, inside which call, and whose."""
+    """A change of a plain attribute: its time, the call inside which it came, and the attribute."""
 
     time: int
     call: ModuleCall
@@ -89,7 +89,7 @@ def structure(child: nn.Module) -> list[Any]:
 
 
 class Left:
-    """Plain attributes as they are now, and buffers by identity alone."""
+    """A module's plain attributes as they are now, and the identities of its buffers."""
 
     def __init__(self, module: nn.Module):
         self.module = module
@@ -110,7 +110,7 @@ class Left:
 
 
 class AttributeWatch:
-    """Notes inside which calls some places change. `moment` is told whenever a call begins or ends."""
+    """Notes in `changes` inside which calls places change; call `moment` whenever a call begins or ends."""
 
     def __init__(self, module: nn.Module, places: list[Place]):
         self._children = {path: module.get_submodule(path) for path, _ in places}
@@ -131,7 +131,7 @@ class AttributeWatch:
         return [contents(vars(child).get(key), tensors=False) for child, key in owners]
 
     def moment(self, time: int, stack: list[ModuleCall]) -> None:
-        """Compare; what has changed did so in the last of these calls."""
+        """Compare the places with the last time; what differs was changed by the last call of the stack."""
         now = self._now()
         for place, before, after in zip(self._places, self._last, now, strict=True):
             if before != after:

@@ -48,7 +48,7 @@ def standing_in(module: nn.Module, make: Make) -> Iterator[dict[str, torch.Tenso
 
 
 def exchange(module: nn.Module, made: Mapping[int, torch.Tensor], deep: int = DEEP) -> None:
-    """Put tensors, known by the ids of others, in the places of these in what modules keep beside their tables.
+    """Replace tensors, by the id of the old one, in attributes beside the tables of parameters and buffers.
 
     Recurrent layers keep a list of their weights, other modules a dict or an object of a class of their own.
     """
@@ -61,7 +61,7 @@ def exchange(module: nn.Module, made: Mapping[int, torch.Tensor], deep: int = DE
 
 
 class _Met(dict):
-    """Exchanges nothing, and notes the ids that it is asked for."""
+    """Mapping for `exchange` that replaces nothing and has, as keys, the ids that it was asked for."""
 
     def get(self, key: int, default: Any = None) -> Any:
         self[key] = default

@@ -34,7 +34,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, tuple, torch.Tensor, *_CON
 
 
 def _tables(module: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """Each module's own buffers, attributes and names of children and parameters."""
+    """Returns (module, table) for each module's buffers, children, parameters and attributes."""
     tables: list[tuple[nn.Module, dict[str, Any]]] = []
     for child in module.modules():
         tables += [(child, table) for table in (child._buffers, child._modules, child._parameters, vars(child))]
@@ -42,7 +42,7 @@ def _tables(module: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
 
 
 def _hooks(module: nn.Module) -> Iterator[dict[int, Any]]:
-    """Each module's tables of hooks."""
+    """Yields each module's tables of hooks."""
     for child in module.modules():
         for name in _HOOKS:
             table = getattr(child, name)
@@ -58,7 +58,7 @@ def _keys(child: nn.Module, table: dict[str, Any]) -> list[str]:
 
 
 def _kept_in(child: nn.Module, table: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    """The places whose values a forward may change; of children and parameters those that have none yet.
+    """Returns (table, key) of what a forward may change; of children and parameters those that are None.
 
     Others are not a forward's to exchange: FSDP2 does so, and what it put there has to stay.
     """
@@ -215,7 +215,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _replaced(contents: Any, old: dict[int, torch.Tensor]) -> Any:
-    """A copy of a container in which some tensors, known by their identity, are others, in memory of their own."""
+    """Returns a copy of a container with clones of `old` values in the place of tensors, by their ids."""
     made = _copy_of(contents)
     if isinstance(made, dict):
         made.update({key: old[id(item)].clone() for key, item in contents.items() if id(item) in old})

@@ -23,7 +23,7 @@ SEVERAL_AT_ONCE = "is_grads_batched"
 
 @dataclass(frozen=True)
 class Taken:
-    """One call of `torch.autograd.grad` by a forward: when, and the numbers of the tensors by which it is taken."""
+    """One call of `torch.autograd.grad` by a forward: its times, and the numbers of its `inputs` (`by`)."""
 
     enter: int
     exit: int
@@ -42,7 +42,7 @@ def takes_gradients(func: Any) -> bool:
 
 
 class GradientWatch(TorchFunctionMode):
-    """While entered, `torch.autograd.grad` is called inside `around(args, kwargs)`, but for a call inside another."""
+    """Function mode: `torch.autograd.grad` runs inside `around(args, kwargs)`, unless called inside another one."""
 
     def __init__(self, around: Callable[[tuple, dict], AbstractContextManager[None]]):
         super().__init__()

@@ -22,7 +22,7 @@ Place = tuple[str, int, Spot | None]  # (path, the how-manieth call of it, which
 
 
 class HooksLeftOut(TorchFunctionMode):
-    """While entered, hooks on gradients of tensors that have none are left out.
+    """Function mode that leaves out hooks on the gradients of tensors that require none.
 
     To be entered before modes that look at who calls a function.
     """

@@ -65,7 +65,7 @@ def elementwise(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -
 
 
 def _of_weights(axes: Axes, func: Any, tensors: list[torch.Tensor], output: Any) -> bool:
-    """A weight of several dims made of weights and of whole tensors (a mask, a scale): it is cut as the first is.
+    """Labels a weight made of other weights and of whole tensors (a mask, a scale): it is cut as the first is.
 
     What other weights have along one of its dims lies together with what it has there.
     """
@@ -97,7 +97,7 @@ def _of_weights(axes: Axes, func: Any, tensors: list[torch.Tensor], output: Any)
 
 
 def _meet(axes: Axes, matrix: torch.Tensor, joint: np.ndarray | None, ndim: int) -> None:
-    """A parameter of several dims, element by element: along a dim with labels it is dealt alike, others stay whole."""
+    """Unites a matrix with the labels that it meets element by element; its dims that have none there stay whole."""
     name, dims = param_of(matrix)  # type: ignore[misc]
     for d, dim in enumerate(dims):
         if dim is None:

@@ -12,7 +12,7 @@ from shardwise.trace.axis_rules.registry import rule, slim
 
 
 def _product(axes: Axes, a: torch.Tensor, b: torch.Tensor, output: torch.Tensor) -> bool:
-    """a (..., m, k) @ b (..., k, n)."""
+    """Labels a (..., m, k) @ b (..., k, n); returns whether it could."""
     pa, pb = _weight(a), _weight(b)
     if pa is not None and pb is None:
         return _weighted(axes, b, a, output, k_of_x=-2, k_of_w=-1)
@@ -32,7 +32,7 @@ def _product(axes: Axes, a: torch.Tensor, b: torch.Tensor, output: torch.Tensor)
 
 
 def _weight(tensor: torch.Tensor) -> tuple[str, tuple[Any, ...]] | None:
-    """A parameter that is a matrix here."""
+    """Returns (name, dims) of a tensor whose last two dims are a parameter's, else None."""
     param = param_of(tensor)
     if param is None or tensor.dim() < 2 or None in param[1][-2:]:
         return None
@@ -40,7 +40,7 @@ def _weight(tensor: torch.Tensor) -> tuple[str, tuple[Any, ...]] | None:
 
 
 def _weighted(axes: Axes, x: torch.Tensor, w: torch.Tensor, output: torch.Tensor, *, k_of_x: int, k_of_w: int) -> bool:
-    """An activation times a weight: its labels are the weight's inner dim's, the result's the outer dim's."""
+    """Labels a weight's product: the activation's meet those of its inner dim, the result has those of its outer."""
     name, dims = param_of(w)  # type: ignore[misc]
     if name in axes.frozen:
         return _by_whole_weight(axes, x, output, k_of_x)
@@ -73,7 +73,7 @@ def _weighted(axes: Axes, x: torch.Tensor, w: torch.Tensor, output: torch.Tensor
 
 
 def _by_whole_weight(axes: Axes, x: torch.Tensor, output: torch.Tensor, k_of_x: int) -> bool:
-    """A weight that stays whole: its product is whole where the input is, or cut along the input's last dim."""
+    """Whether a product with a whole weight stays whole: the activation has no labels but along the summed dim."""
     labels = axes.labels(x)
     k = x.dim() + k_of_x
     return labels is None or all(n == 1 for d, n in enumerate(labels.shape) if d != k)
@@ -99,7 +99,7 @@ def addmm(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool
 
 @rule("_grouped_mm")
 def grouped(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Rows times the matrix of their group: x (T, K) @ w (G, K, N)."""
+    """Rule of grouped products, rows by the matrix of their group: x (T, K) @ w (G, K, N)."""
     x, w = args[:2]
     if _weight(w) is None or w.dim() != 3 or x.dim() != 2:
         return False
@@ -123,7 +123,7 @@ def embedding(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> 
 
 @rule("convolution")
 def convolution(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Channels: contracted like a product's, or one by one where every channel is its own group."""
+    """Rule of convolutions: channels are summed over as in a product, or one by one where each is its own group."""
     x, w, b = args[:3]
     transposed, groups = args[6], args[8]
     labels, param = axes.labels(x), param_of(w)
@@ -166,7 +166,7 @@ def spatial(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bo
       "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
       "_scaled_dot_product_fused_attention_overrideable")  # fmt: skip
 def attention(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Heads are independent; all of a head lies together, with the keys and values that it reads."""
+    """Rule of attention: a head lies together, with the keys and values that it reads; heads are independent."""
     heads = []
     for x in args[:3]:
         labels = axes.labels(x)

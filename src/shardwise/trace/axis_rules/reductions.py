@@ -26,7 +26,7 @@ def _dims(x: torch.Tensor, dim: Any) -> list[int]:
       "var", "std", "var_mean", "prod", "norm", "topk", "sort", "cumsum", "cumprod", "tril", "triu", "flip",
       "constant_pad_nd", "cummax", "cummin", "logcumsumexp")  # fmt: skip
 def reduce(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """What a reduction runs over lies together; in the loss it may be summed over ranks."""
+    """Rule of reductions: what they run over lies together; in the loss it may be summed over ranks."""
     x = args[0]
     names = [argument.name for argument in func._schema.arguments]
     bound = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
@@ -61,7 +61,7 @@ def reduce(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> boo
 
 
 def _of_weight(axes: Axes, x: torch.Tensor, dims: list[int], short: str, output: Any) -> bool:
-    """A statistic of a weight (a scale to round it by, the norm of its rows): cut along the dims that are left."""
+    """Labels a statistic of a weight (the norm of its rows, say): it is cut along the dims that are left."""
     param = param_of(x)
     if param is None or short not in _SMALL | _MOMENTS or sum(n > 1 for n in x.shape) < 2:
         return False
@@ -123,7 +123,7 @@ def nll_loss(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> b
 
 @rule("native_layer_norm", "_fused_rms_norm")
 def layer_norm(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Statistics run over the last dims; weight and bias are met element by element."""
+    """Rule of layer norms: statistics run over the last dims; weight and bias are met element by element."""
     x, shape = args[0], args[1]
     labels = axes.labels(x)
     last = list(range(x.dim() - len(shape), x.dim()))
@@ -143,7 +143,7 @@ def layer_norm(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) ->
 
 @rule("native_group_norm")
 def group_norm(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Channels of a group lie together."""
+    """Rule of group norms: channels of a group lie together."""
     x, w, b, _, channels, _, groups, _ = args
     labels = axes.labels(x)
     if labels is None or any(n > 1 for d, n in enumerate(labels.shape) if d != 1):
@@ -160,7 +160,7 @@ def group_norm(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) ->
 
 @rule("native_batch_norm")
 def batch_norm(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Each channel has statistics of its own, over samples and positions."""
+    """Rule of batch norms: each channel has statistics of its own, over samples and positions."""
     labels = axes.labels(args[0])
     if labels is None or any(n > 1 for d, n in enumerate(labels.shape) if d != 1):
         return False

@@ -52,7 +52,7 @@ def view(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
 
 
 def _param_view(axes: Axes, x: torch.Tensor, output: torch.Tensor) -> Any:
-    """A parameter's view that adds or drops dims of size one, or merges dims: then the outermost may be cut."""
+    """Returns (name, dims) of a parameter's view that drops or adds dims of size one, or merges dims; else None."""
     name, dims = param_of(x)  # type: ignore[misc]
     dims_after: list[Any] = []
     inner_dims: list[Any] = []
@@ -102,7 +102,7 @@ def permute(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bo
 
 @rule("expand", "expand_copy")
 def expand(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Repeated elements have the labels of the one."""
+    """Rule of `expand`: repeated elements have the labels of the one."""
     x = args[0]
     if param_of(x) is not None and x.dim() > 1:
         name, dims_of_param = param_of(x)  # type: ignore[misc]
