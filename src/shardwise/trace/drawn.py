@@ -46,4 +46,4 @@ def overwrites(name: str) -> bool:
     if name in ("copy_", "zero_", "fill_"):
         return True
     packet = getattr(torch.ops.aten, name, None) if name.endswith("_") and not name.startswith("_") else None
-    return packet is not None and any(fills(getattr(packet, name)) for name in packet.overloads())
+    return packet is not None and any(fills(getattr(packet, overload)) for overload in packet.overloads())
