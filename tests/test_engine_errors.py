@@ -242,7 +242,7 @@ def test_samples_in_another_order_are_not_all_pairs() -> None:
         losses = torch.ones(5, 1)
         losses[torch.arange(5)] * losses
         F.l1_loss(losses, torch.ones(5), reduction="sum")
-    assert [shapes for _, *shapes in pairs.found] == [[(5, 1), (5,)]]
+    assert [shapes for _, *shapes in pairs.meetings] == [[(5, 1), (5,)]]
 
 
 def test_the_look_can_be_switched_off(pool: RankPool) -> None:

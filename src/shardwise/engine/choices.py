@@ -76,7 +76,7 @@ def task_differs(task: Task, module: nn.Module, whole: Any, parts: Parts, seed: 
 def _drawn(task: Task, seed: int) -> nn.Module:
     """Returns the task's module in float64, with the initial weights that a run of this seed has."""
     built = build(task.model, seed)
-    built.given = task.weights
+    built.value_from = task.weights
     values = {id(tensor): built.value(name).clone() for name, tensor in named_tensors(built.module)}
     with torch.no_grad():
         for _, tensor in named_tensors(built.module):

@@ -247,7 +247,7 @@ def _check_union(
     trained = {id(param) for param in module.parameters() if param.requires_grad}
     for stage in stages:
         if not stage.parameters & trained:
-            begins = f"at {stage.entry.call.told}" if stage.entry is not None else "at the start"
+            begins = f"at {stage.entry.call.label}" if stage.entry is not None else "at the start"
             raise RefusedPlan(
                 f"stage {stage.index}, which begins {begins}, has no parameter to train: use fewer stages, or name "
                 "others with stages="
@@ -264,7 +264,7 @@ def _shares_draws(flow: Flow, stages: list[Stage]) -> bool:
 
 def _agree(cut: StagePlacement, mesh: Mesh) -> None:
     """Raise `RefusedPlan` where another rank cuts the forward at other places. Collective."""
-    text = "|".join(f"{stage.start},{stage.stop},{stage.entry and stage.entry.call.told}" for stage in cut.stages)
+    text = "|".join(f"{stage.start},{stage.stop},{stage.entry and stage.entry.call.label}" for stage in cut.stages)
     mine = put([float(seed_of(text) % 2**50)], mesh.device)
     table = gather_rows(mine, mesh.world)
     if not bool((table == table[0]).all()):
@@ -281,7 +281,7 @@ def _notices(cut: StagePlacement, notice: str) -> list[str]:
     total = sum(stage.cost for stage in cut.stages)
     shares = [stage.cost / total for stage in cut.stages]
     entries = [stage.entry.call for stage in cut.stages if stage.entry is not None]
-    begins = [call.path if call.own is None else call.told for call in entries]
+    begins = [call.path if call.own is None else call.label for call in entries]
     notices = [
         f"pipeline of {len(cut.stages)} stages on {cut.schedule.ranks} ranks, schedule {cut.schedule.name}; stages "
         f"begin at {', '.join(begins)}; shares of the work {', '.join(f'{share:.0%}' for share in shares)}; were they "

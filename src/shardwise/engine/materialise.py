@@ -36,7 +36,7 @@ def build_everywhere(
             "shares or with gradients that are summands, for which it was not made: scale or mask in the forward "
             "instead (w * m + (w * (1 - m)).detach()), or freeze the weight"
         )
-    built.given = task.weights
+    built.value_from = task.weights
     # in float64, which keeps 53 bits of a fingerprint
     mine = torch.tensor([float(built.fingerprint() % 2**50), float(bool(built.notice))], dtype=torch.float64)
     table = gather_rows(mine.to(device), world)
@@ -44,7 +44,7 @@ def build_everywhere(
         return built, built.value
     if not built.notice:
         built = build_for_real(task.model, seed, "its constructor takes values that differ between ranks")
-        built.given = task.weights
+        built.value_from = task.weights
 
     def received(name: str) -> torch.Tensor:
         value = built.value(name).detach().to(device).contiguous()

@@ -52,7 +52,7 @@ class Step(NamedTuple):
 
 
 class _NothingLeaves(Ledger):
-    """A ledger that nothing may be written into: the axis cannot send."""
+    """A ledger that raises `Uncut` for every message: the axis over turns cannot send."""
 
     def record(self, tag: str, op: str, axis: str, *sizes: Any) -> None:
         """Refuse a collective: raises `Uncut`."""
@@ -75,15 +75,15 @@ def turn(count: int, index: int) -> Axis:
 def cut_into(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
     """Returns one turn's chunk of what this rank holds of a tensor, along `dim`, as a part."""
 
-    def chunk(held: torch.Tensor) -> torch.Tensor:
-        owners = Owners.blocks(held.shape[dim], axis.size)
-        return Part(owners.take(held, dim, axis.index), dim, owners, axis)
+    def chunk(local: torch.Tensor) -> torch.Tensor:
+        owners = Owners.blocks(local.shape[dim], axis.size)
+        return Part(owners.take(local, dim, axis.index), dim, owners, axis)
 
     return _within(tensor, chunk)
 
 
 def _within(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """The tensor with what this rank holds of it, over all ranks' axes, changed."""
+    """Returns the tensor with `change` applied to what this rank holds of it, below all ranks' axes."""
     if isinstance(tensor, Sum) and tensor.axis.name != CHUNKS and tensor.waits:  # taken once for all chunks
         return Sum(_within(tensor.local, change), tensor.axis, tensor.origin, tensor.added, tensor.spread)
     if isinstance(tensor, Distributed) and tensor.axis.name != CHUNKS:
@@ -105,52 +105,54 @@ class Program:
     count: int
 
     def chunk(self, inputs: Sequence[torch.Tensor], index: int, wants: Sequence[bool] | None = None) -> list:
-        """Returns the inputs as turn `index` has them; those in `wants` as leaves that require a gradient."""
-        axis, found = turn(self.count, index), []
+        """Returns the inputs as turn `index` has them, those in `wants` as leaves that require gradients."""
+        axis, tensors = turn(self.count, index), []
         for place, tensor in enumerate(inputs):
             here = tensor.detach()
             here = cut_into(here, self.sources[place], axis) if place in self.sources else here
-            found.append(here.requires_grad_() if wants is not None and wants[place] else here)
-        return found
+            tensors.append(here.requires_grad_() if wants is not None and wants[place] else here)
+        return tensors
 
     def gathered(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns the inputs; those that are cut into chunks are gathered over axes that keep shares of them (`sp`).
 
         Once for all chunks. Collective.
         """
-        found = list(inputs)
+        tensors = list(inputs)
         for place in self.sources:
-            for axis in _between_products(found[place]):
-                found[place] = whole_over_axis(found[place], axis)
-        return found
+            for axis in _between_products(tensors[place]):
+                tensors[place] = whole_over_axis(tensors[place], axis)
+        return tensors
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns the program's outputs for these inputs; other results are freed after their last reader."""
         results: dict[int, Any] = {}
         for number, step in enumerate(self.steps):
-            args, kwargs = (_filled(each, inputs, results) for each in (step.args, step.kwargs))
+            args, kwargs = (_filled(tree, inputs, results) for tree in (step.args, step.kwargs))
+            # a call that was made under no_grad stays so in backward's second run
             with torch.set_grad_enabled(step.grad and torch.is_grad_enabled()):
                 results[number] = step.func(*args, **kwargs)
+            # else they would keep a wide result until the next step has run
             del args, kwargs
             for other in self._last_read[number]:
                 results.pop(other, None)
-        return [_taken(each, results) for each in self.wanted]
+        return [_taken(which, results) for which in self.wanted]
 
     @property
     def _last_read(self) -> list[list[int]]:
-        """By step, the steps whose results nobody reads after it."""
+        """By step, the steps whose results are read by no later one."""
         last = {number: number for number in range(len(self.steps))}
         for number, step in enumerate(self.steps):
             last |= {read.step: number for read in _results_in((step.args, step.kwargs))}
-        last |= {each.step: len(self.steps) for each in self.wanted}
-        found: list[list[int]] = [[] for _ in range(len(self.steps) + 1)]
+        last |= {which.step: len(self.steps) for which in self.wanted}
+        freed_after: list[list[int]] = [[] for _ in range(len(self.steps) + 1)]
         for number, place in last.items():
-            found[place].append(number)
-        return found
+            freed_after[place].append(number)
+        return freed_after
 
 
 def _between_products(tensor: torch.Tensor) -> list[Axis]:
-    """The axes that cut weights over which a tensor's positions are dealt."""
+    """Returns the axes over which a tensor's positions are dealt though they cut weights (`sp` over tp)."""
     axes = []
     while isinstance(tensor, Part):
         axes += [tensor.axis] if not tensor.axis.positions else []
@@ -163,16 +165,16 @@ def _results_in(tree: Any) -> list[ResultOf]:
         return [tree]
     if isinstance(tree, InputAt) or not isinstance(tree, dict | tuple | list):
         return []
-    return [found for leaf in (tree.values() if isinstance(tree, dict) else tree) for found in _results_in(leaf)]
+    return [read for leaf in (tree.values() if isinstance(tree, dict) else tree) for read in _results_in(leaf)]
 
 
 def _taken(which: ResultOf, results: dict[int, Any]) -> Any:
-    found = results[which.step]
-    return found if which.place is None else found[which.place]
+    result = results[which.step]
+    return result if which.place is None else result[which.place]
 
 
 def _filled(tree: Any, inputs: Sequence[torch.Tensor], results: dict[int, Any]) -> Any:
-    """Arguments with values in their places."""
+    """Returns arguments with inputs and earlier results in the place of `InputAt` and `ResultOf`."""
     if isinstance(tree, InputAt):
         return inputs[tree.place]
     if isinstance(tree, ResultOf):
@@ -186,11 +188,11 @@ def _filled(tree: Any, inputs: Sequence[torch.Tensor], results: dict[int, Any]) 
 
 
 class _Joined:
-    """What turns gave, one after the other: shares lie side by side, summands are added up."""
+    """One result over all turns: shares are put side by side, summands added up."""
 
     def __init__(self) -> None:
-        self.held: torch.Tensor | None = None
-        self._last: torch.Tensor | None = None
+        self.total: torch.Tensor | None = None  # of what this rank holds
+        self._last: torch.Tensor | None = None  # a turn's value, which tells how the total lies over ranks
 
     def add(self, value: torch.Tensor, index: int) -> None:
         """Add a turn's value to the result; over ranks' axes it is distributed as the others are."""
@@ -200,36 +202,37 @@ class _Joined:
         if isinstance(here, Part):
             self._put(here.local, here.dim_cut, here.owners, index)
         elif isinstance(here, Sum):
+            # what belongs to the sum once (a bias) is added by the first turn
             mine = here.local if here.added is None or index else here.local + here.added
-            self.held = mine.clone() if self.held is None else self.held.add_(mine)
-        elif self.held is None:  # the same in every turn
-            self.held = here
+            self.total = mine.clone() if self.total is None else self.total.add_(mine)
+        elif self.total is None:  # the same in every turn
+            self.total = here
         return here
 
     def _put(self, share: torch.Tensor, dim: int, owners: Owners, index: int) -> None:
-        if self.held is None:
+        if self.total is None:
             shape = list(share.shape)
             shape[dim] = owners.size
-            self.held = share.new_empty(shape)
+            self.total = share.new_empty(shape)
         span = owners.span(index)
         if span is not None:
-            self.held.narrow(dim, *span).copy_(share)
+            self.total.narrow(dim, *span).copy_(share)
         else:
-            self.held.index_copy_(dim, to_device(owners.indices(index), share.device), share)
+            self.total.index_copy_(dim, to_device(owners.indices(index), share.device), share)
 
     def value(self) -> torch.Tensor:
         """Returns the result over all turns."""
-        held, last = self.held, self._last
-        assert held is not None and last is not None
-        return _within(last, lambda _: held)
+        total, last = self.total, self._last
+        assert total is not None and last is not None
+        return _within(last, lambda _: total)
 
 
 class _Gradient:
-    """The gradient of one input, from turns: shares of what is cut into chunks (`dim`), else a sum of summands."""
+    """The gradient of one input over all turns: shares side by side along `dim`, or, without it, a sum."""
 
     def __init__(self, dtype: torch.dtype, dim: int | None):
         self.dtype, self.dim = dtype, dim
-        self.held: torch.Tensor | None = None
+        self.total: torch.Tensor | None = None
         self._last: torch.Tensor | None = None
 
     def add(self, gradient: torch.Tensor | None, axis: Axis) -> None:
@@ -240,28 +243,30 @@ class _Gradient:
     def _take(self, here: torch.Tensor, axis: Axis) -> torch.Tensor:
         if self.dim is not None:
             owners = Owners.blocks(here.shape[self.dim], axis.size)
-            if self.held is None:
-                self.held = (here.local if isinstance(here, Distributed) else here).new_zeros(tuple(here.shape))
+            if self.total is None:
+                self.total = (here.local if isinstance(here, Distributed) else here).new_zeros(tuple(here.shape))
+            # a rule may have given the whole, or a summand of it, where a chunk was cut
             share = share_of(here, self.dim, owners, axis)
             span = owners.span(axis.index)
             assert span is not None
-            self.held.narrow(self.dim, *span).copy_(share)
+            self.total.narrow(self.dim, *span).copy_(share)
             return here
         mine = summand(here, (axis,))
+        # many small summands in bfloat16 would be lost (test_gradients_of_narrow_weights_are_added_up_wide)
         wide = torch.promote_types(mine.dtype, torch.float32) if mine.is_floating_point() else mine.dtype
-        self.held = mine.to(wide, copy=True) if self.held is None else self.held.add_(mine)
+        self.total = mine.to(wide, copy=True) if self.total is None else self.total.add_(mine)
         return here
 
     def value(self) -> torch.Tensor | None:
         """Returns the gradient over all turns, in the input's dtype."""
-        held, last = self.held, self._last
-        if held is None or last is None:
+        total, last = self.total, self._last
+        if total is None or last is None:
             return None
-        return _within(last, lambda _: held.to(self.dtype))
+        return _within(last, lambda _: total.to(self.dtype))
 
 
 def _beside(gradient: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """What of a whole gradient belongs to a turn's output, distributed as that is."""
+    """Returns the part of a whole gradient that belongs to a turn's output, distributed as the output is."""
     if not isinstance(output, Distributed):
         return gradient
     if isinstance(output, Part):
@@ -271,6 +276,7 @@ def _beside(gradient: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     if output.axis.name == CHUNKS:
         return gradient
     if output.waits:
+        # the output has not been summed over ranks yet: each rank's summand has the gradient of the sum
         return _beside(whole_over_axis(gradient, output.axis), output.local)
     return _beside(gradient, output.settled())
 
@@ -281,14 +287,15 @@ class _Chunked(torch.autograd.Function):
         joined, here = [_Joined() for _ in program.wanted], program.gathered(inputs)
         for index in range(program.count):
             outputs = program.run(program.chunk(here, index))
-            for each, output in zip(joined, outputs, strict=True):
-                each.add(output, index)
+            for result, output in zip(joined, outputs, strict=True):
+                result.add(output, index)
+            # before the next chunk's are made, so that the wide tensors of one chunk are there at a time
             del outputs
         ctx.program = program
         ctx.save_for_backward(*inputs)
-        found = tuple(each.value() for each in joined)
-        ctx.mark_non_differentiable(*(each for each in found if not each.is_floating_point()))
-        return found
+        results = tuple(result.value() for result in joined)
+        ctx.mark_non_differentiable(*(result for result in results if not result.is_floating_point()))
+        return results
 
     @staticmethod
     @differentiable_once(NO_SECOND)
@@ -296,20 +303,21 @@ class _Chunked(torch.autograd.Function):
         program = ctx.program
         inputs = program.gathered(ctx.saved_tensors)
         wants = ctx.needs_input_grad[1:]
-        found = {place: _Gradient(inputs[place].dtype, program.sources.get(place))
+        totals = {place: _Gradient(inputs[place].dtype, program.sources.get(place))
                  for place, wanted in enumerate(wants) if wanted}  # fmt: skip
         for index in range(program.count):
-            for place, gradient in zip(found, _of_turn(program, inputs, wants, gradients, index), strict=True):
-                found[place].add(gradient, turn(program.count, index))
+            for place, gradient in zip(totals, _of_turn(program, inputs, wants, gradients, index), strict=True):
+                totals[place].add(gradient, turn(program.count, index))
+                # added up already: the next turn need not stand beside it
                 del gradient
-        return None, *(found[place].value() if place in found else None for place in range(len(inputs)))
+        return None, *(totals[place].value() if place in totals else None for place in range(len(inputs)))
 
 
 def _of_turn(
     program: Program, inputs: Sequence[torch.Tensor], wants: Sequence[bool], gradients: Sequence[torch.Tensor],
     index: int,
 ) -> Sequence[torch.Tensor | None]:  # fmt: skip
-    """Gradients of the wanted inputs as a turn has them: its chunk is computed again."""
+    """Returns the wanted inputs' gradients from one turn, whose chunk is computed again."""
     with torch.enable_grad():
         here = program.chunk(inputs, index, wants)
         outputs = program.run(here)

@@ -43,7 +43,7 @@ class Unmade(torch.Tensor):
 
 
 class Tried(NamedTuple):
-    """What a call gave on tensors without values: which of the above, its results, and their number."""
+    """Outcome of a call on tensors without values: one of the words above, its results, and their number."""
 
     what: str
     like: Any = None
@@ -56,7 +56,7 @@ _TELLS = (torch.Size, int, bool, torch.dtype, torch.device, torch.layout)
 
 
 class _Watch(TorchDispatchMode):
-    """Notes whether anything was computed, beside views, and whether anything was drawn."""
+    """Mode that notes whether anything but views was computed, and whether anything was drawn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,18 +73,18 @@ def look(func: Callable, args: tuple, kwargs: dict, least: int) -> Tried:
     """Returns what a call does with positions; cached by its arguments' shapes and cuts."""
     key = (func, _key_of(args), _key_of(kwargs), least)
     try:
-        known = _tried.get(key)
+        tried = _tried.get(key)
     except TypeError:  # an argument that cannot be a key
         return _look_now(func, args, kwargs, least)
-    if known is None:
+    if tried is None:
         if len(_tried) >= _MOST_TRIED:
             _tried.clear()
-        known = _tried[key] = _look_now(func, args, kwargs, least)
-    return known
+        tried = _tried[key] = _look_now(func, args, kwargs, least)
+    return tried
 
 
 def look_of_rows(like: torch.Tensor, dim: int, count: int) -> Tried:
-    """What rows that come in look like to the operations on them: cut along a dim into this many chunks."""
+    """Returns the trial result of the input rows: a part cut along a dim into `count` chunks."""
     key = ("rows", tuple(like.shape), like.stride(), like.dtype, dim, count)
     if key not in _tried:
         owners = Owners.blocks(like.shape[dim], count)
@@ -95,6 +95,7 @@ def look_of_rows(like: torch.Tensor, dim: int, count: int) -> Tried:
 
 def _key_of(tree: Any) -> Any:
     if isinstance(tree, Unmade):
+        # not by shape alone: two of one shape may be cut in other ways
         return "waits", tree.number, tree.place
     if isinstance(tree, torch.Tensor):
         return "given", tuple(tree.shape), tree.stride(), tree.dtype
@@ -116,11 +117,12 @@ def _look_now(func: Callable, args: tuple, kwargs: dict, least: int) -> Tried:
     def like(leaf: torch.Tensor) -> torch.Tensor:
         return leaf.like if isinstance(leaf, Unmade) else without_values(leaf)
 
-    given = replaced(torch.Tensor, like, (args, kwargs))
-    tensors = tensors_in(given)
+    trial_args = replaced(torch.Tensor, like, (args, kwargs))
+    tensors = tensors_in(trial_args)
+    # functions of torch, as Python calls them, have no schema that says what they write; versions tell
     versions = [tensor._version for tensor in tensors]
     watch, meta = _Watch(), torch.device("meta")
-    args, kwargs = (_elsewhere(each, meta) for each in given)
+    args, kwargs = (_elsewhere(tree, meta) for tree in trial_args)
     with _disable_current_modes(), torch.no_grad(), watch:
         try:
             output = func(*args, **kwargs)
@@ -133,15 +135,17 @@ def _look_now(func: Callable, args: tuple, kwargs: dict, least: int) -> Tried:
     if not several or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
         return Tried("tells" if _only_tells(func, output) else "whole")
     kinds = {type(leaf) for leaf in leaves if isinstance(leaf, Part | Sum)}
+    # what is drawn by chunk is not what is drawn at once
     if watch.draws or not all(isinstance(leaf, Part | Sum) for leaf in leaves):
         return Tried("whole")
+    # a sum over turns is complete after the last one alone, so nothing may wait for it
     if Sum not in kinds and any(leaf.numel() > least for leaf in leaves):
         return Tried("waits", output, next(_numbers))
     return Tried("ends", output, next(_numbers)) if watch.computes else Tried("whole")
 
 
 def _elsewhere(tree: Any, device: torch.device) -> Any:
-    """Arguments with this device in the place of every other one."""
+    """Returns the arguments with this device in the place of every other one."""
     if isinstance(tree, torch.device):
         return device
     if isinstance(tree, dict):
@@ -156,5 +160,5 @@ def _only_tells(func: Callable, output: Any) -> bool:
     """Whether a call asked for something that a tensor without values has: its shape, dtype, device."""
     if getattr(func, "__name__", "") == "__get__":
         return True
-    numbers = isinstance(output, tuple) and all(isinstance(one, int) for one in output)
+    numbers = isinstance(output, tuple) and all(isinstance(number, int) for number in output)
     return (isinstance(output, _TELLS) or numbers) and not getattr(func, "__name__", "").endswith("data_ptr")

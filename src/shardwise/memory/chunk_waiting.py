@@ -62,7 +62,7 @@ class WaitingCall:
     args, kwargs  as given, tensors that wait as themselves
     like          its results on tensors without values, as parts over turns
     least         elements of the rows that came in, of the fewest
-    number        of calls whose results look like these, since the start
+    number        the same for all calls whose results look alike
     dim           of rows that came in, which are no call's results: along which chunks are cut
     values        the results, once they were made whole
     """
@@ -71,8 +71,9 @@ class WaitingCall:
         self.func, self.args, self.kwargs, self.chunks = func, args, kwargs, chunks
         self.like, self.least, self.number = tried.like, least, tried.number
         self.grad = torch.is_grad_enabled()
-        self.given = [t for t in tensors_in((args, kwargs)) if not isinstance(t, Waiting)]
-        self.versions = [t._version for t in self.given]
+        self.plain_inputs = [t for t in tensors_in((args, kwargs)) if not isinstance(t, Waiting)]
+        # the call runs later: what is written into meanwhile would not be what it was given (`check`)
+        self.versions = [t._version for t in self.plain_inputs]
         self.order = next(_calls)
         self.values: tuple[Any] | None = None
         self.dim: int | None = None
@@ -80,7 +81,7 @@ class WaitingCall:
 
     def check(self) -> None:
         """Raises `RefusedPlan` where an input was written into since the call."""
-        for tensor, version in zip(self.given, self.versions, strict=True):
+        for tensor, version in zip(self.plain_inputs, self.versions, strict=True):
             if tensor._version != version:
                 raise RefusedPlan(
                     f"position_chunks: a tensor of shape {tuple(tensor.shape)} was written into after it had been "
@@ -96,7 +97,7 @@ class WaitingCall:
             with torch.set_grad_enabled(self.grad), nothing_waits():
                 self.values = (self.func(*args, **kwargs),)
             HERE.pending.discard(self)
-            self.args, self.kwargs, self.given = (), {}, []  # no longer needed, and perhaps large
+            self.args, self.kwargs, self.plain_inputs = (), {}, []  # no longer needed, and perhaps large
         return self.values[0]
 
 
@@ -130,8 +131,8 @@ class Waiting(Unmade):
 
     def made(self) -> torch.Tensor:
         """Returns the tensor, computed whole."""
-        found = self.call.made()
-        return found if self.place is None else found[self.place]
+        results = self.call.made()
+        return results if self.place is None else results[self.place]
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -175,21 +176,22 @@ def waits(call: WaitingCall) -> Any:
 
 
 def _as(like: Any, leaves: list) -> Any:
-    """Leaves in a tuple, list or named tuple of torch's."""
+    """Returns the leaves in a tuple, list or named tuple of torch's, as `like` is."""
     return leaves if isinstance(like, list) else type(like)(leaves)
 
 
 def answered(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Returns the results of a call that was given tensors that wait: as such tensors, or computed."""
-    args, kwargs = replaced(Waiting, lambda each: each.made() if each.call.values else each, (args, kwargs))
+    args, kwargs = replaced(Waiting, lambda tensor: tensor.made() if tensor.call.values else tensor, (args, kwargs))
     waiting = tensors_in((args, kwargs), Waiting)
     if not waiting:
         return func(*args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
-        if any(each.grad_fn is not None for each in waiting):  # what a function of autograd's own returned
+        if any(tensor.grad_fn is not None for tensor in waiting):  # what a function of autograd's own returned
             _refuse_gradient()
-    least, chunks = min(each.call.least for each in waiting), waiting[0].call.chunks
+    least, chunks = min(tensor.call.least for tensor in waiting), waiting[0].call.chunks
     tried = look(func, args, kwargs, least)
+    # past this class, which would answer the same call again
     if tried.what == "tells":
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -201,6 +203,7 @@ def answered(func: Callable, args: tuple, kwargs: dict) -> Any:
         except Uncut:  # what a rule does with tensors that are cut over ranks as well
             pass
     if tried.what == "writes":  # what waits may read what is written into
+        # in the order of the calls: a later one may read an earlier one's result
         for call in sorted(HERE.pending, key=lambda call: call.order):
             call.made()
     chunks.whole[_name(func)] += 1
@@ -212,7 +215,7 @@ def answered(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def _running(paths: dict[int, str]) -> str:
-    """The path of the innermost module whose code is running."""
+    """Returns the path of the innermost module whose code is running."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = paths.get(id(frame.f_locals.get("self")), "")
@@ -223,7 +226,7 @@ def _running(paths: dict[int, str]) -> str:
 
 
 class _Written:
-    """A program of a call and of all before it that it needs; no cycles, which would keep its inputs."""
+    """Builds the program of a call and of the calls that it needs. No cycles, which would keep its inputs alive."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
@@ -246,16 +249,17 @@ class _Written:
 
     def _argument(self, tensor: torch.Tensor) -> Any:
         if not isinstance(tensor, Waiting):
-            return self._given(tensor)
+            return self._input(tensor)
         call = tensor.call
         if call.values is not None:
-            return self._given(tensor.made())
+            return self._input(tensor.made())
         if call.dim is not None:
             call.check()
-            return self._given(call.args[0], call.dim)
+            return self._input(call.args[0], call.dim)
         return ResultOf(self.add(call), tensor.place)
 
-    def _given(self, tensor: torch.Tensor, dim: int | None = None) -> InputAt:
+    def _input(self, tensor: torch.Tensor, dim: int | None = None) -> InputAt:
+        # one tensor may be an input twice, once in chunks and once whole
         key = id(tensor), dim is not None
         if key not in self._places:
             self._places[key] = len(self.inputs)
@@ -267,7 +271,7 @@ class _Written:
 
 
 def _computed(last: WaitingCall) -> Any:
-    """The results of a call, and of all before it that it needs, chunk by chunk."""
+    """Returns the results of a call, computed chunk by chunk with all waiting calls that it needs."""
     written, like = _Written(), last.like
     number = written.add(last)
     if not written.sources:  # all that it reads was made whole since
@@ -276,11 +280,11 @@ def _computed(last: WaitingCall) -> Any:
     wanted = [ResultOf(number, None)] if alone else [ResultOf(number, place) for place in range(len(like))]
     program = Program(tuple(written.steps), tuple(wanted), written.sources, last.chunks.count)
     with torch.set_grad_enabled(last.grad), nothing_waits():
-        found = chunked(program, written.inputs)
+        results = chunked(program, written.inputs)
     HERE.pending.discard(last)
-    shapes = written.inputs[next(iter(written.sources))].shape, written.widest, found[0].shape
+    shapes = written.inputs[next(iter(written.sources))].shape, written.widest, results[0].shape
     last.chunks.computed[" -> ".join(str(tuple(shape[1:])) for shape in shapes)] += 1
-    return found[0] if alone else _as(like, found)
+    return results[0] if alone else _as(like, results)
 
 
 def _name(func: Callable) -> str:

@@ -62,7 +62,7 @@ class Chunks:
         self.whole: Counter[str] = Counter()
 
     def inside(self, forward: Callable[..., Any], *, leaves_whole: bool = False) -> Callable[..., Any]:
-        """A forward whose wide tensors wait; of what it returns too, unless `leaves_whole`."""
+        """Returns a forward in which wide tensors wait; what it returns may wait too, unless `leaves_whole`."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self.entered():
@@ -116,18 +116,19 @@ def chunked_forwards(
     chunks.paths = {id(child): path for path, child in module.named_modules()}
     for block in {id(block): block for block in map(module.get_submodule, blocks)}.values():
         block.forward = chunks.inside(block.forward, leaves_whole=leaves_whole)
+    # a block is wrapped by itself as well, since recompute runs it without the module's forward around it
     if module not in map(module.get_submodule, blocks):
         module.forward = chunks.inside(module.forward, leaves_whole=leaves_whole)
 
 
 def given_values(units: Iterable[nn.Module]) -> None:
-    """Make what units of zero=3 are given whole, before hooks that were registered earlier look at it."""
+    """Compute waiting arguments of zero=3's units, before hooks that were registered earlier look at them."""
     for unit in units:
-        unit.register_forward_pre_hook(lambda m, *given: whole(given), prepend=True, with_kwargs=True)
+        unit.register_forward_pre_hook(lambda m, *arguments: whole(arguments), prepend=True, with_kwargs=True)
 
 
 def _with_values(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that is given tensors that are computed, and gives such: what hands rows to other ranks sends values.
+    """Returns a forward whose arguments and results are computed, as one needs that sends rows to other ranks.
 
     Between the two tensors may wait.
     """
@@ -140,7 +141,7 @@ def _with_values(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Mode(TorchFunctionMode):
-    """Products that widen wait."""
+    """Function mode in which products that widen their rows wait."""
 
     def __init__(self, chunks: Chunks):
         super().__init__()
@@ -158,11 +159,12 @@ class _Mode(TorchFunctionMode):
 
 
 def _begun(func: Callable, args: tuple, kwargs: dict, chunks: Chunks) -> Waiting | None:
-    """The result of a product that widens, waiting; None where it is computed as ever."""
+    """Returns a `Waiting` result for a product that widens its rows; None where it is computed at once."""
     place = _ROWS[func]
     rows, matrix = (args[place], args[place + 1]) if len(args) > place + 1 else (None, None)
     if not isinstance(rows, torch.Tensor) or not isinstance(matrix, torch.Tensor) or not _may_wait(rows, matrix):
         return None
+    # no wider than the rows: the result costs no more memory than what came in
     if matrix.shape[0 if func is F.linear else 1] <= rows.shape[-1]:
         return None
     first = _rows(rows, chunks)
@@ -176,6 +178,7 @@ def _begun(func: Callable, args: tuple, kwargs: dict, chunks: Chunks) -> Waiting
 def _may_wait(rows: torch.Tensor, matrix: torch.Tensor) -> bool:
     transforms = torch._C._functorch.peek_interpreter_stack() is not None
     settled = rows
+    # shares are cut into chunks below the ranks' axes; a summand has to be summed over them first
     while isinstance(settled, Part):
         settled = settled.local
     return (
@@ -185,11 +188,12 @@ def _may_wait(rows: torch.Tensor, matrix: torch.Tensor) -> bool:
 
 
 def _rows(rows: torch.Tensor, chunks: Chunks) -> Waiting | None:
-    """The rows, of which chunks are cut along the longest dim; of (B, S, H) seen as (B * S, H), along B or S."""
+    """Returns the rows as a `Waiting` tensor, chunks cut along the longest dim; of (B * S, H), along B or S."""
     base = rows._base if rows.dim() == 2 else None
     if base is None or base.dim() < 3 or base.shape[-1] != rows.shape[-1] or base.numel() != rows.numel():
         base = rows
     dim = max(range(base.dim() - 1), key=lambda d: (base.shape[d], d))
+    # some chunks would be empty
     if base.shape[dim] < chunks.count:
         return None
     call = WaitingCall(

@@ -23,7 +23,7 @@ TURNS, TURN_S = 4, 0.001  # what a settled peak waits for: other threads free wh
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
-    """Bytes of the tensors' storages, each once; sharded tensors count with what this rank holds."""
+    """Returns the bytes of the tensors' storages, each once; of a sharded tensor those of this rank's shard."""
     sizes: dict[int, int] = {}
     for tensor in tensors:
         if tensor is None:
@@ -36,7 +36,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
 
 @contextmanager
 def resizes_told(to: list[torch.UntypedStorage]) -> Iterator[None]:
-    """Inside, every storage that Python resizes is added to `to`: for `LiveBytes(resized=to)`."""
+    """Context: every storage that Python resizes is added to `to`, for `LiveBytes(resized=to)`."""
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
         to.append(storage)
@@ -50,7 +50,7 @@ def resizes_told(to: list[torch.UntypedStorage]) -> Iterator[None]:
 
 
 class _Launched(TorchDispatchMode):
-    """Around a collective's kernel: `kept` is what the kernel made and still holds, until somebody waits.
+    """Mode for a collective's kernel: `kept` are the storages that it made and holds until somebody waits.
 
     The backend's threads inherit the mode; what they make is the kernel's own and gone when it is done.
     """
@@ -62,6 +62,7 @@ class _Launched(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
+        # what the backend's threads make is gone when the collective is done
         if threading.get_ident() == self._thread:
             leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
             self._made += [weakref.ref(leaf.untyped_storage()) for leaf in leaves]
@@ -106,7 +107,7 @@ class LiveBytes(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._resized: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._told = resized
+        self._resizes = resized
         self._unread: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # told of, and not yet seen to change
 
     @property
@@ -153,6 +154,7 @@ class LiveBytes(TorchDispatchMode):
             self._sizes[key] = 0
             self._storages[key] = weakref.ref(storage, lambda _: self._free(key))
         self._count(key, storage.nbytes())
+        # read sizes again before a new peak is noted: a gathered weight may have given its memory back
         if self._total > self.peak:
             self._read_again()
             if self.settle and self._total > self.peak:
@@ -171,21 +173,22 @@ class LiveBytes(TorchDispatchMode):
         self._sizes[key] = size
 
     def _read_changed(self) -> None:
-        """Of storages that are known to change."""
-        if self._told is None:
+        """Counts the present size of storages that have changed before."""
+        if self._resizes is None:
             self._read(self._resized)
             return
-        while self._told:
-            storage = self._told.pop()
+        while self._resizes:
+            storage = self._resizes.pop()
             key = storage._cdata
+            # one that has changed before counts at once; of others a size is read when a peak would be noted
             if key in self._resized:
                 self._count(key, storage.nbytes())
             elif key in self._sizes:
                 self._unread[key] = self._storages[key]
 
     def _read_again(self) -> None:
-        """Of all that may have changed."""
-        if self._told is None:
+        """Counts the present size of every storage that may have changed."""
+        if self._resizes is None:
             self._read(self._storages)
             return
         self._read_changed()

@@ -65,7 +65,7 @@ def _policy(context, op, *args, **kwargs) -> CheckpointPolicy:
 
 
 class _Keeping(_CachingTorchDispatchMode):
-    """Keeps what the policy says, as it was before anything was written into it."""
+    """Mode of the first forward: keeps the policy's results as they were before anything was written into them."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
@@ -86,20 +86,20 @@ _WRITTEN: WeakKeyDictionary[nn.Module, list[torch.Tensor]] = WeakKeyDictionary()
 
 
 def note_written(module: nn.Module, names: Collection[str], norms: Collection[nn.Module] = ()) -> None:
-    """Tell the blocks of a module that run again into which of its parameters and buffers forwards write.
+    """Note, for blocks that run again, into which of the module's parameters and buffers forwards write.
 
     norms   keep statistics, which are followed otherwise
     """
-    theirs = {id(buffer) for norm in norms for buffer in norm.buffers()}
+    statistics = {id(buffer) for norm in norms for buffer in norm.buffers()}
     named = (*module.named_parameters(), *module.named_buffers())
-    written = {id(tensor) for name, tensor in named if name in names} - theirs
-    for block, held in list(_WRITTEN.items()):
+    written = {id(tensor) for name, tensor in named if name in names} - statistics
+    for block, tensors in list(_WRITTEN.items()):
         if any(block is child for child in module.modules()):
-            held[:] = [tensor for tensor in (*block.parameters(), *block.buffers()) if id(tensor) in written]
+            tensors[:] = [tensor for tensor in (*block.parameters(), *block.buffers()) if id(tensor) in written]
 
 
 class _Weights:
-    """Parameters and buffers as they are now, for a second forward that writes into them as the first did."""
+    """Copies of parameters and buffers, for a second forward that writes into them as the first did."""
 
     def __init__(self, params: list[torch.Tensor]):
         self._kept = [(param, param.detach().clone()) for param in params]
@@ -119,7 +119,7 @@ class _Weights:
 
 
 def _contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Around a block's first forward, and around its second."""
+    """Returns the context of a block's first forward and that of its second one."""
     keeping, kept = create_selective_checkpoint_contexts(_policy)
     return _Keeping(_policy, keeping.storage), kept
 
@@ -146,11 +146,14 @@ def recompute_block(block: nn.Module, policy: str, by_value: bool = False) -> No
 
     def recomputed(*args, **kwargs):
         nonlocal changing
+        # no backward will come, so nothing has to be kept for it
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        before, given, weights = looked_at(args, kwargs)
-        again = _again(forward, before, given, weights)
+        before, passed, weights = looked_at(args, kwargs)
+        again = _again(forward, before, passed, weights)
+        # to its end where it writes into weights: what is written after the last use is what one process finds
         output = checkpoint(again, *args, use_reentrant=False, early_stop=not written, **options, **kwargs)
+        # the first forward has shown what it changes: later ones keep that alone
         if changing is None:
             changing = changes(before)
         return output
@@ -163,8 +166,8 @@ def recompute_block(block: nn.Module, policy: str, by_value: bool = False) -> No
     block.forward = recomputed
 
 
-def _again(forward: Callable, before: ModuleState, given: PassedState, weights: _Weights) -> Callable:
-    """The forward; from its second call on, it meets the state that the first met and leaves what it found."""
+def _again(forward: Callable, before: ModuleState, passed: PassedState, weights: _Weights) -> Callable:
+    """Returns the forward; from its second call on it gets the first one's state, and restores the present one."""
     calls = 0
 
     def run(*args, **kwargs):
@@ -172,7 +175,7 @@ def _again(forward: Callable, before: ModuleState, given: PassedState, weights: 
         calls += 1
         if calls == 1:
             return forward(*args, **kwargs)
-        with before.standing_in(), given.standing_in(), weights.standing_in():
+        with before.standing_in(), passed.standing_in(), weights.standing_in():
             return forward(*args, **kwargs)
 
     return run

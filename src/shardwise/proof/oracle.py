@@ -205,7 +205,7 @@ def plain_module(task: Task, settings: Settings) -> nn.Module:
     dtype = settings.dtype
     built = build(task.model, settings.seed)
     module = built.module
-    built.given = task.weights
+    built.value_from = task.weights
     device = pick_device(settings.device)
     values = {id(tensor): built.value(name).clone() for name, tensor in named_tensors(module)}
     with torch.no_grad():

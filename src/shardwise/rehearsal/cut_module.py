@@ -60,14 +60,14 @@ LARGE_BYTES = 16 * 2**20  # of a sample, from which a few more are not worth rea
 
 
 def alone(microbatches: int) -> Schedule:
-    """Returns the schedule of so many micro-batches without a pipeline."""
+    """Returns the schedule of one rank without a pipeline: F0 B0 F1 B1 and so on."""
     ops = [Op(kind, 0, index) for index in range(microbatches) for kind in "FB"]
     return Schedule("alone", microbatches, (0,), (tuple(ops),))
 
 
 @dataclass(frozen=True)
 class Cuts:
-    """What of a layout cuts the module itself, or makes tensors while its micro-batches run.
+    """The parts of a layout that cut the module itself, or make tensors while its micro-batches run.
 
     zero    3, or 2 (on a GPU beside a pipeline or experts alone), over `shard` data ranks and the tiles, whose tensors
             are played too; else 0, and the gradients are an account of their own
@@ -115,6 +115,7 @@ class Cuts:
         count, rounds = (min(layout.n_micro, ROUNDS) if played else 1), 1
         if layout.pp > 1:
             count, rounds = layout.n_micro, layout.rounds if gloo else min(layout.rounds, ROUNDS) if played else 1
+            # gpipe holds all micro-batches at once, and gloo keeps messages to a step's end: both are played in full
             if layout.schedule != "gpipe" and not gloo:
                 count = min(count, ROUNDS * layout.pp)
             if layout.n_micro % layout.pp == 0:
@@ -171,13 +172,13 @@ AS_THEY_ARE = tuple(field.name for field in fields(Cuts) if field.name in SAME_K
 
 
 class Looks:
-    """What all cuts of a task rest on, looked at once: its module without weights, a few samples, the cuts of tp.
+    """What the cuts of a task are derived from, computed once: a module without weights, a few samples, cuts of tp.
 
-    one  a batch of one sample
+    sample  a batch of one sample
     """
 
-    def __init__(self, task: Task, one: Any):
-        self.task, self.one = task, one
+    def __init__(self, task: Task, sample: Any):
+        self.task, self.sample = task, sample
         self._derived: dict[tuple, Derived | ShardwiseError] = {}
         self._followed: dict[str, Followed] = {}  # by precision
         self._stacks: dict[tuple, list[Stack] | ShardwiseError] = {}
@@ -187,7 +188,7 @@ class Looks:
 
     @cached_property
     def built(self) -> Built:
-        """The module without its weights."""
+        """The task's module without values, built once."""
         built = build_deferred(self.task.model, 0)
         make_gradients_dense(built.module)
         built.pairs = hold_pairs(built.module)
@@ -195,13 +196,13 @@ class Looks:
 
     @cached_property
     def few(self) -> Any:
-        """The samples from which the cuts are derived; of a large one its shape alone counts."""
-        if self.task.data is not None and self.task.batch is None and batch_bytes(self.one) > LARGE_BYTES:
-            return repeated(self.one, min(SAMPLES, len(self.task.data)))
+        """The few samples from which cuts are derived; a large one is repeated, since its shape alone counts."""
+        if self.task.data is not None and self.task.batch is None and batch_bytes(self.sample) > LARGE_BYTES:
+            return repeated(self.sample, min(SAMPLES, len(self.task.data)))
         return few_samples(self.task, Plan(), Axis.alone("data"), torch.device("cpu"))
 
     def derived(self, plan: Plan) -> Derived | None:
-        """The cuts of tp."""
+        """Returns the cuts of tp, None without tp."""
         if plan.tp == 1:
             return None
         dealt = names_of(self.stacks(plan))
@@ -212,10 +213,11 @@ class Looks:
         ))  # fmt: skip
 
     def positions(self, plan: Plan) -> Positions | None:
-        """Which dims of the batch are cut, into tiles or shares of a sequence; `RefusedPlan` as in a run."""
+        """Returns which dims of the batch are cut, into tiles or shares of a sequence; `RefusedPlan` as in a run."""
         if plan.cut_positions == 1:
             return None
         dealt = {"dp_shard": plan.dp_shard, "ep": plan.ep} if plan.ep > 1 else {}
+        # what the answer depends on alone, so that plans that differ elsewhere share it
         plan = Plan.from_dict({
             "domain": plan.domain, **plan.along, "tp": plan.tp, "sp": plan.sp, "tp_whole": plan.tp_whole,
             "precision": plan.precision, **dealt,
@@ -226,7 +228,7 @@ class Looks:
         ))  # fmt: skip
 
     def row_wise(self, plan: Plan) -> list[Stack]:
-        """The modules of experts that are given a rank's own rows, where positions are cut: all of them under ep."""
+        """Returns the modules of experts that get a rank's own rows where positions are cut: under ep, all of them."""
         if plan.ep > 1:
             return self.stacks(plan)
         precision = Precision.of(plan)
@@ -240,7 +242,7 @@ class Looks:
         return holds_experts(self.built, a_few(self.few), run_alone(self.task, precision), precision.held)
 
     def stacks(self, plan: Plan) -> list[Stack]:
-        """The modules whose experts ep deals."""
+        """Returns the modules whose experts ep deals."""
         if plan.ep == 1:
             return []
         return once(self._stacks, (plan.ep, plan.precision), lambda: look_for_experts(
@@ -248,20 +250,21 @@ class Looks:
         ))  # fmt: skip
 
 
-def once(known: dict[Any, Any], key: tuple, make: Callable[[], Any]) -> Any:
+def once(cache: dict[Any, Any], key: tuple, make: Callable[[], Any]) -> Any:
     """Returns `make()` for a key, or raises its refusal; each is computed once."""
-    if key not in known:
+    if key not in cache:
         try:
-            known[key] = make()
+            cache[key] = make()
         except ShardwiseError as refused:
-            known[key] = refused
-    if isinstance(found := known[key], ShardwiseError):
-        raise found.with_traceback(None)
-    return found
+            cache[key] = refused
+    if isinstance(result := cache[key], ShardwiseError):
+        # the refusal is raised anew each time: else it would collect the frames of every caller
+        raise result.with_traceback(None)
+    return result
 
 
 class Shares:
-    """A task under `cuts`: `ranks` tells which ranks differ, `trace` rehearses one. `RefusedPlan` as in a run."""
+    """A task under `cuts`: `ranks` lists the ranks that differ, `trace` rehearses one. Refusals are those of a run."""
 
     def __init__(self, looks: Looks, cuts: Cuts):
         self.looks, self.task, self.cuts = looks, looks.task, cuts
@@ -274,7 +277,7 @@ class Shares:
         self.positions = looks.positions(self.plan)
         self._first = self._cut() if cuts.pp > 1 else None
         # (place, rank of tp, samples) -> what each stage sends
-        self.told: dict[tuple[Place, int, int], dict[int, Told]] = {}
+        self.sent_by_stage: dict[tuple[Place, int, int], dict[int, Told]] = {}
 
     def _cut(self) -> StagePlacement:
         built, precision = self.looks.built, Precision.of(self.plan)
@@ -289,16 +292,16 @@ class Shares:
         return cut
 
     def cut(self, rank: int) -> StagePlacement | None:
-        """The stages, seen from a rank of the pipeline."""
+        """Returns the stages, seen from a rank of the pipeline; None without one."""
         return None if self._first is None else replace(self._first, rank=rank)
 
     @property
     def alike(self) -> list[int]:
-        """For each rank of tp the first that holds as much: with even cuts, one stands for all."""
+        """By rank of tp, the first rank that holds as much of every weight: with even cuts, 0 for all."""
         first: dict[tuple[int, ...], int] = {}
         cuts = self.derived.cuts.values() if self.derived is not None else ()
-        held = [tuple(cut.owners.counts[rank] for cut in cuts) for rank in range(self.cuts.tp)]
-        return [first.setdefault(counts, rank) for rank, counts in enumerate(held)]
+        counts_by_rank = [tuple(cut.owners.counts[rank] for cut in cuts) for rank in range(self.cuts.tp)]
+        return [first.setdefault(counts, rank) for rank, counts in enumerate(counts_by_rank)]
 
     @property
     def places(self) -> list[Place]:
@@ -307,7 +310,7 @@ class Shares:
 
     @property
     def telling_places(self) -> list[Place]:
-        """Of tiles the one that has neighbours on most sides, which is as large as any inside; of a sequence both ends.
+        """Places that hold the most: of tiles one with neighbours on most sides; of a sequence both ends.
 
         Under a causal mask the last positions read the most, unless a rank has positions from either end; the first
         rank has one more where the ranks do not divide them.
@@ -319,10 +322,10 @@ class Shares:
                 return sorted({0, size - 1})
             return [1 if name in SPACE and size > 2 else 0]
 
-        return [*product(*(along(*each) for each in self.cuts.inner))]
+        return [*product(*(along(*axis) for axis in self.cuts.inner))]
 
     def ranks(self, places: Sequence[Place]) -> list[tuple[Place, int, int]]:
-        """(place, tp, pp) of the ranks that differ, at these places along the axes that cut positions."""
+        """Returns (place, tp, pp) of the ranks that differ, at these places along the axes that cut positions."""
         return [
             (place, tp, pp) for place in places for pp in range(self.cuts.pp) for tp in dict.fromkeys(self.alike)
         ]  # fmt: skip
@@ -330,7 +333,7 @@ class Shares:
     def trace(
         self, tp: int, pp: int, sizes: Sequence[int], beside: Beside = ALIKE, place: Place = ()
     ) -> RankTrace:  # fmt: skip
-        """Rehearse a rank; `InputError` for a module that cannot be traced.
+        """Returns the trace of one rank. Raises `InputError` for a module that cannot be traced.
 
         sizes   samples of each micro-batch; the last holds for those that follow
         beside  the rank's place in ep, and how many samples each rank there has
@@ -341,13 +344,13 @@ class Shares:
             with as_real():
                 while True:  # as a run does: all anew, until no unit's weights are read while it does not run
                     rehearsal = Rehearsal(self, tp, pp, sizes, beside, place)
-                    found = rehearsal.run(enclosed)
+                    trace = rehearsal.run(enclosed)
                     if not rehearsal.outside:
-                        return found
+                        return trace
                     enclosed |= rehearsal.outside
         except (InputError, RefusedPlan):
             raise
         except Exception as error:
             raise InputError(untraced(error, ModulePath())) from error
         finally:
-            forget()
+            forget()  # a gathered tensor of this rehearsal is none of the next one's

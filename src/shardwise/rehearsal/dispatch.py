@@ -29,7 +29,7 @@ _EXIT = torch.ops.profiler._record_function_exit._RecordFunction
 
 
 class RehearsalMode(TorchDispatchMode):
-    """Enter above the fake mode: as if `values`, `live` and `count` had been entered one after the other.
+    """One mode for three: as if `values`, `live` and `count` had been entered in turn. Enter it above the fake mode.
 
     draws    answers random ops as a run does that follows them (randomness=global), and notes that it `met` some
     outside  answers reads of weights that lie in pieces, if there are any
@@ -61,6 +61,7 @@ class RehearsalMode(TorchDispatchMode):
             self._hidden = _unread(func, args)
             self.draws.one_kernel = self.fused and self._hidden
             try:
+                # a mode is left while it answers: what the draw does is counted as well
                 with self:
                     return self.draws.answer(func, args, dict(kwargs or {}))
             finally:
@@ -72,6 +73,7 @@ class RehearsalMode(TorchDispatchMode):
         if func is _ENTER or func is _EXIT:
             self._label(func, args)
             return func(*args, **(kwargs or {}))
+        # FSDP2's own copies around a unit: memory, but no work of the module's
         if True in self._labels:
             out = func(*args, **(kwargs or {}))
             self.live.note(out)
@@ -80,6 +82,7 @@ class RehearsalMode(TorchDispatchMode):
             self.writes.note(func, args, kwargs or {})
         if self.outside is not None and DTensor in types:
             args, kwargs = self.outside.answered(args, kwargs or {})
+        # the bits of a draw whose values nobody knows are not worth hashing
         out = func(*args, **(kwargs or {})) if self._hidden else self.values.run(func, args, kwargs or {})
         self.live.note(out)
         self.count.note(func, args, out)
@@ -93,7 +96,7 @@ class RehearsalMode(TorchDispatchMode):
 
 
 def followed(yes: bool) -> GlobalRandom | None:
-    """What answers a trace's random ops by index, as of all samples; None where torch's generators draw."""
+    """Returns what answers random ops by global index (`yes`), or None where torch's generators draw."""
     return GlobalRandom(BatchDims()) if yes else None
 
 

@@ -52,7 +52,7 @@ class Fused(TorchFunctionMode):
     def __enter__(self) -> Fused:
         functional.scaled_dot_product_attention = self._attend
         functional.dropout = partial(_dropout, _DROPOUT)
-        kernels.has_fused = lambda device: False
+        kernels.has_fused = lambda device: False  # a ring's blocks, which have no fused kernel on a GPU here
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -67,9 +67,9 @@ class Fused(TorchFunctionMode):
         if func is _DROPOUT or func is torch.dropout:
             return _dropout(func, *args, **kwargs)
         if func in RECURRENT:
-            found = as_one_call(func, args, kwargs, partial(_dropout, _DROPOUT))
-            if found is not None:
-                return found
+            result = as_one_call(func, args, kwargs, partial(_dropout, _DROPOUT))
+            if result is not None:
+                return result
         return func(*args, **kwargs)
 
     def _attend(
@@ -94,13 +94,14 @@ def _cut_along(tensor: torch.Tensor) -> bool:
 
 
 def like_gpu(yes: bool, scores: bool = False) -> Fused | nullcontext:
-    """Around forward and backward of a trace: attention and dropout as a GPU has them, or as they are."""
+    """Returns a context for forward and backward: attention and dropout as on a GPU (`yes`), or as they are."""
     return Fused(scores) if yes else nullcontext()
 
 
 def _dropout(func: Any, input: torch.Tensor, p: float = 0.5, *args: Any, **kwargs: Any) -> torch.Tensor:
     training = kwargs.get("training", kwargs.get("train", args[0] if args else True))
     inplace = kwargs.get("inplace", len(args) > 1 and args[1])
+    # nothing is drawn, or the result lies in the input: a mask is no matter there
     if not training or inplace or not 0 < p < 1:
         return func(input, p, *args, **kwargs)
     return _ATEN.native_dropout(input, p, True)[0]
@@ -110,7 +111,7 @@ def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """As torch's, by the kernel that a GPU would take; by torch's own where it would take none."""
+    """Returns attention by the op of the kernel that a GPU would take; by torch's function where it would take none."""
     words: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
     if query.dim() != 4 or query.dtype not in (*_HALF, torch.float32):
         return _ATTENTION(query, key, value, attn_mask, enable_gqa=enable_gqa, **words)
@@ -118,11 +119,12 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     same = query.shape[-1] == width <= MOST_WIDTH
     if attn_mask is None and query.dtype in _HALF and same:
-        q, k, v = (_padded(each, 8) for each in (query, key, value))
+        # the kernel takes widths that are multiples of 8; torch pads others in the same way
+        q, k, v = (_padded(tensor, 8) for tensor in (query, key, value))
         out = _ATEN._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
         return out[..., :width] if out.shape[-1] != width else out
     if query.shape[1] != key.shape[1]:  # the kernel has no groups of queries
-        key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in (key, value))
+        key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
     bias = None if attn_mask is None else _bias(attn_mask, query, key)
     return _ATEN._scaled_dot_product_efficient_attention(
         query, key, value, bias, True, dropout_p, is_causal, scale=scale
@@ -130,7 +132,7 @@ def _attention(
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """What is added to the scores, (B, H, queries, keys), its rows beginning at multiples of 16 elements."""
+    """Returns the bias of the scores (B, H, queries, keys), its rows beginning at multiples of 16 elements."""
     if mask.dtype == torch.bool:
         mask = torch.where(mask, 0.0, torch.full((), -torch.inf, dtype=query.dtype, device=query.device))
     keys = key.shape[2]
@@ -139,6 +141,6 @@ def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.T
 
 
 def _padded(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
-    """With zeros at the end of the last dim, where it is no multiple."""
+    """Returns the tensor with its last dim padded by zeros to a multiple."""
     beyond = -tensor.shape[-1] % multiple
     return functional.pad(tensor, (0, beyond)) if beyond else tensor

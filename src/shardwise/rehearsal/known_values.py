@@ -57,22 +57,22 @@ CHOSEN, BATCH = "chosen", "batch"
 
 @dataclass(eq=False)
 class _Memory:
-    """What a tensor and its views have in common: whether their values are still those of the shadow, and whence."""
+    """Shared by a tensor and its views: whether the shadow still has their values, and what these came from."""
 
-    known: bool = True
+    valid: bool = True
     origins: frozenset[str] = frozenset()
 
 
 def shadow(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The values of a fake tensor, where they are known."""
+    """Returns the real values of a fake tensor, or None where they are not known."""
     values, memory = getattr(tensor, _SHADOW, (None, None))
-    return values if memory is not None and memory.known else None
+    return values if memory is not None and memory.valid else None
 
 
 def origins_of(leaves: Iterable[Any]) -> frozenset[str]:
     """Returns the names of what the known values of these tensors were computed from."""
-    found = [getattr(leaf, _SHADOW)[1].origins for leaf in leaves if isinstance(leaf, FakeTensor) and known(leaf)]
-    return frozenset().union(*found)
+    origins = [getattr(leaf, _SHADOW)[1].origins for leaf in leaves if isinstance(leaf, FakeTensor) and known(leaf)]
+    return frozenset().union(*origins)
 
 
 def known(tensor: torch.Tensor) -> bool:
@@ -84,16 +84,17 @@ def give(
     tensor: torch.Tensor, values: torch.Tensor, viewed: Iterable[torch.Tensor] = (),
     origins: frozenset[str] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Note the values of a fake tensor of moderate size.
+    """Returns the fake tensor, with these real values attached to it where they are few enough.
 
     viewed    tensors with values that it was made of, of which it may be a view
-    origins   whence the values came, if not from these
+    origins   what the values were computed from, if not from these
     """
     real = values.is_floating_point() or values.is_complex()
     if values.numel() <= (MOST_FLOATS if real else MOST):
         lies = values.untyped_storage()._cdata
-        viewed = [one for one in viewed if isinstance(one, FakeTensor) and known(one)]
-        pairs = [getattr(one, _SHADOW) for one in viewed]
+        viewed = [source for source in viewed if isinstance(source, FakeTensor) and known(source)]
+        pairs = [getattr(source, _SHADOW) for source in viewed]
+        # a view of a tensor with values: what is written into one of them takes both their values
         shared = [memory for seen, memory in pairs if seen.untyped_storage()._cdata == lies]
         own = _Memory(origins=origins_of(viewed) if origins is None else origins)
         setattr(tensor, _SHADOW, (values, next(iter(shared), own)))
@@ -102,7 +103,7 @@ def give(
 
 @contextmanager
 def numpy_by_values() -> Iterator[None]:
-    """Around a forward: `tensor.numpy()`, and with it what NumPy makes of a tensor, gives the values that are known."""
+    """Context: `tensor.numpy()`, and with it `np.asarray`, of a fake tensor gives the values that are known."""
     theirs = torch.Tensor.numpy
 
     def numpy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -122,7 +123,7 @@ def numpy_by_values() -> Iterator[None]:
 
 
 def balanced(shape: torch.Size, dim: int, choices: int) -> torch.Tensor:
-    """Indices below `choices` of the given shape, each about equally often, those along `dim` different."""
+    """Returns indices below `choices` of this shape, each about equally often, those along `dim` different."""
     moved = list(shape)
     width = moved.pop(dim) if shape else 1
     index = torch.arange(max(1, torch.Size(moved).numel()) * width).remainder(max(1, choices))
@@ -130,10 +131,10 @@ def balanced(shape: torch.Size, dim: int, choices: int) -> torch.Tensor:
 
 
 class Values(TorchDispatchMode):
-    """Enter above the fake mode and below what counts.
+    """Mode that gives ops on fake tensors their values where they can be known. Enter it above the fake mode.
 
     chose   whether anything was chosen by scores without values
-    asked   whence values came on which the forward's course or shapes hung
+    asked   origins of the values that branches or shapes of the forward depended on
     drawn   single random numbers were taken as their median
     """
 
@@ -149,7 +150,7 @@ class Values(TorchDispatchMode):
         return CHOSEN in self.asked
 
     def tell(self, trace: StepTrace) -> None:
-        """Write into a trace which values it depended on: balanced routing, integers of the batch, draws."""
+        """Set a trace's flags of values that it depended on: balanced routing, integers of the batch, draws."""
         trace.balanced, trace.chose, trace.by_batch = self.assumed, self.chose, BATCH in self.asked
         trace.drawn = self.drawn
 
@@ -163,29 +164,32 @@ class Values(TorchDispatchMode):
         leaves = tensors_in((args, kwargs))
         if func is _ATEN.embedding.default:
             _look_up(*args[:2])
+        # torch reads the lengths in C++, which no fake tensor answers
         if func is PACK and (lengths := shadow(args[1])) is not None:
             self.asked |= origins_of([args[1]])
             with _disable_current_modes():
                 sizes, rows = packed(lengths)
             return args[0].new_empty(rows, *args[0].shape[2:]), sizes
-        known = [shadow(leaf) if isinstance(leaf, FakeTensor) else leaf for leaf in leaves]
-        if any(one is not None for one in known) or not leaves:
-            if all(one is not None for one in known):
+        shadows = [shadow(leaf) if isinstance(leaf, FakeTensor) else leaf for leaf in leaves]
+        if any(values is not None for values in shadows) or not leaves:
+            if all(values is not None for values in shadows):
                 return self._on_values(func, args, kwargs, leaves)
-            func, args = self._with_rows(func, args)
+            func, args = self._with_rows(func, args)  # some are known: a mask among the indices, perhaps
         out = func(*args, **kwargs)
         if func._overloadpacket is LAYER:
             out = (*out[:3], torch.empty(workspace_bytes(args), dtype=torch.uint8, device=args[0].device))
         if type(out) is FakeTensor and not out.dim() and func._schema.returns[0].alias_info is None:
-            held = behind_one_number(func, args, kwargs)
-            out = torch.empty(held, dtype=out.dtype, device=out.device).as_strided((), ()) if held > 1 else out
+            # the one number of a loss may hold the memory of all its terms
+            # (test_the_one_number_of_a_loss_holds_what_its_kernel_leaves_behind_it)
+            elements = behind_one_number(func, args, kwargs)
+            out = torch.empty(elements, dtype=out.dtype, device=out.device).as_strided((), ()) if elements > 1 else out
         self._forget(func, args)
         self._choose(func._overloadpacket, args, kwargs, out)
         self._fill(func._overloadpacket, args, out)
         return out
 
     def _on_values(self, func: Any, args: tuple, kwargs: dict, leaves: list) -> Any:
-        """An op of which all tensors have values, or that makes some out of nothing."""
+        """Returns an op's result, with values, where all its tensors have values or it has none (a factory)."""
         if is_random(func) or (not leaves and not _makes_values(func, args)):
             return self._draw(func, func(*args, **kwargs))
 
@@ -203,6 +207,7 @@ class Values(TorchDispatchMode):
             self.asked |= origins_of(leaves)
         try:
             out = func(*args, **kwargs)
+        # shapes that hang on values: those of the real result are the answer's
         except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError):
             out = pytree.tree_map(lambda t: self.fake.from_tensor(t) if isinstance(t, torch.Tensor) else t, real)
         for made, values in zip(pytree.tree_leaves(out), pytree.tree_leaves(real), strict=True):
@@ -211,34 +216,34 @@ class Values(TorchDispatchMode):
         return out
 
     def _with_rows(self, func: Any, args: tuple) -> tuple[Any, tuple]:
-        """An op and its arguments, with masks among indices as the rows that they select."""
-        if func is _ATEN.masked_select.default and (given := shadow(args[1])) is not None:
+        """Returns an op and its arguments, with known masks among indices replaced by the rows that they select."""
+        if func is _ATEN.masked_select.default and (mask_values := shadow(args[1])) is not None:
             whole, mask = torch.broadcast_tensors(args[0], args[1])
             with _disable_current_modes():
-                give(mask, given.expand(mask.shape), origins=origins_of([args[1]]))
+                give(mask, mask_values.expand(mask.shape), origins=origins_of([args[1]]))
             func, args = _ATEN.index.Tensor, (whole, [mask])
         if func._overloadpacket not in (_ATEN.index, _ATEN.index_put, _ATEN.index_put_):
             return func, args
         rows: list[Any] = []
-        for one in args[1]:
-            values = shadow(one) if isinstance(one, torch.Tensor) else None
+        for index in args[1]:
+            values = shadow(index) if isinstance(index, torch.Tensor) else None
             if values is None or values.dtype not in (torch.bool, torch.uint8):
-                rows.append(one)
+                rows.append(index)
                 continue
-            self.asked |= (origins := origins_of([one]))
+            self.asked |= (origins := origins_of([index]))
             with _disable_current_modes():
-                found = values.nonzero(as_tuple=True)
-            rows += [give(self.fake.from_tensor(index), index, origins=origins) for index in found]
+                selected = values.nonzero(as_tuple=True)
+            rows += [give(self.fake.from_tensor(row_index), row_index, origins=origins) for row_index in selected]
         return func, (args[0], rows, *args[2:])
 
     def _forget(self, func: Any, args: tuple) -> None:
-        """What an op wrote without values into a tensor has none from then on."""
+        """Drops the values of tensors into which an op wrote without values."""
         for place in written(func):
             if place < len(args) and isinstance(args[place], torch.Tensor) and shadow(args[place]) is not None:
-                getattr(args[place], _SHADOW)[1].known = False
+                getattr(args[place], _SHADOW)[1].valid = False
 
     def _fill(self, packet: Any, args: tuple, out: Any) -> None:
-        """What is made like a tensor without values, of one number."""
+        """Attaches values to what `zeros_like` and its kind made of a tensor without values."""
         place = _FILLED_WITH.get(packet)
         number = _FILLED.get(packet) if place is None else args[place]
         if isinstance(out, FakeTensor) and isinstance(number, int | float) and out.numel() <= MOST_FLOATS:
@@ -246,7 +251,7 @@ class Values(TorchDispatchMode):
                 give(out, torch.full(out.shape, number, dtype=out.dtype))
 
     def _draw(self, func: Any, out: Any) -> Any:
-        """One number between 0 and 1 that was drawn: a choice hangs on it, such as whether a layer is left out."""
+        """Attaches the median to a single drawn number: a choice may depend on it (whether a layer is left out)."""
         if func._overloadpacket is _ATEN.rand and out.numel() == 1:
             with _disable_current_modes():
                 give(out, torch.full(out.shape, MEDIAN, dtype=out.dtype))
@@ -254,7 +259,7 @@ class Values(TorchDispatchMode):
         return out
 
     def _choose(self, packet: Any, args: tuple, kwargs: dict, out: Any) -> None:
-        """Indices that were chosen by scores without values."""
+        """Attaches balanced values to indices that an op chose by scores without values."""
         place = _CHOICES.get(packet)
         if place is None:
             return
@@ -275,7 +280,7 @@ class Values(TorchDispatchMode):
 
 
 def _look_up(table: torch.Tensor, index: torch.Tensor) -> None:
-    """Refuse a row that a table does not have, as a run does: positions beyond those that were learned."""
+    """Raises IndexError for a row that the table does not have, as a run does: positions beyond the learned ones."""
     values = shadow(index) if isinstance(index, FakeTensor) else None
     if values is not None and values.numel():
         with _disable_current_modes():
@@ -310,7 +315,7 @@ def known_values_read() -> AbstractContextManager[None]:
 
 @contextmanager
 def values(fake: FakeMode) -> Iterator[Values]:
-    """The fake mode with values where they can be had."""
+    """Context: the fake mode with `Values` above it; yields that."""
     mode = Values(fake)
     with fake, mode:
         yield mode

@@ -33,26 +33,26 @@ _NOTHING_MOVES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empt
 
 @cache
 def written(func: Any) -> list[int]:
-    """Places of the arguments into which an op writes; schemas are slow to read."""
-    told = [argument.alias_info for argument in func._schema.arguments]
-    return [place for place, alias in enumerate(told) if alias is not None and alias.is_write]
+    """Returns the places of the arguments into which an op writes; cached, since schemas are slow to read."""
+    alias_infos = [argument.alias_info for argument in func._schema.arguments]
+    return [place for place, alias in enumerate(alias_infos) if alias is not None and alias.is_write]
 
 
 @cache
 def may_view(func: Any) -> bool:
     """Whether what an op gives may lie in its arguments' memory, unchanged, as its schema says; of some, if it can."""
-    told = [result.alias_info for result in func._schema.returns]
-    return any(alias is not None for alias in told) and not func._schema.is_mutable
+    alias_infos = [result.alias_info for result in func._schema.returns]
+    return any(alias is not None for alias in alias_infos) and not func._schema.is_mutable
 
 
 def _lies_in(out: Any, args: tuple) -> bool:
-    """Whether all tensors that came out have the storages of tensors that went in."""
+    """Whether every output tensor has the storage of an input tensor."""
     there = {tensor.untyped_storage()._cdata for tensor in tensors_in(args)}
     return all(tensor.untyped_storage()._cdata in there for tensor in tensors_in(out))
 
 
 class Count(TorchDispatchMode):
-    """Adds each op to a trace."""
+    """Mode that adds each op to `trace`."""
 
     def __init__(self, trace: StepTrace) -> None:
         super().__init__()
@@ -110,14 +110,14 @@ class Count(TorchDispatchMode):
         q, k = (args[1], args[2]) if back else (args[0], args[1])
         batch, heads, queries, width = q.shape
         shape = (batch * heads, queries, k.shape[2], width)
-        place = next(at for at, one in enumerate(func._schema.arguments) if one.name == "is_causal")
+        place = next(at for at, argument in enumerate(func._schema.arguments) if argument.name == "is_causal")
         causal = place < len(args) and bool(args[place])
         self.trace.attention[*shape, back, causal] += 1
         self.trace.order.append(("attention", (*shape, float(back), float(causal)), 1))
         self.trace.kernels += 1
 
     def _contract(self, args: tuple) -> None:
-        """Three factors, each repeated along the dims it is told; a product over the dims that are summed."""
+        """Count `_trilinear`, three factors broadcast along given dims, as one product over the summed dims."""
         shapes = []
         for factor, places in zip(args[:3], args[3:6], strict=True):
             shape = list(factor.shape)
@@ -130,23 +130,24 @@ class Count(TorchDispatchMode):
         self._product(1, rows, math.prod(others), deep)
 
     def _recur(self, args: tuple, back: bool) -> None:
-        """One layer and direction: a product over all steps for the input, and one for each step for the state."""
+        """Count a layer and direction as one product over all steps for the input and one a step for the state."""
         steps, batch, wide = args[0].shape
         for _ in range(2 if back else 1):  # for what went in, and for the weights
             self._product(1, steps * batch, args[1].shape[0], wide)
             self._product(steps, batch, args[2].shape[0], args[2].shape[1])
 
     def _recur_in_one(self, args: tuple, back: bool) -> None:
-        """The same as one call of a GPU's kernel; gradients of weights are one product over all rows."""
+        """Count the same as one call of a GPU's kernel; gradients of weights are one product over all rows."""
         x, _, weights = args[1:4] if back else args[:3]
         rows, steps = x.numel() // x.shape[-1], args[-1]
         (gates, wide), (_, hidden) = weights[0].shape, weights[1].shape
-        one = (-(-rows // steps), hidden, gates) if back else (-(-rows // steps), gates, hidden)
+        step_product = (-(-rows // steps), hidden, gates) if back else (-(-rows // steps), gates, hidden)
         self._product(1, rows, *((wide, gates) if back else (gates, wide)))
         for deep in (wide, hidden) if back else ():
             self._product(1, gates, deep, rows)
-        self.trace.products[one] += steps
-        self.trace.order.append(("recurrence", one, steps))
+        self.trace.products[step_product] += steps
+        # one call, so one entry: the steps' products run one after the other inside it
+        self.trace.order.append(("recurrence", step_product, steps))
 
     def _convolve(self, packet: Any, args: tuple, out: Any) -> None:
         self.trace.kernels += 1
@@ -161,6 +162,7 @@ class Count(TorchDispatchMode):
         moved = _bytes(args, out)
         self.trace.moved += moved
         x = args[1] if back else args[0]
+        # in two bytes a device's kernels take channels last: the tensors are turned on the way (costs/kernels)
         turned = _channels_first(x) and x.element_size() == 2 and math.prod(weight.shape[2:]) > 1
         shape = (cells / weight.shape[0], float(weight.shape[0]), deep, float(moved), float(turned))
         self.trace.order.append(("conv_backward" if back else "conv", shape, 1))
@@ -170,6 +172,7 @@ class Count(TorchDispatchMode):
         self.trace.moved += moved
         shape = [float(moved)]
         if "batch_norm" in name and (x := tensors_in(args)[0]).dtype == torch.bfloat16 and _channels_first(x):
+            # such norms run at a speed of their own, by their channels
             shape.append(float(x.shape[1]))
         self.trace.order.append((name, tuple(shape), 1))
         self.trace.kernels += 1
@@ -181,14 +184,14 @@ def _channels_first(x: torch.Tensor) -> bool:
 
 
 def _transform_flops(args: tuple, out: torch.Tensor) -> float:
-    """5 n log2 n for n complex points (Cooley and Tukey 1965, as FFTW counts), half of it where one side is real."""
+    """Returns 5 n log2 n for n complex points (Cooley and Tukey 1965, as FFTW counts), half where one side is real."""
     real = args[0] if not args[0].is_complex() else out
     points = math.prod(real.shape[dim] for dim in args[1])
     return (2.5 if not real.is_complex() else 5.0) * real.numel() * math.log2(max(1, points))
 
 
 def _groups(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor | None) -> tuple[int, int, int, int]:
-    """(how many, m, n, k) of a grouped product; what the groups share out is taken to be dealt evenly."""
+    """Returns (groups, m, n, k) of a grouped product; rows are taken to be dealt evenly over the groups."""
     m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
     if a.dim() == b.dim() == 3 or offsets is None:
         return a.shape[0], m, n, k
@@ -199,7 +202,7 @@ def _groups(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor | None) -> t
 
 
 def _reals(factor: torch.Tensor) -> int:
-    """Products of real numbers in one of its dtype: four of complex ones."""
+    """Returns the real products in one product of the tensor's dtype: four of complex numbers, else one."""
     return 4 if factor.is_complex() else 1
 
 

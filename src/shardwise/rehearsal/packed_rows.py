@@ -18,7 +18,7 @@ PACK = torch.ops.aten._pack_padded_sequence.default
 
 
 def packed(lengths: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """(sequences that have each time, rows in all) for lengths that fall."""
+    """Returns (sequences at each time, rows in all) for lengths in descending order."""
     if not lengths.numel() or int(lengths.min()) < 1:
         raise ValueError("a sequence of length 0 cannot be packed")
     times = torch.arange(int(lengths[0]))

@@ -42,7 +42,7 @@ class _FakeStages(StagedModule):
 
 @dataclass
 class RankModule:
-    """What the module of one rank is made of.
+    """Builds the module of one rank.
 
     shares     how the plan cuts the task's module, the same for all ranks
     tensor     this rank's place in tp; None without
@@ -59,7 +59,7 @@ class RankModule:
     inner: tuple[Axis, ...]
 
     def build(self, cut: StagePlacement | None) -> tuple[nn.Module, Blocks]:
-        """(module, its blocks) with this rank's shares, in the order in which a run applies things."""
+        """Returns (module, its blocks) with this rank's shares, in the order in which a run applies techniques."""
         model = build(self.shares.task, self.fake, self.precision)
         blocks = blocks_of(model, self.shares.plan.wrap, nested=self.shares.task.branches == "same")
         absent = cut.absent if cut is not None else set()
@@ -69,6 +69,7 @@ class RankModule:
         if self.tensor is not None:
             see_parts(model, self.tensor.cuts, self.tensor.axis, absent, self.inner)
         elif self.inner:
+            # weights are whole, and their gradients summands over ranks with other positions
             see_parts(model, {}, Axis.alone("tp"), absent, self.inner)
         stacks = self.experts.stacks
         if stacks:
@@ -83,17 +84,18 @@ class RankModule:
             sending = [stack.path for stack in stacks]
             chunked_forwards(model, blocks.paths, chunks, self.shares.cuts.zero == 3, sending)
         if self.shares.cuts.recompute != "none":
+            # a block under two paths is wrapped once
             for block in {id(b): b for b in map(model.get_submodule, blocks.paths)}.values():
                 recompute_block(block, self.shares.cuts.recompute)
         return model, blocks
 
     def staged(self, model: nn.Module, stages: list[Stage]) -> StagedModule:
-        """The module as it runs these stages."""
+        """Returns the module as it runs these stages."""
         results = self.positions.results if self.positions is not None else {}
         return _FakeStages(model, stages, self.precision.compute, self.inner, results)
 
     def _replace(self, model: nn.Module, absent: set[str]) -> None:
-        """Shares in the place of what is cut, shapes without memory in the place of what other stages hold."""
+        """Replace cut weights by this rank's shares, and those of other stages by shapes without memory."""
         names = {id(param): name for name, param in model.named_parameters()}
         made: dict[str, nn.Parameter] = {}
         for child in model.modules():
@@ -112,6 +114,7 @@ class RankModule:
         with self.fake:
             if absent:
                 lying = param.shape[-1:] if param.shape[-1:] == (2,) else ()  # `view_as_complex` asks for it
+                # the shape without its memory: code of this stage may ask for it, and the values are another's
                 value = torch.empty(lying, dtype=param.dtype).expand(param.shape)
                 return nn.Parameter(value, requires_grad=False)
             shape = list(param.shape)

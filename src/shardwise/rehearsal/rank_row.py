@@ -60,7 +60,7 @@ Told = list[OfTensor]  # of the tensors of a message
 
 
 def axes_at(plan: Plan, place: Place = (), ledger: Ledger | None = None, gloo: bool = False) -> tuple[Axis, ...]:
-    """The axes that cut positions, outermost first, as the rank at `place` (by default the first) has them."""
+    """Returns the axes that cut positions, outermost first, as the rank at `place` (by default the first) has them."""
     places = dict(enumerate(place))
     axes = [
         Axis(name, size, places.get(number, 0), None, tuple(range(size)), rehearsal=ledger, copies=gloo)
@@ -72,13 +72,13 @@ def axes_at(plan: Plan, place: Place = (), ledger: Ledger | None = None, gloo: b
 
 
 class Rehearsal:
-    """One rank's module on fake tensors, and its row."""
+    """Plays one rank's row of the schedule on its module of fake tensors; `run` returns the trace."""
 
     def __init__(
         self, shares: Shares, tp: int, pp: int, sizes: Sequence[int], beside: Beside = ALIKE, place: Place = ()
     ):  # fmt: skip
         self.shares, self.task, self.rank = shares, shares.task, pp
-        self.found = RankTrace(max(sizes))
+        self.trace = RankTrace(max(sizes))
         self.fake = Fake()
         self.ledger = Ledger()
         degree = shares.cuts.tp
@@ -87,10 +87,11 @@ class Rehearsal:
         self.place, self.inner = place, axes_at(shares.plan, place, self.ledger, shares.cuts.gloo)
         self.positions = None
         if shares.positions is not None:
-            here = {each.name: each for each in self.inner}
-            self.positions = shares.positions.over(lambda each: here[each.name])
+            here = {inner.name: inner for inner in self.inner}
+            self.positions = shares.positions.over(lambda inner: here[inner.name])
         self.precision = Precision.of(shares.plan)
-        self.count = Count(StepTrace(self.found.samples))
+        self.count = Count(StepTrace(self.trace.samples))
+        # an exchange beside operations is timed by how many of them have been done
         self.ledger.clock = lambda: len(self.count.trace.order)
         self.tensor = None if shares.derived is None else TensorParallel(shares.derived, axis)
         place_in_ep, self.beside = beside
@@ -101,7 +102,7 @@ class Rehearsal:
         )
         count = shares.schedule.microbatches * shares.cuts.rounds
         self.sizes = [*sizes, *[sizes[-1]] * (count - len(sizes))]
-        self.batches = {n: fake_batch(self.fake, shares.looks.one, n) for n in {*self.sizes}}
+        self.batches = {n: fake_batch(self.fake, shares.looks.sample, n) for n in {*self.sizes}}
         self.cut = shares.cut(pp)
         self.sent: list[torch.Tensor] = []  # messages that may be under way
         self.coming: dict[tuple[str, int], deque[tuple[int, int, int]]] = {}  # messages of a round, as in the mail
@@ -109,21 +110,22 @@ class Rehearsal:
         self.resized: list[torch.UntypedStorage] = []  # since live bytes were last looked at
 
     def run(self, enclosed: Collection[str] = ()) -> RankTrace:
-        """Play this rank's row of the schedule; returns its trace.
+        """Plays this rank's row of the schedule; returns its trace.
 
         enclosed  paths of blocks that are no units of zero=3; `outside` tells those that should be among them
         """
-        told = {n: self._told_once(n) if self.cut is not None else {} for n in self.batches}
+        messages_by_size = {n: self._sent_by_stage(n) if self.cut is not None else {} for n in self.batches}
         model, self.blocks = self.parts.build(self.cut)
         staged = self.parts.staged(model, self.cut.mine) if self.cut is not None else None
-        held = self._held(model)
-        self._sizes(model, held)
-        self.techniques = self._techniques(model, held, enclosed)
-        held = self._held(model)
+        params = self._params_here(model)
+        self._sizes(model, params)
+        self.techniques = self._techniques(model, params, enclosed)
+        # zero=3 has put shards in their places
+        params = self._params_here(model)
         reads = OutsideReads(model, _made_up) if self.shares.cuts.zero == 3 else None
         self.live, routed = LiveBytes(resized=self.resized), Values(self.fake)
         live = self.live
-        rests = [*held.values(), *model.buffers(), *pytree.tree_leaves(self.batches)]
+        rests = [*params.values(), *model.buffers(), *pytree.tree_leaves(self.batches)]
         live.count(leaf for leaf in rests if isinstance(leaf, torch.Tensor))
         base = live.now
         waiting: dict[tuple[int, int], tuple[list[torch.Tensor], list[torch.Tensor], list[Any]]] = {}
@@ -133,106 +135,121 @@ class Rehearsal:
         seen = RehearsalMode(routed, live, self.count, draws, reads, fused=self.shares.cuts.fused)
         with norms, kernels, self.fake, generators_kept(), resizes_told(self.resized), seen, known_values_read():
             try:
-                for at in range(self.shares.cuts.rounds):
-                    self._round(at, model, staged, told, waiting)
+                for turn in range(self.shares.cuts.rounds):
+                    self._round(turn, model, staged, messages_by_size, waiting)
             except Exception:
+                # a unit's weights were read while it does not run: `Shares.trace` tries again without that unit
                 if reads is None or not reads.units:
                     raise
         self.outside = reads.units if reads is not None else set()
-        self.found.final = self.arrivals.final
-        rests_here = base + self.found.held_gradients
-        self.found.peak, self.found.first = live.peak - rests_here, self.found.first - rests_here
-        routed.tell(self.found)
-        self.found.follows = draws is not None and draws.met
-        self.found.wrote_scores = isinstance(kernels, Fused) and kernels.wrote_scores
-        self.found.balanced |= bool(self.experts.stacks)  # whose exchange is rehearsed with an even load
-        for part in self.found.ops.values():
-            self.found.products.update(part.products)
-            self.found.order += part.order
-            self.found.attention.update(part.attention)
-            self.found.conv_flops += part.conv_flops
-            self.found.moved += part.moved
-            self.found.kernels += part.kernels
-            self.found.calls += part.calls
-            self.found.cut_calls += part.cut_calls
-        return self.found
+        self.trace.final = self.arrivals.final
+        # beyond weights, buffers, batches and gradients at rest, which a forecast counts by itself
+        rests_here = base + self.trace.held_gradients
+        self.trace.peak, self.trace.first = live.peak - rests_here, self.trace.first - rests_here
+        routed.tell(self.trace)
+        self.trace.follows = draws is not None and draws.met
+        self.trace.wrote_scores = isinstance(kernels, Fused) and kernels.wrote_scores
+        self.trace.balanced |= bool(self.experts.stacks)  # whose exchange is rehearsed with an even load
+        for part in self.trace.ops.values():
+            self.trace.products.update(part.products)
+            self.trace.order += part.order
+            self.trace.attention.update(part.attention)
+            self.trace.conv_flops += part.conv_flops
+            self.trace.moved += part.moved
+            self.trace.kernels += part.kernels
+            self.trace.calls += part.calls
+            self.trace.cut_calls += part.cut_calls
+        return self.trace
 
-    def _round(self, at: int, model: nn.Module, staged: StagedModule | None, told: dict, waiting: dict) -> None:
-        """The row once, on the micro-batches of round `at`."""
+    def _round(
+        self, turn: int, model: nn.Module, staged: StagedModule | None, messages_by_size: dict, waiting: dict
+    ) -> None:
+        """Plays the row once, on the micro-batches of round `turn`.
+
+        messages_by_size  by samples of a micro-batch and by stage, the tensors that the stage sends
+        waiting           by (stage, micro-batch), what waits for its backward: outputs, inputs, the weights' part
+        """
         schedule, rounds = self.shares.schedule, self.shares.cuts.rounds
         final = schedule.last_backward(self.rank)
-        sizes = self.sizes[at * schedule.microbatches :]
+        sizes = self.sizes[turn * schedule.microbatches :]
         row: Sequence[Op] = schedule.rows[self.rank]
         brought = schedule.brought[self.rank] if self.shares.cuts.gloo else {}
         self.coming = {way: deque(messages) for way, messages in brought.items()}
+        # activations are awaited from the start, gradients once what they are of is sent (`_play_forward`)
         for kind, rank in brought:
             if kind == "F":
-                self._begin(kind, rank, told[sizes[0]])
+                self._begin(kind, rank, messages_by_size[sizes[0]])
         if not self.techniques and not self.shares.cuts.gloo:  # nothing is kept but what waits for its backward
             row = telling(row, sizes, len(schedule.owner))
         for place, op in enumerate(row):
             size = sizes[op.microbatch]
-            self.ledger.loads = self._beside(at * schedule.microbatches + op.microbatch)
-            self.count.trace = StepTrace(self.found.samples)
+            self.ledger.loads = self._beside(turn * schedule.microbatches + op.microbatch)
+            self.count.trace = StepTrace(self.trace.samples)
             if op.kind in "BW":
                 for technique in self.techniques:
-                    technique.start_micro_batch(last=place == final and at == rounds - 1)
-            self._play(op, size, model, staged, told[size], waiting)
+                    technique.start_micro_batch(last=place == final and turn == rounds - 1)
+            if op.kind == "F":
+                self._play_forward(op, size, model, staged, messages_by_size[size], waiting)
+            else:
+                self._play_backward(op, messages_by_size[size], waiting)
             if op.kind in "BW":
                 with self._aside():
                     for technique in self.techniques:
                         technique.finish_micro_batch()
-                self.found.first = self.found.first or self.live.peak
-            gathers = [count for each in self.techniques if isinstance(each, FakeFullShard) for count in each.taken()]
-            if (op.kind, op.stage) not in self.found.ops and size == self.found.samples:
-                self.found.ops[op.kind, op.stage] = self.count.trace
-                self.found.wire[op.kind, op.stage] = self._sent()
-                self.found.arrivals[op.kind, op.stage] = self._arrived()
-                self.found.overlaps[op.kind, op.stage] = self._passed()
-                self.found.gathers[op.kind, op.stage] = gathers
+                self.trace.first = self.trace.first or self.live.peak
+            gathers = [n for zero3 in self.techniques if isinstance(zero3, FakeFullShard) for n in zero3.taken()]
+            # the first of its kind on as many samples as any micro-batch has stands for all of them
+            if (op.kind, op.stage) not in self.trace.ops and size == self.trace.samples:
+                self.trace.ops[op.kind, op.stage] = self.count.trace
+                self.trace.wire[op.kind, op.stage] = self._sent()
+                self.trace.arrivals[op.kind, op.stage] = self._arrived()
+                self.trace.overlaps[op.kind, op.stage] = self._passed()
+                self.trace.gathers[op.kind, op.stage] = gathers
             self.ledger.clear()
 
     def _beside(self, index: int) -> tuple[int, ...]:
-        """Samples of a micro-batch on each rank of ep."""
+        """Returns the samples of a micro-batch on each rank of ep; () where all have as many."""
         return self.beside[min(index, len(self.beside) - 1)] if self.beside else ()
 
-    def _play(
-        self, op: Op, size: int, model: nn.Module, staged: StagedModule | None, told: dict[int, Told], waiting: dict
+    def _play_forward(
+        self, op: Op, size: int, model: nn.Module, staged: StagedModule | None, messages: dict[int, Told], waiting: dict
     ) -> None:
+        """Plays a forward (F): receives, runs the stage, sends."""
         owner = self.shares.schedule.owner
-        last, key = len(owner) - 1, (op.stage, op.microbatch)
-        if op.kind == "F":
-            if op.stage:
-                self._await("F", owner[op.stage - 1], told)
-            inbox = self._inbox(told, op.stage)
-            batch = self._batch(size)
-            output = self._forward(batch, op.stage, inbox, model, staged)
-            if op.stage == last:
-                output = self.precision.cast_outputs(output)
-                outputs = [objective(self.task.loss(output, batch))]
-            else:
-                outputs = list(output)
-                shares = [taken_apart(t.detach()) for t in outputs]
-                self.found.messages[op.stage] = max(
-                    self.found.messages.get(op.stage, 0.0), float(sum(t.numel() * t.element_size() for t in shares))
-                )
-                self._send(op.stage, op.stage + 1, outputs)
-                self._begin("B", owner[op.stage + 1], told)
-            del output
-            waiting[key] = (outputs, staged.taken if staged is not None else [], [])
-            return
+        if op.stage:
+            self._await("F", owner[op.stage - 1], messages)
+        inbox = self._inbox(messages, op.stage)
+        batch = self._batch(size)
+        output = self._forward(batch, op.stage, inbox, model, staged)
+        if op.stage == len(owner) - 1:
+            output = self.precision.cast_outputs(output)
+            outputs = [objective(self.task.loss(output, batch))]
+        else:
+            outputs = list(output)
+            shares = [taken_apart(t.detach()) for t in outputs]
+            self.trace.messages[op.stage] = max(
+                self.trace.messages.get(op.stage, 0.0), float(sum(t.numel() * t.element_size() for t in shares))
+            )
+            self._send(op.stage, op.stage + 1, outputs)
+            self._begin("B", owner[op.stage + 1], messages)
+        del output  # a stage holds what backward keeps of it, and no more
+        waiting[op.stage, op.microbatch] = (outputs, staged.taken if staged is not None else [], [])
+
+    def _play_backward(self, op: Op, messages: dict[int, Told], waiting: dict) -> None:
+        """Plays a backward, whole (B) or in two parts, of the input (I) and later of the weights (W)."""
+        owner, key = self.shares.schedule.owner, (op.stage, op.microbatch)
         outputs, inputs, later = waiting[key]
         if op.kind == "W":
             backward.of_weights(later.pop())
             del waiting[key]
             return
         gradients: list[torch.Tensor | None] = [None]
-        if op.stage < last:
-            self._await("B", owner[op.stage + 1], told)
-            gradients = [torch.empty_like(one) if one.requires_grad else None for one in outputs]
+        if op.stage < len(owner) - 1:
+            self._await("B", owner[op.stage + 1], messages)
+            gradients = [torch.empty_like(output) if output.requires_grad else None for output in outputs]
         if op.kind == "I":
             later.append(backward.of_input(outputs, gradients, inputs))
-            outputs.clear()
+            outputs.clear()  # the weights' part of the backward goes by the graph that `later` has
         else:
             backward.whole(outputs, gradients)
             del waiting[key]
@@ -246,38 +263,38 @@ class Rehearsal:
         arrived, until the step is over."""
         owner = self.shares.schedule.owner
         if owner[stage] == owner[goal]:
-            return
+            return  # both stages are this rank's: nothing is sent
         if not self.shares.cuts.gloo:
             self.sent.clear()
         self.sent += [taken_apart(tensor.detach()).contiguous() for tensor in tensors]
 
-    def _await(self, kind: str, rank: int, told: dict[int, Told]) -> None:
-        """A message of a rank is taken, and its next one awaited."""
+    def _await(self, kind: str, rank: int, messages: dict[int, Told]) -> None:
+        """Takes a rank's oldest message and awaits its next one."""
         if (kind, rank) in self.coming:
             self.coming[kind, rank].popleft()
             self.begun.pop((kind, rank), None)
-            self._begin(kind, rank, told)
+            self._begin(kind, rank, messages)
 
-    def _begin(self, kind: str, rank: int, told: dict[int, Told]) -> None:
+    def _begin(self, kind: str, rank: int, messages: dict[int, Told]) -> None:
         """Hold memory for a rank's next message, as `Mail._begin` does."""
         if (kind, rank) not in self.begun and self.coming.get((kind, rank)):
             start, goal, _ = self.coming[kind, rank][0]
-            kept = [one for one in told[min(start, goal)] if kind == "F" or one.needs_gradient]
-            self.begun[kind, rank] = [torch.empty(one.shape, dtype=one.dtype) for one in kept]
+            awaited = [sent for sent in messages[min(start, goal)] if kind == "F" or sent.needs_gradient]
+            self.begun[kind, rank] = [torch.empty(sent.shape, dtype=sent.dtype) for sent in awaited]
 
     def _batch(self, size: int) -> Any:
-        """So many samples as the forward meets them: on the device, this rank's share of fields and sequences."""
+        """Returns a batch of `size` samples as the forward gets it: this rank's share of fields and sequences."""
         batch = on_device(self.batches[size], self.precision)
         if self.positions is None:
             return batch
         copied = torch.Tensor.clone if self.shares.cuts.fused else torch.Tensor.contiguous  # to a device, or in place
         return self.positions.cut(batch, copied)
 
-    def _inbox(self, told: dict[int, Told], stage: int) -> list[tuple[torch.Tensor, bool]]:
-        """What the stage before sends."""
+    def _inbox(self, messages: dict[int, Told], stage: int) -> list[tuple[torch.Tensor, bool]]:
+        """Returns (tensor, needs gradient) of what the stage before sends, made up in its shapes."""
         return [
-            (put_together(torch.empty(one.shape, dtype=one.dtype), one.cuts, self.inner), one.needs_gradient)
-            for one in told.get(stage - 1, ())
+            (put_together(torch.empty(sent.shape, dtype=sent.dtype), sent.cuts, self.inner), sent.needs_gradient)
+            for sent in messages.get(stage - 1, ())
         ]
 
     def _forward(self, batch: Any, stage: int, inbox: list, model: nn.Module, staged: StagedModule | None) -> Any:
@@ -287,67 +304,69 @@ class Rehearsal:
 
         return forward() if staged is None else staged.run(stage, inbox, forward)
 
-    def _told_once(self, samples: int) -> dict[int, Told]:
-        """The same for all ranks of the pipeline."""
+    def _sent_by_stage(self, samples: int) -> dict[int, Told]:
+        """Returns, by stage, the tensors that it sends; computed once, since all ranks of the pipeline agree on it."""
         assert self.cut is not None
-        known = self.shares.told
+        cache = self.shares.sent_by_stage
         key = self.place, self.tensor.axis.index if self.tensor is not None else 0, samples
-        if key not in known:
-            known[key] = self._told(samples)
-        return known[key]
+        if key not in cache:
+            cache[key] = self._rehearse_stages(samples)
+        return cache[key]
 
-    def _told(self, samples: int) -> dict[int, Told]:
-        """What each stage sends, from all stages in turn on one module that has everything."""
+    def _rehearse_stages(self, samples: int) -> dict[int, Told]:
+        """Runs all stages in turn on a module that has all of them; returns, by stage, the tensors that it sends."""
         assert self.cut is not None
         model, _ = self.parts.build(None)
         staged = self.parts.staged(model, self.cut.stages)
-        told: dict[int, Told] = {}
+        messages: dict[int, Told] = {}
+        # a ledger and values of its own, since nothing of this run of all stages belongs to the rank's trace
         with batch_norms(model, self.shares.cuts.joined, Ledger()), self.fake, Values(self.fake):
             for stage in self.cut.stages[:-1]:
-                inbox = self._inbox(told, stage.index)
+                inbox = self._inbox(messages, stage.index)
                 batch = self._batch(samples)
                 sent: Sequence[torch.Tensor] = self._forward(batch, stage.index, inbox, model, staged)
-                told[stage.index] = [
-                    OfTensor(tuple(taken_apart(one).shape), one.dtype, one.requires_grad, cuts_of(one)) for one in sent
+                messages[stage.index] = [
+                    OfTensor(tuple(taken_apart(t).shape), t.dtype, t.requires_grad, cuts_of(t)) for t in sent
                 ]
         forget()
-        return told
+        return messages
 
     def _techniques(
-        self, model: nn.Module, held: dict[str, nn.Parameter], enclosed: Collection[str]
+        self, model: nn.Module, params: dict[str, nn.Parameter], enclosed: Collection[str]
     ) -> list[FakeFullShard | Flat]:  # fmt: skip
-        """What owns the gradients while micro-batches run; without it they are an account of their own."""
-        cuts, found = self.shares.cuts, self.found
-        trained = {name: param for name, param in held.items() if param.requires_grad}
-        mine = {name: param for name, param in trained.items() if name in self.experts.experts}
-        rest = {name: param for name, param in trained.items() if name not in mine}
-        found.experts = sum(param.numel() for param in mine.values())
+        """Returns what owns gradients while micro-batches run; others are dropped as they come (`Arrivals`)."""
+        cuts, trace = self.shares.cuts, self.trace
+        trained = {name: param for name, param in params.items() if param.requires_grad}
+        expert_params = {name: param for name, param in trained.items() if name in self.experts.experts}
+        other_params = {name: param for name, param in trained.items() if name not in expert_params}
+        trace.experts = sum(param.numel() for param in expert_params.values())
         techniques: list[FakeFullShard | Flat] = []
         if cuts.zero == 3:
             units = [model.get_submodule(path) for path in self.blocks.paths if path not in enclosed]
-            absent = {name for name, _ in model.named_parameters() if name not in held}
-            spread = {name for name in held if name in self.experts.experts}
+            absent = {name for name, _ in model.named_parameters() if name not in params}
+            spread = {name for name in params if name in self.experts.experts}
             with silent_mesh(self.shares.plan, cuts.shard_ranks) as mesh:
                 sharded = FakeFullShard(model, units, mesh, self.precision, absent, spread, self.fake, copies=cuts.gloo)
-            found.held, found.rows, found.held_gradients = sharded.held, sharded.rows, sharded.held_gradients
-            found.units = sharded.sizes
-            found.rest = found.parameters - sum(found.units)
+            trace.held, trace.rows, trace.held_gradients = sharded.held_elements, sharded.rows, sharded.held_gradients
+            trace.units = sharded.sizes
+            trace.rest = trace.parameters - sum(trace.units)
             techniques.append(sharded)
         alone: dict[str, nn.Parameter] = {}  # in buckets that rest
         for named, ranks, played in (
-            (rest, cuts.shard_ranks, cuts.zero == 2),
-            (mine, cuts.shard_ranks // cuts.ep, cuts.zero >= 2 and cuts.shard_ranks > cuts.ep),
+            (other_params, cuts.shard_ranks, cuts.zero == 2),
+            (expert_params, cuts.shard_ranks // cuts.ep, cuts.zero >= 2 and cuts.shard_ranks > cuts.ep),
         ):
             if played and named:
                 with self.fake:
                     techniques.append(self._flat(named, ranks))
-            elif cuts.zero < 3 or named is mine:
+            # zero=3 owns the other weights; of experts that one rank alone holds the gradients rest
+            elif cuts.zero < 3 or named is expert_params:
                 alone |= named
         self.arrivals = Arrivals(alone.values())
         return techniques
 
     def _flat(self, named: dict[str, nn.Parameter], ranks: int) -> Flat:
-        """Gradients that are reduced after every micro-batch."""
+        """Returns the technique that reduces gradients of these parameters after every micro-batch (zero=2)."""
         gloo = self.shares.cuts.gloo
         shard = Axis("dp_shard", ranks, 0, None, tuple(range(ranks)), rehearsal=Ledger(), copies=gloo)
         flat = Flat([*named.items()], shard, Axis.alone("dp_replicate"), self.precision, stage=2)
@@ -359,12 +378,12 @@ class Rehearsal:
 
         vars(flat.buckets)["_on_gradient"] = on_gradient
         elements = sum(part.high - part.low for part in flat.shards)
-        self.found.held_gradients += elements * self.precision.reduce.itemsize
+        self.trace.held_gradients += elements * self.precision.reduce.itemsize
         return flat
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """What is made here is no work of the module's."""
+        """Context: operations are not counted as work of the module's."""
         kept, self.count.trace = self.count.trace, StepTrace(0)
         try:
             with torch.no_grad():
@@ -372,42 +391,42 @@ class Rehearsal:
         finally:
             self.count.trace = kept
 
-    def _held(self, model: nn.Module) -> dict[str, nn.Parameter]:
+    def _params_here(self, model: nn.Module) -> dict[str, nn.Parameter]:
         absent = self.cut.absent if self.cut is not None else set()
         return {name: param for name, param in model.named_parameters() if name not in absent}
 
-    def _sizes(self, model: nn.Module, held: dict[str, nn.Parameter]) -> None:
-        found = self.found
-        found.parameters = sum(p.numel() for p in held.values())
-        found.tensors = len(held)
-        found.in_order = in_order(p for p in held.values() if p.requires_grad)
-        found.sizes = Counter(found.in_order.values())
-        found.gradients = sum(p.numel() * p.element_size() for p in held.values() if p.requires_grad)
-        found.buffers_bytes = sum(b.numel() * b.element_size() for b in model.buffers())
-        found.units = [sum(p.numel() for p in model.get_submodule(path).parameters()) for path in self.blocks.paths]
-        found.rest = found.parameters - sum(found.units)
+    def _sizes(self, model: nn.Module, params: dict[str, nn.Parameter]) -> None:
+        trace = self.trace
+        trace.parameters = sum(p.numel() for p in params.values())
+        trace.tensors = len(params)
+        trace.in_order = in_order(p for p in params.values() if p.requires_grad)
+        trace.sizes = Counter(trace.in_order.values())
+        trace.gradients = sum(p.numel() * p.element_size() for p in params.values() if p.requires_grad)
+        trace.buffers_bytes = sum(b.numel() * b.element_size() for b in model.buffers())
+        trace.units = [sum(p.numel() for p in model.get_submodule(path).parameters()) for path in self.blocks.paths]
+        trace.rest = trace.parameters - sum(trace.units)
 
     def _sent(self) -> dict[Sent, int]:
-        """What the axes would have sent since the last time, by axis, op and the mean size of its calls."""
-        found: dict[Sent, int] = {}
+        """Returns the number of calls since the last time, by (axis, op, mean bytes of a call)."""
+        messages: dict[Sent, int] = {}
         degrees = {"tp": self.shares.cuts.tp, "ep": self.shares.cuts.ep, "data": self.shares.cuts.joined}
         degrees |= {axis.name: axis.size for axis in self.inner}
         for (_, op, axis), entry in self.ledger.entries.items():
             size = entry.received_bytes / FACTORS[op](degrees[axis]) / entry.calls
-            found[axis, op, size] = found.get((axis, op, size), 0) + entry.calls
-        return found
+            messages[axis, op, size] = messages.get((axis, op, size), 0) + entry.calls
+        return messages
 
     def _passed(self) -> list[Passed]:
-        """The exchanges since the last time that were under way beside operations."""
+        """Returns the exchanges since the last time that were under way beside operations."""
         places = {axis.name: axis.index for axis in self.inner}
         return [
-            (each.axis, each.op, {rank - places[each.axis]: n for rank, n in each.came.items()}, each.start, each.stop)
-            for each in self.ledger.overlaps
-            if each.axis in places
+            (o.axis, o.op, {rank - places[o.axis]: n for rank, n in o.came.items()}, o.start, o.stop)
+            for o in self.ledger.overlaps
+            if o.axis in places
         ]
 
     def _arrived(self) -> dict[tuple[str, str, int], int]:
-        """What ranks with other positions would have sent since the last time, by axis, op and distance in ranks."""
+        """Returns the bytes from ranks with other positions since the last time, by (axis, op, distance in ranks)."""
         places = {axis.name: axis.index for axis in self.inner}
         return {
             (axis, op, source - places[axis]): size
@@ -417,5 +436,5 @@ class Rehearsal:
 
 
 def _made_up(weight: torch.Tensor) -> torch.Tensor:
-    """The whole of a weight that lies in pieces, which nobody sends."""
+    """Returns a whole weight in the place of a sharded one; its values are made up."""
     return torch.empty(weight.shape, dtype=weight.dtype)

@@ -26,7 +26,7 @@ RECURRENT: dict[Any, int] = {torch.lstm: 4, torch.gru: 3, torch.rnn_tanh: 1, tor
 
 @torch.library.custom_op("shardwise::recurrent", mutates_args=())
 def recurrent(x: Tensor, states: Tensor, weights: Sequence[Tensor], steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Output (..., H) of x (..., F) over `steps` steps, last states, what is kept. For tensors without values."""
+    """Returns output (..., H) of x (..., F) over `steps` steps, last states, what backward reads. Without values."""
     raise NotImplementedError("a trace has no values")
 
 
@@ -34,7 +34,7 @@ def recurrent(x: Tensor, states: Tensor, weights: Sequence[Tensor], steps: int) 
 def recurrent_backward(
     gradient: Tensor, x: Tensor, states: Tensor, weights: Sequence[Tensor], kept: Tensor, steps: int
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Gradients of x, states and weights. For tensors without values."""
+    """Returns the gradients of x, states and weights. For tensors without values."""
     raise NotImplementedError("a trace has no values")
 
 
@@ -83,12 +83,13 @@ def as_one_call(
     biases, layers, drop, trains, both = args[4:] if packed else args[3:8]
     batch_first = not packed and args[8]
     states = list(hx) if isinstance(hx, list | tuple) else [hx]
-    each = 4 if biases else 2
+    per_layer = 4 if biases else 2
     directions = 2 if both else 1
-    given = [x, *states, *flat]
-    if any(isinstance(one, Distributed) or not one.is_floating_point() for one in given) or _transformed(given):
+    tensors = [x, *states, *flat]
+    # a cut layer has a rule of its own (part/recurrent); under a transform of torch.func this call has none
+    if any(isinstance(t, Distributed) or not t.is_floating_point() for t in tensors) or _transformed(tensors):
         return None
-    if len(flat) != each * layers * directions or flat[1].shape != (
+    if len(flat) != per_layer * layers * directions or flat[1].shape != (
         RECURRENT[func] * states[0].shape[-1],
         states[0].shape[-1],
     ):
@@ -98,8 +99,8 @@ def as_one_call(
     for layer in range(layers):
         outs = []
         for place in range(layer * directions, (layer + 1) * directions):
-            state = torch.stack([one[place] for one in states])
-            out, end, _ = recurrent(x, state, list(flat[each * place : each * (place + 1)]), steps)
+            state = torch.stack([initial[place] for initial in states])
+            out, end, _ = recurrent(x, state, list(flat[per_layer * place : per_layer * (place + 1)]), steps)
             outs.append(out)
             ends.append(end)
         x = torch.cat(outs, dim=-1) if both else outs[0]
@@ -109,4 +110,4 @@ def as_one_call(
 
 
 def _transformed(tensors: Sequence[Tensor]) -> bool:
-    return any(torch._C._functorch.is_functorch_wrapped_tensor(one) for one in tensors)
+    return any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors)

@@ -38,7 +38,7 @@ _NO_THREAD = -1  # so no mesh of a rehearsal equals a run's, which DTensor would
 
 @contextmanager
 def silent_mesh(plan: Plan, ranks: int) -> Iterator[Mesh]:
-    """The mesh of the first of `ranks` ranks that shard, inside; this process's own groups are left as they are."""
+    """Context: yields the mesh of the first of `ranks` ranks that shard; this process's groups stay as they are."""
     kind, group = dist.ProcessGroup.BackendType.CUSTOM, dist.ProcessGroup(0, ranks)
     group._register_backend(CPU, kind, FakeProcessGroup._create_internal(0, ranks))  # which keeps the name
     group._set_default_backend(kind)
@@ -59,7 +59,7 @@ def silent_mesh(plan: Plan, ranks: int) -> Iterator[Mesh]:
 
 
 class Exchanges:
-    """FSDP2's gathers and reductions of one unit: `seen` is told the elements of each gather.
+    """FSDP2's gathers and reductions of one unit: the elements of each gather are appended to `seen`.
 
     copies  a reduction works on a copy of what it is given, as gloo's does
     """
@@ -68,7 +68,7 @@ class Exchanges:
         self.seen, self.copies = seen, copies
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A fresh tensor."""
+        """Returns an empty tensor, as FSDP2 asks of a backend."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -79,7 +79,7 @@ class Exchanges:
         if op is None:
             self.seen.append(output_tensor.numel())
         elif self.copies:
-            torch.empty_like(input_tensor)
+            torch.empty_like(input_tensor)  # for the peak alone
 
 
 class FakeFullShard(FullShard):
@@ -125,21 +125,21 @@ class FakeFullShard(FullShard):
 
     def taken(self) -> list[int]:
         """Returns the elements of each all-gather since the last call, in order, and forgets them."""
-        found = self.seen[:]
+        gathers = self.seen[:]
         self.seen.clear()
-        return found
+        return gathers
 
     @property
     def sizes(self) -> list[int]:
         """Elements of the sharded weights of each FSDP2 unit but the root, in the order of modules."""
-        found = []
+        sizes = []
         for unit in self.units[:-1]:
             cut = (child._parameters[leaf] for child, leaf, _ in self.inside(unit))
-            found.append(sum({id(one): one.numel() for one in cut if isinstance(one, DTensor)}.values()))
-        return found
+            sizes.append(sum({id(weight): weight.numel() for weight in cut if isinstance(weight, DTensor)}.values()))
+        return sizes
 
     @property
-    def held(self) -> int:
+    def held_elements(self) -> int:
         """Elements of all weight shards on this rank, the padding to even shards included."""
         return sum(_padded(param) for param in self.module.parameters() if isinstance(param, DTensor))
 

@@ -34,7 +34,7 @@ class _State:
 
 
 def telling(row: Sequence[Op], sizes: Sequence[int], stages: int) -> list[Op]:
-    """The row up to the last op that may hold more than was seen, or that is the first of its kind.
+    """Returns the row up to the last op that may hold more than was seen, or that is the first of its kind.
 
     sizes   samples of each micro-batch
     stages  of all ranks: the first sends no gradient, the last no output

@@ -55,14 +55,14 @@ from shardwise.trace.fake import Fake, unlogged
 
 @contextmanager
 def as_real() -> Iterator[None]:
-    """What a forward on fake tensors needs around it: what fails is told by an error of ours, not logged as well."""
+    """Context for a forward on fake tensors: library code that reads values gets them, and torch logs no failures."""
     with unlogged(), _unpadded(), padding_by_values(), numpy_by_values():
         yield
 
 
 @contextmanager
 def _unpadded() -> Iterator[None]:
-    """transformers' masks look at values while tracing; on fake tensors they are told what unpadded input has."""
+    """Context: transformers' masks, which read values, take input to be unpadded."""
     try:
         from transformers import masking_utils
     except ImportError:
@@ -81,7 +81,7 @@ def _unpadded() -> Iterator[None]:
 
 
 def build(task: Task, fake: FakeTensorMode, precision: Precision) -> nn.Module:
-    """The module with fake tensors in the plan's dtypes."""
+    """Returns the module with fake tensors in the plan's dtypes."""
     model = checked(_built(task, fake))
     if (path := scripted(model)) is not None:
         raise InputError(
@@ -113,7 +113,7 @@ def build(task: Task, fake: FakeTensorMode, precision: Precision) -> nn.Module:
 
 
 def _built(task: Task, fake: FakeTensorMode) -> nn.Module:
-    """The module without weights, as far as its constructor allows.
+    """Returns the module without weights, as far as its constructor allows.
 
     One that reads values may read such as lie on the CPU by its own word, whatever the device around it is.
     """
@@ -131,7 +131,7 @@ def _built(task: Task, fake: FakeTensorMode) -> nn.Module:
 
 
 def _without_values(tensor: torch.Tensor, fake: FakeTensorMode, dtype: torch.dtype) -> torch.Tensor:
-    """The same as a fake tensor on the CPU in this dtype; a deferred one has no place yet."""
+    """Returns a fake tensor on the CPU of the same shape in this dtype."""
     if isinstance(tensor, FakeTensor):
         return tensor.data.to(dtype)
     if tensor.device.type == "meta":  # asking it for `.data` would cost more than all that it tells
@@ -140,7 +140,7 @@ def _without_values(tensor: torch.Tensor, fake: FakeTensorMode, dtype: torch.dty
 
 
 def _as_parameter(was: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """The parameter itself, or one made of `whole` in its place.
+    """Returns the parameter itself where `whole` is it, else a new one of `whole`.
 
     A copy of a fake parameter (`copy.deepcopy`) names another storage than its views have, which would count twice.
     """
@@ -150,7 +150,7 @@ def _as_parameter(was: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def one_sample(task: Task) -> Any:
-    """A batch of one sample, from the task's own data."""
+    """Returns a batch of one sample from the task's own data."""
     if task.batch is None:
         check_data(task)
         return read_samples(task, [0])
@@ -159,7 +159,7 @@ def one_sample(task: Task) -> Any:
 
 
 def batch_bytes(batch: Any) -> float:
-    """Bytes of all tensors of a batch; those that lie in one another count once."""
+    """Returns the bytes of all tensors of a batch; overlapping views count once."""
     leaves = pytree.tree_leaves(batch)
     spans: dict[int, tuple[int, int]] = {}
     for leaf in leaves:
@@ -173,7 +173,7 @@ def batch_bytes(batch: Any) -> float:
 
 
 def repeated(batch: Any, times: int) -> Any:
-    """A batch of one sample, as often as `times`; nothing is copied."""
+    """Returns a batch of one sample expanded to `times` samples; nothing is copied."""
 
     def convert(leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray) and leaf.ndim:
@@ -184,7 +184,7 @@ def repeated(batch: Any, times: int) -> Any:
 
 
 def fake_batch(fake: FakeTensorMode, sample: Any, samples: int) -> Any:
-    """The sample, `samples` times, without values, as the task makes it."""
+    """Returns a batch of `samples` copies of the sample, as tensors without values; integers keep theirs."""
 
     def convert(leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray):  # a task that turns it into a tensor gets one without values
@@ -206,7 +206,7 @@ def trace(
     task: Task, samples: int, precision: str = "fp32", recompute: str = "none", sample: Any = None, joined: int = 0,
     fused: bool = False, follow: bool = False, wrap: tuple[str, ...] = (),
 ) -> StepTrace:  # fmt: skip
-    """Trace one micro-batch.
+    """Returns the counts of one micro-batch: its operations, bytes and FLOPs.
 
     sample   a batch of one, so that the task need not make it again
     joined   ranks over which batch norms take their statistics, none for the module's own
@@ -218,12 +218,12 @@ def trace(
     """
     kept = Precision.of(Plan(precision=precision))
     fake = Fake()
-    found, inside, writes = StepTrace(samples), ModulePath(), ArgumentWrites()
+    counts, inside, writes = StepTrace(samples), ModulePath(), ArgumentWrites()
     try:
         with as_real():
             model = build(task, fake, kept)
             refuse(model, Plan(precision=precision))
-            _sizes(model, found)
+            _sizes(model, counts)
             if recompute != "none":
                 for path in blocks_of(model, wrap, nested=task.branches == "same").paths:
                     recompute_block(model.get_submodule(path), recompute)
@@ -237,9 +237,10 @@ def trace(
             live.count(leaf for leaf in rests if isinstance(leaf, torch.Tensor))
             base = live.now
             draws, kernels = followed(follow), like_gpu(fused, scores=follow)
-            seen_by = RehearsalMode(routed, live, Count(found), draws, writes=writes, fused=fused)
+            seen_by = RehearsalMode(routed, live, Count(counts), draws, writes=writes, fused=fused)
             with norms, kernels, fake, generators_kept(), seen_by:
                 batch = on_device(batch, kept)
+                # the forward's own inputs and outputs live as long as they do in a run, hence the `del`
                 args, kwargs = inputs_of(task, batch, kept)
                 with OwnBackward() as seen:
                     output = kept.cast_outputs(model(*args, **kwargs))
@@ -247,32 +248,34 @@ def trace(
                 total = objective(task.loss(output, batch))
                 del output
                 total.backward()
-            found.final, found.idle, found.own_backward = arrivals.final, arrivals.idle, seen.met
+            counts.final, counts.idle, counts.own_backward = arrivals.final, arrivals.idle, seen.met
+            # a backward inside the forward reads weights of units that do not run then: the root gathers all of them
             through = {path for path, _ in model.named_modules() if path} if seen.met else set()
-            found.peak, found.enclosed = live.peak - base, writes.paths | through
-            routed.tell(found)
-            found.follows = draws is not None and draws.met
-            found.wrote_scores = isinstance(kernels, Fused) and kernels.wrote_scores
+            counts.peak, counts.enclosed = live.peak - base, writes.paths | through
+            routed.tell(counts)
+            counts.follows = draws is not None and draws.met
+            counts.wrote_scores = isinstance(kernels, Fused) and kernels.wrote_scores
             if isinstance(norms, CountBatchNorm):
-                found.batch_norms, found.alone = norms.met, norms.alone
-            found.joined = sizes_of(sent, joined)
+                counts.batch_norms, counts.alone = norms.met, norms.alone
+            counts.joined = sizes_of(sent, joined)
     except (InputError, RefusedPlan):
         raise
     except Exception as error:
-        few = None if sample is None or not 0 < found.parameters <= MOST_ELEMENTS else repeated(sample, samples)
+        # a small model is tried with values in one process too: if that fails, its error says more than the trace's
+        few = None if sample is None or not 0 < counts.parameters <= MOST_ELEMENTS else repeated(sample, samples)
         raise _failing_alone(task, kept, few) or InputError(untraced(error, inside)) from error
-    return found
+    return counts
 
 
 def _failing_alone(task: Task, precision: Precision, batch: Any) -> InputError | None:
-    """What to say where the task fails with values too; None where it does not, or there is nothing to try it on."""
+    """Returns the error of a task that fails with real values too; None where it does not, or nothing can be tried."""
     with suppress(Untried):
         return None if batch is None else told_alone(task, precision, batch)
     return None
 
 
 def batch_norms(model: nn.Module, ranks: int, sent: Ledger) -> CountBatchNorm | JoinBatchNorm:
-    """Enter around forward and backward: batch norms as a run on so many data ranks has them.
+    """Returns a mode for forward and backward: batch norms as a run on so many data ranks has them.
 
     `ranks` is 0 for those of the module itself; else what they send is noted in `sent`, on an axis named "data".
     """
@@ -285,36 +288,36 @@ def batch_norms(model: nn.Module, ranks: int, sent: Ledger) -> CountBatchNorm | 
 
 
 def sizes_of(sent: Ledger, ranks: int) -> Counter[tuple[str, float]]:
-    """What a rehearsal sent over `ranks`: each op with the mean bytes of its whole tensors, and how often."""
-    found: Counter[tuple[str, float]] = Counter()
+    """Returns the number of calls by (op, mean bytes of its whole tensors) that a rehearsal sent over `ranks`."""
+    sizes: Counter[tuple[str, float]] = Counter()
     for (_, op, _), entry in sent.entries.items():
-        found[op, entry.received_bytes / FACTORS[op](ranks) / entry.calls] += entry.calls
-    return found
+        sizes[op, entry.received_bytes / FACTORS[op](ranks) / entry.calls] += entry.calls
+    return sizes
 
 
 def on_device(batch: Any, precision: Precision) -> Any:
-    """A batch as a run moves it: float64 runs see float64 data."""
+    """Returns the batch as a run moves it: in float64 where the run computes in float64."""
     if precision.compute != torch.float64:
         return batch
     return pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, batch)
 
 
 def inputs_of(task: Task, batch: Any, precision: Precision) -> tuple[tuple, dict]:
-    """What the module is called with, in its dtype."""
+    """Returns (args, kwargs) of the module for a batch, in the module's dtype."""
     args, kwargs = call_arguments(task, batch)
     return precision.cast_inputs((args, kwargs)) if precision.compute != torch.float32 else (args, kwargs)
 
 
-def objective(told: tuple) -> torch.Tensor:
-    """What a run differentiates of what `Task.loss` returned: the sum and the terms beside it (step/objective.py)."""
-    total = told[0]
-    for term in (told[2] if len(told) > 2 else {}).values():
+def objective(loss: tuple) -> torch.Tensor:
+    """Returns the scalar that a run differentiates: `Task.loss`'s sum and its further terms (step/objective.py)."""
+    total = loss[0]
+    for term in (loss[2] if len(loss) > 2 else {}).values():
         total = total + (term[0] if isinstance(term, tuple | list) else term) * 1.0
     return total
 
 
 class OwnBackward(TorchFunctionMode):
-    """Notes in `met` whether a forward takes gradients itself."""
+    """Function mode that notes in `met` whether a forward takes gradients itself."""
 
     met = False
 
@@ -324,7 +327,7 @@ class OwnBackward(TorchFunctionMode):
 
 
 class Arrivals:
-    """Drops the gradient of each trained parameter as it comes, and knows which came last."""
+    """Drops the gradient of each trained parameter as it comes, and notes which came last."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._seen: dict[int, int] = {}  # elements by parameter, in the order in which gradients first came
@@ -340,7 +343,7 @@ class Arrivals:
 
     @property
     def final(self) -> int:
-        """Elements of the gradient that came last; none where one never came."""
+        """Elements of the gradient that came last; 0 where one never came."""
         return [*self._seen.values()][-1] if self._seen and len(self._seen) == len(self._sizes) else 0
 
     @property
@@ -349,13 +352,13 @@ class Arrivals:
         return sum(self._sizes) - sum(self._seen.values())
 
 
-def _sizes(model: nn.Module, found: StepTrace) -> None:
-    found.parameters = sum(p.numel() for p in model.parameters())
-    found.tensors = len(list(model.parameters()))
-    found.in_order = in_order(p for p in model.parameters() if p.requires_grad)
-    found.sizes = Counter(found.in_order.values())
-    found.gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    found.buffers_bytes = sum(b.numel() * b.element_size() for b in model.buffers())
+def _sizes(model: nn.Module, counts: StepTrace) -> None:
+    counts.parameters = sum(p.numel() for p in model.parameters())
+    counts.tensors = len(list(model.parameters()))
+    counts.in_order = in_order(p for p in model.parameters() if p.requires_grad)
+    counts.sizes = Counter(counts.in_order.values())
+    counts.gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    counts.buffers_bytes = sum(b.numel() * b.element_size() for b in model.buffers())
     paths = find_blocks(model).paths
-    found.units = [sum(p.numel() for p in model.get_submodule(path).parameters()) for path in paths]
-    found.rest = found.parameters - sum(found.units)
+    counts.units = [sum(p.numel() for p in model.get_submodule(path).parameters()) for path in paths]
+    counts.rest = counts.parameters - sum(counts.units)

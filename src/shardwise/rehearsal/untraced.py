@@ -13,7 +13,7 @@ NARROW = ("BFloat16", "bfloat16", "'Half'", "dtype Half")  # as torch's errors n
 
 
 class ModulePath:
-    """Which modules a forward is in, so that a failure can be placed."""
+    """Paths of the modules whose forward runs, so that a failure can be placed."""
 
     def __init__(self) -> None:
         self.path: list[str] = []
@@ -31,7 +31,7 @@ class ModulePath:
 
 
 def untraced(error: BaseException, inside: ModulePath) -> str:
-    """Why a model could not be traced: the module, the line, the reason, and what to do."""
+    """Returns the message of a model that could not be traced: the module, the line, the reason, what to do."""
     where = f"in {inside.path[-1]}, " if inside.path else ""
     text = (str(error).strip().splitlines() or ["(no message)"])[0]
     what = f"{type(error).__name__}: {text}"

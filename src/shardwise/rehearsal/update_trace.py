@@ -17,7 +17,7 @@ from shardwise.task import Task
 
 
 def update_of(task: Task, at_once: bool = False) -> Update:
-    """What the task's optimizer keeps and does for one tensor, seen on small ones.
+    """Returns what the task's optimizer keeps and does for one tensor, measured on small ones.
 
     at_once   as torch's optimizers do on a GPU unless told otherwise: each op on all tensors, which keeps its results
               for all of them
@@ -33,24 +33,25 @@ def update_of(task: Task, at_once: bool = False) -> Update:
     for group in optimizer.param_groups if at_once else ():
         if not group.get("fused") and group.get("foreach", False) is None:
             group["foreach"] = True
-    for each in (parameter, *others):
-        each.grad = torch.ones_like(each)
-    optimizer.step()
+    for param in (parameter, *others):
+        param.grad = torch.ones_like(param)
+    optimizer.step()  # the first one makes the state, which is no work of each step
     state = optimizer.state.get(parameter, {})
-    held = sum(v.numel() for v in state.values() if isinstance(v, torch.Tensor) and v.dim()) / parameter.numel()
-    others[0].grad = None
-    two, _ = _updated(optimizer, [parameter, others[1]])
+    kept = sum(v.numel() for v in state.values() if isinstance(v, torch.Tensor) and v.dim()) / parameter.numel()
+    others[0].grad = None  # an optimizer passes over what has no gradient: two are updated, then one
+    bytes_of_two, _ = _updated(optimizer, [parameter, others[1]])
     others[1].grad = None
-    one, seen = _updated(optimizer, [parameter])
+    bytes_of_one, seen = _updated(optimizer, [parameter])
     work = tuple((name, shape[0] / parameter.numel()) for name, shape, _ in seen.order if len(shape) == 1)
-    return Update(held, work, seen.calls, one / parameter.nbytes, max(0.0, (two - one) / parameter.nbytes))
+    more = max(0.0, (bytes_of_two - bytes_of_one) / parameter.nbytes)
+    return Update(kept, work, seen.calls, bytes_of_one / parameter.nbytes, more)
 
 
 def _updated(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> tuple[int, StepTrace]:
-    """Bytes that live only while the optimizer updates these, and what it does."""
+    """Returns (bytes that live only while the optimizer updates these, counts of its operations)."""
     seen, live = StepTrace(1), LiveBytes()
-    states = [value for each in parameters for value in optimizer.state.get(each, {}).values()]
-    tensors = (*parameters, *(each.grad for each in parameters), *states)
+    states = [value for param in parameters for value in optimizer.state.get(param, {}).values()]
+    tensors = (*parameters, *(param.grad for param in parameters), *states)
     live.count(value for value in tensors if isinstance(value, torch.Tensor))
     rests = live.now
     with live, Count(seen):

@@ -25,7 +25,7 @@ FEW_STEPS = 8
 
 
 def workspace_bytes(args: tuple) -> int:
-    """Bytes that one call of `mkldnn_rnn_layer`, one direction of one layer, leaves for its backward."""
+    """Returns the bytes that one call of `mkldnn_rnn_layer`, a direction of a layer, leaves for its backward."""
     inputs, weight, state_weight = args[:3]
     if not (args[15] and torch.is_grad_enabled()):  # nothing is kept where nothing is trained
         return 0
@@ -46,37 +46,37 @@ def workspace_bytes(args: tuple) -> int:
 
 def behind_one_number(func: Any, args: tuple, kwargs: dict) -> int:
     """Returns the elements in the storage of an op's one number: 1, or those of all terms that it was summed from."""
-    tensors = [one for one in args if isinstance(one, torch.Tensor)]
-    if len(tensors) < 2 or kwargs or not all(one.is_floating_point() for one in tensors):
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    if len(tensors) < 2 or kwargs or not all(arg.is_floating_point() for arg in tensors):
         return 1
-    if not all(one is None or isinstance(one, torch.Tensor | int | float) for one in args):
+    if not all(arg is None or isinstance(arg, torch.Tensor | int | float) for arg in args):
         return 1
-    told = tuple((one.dim(), one.dtype) if isinstance(one, torch.Tensor) else one for one in args)
-    return math.prod(torch.broadcast_shapes(*(one.shape for one in tensors))) if _holds_all(func, told) else 1
+    described = tuple((arg.dim(), arg.dtype) if isinstance(arg, torch.Tensor) else arg for arg in args)
+    return math.prod(torch.broadcast_shapes(*(arg.shape for arg in tensors))) if _holds_all(func, described) else 1
 
 
 @lru_cache(maxsize=256)
-def _holds_all(func: Any, told: tuple) -> bool:
+def _holds_all(func: Any, described: tuple) -> bool:
     """Whether the kernel's result holds the memory of as many numbers as it was given."""
     with _disable_current_modes(), torch.no_grad():
-        args = [torch.full((FEW,) * one[0], 0.5, dtype=one[1]) if isinstance(one, tuple) else one for one in told]
-        dims = max(one[0] for one in told if isinstance(one, tuple))
+        args = [torch.full((FEW,) * arg[0], 0.5, dtype=arg[1]) if isinstance(arg, tuple) else arg for arg in described]
+        dims = max(arg[0] for arg in described if isinstance(arg, tuple))
         try:
-            found = func(*args)
+            result = func(*args)
         except (RuntimeError, NotImplementedError):
             return False  # not for these shapes or this dtype: nothing is known
-    return found.untyped_storage().nbytes() >= FEW**dims * found.element_size() > found.element_size()
+    return result.untyped_storage().nbytes() >= FEW**dims * result.element_size() > result.element_size()
 
 
 @lru_cache(maxsize=256)
 def _run(
     steps: int, batch: int, wide: int, hidden: int, gates: int, mode: int, biases: bool, dtype: torch.dtype
 ) -> float:
-    """Bytes of the workspace that the kernel makes for zeros of these shapes."""
+    """Returns the bytes of the workspace that the kernel makes for zeros of these shapes."""
     with _disable_current_modes(), torch.enable_grad():  # without, the kernel keeps nothing
         made = {"dtype": dtype, "device": "cpu"}
         weights = [torch.zeros(gates, wide, **made), torch.zeros(gates, hidden, **made)]
         weights += [torch.zeros(gates, **made), torch.zeros(gates, **made)]
         inputs, state = torch.zeros(steps, batch, wide, **made), torch.zeros(batch, hidden, **made)
-        found = LAYER(inputs, *weights, state, state, False, [], mode, hidden, 1, biases, False, False, True)
-        return float(found[3].untyped_storage().nbytes())
+        results = LAYER(inputs, *weights, state, state, False, [], mode, hidden, 1, biases, False, False, True)
+        return float(results[3].untyped_storage().nbytes())

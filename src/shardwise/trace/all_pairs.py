@@ -21,29 +21,30 @@ from shardwise.trace.leaves import tensors_in
 
 
 class AllPairs(TorchFunctionMode):
-    """While entered, notes the calls in which two tensors of `samples` samples meet along different dims."""
+    """While entered, notes in `meetings` the calls whose inputs have `samples` samples along different dims."""
 
     def __init__(self, samples: int) -> None:
         super().__init__()
         self.samples = samples
-        self.found: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []  # file and line, the two shapes
+        self.meetings: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []  # file and line, the two shapes
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
-        if self.samples > 1 and len(args) > 1:
+        if self.samples > 1 and len(args) > 1:  # of one sample (1, 1) meets (1,) everywhere
             self._look(tensors_in(args, torch.Tensor), tensors_in(output, torch.Tensor))
         return output
 
-    def _look(self, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
-        if any(tuple(each.shape).count(self.samples) == 1 for each in made):
+    def _look(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        if any(tuple(output.shape).count(self.samples) == 1 for output in outputs):
             return  # each sample is there once: one indexes the other, `losses[order]`
-        for first, second in pairwise(given):
+        for first, second in pairwise(inputs):
             if _crosses(tuple(first.shape), tuple(second.shape), self.samples):
+                # the innermost line of the user's own code: between it and here lie torch's functions and other modes
                 frame: Any = sys._getframe(2)
                 while frame is not None and not is_own(frame.f_code.co_filename):
                     frame = frame.f_back
                 place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
-                self.found.append((place, tuple(first.shape), tuple(second.shape)))
+                self.meetings.append((place, tuple(first.shape), tuple(second.shape)))
 
 
 def _crosses(first: tuple[int, ...], second: tuple[int, ...], samples: int) -> bool:
@@ -54,12 +55,12 @@ def _crosses(first: tuple[int, ...], second: tuple[int, ...], samples: int) -> b
 
 
 def told_pairs(whole: AllPairs, part: AllPairs) -> str:
-    """Returns the first such call on a batch that happens on a part of it too, as text; "" where there is none.
+    """Returns the message for the first meeting that both a batch and a part of it show; "" where there is none.
 
     A size that merely happens to be the number of samples does not change with it.
     """
-    for place, first, second in whole.found:
-        if any(place == other for other, *_ in part.found):
+    for place, first, second in whole.meetings:
+        if any(place == other for other, *_ in part.meetings):
             line = f"at {place} " if place else ""
             return (
                 f"{line}{first} meets {second}, which makes all pairs of samples: bring both to one shape, or, where "

@@ -15,11 +15,11 @@ from shardwise.trace.tape import storage_key, tensors_in
 
 
 class ArgumentWrites:
-    """Told of modules' forwards and of operations; `paths` are those of the modules that write into their arguments."""
+    """Collects in `paths` the modules whose forward writes into a tensor among its own arguments."""
 
     def __init__(self) -> None:
         self.paths: set[str] = set()
-        self._given: list[tuple[nn.Module, str, set[int]]] = []  # of those that run, the memory of arguments
+        self._running: list[tuple[nn.Module, str, set[int]]] = []  # module, path, storages of its arguments
 
     def watch(self, model: nn.Module) -> None:
         """Follow the forwards of all modules inside a model."""
@@ -28,29 +28,31 @@ class ArgumentWrites:
                 child.register_forward_pre_hook(
                     lambda m, args, kwargs, path=path: self.enter(m, path, args, kwargs), with_kwargs=True
                 )
+                # called too where the forward raises: else the module would count as running from then on
                 child.register_forward_hook(lambda m, a, o: self.leave(m), always_call=True)
 
     def enter(self, child: nn.Module, path: str, args: tuple, kwargs: dict) -> None:
-        """Note which memory a module is given as its forward begins."""
-        self._given.append((child, path, _memory(tensors_in((args, kwargs)))))
+        """Note the storages of a module's arguments as its forward begins."""
+        self._running.append((child, path, _memory(tensors_in((args, kwargs)))))
 
     def leave(self, child: nn.Module) -> None:
-        """Forget what a module was given, since its forward is over."""
-        if self._given and self._given[-1][0] is child:
-            self._given.pop()
+        """Forget a module's arguments, since its forward is over."""
+        if self._running and self._running[-1][0] is child:  # `clear` may have dropped it since
+            self._running.pop()
 
     def clear(self) -> None:
         """Forget every module that was running, since a new forward of the model begins."""
-        self._given.clear()
+        self._running.clear()
 
     def note(self, func: Any, args: tuple, kwargs: dict) -> None:
-        """Add to `paths` the running modules that were given memory into which this operation writes."""
-        if self._given:
-            memory = _memory(written_tensors(func, args, kwargs))
-            self.paths |= {path for _, path, given in self._given if memory & given}
+        """Add to `paths` the running modules into whose arguments this operation writes."""
+        if self._running:
+            written_memory = _memory(written_tensors(func, args, kwargs))
+            self.paths |= {path for _, path, argument_memory in self._running if written_memory & argument_memory}
 
 
 def _memory(tensors: Iterable[torch.Tensor]) -> set[int]:
-    """The storages that these tensors lie in; those of sparse and nested layouts have several, and are left out."""
-    plain = (innermost(each._local_tensor if isinstance(each, DTensor) else each) for each in tensors)
-    return {storage_key(each) for each in plain if each.layout is torch.strided}
+    """Returns the storage keys of strided tensors; sparse and nested ones have several storages and are left out."""
+    # of a DTensor the local shard is written; a wrapper of `torch.func` has no storage of its own
+    plain = (innermost(tensor._local_tensor if isinstance(tensor, DTensor) else tensor) for tensor in tensors)
+    return {storage_key(tensor) for tensor in plain if tensor.layout is torch.strided}

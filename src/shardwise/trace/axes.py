@@ -37,7 +37,7 @@ WHOLE = 0
 
 @dataclass(frozen=True)
 class Merged:
-    """A tensor's dim that holds several of a parameter's: `dim`, each index `repeat` times for the inner ones."""
+    """A dim of a view that merges several of a parameter's: its outermost `dim`, each index `repeat` times."""
 
     dim: int
     repeat: int
@@ -50,7 +50,7 @@ def base(entry: int | Merged) -> int:
 
 @dataclass(frozen=True)
 class Use:
-    """One contraction (or look-up) of a parameter: along `inner`, giving `outer`."""
+    """One product with a parameter (or look-up in it): summed over its dim `inner`, with results along `outer`."""
 
     name: str
     kind: str  # "product" | "rows" (an embedding) | "channels"
@@ -61,7 +61,7 @@ class Use:
 
 @dataclass
 class Found:
-    """What a forward showed: class of each index of each parameter's dims, 0 where it must be whole."""
+    """Result of a trace: by (parameter, dim) the class of each index, 0 where every rank must hold it."""
 
     classes: dict[tuple[str, int], np.ndarray]
     uses: list[Use] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Axes(TorchDispatchMode):
 
     def __init__(self, named: dict[str, torch.Tensor], whole: Collection[str] = ()):
         super().__init__()
-        self.count = 1
+        self.count = 1  # labels so far: 0 is WHOLE
         self.edges: list[tuple[np.ndarray, np.ndarray]] = []
         self.seeds: dict[tuple[str, int], np.ndarray] = {}
         self.uses: list[Use] = []
@@ -85,7 +85,7 @@ class Axes(TorchDispatchMode):
         self.named = [(name, tensor, _storage(tensor)) for name, tensor in named.items()]
         self.written: set[str] = set()
         for name, tensor in named.items():
-            tensor._axes_of = (name, tuple(range(tensor.dim())))
+            tensor._axes_of = (name, tuple(range(tensor.dim())))  # rules hand it on to views
             for dim, size in enumerate(tensor.shape):
                 self.seeds[name, dim] = np.arange(self.count, self.count + size)
                 self.count += size
@@ -99,12 +99,13 @@ class Axes(TorchDispatchMode):
         """Note that the labels at the same places of two arrays (broadcast) must lie on one rank."""
         a, b = np.broadcast_arrays(a, b)
         a, b = a.ravel(), b.ravel()
+        # most labels that meet are equal already, and an edge between these would say nothing
         differ = a != b
         if differ.any():
             self.edges.append((a[differ], b[differ]))
 
     def vector(self, name: str, entry: int | Merged) -> np.ndarray:
-        """The labels along a dim of a parameter, or of a view that merged some."""
+        """Returns the labels along a dim of a parameter, or along the merged dim of a view."""
         labels = self.seeds[name, base(entry)]
         return np.repeat(labels, entry.repeat) if isinstance(entry, Merged) else labels
 
@@ -117,24 +118,25 @@ class Axes(TorchDispatchMode):
         return labels
 
     def keep_whole(self, labels: np.ndarray, reason: str) -> None:
-        """Note that every rank must hold all of what these labels stand for, and why."""
+        """Note that every rank must hold all indices with these labels, and why."""
         where = f" in '{self.modules[-1]}'" if self.modules and self.modules[-1] else ""
+        # one of them is enough: they are united below, and `result` looks the reason up for the whole class
         for label in np.unique(labels)[:1]:
             self.because.setdefault(int(label), reason + where)
         self.unite(np.array([WHOLE]), labels)
 
     def labels(self, tensor: Any) -> np.ndarray | None:
-        """A tensor's labels; a parameter met outside a contraction has those of its one dim, or must be whole."""
+        """Returns a tensor's labels or None: of a parameter those of its one long dim; with several it stays whole."""
         if not isinstance(tensor, torch.Tensor):
             return None
-        known = getattr(tensor, "_axis_labels", None)
-        if known is not None:
-            return known
+        labels = getattr(tensor, "_axis_labels", None)
+        if labels is not None:
+            return labels
         param = param_of(tensor)
         if param is None:
             return None
         name, dims = param
-        if name in self.frozen:
+        if name in self.frozen:  # the plan keeps it whole: what it meets may be cut all the same
             return None
         long = [d for d, size in enumerate(tensor.shape) if size > 1]
         if len(long) == 1 and dims[long[0]] is not None:
@@ -146,7 +148,7 @@ class Axes(TorchDispatchMode):
         return None
 
     def chosen(self, labels: np.ndarray, dim: int) -> None:
-        """Note that one index of `dim` was taken: the labels are kept whole where only that dim has any."""
+        """Note that one index of `dim` was selected: labels that vary along that dim alone are kept whole."""
         if all(size == 1 for d, size in enumerate(labels.shape) if d != dim):
             self.keep_whole(labels, "one of its indices is taken alone")
 
@@ -170,13 +172,15 @@ class Axes(TorchDispatchMode):
         return output
 
     def _follow(self, func: Any, args: tuple, kwargs: dict, tensors: list, output: Any) -> None:
-        from shardwise.trace.axis_rules import RULES, elementwise
+        from shardwise.trace.axis_rules import RULES, elementwise  # whose files import this one
 
         name = func._schema.name.partition("::")[2]
         rule: Callable | None = RULES.get(name)
         by_tag = torch.Tag.pointwise in func.tags or draws_each(func)
+        # the tag is asked first: without it the operation is tried on small tensors
         if rule is None and (by_tag or is_elementwise(func, args, kwargs)):
             rule = elementwise
+        # a rule that returns False has not labelled the result: the inputs are kept whole instead
         if rule is None or not rule(self, func, args, kwargs, output):
             for tensor in tensors:
                 labels = self.labels(tensor)
@@ -190,8 +194,10 @@ class Axes(TorchDispatchMode):
         self.in_loss = False
         for path, child in module.named_modules():
             handles.append(child.register_forward_pre_hook(lambda m, a, p=path: self.modules.append(p)))
+            # called too where the forward raises, so that reasons go on naming the right module
             handles.append(child.register_forward_hook(lambda m, a, o: self._leave(m is module), always_call=True))
         try:
+            # without gradients a forward's own `x.register_hook` would raise, hence HooksLeftOut
             with torch.set_grad_enabled(gradients), HooksLeftOut(), self:
                 yield
         finally:
@@ -203,7 +209,7 @@ class Axes(TorchDispatchMode):
         if root:
             self.in_loss = True
 
-    def found(self) -> Found:
+    def result(self) -> Found:
         """Returns which labels must lie together, with reasons for what stays whole, once the forward is over."""
         root = components(self.count, self.edges)
         classes = {key: np.where(root[labels] == root[WHOLE], 0, root[labels]) for key, labels in self.seeds.items()}
@@ -216,6 +222,7 @@ class Axes(TorchDispatchMode):
                 if root[label] == root[WHOLE]:
                     own = self.because.get(int(label))
                     reasons.setdefault(name, own or by_root.get(int(root[label]), ""))
+        # `param.data = value` is no operation: it shows by the parameter's storage alone
         assigned = {name for name, tensor, storage in self.named if _storage(tensor) != storage}
         return Found(classes, self.uses, reasons, frozenset(self.written | assigned))
 
@@ -225,7 +232,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def param_of(tensor: Any) -> tuple[str, tuple[Any, ...]] | None:
-    """(parameter, which of its dims each dim of the tensor is) where the tensor is a parameter or a view of one."""
+    """Returns (parameter's name, its dim at each of the tensor's dims) for a parameter or a view of one, else None."""
     return getattr(tensor, "_axes_of", None)
 
 
@@ -237,6 +244,7 @@ def components(count: int, edges: list[tuple[np.ndarray, np.ndarray]]) -> np.nda
     a = np.concatenate([pair[0] for pair in edges])
     b = np.concatenate([pair[1] for pair in edges])
     while True:
+        # hang the larger root of each edge below the smaller one; `minimum.at`, since a root may be at several edges
         low = np.minimum(root[a], root[b])
         np.minimum.at(root, root[a], low)
         np.minimum.at(root, root[b], low)

@@ -36,7 +36,7 @@ def _elements(module: nn.Module) -> int:
 
 
 def _repeated(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Children that may be blocks: they have parameters, and at least two of them share a class.
+    """Returns the children that may be blocks: they have parameters, and at least two share a class.
 
     Leaves count only where a list holds nothing else: a chain of linear layers is a list of blocks, but neither
     loose leaves beside each other (q, k, v) nor a mixed chain (convolution, norm, convolution, norm) are.
@@ -44,6 +44,7 @@ def _repeated(module: nn.Module) -> list[tuple[str, nn.Module]]:
     children = [(name, child) for name, child in module.named_children() if next(child.parameters(), None) is not None]
     is_list = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
     counts = Counter(type(child) for _, child in children)
+    # only a list of leaves of one class is a chain of blocks (test_queries_keys_and_values_are_not_blocks)
     if not is_list or len(counts) > 1:
         children = [(name, child) for name, child in children if next(child.children(), None) is not None]
         counts = Counter(type(child) for _, child in children)
@@ -53,31 +54,32 @@ def _repeated(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _walk(path: str, module: nn.Module, total: int, *, nested: bool) -> list[str]:
-    """Blocks at or below `module`, outermost first; `nested`: large ones are opened."""
+    """Returns the paths of blocks at or below `module`, outermost first; `nested`: large ones are opened."""
     children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
     repeated = {id(child) for _, child in _repeated(module)}
-    found: list[str] = []
+    paths: list[str] = []
     for name, child in children:
+        # a list has no forward of its own to hook: its children may be units, never the list
         if id(child) in repeated and not isinstance(child, nn.ModuleList | nn.ModuleDict):
             inner = _walk(name, child, total, nested=nested) if nested and _elements(child) > DESCEND * total else []
-            found += inner if len(inner) > 1 else [name]
+            paths += inner if len(inner) > 1 else [name]
         else:
-            found += _walk(name, child, total, nested=nested)
-    return found
+            paths += _walk(name, child, total, nested=nested)
+    return paths
 
 
 def _large_leaves(module: nn.Module, total: int) -> list[str]:
-    """Where a module is one chain of different leaves: those that hold more than the average of its children."""
-    found = []
+    """Returns the leaves of `nn.Sequential`s that hold more than an average child; [] where there is only one."""
+    paths = []
     for path, child in module.named_modules():
         if isinstance(child, nn.Sequential):
             leaves = [(f"{path}.{name}" if path else name, leaf) for name, leaf in child.named_children()]
-            found += [name for name, leaf in leaves if _elements(leaf) * len(leaves) > total]
-    return found if len(found) > 1 else []
+            paths += [name for name, leaf in leaves if _elements(leaf) * len(leaves) > total]
+    return paths if len(paths) > 1 else []
 
 
 def find_blocks(module: nn.Module, *, nested: bool = True) -> Blocks:
-    """The repeated blocks of a module, by structure alone.
+    """Returns the repeated blocks of a module, found by structure alone.
 
     `nested`: a large block that has repeated children is opened. Not so where ranks may run different children of
     it (routed experts), since under zero=3 all ranks must run the same units.
@@ -87,6 +89,8 @@ def find_blocks(module: nn.Module, *, nested: bool = True) -> Blocks:
     paths = []
     for path in _walk("", module, total, nested=nested) or _large_leaves(module, total):
         child = module.get_submodule(path)
+        # a layer that is called under two names is one unit; one with a tied weight stays with the root, which holds
+        # the other end (test_a_block_that_shares_its_weight_is_left_to_the_root)
         if id(child) not in seen and not _shares_outside(module, child):
             seen.add(id(child))
             paths.append(path)
@@ -94,12 +98,12 @@ def find_blocks(module: nn.Module, *, nested: bool = True) -> Blocks:
 
 
 def blocks_of(module: nn.Module, wrap: tuple[str, ...] = (), *, nested: bool = True) -> Blocks:
-    """The blocks of a plan: those that `wrap` names, else the repeated ones; `nested` as in `find_blocks`."""
+    """Returns the blocks that `wrap` names, else the repeated ones; `nested` as in `find_blocks`."""
     return choose_blocks(module, wrap) if wrap else find_blocks(module, nested=nested)
 
 
 def inner_first(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Each module once, those inside others before them, whatever names they have; otherwise the last one first."""
+    """Returns each module once, inner modules before those that contain them, otherwise in reverse order."""
     once = {id(module): module for module in modules}
     last_first = list(once.values())[::-1]
     return sorted(last_first, key=lambda module: sum(1 for _ in module.modules()))
@@ -108,7 +112,7 @@ def inner_first(modules: Iterable[nn.Module]) -> list[nn.Module]:
 def _shares_outside(module: nn.Module, block: nn.Module) -> bool:
     """Whether a parameter of the block is also held outside it: a tied weight, or a module that others hold too."""
     own = {id(param) for param in block.parameters()}
-    seen, ahead = {id(block)}, [module]
+    seen, ahead = {id(block)}, [module]  # not into the block: what it alone reaches is not outside
     while ahead:
         child = ahead.pop()
         if id(child) in seen:
@@ -126,7 +130,7 @@ def _matches(path: str, pattern: str) -> bool:
 
 
 def choose_blocks(module: nn.Module, patterns: tuple[str, ...]) -> Blocks:
-    """The blocks that the user named: class names, or module paths in which `*` matches one name.
+    """Returns the blocks that the user named: class names, or module paths in which `*` matches one name.
 
     Raises `InputError` for a pattern that matches nothing, and for a unit that shares a weight with what is outside it.
     """
@@ -138,13 +142,14 @@ def choose_blocks(module: nn.Module, patterns: tuple[str, ...]) -> Blocks:
             if path and (type(child).__name__ == pattern or _matches(path, pattern))
         ]
         if not hits:
-            known = sorted(
+            names = sorted(
                 {type(child).__name__ for child in module.modules()} | {p for p, _ in module.named_modules()}
             )
             if type(module).__name__ == pattern:
                 raise InputError(_whole_model(module, pattern))
-            raise InputError(f"wrap: nothing in the module matches '{pattern}'{did_you_mean(pattern, known)}")
+            raise InputError(f"wrap: nothing in the module matches '{pattern}'{did_you_mean(pattern, names)}")
         paths += [path for path in hits if path not in paths]
+    # in the order of modules, whatever order the patterns are given in
     order = [path for path, _ in module.named_modules()]
     paths.sort(key=order.index)
     for path in paths:
@@ -157,7 +162,7 @@ def choose_blocks(module: nn.Module, patterns: tuple[str, ...]) -> Blocks:
 
 
 def _whole_model(module: nn.Module, name: str) -> str:
-    """What to say where wrap= names the class of the model itself; which units it would have by default."""
+    """Returns the message for a wrap= that names the model's own class."""
     inside = [type(module.get_submodule(path)).__name__ for path in find_blocks(module).paths]
     named = list(dict.fromkeys(inside)) or list(dict.fromkeys(type(child).__name__ for child in module.children()))
     return (
@@ -174,6 +179,7 @@ def _warnings(module: nn.Module, paths: list[str], total: int) -> list[str]:
     sizes = {path: _elements(module.get_submodule(path)) for path in paths}
     warnings = []
     largest = max(paths, key=lambda path: sizes[path])
+    # of units within units the outer one counts alone
     rest = total - sum(sizes[p] for p in paths if not any(p.startswith(q + ".") for q in paths if q != p))
     parts = _parts(module, largest)
     if sizes[largest] > COARSE * total and (len(paths) > 1 or parts):
@@ -198,14 +204,14 @@ def _warnings(module: nn.Module, paths: list[str], total: int) -> list[str]:
 
 
 def _parts(module: nn.Module, path: str) -> list[str]:
-    """Paths of the children at `path` that could be units: they have parameters, and share none with others."""
+    """Returns the paths of children of `path` that could be units: with parameters, and none shared with others."""
     dot = path and f"{path}."
     children = module.get_submodule(path).named_children()
     return [f"{dot}{name}" for name, child in children if _elements(child) and not _shares_outside(module, child)]
 
 
 def _spelt(module: nn.Module, paths: list[str], most: int = 6) -> str:
-    """How a plan names these units, `wrap=Block|head`: by class where all modules of it are meant, else by path."""
+    """Returns how a plan names these units, `wrap=Block|head`: by class where it means all of them, else by path."""
     strangers = {type(child).__name__ for path, child in module.named_modules() if path not in paths}
     names: dict[str, None] = {}
     for path in paths:
@@ -217,7 +223,7 @@ def _spelt(module: nn.Module, paths: list[str], most: int = 6) -> str:
 
 
 def _largest_outside(module: nn.Module, paths: list[str]) -> list[str]:
-    """The largest module that neither is, holds nor lies in one of these units, as a list of at most one."""
+    """Returns [path of the largest module that no unit is, contains or is contained in], or [] without one."""
     apart = {
         path: _elements(child) for path, child in module.named_modules()
         if path and not any(f"{path}.".startswith(f"{unit}.") or f"{unit}.".startswith(f"{path}.") for unit in paths)
@@ -228,11 +234,11 @@ def _largest_outside(module: nn.Module, paths: list[str]) -> list[str]:
 
 def _around(module: nn.Module, paths: list[str]) -> list[str]:
     """Returns the paths of the modules around these units that are called as a whole; the model itself is none."""
-    found: dict[str, None] = {}
+    outer_paths: dict[str, None] = {}
     for path in paths:
         outer = path.rpartition(".")[0]
         while outer and isinstance(module.get_submodule(outer), nn.ModuleList | nn.ModuleDict):
             outer = outer.rpartition(".")[0]
         if outer:
-            found[outer] = None
-    return list(found)
+            outer_paths[outer] = None
+    return list(outer_paths)

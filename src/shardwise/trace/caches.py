@@ -20,17 +20,17 @@ import torch
 from torch import nn
 
 _OURS = ("torch", "shardwise", "functools", "builtins")
-_known: weakref.WeakKeyDictionary[type, list[Any]] = weakref.WeakKeyDictionary()
+_of_classes: weakref.WeakKeyDictionary[type, list[Any]] = weakref.WeakKeyDictionary()
 
 
 def caches_of(module: nn.Module) -> list[Any]:
     """Returns the caches of functions that a module's classes, their files and its submodules themselves have."""
-    found = {id(one): one for child in module.modules() for one in vars(child).values() if _is_cache(one)}
+    caches = {id(value): value for child in module.modules() for value in vars(child).values() if _is_cache(value)}
     for kind in {type(child) for child in module.modules()}:
-        if kind not in _known:
-            _known[kind] = [one for each in kind.__mro__ for one in _of_class(each)]
-        found |= {id(one): one for one in _known[kind]}
-    return list(found.values())
+        if kind not in _of_classes:
+            _of_classes[kind] = [cache for base in kind.__mro__ for cache in _of_class(base)]
+        caches |= {id(cache): cache for cache in _of_classes[kind]}
+    return list(caches.values())
 
 
 def _is_cache(value: Any) -> bool:
@@ -46,36 +46,38 @@ def _of_class(kind: type) -> Iterator[Any]:
 
 
 def _within(value: Any) -> Iterator[Any]:
-    """The cache that a function is, or that a function around it has in a variable of its own."""
+    """Yields the caches that a function is or, as a wrapper does, has in a variable of its closure."""
     value = value.__func__ if type(value) in (staticmethod, classmethod) else value
     if _is_cache(value):
         yield value
     for cell in (value.__closure__ or ()) if type(value) is FunctionType else ():  # others may raise when asked
         try:
-            held = cell.cell_contents
+            content = cell.cell_contents
         except ValueError:  # not filled yet
             continue
-        if _is_cache(held):
-            yield held
+        if _is_cache(content):
+            yield content
 
 
 def forget_tables(module: nn.Module) -> None:
     """Empty a module's caches that hold tensors, which may be another module's or have no values."""
     for cache in caches_of(module):
-        if any(_has_tensor(held) for held in gc.get_referents(cache)):
+        # a cache of functools has no way to read its entries, but for what the collector sees
+        if any(_has_tensor(entry) for entry in gc.get_referents(cache)):
             cache.cache_clear()
 
 
-def _has_tensor(held: Any) -> bool:
+def _has_tensor(referent: Any) -> bool:
     """Whether what a cache refers to is an entry of it, or the table of them, that holds a tensor."""
-    if issubclass(type(held), dict):
-        return any(_has_tensor(entry) for entry in held.values())
-    entries = held if issubclass(type(held), (tuple, list)) else (held,)
+    # `isinstance` asks an object for its `__class__`, which stand-ins of libraries that are not installed refuse
+    if issubclass(type(referent), dict):
+        return any(_has_tensor(entry) for entry in referent.values())
+    entries = referent if issubclass(type(referent), (tuple, list)) else (referent,)
     return any(issubclass(type(entry), torch.Tensor) for entry in entries)
 
 
 class CacheState:
-    """What the caches of a module's functions hold now."""
+    """The counts of a module's caches as they are now, to tell later which were written to."""
 
     def __init__(self, module: nn.Module) -> None:
         self._before = [(cache, cache.cache_info()) for cache in caches_of(module)]
@@ -83,5 +85,6 @@ class CacheState:
     def restore(self) -> None:
         """Empty the caches in which something was entered since this state was noted."""
         for cache, before in self._before:
+            # not by its size: a full cache exchanges entries
             if cache.cache_info().misses != before.misses:
                 cache.cache_clear()

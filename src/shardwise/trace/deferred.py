@@ -39,13 +39,13 @@ from shardwise.trace.tape import ConstructorTape, NotReplayable, Ref, bytes_of, 
 
 
 def seed_of(*parts: object) -> int:
-    """A 63-bit seed from any printable parts; the same on every machine and Python."""
+    """Returns a 63-bit seed from any printable parts, the same on every machine and Python."""
     digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 class Built:
-    """A module together with the way to make its values.
+    """A module, perhaps without values, and `value(name)`, which makes those of one tensor.
 
     `module` may hold tensors without values; `value(name)` gives the full tensor of a parameter, buffer or tensor
     attribute on the CPU. `notice` says why, where the module had to be built for real.
@@ -59,33 +59,33 @@ class Built:
         self._targets = dict(named_tensors(module))
         self._refs = {name: ref_of(tensor) for name, tensor in self._targets.items()} if tape else {}
         self._seeds: dict[int, int] = {}
-        self.given: Callable[[str], torch.Tensor | None] | None = None  # values from elsewhere (a checkpoint)
+        self.value_from: Callable[[str], torch.Tensor | None] | None = None  # a value from elsewhere (a checkpoint)
         self.pairs: Collection[str] = ()  # complex parameters that the module holds as real ones (part/pairs)
         if tape is not None:
             self._check()
             self._assign_seeds()
 
     def value(self, name: str) -> torch.Tensor:
-        """The full tensor on the CPU, newly made (a reference to the real one when nothing was deferred)."""
+        """Returns the full tensor on the CPU, newly made (a reference to the real one when nothing was deferred)."""
         value = self._value(name)
         return torch.view_as_real(value.resolve_conj()) if name in self.pairs and value.is_complex() else value
 
     def _value(self, name: str) -> torch.Tensor:
-        found = self.given(name) if self.given is not None else None
-        if found is not None:
-            if found.shape != self._targets[name].shape:
+        value = self.value_from(name) if self.value_from is not None else None
+        if value is not None:
+            if value.shape != self._targets[name].shape:
                 raise InputError(
-                    f"the value given for '{name}' has shape {tuple(found.shape)}, but the model's has "
+                    f"the value given for '{name}' has shape {tuple(value.shape)}, but the model's has "
                     f"{tuple(self._targets[name].shape)}: it is another model's, or another configuration's"
                 )
-            return found
+            return value
         if self._tape is None:
             return self._targets[name].detach()
         with as_written():
             return self._replay(self._refs[name])
 
     def fingerprint(self) -> int:
-        """A number that is equal where names, shapes and captured constants are equal."""
+        """Returns a 64-bit hash of names, shapes, dtypes and captured constants."""
         digest = xxhash.xxh3_64()  # fast: of a model that was made before, these are all its weights
         # by when the constructor met them, which is the same everywhere; their keys are addresses
         met = {} if self._tape is None else {key: place for place, key in enumerate(self._tape.constants)}
@@ -109,6 +109,7 @@ class Built:
                 if not tape.lacks(ref.storage):
                     continue
             elif self._targets[name].device.type != "meta":
+                # no operation on the tape met it: data from outside (test_data_from_outside_is_kept)
                 tape.constants[ref.storage] = bytes_of(self._targets[name])
                 continue
             raise NotReplayable(f"'{name}' was not made by recorded operations")
@@ -118,6 +119,7 @@ class Built:
         for name, ref in self._refs.items():
             drawn = [op for op in self._tape.slice(ref.storage) if self._tape.ops[op].random]
             for place, op in enumerate(drawn):
+                # the first name decides: a weight that is derived from another one replays the other's draws
                 self._seeds.setdefault(op, seed_of("init", self.seed, name, place))
 
     @torch.no_grad()
@@ -128,6 +130,7 @@ class Built:
 
         def tensor_of(ref: Ref) -> torch.Tensor:
             if ref.storage not in storages:
+                # a copy, since operations of the replay may write into it
                 storages[ref.storage] = tape.constants[ref.storage].clone().untyped_storage()
             empty = torch.empty(0, dtype=ref.dtype)
             return empty.set_(storages[ref.storage], ref.offset, ref.size, ref.stride)
@@ -142,21 +145,23 @@ class Built:
                     generator = torch.Generator()
                     generator.set_state(op.generator)
                 args, kwargs = _drawing_from(generator, replaced(Ref, tensor_of, (op.args, op.kwargs)))
+                # whatever device the constructor asked for
                 if "device" in kwargs:
                     kwargs["device"] = torch.device("cpu")
                 output = op.func(*args, **kwargs)
                 for ref, result in zip(op.outputs, tensors_in(output) if op.outputs else (), strict=True):
+                    # an operation in place gives a storage that is there already
                     storages.setdefault(ref.storage, result.untyped_storage())
         return tensor_of(target)
 
 
 def _drawing_from(generator: torch.Generator, arguments: Any) -> Any:
-    """The arguments with this generator in place of those that a constructor gave."""
+    """Returns the arguments with this generator in place of those that the constructor gave."""
     return replaced(torch.Generator, lambda _: generator, arguments)
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, buffers and plain tensor attributes, each object once, by its path."""
+    """Yields (path, tensor) of parameters, buffers and plain tensor attributes, each object once."""
     seen: set[int] = set()
     for path, child in module.named_modules():
         plain = {k: v for k, v in vars(child).items() if isinstance(v, torch.Tensor)}
@@ -176,7 +181,7 @@ def _seed_everything(seed: int) -> None:
 
 
 def build(model: Callable[[], nn.Module], seed: int) -> Built:
-    """Run the constructor with large tensors deferred; for real, with a notice, when it cannot be replayed.
+    """Returns the module with large tensors deferred; built for real, with a notice, where it cannot be replayed.
 
     Raises `InputError` when the constructor fails by itself, in one process without shardwise.
     """
@@ -185,7 +190,7 @@ def build(model: Callable[[], nn.Module], seed: int) -> Built:
         _seed_everything(seed)
         with as_written(), recording(tape):
             module = checked(model())
-        forget_tables(module)
+        forget_tables(module)  # what a function cached inside has no values
         return Built(module, seed, tape)
     except ShardwiseError:
         raise
@@ -195,7 +200,7 @@ def build(model: Callable[[], nn.Module], seed: int) -> Built:
 
 
 def build_for_real(model: Callable[[], nn.Module], seed: int, reason: str) -> Built:
-    """Build every weight here; the engine then hands rank 0's to all ranks, one by one."""
+    """Returns the module with every weight made here; the engine then hands rank 0's to all ranks, one by one."""
     _seed_everything(seed)
     try:
         with as_written():
@@ -217,14 +222,15 @@ def build_for_real(model: Callable[[], nn.Module], seed: int, reason: str) -> Bu
 
 def told_of_constructor(error: BaseException) -> str:
     """Returns what a constructor raised and where, with what to leave out of one that picks a device or spreads."""
-    told, frames = where(error, own_alone=True), traceback.extract_tb(error.__traceback__)
+    text, frames = where(error, own_alone=True), traceback.extract_tb(error.__traceback__)
     if of_a_device(error):
-        return f"{told.rstrip('.')}. {LEAVE_OUT}"
+        return f"{text.rstrip('.')}. {LEAVE_OUT}"
     if any("torch/nn/parallel/" in frame.filename or "torch/distributed/" in frame.filename for frame in frames):
-        return f"{told.rstrip('.')}. {_PLAIN}"
-    if isinstance(error, TypeError) and "missing" in told and not any(is_own(frame.filename) for frame in frames):
-        return f"{told}. Task.model is called with nothing: give a function that builds it, as lambda: Net(8)"
-    return told
+        return f"{text.rstrip('.')}. {_PLAIN}"
+    # a class whose constructor takes arguments: no line of the user's code has run
+    if isinstance(error, TypeError) and "missing" in text and not any(is_own(frame.filename) for frame in frames):
+        return f"{text}. Task.model is called with nothing: give a function that builds it, as lambda: Net(8)"
+    return text
 
 
 LEAVE_OUT = "Leave .cuda() and device= out: each rank places the module and its batch on its own device"

@@ -38,7 +38,7 @@ _own_default: ContextVar[torch.dtype | None] = ContextVar("the default dtype out
 
 
 class KeepDouble(TorchDispatchMode):
-    """Casts from float64 to narrower floats are left out; `met` tells whether there were any."""
+    """Mode that leaves out casts from float64 to narrower floats; `met` tells whether there were any."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,6 +51,7 @@ class KeepDouble(TorchDispatchMode):
             if _is_double(args, wide):
                 self.met = True
                 kwargs["dtype"] = wide
+            # only where the run's own dtype is float64: its constants and one-hot rows lose nothing by it
             elif torch.get_default_dtype() == torch.float64 and _exact(func, args):
                 kwargs["dtype"] = wide
         return with_values(func)(*args, **kwargs)
@@ -58,15 +59,15 @@ class KeepDouble(TorchDispatchMode):
 
 def _is_double(args: tuple, wide: torch.dtype) -> bool:
     """Whether what is cast is double, or complex numbers are made of no tensor."""
-    given = [a.dtype for a in args if isinstance(a, torch.Tensor)]
-    return torch.float64 in given or torch.complex128 in given or (wide.is_complex and not given)
+    dtypes = [a.dtype for a in args if isinstance(a, torch.Tensor)]
+    return torch.float64 in dtypes or torch.complex128 in dtypes or (wide.is_complex and not dtypes)
 
 
 def _exact(func: Any, args: tuple) -> bool:
     """Whether an operation makes values that any dtype holds: a constant, or integers and masks in another dtype."""
-    given = args[0] if args else None
-    if func._schema.name == "aten::_to_copy" and isinstance(given, torch.Tensor):
-        return not given.is_floating_point() and not given.is_complex()
+    source = args[0] if args else None
+    if func._schema.name == "aten::_to_copy" and isinstance(source, torch.Tensor):
+        return not source.is_floating_point() and not source.is_complex()
     return func._schema.name in _FILLED
 
 
@@ -83,7 +84,7 @@ def _of_autograd() -> bool:
 
 @contextmanager
 def as_written() -> Iterator[None]:
-    """Inside, casts to narrower floats are done, in `KeepDouble` too, and the default dtype is the caller's own."""
+    """Context: casts to narrower floats are done, in `KeepDouble` too, and the default dtype is the caller's own."""
     token, before = _as_written.set(True), torch.get_default_dtype()
     torch.set_default_dtype(_own_default.get() or before)
     try:
@@ -95,8 +96,9 @@ def as_written() -> Iterator[None]:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """New tensors whose dtype nobody gives (random weights in a loss, say) are of this one."""
+    """Context: tensors made without a dtype (random weights in a loss, say) have this one."""
     before = torch.get_default_dtype()
+    # of contexts within each other the outermost one's caller is whom `as_written` goes back to
     token = _own_default.set(_own_default.get() or before)
     torch.set_default_dtype(dtype)
     try:

@@ -24,6 +24,7 @@ def fills(func: Any) -> bool:
     """Whether a random operation writes what it draws over its first argument, whatever that held (`normal_`)."""
     names = [argument.name for argument in func._schema.arguments]
     first = func._schema.arguments[0].alias_info if names else None
+    # `rrelu_with_noise_` draws noise, and reads the tensor that it writes into
     return is_random(func) and first is not None and first.is_write and names[0] == "self" and "noise" not in names
 
 
@@ -35,7 +36,7 @@ def draws_each(func: Any) -> bool:
 
 
 def asks_by_values(func: Any) -> bool:
-    """Whether how many numbers an operation asks a generator for hangs on the values that it is given."""
+    """Whether the count of numbers that an operation draws depends on the values of its arguments."""
     return func._schema.name in _BY_VALUES
 
 
@@ -45,4 +46,4 @@ def overwrites(name: str) -> bool:
     if name in ("copy_", "zero_", "fill_"):
         return True
     packet = getattr(torch.ops.aten, name, None) if name.endswith("_") and not name.startswith("_") else None
-    return packet is not None and any(fills(getattr(packet, each)) for each in packet.overloads())
+    return packet is not None and any(fills(getattr(packet, overload)) for overload in packet.overloads())

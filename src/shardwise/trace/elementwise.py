@@ -25,17 +25,17 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class _Small:
-    """A tensor on which an operation is tried."""
+    """Shape and dtype of a tensor on which an operation is tried."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 def is_elementwise(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether each element of the results depends on the same element of the inputs (broadcast) alone."""
+    """Whether each element of the results depends on that element of the (broadcast) inputs alone."""
     schema = func._schema
     drawn = is_random(func)
-    if schema.is_mutable or drawn or any(each.alias_info is not None for each in schema.returns):
+    if schema.is_mutable or drawn or any(result.alias_info is not None for result in schema.returns):
         return False
     leaves, spec = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -59,13 +59,14 @@ def fit(tensors: list[torch.Tensor]) -> bool:
 
 
 def _sizes(tensor: torch.Tensor, ndim: int) -> tuple[int, ...]:
-    """A shape of the same dims, another size for each that is not broadcast."""
+    """Returns a small shape of as many dims, with another size for each dim that is not broadcast."""
+    # sizes that differ, so that an exchange of dims shows
     return tuple(1 if n == 1 else 2 + place for place, n in enumerate(tensor.shape, ndim - tensor.dim()))
 
 
 @cache
 def _tried(func: Any, leaves: tuple, spec: Any, ndim: int) -> bool:
-    """`leaves`: a `_Small` for each tensor, other arguments as they are."""
+    """Whether an operation is elementwise on random tensors. `leaves`: `_Small`s for tensors, other arguments as is."""
     none = torch._C.DisableTorchFunction()  # nor do those that follow a script's draws take these for its own
     with _disable_current_modes(), none, torch.no_grad(), warnings.catch_warnings(action="ignore"):
         generator = torch.Generator().manual_seed(0)
@@ -76,7 +77,7 @@ def _tried(func: Any, leaves: tuple, spec: Any, ndim: int) -> bool:
 
 
 def _ways(leaves: tuple) -> list[tuple[float, int]]:
-    """(scale of values, bound of integers) of each trial.
+    """Returns (scale of values, bound of integers) of each trial.
 
     Kernels read and write where integers tell them, some without a check, so zeros come first: an operation that takes
     them as places finds the first one alone, is no elementwise one, and never meets others.
@@ -93,16 +94,17 @@ def _holds(
     shape = torch.broadcast_shapes(*(t.shape for t in tensors))
     args, kwargs = tree_unflatten(made, spec)
     shapes = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
-    told = _outputs(func(*shapes[0], **shapes[1]))  # not every kernel checks its shapes, but those without values do
-    if not told or any(each.shape != shape for each in told):
+    # not every kernel checks its shapes, but those without values do
+    by_shape = _outputs(func(*shapes[0], **shapes[1]))
+    if not by_shape or any(output.shape != shape for output in by_shape):
         return False
     whole = _outputs(func(*args, **kwargs))
     for dim, size in enumerate(shape):
         for index in range(size):
-            one = tree_map_only(torch.Tensor, lambda t, d=dim, i=index: _index(t, d - ndim, i), (args, kwargs))
-            alone = _outputs(func(*one[0], **one[1]))
-            pairs = zip(whole, alone, strict=True)
-            if not all(_same(among.narrow(dim, index, 1), single) for among, single in pairs):
+            single_args = tree_map_only(torch.Tensor, lambda t, d=dim, i=index: _index(t, d - ndim, i), (args, kwargs))
+            singles = _outputs(func(*single_args[0], **single_args[1]))
+            pairs = zip(whole, singles, strict=True)
+            if not all(_same(among.narrow(dim, index, 1), of_single) for among, of_single in pairs):
                 return False
     return True
 
@@ -116,7 +118,7 @@ def _drawn(small: _Small, scale: float, integers: int, generator: torch.Generato
 
 
 def _index(tensor: torch.Tensor, dim: int, index: int) -> torch.Tensor:
-    """The tensor at one index of a dim counted from the last, where it has the dim."""
+    """Returns the tensor at an index of a (negative) dim; all of it where it lacks the dim or is broadcast there."""
     return tensor.narrow(dim, index, 1) if tensor.dim() >= -dim and tensor.shape[dim] > 1 else tensor
 
 
@@ -125,5 +127,5 @@ def _outputs(output: Any) -> list[torch.Tensor]:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal but for the last bits, which a vectorised kernel may round otherwise."""
+    """Whether two tensors are equal but for last bits, which a vectorised kernel may round otherwise."""
     return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol=1e-5, atol=1e-7, equal_nan=True)

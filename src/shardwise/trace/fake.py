@@ -34,7 +34,7 @@ _MASKS = (torch.bool, torch.uint8, torch.int8)  # as an index they select as man
 
 @contextmanager
 def unlogged() -> Iterator[None]:
-    """Inside, torch logs nothing of what tensors without values cannot do: an exception tells it."""
+    """Context: torch does not log what tensors without values cannot do; an exception tells it."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was, log.disabled = log.disabled, True
     try:
@@ -61,11 +61,11 @@ class OpResult(NamedTuple):
     made: tuple[Any, ...]
 
 
-_known: dict[tuple, OpResult | None] = {}  # None: torch has to be asked each time
+_results: dict[tuple, OpResult | None] = {}  # None: torch has to be asked each time
 
 
 class Fake(FakeTensorMode):
-    """torch's mode, with real tensors allowed among the arguments, that remembers what operations give."""
+    """torch's `FakeTensorMode`, real tensors allowed among arguments, with a table of operations' results."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -90,38 +90,39 @@ class Fake(FakeTensorMode):
             return self._by_torch(func, types, args, kwargs)
         tensors: list[FakeTensor] = []
         look = self._look(func, args, kwargs, tensors)
-        if look is not None and (answer := _known.get(look)) is not None:
+        if look is not None and (answer := _results.get(look)) is not None:
             return self._answer(answer, tensors)
-        first = look is not None and look not in _known
+        first = look is not None and look not in _results
         output = self._by_torch(func, types, args, kwargs, first)
         if look is not None and first:
             kept = self._look(func, args, kwargs, []) == look  # else it changed the shape of what it was given
             answer = self._noted(tensors, output) if kept and _may_be_noted(func, tensors) else None
-            if len(_known) >= MOST:
-                _known.clear()
-            _known[look] = answer if answer is not None and self._same(answer, tensors, output) else None
+            if len(_results) >= MOST:
+                _results.clear()
+            _results[look] = answer if answer is not None and self._same(answer, tensors, output) else None
         return output
 
     def _by_torch(self, func: Any, types: Any, args: tuple, kwargs: dict | None, first: bool = False) -> Any:
-        """torch's answer; the `first` time not by its own table, which would be written for nobody to read."""
+        """Returns torch's answer; the `first` time past torch's own cache, which nobody would read again."""
         self.cache_enabled = self._torch_remembers and not first
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
     def _look(self, func: Any, args: tuple, kwargs: dict | None, tensors: list[FakeTensor]) -> tuple | None:
-        """The key of an operation, and the tensors among its arguments; None where it tells not all."""
+        """Returns an operation's key in the table, or None without one; adds its tensors to `tensors`."""
+        # what is made there is an inference tensor, which a result from the table is not
         if torch.is_inference_mode_enabled():
             return None
         key = [func, torch.get_default_dtype(), torch._C._get_default_device()]
-        told = self._tell(key, tensors, args)
+        complete = self._tell(key, tensors, args)
         if func is _STRIDED:  # what is beyond its storage is refused
             key.append(args[0].untyped_storage().nbytes())
-        if told and kwargs:
+        if complete and kwargs:
             key += kwargs
-            told = self._tell(key, tensors, kwargs.values())
-        return tuple(key) if told else None
+            complete = self._tell(key, tensors, kwargs.values())
+        return tuple(key) if complete else None
 
     def _tell(self, key: list, tensors: list[FakeTensor], values: Iterable) -> bool:
-        """Write down what the arguments look like; whether that is all that there is to them."""
+        """Adds the arguments' metadata to `key`; returns False where an argument is more than its metadata."""
         for value in values:
             kind = type(value)
             if kind is FakeTensor:
@@ -141,27 +142,28 @@ class Fake(FakeTensorMode):
         return True
 
     def _noted(self, tensors: list[FakeTensor], output: Any) -> OpResult | None:
-        """The results as functions of the arguments; None where they are not."""
+        """Returns the results as functions of the arguments; None where they cannot be written so."""
         kind = type(output) if type(output) in (tuple, list) else None
         leaves = (output,) if kind is None else tuple(output)
         made = [_made(leaf, tensors) if type(leaf) is FakeTensor else leaf for leaf in leaves]
-        plain = all(type(one) is Made or type(one) in (int, type(None)) for one in made)
+        plain = all(type(result) is Made or type(result) in (int, type(None)) for result in made)
         pairs = zip(leaves, made, strict=True)
-        own = [_storage(leaf) for leaf, one in pairs if type(one) is Made and one.place is None]
-        some = output is None or any(type(one) is Made for one in made)
-        if not plain or not some or len(set(own)) < len(own):
+        new_storages = [_storage(leaf) for leaf, result in pairs if type(result) is Made and result.place is None]
+        any_tensor = output is None or any(type(result) is Made for result in made)
+        # two new results on one storage cannot be written as `Made`
+        if not plain or not any_tensor or len(set(new_storages)) < len(new_storages):
             return None
         return OpResult(kind, tuple(made))
 
     def _same(self, answer: OpResult, tensors: list[FakeTensor], output: Any) -> bool:
-        """Whether what the answer says now is in all respects what torch gave."""
+        """Whether tensors made from the answer equal torch's in all their metadata."""
         again = self._answer(answer, tensors)
         pairs = zip(*((out,) if answer.kind is None else out for out in (output, again)), strict=True)
         return all(_alike(was, now) for was, now in pairs)
 
     def _answer(self, answer: OpResult, tensors: list[FakeTensor]) -> Any:
-        found = [self._make(one, tensors) if type(one) is Made else one for one in answer.made]
-        return found[0] if answer.kind is None else answer.kind(found)
+        results = [self._make(result, tensors) if type(result) is Made else result for result in answer.made]
+        return results[0] if answer.kind is None else answer.kind(results)
 
     def _make(self, made: Made, tensors: list[FakeTensor]) -> FakeTensor:
         if made.place is not None and made.shape is None:
@@ -171,12 +173,14 @@ class Fake(FakeTensorMode):
         else:
             meta = torch.empty(0, dtype=made.dtype, device="meta")
             meta.set_(tensors[made.place].untyped_storage(), made.offset, made.shape, made.strides)
+        # the attributes of a fake tensor depend on its device alone: taken once from one that torch has made
         state = self._state.get(made.device)
         if state is None:
             state = self._state[made.device] = dict(vars(FakeTensor(self, meta, made.device)))
         fake = torch.Tensor._make_subclass(
             FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=made.device
         )
+        # as torch's own constructor does, which is too slow to call (test_data_pointers_are_as_torch_has_them)
         if self._allow_unsafe_data_ptr_access:
             torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
         else:
@@ -189,7 +193,7 @@ def _grouped(
     mode: FakeTensorMode, a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, bias: Any = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """A grouped product by shape: torch's own rule takes bfloat16 alone, its kernels more than that."""
+    """Returns a grouped product by shape: torch's own rule takes bfloat16 alone, its kernels more than that."""
     shape = [a.shape[-2], b.shape[-1]]
     if a.dim() == b.dim():
         shape = [a.shape[0] if a.dim() == 3 or offs is None else offs.numel(), *shape]
@@ -198,7 +202,8 @@ def _grouped(
 
 
 def _may_be_noted(func: Any, tensors: list[FakeTensor]) -> bool:
-    """Whether an operation's results hang on its arguments' metadata alone."""
+    """Whether an operation's results depend on its arguments' metadata alone."""
+    # how many rows a mask selects is no matter of metadata
     if func is torch.ops.aten.index.Tensor and any(tensor.dtype in _MASKS for tensor in tensors[1:]):
         return False
     return not any(tensor.dtype.is_complex for tensor in tensors)
@@ -206,7 +211,7 @@ def _may_be_noted(func: Any, tensors: list[FakeTensor]) -> bool:
 
 @cache
 def _of_metadata(func: Any) -> bool:
-    """As torch's own cache sees it (`FakeTensorMode._validate_cache_key`), but for views, which are looked at here.
+    """Whether results depend on metadata alone, as torch's cache sees it (`_validate_cache_key`), or are views.
 
     FSDP2's own operations are, and what gives nothing: it writes into its arguments.
     """
@@ -216,9 +221,9 @@ def _of_metadata(func: Any) -> bool:
         return False
     if func in FakeTensorMode.lift_fns or func.name().startswith(("aten::as_strided_", "aten::set_", "aten::resize")):
         return False  # of constants; and of what the size of a storage decides
-    given = func._schema.returns
-    gives = not given or any(isinstance(one.type, torch.TensorType | torch.ListType) for one in given)
-    return gives and (func is torch.ops.aten.index.Tensor or not _OF_VALUES & set(func.tags))
+    returns = func._schema.returns
+    returns_tensors = not returns or any(isinstance(made.type, torch.TensorType | torch.ListType) for made in returns)
+    return returns_tensors and (func is torch.ops.aten.index.Tensor or not _OF_VALUES & set(func.tags))
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -226,7 +231,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _made(leaf: FakeTensor, tensors: list[FakeTensor]) -> Made | None:
-    """How a result follows from the arguments."""
+    """Returns how to make a result from the arguments; None where that is not known."""
     places = [place for place, tensor in enumerate(tensors) if _storage(tensor) == _storage(leaf)]
     if len(places) > 1 or leaf.constant is not None or leaf.layout is not torch.strided or leaf.dtype.is_complex:
         return None  # which of two that share their memory it follows is not seen here

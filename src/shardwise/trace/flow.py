@@ -56,12 +56,12 @@ class ModuleCall:
     moves: bool = False  # it changes a plain attribute of a module, by more than another tensor in it
 
     @property
-    def told(self) -> str:
-        """Returns how a message names the place where this call is entered."""
+    def label(self) -> str:
+        """Returns this call's name in messages."""
         return f"'{self.path}'" if self.own is None else f"'{self.own[1]}' in '{self.path or 'the outermost forward'}'"
 
     def below(self) -> Iterator[ModuleCall]:
-        """Every call inside this one, in the order they were entered."""
+        """Yields every call inside this one, in the order they were entered."""
         for call in self.inside:
             yield call
             yield from call.below()
@@ -69,7 +69,7 @@ class ModuleCall:
 
 @dataclass
 class FlowOp:
-    """One op: what it reads and makes, and what it costs."""
+    """One op: the numbers of tensors that it reads and makes, and its cost (`numbered._cost`)."""
 
     time: int
     reads: tuple[int, ...]
@@ -122,22 +122,23 @@ class Flow:
 
     @cached_property
     def reaching(self) -> set[int]:
-        """Numbers of the tensors that the output, or a parameter or buffer that is written, follows from."""
-        state = {n for n in (*self.parameters, *self.buffers) if self.made[n] >= 0}
-        found = {*self.returned, *state, *(n for taken in self.taken for n in taken.by)}
+        """Numbers of the tensors from which the output, or a written parameter or buffer, is computed."""
+        state = {n for n in (*self.parameters, *self.buffers) if self.made[n] >= 0}  # what a write has numbered anew
+        numbers = {*self.returned, *state, *(n for taken in self.taken for n in taken.by)}
         for op in reversed(self.ops):
-            if op.reads_value or op.inner or not found.isdisjoint(op.makes):
-                found.update(op.reads)
-        return found
+            # what Python reads decides what the forward does; a backward of its own reads whatever its forward kept
+            if op.reads_value or op.inner or not numbers.isdisjoint(op.makes):
+                numbers.update(op.reads)
+        return numbers
 
     @cached_property
     def read_draws(self) -> list[int]:
-        """Returns when code reads a value that depends on chance alone, by which it may decide."""
+        """Returns the times at which code reads a random value, by which it may branch."""
         read = (op for op in self.ops if op.reads_value)
         return [op.time for op in read if any(self.drawn[number] for number in op.reads)]
 
     def around(self, time: int) -> ModuleCall:
-        """The innermost call whose code runs at a moment."""
+        """Returns the innermost call whose code runs at a time."""
         owner = self.root
         while inner := [call for call in owner.inside if call.enter <= time <= call.exit]:
             owner = inner[0]
@@ -150,12 +151,12 @@ class Flow:
 
     @property
     def outline(self) -> list[tuple[float, int, int]]:
-        """Returns what tells a forward that does other operations from this one."""
+        """Returns (cost, reads, makes) of each operation: forwards of other operations have another outline."""
         return [(op.cost, len(op.reads), len(op.makes)) for op in self.ops]
 
     def forget_what_is_left(self) -> None:
-        """Let uses count no longer whose results only stay behind in the module, as plain attributes."""
-        if self.taken or self.backwards:
+        """Recomputes `last_use` without operations whose results only stay in plain attributes of the module."""
+        if self.taken or self.backwards:  # whose backward reads what any part of the forward kept
             return
         self.last_use = [-1] * len(self.made)
         for op in self.ops:
@@ -166,11 +167,11 @@ class Flow:
             self.last_use[number] = self.end
 
     def calls(self) -> Iterator[ModuleCall]:
-        """Every call below the root, in the order they were entered."""
+        """Yields every call below the root, in the order they were entered."""
         return self.root.below()
 
     def crossings(self, *, functions: bool = False) -> Iterator[tuple[ModuleCall, list[int]]]:
-        """For each call, of modules or of functions: what depends on parameters, made before it and used after."""
+        """Yields (call, numbers): tensors that depend on parameters, made before the call is entered and used after."""
         ahead = [
             (made, number)
             for number, made in enumerate(self.made)
@@ -179,6 +180,7 @@ class Flow:
         ahead.sort(reverse=True)
         alive: set[int] = set()
         for call in self.functions if functions else self.calls():
+            # calls come in order of time, so each tensor enters `alive` once and leaves it once
             while ahead and ahead[-1][0] < call.enter:
                 alive.add(ahead.pop()[1])
             alive = {number for number in alive if self.last_use[number] > call.enter}
@@ -192,8 +194,8 @@ class Flow:
 
     @cached_property
     def callers(self) -> list[list[ModuleCall]]:
-        """For each operation the calls that it is done in, outermost first."""
-        found, calls, stack = list[list[ModuleCall]](), [*self.calls()], [self.root]
+        """By operation, the calls inside which it runs, outermost first."""
+        callers, calls, stack = list[list[ModuleCall]](), [*self.calls()], [self.root]
         at = 0
         for op in self.ops:
             while at < len(calls) and calls[at].enter <= op.time:
@@ -203,21 +205,22 @@ class Flow:
                 at += 1
             while stack[-1] is not self.root and stack[-1].exit < op.time:
                 stack.pop()
-            found.append(stack[1:])
-        return found
+            callers.append(stack[1:])
+        return callers
 
     @cached_property
     def written_buffers(self) -> list[tuple[int, int]]:
         """(first use, last use) of each buffer that an operation writes into."""
         spans: dict[int, tuple[int, int]] = {}
         for op in self.ops if not self.stateful.isdisjoint(self.buffers.values()) else ():
+            # a write gives a buffer another number: one buffer may have several
             for state in {self.buffers[n] for n in (*op.reads, *op.makes) if n in self.buffers} & self.stateful:
                 spans[state] = spans.get(state, (op.time, 0))[0], op.time
         return [*spans.values()]
 
     @cached_property
     def written_spans(self) -> list[tuple[int, int, int]]:
-        """(first use, last use, id) of each parameter or buffer into which what depends on parameters is written.
+        """(first use, last use, id) of each parameter or buffer that is written with values that depend on parameters.
 
         All of it belongs into one stage: what one micro-batch leaves there, the next one finds.
         """
@@ -230,17 +233,17 @@ class Flow:
         return [(first, last, state) for state, (first, last) in spans.items()]
 
     def written_around(self, moment: int) -> int | None:
-        """The id of a parameter or buffer that is written, and used both before this moment and from then on."""
+        """Returns the id of a parameter or buffer that is written and is used before and after this time, or None."""
         return next((state for first, last, state in self.written_spans if first < moment <= last), None)
 
     @cached_property
     def led(self) -> set[int]:
-        """Numbers of the tensors to which a gradient of the output goes back."""
-        found = set(self.returned)
+        """Numbers of the tensors that receive a gradient of the output."""
+        numbers = set(self.returned)
         for op in reversed(self.ops):
-            if op.leads and not found.isdisjoint(op.makes):
-                found.update(op.reads)
-        return found
+            if op.leads and not numbers.isdisjoint(op.makes):
+                numbers.update(op.reads)
+        return numbers
 
     def times(self, made: OwnCall, moment: int) -> int:
         """Returns how often a forward's own code has called the function that made a tensor, up to a moment."""
@@ -248,31 +251,31 @@ class Flow:
 
     @cached_property
     def _exits(self) -> dict[tuple, list[int]]:
-        """When each call of torch's functions was over, in order, by the code that made it."""
-        found: dict[tuple, list[int]] = {}
-        for one in self.functions:
-            if one.own is not None:
-                found.setdefault((one.path, one.place, one.own[0][:3]), []).append(one.exit)
-        return {code: sorted(exits) for code, exits in found.items()}
+        """Times at which calls of torch's functions returned, in order, by the code that made them."""
+        exits_by_code: dict[tuple, list[int]] = {}
+        for call in self.functions:
+            if call.own is not None:
+                exits_by_code.setdefault((call.path, call.place, call.own[0][:3]), []).append(call.exit)
+        return {code: sorted(exits) for code, exits in exits_by_code.items()}
 
     def influenced_by(self, number: int) -> set[int]:
-        """Numbers of the tensors that follow from one, itself among them."""
+        """Returns the numbers of the tensors computed from one, itself among them."""
         if number not in self._influenced:
             self._influenced[number] = influenced(self.ops, (number,))
         return self._influenced[number]
 
     @cached_property
-    def held(self) -> dict[int, list[tuple[ModuleCall, bool, int]]]:
-        """For each tensor, the calls that are given it (True) or give it (False), and the place among their leaves."""
-        found: dict[int, list[tuple[ModuleCall, bool, int]]] = {}
+    def call_leaves(self) -> dict[int, list[tuple[ModuleCall, bool, int]]]:
+        """By a tensor's number: (call, whether it is an argument of the call or a result, its place among those)."""
+        places: dict[int, list[tuple[ModuleCall, bool, int]]] = {}
         for call in self.calls():
-            for leaf, given in enumerate(call.arguments):
-                if given is not None:
-                    found.setdefault(given, []).append((call, True, leaf))
+            for leaf, argument in enumerate(call.arguments):
+                if argument is not None:
+                    places.setdefault(argument, []).append((call, True, leaf))
             for leaf, result in enumerate(call.leaves):
                 if result.tensor is not None:
-                    found.setdefault(result.tensor, []).append((call, False, leaf))
-        return found
+                    places.setdefault(result.tensor, []).append((call, False, leaf))
+        return places
 
     @cached_property
     def in_order(self) -> list[tuple[int, int]]:
@@ -280,5 +283,5 @@ class Flow:
         return sorted((made, number) for number, made in enumerate(self.made) if made >= 0)
 
     def maker(self, number: int) -> str:
-        """The path of the innermost module that made a tensor."""
+        """Returns the path of the innermost module that made a tensor."""
         return self.around(self.made[number]).path

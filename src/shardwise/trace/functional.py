@@ -22,10 +22,11 @@ _RUN = ((apis, "vmap_impl"), (eager_transforms, "grad_impl"), (eager_transforms,
 
 
 def counted_transforms(call: Callable[[str, Callable[..., Any], tuple, dict], Any]) -> Callable[[], None]:
-    """From now on transforms are run by `call(name, run, args, kwargs)`, but inside of others; returns the undoing."""
+    """Makes transforms run by `call(name, run, args, kwargs)`, those inside others excepted; returns what undoes it."""
     before = [(room, name, getattr(room, name)) for room, name in _RUN]
 
     def run(name: str, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # a transform inside another one is part of that one's call
         return inner(*args, **kwargs) if transforming() else call(name, inner, args, kwargs)
 
     for room, name, inner in before:
@@ -51,7 +52,7 @@ def before_transforms() -> AbstractContextManager[Any]:
 def differentiating() -> bool:
     """Whether a transform is active that takes derivatives by a backward of its own (grad, vjp, jacrev, hessian)."""
     return transforming() and any(
-        one.key() == _functorch.TransformType.Grad for one in retrieve_all_functorch_interpreters()
+        level.key() == _functorch.TransformType.Grad for level in retrieve_all_functorch_interpreters()
     )
 
 

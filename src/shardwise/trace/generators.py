@@ -25,8 +25,9 @@ def state_of(generator: Any) -> Any:
 
 
 def put_back(generator: Any, state: Any) -> None:
-    """Let a generator stand where it did."""
+    """Set a generator to a state that `state_of` returned."""
     if isinstance(generator, torch.Generator):
+        # a copy that may be written to: torch warns of tensors on memory that may not
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     elif isinstance(generator, random.Random):
         generator.setstate(state)
@@ -53,7 +54,7 @@ def shared_states() -> Any:
 
 
 def _plain(state: Any) -> Any:
-    """The same with bytes in the place of arrays, which cannot be compared."""
+    """Returns the state with bytes in the place of arrays, so that it can be compared."""
     if isinstance(state, np.ndarray):
         return state.dtype.str, state.tobytes()
     if isinstance(state, dict):

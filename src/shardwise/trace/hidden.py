@@ -26,38 +26,38 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def hidden(output: Any) -> list[torch.Tensor]:
-    """The tensors that objects in `output` hold."""
-    found: list[torch.Tensor] = []
+    """Returns the tensors that objects in `output` hold as attributes."""
+    tensors: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
+        tensors.append(tensor)
         return tensor
 
     change_hidden(output, note)
-    return found
+    return tensors
 
 
 def change_hidden(output: Any, change: Change) -> None:
-    """Put `change(tensor)` in the place of each tensor that an object in `output` holds, in the object itself."""
+    """Replace each tensor that an object in `output` holds by `change(tensor)`, in the object itself."""
     seen: set[int] = set()
     for leaf in tree_leaves(output):
         if not isinstance(leaf, _CLOSED):
             _change_in(leaf, change, seen, DEEP)
 
 
-def _change_in(one: Any, change: Change, seen: set[int], deep: int) -> None:
-    if id(one) in seen or not deep:
+def _change_in(holder: Any, change: Change, seen: set[int], deep: int) -> None:
+    if id(holder) in seen or not deep:  # objects may hold each other
         return
-    seen.add(id(one))
-    held = one if isinstance(one, dict | list) else getattr(one, "__dict__", None)
-    if isinstance(one, tuple):
-        held = dict(enumerate(one))  # which cannot be changed, but for what lies deeper
-    if held is None:
+    seen.add(id(holder))
+    fields = holder if isinstance(holder, dict | list) else getattr(holder, "__dict__", None)
+    if isinstance(holder, tuple):
+        fields = dict(enumerate(holder))  # which cannot be changed, but for what lies deeper
+    if fields is None:
         return
-    for key, value in list(enumerate(held) if isinstance(held, list) else held.items()):
+    for key, value in list(enumerate(fields) if isinstance(fields, list) else fields.items()):
         if isinstance(value, torch.Tensor):
             changed = change(value)
             if changed is not value:
-                held[key] = changed
+                fields[key] = changed
         elif not isinstance(value, _CLOSED):
             _change_in(value, change, seen, deep - 1)

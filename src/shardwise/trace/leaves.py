@@ -17,28 +17,29 @@ _NESTS = frozenset((tuple, list, dict))  # of which empty ones are passed by
 
 
 def tensors_in(tree: Any, kind: type = torch.Tensor) -> list[Any]:
-    """All tensors of a kind, or other leaves of one, in order."""
+    """Returns the leaves of class `kind` in nested tuples, lists and dicts, in order."""
     if isinstance(tree, kind):
         return [tree]
-    found: list[Any] = []
-    _gather(tree, kind, found)
-    return found
+    tensors: list[Any] = []
+    _gather(tree, kind, tensors)
+    return tensors
 
 
-def _gather(nest: Any, kind: type, found: list[Any]) -> None:
-    """Add the tensors of a kind among what is nested."""
+def _gather(nest: Any, kind: type, tensors: list[Any]) -> None:
+    """Add the leaves of class `kind` in a nested container to `tensors`."""
     if isinstance(nest, dict):
         nest = nest.values()
     elif not isinstance(nest, tuple | list):
         return
     for leaf in nest:
-        its = type(leaf)
-        if its in _ATOMS or (its in _NESTS and not leaf):
+        kind_of_leaf = type(leaf)
+        if kind_of_leaf in _ATOMS or (kind_of_leaf in _NESTS and not leaf):
             continue
         if isinstance(leaf, kind):
-            found.append(leaf)
+            tensors.append(leaf)
+        # a tensor of another kind is passed by: some can be iterated over
         elif not isinstance(leaf, torch.Tensor):
-            _gather(leaf, kind, found)
+            _gather(leaf, kind, tensors)
 
 
 def replaced(kind: type, make: Callable[[Any], Any], tree: Any) -> Any:
@@ -59,20 +60,21 @@ def replaced(kind: type, make: Callable[[Any], Any], tree: Any) -> Any:
     return _with_names(tree, leaves)
 
 
-def _with_names(known: tuple, leaves: list) -> tuple:
-    """A tuple whose fields have names (`torch.max(x, 0).values`) as one with other leaves."""
-    made: Any = getattr(known, "_make", type(known) if hasattr(known, "n_fields") else tuple)
+def _with_names(original: tuple, leaves: list) -> tuple:
+    """Returns a tuple of the same class, named fields included (`torch.max(x, 0).values`), with other leaves."""
+    # a named tuple has `_make`; those that torch returns take one sequence instead
+    made: Any = getattr(original, "_make", type(original) if hasattr(original, "n_fields") else tuple)
     return made(leaves)
 
 
 def written_tensors(func, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """Tensors that the op's schema says it writes."""
-    found: list[torch.Tensor] = []
+    """Returns the tensors among the arguments that the op writes, by its schema."""
+    written: list[torch.Tensor] = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
-            found.extend(tensors_in(value))
-    return found
+            written.extend(tensors_in(value))
+    return written
 
 
 def unsaid_writes(func, args: tuple, kwargs: dict) -> list[torch.Tensor]:
@@ -80,13 +82,13 @@ def unsaid_writes(func, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     names, statistics = _statistics(func)
     if not statistics:
         return []
-    given = dict(zip(names, args, strict=False)) | kwargs
-    return tensors_in([given[name] for name in statistics]) if given["training"] else []
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    return tensors_in([arguments[name] for name in statistics]) if arguments["training"] else []
 
 
 @cache
 def _statistics(func) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """An op's arguments, and those of them that are running statistics which it does not say to write."""
+    """Returns (argument names, those of running statistics that the op writes though its schema does not say so)."""
     names = tuple(argument.name for argument in func._schema.arguments)
     silent = "training" in names and not func._schema.is_mutable
     return names, tuple(name for name in names if silent and name.startswith("running_"))

@@ -27,7 +27,7 @@ ELEMENT_COST = 50.0  # floating-point operations in the time that one element of
 
 
 class Recorder(TorchDispatchMode):
-    """Numbers tensors and writes ops down."""
+    """Dispatch mode that numbers tensors and appends each operation to `ops`."""
 
     def __init__(self, parameters: dict[int, int], buffers: dict[int, int], earlier: Sequence[Recorder] = ()):
         super().__init__()
@@ -42,7 +42,7 @@ class Recorder(TorchDispatchMode):
         self.overwritten: dict[int, int] = {}
         self.number_of: dict[int, int] = {}  # id of a tensor -> number
         self.on_storage: dict[int, list[int]] = {}  # storage -> ids of tensors on it
-        self.alive: list[Any] = []
+        self.alive: list[Any] = []  # tensors, so that no id or storage is given again
         self.taken: list[Taken] = []
         self.backwards: list[int] = []
         self.differentiating = False
@@ -52,13 +52,14 @@ class Recorder(TorchDispatchMode):
         self.buffers: dict[int, int] = {}
 
     def number(self, tensor: torch.Tensor) -> int:
-        """The tensor's number; one not met before was there all along, unless it lies on a known storage."""
+        """Returns the tensor's number; one not met before was there at the start, unless it lies on a known storage."""
         tensor = innermost(tensor)
-        found = self.number_of.get(id(tensor))
-        if found is not None:
-            return found
+        number = self.number_of.get(id(tensor))
+        if number is not None:
+            return number
         others = self.on_storage.get(_storage(tensor))
         if others:
+            # another tensor object on the same memory, which no operation made (`x.data`)
             self.number_of[id(tensor)] = self.number_of[others[-1]]
             self._keep(tensor)
             return self.number_of[id(tensor)]
@@ -68,13 +69,13 @@ class Recorder(TorchDispatchMode):
         return number
 
     def _source(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Which earlier forward made a tensor, and its number there."""
+        """Returns (index of the earlier forward that made a tensor, its number there), or None."""
         for which, recorder in reversed(list(enumerate(self.earlier))):
-            known = recorder.number_of.get(id(tensor))
-            if known is None and (others := recorder.on_storage.get(_storage(tensor))):
-                known = recorder.number_of[others[-1]]
-            if known is not None:
-                return (which, known) if recorder.made[known] >= 0 else recorder.carried.get(known)
+            number = recorder.number_of.get(id(tensor))
+            if number is None and (others := recorder.on_storage.get(_storage(tensor))):
+                number = recorder.number_of[others[-1]]
+            if number is not None:
+                return (which, number) if recorder.made[number] >= 0 else recorder.carried.get(number)
         return None
 
     def _new(self, tensor: torch.Tensor, *, made: int, depends: bool, drawn: bool) -> int:
@@ -101,7 +102,7 @@ class Recorder(TorchDispatchMode):
         reads = [self.number(tensor) for tensor in inputs]
         output = func(*args, **kwargs)
         self.time += 1
-        if not self.differentiating:
+        if not self.differentiating:  # a backward's reads are no uses: a stage does it where its forward was
             self.use(reads)
         outputs = tensors_in(output)
         depends = any(self.depends[number] for number in reads)
@@ -114,14 +115,14 @@ class Recorder(TorchDispatchMode):
         if func._schema.is_mutable:
             self._note_state(makes)
         for tensor in outputs:
-            if not any(tensor is known for known in inputs):
+            if not any(tensor is argument for argument in inputs):
                 made = self._new(tensor, made=self.time, depends=depends, drawn=drawn)
                 makes.append(made)
         cost = _cost(func, args, kwargs, output, outputs)
         reads_value = func is _aten._local_scalar_dense.default
         written = inputs if func._schema.is_mutable else []
         leads = func is not _aten.detach.default and any(
-            each.is_floating_point() or each.is_complex() for each in (*outputs, *written)
+            tensor.is_floating_point() or tensor.is_complex() for tensor in (*outputs, *written)
         )
         self.ops.append(
             FlowOp(self.time, tuple(reads), tuple(makes), cost, draws, reads_value, leads, self.differentiating)
@@ -129,7 +130,7 @@ class Recorder(TorchDispatchMode):
         return output
 
     def assign(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Note `tensor.data = value`, which is no operation: the tensor lies in the other's memory from now on."""
+        """Record `tensor.data = value`, which is no operation: the tensor lies in the other's memory from now on."""
         read = self.number(value)
         self.time += 1
         self.use([read])
@@ -152,24 +153,25 @@ class Recorder(TorchDispatchMode):
     def take(self, own: OwnCalls, args: tuple, kwargs: dict) -> Iterator[None]:
         """Context: the forward takes a gradient, `torch.autograd.grad(*args, **kwargs)`."""
         names = dict(zip(("outputs", "inputs", "grad_outputs"), args, strict=False)) | kwargs
-        by = listed(names.get("inputs"))
-        plain = all(isinstance(one, torch.Tensor) for one in by) and not names.get(SEVERAL_AT_ONCE)
+        inputs = listed(names.get("inputs"))
+        plain = all(isinstance(tensor, torch.Tensor) for tensor in inputs) and not names.get(SEVERAL_AT_ONCE)
         self.time += 1
         self.use(map(self.number, tensors_in((args, kwargs))))
         start, self.differentiating = self.time, True
         try:
+            # what runs again inside (recompute) is no call of the forward's
             with own.inside(None):
                 yield
         finally:
             self.differentiating = False
         self.time += 1
-        numbers = tuple(self.number(one) for one in by) if plain else ()
+        numbers = tuple(self.number(tensor) for tensor in inputs) if plain else ()
         self.taken.append(Taken(start, self.time, numbers, plain))
 
     @contextmanager
     def take_otherwise(self) -> Iterator[None]:
         """Context: the forward runs a backward by other means (`loss.backward()`), which stages cannot share."""
-        if self.differentiating:
+        if self.differentiating:  # the engine's run of a gradient that `take` has noted
             yield
             return
         self.time += 1
@@ -182,7 +184,7 @@ class Recorder(TorchDispatchMode):
         self.backwards.append(start)
 
     def _written(self, tensor: torch.Tensor, depends: bool, drawn: bool) -> list[int]:
-        """New numbers for everything on a storage that was written to: its content is another."""
+        """Renumbers all tensors on a storage that was written to; returns the new numbers."""
         fresh = []
         renumbered: dict[int, int] = {}
         for other in self.on_storage.get(_storage(tensor), []):
@@ -203,12 +205,12 @@ class Recorder(TorchDispatchMode):
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """What is one number for tensors that share memory; a sparse one has none to share."""
+    """Returns a key that tensors on the same storage share; of a sparse tensor its own id."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def _cost(func, args, kwargs, output, outputs: list[torch.Tensor]) -> float:
-    """Floating-point operations, and elements of the result as `ELEMENT_COST` each."""
+    """Returns an op's cost: its FLOPs, plus `ELEMENT_COST` for each element of the result."""
     elements = sum(t.numel() for t in outputs) if not _is_view(func) else 0
     flops = 0.0
     if func._overloadpacket in _ATTENTION:  # torch 2.11 counts none whose keys have fewer heads
@@ -225,7 +227,7 @@ def _is_view(func) -> bool:
 
 
 class Assignments(TorchFunctionMode):
-    """Tells the recorder of every `tensor.data = value`."""
+    """Function mode that calls `recorder.assign` for every `tensor.data = value`."""
 
     def __init__(self, recorder: Recorder):
         super().__init__()

@@ -25,7 +25,7 @@ def set_training(module: nn.Module, training: bool) -> nn.Module:
 
 
 class OutsideReads(TorchDispatchMode):
-    """Notes the units whose parameters an operation reads while they do not run, and gives it the whole values.
+    """Gives operations whole values of weights whose unit does not run, and notes those units in `units`.
 
     module   units are sharded by `FullShard`; none of them runs now
     gather   the whole values of a weight
@@ -42,19 +42,20 @@ class OutsideReads(TorchDispatchMode):
         self.gather = gather
         self.units: set[str] = set()
         unit_of: dict[int, str] = {}
-        self._held: dict[int, tuple[DTensor, str]] = {}
+        self._sharded: dict[int, tuple[DTensor, str]] = {}  # by id: the weight, and the path of its unit
         for path, child in module.named_modules():
             above = unit_of.get(id(child), "")
             own = path if isinstance(child, FSDPModule) else above
-            unit_of |= {id(inner): own for inner in child.children()}
+            unit_of |= {id(inner): own for inner in child.children()}  # which come after it
             params = child._parameters.values() if own or root else ()
-            self._held |= {id(param): (param, own) for param in params if isinstance(param, DTensor)}
+            self._sharded |= {id(param): (param, own) for param in params if isinstance(param, DTensor)}
 
     def __enter__(self) -> OutsideReads:
+        # a function of autograd's own gets its arguments past the dispatcher, so no operation shows that it reads them
         kept = self._apply = Function.__dict__["apply"]
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:  # its backward gives gradients of what it was given
-            self.units |= {self._held[id(each)][1] for each in args if id(each) in self._held}
+            self.units |= {self._sharded[id(arg)][1] for arg in args if id(arg) in self._sharded}
             return kept.__func__(cls, *args, **kwargs)
 
         Function.apply = classmethod(apply)
@@ -74,7 +75,7 @@ class OutsideReads(TorchDispatchMode):
         return replaced(DTensor, self._whole, (args, kwargs))
 
     def _whole(self, leaf: DTensor) -> torch.Tensor:
-        if id(leaf) not in self._held:
+        if id(leaf) not in self._sharded:
             return leaf
-        self.units.add(self._held[id(leaf)][1])
+        self.units.add(self._sharded[id(leaf)][1])
         return self.gather(leaf)

@@ -44,7 +44,7 @@ Before = Callable[[Any, Spot, str], None]
 
 
 class OwnCalls(TorchFunctionMode):
-    """Tells `note` of every call whose result has a tensor, while it is entered. `first`: whose forward runs.
+    """While entered, calls `note` for every call whose result has a tensor. `first`: whose forward runs.
 
     before  told of every call before it is made, with the spot that it has if its result has a tensor
     """
@@ -73,7 +73,7 @@ class OwnCalls(TorchFunctionMode):
 
     def times(self, whose: Any, spot: Spot) -> int:
         """Returns how often the code of a forward that runs now has made the call at a spot."""
-        counts: Counter = next((counts for one, counts in reversed(self._forwards) if one == whose), Counter())
+        counts: Counter = next((counts for owner, counts in reversed(self._forwards) if owner == whose), Counter())
         return counts[spot[:3]]
 
     def __enter__(self) -> OwnCalls:
@@ -85,6 +85,7 @@ class OwnCalls(TorchFunctionMode):
         self._undo()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        # a transform is one call, noted where it begins; what hooks and readers of weights call is not the module's
         if transforming() or not by_a_module(sys._getframe(1)):
             return func(*args, **(kwargs or {}))
         return self._call(getattr(func, "__name__", str(func)), func, args, kwargs or {})
@@ -105,7 +106,7 @@ class OwnCalls(TorchFunctionMode):
 
 
 def _place_of(frame: Any) -> tuple[str, int, int]:
-    """Where the code stands that called a function of torch."""
+    """Returns (file, first line of the code, offset in it) of the call of a torch function."""
     while frame.f_back is not None and (
         frame.f_code.co_filename in _ANSWERS or frame.f_code.co_filename.startswith(_BETWEEN)
     ):
@@ -118,7 +119,7 @@ def _place_of(frame: Any) -> tuple[str, int, int]:
 def _first_halves(code: CodeType) -> dict[int, int]:
     """Where a call's first half stands, and its second: Python 3.11 runs `sum` in the second, later in the first."""
     pairs = pairwise(dis.get_instructions(code))
-    return {one.offset: other.offset for one, other in pairs if one.opname == "PRECALL"}
+    return {first.offset: second.offset for first, second in pairs if first.opname == "PRECALL"}
 
 
 def by_a_module(frame: Any) -> bool:

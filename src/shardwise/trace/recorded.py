@@ -45,8 +45,8 @@ DtypeOf = Callable[[torch.Tensor], torch.dtype]
 def _calls(
     module: nn.Module, recorder: Recorder, root: ModuleCall, own: OwnCalls, watch: AttributeWatch | None
 ) -> Iterator[None]:  # fmt: skip
-    """Write down every call of a submodule, but for those inside a `torch.func` transform: their caller is one op."""
-    stack, held = [root], list[Any]()
+    """Context: records every call of a submodule below `root`, but inside `torch.func` transforms, which are one op."""
+    stack, structures = [root], list[Any]()
     counts: dict[int, int] = {}
     handles = []
 
@@ -56,7 +56,7 @@ def _calls(
         recorder.time += 1
         if watch is not None:
             watch.moment(recorder.time, stack)
-        held.append(structure(child))
+        structures.append(structure(child))
         leaves, _ = tree_flatten((args, kwargs))
         numbers = [recorder.number(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
         place = counts.get(id(child), 0)
@@ -74,7 +74,8 @@ def _calls(
         recorder.time += 1
         if watch is not None:
             watch.moment(recorder.time, stack)
-        if held.pop() != structure(child):
+        # numbers or structure of its attributes changed: neither it nor a call around it may be left out by a stage
+        if structures.pop() != structure(child):
             for caller in stack:
                 caller.moves = True
         call = stack.pop()
@@ -91,7 +92,7 @@ def _calls(
     handles.append(module.register_forward_hook(lambda m, a, o: own.leave()))
     seen: set[int] = set()
     for path, child in module.named_modules():
-        if child is module or id(child) in seen:
+        if child is module or id(child) in seen:  # one module under two names is entered once a call
             continue
         seen.add(id(child))
         handles.append(
@@ -111,8 +112,8 @@ def _leaf(leaf: Any, recorder: Recorder) -> Leaf:
     return Leaf(None, leaf)
 
 
-def _flow(module: nn.Module, forward: Callable[[], Any], known: dict[str, int], seed: int) -> Flow:
-    """The flow of `forward()`; `known`: name -> id under which the flow tells of a parameter or buffer.
+def _flow(module: nn.Module, forward: Callable[[], Any], ids: dict[str, int], seed: int) -> Flow:
+    """Returns the flow of `forward()`; `ids`: name -> id under which the flow tells of a parameter or buffer.
 
     Without gradients; with them where the forward takes some itself. Each time it runs it draws the same numbers.
     """
@@ -127,15 +128,16 @@ def _flow(module: nn.Module, forward: Callable[[], Any], known: dict[str, int], 
 
     gradients = False
     try:
-        flow, _ = _followed(module, run, known, gradients=False)
+        flow, _ = _followed(module, run, ids, gradients=False)
         gradients = bool(flow.taken or flow.backwards)
     except RuntimeError as error:
+        # a backward that the forward runs itself fails where gradients are off
         if "does not require grad" not in str(error):
             raise
         gradients = True
     if gradients:
-        state.restore()
-        flow, _ = _followed(module, run, known, gradients=True)
+        state.restore()  # the second run is to meet what the first one met
+        flow, _ = _followed(module, run, ids, gradients=True)
     places = left.changed()
     state.restore()
     with torch.enable_grad(), HooksLeftOut(), switched_off(module) as off:
@@ -143,20 +145,21 @@ def _flow(module: nn.Module, forward: Callable[[], Any], known: dict[str, int], 
         moved = shared_states() != stood[0]
     state.restore()
     if places:
-        flow = _in_a_row(module, run, known, gradients, places) or flow
+        # one forward alone does not show what the next one finds of it
+        flow = _in_a_row(module, run, ids, gradients, places) or flow
         state.restore()
     flow.without_gradient, flow.moved = frozenset(off), moved
     return flow
 
 
 def _in_a_row(
-    module: nn.Module, run: Callable[[], Any], known: dict[str, int], gradients: bool, places: list[Place]
+    module: nn.Module, run: Callable[[], Any], ids: dict[str, int], gradients: bool, places: list[Place]
 ) -> Flow | None:
-    """The flow of a first forward, with those of later ones that find what it left; None where that changes nothing."""
+    """Returns a first forward's flow, its `later` those that find what it left; None where that changes nothing."""
     recorders, flows, structures = list[Recorder](), list[Flow](), list[Any]()
     for _ in range(IN_A_ROW):
         watch = AttributeWatch(module, places)
-        flow, recorder = _followed(module, run, known, gradients=gradients, earlier=list(recorders), watch=watch)
+        flow, recorder = _followed(module, run, ids, gradients=gradients, earlier=list(recorders), watch=watch)
         flow.changes = watch.changes
         recorders.append(recorder)
         flows.append(flow)
@@ -165,6 +168,7 @@ def _in_a_row(
     first.later = flows[1:]
     same = all(flow.outline == first.outline and structures[0] == structures[-1] for flow in flows)
     changes = [change for flow in flows for change in flow.changes]
+    # a buffer that its own layer sets, with no call inside, lies in the stage of that layer whatever the cut
     within = all(change.call.path == change.place[0] and not change.call.inside for change in changes)
     if same and not any(
         source for flow in flows for source in flow.carried if source not in flow.buffers or not within
@@ -176,12 +180,12 @@ def _in_a_row(
 
 
 def _followed(
-    module: nn.Module, run: Callable[[], Any], known: dict[str, int], *, gradients: bool,
+    module: nn.Module, run: Callable[[], Any], ids: dict[str, int], *, gradients: bool,
     earlier: Sequence[Recorder] = (), watch: AttributeWatch | None = None,
 ) -> tuple[Flow, Recorder]:  # fmt: skip
     recorder = Recorder(
-        {id(param): known[name] for name, param in module.named_parameters() if name in known},
-        {id(buffer): known[name] for name, buffer in module.named_buffers() if name in known},  # not those made since
+        {id(param): ids[name] for name, param in module.named_parameters() if name in ids},
+        {id(buffer): ids[name] for name, buffer in module.named_buffers() if name in ids},  # not those made since
         earlier,
     )
     root = ModuleCall("", 0, 0, [], [])
@@ -228,7 +232,7 @@ def _followed(
 def trace_forward(
     built: Built, run: Run, batch: Any, seed: int = 0, dtype_of: DtypeOf = lambda tensor: tensor.dtype
 ) -> tuple[Flow, str]:
-    """The flow of `run(module, batch)` for a module without weights, and a notice where fake tensors did not do.
+    """Returns the flow of `run(module, batch)` for a module without weights, and a notice where it ran on real tensors.
 
     dtype_of  the dtype in which a parameter or buffer is held when the module runs
 
@@ -238,6 +242,7 @@ def trace_forward(
     state = ModuleState(module)
     kept = random.getstate(), np.random.get_state()
     try:
+        # the caller's generators are where they were afterwards: here torch's, below Python's and numpy's
         with torch.random.fork_rng(devices=[]):
             try:
                 return _fake(built, run, batch, dtype_of, seed), ""
@@ -254,24 +259,24 @@ def trace_forward(
         state.restore()
 
 
-def _known(module: nn.Module) -> dict[str, int]:
+def _ids(module: nn.Module) -> dict[str, int]:
     return {name: id(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
 
 
 def _fake(built: Built, run: Run, batch: Any, dtype_of: DtypeOf, seed: int) -> Flow:
-    module, known = built.module, _known(built.module)
+    module, ids = built.module, _ids(built.module)
 
     def make(name: str, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype_of(tensor), device="cpu")
 
     with unlogged(), Fake() as mode, standing_in(module, make):
         fake = tree_map_only(torch.Tensor, mode.from_tensor, batch)
-        return _flow(module, lambda: run(module, fake), known, seed)
+        return _flow(module, lambda: run(module, fake), ids, seed)
 
 
 def _real(built: Built, run: Run, batch: Any, dtype_of: DtypeOf, few: bool, seed: int) -> Flow:
-    """On real tensors; `few`: with their values, else with zeros for weights, whose pages are never written to."""
-    module, known = built.module, _known(built.module)
+    """Returns the flow on real tensors; `few`: with their values, else zero weights, whose pages stay unwritten."""
+    module, ids = built.module, _ids(built.module)
 
     def make(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, nn.Parameter) and not few:
@@ -279,4 +284,4 @@ def _real(built: Built, run: Run, batch: Any, dtype_of: DtypeOf, few: bool, seed
         return built.value(name).to("cpu", dtype_of(tensor), copy=True)
 
     with standing_in(module, make):
-        return _flow(module, lambda: run(module, batch), known, seed)
+        return _flow(module, lambda: run(module, batch), ids, seed)

@@ -58,7 +58,7 @@ class _Recorder(TorchDispatchMode):
         try:
             if storage_key(first) not in self.tape.deferred:
                 result = function(*args, **kwargs)
-            elif state is not None:
+            elif state is not None:  # its next draw is to be what it would be had this one been made
                 self._advance(function, args, kwargs)
         finally:
             self.paused = False
@@ -93,13 +93,13 @@ class _Recorder(TorchDispatchMode):
         return output
 
     def _draw(self, func, args, kwargs, inputs):
-        """An op that draws from a generator of the constructor's own, which must move on as it would by itself."""
+        """Runs an op that draws from the constructor's own generator, which must move on as it would by itself."""
         if any(storage_key(tensor) in self.tape.deferred for tensor in inputs):
             self._advance(func, args, kwargs)
             return self._defer(func, args, {**kwargs, "generator": None} if "generator" in kwargs else kwargs)
         output = func(*args, **kwargs)
         large = isinstance(output, torch.Tensor) and output.numel() >= LARGE and not func._schema.is_mutable
-        return self._unfilled(output) if large else output
+        return self._unfilled(output) if large else output  # replay draws it again, from the state noted
 
     def _meet(self, tensor: torch.Tensor) -> None:
         key = storage_key(tensor)
@@ -107,18 +107,20 @@ class _Recorder(TorchDispatchMode):
         if key in tape.writers or key in tape.constants or key in tape.lost:
             return
         tape.alive.append(tensor.untyped_storage())
-        if tensor.device.type == "meta":
+        if tensor.device.type == "meta":  # it came from outside without values
             tape.lost.add(key)
         else:
             tape.constants[key] = bytes_of(tensor)
 
     def _execute(self, func, args, kwargs, inputs):
+        # weights are made on the CPU whatever device the constructor names, since a rank has its own
         if "device" in _argument_names(func) and torch.device(kwargs.get("device") or "cpu").type != "meta":
             kwargs = {**kwargs, "device": torch.device("cpu"), **_unpinned(kwargs)}
         if any(storage_key(tensor) in self.tape.deferred for tensor in inputs):
             return self._defer(func, args, kwargs)
         if inputs or "device" not in _argument_names(func):
             return func(*args, **kwargs)
+        # a factory: on the meta device first, which says how large its result would be
         without = {"generator": None} if "generator" in kwargs else {}
         shape = func(*args, **{**kwargs, "device": torch.device("meta"), **without})
         if isinstance(shape, torch.Tensor) and shape.numel() >= LARGE:
@@ -126,7 +128,7 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _defer(self, func, args, kwargs):
-        """The op on tensors without values: a view for real, a write not at all, anything else by shape."""
+        """Runs an op on tensors without values: a view for real, a write not at all, anything else by shape."""
         returned = func._schema.returns
         if returned and all(r.alias_info is not None and not r.alias_info.is_write for r in returned):
             return func(*args, **kwargs)
@@ -141,7 +143,7 @@ class _Recorder(TorchDispatchMode):
         return replaced(torch.Tensor, self._unfilled, func(*args, **kwargs))
 
     def _unfilled(self, shape: torch.Tensor) -> torch.Tensor:
-        """Address space without values: the pages are never touched, so they take no memory."""
+        """Returns a tensor of this shape whose pages are never touched, so that it takes no memory."""
         try:
             tensor = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
         except RuntimeError:  # more than this machine has, and Linux was asked to vouch for it
@@ -167,7 +169,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _own_state(args: tuple, kwargs: dict) -> torch.Tensor | None:
-    """The state of the generator that a call is given, unless it is torch's own."""
+    """Returns the state of the generator among a call's arguments; None without one, or where it is torch's own."""
     generator = _generator_in(args, kwargs)
     if generator is None or generator is torch.default_generator:
         return None
@@ -177,11 +179,11 @@ def _own_state(args: tuple, kwargs: dict) -> torch.Tensor | None:
 
 
 def _generator_in(args: tuple, kwargs: dict) -> torch.Generator | None:
-    return next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator)), None)
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)), None)
 
 
 def _unvouched(shape: torch.Tensor) -> torch.Tensor:
-    """Address space for a tensor that no memory may stand behind."""
+    """Returns a tensor of this shape on address space that the kernel has not promised memory for."""
     pages = mmap.mmap(-1, shape.untyped_storage().nbytes(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     flat = torch.frombuffer(pages, dtype=shape.dtype)
     return flat.as_strided(shape.shape, shape.stride())
@@ -199,7 +201,7 @@ _VALUE_READERS = {"numpy", "__array__", "tolist", "__dlpack__", "__reduce_ex__"}
 
 
 class _Guard(TorchFunctionMode):
-    """Refuses what reads a tensor's memory without passing through an op."""
+    """Function mode that refuses calls which read a tensor's memory without an op (`numpy()`)."""
 
     def __init__(self, tape: ConstructorTape):
         super().__init__()
@@ -207,6 +209,7 @@ class _Guard(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
+        # these copy or lend out the memory without an operation that the recorder would see
         if name in _VALUE_READERS:
             for tensor in tensors_in(args):
                 self.tape.refuse_reading(tensor, f"{name}()")
@@ -222,7 +225,7 @@ _recording: list[_Recorder] = []  # the recorders of builds under way, the inner
 
 @contextmanager
 def _initialisers(recorder: _Recorder) -> Iterator[None]:
-    """Every in-place function of `torch.nn.init`, private helpers included, goes through the recorder.
+    """Context: in-place functions of `torch.nn.init`, private helpers included, go through the recorder.
 
     A library that the constructor imports may keep what it finds there for good: that leads to the recorder of the
     build that runs, and to the function itself where none does.

@@ -33,7 +33,7 @@ Place = tuple[str, str]  # (path of the module, attribute)
 
 @dataclass(frozen=True)
 class Change:
-    """A plain attribute that was seen changed: when, inside which call, and whose."""
+    """A change of a plain attribute: its time, the call inside which it came, and the attribute."""
 
     time: int
     call: ModuleCall
@@ -53,13 +53,13 @@ def contents(value: Any, *, tensors: bool = True, deep: int = DEEP) -> Any:
         return state_of(value)
     if not deep or isinstance(value, nn.Module | type) or callable(value):
         return None
-    below = [contents(held, tensors=tensors, deep=deep - 1) for held in _held(value)]
+    below = [contents(item, tensors=tensors, deep=deep - 1) for item in _items_of(value)]
     if isinstance(value, dict):
         return [*map(str, value)], below
     return below if isinstance(value, CONTAINERS) or is_own(value) else None
 
 
-def _held(value: Any) -> list[Any]:
+def _items_of(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return list(value.values())
     if isinstance(value, CONTAINERS):
@@ -72,10 +72,10 @@ def leaves(value: Any, deep: int = DEEP) -> Iterator[Any]:
     if isinstance(value, torch.Tensor | float):
         yield value
     elif not isinstance(value, _ATOMS) and deep and not isinstance(value, nn.Module | type) and not callable(value):
-        held = _held(value)
-        few = len(held) <= _FEW or any(type(one) not in _WORDS for one in held[:_FEW])
-        for one in held if few else ():  # no vocabulary
-            yield from leaves(one, deep - 1)
+        items = _items_of(value)
+        few = len(items) <= _FEW or any(type(item) not in _WORDS for item in items[:_FEW])
+        for item in items if few else ():  # no vocabulary
+            yield from leaves(item, deep - 1)
 
 
 def structure(child: nn.Module) -> list[Any]:
@@ -84,23 +84,24 @@ def structure(child: nn.Module) -> list[Any]:
     Also where the generators stand that all code draws from: a call that draws of them is not left out, or what comes
     after it would draw other numbers.
     """
-    held = [(key, contents(value, tensors=False)) for key, value in vars(child).items() if key not in OWN_OF_TORCH]
-    return [*held, shared_states()]
+    values = [(key, contents(value, tensors=False)) for key, value in vars(child).items() if key not in OWN_OF_TORCH]
+    return [*values, shared_states()]
 
 
 class Left:
-    """Plain attributes as they are now, and buffers by identity alone."""
+    """A module's plain attributes as they are now, and the identities of its buffers."""
 
     def __init__(self, module: nn.Module):
         self.module = module
         self._before = self._now()
 
     def _now(self) -> dict[Place, Any]:
-        found: dict[Place, Any] = {}
+        places: dict[Place, Any] = {}
         for path, child in self.module.named_modules():
-            found |= {(path, key): contents(value) for key, value in vars(child).items() if key not in OWN_OF_TORCH}
-            found |= {(path, key): id(value) for key, value in child._buffers.items()}
-        return found
+            places |= {(path, key): contents(value) for key, value in vars(child).items() if key not in OWN_OF_TORCH}
+            # what operations write into buffers is in the flow; here it counts whether another tensor took the place
+            places |= {(path, key): id(value) for key, value in child._buffers.items()}
+        return places
 
     def changed(self) -> list[Place]:
         """Returns the places that differ from what they were."""
@@ -109,7 +110,7 @@ class Left:
 
 
 class AttributeWatch:
-    """Notes inside which calls some places change. `moment` is told whenever a call begins or ends."""
+    """Notes in `changes` inside which calls places change; call `moment` whenever a call begins or ends."""
 
     def __init__(self, module: nn.Module, places: list[Place]):
         self._children = {path: module.get_submodule(path) for path, _ in places}
@@ -126,15 +127,16 @@ class AttributeWatch:
 
     def structure(self) -> list[Any]:
         """Returns the numbers and the structure that the places hold now."""
-        held = [(self._children[path], key) for path, key in self._places]
-        return [contents(vars(child).get(key), tensors=False) for child, key in held]
+        owners = [(self._children[path], key) for path, key in self._places]
+        return [contents(vars(child).get(key), tensors=False) for child, key in owners]
 
     def moment(self, time: int, stack: list[ModuleCall]) -> None:
-        """Compare; what has changed did so in the last of these calls."""
+        """Compare the places with the last time; what differs was changed by the last call of the stack."""
         now = self._now()
         for place, before, after in zip(self._places, self._last, now, strict=True):
             if before != after:
                 self.changes.append(Change(time, stack[-1], place))
+                # a stage that leaves out a call around it would leave it out too
                 for call in stack:
                     call.moves = True
         self._last = now

@@ -19,9 +19,9 @@ Make = Callable[[str, torch.Tensor], torch.Tensor]  # (name, tensor) -> what sta
 
 @contextmanager
 def standing_in(module: nn.Module, make: Make) -> Iterator[dict[str, torch.Tensor]]:
-    """The module's tensors replaced for a while; yields the parameters by name."""
+    """Context: the module's tensors are `make(name, tensor)` inside; yields the parameters by name."""
     names = {id(tensor): name for name, tensor in named_tensors(module)}
-    made: dict[int, torch.Tensor] = {}
+    made: dict[int, torch.Tensor] = {}  # by id of the original: a tied weight stays one
     kept: list[tuple[dict, str, Any]] = []
 
     def other(tensor: torch.Tensor) -> torch.Tensor:
@@ -35,7 +35,7 @@ def standing_in(module: nn.Module, make: Make) -> Iterator[dict[str, torch.Tenso
         for table in (child._parameters, child._buffers, plain):
             for leaf, tensor in list(table.items()):
                 if tensor is not None:
-                    home = child.__dict__ if table is plain else table
+                    home = child.__dict__ if table is plain else table  # `plain` is a copy
                     kept.append((home, leaf, tensor))
                     home[leaf] = other(tensor)
     exchange(module, made)
@@ -44,24 +44,24 @@ def standing_in(module: nn.Module, make: Make) -> Iterator[dict[str, torch.Tenso
     finally:
         for home, leaf, tensor in kept:
             home[leaf] = tensor
-        exchange(module, {id(made[id(tensor)]): tensor for _, _, tensor in kept})
+        exchange(module, {id(made[id(tensor)]): tensor for _, _, tensor in kept})  # the way back
 
 
 def exchange(module: nn.Module, made: Mapping[int, torch.Tensor], deep: int = DEEP) -> None:
-    """Put tensors, known by the ids of others, in the places of these in what modules keep beside their tables.
+    """Replace tensors, by the id of the old one, in attributes beside the tables of parameters and buffers.
 
     Recurrent layers keep a list of their weights, other modules a dict or an object of a class of their own.
     """
     for child in module.modules():
-        for key, held in list(vars(child).items()):
-            if key not in _OWN and not isinstance(held, torch.Tensor):
-                new = _exchanged(held, made, deep)
-                if new is not held:
+        for key, value in list(vars(child).items()):
+            if key not in _OWN and not isinstance(value, torch.Tensor):
+                new = _exchanged(value, made, deep)
+                if new is not value:
                     child.__dict__[key] = new
 
 
 class _Met(dict):
-    """Exchanges nothing, and notes the ids that it is asked for."""
+    """Mapping for `exchange` that replaces nothing and has, as keys, the ids that it was asked for."""
 
     def get(self, key: int, default: Any = None) -> Any:
         self[key] = default
@@ -71,30 +71,31 @@ class _Met(dict):
 def held_beside(module: nn.Module) -> set[str]:
     """Returns the names of parameters that a module keeps a second time, beside its tables; not recurrent layers'."""
     met = _Met()
-    recurrent = [vars(child).pop("_flat_weights", None) for child in module.modules()]
+    # every recurrent layer has its weights twice: that is no news, so they are out of the way meanwhile
+    flat_weights = [vars(child).pop("_flat_weights", None) for child in module.modules()]
     try:
         exchange(module, met)
     finally:
-        for child, held in zip(module.modules(), recurrent, strict=True):
-            if held is not None:
-                child.__dict__["_flat_weights"] = held
+        for child, weights in zip(module.modules(), flat_weights, strict=True):
+            if weights is not None:
+                child.__dict__["_flat_weights"] = weights
     return {name for name, param in module.named_parameters() if id(param) in met}
 
 
-def _exchanged(held: Any, made: Mapping[int, torch.Tensor], deep: int) -> Any:
-    """The same object, with what it holds exchanged; a tuple anew."""
-    if isinstance(held, torch.Tensor):
-        return made.get(id(held), held)
-    if not deep or isinstance(held, nn.Module | type):
-        return held
-    table = vars(held) if is_own(held) else held
+def _exchanged(value: Any, made: Mapping[int, torch.Tensor], deep: int) -> Any:
+    """Returns the same object with its contents exchanged; of a tuple that changes, a new one."""
+    if isinstance(value, torch.Tensor):
+        return made.get(id(value), value)
+    if not deep or isinstance(value, nn.Module | type):
+        return value
+    table = vars(value) if is_own(value) else value
     if isinstance(table, tuple):
-        new = [_exchanged(each, made, deep - 1) for each in table]
+        new = [_exchanged(item, made, deep - 1) for item in table]
         same = all(a is b for a, b in zip(new, table, strict=True))
-        return held if same else getattr(type(held), "_make", tuple)(new)
+        return value if same else getattr(type(value), "_make", tuple)(new)
     if isinstance(table, dict | list):
-        for key, each in list(table.items() if isinstance(table, dict) else enumerate(table)):
-            new = _exchanged(each, made, deep - 1)
-            if new is not each:
+        for key, item in list(table.items() if isinstance(table, dict) else enumerate(table)):
+            new = _exchanged(item, made, deep - 1)
+            if new is not item:
                 table[key] = new
-    return held
+    return value

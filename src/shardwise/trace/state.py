@@ -34,15 +34,15 @@ _PLAIN = (type(None), bool, int, float, complex, str, tuple, torch.Tensor, *_CON
 
 
 def _tables(module: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """Each module's own buffers, attributes and names of children and parameters."""
-    found: list[tuple[nn.Module, dict[str, Any]]] = []
+    """Returns (module, table) for each module's buffers, children, parameters and attributes."""
+    tables: list[tuple[nn.Module, dict[str, Any]]] = []
     for child in module.modules():
-        found += [(child, table) for table in (child._buffers, child._modules, child._parameters, vars(child))]
-    return found
+        tables += [(child, table) for table in (child._buffers, child._modules, child._parameters, vars(child))]
+    return tables
 
 
 def _hooks(module: nn.Module) -> Iterator[dict[int, Any]]:
-    """Each module's tables of hooks."""
+    """Yields each module's tables of hooks."""
     for child in module.modules():
         for name in _HOOKS:
             table = getattr(child, name)
@@ -58,7 +58,7 @@ def _keys(child: nn.Module, table: dict[str, Any]) -> list[str]:
 
 
 def _kept_in(child: nn.Module, table: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    """The places whose values a forward may change; of children and parameters those that have none yet.
+    """Returns (table, key) of what a forward may change; of children and parameters those that are None.
 
     Others are not a forward's to exchange: FSDP2 does so, and what it put there has to stay.
     """
@@ -67,7 +67,7 @@ def _kept_in(child: nn.Module, table: dict[str, Any]) -> list[tuple[dict[str, An
 
 
 class ModuleState:
-    """Buffers and plain attributes as they are now.
+    """A module's buffers and plain attributes as they are now, to compare with and to put back.
 
     only      limits it to what `changed` returned earlier
     by_value  compare the values of tensors too: torch's batch norm writes running statistics without a note of it
@@ -77,6 +77,8 @@ class ModuleState:
         self, module: nn.Module, only: list[tuple[dict[str, Any], str]] | None = None, by_value: bool = False
     ):  # fmt: skip
         self._caches = CacheState(module) if only is None else None
+        # `only` is what a first forward changed, batch norm's statistics among it, of which no version tells: all of it
+        # counts as changed from then on
         self._by_value, self._all = by_value, by_value and only is not None
         self.tables = _tables(module) if only is None else []
         places = [place for child, table in self.tables for place in _kept_in(child, table)] if only is None else only
@@ -87,18 +89,19 @@ class ModuleState:
 
     def changed(self) -> list[tuple[dict[str, Any], str]]:
         """Returns (table, key) of everything that differs from the state noted."""
-        found = [
+        places = [
             (table, key)
             for table, key, value, copied in self._kept
             if self._all or _differs(table.get(key), value, copied) or (self._by_value and _written(value, copied))
         ]
         for (child, table), before in zip(self.tables, self._keys, strict=True):
-            found += [(table, key) for key in _keys(child, table) if key not in before]
-        return found
+            places += [(table, key) for key in _keys(child, table) if key not in before]
+        return places
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
         """Context: what has changed has its old values inside, tensors in other memory; afterwards it is put back."""
+        # what was absent and is there now is taken out inside: a forward may ask whether it is there
         places = self.changed() + [(table, key) for table, key in self._absent if key in table]
         now = [(table, key, table[key]) for table, key in places if key in table]
         kept = {(id(table), key): (value, copied) for table, key, value, copied in self._kept}
@@ -132,8 +135,9 @@ class ModuleState:
                     del table[key]
         for table, key in self._absent:
             table.pop(key, None)
-        for hooks, known in self._hooks:
-            for added in set(hooks) - known:
+        for hooks, hooks_before in self._hooks:
+            # else the next forward would add them a second time (test_hooks_that_a_forward_adds_go_with_what_says_so)
+            for added in set(hooks) - hooks_before:
                 del hooks[added]
         for table, key, value, copied in self._kept:
             table[key] = value
@@ -165,6 +169,7 @@ class PassedState:
             self._tensors.append((value, *_copied(value)))
         if isinstance(value, torch.Tensor | nn.Module | type) or callable(value) or id(value) in self._seen:
             return
+        # an object of torch's is not a forward's to take apart
         if self._written and not isinstance(value, (tuple, *_CONTAINERS)) and not is_own(value):
             return
         self._seen.add(id(value))
@@ -180,23 +185,23 @@ class PassedState:
         """Context: the objects have their recorded contents inside, and their present ones again afterwards."""
         now = [(table, _copy_of(table)) for table, _ in self._tables]
         old = {id(tensor): clone for tensor, clone, version in self._tensors if tensor._version != version}
-        for table, held in self._tables:
-            _refill(table, _replaced(held, old) if old else held)
+        for table, contents in self._tables:
+            _refill(table, _replaced(contents, old) if old else contents)
         try:
             yield
         finally:
-            for table, held in now:
-                _refill(table, held)
+            for table, contents in now:
+                _refill(table, contents)
 
     def changed(self) -> bool:
         """Whether anything differs from what it was."""
-        tables = any(_differs(table, table, held) for table, held in self._tables)
+        tables = any(_differs(table, table, contents) for table, contents in self._tables)
         return tables or any(tensor._version != version for tensor, _, version in self._tensors)
 
     def restore(self) -> None:
         """Put everything back: the same objects, with the values they had."""
-        for table, held in self._tables:
-            _refill(table, held)
+        for table, contents in self._tables:
+            _refill(table, contents)
         for tensor, clone, version in self._tensors:
             if tensor._version != version or _written(tensor, (clone, version)):
                 tensor.copy_(clone)
@@ -209,39 +214,40 @@ def _is_plain(value: Any) -> bool:
     return value.layout is not torch.strided or 0 not in value.stride()
 
 
-def _replaced(held: Any, old: dict[int, torch.Tensor]) -> Any:
-    """A copy of a container in which some tensors, known by their identity, are others, in memory of their own."""
-    made = _copy_of(held)
+def _replaced(contents: Any, old: dict[int, torch.Tensor]) -> Any:
+    """Returns a copy of a container with clones of `old` values in the place of tensors, by their ids."""
+    made = _copy_of(contents)
     if isinstance(made, dict):
-        made.update({key: old[id(each)].clone() for key, each in held.items() if id(each) in old})
+        made.update({key: old[id(item)].clone() for key, item in contents.items() if id(item) in old})
     elif isinstance(made, list | deque):
-        for place, each in enumerate(held):
-            if id(each) in old:
-                made[place] = old[id(each)].clone()
+        for place, item in enumerate(contents):
+            if id(item) in old:
+                made[place] = old[id(item)].clone()
     return made
 
 
-def _refill(table: Any, held: Any) -> None:
-    """Give a container what it held, by its kind's own methods: a class of its own may refuse (a frozen config)."""
-    if not _differs(table, table, held):
+def _refill(table: Any, contents: Any) -> None:
+    """Refills a container by the methods of list, dict, set or deque: its own class may refuse (a frozen config)."""
+    if not _differs(table, table, contents):
         return
     kind: Any = _kind(table)
     kind.clear(table)
     if issubclass(kind, dict):
-        for key, value in list(dict.items(held)):
+        for key, value in list(dict.items(contents)):
             kind.__setitem__(table, key, value)
     else:
-        (kind.extend if issubclass(kind, list | deque) else kind.update)(table, held)
+        (kind.extend if issubclass(kind, list | deque) else kind.update)(table, contents)
 
 
 def _kind(value: Any) -> type:
-    """The container of Python's that it is."""
+    """Returns which of Python's containers a value is an instance of."""
     return next(kind for kind in (OrderedDict, *_CONTAINERS) if isinstance(value, kind))
 
 
 def _copy_of(value: Any) -> Any:
-    """A copy of a container, of its own class, made without the methods that the class has put in their place."""
+    """Returns a copy of a container, of its own class, made without methods that the class overrides."""
     kind: Any = _kind(value)
+    # a class with methods of its own may refuse to be filled (test_state_of_a_container_that_refuses_changes_is_kept)
     if type(value).__setattr__ is object.__setattr__ and (
         issubclass(kind, set | deque) or type(value).__setitem__ is kind.__setitem__
     ):
@@ -266,6 +272,7 @@ def _written(value: Any, copied: Any) -> bool:
     """Whether a tensor has other values than its copy; True of tensors without values."""
     if not isinstance(value, torch.Tensor):
         return False
+    # without values there is nothing to compare, and to copy them back costs nothing
     return isinstance(value, FakeTensor) or value.is_meta or not torch.equal(value, copied[0])
 
 

@@ -23,7 +23,7 @@ SEVERAL_AT_ONCE = "is_grads_batched"
 
 @dataclass(frozen=True)
 class Taken:
-    """One call of `torch.autograd.grad` by a forward: when, and the numbers of the tensors by which it is taken."""
+    """One call of `torch.autograd.grad` by a forward: its times, and the numbers of its `inputs` (`by`)."""
 
     enter: int
     exit: int
@@ -42,7 +42,7 @@ def takes_gradients(func: Any) -> bool:
 
 
 class GradientWatch(TorchFunctionMode):
-    """While entered, `torch.autograd.grad` is called inside `around(args, kwargs)`, but for a call inside another."""
+    """Function mode: `torch.autograd.grad` runs inside `around(args, kwargs)`, unless called inside another one."""
 
     def __init__(self, around: Callable[[tuple, dict], AbstractContextManager[None]]):
         super().__init__()
@@ -64,6 +64,7 @@ class GradientWatch(TorchFunctionMode):
 @contextmanager
 def other_backwards(around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     """Context: every backward outside of a transform runs inside `around()`, whatever function asked for it."""
+    # every way to ask for a backward (`backward()`, `autograd.grad`) calls this
     run = torch.autograd._engine_run_backward
 
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -78,12 +79,12 @@ def other_backwards(around: Callable[[], AbstractContextManager[None]]) -> Itera
 
 
 def influenced(ops: Iterable[Any], numbers: Iterable[int]) -> set[int]:
-    """Numbers of all tensors that these influence, themselves among them. `ops`: a flow's, in order."""
-    found = set(numbers)
+    """Returns the numbers of the tensors computed from these, themselves among them. `ops`: a flow's, in order."""
+    influenced_numbers = set(numbers)
     for op in ops:
-        if not found.isdisjoint(op.reads):
-            found.update(op.makes)
-    return found
+        if not influenced_numbers.isdisjoint(op.reads):
+            influenced_numbers.update(op.makes)
+    return influenced_numbers
 
 
 __all__ = ["SEVERAL_AT_ONCE", "GradientWatch", "Taken", "influenced", "listed", "other_backwards", "takes_gradients"]

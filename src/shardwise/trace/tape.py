@@ -16,7 +16,7 @@ class NotReplayable(Exception):
 
 @dataclass(frozen=True)
 class Ref:
-    """A tensor on the tape: where it lies in which storage."""
+    """A tensor on the tape: its storage, and its place in it."""
 
     storage: int
     size: tuple[int, ...]
@@ -27,7 +27,7 @@ class Ref:
 
 @dataclass
 class TapedOp:
-    """One op of a constructor: what it read and wrote, by storage, and whether it draws."""
+    """One op of a constructor: the storages that it read and wrote, and whether it draws."""
 
     func: Any
     args: tuple
@@ -51,7 +51,7 @@ class ConstructorTape:
     alive: list[Any] = field(default_factory=list)  # storages, so that their addresses are not used again
 
     def add(self, op: TapedOp) -> None:
-        """Write one op."""
+        """Append one op."""
         self.ops.append(op)
         for key in op.writes:
             self.writers.setdefault(key, []).append(len(self.ops) - 1)
@@ -63,6 +63,7 @@ class ConstructorTape:
         horizon: dict[int, int] = {}
         while queue:
             key, before = queue.pop()
+            # asked for as of no earlier time already, so nothing new depends on it
             if horizon.get(key, -1) >= before:
                 continue
             horizon[key] = before

@@ -24,11 +24,12 @@ def differentiable_once(said: str) -> Callable:
         @wraps(backward)
         def once(ctx: Any, *gradients: Any) -> Any:
             with torch.no_grad():
-                found = backward(ctx, *gradients)
+                results = backward(ctx, *gradients)
             if not torch.is_grad_enabled():
-                return found
-            marked = torch._C._functions.DelayedError(said.encode(), len(found))
-            return marked(*(None if each is None else each.detach().requires_grad_() for each in found))
+                return results
+            # `once_differentiable` would mark nothing where the gradient that arrived is a constant
+            marked = torch._C._functions.DelayedError(said.encode(), len(results))
+            return marked(*(None if result is None else result.detach().requires_grad_() for result in results))
 
         return once
 

@@ -22,19 +22,19 @@ Place = tuple[str, int, Spot | None]  # (path, the how-manieth call of it, which
 
 
 class HooksLeftOut(TorchFunctionMode):
-    """While entered, hooks on gradients of tensors that have none are left out.
+    """Function mode that leaves out hooks on the gradients of tensors that require none.
 
     To be entered before modes that look at who calls a function.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if hooks_nothing(func, args):
-            return RemovableHandle(OrderedDict())
+            return RemovableHandle(OrderedDict())  # which the forward may remove
         return func(*args, **(kwargs or {}))
 
 
 def hooks_nothing(func: Any, args: tuple) -> bool:
-    """Whether a function of torch asks for the gradient of a tensor that has none."""
+    """Whether a call registers a hook on, or retains, the gradient of a tensor that requires none."""
     return func in _HOOKS and not args[0].requires_grad
 
 
@@ -50,7 +50,7 @@ def switched_off(module: nn.Module) -> Iterator[set[Place]]:
     handles = []
 
     def enter(child: nn.Module, path: str) -> None:
-        if transforming():
+        if transforming():  # what a transform runs is one operation of its caller
             return
         place = counts.get(id(child), 0)
         counts[id(child)] = place + 1

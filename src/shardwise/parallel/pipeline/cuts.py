@@ -176,7 +176,7 @@ def _holder(
     if number in boundary.arguments:
         return Holder(boundary.path, boundary.place, True, boundary.arguments.index(number))
     held = None
-    for call, given, leaf in flow.held.get(number, ()):
+    for call, given, leaf in flow.call_leaves.get(number, ()):
         over = call.enter if given else call.exit
         hidden = any(skip.call.enter < call.enter and call.exit < skip.call.exit for skip in skips)
         if over > boundary.enter or hidden:
@@ -428,7 +428,7 @@ def _holders(flow: Flow, stage: Stage, boundary: CutPoint | None) -> list[Holder
         if holder is None:
             raise RefusedPlan(
                 f"stage {stage.index} cannot take hold of {_made_in(flow, number)}, which is used after "
-                f"{boundary.call.told} is entered: name other places with stages="
+                f"{boundary.call.label} is entered: name other places with stages="
             )
         found.append(replace(holder, written=number in flow.overwritten))
     return found

@@ -58,7 +58,7 @@ def where(flow: Flow, x: int, before: int, skips: Sequence[Skip]) -> Holder | No
 
     if x in flow.root.arguments:
         return Holder("", 0, True, flow.root.arguments.index(x))
-    for call, given, leaf in flow.held.get(x, ()):
+    for call, given, leaf in flow.call_leaves.get(x, ()):
         if (call.enter if given else call.exit) <= before and not _hidden(call, skips):
             return Holder(call.path, call.place, given, leaf)
     made = flow.own.get(x)

@@ -276,7 +276,7 @@ class StagedModule:
         """What is said where the forward's own code fails on results that were left out."""
         assert stage.entry is not None
         return RefusedPlan(
-            f"the forward fails before {stage.entry.call.told}, where a pipeline stage begins and what was computed "
+            f"the forward fails before {stage.entry.call.label}, where a pipeline stage begins and what was computed "
             f"before is made up: {type(error).__name__}: {error}. Its own code reads values of hidden states (indices "
             "that it computes of them): put that into a submodule, which a stage leaves out, or name other places with "
             "stages="
@@ -292,7 +292,7 @@ class StagedModule:
         missed = stage.entry if not self._entered else stage.exit if not left else None
         if missed is not None:
             raise RefusedPlan(
-                f"the forward did not come to {missed.call.told}, where a pipeline stage begins, though it did when "
+                f"the forward did not come to {missed.call.label}, where a pipeline stage begins, though it did when "
                 "it was looked at: a forward that takes different ways cannot be cut into stages"
             )
 
@@ -368,13 +368,13 @@ class StagedModule:
         assert self._stage is not None and self._stage.entry is not None
         if held.shape != received.shape:
             raise RefusedPlan(
-                f"at {self._stage.entry.call.told} a tensor of shape {tuple(received.shape)} arrives, where this "
+                f"at {self._stage.entry.call.label} a tensor of shape {tuple(received.shape)} arrives, where this "
                 f"stage's own forward has {tuple(held.shape)}: a module before it gives a shape that cannot be told "
                 "from the shapes of its arguments, so the stages would disagree about masks and positions"
             )
         if held.grad_fn is not None:
             raise RefusedPlan(
-                f"at {self._stage.entry.call.told} a tensor arrives for one that this stage's own forward computes of "
+                f"at {self._stage.entry.call.label} a tensor arrives for one that this stage's own forward computes of "
                 "the batch with gradients, which it takes itself: name other places with stages="
             )
         overwrite(held, received.detach(), self.axes)

@@ -100,7 +100,7 @@ class TrialModule:
             for _ in self.ways():
                 with axes.watching(self.built.module, gradients=gradients):
                     self.run(self.built.module, batch)
-            return axes.found()
+            return axes.result()
 
     def ways(self) -> Iterator[None]:
         """Yields once; several times, with other draws, where chance or values may decide which way a forward takes."""

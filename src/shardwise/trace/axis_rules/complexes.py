@@ -12,8 +12,8 @@ from shardwise.trace.axis_rules.registry import is_free, rule
 def view_as_complex(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
     """Rule of pairs as complex numbers: both parts of one lie on one rank."""
     x = args[0]
-    if (held := param_of(x)) is not None:
-        name, dims = held
+    if (param := param_of(x)) is not None:
+        name, dims = param
         if dims[-1] is not None:
             axes.unite_along(axes.seeds[name, base(dims[-1])], [0])
         output._axes_of = (name, dims[:-1])
@@ -29,8 +29,8 @@ def view_as_complex(axes: Axes, func: Any, args: tuple, kwargs: dict, output: An
 def view_as_real(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
     """Rule of complex numbers as pairs: a dim more, without labels."""
     x = args[0]
-    if (held := param_of(x)) is not None:
-        output._axes_of = (held[0], (*held[1], None))
+    if (param := param_of(x)) is not None:
+        output._axes_of = (param[0], (*param[1], None))
         return True
     labels = axes.labels(x)
     if labels is not None:
@@ -43,8 +43,8 @@ def view_as_real(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) 
 def conjugate(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
     """Rule of conjugates: each element is made of one, as a weight in another dtype is of a weight."""
     x = args[0]
-    if (held := param_of(x)) is not None:
-        output._axes_of = held
+    if (param := param_of(x)) is not None:
+        output._axes_of = param
         return True
     axes.give(output, axes.labels(x))
     output._axes_free = is_free(x)

@@ -12,7 +12,7 @@ from shardwise.trace.axis_rules.registry import rule, slim
 
 
 def _product(axes: Axes, a: torch.Tensor, b: torch.Tensor, output: torch.Tensor) -> bool:
-    """a (..., m, k) @ b (..., k, n)."""
+    """Labels a (..., m, k) @ b (..., k, n); returns whether it could."""
     pa, pb = _weight(a), _weight(b)
     if pa is not None and pb is None:
         return _weighted(axes, b, a, output, k_of_x=-2, k_of_w=-1)
@@ -32,7 +32,7 @@ def _product(axes: Axes, a: torch.Tensor, b: torch.Tensor, output: torch.Tensor)
 
 
 def _weight(tensor: torch.Tensor) -> tuple[str, tuple[Any, ...]] | None:
-    """A parameter that is a matrix here."""
+    """Returns (name, dims) of a tensor whose last two dims are a parameter's, else None."""
     param = param_of(tensor)
     if param is None or tensor.dim() < 2 or None in param[1][-2:]:
         return None
@@ -40,12 +40,13 @@ def _weight(tensor: torch.Tensor) -> tuple[str, tuple[Any, ...]] | None:
 
 
 def _weighted(axes: Axes, x: torch.Tensor, w: torch.Tensor, output: torch.Tensor, *, k_of_x: int, k_of_w: int) -> bool:
-    """An activation times a weight: its labels are the weight's inner dim's, the result's the outer dim's."""
+    """Labels a weight's product: the activation's meet those of its inner dim, the result has those of its outer."""
     name, dims = param_of(w)  # type: ignore[misc]
     if name in axes.frozen:
         return _by_whole_weight(axes, x, output, k_of_x)
     inner, outer = dims[k_of_w], dims[-1 if k_of_w == -2 else -2]
     out_place = output.dim() - (1 if k_of_x == -1 else 2)
+    # one matrix for each index of a batch dim: all ranks multiply by all of them
     if any(n > 1 for n in w.shape[:-2]):
         for dim in dims[:-2]:
             if dim is not None:
@@ -72,7 +73,7 @@ def _weighted(axes: Axes, x: torch.Tensor, w: torch.Tensor, output: torch.Tensor
 
 
 def _by_whole_weight(axes: Axes, x: torch.Tensor, output: torch.Tensor, k_of_x: int) -> bool:
-    """A weight that stays whole: its product is whole where the input is, or cut along the input's last dim."""
+    """Whether a product with a whole weight stays whole: the activation has no labels but along the summed dim."""
     labels = axes.labels(x)
     k = x.dim() + k_of_x
     return labels is None or all(n == 1 for d, n in enumerate(labels.shape) if d != k)
@@ -98,7 +99,7 @@ def addmm(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool
 
 @rule("_grouped_mm")
 def grouped(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Rows times the matrix of their group: x (T, K) @ w (G, K, N)."""
+    """Rule of grouped products, rows by the matrix of their group: x (T, K) @ w (G, K, N)."""
     x, w = args[:2]
     if _weight(w) is None or w.dim() != 3 or x.dim() != 2:
         return False
@@ -109,6 +110,7 @@ def grouped(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bo
 def embedding(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
     """Rule of table lookups: rows may lie on different ranks; the columns' labels go to the result's last dim."""
     param = _weight(args[0])
+    # an index with labels may be cut as well: a rank would look up its part of the rows alone
     if param is None or getattr(args[1], "_axis_labels", None) is not None:
         return False
     name, (rows, columns) = param
@@ -121,7 +123,7 @@ def embedding(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> 
 
 @rule("convolution")
 def convolution(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Channels: contracted like a product's, or one by one where every channel is its own group."""
+    """Rule of convolutions: channels are summed over as in a product, or one by one where each is its own group."""
     x, w, b = args[:3]
     transposed, groups = args[6], args[8]
     labels, param = axes.labels(x), param_of(w)
@@ -142,6 +144,7 @@ def convolution(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -
             axes.keep_whole(seeds[1], "its input is whole")
         place = axes.modules[-1] if axes.modules else ""
         axes.uses.append(Use(name, "channels", inner, outer, place))
+    # depthwise: output channels follow their one input channel, and nothing is contracted
     elif groups == x.shape[1] and labels is not None:
         axes.unite(np.repeat(labels.ravel(), w.shape[0] // groups), seeds[0])
     else:
@@ -163,24 +166,26 @@ def spatial(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bo
       "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
       "_scaled_dot_product_fused_attention_overrideable")  # fmt: skip
 def attention(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Heads are independent; all of a head lies together, with the keys and values that it reads."""
+    """Rule of attention: a head lies together, with the keys and values that it reads; heads are independent."""
     heads = []
     for x in args[:3]:
         labels = axes.labels(x)
         if labels is not None:
             labels = axes.unite_along(labels, [d for d in (0, 2, 3) if labels.shape[d] > 1])
-            each = args[0].shape[1] // x.shape[1]
-            labels = np.repeat(labels, each, axis=1) if labels.shape[1] > 1 else labels
+            queries_per_key = args[0].shape[1] // x.shape[1]
+            # grouped queries: each key head has the labels of all the query heads that read it
+            labels = np.repeat(labels, queries_per_key, axis=1) if labels.shape[1] > 1 else labels
         heads.append(labels)
-    known = [h for h in heads if h is not None]
-    if heads[0] is None and known:
+    labelled = [h for h in heads if h is not None]
+    # queries without labels are whole on every rank, and so have to be the keys and values of their heads
+    if heads[0] is None and labelled:
         return False
-    for other in known[1:]:
-        axes.unite(known[0], other)
-    given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
-    of_mask = axes.labels(given.get("attn_mask", given.get("attn_bias")))
+    for other in labelled[1:]:
+        axes.unite(labelled[0], other)
+    arguments = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
+    of_mask = axes.labels(arguments.get("attn_mask", arguments.get("attn_bias")))
     if of_mask is not None:
         axes.keep_whole(of_mask, "it is an attention bias inside a fused kernel")
-    if known:
-        axes.give(output[0], known[0])
+    if labelled:
+        axes.give(output[0], labelled[0])
     return True

@@ -26,17 +26,18 @@ def _dims(x: torch.Tensor, dim: Any) -> list[int]:
       "var", "std", "var_mean", "prod", "norm", "topk", "sort", "cumsum", "cumprod", "tril", "triu", "flip",
       "constant_pad_nd", "cummax", "cummin", "logcumsumexp")  # fmt: skip
 def reduce(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """What a reduction runs over lies together; in the loss it may be summed over ranks."""
+    """Rule of reductions: what they run over lies together; in the loss it may be summed over ranks."""
     x = args[0]
     names = [argument.name for argument in func._schema.arguments]
     bound = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
     bound |= dict(zip(names, args, strict=False)) | kwargs
-    if "other" in bound:
+    if "other" in bound:  # max or min of two tensors, element by element: no reduction
         return False
     short = func._schema.name.partition("::")[2]
     if short in ("tril", "triu"):
         dims = [x.dim() - 2, x.dim() - 1]
     elif short == "constant_pad_nd":
+        # widths come in pairs, the last dim's first; a dim that is not padded keeps its indices apart
         dims = sorted({x.dim() - 1 - place // 2 for place, width in enumerate(args[1]) if width})
     else:
         dims = _dims(x, bound.get("dims", bound.get("dim")))
@@ -51,25 +52,25 @@ def reduce(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> boo
     if summable and over and len(over) == sum(n > 1 for n in labels.shape):
         return True  # one small collective gives the whole result
     labels = axes.unite_along(labels, over)
-    for each in tensors_in(output):
-        if each.dim() == x.dim():
-            axes.give(each, labels)
-        elif each.dim() == x.dim() - len(dims):
-            axes.give(each, labels.squeeze(tuple(dims)))
+    for result in tensors_in(output):
+        if result.dim() == x.dim():
+            axes.give(result, labels)
+        elif result.dim() == x.dim() - len(dims):
+            axes.give(result, labels.squeeze(tuple(dims)))
     return True
 
 
 def _of_weight(axes: Axes, x: torch.Tensor, dims: list[int], short: str, output: Any) -> bool:
-    """A statistic of a weight (a scale to round it by, the norm of its rows): cut along the dims that are left."""
+    """Labels a statistic of a weight (the norm of its rows, say): it is cut along the dims that are left."""
     param = param_of(x)
     if param is None or short not in _SMALL | _MOMENTS or sum(n > 1 for n in x.shape) < 2:
         return False
     name, of_dims = param
-    for each in tensors_in(output):
-        if each.dim() == x.dim():
-            each._axes_of = name, tuple(None if d in dims else entry for d, entry in enumerate(of_dims))
+    for result in tensors_in(output):
+        if result.dim() == x.dim():
+            result._axes_of = name, tuple(None if d in dims else entry for d, entry in enumerate(of_dims))
         else:
-            each._axes_of = name, tuple(entry for d, entry in enumerate(of_dims) if d not in dims)
+            result._axes_of = name, tuple(entry for d, entry in enumerate(of_dims) if d not in dims)
     return True
 
 
@@ -122,7 +123,7 @@ def nll_loss(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> b
 
 @rule("native_layer_norm", "_fused_rms_norm")
 def layer_norm(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Statistics run over the last dims; weight and bias are met element by element."""
+    """Rule of layer norms: statistics run over the last dims; weight and bias are met element by element."""
     x, shape = args[0], args[1]
     labels = axes.labels(x)
     last = list(range(x.dim() - len(shape), x.dim()))
@@ -142,15 +143,15 @@ def layer_norm(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) ->
 
 @rule("native_group_norm")
 def group_norm(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Channels of a group lie together."""
+    """Rule of group norms: channels of a group lie together."""
     x, w, b, _, channels, _, groups, _ = args
     labels = axes.labels(x)
     if labels is None or any(n > 1 for d, n in enumerate(labels.shape) if d != 1):
         return False
     grouped = labels.reshape(groups, channels // groups)
     axes.unite_along(grouped, [1])
-    for each in (w, b):
-        of_weight = axes.labels(each)
+    for weight in (w, b):
+        of_weight = axes.labels(weight)
         if of_weight is not None:
             axes.unite(labels.ravel(), of_weight)
     axes.give(output[0], labels)
@@ -159,12 +160,12 @@ def group_norm(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) ->
 
 @rule("native_batch_norm")
 def batch_norm(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Each channel has statistics of its own, over samples and positions."""
+    """Rule of batch norms: each channel has statistics of its own, over samples and positions."""
     labels = axes.labels(args[0])
     if labels is None or any(n > 1 for d, n in enumerate(labels.shape) if d != 1):
         return False
-    for each in args[1:3]:
-        of_weight = axes.labels(each)
+    for weight in args[1:3]:
+        of_weight = axes.labels(weight)
         if of_weight is not None:
             axes.unite(labels.ravel(), of_weight)
     axes.give(output[0], labels)

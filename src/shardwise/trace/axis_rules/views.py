@@ -21,9 +21,11 @@ def relabel(labels: np.ndarray, before: tuple[int, ...], after: tuple[int, ...])
     for run, to in groups(before, after):
         sizes = out.shape[place : place + len(run)]
         width = len(to)
+        # no labels along this run of dims, so no elements to follow
         if all(size == 1 for size in sizes):
             shape = (*out.shape[:place], *([1] * width), *out.shape[place + len(run) :])
         else:
+            # labels that vary along one dim of the run: one for each element, to be regrouped as elements are
             full = tuple(before[d] for d in run)
             out = np.broadcast_to(out, (*out.shape[:place], *full, *out.shape[place + len(run) :]))
             shape = (*out.shape[:place], *(after[d] for d in to), *out.shape[place + len(run) :])
@@ -50,30 +52,31 @@ def view(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
 
 
 def _param_view(axes: Axes, x: torch.Tensor, output: torch.Tensor) -> Any:
-    """A parameter's view that adds or drops dims of size one, or merges dims: then the outermost may be cut."""
+    """Returns (name, dims) of a parameter's view that drops or adds dims of size one, or merges dims; else None."""
     name, dims = param_of(x)  # type: ignore[misc]
-    held: list[Any] = []
-    merged: list[Any] = []
+    dims_after: list[Any] = []
+    inner_dims: list[Any] = []
     for run, to in groups(tuple(x.shape), tuple(output.shape)):
         long = [d for d in run if x.shape[d] > 1]
         outs = [d for d in to if output.shape[d] > 1]
+        # a dim that a view splits is no dim of the parameter any more
         if len(outs) > 1 or (len(long) > 1 and any(dims[d] is None for d in long)):
             return None
         entry: Any = dims[long[0]] if long else None
         if len(long) > 1:
             inner = math.prod(x.shape[d] for d in long[1:])
             entry = Merged(base(entry), (entry.repeat if isinstance(entry, Merged) else 1) * inner)
-            merged += [dims[d] for d in long[1:]]
-        held += [entry if output.shape[d] > 1 else None for d in to]
-    for entry in merged:
+            inner_dims += [dims[d] for d in long[1:]]
+        dims_after += [entry if output.shape[d] > 1 else None for d in to]
+    for entry in inner_dims:
         axes.keep_whole(axes.vector(name, entry), "a view merges it into an outer dim")
-    return name, tuple(held)
+    return name, tuple(dims_after)
 
 
 def _permuted(axes: Axes, x: Any, output: Any, dims: list[int]) -> bool:
     if param_of(x) is not None:
-        name, held = param_of(x)  # type: ignore[misc]
-        output._axes_of = (name, tuple(held[d] for d in dims))
+        name, dims_of_param = param_of(x)  # type: ignore[misc]
+        output._axes_of = (name, tuple(dims_of_param[d] for d in dims))
         return True
     labels = axes.labels(x)
     if labels is not None:
@@ -99,12 +102,12 @@ def permute(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bo
 
 @rule("expand", "expand_copy")
 def expand(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Repeated elements have the labels of the one."""
+    """Rule of `expand`: repeated elements have the labels of the one."""
     x = args[0]
     if param_of(x) is not None and x.dim() > 1:
-        name, held = param_of(x)  # type: ignore[misc]
+        name, dims_of_param = param_of(x)  # type: ignore[misc]
         if all(a == b for a, b in zip(x.shape, output.shape[output.dim() - x.dim() :], strict=True)):
-            output._axes_of = (name, (*([None] * (output.dim() - x.dim())), *held))
+            output._axes_of = (name, (*([None] * (output.dim() - x.dim())), *dims_of_param))
             return True
     labels = axes.labels(x)
     if labels is not None:
@@ -118,8 +121,8 @@ def select(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> boo
     x, dim, index = args
     dim %= x.dim()
     if param_of(x) is not None and x.dim() > 1:
-        name, held = param_of(x)  # type: ignore[misc]
-        output._axes_of = (name, (*held[:dim], *held[dim + 1 :]))
+        name, dims_of_param = param_of(x)  # type: ignore[misc]
+        output._axes_of = (name, (*dims_of_param[:dim], *dims_of_param[dim + 1 :]))
         return True
     return _take(axes, x, output, dim, index % x.shape[dim])
 
@@ -142,7 +145,7 @@ def unbind(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> boo
     """Rule of `unbind`: each result has the labels at its index, as by `select`."""
     x = args[0]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % x.dim()
-    return all(select(axes, func, (x, dim, i), {}, each) for i, each in enumerate(output))
+    return all(select(axes, func, (x, dim, i), {}, piece) for i, piece in enumerate(output))
 
 
 @rule("slice")
@@ -173,15 +176,16 @@ def split(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool
     x = args[0]
     dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % x.dim()
     low = 0
-    for each in output:
-        _ranged(axes, x, each, dim, slice(low, low + each.shape[dim]))
-        low += each.shape[dim]
+    for piece in output:
+        _ranged(axes, x, piece, dim, slice(low, low + piece.shape[dim]))
+        low += piece.shape[dim]
     return True
 
 
 @rule("cat", "stack")
 def cat(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
     """Rule of `cat` and `stack`: labels are joined; beside a tensor without, they may not vary along the dim."""
+    # torch passes over empty tensors of one dim, whatever shape the others have
     tensors = [t for t in args[0] if not (t.dim() == 1 and t.numel() == 0)]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % output.dim()
     every = [axes.labels(t) for t in tensors]
@@ -190,19 +194,20 @@ def cat(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
         sizes = [1] * len(tensors)
     else:
         sizes = [t.shape[dim] for t in tensors]
-    known = [e for e in every if e is not None]
-    if not known:
+    labelled = [e for e in every if e is not None]
+    if not labelled:
         return True
-    shape = list(np.broadcast_shapes(*(tuple(1 if d == dim else n for d, n in enumerate(e.shape)) for e in known)))
-    if not any(e.shape[dim] > 1 for e in known):  # pieces side by side along another dim than the labels'
-        for a, b in itertools.pairwise(known):
+    shape = list(np.broadcast_shapes(*(tuple(1 if d == dim else n for d, n in enumerate(e.shape)) for e in labelled)))
+    if not any(e.shape[dim] > 1 for e in labelled):  # pieces side by side along another dim than the labels'
+        for a, b in itertools.pairwise(labelled):
             axes.unite(a, b)
-        axes.give(output, known[0])
+        axes.give(output, labelled[0])
         return True
-    if len(known) < len(every):
+    # beside a tensor without labels: there are none for its part of the dim
+    if len(labelled) < len(every):
         return False
     full = []
-    for labels, size in zip(known, sizes, strict=True):
+    for labels, size in zip(labelled, sizes, strict=True):
         shape[dim] = size
         full.append(np.broadcast_to(labels, shape))
     axes.give(output, slim(np.concatenate(full, axis=dim)))
