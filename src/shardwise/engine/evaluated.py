@@ -121,7 +121,7 @@ class Runner:
         finally:
             for child in syncing:
                 child.training = True
-            self.seen.batch_norms += [found for found in finder.found if found not in self.seen.batch_norms]
+            self.seen.batch_norms += [found for found in finder.modules if found not in self.seen.batch_norms]
             self.seen.norm_rows.append(finder.rows)
 
 

@@ -110,16 +110,17 @@ class PieceSlots(Protocol):
 
 
 def joined(technique: PieceSlots, index: int, shape: torch.Size, piece: torch.Tensor, axis: Axis) -> Gathering:
-    """The whole tensor of this shape, from every rank's piece of it."""
+    """Gathers the whole tensor of this shape from every rank's `piece` of it (any shape, may be empty)."""
     like = torch.empty(shape, device="meta")
     sizes = [technique.select(index, like, rank).numel() for rank in range(axis.size)]
+    # pieces differ in size, and some are empty: rows of the largest one, so that one gather takes all
     row = piece.new_zeros(max(sizes))
     row[: piece.numel()] = piece.reshape(-1)
     table = yield row, axis
     whole = piece.new_empty(shape)
     for rank, size in enumerate(sizes):
         if size:
-            goal = technique.select(index, whole, rank)
+            goal = technique.select(index, whole, rank)  # a view: what is copied into it stands in `whole`
             goal.copy_(table[rank, :size].view(goal.shape))
     return whole
 
@@ -129,16 +130,17 @@ def joined(technique: PieceSlots, index: int, shape: torch.Size, piece: torch.Te
 
 def follow(master: torch.Tensor, weight: torch.Tensor) -> None:
     """Copy into a master, in place, the weight's elements that are not the master's own, rounded."""
+    # where they agree the master stays: it has digits that the weight's narrower dtype lost
     master.copy_(torch.where(weight == master.to(weight.dtype), master, weight.to(master.dtype)))
 
 
 def is_away(tensor: torch.Tensor, place: torch.Tensor) -> bool:
-    """Whether a tensor's memory is elsewhere than its place."""
+    """Returns whether a tensor lies in other memory than `place`; False for an empty one, which lies nowhere."""
     return tensor.numel() > 0 and tensor.data_ptr() != place.data_ptr()
 
 
 def bring_back(tensor: torch.Tensor, place: torch.Tensor) -> None:
-    """Let a tensor whose `.data` was set lie in its place again, with the values that it has."""
+    """Copy a tensor whose `.data` was set back into `place`, and let it lie there again."""
     if is_away(tensor, place):
         place.copy_(tensor.detach())
         tensor.data = place
