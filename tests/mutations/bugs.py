@@ -296,7 +296,7 @@ EXPERT = [
     bug("rows come back in the experts' order", "parallel.expert.exchange:through_owners",
         "back[order.argsort()]", "back", M + "moe", "dp_shard=2,ep=2"),
     bug("every rank of ep holds the first experts", "parallel.expert.apply:ExpertParallel.local_values",
-        "self.axis.index * each, each", "0, each", M + "moe", "dp_shard=2,ep=2"),
+        "self.axis.index * per_rank, per_rank", "0, per_rank", M + "moe", "dp_shard=2,ep=2"),
     bug("experts are summed over ranks that hold others", "engine.recipe:_with_experts",
         "technique = Replicate(named, mesh.expert_data, precision, pairs=pairs)",
         "technique = Replicate(named, mesh.data, precision)", M + "moe", "dp_replicate=2,dp_shard=2,ep=2"),
