@@ -92,8 +92,7 @@ class _Over:
             running = x.new_empty(x.shape[1], dtype=wide)
             return torch.batch_norm_update_stats(x, running, running.clone(), 0.0)
         # the other has no form without values: torch would make some, as large as x
-        statistics = torch.native_batch_norm(x, None, None, None, None, True, 0.0, 0.0)[1:]
-        return tuple(statistic.to(wide) for statistic in statistics)
+        return tuple(stat.to(wide) for stat in torch.native_batch_norm(x, None, None, None, None, True, 0.0, 0.0)[1:])
 
 
 class _Normalised(torch.autograd.Function):
@@ -149,7 +148,7 @@ def synced_batch_norm(
     axis: Axis,
     phase: Phase,
 ) -> torch.Tensor:
-    """Training-mode batch norm of x (B_local, C, *) with statistics over all ranks' samples."""
+    """Returns x (B_local, C, *) normalised by statistics over all ranks' samples; updates the running ones."""
     over = _Over(axis, eps, counts=not phase.stand_in)
     wide = torch.promote_types(x.dtype, torch.float32)
     weight, bias = (None if tensor is None else tensor.to(wide) for tensor in (weight, bias))
@@ -178,8 +177,8 @@ def _alone(
     *,
     rehearsed: bool,
 ) -> torch.Tensor:
-    """Training-mode batch norm of x (B, C, *) on one rank: torch's kernel, which takes weights of 32 bits for 16."""
-    wide = torch.promote_types(x.dtype, torch.float32)
+    """Returns x (B, C, *) normalised by torch's kernel, on one rank; updates the running statistics."""
+    wide = torch.promote_types(x.dtype, torch.float32)  # a kernel of 16 bits takes weights of 32
     weight, bias = (None if tensor is None else tensor.to(wide) for tensor in (weight, bias))
     # one value for each channel: `functional.batch_norm` raises, where a rehearsed rank's share may be that small
     if rehearsed and x.numel() == x.shape[1]:
@@ -240,7 +239,7 @@ class _MeetsBatchNorm(TorchFunctionMode, ABC):
 
 
 class JoinBatchNorm(_MeetsBatchNorm):
-    """While active, batch norm in training has statistics over all ranks of the axis."""
+    """Mode in which batch norm in training takes its statistics over all ranks of the axis."""
 
     def __init__(self, axis: Axis, phase: Phase):
         super().__init__()
@@ -264,7 +263,7 @@ class JoinBatchNorm(_MeetsBatchNorm):
 
 
 class CountBatchNorm(_MeetsBatchNorm):
-    """While active on tensors without values, `met` counts the batch norms in training.
+    """Mode, for tensors without values, that counts the batch norms in training in `met`.
 
     One value for each channel is let through and noted in `alone`: a run joins it with others' or fails.
     """
@@ -356,7 +355,7 @@ class KnownStatistics(FindBatchNorm):
 
 
 def joins_batch_norms(data_ranks: int, plan: Plan) -> bool:
-    """Whether a run replaces the kernels of batch norms.
+    """Returns whether a run replaces the kernels of batch norms.
 
     Over several ranks for their statistics; under recompute since a second forward must not update them again; in 16
     bits since statistics are float32, which no kernel takes beside weights of 16 bits.

@@ -75,7 +75,7 @@ class _Shard:
 
 
 class Flat:
-    """Pieces of parameters for the optimizer, whole parameters for the module."""
+    """ZeRO-1 (`stage` 1) or 2: flat pieces of parameters for the optimizer, whole parameters for the module."""
 
     in_pieces = True
 
@@ -200,7 +200,7 @@ class Flat:
 
     @torch.no_grad()
     def take_weights(self) -> None:
-        """Masters follow what was written into the weights by hand. Nothing is sent."""
+        """Copy into the masters what was written into the weights by hand. Nothing is sent."""
         for param, name, shape in zip(self.params, self.names, self._module_shapes, strict=True):
             check_shape(name, param, shape)
         for part in self.shards:
@@ -227,7 +227,7 @@ class Flat:
             work.wait()
 
     def gradient_buffers(self) -> list[torch.Tensor | None]:
-        """Buckets (zero=1, whose slices the shards are) or this rank's shards (zero=2)."""
+        """Returns buckets (zero=1, whose slices the shards are) and this rank's shards (zero=2)."""
         return [bucket.buffer for bucket in self.buckets.buckets] + [part.gradient for part in self.shards]
 
     def full_parameter(self, index: int) -> Gathering:

@@ -83,7 +83,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 class FullShard:
-    """Shards of parameters for optimizer and module alike; units gather theirs while they compute."""
+    """ZeRO-3: shards of parameters for optimizer and module alike, which units gather while they compute."""
 
     in_pieces = True
 
@@ -126,7 +126,7 @@ class FullShard:
         self._complex: list[bool] = []  # of each, whether it is one of pairs
 
     def _dims(self, param: torch.Tensor) -> torch.Size:
-        """The sizes of the dims that may be cut: both parts of a complex number stay on one rank."""
+        """Returns the sizes of the dims that may be cut: both parts of a complex number stay on one rank."""
         return param.shape[:-1] if id(param) in self._of_pairs else param.shape
 
     def _shard(self, module: nn.Module, units: list[nn.Module], mesh: Mesh) -> None:
@@ -169,7 +169,7 @@ class FullShard:
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # `_await` waits for its base
 
     def _outlive(self, output: Any) -> Any:
-        """Outputs that are parameters (a learned temperature) as copies: the gathered ones are about to be freed."""
+        """Returns the output with copies of parameters in it (a learned temperature), which are about to be freed."""
         gathered = {
             param.untyped_storage()._cdata for param in self.module.parameters() if not isinstance(param, DTensor)
         }
@@ -308,7 +308,7 @@ class FullShard:
             self.order.start_step()
 
     def start_micro_batch(self, *, last: bool) -> None:
-        """Every micro-batch is reduced over dp_shard, the last one over dp_replicate too."""
+        """Prepare for a micro-batch, which is reduced over dp_shard, the last one over dp_replicate too."""
         assert isinstance(self.module, FSDPModule)
         self._used_now = set()
         self.module.set_is_last_backward(last)
@@ -365,7 +365,7 @@ class FullShard:
         self.slots[index].master.grad = None if value is None else self._gradient(index)
 
     def tell_branches(self, wrap: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
-        """Let what is raised where ranks run other units pass through a function of the caller's."""
+        """Replace the function that refuses ranks in different units by `wrap` of it, which may say more."""
         self._trail.refuse = wrap(self._trail.refuse)  # type: ignore[method-assign]
 
     def take_uncut(self) -> None:
@@ -391,7 +391,7 @@ class FullShard:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Masters share storage with the module's shards; what is not cut comes from the rank that updates it."""
+        """Bring the module's weights up to the masters: shards lie on their memory, what is not cut is broadcast."""
         for index, (param, slot) in enumerate(zip(self.params, self.slots, strict=True)):
             bring_back(slot.master, self.piece(index, param.detach()))
         for index in self._uncut():
@@ -411,14 +411,14 @@ class FullShard:
         return []
 
     def select(self, index: int, whole: torch.Tensor, shard_rank: int) -> torch.Tensor:
-        """The view of a whole parameter that is the piece of a rank of dp_shard (`torch.chunk`'s cut)."""
+        """Returns the view of a whole parameter that is the piece of rank `shard_rank` (`torch.chunk`'s cut)."""
         param = self.params[index]
         if not isinstance(param, DTensor):
             return whole.view(-1)[: whole.numel() if shard_rank == 0 else 0]
         return self._narrowed(whole, param.placements[-1].dim, shard_rank)
 
     def cut_like(self, param: DTensor, whole: torch.Tensor) -> torch.Tensor:
-        """The view of a whole tensor that is this rank's piece, as of a parameter of its shape, a frozen one too."""
+        """Returns the view of a whole tensor that is this rank's piece, cut as `param`, frozen or not."""
         return self._narrowed(whole, param.placements[-1].dim, self._shards.index)
 
     def _narrowed(self, whole: torch.Tensor, dim: int, shard_rank: int) -> torch.Tensor:

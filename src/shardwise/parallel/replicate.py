@@ -46,9 +46,8 @@ class Replicate:
         self.params = [param for _, param in named]
         self._pairs = [name in pairs for name, _ in named]
         masters = [self._master(param, paired) for (_, param), paired in zip(named, self._pairs, strict=True)]
-        self.slots = [
-            Slot(name, master.shape, master, whole=True) for (name, _), master in zip(named, masters, strict=True)
-        ]
+        slots = zip(named, masters, strict=True)
+        self.slots = [Slot(name, master.shape, master, whole=True) for (name, _), master in slots]
         self._pending: list[Pending] = []
         self.order = order
         self._summed = False  # in order, in this step
@@ -78,7 +77,7 @@ class Replicate:
         self.buckets.start_step()
 
     def start_micro_batch(self, *, last: bool) -> None:
-        """Gradients are summed over ranks once, with the last micro-batch."""
+        """Prepare for a micro-batch: gradients are summed over ranks once, with the last one."""
         self.buckets.start_micro_batch(sync=last)
 
     def expect_pieces(self) -> None:

@@ -36,7 +36,7 @@ class Slot:
 
 @dataclass
 class Phase:
-    """Where the engine is in a step, for what must know it inside the module."""
+    """What kind of samples the engine runs now, for code inside the module that must know."""
 
     stand_in: bool = False  # this rank runs a sample that counts nothing
     same: bool = False  # every rank runs the same samples, which count once
@@ -72,25 +72,25 @@ class DataParallel(Protocol):
         """After the optimizer: bring the module's weights up to the masters."""
 
     def take_weights(self) -> None:
-        """Masters follow what was written into the module's weights past the optimizer. Nothing is sent."""
+        """Copy into the masters what was written into the module's weights past the optimizer. Nothing is sent."""
 
     def gradient_buffers(self) -> list[torch.Tensor | None]:
-        """Storage of gradients beside the `.grad` of parameters and masters."""
+        """Returns the storage of gradients beside the `.grad` of parameters and masters."""
         ...
 
     def load_masters(self, index: int, value: torch.Tensor) -> None:
         """Where masters are wider than the module's weights: set one (or this rank's piece) from its full value."""
 
     def full_parameter(self, index: int) -> Gathering:
-        """The whole master weight, on every rank."""
+        """Gathers the whole master weight, on every rank."""
         ...
 
     def full_gradient(self, index: int) -> Gathering:
-        """The whole gradient, on every rank, None where unused."""
+        """Gathers the whole gradient, on every rank; None where no rank used the parameter."""
         ...
 
     def whole(self, index: int, piece: torch.Tensor) -> Gathering:
-        """The whole of what lies over ranks as the master does, from every rank's piece (may be empty)."""
+        """Gathers a tensor that is cut as the index-th master is (its optimizer state), from every rank's `piece`."""
         ...
 
 
@@ -101,11 +101,11 @@ class PieceSlots(Protocol):
     params: list[Any]  # what the module has: whole, or shards
 
     def select(self, index: int, whole: torch.Tensor, shard_rank: int) -> torch.Tensor:
-        """The view of `whole` (the index-th parameter) that is the piece of a rank of dp_shard; may be empty."""
+        """Returns the view of `whole`, shaped as the index-th parameter, that is the piece of rank `shard_rank`."""
         ...
 
     def full_parameter(self, index: int) -> Gathering:
-        """The whole weight, gathered."""
+        """Gathers the whole weight."""
         ...
 
 

@@ -43,7 +43,7 @@ def _of_all(counts: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """Several tensors at once, so that all ranks come to their gradients in one order."""
+    """All-to-all of several tensors at once, so that all ranks come to their gradients in one order."""
 
     @staticmethod
     def forward(ctx, axis: Axis, sent: list[int], received: list[int], *tensors: torch.Tensor):
@@ -75,7 +75,7 @@ def of_own_rows(rows: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, r
 def through_owners(
     rows: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, experts: int, axis: Axis, compute: Compute
 ) -> torch.Tensor:
-    """The sum over each token's pairs, every pair computed by the rank of the axis that holds its expert.
+    """Returns the sum over each token's pairs, every pair computed by the rank that holds its expert.
 
     rows (T, H), index (T, k) of `experts` in all, weight (T, k) -> (T, H). `compute` gets rows, local experts and
     weights of pairs, one to a row. The three are plain. Collective over the axis; differentiable.

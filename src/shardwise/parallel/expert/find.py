@@ -115,7 +115,7 @@ class CandidateCall:
 
 
 class _Touched(TorchDispatchMode):
-    """Notes which parameters operations read."""
+    """Mode that notes in `seen` the names of parameters that operations read."""
 
     def __init__(self, names: dict[int, str]):
         super().__init__()
@@ -181,7 +181,7 @@ def _watched(module: nn.Module, calls: dict[str, CandidateCall]) -> Iterator[Non
 
 
 def _first_dims(child: nn.Module) -> list[int]:
-    """Sizes of the first dim of its parameters, from the one with most elements down."""
+    """Returns the sizes of the first dim of its parameters, from the one with most elements down."""
     elements: dict[int, int] = {}
     for param in child.parameters():
         if param.dim() >= 2 and param.shape[0] >= 2:
@@ -243,7 +243,7 @@ def _tried(built: Built, path: str, seen: CandidateCall, ranks: int) -> Stack:
 
 
 class _Failed(Exception):
-    """What a trial showed."""
+    """The reason why a trial failed, for the refusal's text."""
 
 
 def _trial(built: Built, seen: CandidateCall, stack: Stack, ranks: int) -> Stack:

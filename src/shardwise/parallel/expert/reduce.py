@@ -21,7 +21,7 @@ from shardwise.parallel.slots import DataParallel, Slot
 
 
 class WithExperts:
-    """`rest` and `experts`, each with parameters of its own; indices are those among all `names`.
+    """Two techniques as one, `rest` and `experts`, each with its own parameters; indices are those among all `names`.
 
     ranks  this rank's place among those that share the rest, and among those that share its experts: the first
            counts a replicated gradient in the norm. None: both are in pieces over the same ranks, as weights that a

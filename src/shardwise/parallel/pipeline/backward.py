@@ -47,7 +47,7 @@ class Later:
 
 
 def whole(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-    """The whole backward of a stage (B): adds to `.grad` of its inputs and its weights."""
+    """Run the whole backward of a stage (B): adds to `.grad` of its inputs and its weights."""
     pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
     if pairs:
         torch.autograd.backward([root_of(o) for o, _ in pairs], [g for _, g in pairs])
@@ -63,7 +63,7 @@ def root_of(tensor: torch.Tensor) -> torch.Tensor | GradientEdge:
 def of_input(
     outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]
 ) -> Later:
-    """The first half of a stage's backward (I): sets `.grad` of its inputs; returns what the second half (W) needs."""
+    """Run the first half of a stage's backward (I), adding to `.grad` of its inputs. Returns what the second needs."""
     pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
     if not inputs or not pairs:
         return Later(roots=pairs)
@@ -103,7 +103,7 @@ def of_input(
 
 
 def of_weights(later: Later) -> None:
-    """The second half of a stage's backward (W): adds to `.grad` of its weights."""
+    """Run the second half of a stage's backward (W): adds to `.grad` of its weights."""
     if later.roots:
         whole([o for o, _ in later.roots], [g for _, g in later.roots])
         return

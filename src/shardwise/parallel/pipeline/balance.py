@@ -33,7 +33,7 @@ def costs_of(flow: Flow) -> Prefix:
 
 
 class Prefix:
-    """Sums over spans of time."""
+    """Values at times, whose sum over any span is read off two running sums."""
 
     def __init__(self, times: list[int], values: list[float]):
         self.times = times
@@ -42,19 +42,20 @@ class Prefix:
             self.sums.append(self.sums[-1] + value)
 
     def between(self, start: int, stop: int) -> float:
-        """The sum over start <= time < stop."""
+        """Returns the sum of the values at start <= time < stop."""
         return self.sums[bisect.bisect_left(self.times, stop)] - self.sums[bisect.bisect_left(self.times, start)]
 
 
 def balanced(
     flow: Flow, module: nn.Module, moments: Sequence[int], count: int, used: Used
 ) -> tuple[float, list[int]]:  # fmt: skip
-    """The fastest slowest stage, then within some slack the smallest largest one. Dynamic programming.
+    """Returns (the slowest stage's cost, indices of the `count` - 1 moments at which stages begin).
 
     moments  at which a stage can begin
     used     when parameters are used, of which each stage is to have some
 
-    Returns the slowest stage's cost, and which moments; none where a stage would have nothing to train.
+    The slowest stage is as fast as can be; within SLACK of that, the largest one as small. No moments where a stage
+    would have nothing to train.
     """
     edges = [0, *moments, flow.end]
     costs = costs_of(flow)
@@ -78,7 +79,7 @@ def balanced(
 
 
 def _minimax(edges: int, count: int, value) -> tuple[float, list[int]]:
-    """Cut [0, edges) at `count` - 1 edges so that the largest value(i, j) of a piece is least."""
+    """Returns (largest value(i, j) of a piece, edges) of the best way to cut [0, edges) at `count` - 1 edges."""
     best = [0.0, *[float("inf")] * (edges - 1)]  # by edge: the largest piece of the best way there in so many pieces
     choice: list[list[int]] = []  # by number of pieces, then by edge: where the last of them begins
     for _ in range(count):

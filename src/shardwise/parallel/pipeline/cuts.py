@@ -52,7 +52,7 @@ class CutPoint:
 
     @property
     def clean(self) -> bool:
-        """Whether all that crosses the cut is given to the call as arguments."""
+        """Returns whether all that crosses the cut is given to the call as arguments."""
         return set(self.numbers) <= set(self.call.arguments)
 
     @property
@@ -85,7 +85,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class Edge:
-    """A place where a stage begins or ends, and where what crosses is taken hold of there."""
+    """A place where a stage begins or ends, with a holder for each tensor that crosses it."""
 
     point: CutPoint
     holders: tuple[Holder, ...]
@@ -238,7 +238,7 @@ def decisions(flow: Flow) -> list[tuple[int, ModuleCall]]:
 def choose(
     flow: Flow, module: nn.Module, count: int, named: Sequence[str], units: Sequence[str], apart: str = ""
 ) -> list[CutPoint]:  # fmt: skip
-    """The places at which `count` stages begin, all but the first.
+    """Returns the places at which `count` stages begin, all but the first.
 
     named   the user's choice: paths of modules, in order
     units   modules that must not be cut inside (sharded, recomputed or compiled as one)
@@ -299,30 +299,7 @@ def _best_of(
 def _too_few(
     flow: Flow, module: nn.Module, places: list[CutPoint], others: list[tuple[ModuleCall, int]], count: int
 ) -> str:  # fmt: skip
-    why = ""
-    last = places[-1].call.enter if places else 0
-    blocked = [(call, number) for call, number in others if call.enter > last] or others
-    if blocked:
-        call, number = blocked[-1]
-        why = (
-            f". Elsewhere a module keeps to itself what is read later: at '{call.path}', {_made_in(flow, number)} is "
-            "used again, and no module is given it or gives it"
-        )
-    if any(owner is flow.root for _, owner in decisions(flow)):
-        why = ". The outermost forward decides by a value that depends on parameters: stages cannot share it"
-    written = next(filter(None, (told_written(flow, module, call) for call in flow.calls())), "")
-    why += f". Elsewhere {written}" if written else ""
-    why += told_lasting(flow) if not written else ""
-    if flow.backwards or not all(taken.plain for taken in flow.taken):
-        why = (
-            ". It takes gradients itself by other means than torch.autograd.grad(outputs, inputs), such as "
-            "loss.backward(), and what they are taken of is computed, and differentiated, in one stage"
-        )
-    if flow.repeats:
-        why = (
-            f". It calls '{min(flow.repeats)}' as often as there are samples, or as their values say, and no stage "
-            "begins among such calls: it begins at a module called outside of them, which is given all that is used"
-        )
+    """Returns the message for a forward with fewer than `count` - 1 places, and what is in the way of more."""
     needed = "a place" if count == 2 else f"{count - 1} places"
     listed = f"{len(places)}: " + ", ".join(f"'{place.call.path}'" for place in places)
     if not places:
@@ -330,7 +307,34 @@ def _too_few(
             "none: a stage begins where a submodule, or a function of torch by a module's own code, is called with "
             "what was computed before"
         )
+    why = _in_the_way(flow, module, places, others)
     return f"{count} stages need {needed} to cut the forward, and it has {listed}{why}"
+
+
+def _in_the_way(flow: Flow, module: nn.Module, places: list[CutPoint], others: list[tuple[ModuleCall, int]]) -> str:
+    """Returns why no stage can begin elsewhere, as sentences to append, or ""."""
+    if flow.repeats:
+        return (
+            f". It calls '{min(flow.repeats)}' as often as there are samples, or as their values say, and no stage "
+            "begins among such calls: it begins at a module called outside of them, which is given all that is used"
+        )
+    if flow.backwards or not all(taken.plain for taken in flow.taken):
+        return (
+            ". It takes gradients itself by other means than torch.autograd.grad(outputs, inputs), such as "
+            "loss.backward(), and what they are taken of is computed, and differentiated, in one stage"
+        )
+    why = ""
+    last = places[-1].call.enter if places else 0
+    if missed := [(call, number) for call, number in others if call.enter > last] or others:
+        call, number = missed[-1]
+        why = (
+            f". Elsewhere a module keeps to itself what is read later: at '{call.path}', {_made_in(flow, number)} is "
+            "used again, and no module is given it or gives it"
+        )
+    if any(owner is flow.root for _, owner in decisions(flow)):
+        why = ". The outermost forward decides by a value that depends on parameters: stages cannot share it"
+    written = next(filter(None, (told_written(flow, module, call) for call in flow.calls())), "")
+    return why + (f". Elsewhere {written}" if written else told_lasting(flow))
 
 
 def _made_in(flow: Flow, number: int) -> str:

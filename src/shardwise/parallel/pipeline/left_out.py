@@ -83,8 +83,7 @@ class LeftOutResults:
 
     def _recipe(self, skip: Skip, along: Sequence[Along], leaves: Sequence[Any]) -> tuple[list[_Leaf], TreeSpec]:
         """Returns (leaves of the result, their tree) for arguments of these shapes."""
-        argument_shapes = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
-        shapes = made_up_shapes(skip, argument_shapes)
+        shapes = made_up_shapes(skip, [tuple(x.shape) if isinstance(x, torch.Tensor) else None for x in leaves])
         argument_of = {number: place for place, number in enumerate(skip.call.arguments) if number is not None}
         cuts = along or [()] * len(shapes)
         recipe = []

@@ -64,7 +64,7 @@ Arriving = list[tuple[Pending, torch.Tensor]]  # the tensors of a message, and w
 
 
 class Mail:
-    """The messages of one rank. `owner` gives the rank (on the axis) of each stage.
+    """Sends and receives the messages of one rank. `owner` gives the rank (on the axis) of each stage.
 
     inner    axes that cut positions: ranks of one place on them talk to each other
     lasting  shapes that were told hold until the end, not until the next `flush`

@@ -30,7 +30,7 @@ RAISED = (IndexError, RuntimeError)  # by kernels, `LinAlgError` among them
 
 
 class OnNothing(TorchFunctionMode):
-    """While entered, and until `begun()`, functions that raise give results of the right shape."""
+    """Mode in which functions that raise give results of the right shape, until `begun()` is true."""
 
     def __init__(self, begun: Callable[[], bool]):
         super().__init__()

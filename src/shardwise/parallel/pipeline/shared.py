@@ -26,9 +26,10 @@ Take = Callable[[Callable[..., Any], tuple, dict], Any]
 
 
 class SharedGradients(TorchFunctionMode):
-    """While entered: until `begun()`, gradients for what comes of the batch alone; then `take` takes the forward's own.
+    """Mode of a forward that takes gradients itself; entered where gradients are on or off as the forward has them.
 
-    To be entered where gradients are on, or off, as the forward itself has them.
+    Until `begun()` only what is computed of the batch alone has gradients.
+    take    from then on, called with each gradient that the forward takes, in its place
     count   called at each gradient that the forward takes before
     """
 

@@ -75,7 +75,7 @@ class _Program:
 
 
 class _Compiled:
-    """The forward of a block, compiled for each kind of call."""
+    """The forward of a block: runs the program compiled for this kind of call."""
 
     def __init__(self, block: nn.Module, path: str):
         self.block, self.path = block, path
@@ -203,9 +203,7 @@ class _Opened:
     tensors: list[torch.Tensor]
 
 
-register_pytree_node(
-    _Opened, lambda opened: (opened.tensors, opened.bare), lambda tensors, bare: _Opened(bare, list(tensors))
-)
+register_pytree_node(_Opened, lambda x: (x.tensors, x.bare), lambda tensors, bare: _Opened(bare, list(tensors)))
 
 
 def _opened(arguments: Any) -> Any:
@@ -278,7 +276,7 @@ def _attributes(block: nn.Module) -> tuple:
 
 
 class _Watch:
-    """Notes what a block must leave as it was; `check` compares. A program would not repeat such a change."""
+    """Notes what a block must leave as it was, since a program would not repeat the change; `check` compares."""
 
     def __init__(self, block: nn.Module, inputs: list[torch.Tensor], state: tuple[torch.Tensor, ...]):
         self.block, self.attributes = block, _attributes(block)

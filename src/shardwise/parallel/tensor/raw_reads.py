@@ -42,7 +42,7 @@ _How = tuple[str, int, Any]  # of a share: its parameter's name, the cut dim, th
 
 
 class RawReads(TorchFunctionMode):
-    """While entered, raises `Uncut` where the module's code computes with a share as if it were the weight.
+    """Mode that raises `Uncut` where the module's code computes with a share as if it were the weight.
 
     summed  axes over which positions are cut, in words: `RefusedPlan` where it computes with a parameter itself
     """

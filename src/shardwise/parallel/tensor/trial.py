@@ -45,7 +45,7 @@ def _drawn() -> tuple:
 
 
 class TrialModule:
-    """The module on tensors without values; where its forward reads values (routed experts), on real ones."""
+    """Runs a module on tensors without values; where its forward reads values (routed experts), on real ones."""
 
     def __init__(self, built: Built, batch: Any, run: Run, dtype_of: DtypeOf):
         self.built, self.batch, self.run, self.dtype_of = built, batch, run, dtype_of
@@ -77,7 +77,7 @@ class TrialModule:
             state.restore()
 
     def follow(self, whole: set[str]) -> Found:
-        """Run one forward and loss; returns the labels found, by which cuts are derived."""
+        """Run one forward and loss. Returns the labels of its weights, from which cuts are derived."""
         if self.fake is not None:
             try:
                 with unlogged():
@@ -116,7 +116,7 @@ class TrialModule:
     def rehearse(
         self, derived: Derived, ranks: int, sequence: bool, summed: tuple[Axis, ...] = ()
     ) -> Uncut | None:  # fmt: skip
-        """Run a forward and backward with shares, nothing sent; returns the first operation that cannot be done.
+        """Run a forward and backward with shares, nothing sent. Returns the first operation without a rule, or None.
 
         summed  axes, rehearsed too, over which the run itself cuts activations
         """
