@@ -39,7 +39,13 @@ class WeightCut:
 
 @dataclass
 class Derived:
-    """The cuts of a module, and why other parameters stay whole."""
+    """The cuts of a module, and why other parameters stay whole.
+
+    cuts    by name of a parameter
+    whole   by name of each other parameter: the reason
+    uses    of weights in products, in the order of the forward
+    frozen  names that stay whole so that more of the others can be cut (`starved`)
+    """
 
     cuts: dict[str, WeightCut] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
@@ -247,8 +253,8 @@ def matching(names: list[str], patterns: tuple[str, ...]) -> set[str]:
     for pattern in patterns:
         hits = {name for name in names if any(fnmatch.fnmatchcase(path, pattern) for path in _around(name))}
         if not hits:
-            known = sorted({path for name in names for path in _around(name)})
-            raise InputError(f"tp_whole: no parameter or module matches '{pattern}'{did_you_mean(pattern, known)}")
+            paths = sorted({path for name in names for path in _around(name)})
+            raise InputError(f"tp_whole: no parameter or module matches '{pattern}'{did_you_mean(pattern, paths)}")
         chosen |= hits
     return chosen
 
