@@ -130,7 +130,7 @@ class Runner:
         finally:
             for child in syncing:
                 child.training = True
-            self.seen.batch_norms += [norm for norm in finder.found if norm not in self.seen.batch_norms]
+            self.seen.batch_norms += [norm for norm in finder.modules if norm not in self.seen.batch_norms]
             self.seen.norm_rows.append(finder.rows)
 
 

@@ -33,9 +33,9 @@ def cut_tensors(
     Raises `RefusedPlan` where nothing can be cut, with the reasons.
     """
     cuts = of_first(
-        lambda: derive_cuts(task, plan, precision, built, batch, dealt=dealt).told(), mesh.world, mesh.device
+        lambda: derive_cuts(task, plan, precision, built, batch, dealt=dealt).encoded(), mesh.world, mesh.device
     )
-    return TensorParallel(Derived.heard(cuts), replace(mesh.tp, sequence=plan.sp, early=plan.tp_overlap))
+    return TensorParallel(Derived.decoded(cuts), replace(mesh.tp, sequence=plan.sp, early=plan.tp_overlap))
 
 
 def derive_cuts(

@@ -47,7 +47,7 @@ NORMALISED = "batch norm over ranks"  # in the metadata of the node of autograd 
 
 
 class _SumOfShares(torch.autograd.Function):
-    """The sum over samples of statistics whose channels are cut: ranks with the same channels add theirs up."""
+    """Sums statistics whose channels tp cuts over the ranks that hold the same channels."""
 
     @staticmethod
     def forward(ctx, sums: Part, axis: Axis) -> Part:
@@ -67,7 +67,7 @@ def _over_channels(statistic: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Over:
-    """Over which ranks a batch norm's statistics run, and whether this rank's samples count."""
+    """The ranks over which a batch norm takes its statistics; `counts`: this rank's samples enter them."""
 
     axis: Axis
     eps: float
@@ -80,6 +80,7 @@ class _Over:
         totals = sum_over(torch.cat([mean * own, own]), self.axis, _TAG)
         n = totals[-1]
         common = totals[:-1] / n
+        # a second sum around the common mean: one of x^2 would cancel where the mean is large beside the deviation
         squares = (var + (mean - common).square()) * own
         return n, common, sum_over(squares, self.axis, _TAG) / n
 
@@ -87,19 +88,20 @@ class _Over:
         """Returns (mean (C), variance (C)) of x, in at least 32 bits."""
         wide = torch.promote_types(x.dtype, torch.float32)
         if self.axis.rehearsal is None:
-            dtypes = x.new_empty(x.shape[1], dtype=wide)  # of the statistics; what is in it does not matter
-            return torch.batch_norm_update_stats(x, dtypes, dtypes.clone(), 0.0)
+            # momentum 0: the kernel takes the dtype of its results from these, and changes nothing in them
+            running = x.new_empty(x.shape[1], dtype=wide)
+            return torch.batch_norm_update_stats(x, running, running.clone(), 0.0)
         # the other has no form without values: torch would make some, as large as x
-        return tuple(each.to(wide) for each in torch.native_batch_norm(x, None, None, None, None, True, 0.0, 0.0)[1:])
+        return tuple(stat.to(wide) for stat in torch.native_batch_norm(x, None, None, None, None, True, 0.0, 0.0)[1:])
 
 
 class _Normalised(torch.autograd.Function):
-    """Function of x (B, C, *), weight and bias (C) or None: (normalised x, count, mean, variance) over all ranks."""
+    """Returns (normalised x, count, mean, variance) over all ranks, of x (B, C, *), weight and bias (C) or None."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, over: _Over):
         n, mean, var = over.of(x)
-        y = functional.batch_norm(x, mean, var, weight, bias, False, 0.0, over.eps)
+        y = functional.batch_norm(x, mean, var, weight, bias, False, 0.0, over.eps)  # "evaluation": by these statistics
         ctx.save_for_backward(x, weight, bias, n, mean, var)
         ctx.over = over
         ctx.mark_non_differentiable(n, mean, var)
@@ -115,22 +117,24 @@ class _Normalised(torch.autograd.Function):
             dy, x, weight, mean, var, mean, inverse, False, ctx.over.eps, (True, True, True)
         )
         # dx = (dy - sum(dy) / n - xhat * sum(dy * xhat) / n) * inverse * weight, where xhat = (x - mean) * inverse
+        # the kernel gives the first term alone, since it was told of fixed statistics; the sums run over all ranks
         total_b, total_w = sum_over(torch.cat([db, dw]), ctx.over.axis, _TAG).chunk(2)
-        if ctx.over.counts:
+        if ctx.over.counts:  # a stand-in's x did not enter mean and variance, so no gradient comes back through them
             scale = inverse / n if weight is None else inverse / n * weight
             shift = functional.batch_norm(x, mean, var, scale * total_w, scale * total_b, False, 0.0, ctx.over.eps)
             dx = dx - shift
         needed = ctx.needs_input_grad
+        # dw and db are this rank's summands: the technique that holds the weights sums them with the other gradients
         return dx, dw if needed[1] else None, db if needed[2] else None, None
 
     @staticmethod
     def _again(ctx, dy: torch.Tensor, *inputs: Any):
-        """The gradients by operations that have derivatives of their own."""
-        needed = [each for each, wanted in zip(inputs, ctx.needs_input_grad, strict=False) if wanted]
+        """Returns the same gradients by operations that have derivatives of their own."""
+        needed = [tensor for tensor, wanted in zip(inputs, ctx.needs_input_grad, strict=False) if wanted]
         x, weight, bias = inputs
         y = _in_operations(x, weight, bias, ctx.over)[0]
-        found = iter(torch.autograd.grad(y, needed, dy, create_graph=True))
-        return *(next(found) if wanted else None for wanted in ctx.needs_input_grad[:3]), None
+        gradients = iter(torch.autograd.grad(y, needed, dy, create_graph=True))
+        return *(next(gradients) if wanted else None for wanted in ctx.needs_input_grad[:3]), None
 
 
 def synced_batch_norm(
@@ -144,18 +148,19 @@ def synced_batch_norm(
     axis: Axis,
     phase: Phase,
 ) -> torch.Tensor:
-    """Training-mode batch norm of x (B_local, C, *) with statistics over all ranks' samples."""
+    """Returns x (B_local, C, *) normalised by statistics over all ranks' samples; updates the running ones."""
     over = _Over(axis, eps, counts=not phase.stand_in)
     wide = torch.promote_types(x.dtype, torch.float32)
-    weight, bias = (None if each is None else each.to(wide) for each in (weight, bias))
+    weight, bias = (None if tensor is None else tensor.to(wide) for tensor in (weight, bias))
+    # parts have rules for single operations, not for an autograd function of ours
     plainly = isinstance(x, Part) or isinstance(weight, Part) or not x.numel() or torch.compiler.is_compiling()
     y, n, mean, var = (_in_operations if plainly else _Normalised.apply)(x, weight, bias, over)
-    if axis.rehearsal is None:
+    if axis.rehearsal is None:  # without values there is no n to look at
         require(n > 1, lambda: ValueError("batch norm needs more than one value per channel over all ranks"))
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
             running_mean.lerp_(plain(mean).to(running_mean.dtype), momentum)
-            running_var.lerp_(plain(var * n / (n - 1)).to(running_var.dtype), momentum)
+            running_var.lerp_(plain(var * n / (n - 1)).to(running_var.dtype), momentum)  # unbiased, as torch keeps it
     if y.grad_fn is not None:
         y.grad_fn.metadata[NORMALISED] = True
     return y
@@ -172,14 +177,15 @@ def _alone(
     *,
     rehearsed: bool,
 ) -> torch.Tensor:
-    """Training-mode batch norm of x (B, C, *) on one rank: torch's kernel, which takes weights of 32 bits for 16."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    weight, bias = (None if each is None else each.to(wide) for each in (weight, bias))
-    if rehearsed and x.numel() == x.shape[1]:  # there is no unbiased variance of one value
+    """Returns x (B, C, *) normalised by torch's kernel, on one rank; updates the running statistics."""
+    wide = torch.promote_types(x.dtype, torch.float32)  # a kernel of 16 bits takes weights of 32
+    weight, bias = (None if tensor is None else tensor.to(wide) for tensor in (weight, bias))
+    # one value for each channel: `functional.batch_norm` raises, where a rehearsed rank's share may be that small
+    if rehearsed and x.numel() == x.shape[1]:
         return torch.batch_norm(x, weight, bias, None, None, True, momentum, eps, True)
     # a kernel keeps what it is given for backward, and does not tell that it wrote into it, which recompute asks
-    kept = [(each, each.clone()) for each in (running_mean, running_var) if each is not None]
-    mean, var = (each for _, each in kept) if kept else (None, None)
+    kept = [(buffer, buffer.clone()) for buffer in (running_mean, running_var) if buffer is not None]
+    mean, var = (copy for _, copy in kept) if kept else (None, None)
     y = functional.batch_norm(x, mean, var, weight, bias, True, momentum, eps)
     with torch.no_grad():
         for before, after in kept:
@@ -214,13 +220,13 @@ def _in_operations(
 
 
 class _MeetsBatchNorm(TorchFunctionMode, ABC):
-    """Sends both spellings of batch norm to `_batch_norm`."""
+    """Mode that calls `_batch_norm` for both of torch's functions, `functional.batch_norm` and `torch.batch_norm`."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is functional.batch_norm:
             return self._batch_norm(*args, **kwargs)
-        if func is torch.batch_norm:
+        if func is torch.batch_norm:  # weights stand before the running statistics there; the last is of cuDNN
             x, weight, bias, mean, var, training, momentum, eps = args[:8]
             return self._batch_norm(x, mean, var, weight, bias, training, momentum, eps)
         return func(*args, **kwargs)
@@ -229,11 +235,11 @@ class _MeetsBatchNorm(TorchFunctionMode, ABC):
     def _batch_norm(
         self, x, running_mean=None, running_var=None, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
     ):
-        """What batch norm is while this mode is active; arguments as `functional.batch_norm` has them."""
+        """Returns the normalised x; arguments as `functional.batch_norm` has them."""
 
 
 class JoinBatchNorm(_MeetsBatchNorm):
-    """While active, batch norm in training has statistics over all ranks of the axis."""
+    """Mode in which batch norm in training takes its statistics over all ranks of the axis."""
 
     def __init__(self, axis: Axis, phase: Phase):
         super().__init__()
@@ -247,6 +253,7 @@ class JoinBatchNorm(_MeetsBatchNorm):
             if running_mean is not None:  # kernels take a 16-bit input, and all else in one dtype
                 weight, bias = (None if t is None else t.to(running_mean.dtype) for t in (weight, bias))
             return functional.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
+        # on the same samples everywhere, sums over ranks would count each sample once for each rank
         axis, phase = (Axis.alone(self.axis.name), Phase()) if self.phase.same else (self.axis, self.phase)
         if axis.size == 1 and not isinstance(x, Part) and not isinstance(weight, Part):
             return _alone(
@@ -256,7 +263,7 @@ class JoinBatchNorm(_MeetsBatchNorm):
 
 
 class CountBatchNorm(_MeetsBatchNorm):
-    """While active on tensors without values, `met` counts the batch norms in training.
+    """Mode, for tensors without values, that counts the batch norms in training in `met`.
 
     One value for each channel is let through and noted in `alone`: a run joins it with others' or fails.
     """
@@ -279,15 +286,16 @@ class CountBatchNorm(_MeetsBatchNorm):
 
 
 class FindBatchNorm(_MeetsBatchNorm):
-    """Mode that records in `found` which modules call batch norm in training; mean 0 and variance 1 are used.
+    """Mode that records who calls batch norm in training, and normalises by mean 0 and variance 1.
 
-    `found` has the modules that called it, `rows` how many values of a channel each call was given.
+    modules  that called it
+    rows     how many values of a channel each call was given
     """
 
     def __init__(self, running: list[nn.Module]):
         super().__init__()
         self.running = running  # the modules whose forwards are running, outermost first
-        self.found: list[nn.Module] = []
+        self.modules: list[nn.Module] = []
         self.rows: list[int] = []
 
     def _batch_norm(
@@ -295,8 +303,8 @@ class FindBatchNorm(_MeetsBatchNorm):
     ):
         if training:
             self.rows.append(x.numel() // max(x.shape[1], 1))
-            if self.running and self.running[-1] not in self.found:
-                self.found.append(self.running[-1])
+            if self.running and self.running[-1] not in self.modules:
+                self.modules.append(self.running[-1])
             dtype = x.dtype if weight is None else weight.dtype  # under autocast wider than the input
             running_mean, running_var = x.new_zeros(x.shape[1], dtype=dtype), x.new_ones(x.shape[1], dtype=dtype)
         return functional.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
@@ -304,7 +312,11 @@ class FindBatchNorm(_MeetsBatchNorm):
 
 @dataclass(frozen=True)
 class Statistics:
-    """What one batch norm in training normalised by: over `rows` values of each channel; `path` of its module."""
+    """Mean and variance (C) by which one batch norm in training normalised.
+
+    path  of its module
+    rows  values of each channel that they are of
+    """
 
     path: str
     rows: int
@@ -313,12 +325,12 @@ class Statistics:
 
 
 class KnownStatistics(FindBatchNorm):
-    """Mode that notes each batch norm's statistics in `noted`, and normalises by those of another run, `known`, where
+    """Mode that notes each batch norm's statistics in `noted`, and normalises by those of another run, `earlier`, where
     that had as many batch norms before this one in the same module."""
 
-    def __init__(self, names: Mapping[nn.Module, str], known: list[Statistics] | None = None):
+    def __init__(self, names: Mapping[nn.Module, str], earlier: list[Statistics] | None = None):
         super().__init__([])
-        self.names, self.known = names, known
+        self.names, self.earlier = names, earlier
         self.syncing: list[nn.Module] = []  # put into eval mode for this run
         self.noted: list[Statistics] = []
 
@@ -326,22 +338,24 @@ class KnownStatistics(FindBatchNorm):
         self, x, running_mean=None, running_var=None, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
     ):
         caller = self.running[-1] if self.running else None
+        # `syncing`: SyncBatchNorm in training would look for a CUDA device, and so runs in eval mode here
         if not (training or caller in self.syncing) or not x.numel():
             return functional.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
         wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
         dims, rows = [0, *range(2, x.dim())], x.numel() // x.shape[1]
         mean = plain(wide.sum(dims)) / rows
         var = plain((wide - _over_channels(mean, x)).square().sum(dims)) / rows
-        at = len(self.noted)
+        number = len(self.noted)
         self.noted.append(Statistics(self.names.get(caller, ""), rows, mean, var))
-        if self.known is not None and at < len(self.known) and self.known[at].path == self.noted[at].path:
-            mean, var = self.known[at].mean, self.known[at].var
+        other = self.earlier[number] if self.earlier is not None and number < len(self.earlier) else None
+        if other is not None and other.path == self.noted[number].path:
+            mean, var = other.mean, other.var
         dtype = x.dtype if weight is None else weight.dtype
         return functional.batch_norm(x, mean.to(dtype), var.to(dtype), weight, bias, False, momentum, eps)
 
 
 def joins_batch_norms(data_ranks: int, plan: Plan) -> bool:
-    """Whether a run replaces the kernels of batch norms.
+    """Returns whether a run replaces the kernels of batch norms.
 
     Over several ranks for their statistics; under recompute since a second forward must not update them again; in 16
     bits since statistics are float32, which no kernel takes beside weights of 16 bits.
@@ -354,16 +368,18 @@ def sync_module(module: nn.Module, axis: Axis, phase: Phase) -> None:
 
     def synced(forward: Callable) -> Callable:
         def run(*args, **kwargs):
-            if phase.looked_at:
+            if phase.looked_at:  # the look at a few samples has a mode of its own for batch norms
                 return forward(*args, **kwargs)
             with JoinBatchNorm(axis, phase):
                 return forward(*args, **kwargs)
 
         return run
 
-    if isinstance(module, SyncBatchNorm):
+    if isinstance(module, SyncBatchNorm):  # its own forward would sum over torch's default group, and on GPUs alone
         module.forward = types.MethodType(_BatchNorm.forward, module)
-    inside = getattr(module.forward, "inside", None)  # of one that is computed again in backward
+    # a norm that is itself a recomputed block is wrapped within recompute: else its second forward, which backward
+    # starts, would run outside the mode, with this rank's statistics
+    inside = getattr(module.forward, "inside", None)
     if inside is not None:
         inside(synced)
     else:
@@ -371,5 +387,5 @@ def sync_module(module: nn.Module, axis: Axis, phase: Phase) -> None:
 
 
 def batch_norm_modules(module: nn.Module) -> list[nn.Module]:
-    """Modules of torch's batch norm classes."""
+    """Returns the modules of torch's batch norm classes."""
     return [child for child in module.modules() if isinstance(child, _BatchNorm)]

@@ -32,7 +32,13 @@ from shardwise.precision import Precision
 
 
 class _Shard:
-    """This rank's N-th of one bucket: weights, and the sum of gradients."""
+    """This rank's N-th of one bucket.
+
+    weights   the whole bucket, in which the module's parameters are views
+    mine      this rank's N-th of it
+    master    what the optimizer updates: `mine`, or a wider copy of it in mixed precision
+    gradient  the sum over dp_shard, of the same length; None until something was reduced
+    """
 
     def __init__(self, bucket: Bucket, axis: Axis, precision: Precision):
         self.bucket = bucket
@@ -51,7 +57,7 @@ class _Shard:
     def _fill(self) -> None:
         for param, view in self.views():
             view.copy_(param)
-            param.data = view
+            param.data = view  # so that publishing a bucket's weights is one all-gather, without a copy out of it
 
     def views(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Returns for each parameter of the bucket (parameter, the view of the bucket where its values lie)."""
@@ -59,7 +65,8 @@ class _Shard:
         return [(p, shaped(self.weights[e.start : e.stop], p.shape, as_complex=p.is_complex())) for e, p in pairs]
 
     def renew(self) -> None:
-        """Other memory, into which parameters come from wherever they are; the old stays with whoever keeps it."""
+        """Copy the parameters from wherever they are into new memory of the bucket."""
+        # not in place: what a script put there may be a view of the old memory (two weights exchanged)
         self.weights = torch.zeros_like(self.weights)
         self._fill()
         wide = self.master is not self.mine
@@ -68,7 +75,7 @@ class _Shard:
 
 
 class Flat:
-    """Pieces of parameters for the optimizer, whole parameters for the module."""
+    """ZeRO-1 (`stage` 1) or 2: flat pieces of parameters for the optimizer, whole parameters for the module."""
 
     in_pieces = True
 
@@ -85,7 +92,7 @@ class Flat:
         self.names = [name for name, _ in named]
         self.params = [param for _, param in named]
         self.complex = [name in pairs or param.is_complex() for name, param in named]
-        self._held = [param.shape for _, param in named]
+        self._module_shapes = [param.shape for _, param in named]  # as the module has them: pairs with their dim of 2
         self.shapes = [param.shape[:-1] if name in pairs else param.shape for name, param in named]
         even = shard.size * (2 if any(self.complex) else 1)  # both parts of a number lie on one rank
         self.buckets = GradientBuckets(
@@ -109,12 +116,12 @@ class Flat:
             self._places.append((part, entry.index, start, stop))
 
     def _outside(self, index: int, numbers: torch.Tensor) -> torch.Tensor:
-        """Numbers of the index-th parameter as others see them: complex ones of pairs, where it is complex."""
+        """Returns elements of the index-th parameter (1-d), pairs as complex numbers where it is complex."""
         return torch.view_as_complex(numbers.view(-1, 2)) if self.complex[index] else numbers
 
     def load_masters(self, index: int, value: torch.Tensor) -> None:
         """Set this rank's piece of a master weight from its full initial value."""
-        if not self.precision.mixed:
+        if not self.precision.mixed:  # the masters are the module's weights, which have their values
             return
         for part in self.shards:
             for entry, first, last in part.bucket.layout.pieces(self.axis.size, self.axis.index):
@@ -145,7 +152,7 @@ class Flat:
         if self.stage == 2 and self.order is None:
             self._collect()
             for bucket in self.buckets.buckets:
-                bucket.filled.clear()
+                bucket.filled.clear()  # else a bucket that the next backward misses would be sent without its zeros
         return self.buckets.used_now
 
     def _reduce(self, bucket: Bucket) -> None:
@@ -157,7 +164,7 @@ class Flat:
             reduced = bucket.buffer.new_empty(part.high - part.low)
         pending = reduce_scatter(reduced, bucket.buffer, self.axis, "gradients", wait=False)
         self._pending.append((pending, part, reduced))
-        if self.stage == 2:
+        if self.stage == 2:  # whole gradients do not outlive a backward
             bucket.buffer = None  # the collective keeps it alive until it is done
 
     def _collect(self) -> None:
@@ -172,7 +179,7 @@ class Flat:
         self._used = used
         if not self._summed:
             self._summed = True
-            if self.order is not None:
+            if self.order is not None:  # deterministic: no bucket was reduced on the way, the tree of sums does it now
                 for number, part in enumerate(self.shards):
                     part.gradient = self.order.shard(number, part.bucket.ensure())
                     part.bucket.buffer = None
@@ -187,17 +194,17 @@ class Flat:
             if part.gradient is not None and part.gradient.dtype != self.precision.master:
                 part.gradient = part.gradient.to(self.precision.master)
         for slot, (part, index, start, stop) in zip(self.slots, self._places, strict=True):
-            held = part.gradient is not None and index in used
-            piece = part.gradient[start:stop] if held and part.gradient is not None else None
+            # not reached by any rank: None and not zeros, since an optimizer leaves such a parameter alone
+            piece = part.gradient[start:stop] if part.gradient is not None and index in used else None
             slot.master.grad = None if piece is None else self._outside(index, piece)
 
     @torch.no_grad()
     def take_weights(self) -> None:
-        """Masters follow what was written into the weights by hand. Nothing is sent."""
-        for param, name, shape in zip(self.params, self.names, self._held, strict=True):
+        """Copy into the masters what was written into the weights by hand. Nothing is sent."""
+        for param, name, shape in zip(self.params, self.names, self._module_shapes, strict=True):
             check_shape(name, param, shape)
         for part in self.shards:
-            if any(is_away(param, view) for param, view in part.views()):
+            if any(is_away(param, view) for param, view in part.views()):  # `p.data = x`: the next gather would miss it
                 part.renew()
             if self.precision.mixed:
                 follow(part.master, part.mine)
@@ -208,6 +215,7 @@ class Flat:
     @torch.no_grad()
     def publish(self) -> None:
         """All-gather the updated shards into everybody's weights."""
+        # the update may have set a master's `.data`, which lies elsewhere then: back into the shard first
         for slot, (part, index, start, stop) in zip(self.slots, self._places, strict=True):
             bring_back(slot.master, self._outside(index, part.master[start:stop]))
         pending = []
@@ -219,31 +227,31 @@ class Flat:
             work.wait()
 
     def gradient_buffers(self) -> list[torch.Tensor | None]:
-        """Buckets (zero=1, whose slices the shards are) or this rank's shards (zero=2)."""
+        """Returns buckets (zero=1, whose slices the shards are) and this rank's shards (zero=2)."""
         return [bucket.buffer for bucket in self.buckets.buckets] + [part.gradient for part in self.shards]
 
     def full_parameter(self, index: int) -> Gathering:
-        """The whole master weight, gathered."""
+        """Gathers the whole master weight."""
         part, entry = self._find(index)
         return self.whole(index, self._piece(part, part.master, entry))
 
     def full_gradient(self, index: int) -> Gathering:
-        """The whole gradient, gathered."""
+        """Gathers the whole gradient; None where no rank used the parameter."""
         part, entry = self._find(index)
         if part.gradient is None or index not in self._used:
             return ready(None)
         return self.whole(index, self._piece(part, part.gradient, entry))
 
     def whole(self, index: int, piece: torch.Tensor) -> Gathering:
-        """The whole tensor from every rank's piece."""
+        """Gathers a whole tensor of the index-th parameter's shape from every rank's piece."""
         return joined(self, index, self.shapes[index], piece, self.axis)
 
     def select(self, index: int, whole: torch.Tensor, shard_rank: int) -> torch.Tensor:
-        """The view of a whole parameter that is the piece of a rank of dp_shard."""
+        """Returns the view (1-d, may be empty) of a whole parameter that is the piece of rank `shard_rank`."""
         part, entry = self._find(index)
         low, high = part.bucket.layout.shard(self.axis.size, shard_rank)
         first, last = max(entry.start, low), min(entry.stop, high)
-        width = 2 if self.complex[index] else 1
+        width = 2 if self.complex[index] else 1  # numbers of the bucket for each element
         return whole.view(-1)[(first - entry.start) // width : (max(first, last) - entry.start) // width]
 
     def _find(self, index: int):

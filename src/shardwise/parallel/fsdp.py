@@ -50,6 +50,7 @@ def reduce_unused(root: FSDPModule) -> None:
     if hasattr(root, "set_reduce_scatter_unused_params"):
         root.set_reduce_scatter_unused_params(True)
         return
+    # else a routed model's ranks come to reduce-scatters of different sizes
     assert isinstance(root, torch.nn.Module)
     for unit in root.modules():
         for group in groups_of(unit) if isinstance(unit, FSDPModule) else ():
@@ -59,9 +60,9 @@ def reduce_unused(root: FSDPModule) -> None:
 def _with_zeros(owner: weakref.ref[Any], *unused: Any) -> None:
     group = owner()
     if group is not None:
-        for held in group.fsdp_params if group.reduce_grads else ():
-            param = getattr(held, "_unsharded_param", None)
-            if param is None or not param.requires_grad or held.unsharded_accumulated_grad is not None:
+        for fsdp_param in group.fsdp_params if group.reduce_grads else ():
+            param = getattr(fsdp_param, "_unsharded_param", None)
+            if param is None or not param.requires_grad or fsdp_param.unsharded_accumulated_grad is not None:
                 continue
             if torch.Tensor.grad.__get__(param) is None:  # not what a script sees in its place
                 torch.Tensor.grad.__set__(param, torch.zeros_like(param))
@@ -70,17 +71,18 @@ def _with_zeros(owner: weakref.ref[Any], *unused: Any) -> None:
 
 def know_detach() -> None:
     """Let DTensor take `detach_`, which autograd does to a weight made whole in a forward without gradients."""
-    known, operation = DTensor._op_dispatcher.sharding_propagator, torch.ops.aten.detach_.default
-    if operation not in known.op_strategy_funcs:
-        known.register_op_strategy(operation, propagate_single_input_strategy)
+    propagator, operation = DTensor._op_dispatcher.sharding_propagator, torch.ops.aten.detach_.default
+    if operation not in propagator.op_strategy_funcs:
+        propagator.register_op_strategy(operation, propagate_single_input_strategy)
 
 
 def refuse_transforms(unit: torch.nn.Module, name: str) -> None:
     """Let a unit refuse to run inside a transform of `torch.func`, where this version's units cannot."""
 
-    def refuse(*given: Any) -> None:
+    def refuse(*unused: Any) -> None:
         if transforming():
             raise RefusedPlan(f"{name}{IN_TRANSFORM}")
 
     if not UNITS_IN_TRANSFORMS:
+        # before FSDP2's own hook, which gathers
         unit.register_forward_pre_hook(refuse, prepend=True)

@@ -51,7 +51,10 @@ USED_OUTSIDE = (
 
 
 def _noting(owner: Callable[[], FullShard | None], index: int) -> Callable[[torch.Tensor], None]:
-    """A hook that notes the use of a parameter, and does not keep its owner (and its process groups) alive."""
+    """Returns a hook that notes the use of parameter `index`.
+
+    owner  a weak reference to the technique: the hook must not keep it, and its process groups, alive
+    """
 
     def note(param: torch.Tensor) -> None:
         technique = owner()
@@ -62,15 +65,16 @@ def _noting(owner: Callable[[], FullShard | None], index: int) -> Callable[[torc
     return note
 
 
-def _await(unit: FSDPModule, given: Any, output: Any) -> None:
+def _await(unit: FSDPModule, inputs: Any, output: Any) -> None:
     """Let gradients gather the unit's weights that FSDP2 does not wait for.
 
     Those of tensors in an object of one's own, and, where an output is a view, of what it is a view of: an operation
     in place on a view (`y = block(x); y += x`) drops the hook that the view has.
     """
-    theirs = {id(one) for leaf in _tensors(given) for one in (leaf, leaf._base)}
+    # a view of an input: its base is the caller's, whose gradient comes when the unit's backward is over
+    theirs = {id(tensor) for leaf in _tensors(inputs) for tensor in (leaf, leaf._base)}
     bases = [leaf._base for leaf in _tensors(output) if leaf.requires_grad and id(leaf._base) not in theirs]
-    if waits := [one for one in (*hidden(output), *bases) if one is not None and one.requires_grad]:
+    if waits := [tensor for tensor in (*hidden(output), *bases) if tensor is not None and tensor.requires_grad]:
         unit._get_fsdp_state()._register_pre_backward_hook(waits)
 
 
@@ -79,7 +83,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 class FullShard:
-    """Shards of parameters for optimizer and module alike; units gather theirs while they compute."""
+    """ZeRO-3: shards of parameters for optimizer and module alike, which units gather while they compute."""
 
     in_pieces = True
 
@@ -100,11 +104,12 @@ class FullShard:
         self._replicas = mesh.replicate.size
         self.units = [*units, module]
         self._holders, self._shards = mesh.gradients, mesh.shard
-        held = [param for param in module.parameters() if param not in self._absent]
+        here = [param for param in module.parameters() if param not in self._absent]
         self.pairs = pairs_in(module)  # names of those that are complex outside
         self._of_pairs = {id(param) for name, param in module.named_parameters() if name in self.pairs}
-        self._whole = {id(param) for param in held if not self._dims(param) or param.numel() == 0}
-        self._whole |= {id(param) for param in held if not can_cut(param)}
+        self._whole = {id(param) for param in here if not self._dims(param) or param.numel() == 0}
+        self._whole |= {id(param) for param in here if not can_cut(param)}
+        # `held_whole`: a script's own parameters beside its model, which its code reads where no unit runs
         self._whole |= {id(param) for child in module.modules() if getattr(child, "held_whole", False)
                         for param in child.parameters(recurse=False)}  # fmt: skip
         self._whole_gradients: dict[int, torch.Tensor] = {}
@@ -121,7 +126,7 @@ class FullShard:
         self._complex: list[bool] = []  # of each, whether it is one of pairs
 
     def _dims(self, param: torch.Tensor) -> torch.Size:
-        """The sizes of the dims that may be cut: both parts of a complex number stay on one rank."""
+        """Returns the sizes of the dims that may be cut: both parts of a complex number stay on one rank."""
         return param.shape[:-1] if id(param) in self._of_pairs else param.shape
 
     def _shard(self, module: nn.Module, units: list[nn.Module], mesh: Mesh) -> None:
@@ -133,7 +138,7 @@ class FullShard:
 
         def placement(param: nn.Parameter) -> Shard | None:
             even = [dim for dim, size in enumerate(self._dims(param)) if size % ranks == 0 and size > 0]
-            return Shard(even[0]) if even and even[0] != 0 else None
+            return Shard(even[0]) if even and even[0] != 0 else None  # None: FSDP2's own choice, dim 0
 
         policy = MixedPrecisionPolicy(
             param_dtype=precision.compute if precision.mixed else None,
@@ -147,7 +152,7 @@ class FullShard:
             fully_shard([unit], **options)  # a list: torch 2.11 takes no `ModuleList` by itself
         shards = [child for child in module.modules() if isinstance(child, FSDPModule)]
         for shard in shards:
-            shard.set_gradient_divide_factor(1.0)
+            shard.set_gradient_divide_factor(1.0)  # gradients are sums here: the engine divides by the global weight
             shard.set_force_sum_reduction_for_comms(True)
             if self.order is not None:
                 shard.set_custom_reduce_scatter(ReduceInOrder(self.order))
@@ -155,7 +160,7 @@ class FullShard:
         for unit, name in zip(self.units, self._names, strict=True):
             unit.register_forward_pre_hook(lambda m, a, name=name: self._trail.mark(name), prepend=True)
             refuse_transforms(unit, name)
-            if mesh.plan.domain_depth > 1:
+            if mesh.plan.domain_depth > 1:  # deep halos: gradients that arrive by a margin would pass FSDP2 by
                 unit.register_forward_hook(lambda m, a, output: tree_map_only(Part, _without_margin, output))
         module.register_forward_hook(lambda m, a, o: self._trail.mark(_END))
         module.register_forward_hook(lambda m, a, o: self._outlive(o), prepend=True)
@@ -164,7 +169,7 @@ class FullShard:
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # `_await` waits for its base
 
     def _outlive(self, output: Any) -> Any:
-        """Outputs that are parameters (a learned temperature) as copies: the gathered ones are about to be freed."""
+        """Returns the output with copies of parameters in it (a learned temperature), which are about to be freed."""
         gathered = {
             param.untyped_storage()._cdata for param in self.module.parameters() if not isinstance(param, DTensor)
         }
@@ -181,14 +186,14 @@ class FullShard:
             if leaf.untyped_storage()._cdata not in gathered and not of_unit:
                 return leaf
             copy = leaf.clone()
-            copy.is_weight = True  # which has no samples, whatever its sizes
+            copy.is_weight = True  # else a size that equals the batch's would be taken for its samples
             return copy
 
         change_hidden(output, keep)
         return tree_map_only(torch.Tensor, keep, output)
 
     def place(self, device: torch.device) -> list[tuple[str, nn.Parameter]]:
-        """Give the shards their memory, without values yet; (name, shard) of each parameter that is held here."""
+        """Give the shards memory, without values yet. Returns (name, shard) of each parameter that is held here."""
         with self._without_absent():
             self.module.to_empty(device=device)
             return list(self.module.named_parameters())
@@ -209,7 +214,7 @@ class FullShard:
 
     @contextmanager
     def _without_absent(self) -> Iterator[None]:
-        """What other stages hold, out of the module for a while: it needs no memory here."""
+        """Context: the module lacks the parameters of other pipeline stages, which get no memory here."""
         taken = [
             (child, leaf, param)
             for child in self.module.modules()
@@ -225,7 +230,7 @@ class FullShard:
                 child._parameters[leaf] = param
 
     def make_slots(self) -> None:
-        """After materialising: what the optimizer updates, sharing storage with the module's shards."""
+        """Make what the optimizer updates, on the memory of the module's shards; to be called once they have values."""
         for name, param in self.module.named_parameters():
             if param.requires_grad:
                 shape = param.shape[:-1] if name in self.pairs else param.shape
@@ -236,29 +241,31 @@ class FullShard:
         self._watch_use()
 
     def _outside(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
-        """What lies as the index-th parameter does, as others see it: complex, where that is held as pairs."""
+        """Returns a tensor laid out as the index-th parameter as others see it: complex, where that is pairs."""
         return as_complex(tensor) if self._complex[index] else tensor
 
     def piece(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's piece, for the optimizer, of what lies as the index-th parameter does."""
+        """Returns this rank's piece, for the optimizer, of a tensor that lies as the index-th parameter does."""
         if isinstance(tensor, DTensor):
             return self._outside(index, tensor.to_local())
-        return self._held(self._outside(index, tensor))
+        return self._uncut_piece(self._outside(index, tensor))
 
     def _gradient(self, index: int) -> torch.Tensor:
-        """This rank's piece of a gradient, on the memory of the parameter's own."""
+        """Returns this rank's piece of a gradient, on the memory of the parameter's own."""
         param, own = self.params[index], torch.Tensor.grad  # not what a script sees in its place
-        held = own.__get__(param)
-        if self._complex[index] and held.to_local().storage_offset() % 2:  # within what was reduced
-            held = DTensor(held.to_local().clone(), held._spec, requires_grad=False)
-            own.__set__(param, held)
-        return self.piece(index, held)
+        grad = own.__get__(param)
+        # FSDP2 lays the gradients of a unit end to end in one buffer; `view_as_complex` takes even offsets alone
+        if self._complex[index] and grad.to_local().storage_offset() % 2:
+            grad = DTensor(grad.to_local().clone(), grad._spec, requires_grad=False)
+            own.__set__(param, grad)
+        return self.piece(index, grad)
 
-    def _held(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of a parameter that cannot be cut: all of it on the first rank of dp_shard."""
+    def _uncut_piece(self, whole: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's piece (1-d) of a parameter that cannot be cut: all of it on the first of dp_shard."""
         return whole.view(-1)[: whole.numel() if self._shards.index == 0 else 0]
 
     def _uncut(self) -> list[int]:
+        """Returns the indices of the parameters that FSDP2 does not shard."""
         return [index for index, param in enumerate(self.params) if not isinstance(param, DTensor)]
 
     def _watch_use(self) -> None:
@@ -266,8 +273,8 @@ class FullShard:
         index_of = {slot.name: index for index, slot in enumerate(self.slots)}
         for unit in self.units:
             named = [(child, leaf, index_of.get(name)) for child, leaf, name in self.inside(unit)]
-            held = [(child, leaf, index) for child, leaf, index in named if index is not None]
-            unit.register_forward_pre_hook(lambda m, a, held=held: self._hook_gathered(held))
+            trained = [(child, leaf, index) for child, leaf, index in named if index is not None]
+            unit.register_forward_pre_hook(lambda m, a, trained=trained: self._hook_gathered(trained))
 
     def inside(self, unit: nn.Module) -> list[tuple[nn.Module, str, str]]:
         """Returns (module, attribute, name) of each parameter of a unit that is in no unit inside it."""
@@ -281,11 +288,12 @@ class FullShard:
             for leaf in child._parameters
         ]
 
-    def _hook_gathered(self, held: list[tuple[nn.Module, str, int]]) -> None:
-        for child, leaf, index in held:
+    def _hook_gathered(self, trained: list[tuple[nn.Module, str, int]]) -> None:
+        for child, leaf, index in trained:
             param = child._parameters[leaf]
-            known = param is None or isinstance(param, DTensor) or hasattr(param, "_use_is_watched")
-            if known or not param.requires_grad:  # switched off for this call
+            # a DTensor is still the shard: it was not gathered for this call, and no gradient comes to it here
+            watched = param is None or isinstance(param, DTensor) or hasattr(param, "_use_is_watched")
+            if watched or not param.requires_grad:  # switched off for this call
                 continue
             param._use_is_watched = True  # FSDP2 keeps the object and gives it its storage back each time
             param.register_post_accumulate_grad_hook(_noting(weakref.ref(self), index))
@@ -300,7 +308,7 @@ class FullShard:
             self.order.start_step()
 
     def start_micro_batch(self, *, last: bool) -> None:
-        """Every micro-batch is reduced over dp_shard, the last one over dp_replicate too."""
+        """Prepare for a micro-batch, which is reduced over dp_shard, the last one over dp_replicate too."""
         assert isinstance(self.module, FSDPModule)
         self._used_now = set()
         self.module.set_is_last_backward(last)
@@ -312,6 +320,7 @@ class FullShard:
 
     def finish_micro_batch(self) -> set[int]:
         """Returns which parameters (by index) this rank's backward reached."""
+        # deterministic: FSDP2 gives our reduce-scatter what it shards, and what it leaves alone is added here
         for index in self._uncut() if self.order is not None else ():
             param = self.params[index]
             if param.grad is not None and param.numel():
@@ -321,7 +330,7 @@ class FullShard:
         return self._used_now
 
     def _padded(self, whole: torch.Tensor) -> torch.Tensor:
-        """A tensor that is not cut as a flat one of a size that the ranks divide."""
+        """Returns the tensor flat (1-d), with zeros behind it to a size that the ranks divide."""
         flat = whole.new_zeros(-(-whole.numel() // self.ranks) * self.ranks)
         flat[: whole.numel()] = whole.reshape(-1)
         return flat
@@ -329,9 +338,10 @@ class FullShard:
     def finish_step(self, used: set[int]) -> None:
         """Point each master's gradient at the reduced shard."""
         self._used = used
-        if not self._whole_gradients:
+        if not self._whole_gradients:  # once in a step, however often this is called
             for index in self._uncut():
                 param = self.params[index]
+                # zeros where this rank's backward did not come: all ranks take part in the sum
                 gradient = torch.zeros_like(param).detach() if param.grad is None else param.grad.detach()
                 if gradient.numel() and self.order is not None:
                     total = self.order.whole(index, self._padded(gradient))
@@ -346,7 +356,7 @@ class FullShard:
             if index in self._whole_gradients:
                 slot.master.grad = self.piece(index, self._whole_gradients[index]) if index in used else None
             elif index in used and param.grad is not None:
-                slot.master.grad = self._gradient(index)
+                slot.master.grad = self._gradient(index)  # reduced by FSDP2 already, in backward
 
     def set_gradient(self, index: int, value: DTensor | None) -> None:
         """Replace a parameter's gradient for this step, as a script does; None: it has none."""
@@ -355,33 +365,33 @@ class FullShard:
         self.slots[index].master.grad = None if value is None else self._gradient(index)
 
     def tell_branches(self, wrap: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
-        """Let what is raised where ranks run other units pass through a function of the caller's."""
+        """Replace the function that refuses ranks in different units by `wrap` of it, which may say more."""
         self._trail.refuse = wrap(self._trail.refuse)  # type: ignore[method-assign]
 
     def take_uncut(self) -> None:
         """Set the masters' gradients of parameters that are not cut to what those parameters have now."""
         for index in self._whole_gradients:
-            found, slot = self.params[index].grad, self.slots[index]
-            (self._used.discard if found is None else self._used.add)(index)
-            slot.master.grad = None if found is None else self.piece(index, found.detach())
+            grad, slot = self.params[index].grad, self.slots[index]
+            (self._used.discard if grad is None else self._used.add)(index)
+            slot.master.grad = None if grad is None else self.piece(index, grad.detach())
 
     @torch.no_grad()
     def share_uncut(self) -> None:
         """Give every rank the gradients of parameters that are not cut, which the first of dp_shard alone divides and
         clips. Collective.
         """
-        held = [gradient for gradient in self._whole_gradients.values() if gradient.numel()]
-        for dtype in dict.fromkeys(gradient.dtype for gradient in held):
-            alike = [gradient for gradient in held if gradient.dtype == dtype]
+        gradients = [gradient for gradient in self._whole_gradients.values() if gradient.numel()]
+        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):  # one message for each dtype
+            alike = [gradient for gradient in gradients if gradient.dtype == dtype]
             flat = torch.cat([gradient.reshape(-1) for gradient in alike])
             broadcast(flat, self._shards, 0, "control")
             if self._shards.index:
-                for gradient, shared in zip(alike, flat.split([one.numel() for one in alike]), strict=True):
+                for gradient, shared in zip(alike, flat.split([g.numel() for g in alike]), strict=True):
                     gradient.copy_(shared.view(gradient.shape))
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Masters share storage with the module's shards; what is not cut comes from the rank that updates it."""
+        """Bring the module's weights up to the masters: shards lie on their memory, what is not cut is broadcast."""
         for index, (param, slot) in enumerate(zip(self.params, self.slots, strict=True)):
             bring_back(slot.master, self.piece(index, param.detach()))
         for index in self._uncut():
@@ -401,37 +411,37 @@ class FullShard:
         return []
 
     def select(self, index: int, whole: torch.Tensor, shard_rank: int) -> torch.Tensor:
-        """The view of a whole parameter that is the piece of a rank of dp_shard (`torch.chunk`'s cut)."""
+        """Returns the view of a whole parameter that is the piece of rank `shard_rank` (`torch.chunk`'s cut)."""
         param = self.params[index]
         if not isinstance(param, DTensor):
             return whole.view(-1)[: whole.numel() if shard_rank == 0 else 0]
         return self._narrowed(whole, param.placements[-1].dim, shard_rank)
 
     def cut_like(self, param: DTensor, whole: torch.Tensor) -> torch.Tensor:
-        """The view of a whole tensor that is this rank's piece, as of a parameter of its shape, a frozen one too."""
+        """Returns the view of a whole tensor that is this rank's piece, cut as `param`, frozen or not."""
         return self._narrowed(whole, param.placements[-1].dim, self._shards.index)
 
     def _narrowed(self, whole: torch.Tensor, dim: int, shard_rank: int) -> torch.Tensor:
-        each = -(-whole.shape[dim] // self.ranks)
-        low = min(shard_rank * each, whole.shape[dim])
-        return whole.narrow(dim, low, min(each, whole.shape[dim] - low))
+        size = -(-whole.shape[dim] // self.ranks)
+        low = min(shard_rank * size, whole.shape[dim])  # the last ranks may have less, or nothing
+        return whole.narrow(dim, low, min(size, whole.shape[dim] - low))
 
     def whole(self, index: int, piece: torch.Tensor) -> Gathering:
-        """The whole tensor from every rank's piece."""
+        """Gathers a whole tensor of the index-th parameter's shape from every rank's piece."""
         return joined(self, index, self.slots[index].shape, piece, self._shards)
 
     def full_parameter(self, index: int) -> Gathering:
-        """The whole weight, gathered."""
+        """Gathers the whole weight."""
         param = self.params[index].detach()
         if isinstance(param, DTensor):
             return self.whole(index, self.piece(index, param))
         return ready(self._outside(index, param))
 
     def full_gradient(self, index: int) -> Gathering:
-        """The whole gradient, gathered."""
+        """Gathers the whole gradient; None where no rank used the parameter."""
         if index in self._whole_gradients:
             gradient = self._whole_gradients[index].clone()
-            if gradient.numel():
+            if gradient.numel():  # the first of dp_shard alone has divided and clipped it
                 broadcast(gradient, self._shards, 0, "control")
             return ready(self._outside(index, gradient) if index in self._used else None)
         gradient = self.params[index].grad
@@ -440,5 +450,5 @@ class FullShard:
 
 
 def _without_margin(output: Part) -> torch.Tensor:
-    """The same part, whose gradient arrives at `output`, as FSDP2 waits for it: not beside it, by its margin."""
+    """Returns a view without the deep halo, so that its gradient arrives at `output`, where FSDP2 waits for it."""
     return output if output.margin is None else output.view_as(output)

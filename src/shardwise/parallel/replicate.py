@@ -45,12 +45,13 @@ class Replicate:
         self.precision = precision
         self.params = [param for _, param in named]
         self._pairs = [name in pairs for name, _ in named]
-        masters = [self._master(param, held) for (_, param), held in zip(named, self._pairs, strict=True)]
-        self.slots = [Slot(name, one.shape, one, whole=True) for (name, _), one in zip(named, masters, strict=True)]
+        masters = [self._master(param, paired) for (_, param), paired in zip(named, self._pairs, strict=True)]
+        slots = zip(named, masters, strict=True)
+        self.slots = [Slot(name, master.shape, master, whole=True) for (name, _), master in slots]
         self._pending: list[Pending] = []
         self.order = order
         self._summed = False  # in order, in this step
-        ranks = 1 if order is None else axis.size
+        ranks = 1 if order is None else axis.size  # sums in a fixed order are shared out: each rank takes its N-th
         self.buckets = GradientBuckets(
             named, dtype=precision.reduce, ranks=ranks, summing=axis.size, keep=True, launch=self._reduce, order=order
         )
@@ -76,7 +77,7 @@ class Replicate:
         self.buckets.start_step()
 
     def start_micro_batch(self, *, last: bool) -> None:
-        """Gradients are summed over ranks once, with the last micro-batch."""
+        """Prepare for a micro-batch: gradients are summed over ranks once, with the last one."""
         self.buckets.start_micro_batch(sync=last)
 
     def expect_pieces(self) -> None:
@@ -97,12 +98,14 @@ class Replicate:
         for pending in self._pending:
             pending.wait()
         self._pending.clear()
+        # deterministic: no bucket was launched; `_summed` since a step may call this more than once
         if self.order is not None and not self._summed:
             for number, bucket in enumerate(self.buckets.buckets):
                 bucket.put(self.order.whole(number, bucket.ensure()))
             self._summed = True
         for bucket in self.buckets.buckets:
             for place, entry in enumerate(bucket.layout.entries):
+                # not reached by any rank: None and not zeros, since an optimizer leaves such a parameter alone
                 gradient = bucket.view(place) if entry.index in used else None
                 master = self.slots[entry.index].master
                 if gradient is not None and gradient.dtype.to_real() != master.dtype.to_real():
@@ -114,12 +117,12 @@ class Replicate:
 
     @torch.no_grad()
     def take_weights(self) -> None:
-        """Masters follow what was written into the weights by hand."""
+        """Copy into the masters what was written into the weights by hand."""
         if self.precision.mixed:
             for param, slot in zip(self.params, self.slots, strict=True):
                 follow(slot.master, param.detach())
         for param, slot, pairs in zip(self.params, self.slots, self._pairs, strict=True):
-            if pairs and is_away(slot.master, param.detach()):
+            if pairs and is_away(slot.master, param.detach()):  # `p.data = x`: the master was a view of the old memory
                 slot.master.data = as_complex(param.detach())
 
     @torch.no_grad()
@@ -132,17 +135,17 @@ class Replicate:
                 bring_back(slot.master, as_complex(param.detach()))
 
     def gradient_buffers(self) -> list[torch.Tensor | None]:
-        """The buckets."""
+        """Returns the buckets' buffers."""
         return [bucket.buffer for bucket in self.buckets.buckets]
 
     def full_parameter(self, index: int) -> Gathering:
-        """The master weight; every rank has it."""
+        """Returns the master weight, which every rank has."""
         return ready(self.slots[index].master.detach())
 
     def full_gradient(self, index: int) -> Gathering:
-        """The gradient; every rank has it."""
+        """Returns the gradient, which every rank has; None where no rank used the parameter."""
         return ready(self.slots[index].master.grad)
 
     def whole(self, index: int, piece: torch.Tensor) -> Gathering:
-        """The piece itself: every rank holds all of it."""
+        """Returns the piece itself: every rank holds all of it."""
         return ready(piece)

@@ -36,7 +36,7 @@ class Slot:
 
 @dataclass
 class Phase:
-    """Where the engine is in a step, for what must know it inside the module."""
+    """What kind of samples the engine runs now, for code inside the module that must know."""
 
     stand_in: bool = False  # this rank runs a sample that counts nothing
     same: bool = False  # every rank runs the same samples, which count once
@@ -72,25 +72,25 @@ class DataParallel(Protocol):
         """After the optimizer: bring the module's weights up to the masters."""
 
     def take_weights(self) -> None:
-        """Masters follow what was written into the module's weights past the optimizer. Nothing is sent."""
+        """Copy into the masters what was written into the module's weights past the optimizer. Nothing is sent."""
 
     def gradient_buffers(self) -> list[torch.Tensor | None]:
-        """Storage of gradients beside the `.grad` of parameters and masters."""
+        """Returns the storage of gradients beside the `.grad` of parameters and masters."""
         ...
 
     def load_masters(self, index: int, value: torch.Tensor) -> None:
         """Where masters are wider than the module's weights: set one (or this rank's piece) from its full value."""
 
     def full_parameter(self, index: int) -> Gathering:
-        """The whole master weight, on every rank."""
+        """Gathers the whole master weight, on every rank."""
         ...
 
     def full_gradient(self, index: int) -> Gathering:
-        """The whole gradient, on every rank, None where unused."""
+        """Gathers the whole gradient, on every rank; None where no rank used the parameter."""
         ...
 
     def whole(self, index: int, piece: torch.Tensor) -> Gathering:
-        """The whole of what lies over ranks as the master does, from every rank's piece (may be empty)."""
+        """Gathers a tensor that is cut as the index-th master is (its optimizer state), from every rank's `piece`."""
         ...
 
 
@@ -101,25 +101,26 @@ class PieceSlots(Protocol):
     params: list[Any]  # what the module has: whole, or shards
 
     def select(self, index: int, whole: torch.Tensor, shard_rank: int) -> torch.Tensor:
-        """The view of `whole` (the index-th parameter) that is the piece of a rank of dp_shard; may be empty."""
+        """Returns the view of `whole`, shaped as the index-th parameter, that is the piece of rank `shard_rank`."""
         ...
 
     def full_parameter(self, index: int) -> Gathering:
-        """The whole weight, gathered."""
+        """Gathers the whole weight."""
         ...
 
 
 def joined(technique: PieceSlots, index: int, shape: torch.Size, piece: torch.Tensor, axis: Axis) -> Gathering:
-    """The whole tensor of this shape, from every rank's piece of it."""
+    """Gathers the whole tensor of this shape from every rank's `piece` of it (any shape, may be empty)."""
     like = torch.empty(shape, device="meta")
     sizes = [technique.select(index, like, rank).numel() for rank in range(axis.size)]
+    # pieces differ in size, and some are empty: rows of the largest one, so that one gather takes all
     row = piece.new_zeros(max(sizes))
     row[: piece.numel()] = piece.reshape(-1)
     table = yield row, axis
     whole = piece.new_empty(shape)
     for rank, size in enumerate(sizes):
         if size:
-            goal = technique.select(index, whole, rank)
+            goal = technique.select(index, whole, rank)  # a view: what is copied into it stands in `whole`
             goal.copy_(table[rank, :size].view(goal.shape))
     return whole
 
@@ -129,16 +130,17 @@ def joined(technique: PieceSlots, index: int, shape: torch.Size, piece: torch.Te
 
 def follow(master: torch.Tensor, weight: torch.Tensor) -> None:
     """Copy into a master, in place, the weight's elements that are not the master's own, rounded."""
+    # where they agree the master stays: it has digits that the weight's narrower dtype lost
     master.copy_(torch.where(weight == master.to(weight.dtype), master, weight.to(master.dtype)))
 
 
 def is_away(tensor: torch.Tensor, place: torch.Tensor) -> bool:
-    """Whether a tensor's memory is elsewhere than its place."""
+    """Returns whether a tensor lies in other memory than `place`; False for an empty one, which lies nowhere."""
     return tensor.numel() > 0 and tensor.data_ptr() != place.data_ptr()
 
 
 def bring_back(tensor: torch.Tensor, place: torch.Tensor) -> None:
-    """Let a tensor whose `.data` was set lie in its place again, with the values that it has."""
+    """Copy a tensor whose `.data` was set back into `place`, and let it lie there again."""
     if is_away(tensor, place):
         place.copy_(tensor.detach())
         tensor.data = place

@@ -59,7 +59,7 @@ def _add(technique: Any, index: int, gradient: torch.Tensor, whole: torch.Tensor
     param = technique.params[index]
     if whole is not None:
         param.grad = technique._whole_gradients[index].add_(whole)
-        slot.master.grad = technique._held(param.grad)
+        slot.master.grad = technique._uncut_piece(param.grad)
         return
     param.grad = gradient if param.grad is None else param.grad.add_(gradient)
     slot.master.grad = param.grad.to_local()

@@ -53,9 +53,10 @@ class ExpertCall:
     weight: int | str
 
     def read(self, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(rows, experts, weights) of a call."""
-        found = [args[key] if isinstance(key, int) else kwargs[key] for key in (self.rows, self.index, self.weight)]
-        return found[0], found[1], found[2]
+        """Returns (rows (T, H), experts (T, k), weights (T, k)) of a call."""
+        keys = (self.rows, self.index, self.weight)
+        rows, index, weight = (args[key] if isinstance(key, int) else kwargs[key] for key in keys)
+        return rows, index, weight
 
     def made(self, args: tuple, kwargs: dict, *values: torch.Tensor) -> tuple[list, dict]:
         """Returns the call's arguments with other rows, experts and weights in their places."""
@@ -88,16 +89,16 @@ class ExpertParallel:
 
     @property
     def experts(self) -> dict[str, int]:
-        """Stacked parameter -> number of experts in it."""
+        """Returns the number of experts in each stacked parameter, by its name."""
         return {name: stack.experts for stack in self.stacks for name in stack.names}
 
     def here(self, absent: Collection[str]) -> ExpertParallel:
         """Returns the experts of this rank's pipeline stages alone."""
-        held = [stack for stack in self.stacks if not absent or set(stack.names) - set(absent)]
-        return replace(self, stacks=held)
+        stacks = [stack for stack in self.stacks if not absent or set(stack.names) - set(absent)]
+        return replace(self, stacks=stacks)
 
     def notices(self) -> list[str]:
-        """One line on what is spread."""
+        """Returns one line for the user on how many experts of how many modules are spread."""
         counts = sorted({stack.experts for stack in self.stacks})
         return [
             f"ep={self.axis.size} spreads the experts of {len(self.stacks)} modules, "
@@ -112,8 +113,8 @@ class ExpertParallel:
             full = value_of(name)
             if name not in experts:
                 return full
-            each = experts[name] // self.axis.size
-            return full.narrow(0, self.axis.index * each, each)
+            per_rank = experts[name] // self.axis.size
+            return full.narrow(0, self.axis.index * per_rank, per_rank)
 
         return value
 
@@ -135,6 +136,7 @@ def install(module: nn.Module, experts: ExpertParallel, device: torch.device, *,
     traced  a compiler goes through the blocks: it leaves experts and the way to them alone, since the number of rows
             is another in each step
     """
+    # ranks that come to other experts, or to none, are named before they would wait for each other in an exchange
     events = [f"the experts '{stack.path}'" for stack in experts.stacks]
     trail = Trail(experts.axis, [*events, _END], device, why=_WHY)
     module.register_forward_hook(lambda m, a, o: trail.mark(_END))
@@ -145,13 +147,14 @@ def install(module: nn.Module, experts: ExpertParallel, device: torch.device, *,
 
 
 def _dispatched(child: nn.Module, stack: Stack, axis: Axis, trail: Trail) -> Any:
+    """Returns a forward that has every row computed by the rank that holds its expert."""
     own = child.forward
-    each = stack.experts // axis.size
+    per_rank = stack.experts // axis.size
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         def compute(*values: torch.Tensor) -> Any:
             new_args, new_kwargs = stack.call.made(args, kwargs, *values)
-            with counting(child, stack.counters, each):
+            with counting(child, stack.counters, per_rank):  # its code loops over as many experts as lie here
                 return own(*new_args, **new_kwargs)
 
         def exchanged(rows: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -165,7 +168,7 @@ def _dispatched(child: nn.Module, stack: Stack, axis: Axis, trail: Trail) -> Any
 
 @contextmanager
 def on_own_rows(module: nn.Module, stacks: Sequence[Stack]) -> Iterator[None]:
-    """While it lasts, each module of experts computes the rows of this rank alone, with all its experts."""
+    """Context: each module of experts computes the rows of this rank alone, with all its experts."""
     changed = [module.get_submodule(stack.path) for stack in stacks]
     before = [vars(child).get("forward") for child in changed]
     compute_own_rows(module, stacks)
@@ -173,7 +176,7 @@ def on_own_rows(module: nn.Module, stacks: Sequence[Stack]) -> Iterator[None]:
         yield
     finally:
         for child, forward in zip(changed, before, strict=True):
-            if forward is None:
+            if forward is None:  # it had its class's
                 del vars(child)["forward"]
             else:
                 vars(child)["forward"] = forward

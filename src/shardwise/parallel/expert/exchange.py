@@ -24,24 +24,26 @@ Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]  # rows (R, 
 
 
 def _move(tensor: torch.Tensor, sent: list[int], received: list[int], axis: Axis, tag: str = "experts") -> torch.Tensor:
+    """Returns the rows that arrive here where `sent` counts rows for each rank, and `received` those from each."""
     arrived = tensor.new_empty((sum(received), *tensor.shape[1:]))
     if axis.rehearsal is None:
         all_to_all(arrived, tensor.contiguous(), received, sent, axis, tag)
         return arrived
     axis.note(tag, "all_to_all", tensor)
+    # in a rehearsal rows may hold anything, but integers are counts: they say how many rows come
     return arrived if tensor.is_floating_point() else _of_all(tensor.split(sent)[axis.index], axis)
 
 
 def _of_all(counts: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """In a rehearsal: what every rank sends this one, from what it sends itself and how much each brings."""
+    """Returns, in a rehearsal, the counts that all ranks would send this one: its own, scaled by the ranks' loads."""
     assert axis.rehearsal is not None
     loads = axis.rehearsal.loads or (1,) * axis.size
     mine = loads[axis.index]
-    return torch.cat([(2 * counts * load + mine) // (2 * mine) for load in loads])
+    return torch.cat([(2 * counts * load + mine) // (2 * mine) for load in loads])  # rounded to the nearest
 
 
 class _Exchange(torch.autograd.Function):
-    """Several tensors at once, so that all ranks come to their gradients in one order."""
+    """All-to-all of several tensors at once, so that all ranks come to their gradients in one order."""
 
     @staticmethod
     def forward(ctx, axis: Axis, sent: list[int], received: list[int], *tensors: torch.Tensor):
@@ -59,13 +61,13 @@ class _Exchange(torch.autograd.Function):
 
 
 def of_own_rows(rows: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, run: Compute) -> torch.Tensor:
-    """`run` on the rows of this rank alone, where positions are cut over ranks; its result is cut as the rows are.
+    """Returns `run` on the rows of this rank alone, cut as the rows are, where positions are cut over ranks.
 
     Right for whatever treats rows apart. Over other axes (tensor parallelism) the three are whole in `run`.
     """
     rows = settled(rows)
     cuts, axes = cuts_of(rows), axes_of(rows)
-    with own_rows(axes):
+    with own_rows(axes):  # weights that are read in here get gradients of these rows: summands over the axes
         done = run(apart(rows, cuts, axes), share_under(index, cuts, axes), apart(weight, cuts, axes))
     return joined(settled(done), cuts, axes)
 
@@ -73,43 +75,46 @@ def of_own_rows(rows: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, r
 def through_owners(
     rows: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, experts: int, axis: Axis, compute: Compute
 ) -> torch.Tensor:
-    """The sum over each token's pairs, every pair computed by the rank of the axis that holds its expert.
+    """Returns the sum over each token's pairs, every pair computed by the rank that holds its expert.
 
     rows (T, H), index (T, k) of `experts` in all, weight (T, k) -> (T, H). `compute` gets rows, local experts and
     weights of pairs, one to a row. The three are plain. Collective over the axis; differentiable.
     """
     tokens, k = index.shape
-    each = experts // axis.size
+    per_rank = experts // axis.size
     flat = index.reshape(-1).long()
     order = flat.argsort(stable=True)  # by expert, and so by owner
     _require_known(flat, experts)
     counts = flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat))  # bincount would read the largest
-    ones = [each] * axis.size
-    theirs = _move(counts, ones, ones, axis, "control")  # by sender, then by expert of this rank
-    sums = torch.cat([counts, theirs]).view(2, axis.size, each).sum(-1)
-    sent, received = read(sums, "rows for experts")
+    even = [per_rank] * axis.size
+    theirs = _move(counts, even, even, axis, "control")  # by sender, then by expert of this rank
+    sums = torch.cat([counts, theirs]).view(2, axis.size, per_rank).sum(-1)
+    sent, received = read(sums, "rows for experts")  # both at once: the host waits for the device once
     by_pair = rows.unsqueeze(1).expand(tokens, k, rows.shape[1]).reshape(tokens * k, -1)
     arrived, weights = _Exchange.apply(axis, sent, received, by_pair[order], weight.reshape(-1)[order])
-    local = (
-        torch.arange(each, device=flat.device).repeat(axis.size).repeat_interleave(theirs, output_size=sum(received))
-    )
+    # of each row that came: its expert, counted from this rank's first; `output_size` spares a wait for the device
+    here = torch.arange(per_rank, device=flat.device).repeat(axis.size)
+    local = here.repeat_interleave(theirs, output_size=sum(received))
     done = whole(_of_rows(compute, arrived, local.to(index.dtype), weights))  # tp may have cut it
     (back,) = _Exchange.apply(axis, received, sent, done)
-    return back[order.argsort()].view(tokens, k, -1).sum(1)
+    return back[order.argsort()].view(tokens, k, -1).sum(1)  # weighted already: experts were given the weights
 
 
 def _require_known(chosen: torch.Tensor, experts: int) -> None:
-    known = (chosen >= 0) & (chosen < experts)
+    """Raises `RunError` for a token whose expert there is not."""
+    exists = (chosen >= 0) & (chosen < experts)
 
     def error() -> RunError:
-        return RunError(f"a token is sent to expert {int(chosen[~known][0])}, and there are {experts} (from 0)")
+        return RunError(f"a token is sent to expert {int(chosen[~exists][0])}, and there are {experts} (from 0)")
 
-    require(known.all(), error)
+    require(exists.all(), error)
 
 
 def _of_rows(compute: Compute, rows: torch.Tensor, local: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """`compute`, also where no row came: on a row of ones of which nothing is kept, so that backward is the same."""
+    """Returns `compute` of the rows, also where no row came."""
     count = rows.shape[0]
+    # on a row of ones of which nothing is kept: backward comes to the same collectives as on the other ranks, and the
+    # weights have gradients of zeros
     if count == 0:
         rows = torch.cat([rows, rows.new_ones((1, rows.shape[1]))])
         weights = torch.cat([weights, weights.new_ones(1)])

@@ -46,7 +46,7 @@ _TOKENS = 5
 def find_experts(
     built: Built, batch: Any, run: Callable[[nn.Module, Any], Any], ranks: int, dtype_of: DtypeOf
 ) -> list[Stack]:
-    """The modules whose experts can be spread over `ranks`, from one forward and a trial of each.
+    """Returns the modules whose experts can be spread over `ranks`, from one forward and a trial of each.
 
     batch  a few samples on the CPU
     run    (module, batch) -> anything: one forward as the engine runs it, on tensors of `dtype_of` each
@@ -67,30 +67,31 @@ def find_experts(
 
 
 def find_row_wise(built: Built, batch: Any, run: Callable[[nn.Module, Any], Any], dtype_of: DtypeOf) -> list[Stack]:
-    """The modules of experts that give for each row what they would give for it alone; arguments of `find_experts`."""
-    found = []
+    """Returns the modules of experts that treat each row by itself; arguments as of `find_experts`."""
+    stacks = []
     for path, seen in _look(built, batch, run, dtype_of)[0].items():
         try:
-            found.append(_tried(built, path, seen, 1))
+            stacks.append(_tried(built, path, seen, 1))
         except RefusedPlan:  # its operations are met one by one, as those of any other module
             continue
-    return found
+    return stacks
 
 
 def holds_experts(
     built: Built, batch: Any, run: Callable[[nn.Module, Any], Any], dtype_of: DtypeOf
 ) -> bool:  # fmt: skip
-    """Whether a module is called as experts are; see `find_experts`."""
+    """Returns whether any module is called as experts are; see `find_experts`."""
     return bool(_look(built, batch, run, dtype_of)[0])
 
 
 def _refuse_shared(module: nn.Module, stack: Stack, touched: set[str], ranks: int) -> None:
+    """Raises `RefusedPlan` for experts that are used outside of their module's forward; `touched`: names used there."""
     inside = set(module.get_submodule(stack.path).modules())
     named = dict(module.named_parameters(remove_duplicate=False))
     mine = {name: named[name] for name in stack.names}
-    for child in set(module.modules()) - inside:
-        held = {id(param) for param in child._parameters.values() if param is not None}
-        touched = touched | {name for name, param in mine.items() if id(param) in held}
+    for child in set(module.modules()) - inside:  # held by another module too, which may use them in other forwards
+        own = {id(param) for param in child._parameters.values() if param is not None}
+        touched = touched | {name for name, param in mine.items() if id(param) in own}
     used = sorted(touched & set(stack.names))
     if used:
         raise RefusedPlan(
@@ -114,7 +115,7 @@ class CandidateCall:
 
 
 class _Touched(TorchDispatchMode):
-    """Notes which parameters operations read."""
+    """Mode that notes in `seen` the names of parameters that operations read."""
 
     def __init__(self, names: dict[int, str]):
         super().__init__()
@@ -129,7 +130,7 @@ class _Touched(TorchDispatchMode):
 
 
 def _look(built: Built, batch: Any, run: Callable, dtype_of: DtypeOf) -> tuple[dict[str, CandidateCall], set[str]]:
-    """Calls of candidates by path, and the parameters used outside them: on tensors without values where they do."""
+    """Returns (calls of candidates by path, names of parameters that are used outside of candidates)."""
     with unlogged():
         try:
             return _forward(built, batch, run, dtype_of, Fake())
@@ -163,7 +164,7 @@ def _forward(
 
 @contextmanager
 def _watched(module: nn.Module, calls: dict[str, CandidateCall]) -> Iterator[None]:
-    """Candidates return tensors of the right shape instead of computing."""
+    """Context: candidates note their calls, and return tensors of the right shape instead of computing."""
     changed = []
     for path, child in module.named_modules():
         if path and not isinstance(child, nn.ModuleList | nn.ModuleDict) and _first_dims(child):
@@ -180,7 +181,7 @@ def _watched(module: nn.Module, calls: dict[str, CandidateCall]) -> Iterator[Non
 
 
 def _first_dims(child: nn.Module) -> list[int]:
-    """Sizes of the first dim of its parameters, from the one with most elements down."""
+    """Returns the sizes of the first dim of its parameters, from the one with most elements down."""
     elements: dict[int, int] = {}
     for param in child.parameters():
         if param.dim() >= 2 and param.shape[0] >= 2:
@@ -206,7 +207,7 @@ def _recorder(child: nn.Module, path: str, calls: dict[str, CandidateCall]) -> C
 
 
 def read_call(args: tuple, kwargs: dict) -> ExpertCall | None:
-    """Where rows (T, H), experts (T, k) and weights (T, k) stand, if these are the tensors of the call."""
+    """Returns where rows (T, H), experts (T, k) and weights (T, k) stand in a call; None for other tensors in it."""
     places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     tensors = [(key, value) for key, value in places if isinstance(value, torch.Tensor)]
     if len(tensors) != 3 or any(value.dim() != 2 for _, value in tensors):
@@ -215,7 +216,7 @@ def read_call(args: tuple, kwargs: dict) -> ExpertCall | None:
     floats = [(key, value) for key, value in tensors if value.is_floating_point()]
     if len(whole) != 1 or len(floats) != 2:
         return None
-    (index, experts), wanted = whole[0], whole[0][1].shape
+    (index, experts), wanted = whole[0], whole[0][1].shape  # H == k: rows and weights look alike, and it is none
     weights = [key for key, value in floats if value.shape == wanted]
     rows = [key for key, value in floats if value.shape != wanted and value.shape[0] == experts.shape[0]]
     return ExpertCall(rows[0], index, weights[0]) if len(weights) == len(rows) == 1 else None
@@ -225,11 +226,11 @@ def read_call(args: tuple, kwargs: dict) -> ExpertCall | None:
 
 
 def _tried(built: Built, path: str, seen: CandidateCall, ranks: int) -> Stack:
-    """The stack of a candidate, or `RefusedPlan` with what the trial showed."""
+    """Returns the stack of a candidate. Raises `RefusedPlan` with what the trial showed."""
     child = built.module.get_submodule(path)
     sizes = _first_dims(child)
     reasons = []
-    for experts in sizes:
+    for experts in sizes:  # which of the first dims counts experts is not known: each is tried
         if experts % ranks:
             reasons.append(f"its {experts} experts cannot be dealt evenly over {ranks} ranks")
             continue
@@ -242,11 +243,11 @@ def _tried(built: Built, path: str, seen: CandidateCall, ranks: int) -> Stack:
 
 
 class _Failed(Exception):
-    """What a trial showed."""
+    """The reason why a trial failed, for the refusal's text."""
 
 
 def _trial(built: Built, seen: CandidateCall, stack: Stack, ranks: int) -> Stack:
-    """The stack with its counters. Raises `_Failed`."""
+    """Returns the stack with its counters. Raises `_Failed`."""
     try:
         return _trial_in(torch.float64, built, seen, stack, ranks)
     except (RuntimeError, NotImplementedError, TypeError) as error:  # kernels without float64
@@ -284,15 +285,16 @@ def _trial_in(dtype: torch.dtype, built: Built, seen: CandidateCall, stack: Stac
 
 
 def _random(param: torch.Tensor, dtype: torch.dtype, generator: torch.Generator, *, stacked: bool) -> torch.Tensor:
-    """Values of about the size that keeps activations at 1; those of experts overlap in memory."""
+    """Returns values of about the size that keeps activations at 1; those of experts overlap in memory."""
     count, shape = (param.shape[0], param.shape[1:]) if stacked else (1, param.shape)
-    each = max(shape.numel(), 1)
-    size = max(each / max(shape), 1) if shape else 1.0
-    flat = torch.randn(each + (count - 1) * _SHIFT, dtype=torch.float32, generator=generator).to(dtype)
+    elements = max(shape.numel(), 1)
+    size = max(elements / max(shape), 1) if shape else 1.0
+    flat = torch.randn(elements + (count - 1) * _SHIFT, dtype=torch.float32, generator=generator).to(dtype)
     flat *= max(max(shape, default=1), size) ** -0.5
     if not stacked:
         return flat.view(shape)
     strides = torch.empty(shape, device="meta").stride()
+    # expert e begins e * _SHIFT elements further on: others differ from it, in the memory of one
     return flat.as_strided((count, *shape), (_SHIFT, *strides))
 
 
@@ -318,21 +320,23 @@ class _Trial:
         return bool(((a - b).abs().max() <= _TOLERANCE[self.dtype] * b.abs().max()) & b.isfinite().all())
 
     def _draw(self, low: int, high: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Distinct experts in [low, high) for each token, and weights."""
+        """Returns (distinct experts in [low, high), weights) for each token, (T, k) both."""
         drawn = [low + torch.randperm(high - low, generator=self.generator)[:k] for _ in range(_TOKENS)]
         weight = 0.1 + torch.rand(_TOKENS, k, generator=self.generator)
         return torch.stack(drawn), weight.to(self.dtype)
 
     def pairs_add_up(self) -> None:
-        """One call against one for each choice of every token, tokens in another order and in two parts."""
+        """Compare one call with one for each choice of every token, tokens in another order and in two parts.
+
+        Raises `_Failed` where they differ.
+        """
         index, weight = self._draw(0, self.experts, min(self.seen.k, self.experts))
         together = self._call(self.rows, index, weight)
         order = torch.randperm(_TOKENS, generator=self.generator)
         apart = torch.zeros_like(together)
         for choice in range(index.shape[1]):
             for part in (order[:2], order[2:]):
-                one = (self.rows[part], index[part, choice, None], weight[part, choice, None])
-                apart[part] += self._call(*one)
+                apart[part] += self._call(self.rows[part], index[part, choice, None], weight[part, choice, None])
         if not self._same(apart, together):
             raise _Failed(
                 "its result for a token and an expert depends on the token's other experts, on other tokens, on their "
@@ -340,12 +344,13 @@ class _Trial:
             )
 
     def counters(self, ranks: int) -> tuple[str, ...]:
-        """The attributes that must be the number of experts held, so that slices of the experts give the same."""
+        """Returns the attributes to set to the number of experts here, so that slices of the experts give the same."""
         named = [name for name, value in vars(self.child).items() if type(value) is int and value == self.experts]
+        # none, all, one, two: an attribute may equal the number of experts without counting them (a width)
         choices = [(), tuple(named), *((name,) for name in named)]
         choices += [pair for pair in itertools.combinations(named, 2) if len(named) > 2]
         owners = sorted({0, min(1, ranks - 1), ranks // 2, ranks - 1} - {ranks})
-        for counters in dict.fromkeys(choices):
+        for counters in dict.fromkeys(choices):  # the first that is right
             if all(self._slice_agrees(owner, ranks, counters) for owner in owners):
                 return counters
         raise _Failed(
@@ -354,18 +359,19 @@ class _Trial:
         )
 
     def _slice_agrees(self, owner: int, ranks: int, counters: tuple[str, ...]) -> bool:
-        each = self.experts // ranks
-        local = torch.cat([torch.randperm(each, generator=self.generator) for _ in range(-(-_TOKENS // each))])
+        """Returns whether rank `owner`'s slice of the experts gives what all of them give, with these counters set."""
+        size = self.experts // ranks
+        local = torch.cat([torch.randperm(size, generator=self.generator) for _ in range(-(-_TOKENS // size))])
         local, weight = local[:_TOKENS, None], self._draw(0, self.experts, 1)[1]
-        whole = self._call(self.rows, local + owner * each, weight)
+        whole = self._call(self.rows, local + owner * size, weight)
         named = {id(param): name for name, param in self.child.named_parameters()}
 
         def cut(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.narrow(0, owner * each, each) if named.get(id(tensor)) in self.stacked else tensor
+            return tensor.narrow(0, owner * size, size) if named.get(id(tensor)) in self.stacked else tensor
 
-        with standing_in(self.child, cut), counting(self.child, counters, each):
+        with standing_in(self.child, cut), counting(self.child, counters, size):
             try:
                 part = self._call(self.rows, local, weight)
-            except (RuntimeError, IndexError, ValueError):
+            except (RuntimeError, IndexError, ValueError):  # sizes that do not meet: these are not the counters
                 return False
         return self._same(part, whole)

@@ -21,7 +21,7 @@ from shardwise.parallel.slots import DataParallel, Slot
 
 
 class WithExperts:
-    """`rest` and `experts`, each with parameters of its own; indices are those among all `names`.
+    """Two techniques as one, `rest` and `experts`, each with its own parameters; indices are those among all `names`.
 
     ranks  this rank's place among those that share the rest, and among those that share its experts: the first
            counts a replicated gradient in the norm. None: both are in pieces over the same ranks, as weights that a
@@ -48,14 +48,14 @@ class WithExperts:
             for technique in (rest, experts)
             for place, index in enumerate(self._indices[id(technique)])
         }
-        for technique in (rest, experts):
+        for technique in (rest, experts):  # a replicated gradient is in the norm once: by the first rank that has it
             for slot in technique.slots:
                 slot.counted = technique.in_pieces or self._rank(technique, 0) == 0
         self.slots: list[Slot] = [*rest.slots, *experts.slots]
 
     @property
     def params(self) -> list[Any]:
-        """The parameters as the module holds them, by index."""
+        """Returns the parameters as the module holds them, by index."""
         home: list[tuple[Any, int]] = [self._home[index] for index in range(len(self._home))]
         return [technique.params[place] for technique, place in home]
 
@@ -107,7 +107,7 @@ class WithExperts:
         technique.load_masters(place, value)
 
     def select(self, index: int, whole: torch.Tensor, shard_rank: int) -> torch.Tensor:
-        """The view of a parameter (of an expert one: of this rank's experts) that is this rank's piece."""
+        """Returns the view of a parameter (of an expert one: of this rank's experts) that is this rank's piece."""
         technique, place = self._home[index]
         select = getattr(technique, "select", None)
         return whole if select is None else select(place, whole, self._rank(technique, shard_rank))
@@ -116,16 +116,16 @@ class WithExperts:
         return shard_rank if self.ranks is None else self.ranks[technique is self.experts]
 
     def full_parameter(self, index: int) -> Gathering:
-        """The master weight; of an expert parameter, this rank's experts."""
+        """Gathers the master weight; of an expert parameter, this rank's experts."""
         technique, place = self._home[index]
         return technique.full_parameter(place)
 
     def full_gradient(self, index: int) -> Gathering:
-        """Returns a gradient (of experts, this rank's), gathered; None where the parameter was not used."""
+        """Gathers a gradient (of experts, this rank's); None where the parameter was not used."""
         technique, place = self._home[index]
         return technique.full_gradient(place)
 
     def whole(self, index: int, piece: torch.Tensor) -> Gathering:
-        """The whole of a tensor (of an expert one: of this rank's experts), from pieces."""
+        """Gathers the whole of a tensor (of an expert one: of this rank's experts) from every rank's piece."""
         technique, place = self._home[index]
         return technique.whole(place, piece)

@@ -30,33 +30,40 @@ from shardwise.errors import RefusedPlan
 
 @dataclass
 class Later:
-    """What W needs: for each N the gradients it was entered with, and the weights below its M."""
+    """What W needs of I.
 
-    roots: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)  # a stage without an input
-    given: dict[Node, tuple] = field(default_factory=dict)
-    weights: dict[Node, list[Node]] = field(default_factory=dict)  # the nodes that accumulate them
+    roots    (output, gradient) of a stage without an input, whose whole backward is W; else empty
+    entered  of each N: the gradients that I entered it with, by its outputs
+    weights  of each N and each root of `apart`: the nodes that accumulate the gradients of the weights below
+    apart    roots that lead to no input: (output, gradient) of each, with which W begins there
+    kept     the stage's outputs, which keep the graph alive until W
+    """
+
+    roots: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)
+    entered: dict[Node, tuple] = field(default_factory=dict)
+    weights: dict[Node, list[Node]] = field(default_factory=dict)
     apart: dict[Node, list[tuple[int, torch.Tensor | None]]] = field(default_factory=dict)
     kept: list[torch.Tensor] = field(default_factory=list)
 
 
 def whole(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-    """The whole backward of a stage (B): adds to `.grad` of its inputs and its weights."""
+    """Run the whole backward of a stage (B): adds to `.grad` of its inputs and its weights."""
     pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
     if pairs:
         torch.autograd.backward([root_of(o) for o, _ in pairs], [g for _, g in pairs])
 
 
 def root_of(tensor: torch.Tensor) -> torch.Tensor | GradientEdge:
-    """Returns where backward begins or ends. Given a tensor with functions of its own (a share), torch would run all of
-    backward as one of these, in which blocks that run again would meet none.
-    """
+    """Returns what to call backward with for a tensor: itself, or of a subclass its edge of the graph."""
+    # torch would run all of backward as one function of the subclass (a share): blocks that are computed again in it
+    # would then run with none of the subclass's functions
     return get_gradient_edge(tensor) if has_torch_function((tensor,)) else tensor
 
 
 def of_input(
     outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]
 ) -> Later:
-    """The first half of a stage's backward (I): sets `.grad` of its inputs; returns what the second half (W) needs."""
+    """Run the first half of a stage's backward (I), adding to `.grad` of its inputs. Returns what the second needs."""
     pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
     if not inputs or not pairs:
         return Later(roots=pairs)
@@ -68,12 +75,13 @@ def of_input(
         if _node(output) in apart:
             later.apart.setdefault(_node(output), []).append((output.output_nr, gradient))
     handles = [
-        node.register_prehook(lambda given, node=node: later.given.__setitem__(node, given))
+        node.register_prehook(lambda grads, node=node: later.entered.__setitem__(node, grads))
         for node in later.weights
         if node not in apart
     ]
     try:
-        found = torch.autograd.grad(
+        # `grad` by the inputs alone runs no node that leads to weights only: these are left to W, on the same graph
+        input_grads = torch.autograd.grad(
             [root_of(o) for o, _ in pairs], [root_of(leaf) for leaf in inputs], [g for _, g in pairs],
             retain_graph=True, allow_unused=True,
         )  # fmt: skip
@@ -88,29 +96,29 @@ def of_input(
     finally:
         for handle in handles:
             handle.remove()
-    for leaf, gradient in zip(inputs, found, strict=True):
-        if gradient is not None:
+    for leaf, gradient in zip(inputs, input_grads, strict=True):
+        if gradient is not None:  # what backward did not reach is told to the stage before as None, not as zeros
             leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
     return later
 
 
 def of_weights(later: Later) -> None:
-    """The second half of a stage's backward (W): adds to `.grad` of its weights."""
+    """Run the second half of a stage's backward (W): adds to `.grad` of its weights."""
     if later.roots:
         whole([o for o, _ in later.roots], [g for _, g in later.roots])
         return
     sums: dict[Node, torch.Tensor] = {}
     for group in _groups(later):
-        starts = [(node, place, g) for node in group for place, g in _starts(later, node) if g is not None]
+        starts = [(node, output, g) for node in group for output, g in _starts(later, node) if g is not None]
         goals = list(dict.fromkeys(weight for node in group for weight in later.weights[node]))
         if not starts:
             continue
-        # a node of the group may lie below another: it is given what I gave it, however it is reached
-        held = [node for node in group if node in later.given] if len(group) > 1 else []
-        handles = [node.register_prehook(lambda _, given=later.given[node]: given) for node in held]
+        # a node of the group may lie below another, which would add to what it starts with: it gets what I gave it
+        fixed = [node for node in group if node in later.entered] if len(group) > 1 else []
+        handles = [node.register_prehook(lambda _, grads=later.entered[node]: grads) for node in fixed]
         try:
-            found = torch.autograd.grad(
-                [GradientEdge(node, place) for node, place, _ in starts],
+            grads = torch.autograd.grad(
+                [GradientEdge(node, output) for node, output, _ in starts],
                 [GradientEdge(weight, 0) for weight in goals] + _asked_besides(group),
                 [g for _, _, g in starts],
                 retain_graph=True,
@@ -119,29 +127,31 @@ def of_weights(later: Later) -> None:
         finally:
             for handle in handles:
                 handle.remove()
-        sums |= {weight: gradient for weight, gradient in zip(goals, found, strict=False) if gradient is not None}
-    later.given.clear()
-    if sums:
+        # not strict: behind the goals stand the gradients that `_asked_besides` asked for
+        sums |= {weight: gradient for weight, gradient in zip(goals, grads, strict=False) if gradient is not None}
+    later.entered.clear()
+    if sums:  # through the nodes that accumulate, so that the weights' hooks (buckets of data parallelism) see them
         torch.autograd.backward([GradientEdge(weight, 0) for weight in sums], list(sums.values()))
 
 
 def _asked_besides(group: list[Node]) -> list[GradientEdge]:
-    """The inputs of group norms, whose kernel for channels-last tensors on CPU (torch 2.13) writes that gradient into
-    nothing, and ends the process, where it is not asked for.
-    """
+    """Returns the edges to the inputs of group norms, whose gradients nobody needs."""
+    # the kernel for channels-last tensors on CPU (torch 2.13) writes that gradient into nothing, and ends the process,
+    # where it is not asked for (`test_a_group_norm_in_channels_last_is_split`)
     norms = (node for node in group if node.name() == "NativeGroupNormBackward0")
     return [GradientEdge(node, place) for node, place in (norm.next_functions[0] for norm in norms) if node is not None]
 
 
 def _starts(later: Later, node: Node) -> list[tuple[int, torch.Tensor | None]]:
-    return list(enumerate(later.given[node])) if node in later.given else later.apart[node]
+    """Returns (output, gradient) with which W begins at a node."""
+    return list(enumerate(later.entered[node])) if node in later.entered else later.apart[node]
 
 
 def _node(tensor: torch.Tensor) -> Node:
-    """The node that a gradient of this tensor enters: that of a leaf accumulates."""
+    """Returns the node that a gradient of this tensor enters; of a leaf the one that accumulates."""
     if tensor.grad_fn is not None:
         return tensor.grad_fn
-    viewed = tensor.view_as(tensor).grad_fn
+    viewed = tensor.view_as(tensor).grad_fn  # torch has no other way to the node that accumulates a leaf's gradient
     assert viewed is not None
     node = viewed.next_functions[0][0]
     assert node is not None
@@ -149,14 +159,15 @@ def _node(tensor: torch.Tensor) -> Node:
 
 
 def _weights(roots: list[Node], targets: set[Node]) -> tuple[dict[Node, list[Node]], set[Node]]:
-    """For each node that leads to a target: the weights below those of its edges that lead to none.
+    """Returns (weights, apart): by node, the nodes that accumulate the weights below it; roots that reach no target.
 
-    Also for each root that leads to no target; the set has these roots.
+    The nodes are those that lead to a target, with what lies below those of their edges that lead to none, and the
+    roots in `apart`, with all below them.
     """
     below: dict[Node, tuple[Node, ...]] = dict.fromkeys(targets, ())
     reaches: dict[Node, bool] = {}
     order: list[Node] = []  # children before parents
-    queue: list[tuple[Node, bool]] = [(root, False) for root in roots]
+    queue: list[tuple[Node, bool]] = [(root, False) for root in roots]  # by hand: graphs are deeper than Python's stack
     while queue:
         node, done = queue.pop()
         children = [child for child, _ in node.next_functions if child is not None]
@@ -171,26 +182,26 @@ def _weights(roots: list[Node], targets: set[Node]) -> tuple[dict[Node, list[Nod
             reaches[node] = False  # until its children are known; a graph has no circles
             queue.append((node, True))
             queue += [(child, False) for child in children if child not in reaches]
-    found = {}
+    below_edges = {}
     for node in order:
         if reaches[node] and node not in targets:
             weights = [w for child, _ in node.next_functions if child is not None for w in below[child]]
             if weights:
-                found[node] = list(dict.fromkeys(weights))
+                below_edges[node] = list(dict.fromkeys(weights))
     apart = {root for root in roots if not reaches[root] and below[root]}
-    return found | {root: list(below[root]) for root in apart}, apart
+    return below_edges | {root: list(below[root]) for root in apart}, apart
 
 
 def _accumulating(node: Node) -> tuple[Node, ...]:
-    """The node itself where it accumulates a leaf's gradient."""
+    """Returns (node,) where it accumulates a leaf's gradient, else ()."""
     return (node,) if hasattr(node, "variable") else ()
 
 
 def _groups(later: Later) -> list[list[Node]]:
-    """Nodes that share a weight go together, so that its gradient is whole."""
+    """Returns the nodes in groups: those that share a weight go together, so that its gradient is whole."""
     by_weight: dict[Node, list[Node]] = defaultdict(list)
     for node in later.weights:
-        if node in later.given or node in later.apart:
+        if node in later.entered or node in later.apart:  # else no gradient came to it
             for weight in later.weights[node]:
                 by_weight[weight].append(node)
     group_of: dict[Node, list[Node]] = {}

@@ -14,24 +14,26 @@ SLACK = 1.05  # of the best time, within which stages are balanced by their para
 
 
 def uses(flow: Flow) -> list[tuple[int, int]]:
-    """When parameters are used, and the id of each."""
+    """Returns (time, id of a parameter) for each time that an operation reads one."""
     return [(op.time, flow.parameters[n]) for op in flow.ops if not op.inner for n in op.reads if n in flow.parameters]
 
 
 def uses_led(flow: Flow) -> list[tuple[int, int]]:
-    """Those of them that a gradient of the output goes back to."""
+    """Returns those of `uses` that a gradient of the output goes back to."""
+    # a forward that takes gradients itself: its output is reached by these too, which `led` does not follow
     led = {op.time for op in flow.ops if flow.taken or (op.leads and not flow.led.isdisjoint(op.makes))}
     return [(time, param) for time, param in uses(flow) if time in led]
 
 
 def costs_of(flow: Flow) -> Prefix:
-    """Costs of what code computes; the backward of a gradient that it takes costs where its forward did."""
+    """Returns the costs of operations over time."""
+    # `inner`: of a gradient that the forward takes; its backward is computed on the stage that computed its forward
     forward = [op for op in flow.ops if not op.inner]
     return Prefix([op.time for op in forward], [op.cost for op in forward])
 
 
 class Prefix:
-    """Sums over spans of time."""
+    """Values at times, whose sum over any span is read off two running sums."""
 
     def __init__(self, times: list[int], values: list[float]):
         self.times = times
@@ -40,19 +42,20 @@ class Prefix:
             self.sums.append(self.sums[-1] + value)
 
     def between(self, start: int, stop: int) -> float:
-        """The sum over start <= time < stop."""
+        """Returns the sum of the values at start <= time < stop."""
         return self.sums[bisect.bisect_left(self.times, stop)] - self.sums[bisect.bisect_left(self.times, start)]
 
 
 def balanced(
     flow: Flow, module: nn.Module, moments: Sequence[int], count: int, used: Used
 ) -> tuple[float, list[int]]:  # fmt: skip
-    """The fastest slowest stage, then within some slack the smallest largest one. Dynamic programming.
+    """Returns (the slowest stage's cost, indices of the `count` - 1 moments at which stages begin).
 
     moments  at which a stage can begin
     used     when parameters are used, of which each stage is to have some
 
-    Returns the slowest stage's cost, and which moments; none where a stage would have nothing to train.
+    The slowest stage is as fast as can be; within SLACK of that, the largest one as small. No moments where a stage
+    would have nothing to train.
     """
     edges = [0, *moments, flow.end]
     costs = costs_of(flow)
@@ -60,6 +63,7 @@ def balanced(
     weighed = [(time, float(trained[param])) for time, param in used(flow) if param in trained]
     sizes = Prefix([t for t, _ in weighed], [v for _, v in weighed])
 
+    # a stage without a parameter to train has nothing for an optimizer: never the best
     def time_of(i: int, j: int) -> float:
         return costs.between(edges[i], edges[j]) if sizes.between(edges[i], edges[j]) > 0 else float("inf")
 
@@ -75,9 +79,9 @@ def balanced(
 
 
 def _minimax(edges: int, count: int, value) -> tuple[float, list[int]]:
-    """Cut [0, edges) at `count` - 1 edges so that the largest value(i, j) of a piece is least."""
-    best = [0.0, *[float("inf")] * (edges - 1)]
-    choice: list[list[int]] = []
+    """Returns (largest value(i, j) of a piece, edges) of the best way to cut [0, edges) at `count` - 1 edges."""
+    best = [0.0, *[float("inf")] * (edges - 1)]  # by edge: the largest piece of the best way there in so many pieces
+    choice: list[list[int]] = []  # by number of pieces, then by edge: where the last of them begins
     for _ in range(count):
         new, come = [float("inf")] * edges, [0] * edges
         for j in range(1, edges):
@@ -85,7 +89,7 @@ def _minimax(edges: int, count: int, value) -> tuple[float, list[int]]:
                 if best[i] == float("inf"):
                     continue
                 worst = max(best[i], value(i, j))
-                if worst < new[j]:
+                if worst < new[j]:  # of equal ones the latest cut
                     new[j], come[j] = worst, i
         best = new
         choice.append(come)

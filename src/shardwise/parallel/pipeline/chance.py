@@ -32,58 +32,65 @@ if TYPE_CHECKING:
 
 
 def repeated(flow: Flow, other: Flow) -> frozenset[str]:
-    """Modules called more often in one of two forwards; empty where the calls of the others are in another order."""
-    first, second = (Counter(path for path, _ in each.order) for each in (flow, other))
-    found = frozenset(path for path in first | second if first[path] != second[path])
-    left = [[path for path, _ in each.order if path not in found] for each in (flow, other)]
-    return found if left[0] == left[1] else frozenset()
+    """Returns the paths of modules called more often in one of two forwards; none where the others' order differs."""
+    first, second = (Counter(path for path, _ in forward.order) for forward in (flow, other))
+    paths = frozenset(path for path in first | second if first[path] != second[path])
+    rest = [[path for path, _ in forward.order if path not in paths] for forward in (flow, other)]
+    return paths if rest[0] == rest[1] else frozenset()
 
 
 def met_always(flow: Flow, places: list[CutPoint]) -> list[CutPoint]:
-    """The places that do not lie among calls of which there are more or fewer."""
+    """Returns the places outside of the calls that a forward makes more or less often (`Flow.repeats`)."""
     if not flow.repeats:
         return places
     calls = [*flow.calls()]
     spans = [(call.enter, call.exit) for call in calls if call.path in flow.repeats]
-    lists = {path.rpartition(".")[0] for path in flow.repeats} - {call.path for call in calls}  # of experts
+    # lists of experts: one that was called equally often in both forwards need not be in a third
+    lists = {path.rpartition(".")[0] for path in flow.repeats} - {call.path for call in calls}
 
     def apart(call: ModuleCall) -> bool:
         own = call.path not in flow.repeats and call.path.rpartition(".")[0] not in lists - {""}
         return own and not any(enter < call.enter < leave for enter, leave in spans)
 
+    # clean: among calls whose number differs, no other holder of a tensor can be named by its count
     return [place for place in places if place.call.own is None and place.clean and apart(place.call)]
 
 
-def met_by_chance(flow: Flow, places: list[CutPoint], known: list[CutPoint]) -> list[CutPoint]:
-    """The places that every forward comes to, or in whose stead one of the next calls can be one.
+def met_by_chance(flow: Flow, places: list[CutPoint], substitutes: list[CutPoint]) -> list[CutPoint]:
+    """Returns the places that every forward comes to, and those for which one of the next calls can stand in.
 
-    known  all places, also those that nothing is computed before
+    substitutes  places that may stand in: all of them, also those that nothing is computed before
     """
     if not flow.varies:
         return places
-    by_call = {(place.call.path, place.call.place): place for place in known if place.call.own is None}
-    found = [(place, _in_its_stead(flow, place, by_call)) for place in places]
-    return [replace(place, others=others) for place, others in found if others is not None]
+    by_call = {(place.call.path, place.call.place): place for place in substitutes if place.call.own is None}
+    tried = [(place, _in_its_stead(flow, place, by_call)) for place in places]
+    return [replace(place, others=others) for place, others in tried if others is not None]
 
 
 def _in_its_stead(
-    flow: Flow, place: CutPoint, known: dict[tuple[str, int], CutPoint]
+    flow: Flow, place: CutPoint, by_call: dict[tuple[str, int], CutPoint]
 ) -> tuple[CutPoint, ...] | None:  # fmt: skip
+    """Returns the calls, in order, of which the first that a forward makes stands in for `place`.
+
+    None where that cannot be; () where every forward makes the call of `place`.
+    """
     parent, call = flow.root, place.call
-    while inner := [each for each in parent.inside if each.enter < call.enter < each.exit]:
+    while inner := [child for child in parent.inside if child.enter < call.enter < child.exit]:
         parent = inner[0]
-        if (parent.path, parent.place) in flow.varies:
+        if (parent.path, parent.place) in flow.varies:  # all around the place may be left out, stand-ins too
             return None
     if call.own is not None or (call.path, call.place) not in flow.varies:
         return ()
-    found: list[CutPoint] = []
-    for each in parent.inside if place.clean else ():
-        if each.enter <= call.enter:
+    stand_ins: list[CutPoint] = []
+    for sibling in parent.inside if place.clean else ():
+        if sibling.enter <= call.enter:
             continue
-        other = known.get((each.path, each.place))
+        other = by_call.get((sibling.path, sibling.place))
+        # other shapes: those of a boundary's messages are told once, and must stay (`messages`)
         if other is None or not other.clean or other.shapes != place.shapes:
             return None
-        found.append(other)
-        if (each.path, each.place) not in flow.varies:
-            return tuple(found)
+        stand_ins.append(other)
+        if (sibling.path, sibling.place) not in flow.varies:  # made always: some stand-in is met in every forward
+            return tuple(stand_ins)
     return None

@@ -52,36 +52,40 @@ class CutPoint:
 
     @property
     def clean(self) -> bool:
-        """Whether all that crosses the cut is given to the call as arguments."""
+        """Returns whether all that crosses the cut is given to the call as arguments."""
         return set(self.numbers) <= set(self.call.arguments)
 
     @property
     def shapes(self) -> list[tuple[int, ...] | None]:
-        """Returns those of what crosses, where it is clean."""
+        """Returns the shapes of the tensors that cross, where the place is clean."""
         return [self.call.shapes[self.call.arguments.index(number)] for number in self.numbers]
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Where a tensor can be taken hold of while a stage runs: a leaf of what a call is given or gives.
+    """Where a tensor can be taken hold of while a stage runs: a leaf of a module call's arguments or result.
 
-    own      of what the call's own code made: which of its calls of a function of torch, and the function's name
-    callees  modules that the call's code calls, whose functions are not counted
+    path, place  the call: of which module, and the how-manieth of its calls in the forward
+    is_argument  the leaf is one of the arguments, else of the result
+    written      somebody writes into it later
+    own          of what the call's own code made: which of its calls of a function of torch, and the function's name
+    callees      modules that the call's code calls, whose functions are not counted
+    times        that the code has made this call when the boundary is met
     """
 
     path: str
     place: int
-    given: bool  # else it is in the result
+    is_argument: bool
     leaf: int
-    written: bool = False  # somebody writes into it later
+    written: bool = False
     own: tuple[Spot, str] | None = None
     callees: tuple[str, ...] = ()
-    times: int = 0  # that the code has made this call when the boundary is met
+    times: int = 0
 
 
 @dataclass(frozen=True)
 class Edge:
-    """A place where a stage begins or ends, and where what crosses is taken hold of there."""
+    """A place where a stage begins or ends, with a holder for each tensor that crosses it."""
 
     point: CutPoint
     holders: tuple[Holder, ...]
@@ -114,19 +118,19 @@ class Stage:
 
     @property
     def holders(self) -> list[Holder]:
-        """Where the stage takes hold of anything."""
+        """Returns every place at which the stage takes hold of a tensor."""
         return [*self.kept, *(holder for edge in (*self.entries, *self.exits) for holder in edge.holders)]
 
     @property
     def kept(self) -> list[Holder]:
-        """Where the stage has the tensors by which others take gradients."""
-        return [one for by in self.by.values() for one in by if isinstance(one, Holder)]
+        """Returns where the stage has the tensors by which others take gradients."""
+        return [holder for by in self.by.values() for holder in by if isinstance(holder, Holder)]
 
 
 def find_places(
     flow: Flow, *, own: bool = False, functions: bool = False
 ) -> tuple[list[CutPoint], list[tuple[ModuleCall, int]]]:
-    """The places to cut, in order, and for every other call a tensor that crosses and that nobody can take hold of.
+    """Returns (places to cut, in order; of every other call a tensor that crosses and that nobody can take hold of).
 
     own        what a caller's code keeps to itself can be taken hold of too
     functions  of calls of torch's functions by forwards' own code, not of submodules
@@ -135,11 +139,14 @@ def find_places(
     callers = {(call.path, call.place): call for call in (flow.root, *flow.calls())}
     for call, crossing in flow.crossings(functions=functions):
         missing = [number for number in crossing if _holder(flow, call, number, [], own=own) is None]
+        # a gradient that the forward takes itself may cross too: by a tensor that the stage before must have
         if crossing and not missing and (unknown := blocked(flow, call, crossing)) is not None:
             missing = [unknown]
+        # a stage that began where gradients are off would switch them on in the middle; uses of a weight or buffer
+        # that the forward writes belong into one stage (`test_no_stage_begins_between_two_uses_of_what_is_written`)
         off = (call.path, call.place, call.own and call.own[0]) in flow.without_gradient
         if off or flow.written_around(call.enter) is not None:
-            continue  # a stage that began where gradients are off would switch them on in the middle
+            continue
         if missing:
             others.append((call, missing[0]))
         elif crossing:
@@ -150,13 +157,13 @@ def find_places(
 
 
 def _lasting(flow: Flow, places: list[CutPoint], *, own: bool) -> list[CutPoint]:
-    """The places at which later forwards find what earlier ones left, and have the same tensors to send."""
-    found = []
+    """Returns the places at which later forwards find what earlier ones left, and have the same tensors to send."""
+    lasting = []
     for place in places:
         runs_on, why = conflict(flow, place.call)
         if not why and _same_crossing(flow, place, own=own):
-            found.append(replace(place, runs_on=runs_on))
-    return found
+            lasting.append(replace(place, runs_on=runs_on))
+    return lasting
 
 
 def _same_crossing(flow: Flow, place: CutPoint, *, own: bool) -> bool:
@@ -172,23 +179,27 @@ def _same_crossing(flow: Flow, place: CutPoint, *, own: bool) -> bool:
 def _holder(
     flow: Flow, boundary: ModuleCall, number: int, skips: Sequence[Skip], *, own: bool = True
 ) -> Holder | None:  # fmt: skip
-    """Who holds a tensor when `boundary` is entered, on a stage that leaves out `skips`."""
+    """Returns where a tensor can be taken hold of when `boundary` is entered, on a stage that leaves out `skips`.
+
+    None where nobody holds it: it is a value that a caller computed and kept to itself, and `own` is False.
+    """
     if number in boundary.arguments:
         return Holder(boundary.path, boundary.place, True, boundary.arguments.index(number))
-    held = None
-    for call, given, leaf in flow.call_leaves.get(number, ()):
-        over = call.enter if given else call.exit
+    as_argument = None
+    for call, is_argument, leaf in flow.call_leaves.get(number, ()):
+        time = call.enter if is_argument else call.exit
+        # inside a call that is left out; the result of that call itself is made up, and can be taken hold of
         hidden = any(skip.call.enter < call.enter and call.exit < skip.call.exit for skip in skips)
-        if over > boundary.enter or hidden:
+        if time > boundary.enter or hidden:
             continue
-        if not given:
+        if not is_argument:
             return Holder(call.path, call.place, False, leaf)
-        held = held or Holder(call.path, call.place, True, leaf)
-    return held if held is not None or not own else _kept_by_a_caller(flow, boundary, number)
+        as_argument = as_argument or Holder(call.path, call.place, True, leaf)
+    return as_argument if as_argument is not None or not own else _kept_by_a_caller(flow, boundary, number)
 
 
 def _kept_by_a_caller(flow: Flow, boundary: ModuleCall, number: int) -> Holder | None:
-    """A tensor that the code around `boundary` made, which every stage that comes to it runs."""
+    """Returns the holder of a tensor that the code around `boundary` made, which every stage that comes to it runs."""
     made = flow.own.get(number)
     if made is None or not made.whose.enter <= boundary.enter < made.whose.exit:
         return None
@@ -198,7 +209,7 @@ def _kept_by_a_caller(flow: Flow, boundary: ModuleCall, number: int) -> Holder |
 
 
 def _usable(flow: Flow, places: list[CutPoint]) -> list[CutPoint]:
-    """One place for each moment, the outermost; none where code around it decided by values that a stage lacks."""
+    """Returns the outermost place of each moment, without those whose surrounding code reads what a stage lacks."""
     decided = decisions(flow)
     costs = costs_of(flow)
     times = [time for time, _ in uses(flow)]
@@ -207,6 +218,7 @@ def _usable(flow: Flow, places: list[CutPoint]) -> list[CutPoint]:
     for place in places:
         moment = place.call.enter
         before = kept[-1].call.enter if kept else 0
+        # a module and its first submodule are entered at one moment; before the first parameter no stage can train
         new = costs.between(before, moment) > 0 and count.between(0, moment) > 0
         if new and not any(owner.enter <= time < moment < owner.exit for time, owner in decided):
             kept.append(place)
@@ -226,14 +238,14 @@ def decisions(flow: Flow) -> list[tuple[int, ModuleCall]]:
 def choose(
     flow: Flow, module: nn.Module, count: int, named: Sequence[str], units: Sequence[str], apart: str = ""
 ) -> list[CutPoint]:  # fmt: skip
-    """The places at which `count` stages begin, all but the first.
+    """Returns the places at which `count` stages begin, all but the first.
 
     named   the user's choice: paths of modules, in order
     units   modules that must not be cut inside (sharded, recomputed or compiled as one)
     apart   why no gradient that the forward takes itself may go back over a place; empty where it may
     Raises `RefusedPlan` where there are too few places, `InputError` for a name that is none.
     """
-    tiers: list[list[CutPoint]] = []
+    tiers: list[list[CutPoint]] = []  # ever more places, ever harder to take hold of
     for own in (False, True):
         places, others = find_places(flow, own=own)
         places = [place for place in _outside(places, units) if not (apart and crossed_at(flow, place))]
@@ -241,7 +253,7 @@ def choose(
             return _named(flow, module, places, others, named)
         tiers += [places] if own else [[place for place in places if place.clean], places]
     best = _best(flow, module, tiers, count)
-    if not best and count > 1:
+    if not best and count > 1:  # last: between calls of torch's functions by a module's own code
         between = _outside(find_places(flow, own=True, functions=True)[0], units)
         between = [place for place in between if not (apart and crossed_at(flow, place))]
         best = _best(flow, module, [between], count)
@@ -264,7 +276,7 @@ def _outside(places: list[CutPoint], units: Sequence[str]) -> list[CutPoint]:
 
 
 def _best(flow: Flow, module: nn.Module, tiers: list[list[CutPoint]], count: int) -> list[CutPoint]:
-    """The best places of several lists, of which each takes in those before it; none where there are too few."""
+    """Returns the best `count` - 1 places of several lists, each a superset of those before; none where too few."""
     for trained in (uses_led, uses):  # a function of one's own may detach, and its backward does not
         if best := _best_of(flow, module, tiers, count, trained):
             return best
@@ -280,18 +292,41 @@ def _best_of(
         moments = [place.call.enter for place in tier]
         cost, which = balanced(flow, module, moments, count, trained) if len(tier) >= count - 1 else (most, [])
         if which and (not best or cost < most * WORTH):
-            most, best = cost, [tier[one] for one in which]
+            most, best = cost, [tier[index] for index in which]
     return best
 
 
 def _too_few(
     flow: Flow, module: nn.Module, places: list[CutPoint], others: list[tuple[ModuleCall, int]], count: int
 ) -> str:  # fmt: skip
+    """Returns the message for a forward with fewer than `count` - 1 places, and what is in the way of more."""
+    needed = "a place" if count == 2 else f"{count - 1} places"
+    listed = f"{len(places)}: " + ", ".join(f"'{place.call.path}'" for place in places)
+    if not places:
+        listed = (
+            "none: a stage begins where a submodule, or a function of torch by a module's own code, is called with "
+            "what was computed before"
+        )
+    why = _in_the_way(flow, module, places, others)
+    return f"{count} stages need {needed} to cut the forward, and it has {listed}{why}"
+
+
+def _in_the_way(flow: Flow, module: nn.Module, places: list[CutPoint], others: list[tuple[ModuleCall, int]]) -> str:
+    """Returns why no stage can begin elsewhere, as sentences to append, or ""."""
+    if flow.repeats:
+        return (
+            f". It calls '{min(flow.repeats)}' as often as there are samples, or as their values say, and no stage "
+            "begins among such calls: it begins at a module called outside of them, which is given all that is used"
+        )
+    if flow.backwards or not all(taken.plain for taken in flow.taken):
+        return (
+            ". It takes gradients itself by other means than torch.autograd.grad(outputs, inputs), such as "
+            "loss.backward(), and what they are taken of is computed, and differentiated, in one stage"
+        )
     why = ""
     last = places[-1].call.enter if places else 0
-    blocked = [(call, number) for call, number in others if call.enter > last] or others
-    if blocked:
-        call, number = blocked[-1]
+    if missed := [(call, number) for call, number in others if call.enter > last] or others:
+        call, number = missed[-1]
         why = (
             f". Elsewhere a module keeps to itself what is read later: at '{call.path}', {_made_in(flow, number)} is "
             "used again, and no module is given it or gives it"
@@ -299,26 +334,7 @@ def _too_few(
     if any(owner is flow.root for _, owner in decisions(flow)):
         why = ". The outermost forward decides by a value that depends on parameters: stages cannot share it"
     written = next(filter(None, (told_written(flow, module, call) for call in flow.calls())), "")
-    why += f". Elsewhere {written}" if written else ""
-    why += told_lasting(flow) if not written else ""
-    if flow.backwards or not all(taken.plain for taken in flow.taken):
-        why = (
-            ". It takes gradients itself by other means than torch.autograd.grad(outputs, inputs), such as "
-            "loss.backward(), and what they are taken of is computed, and differentiated, in one stage"
-        )
-    if flow.repeats:
-        why = (
-            f". It calls '{min(flow.repeats)}' as often as there are samples, or as their values say, and no stage "
-            "begins among such calls: it begins at a module called outside of them, which is given all that is used"
-        )
-    needed = "a place" if count == 2 else f"{count - 1} places"
-    known = f"{len(places)}: " + ", ".join(f"'{place.call.path}'" for place in places)
-    if not places:
-        known = (
-            "none: a stage begins where a submodule, or a function of torch by a module's own code, is called with "
-            "what was computed before"
-        )
-    return f"{count} stages need {needed} to cut the forward, and it has {known}{why}"
+    return why + (f". Elsewhere {written}" if written else told_lasting(flow))
 
 
 def _made_in(flow: Flow, number: int) -> str:
@@ -329,21 +345,21 @@ def _made_in(flow: Flow, number: int) -> str:
 def _named(
     flow: Flow, module: nn.Module, places: list[CutPoint], others: list[tuple[ModuleCall, int]], named: Sequence[str]
 ) -> list[CutPoint]:
-    known = {path for path, _ in module.named_modules() if path}
+    paths = {path for path, _ in module.named_modules() if path}
     by_path: dict[str, CutPoint] = {}
     for place in places:
         by_path.setdefault(place.call.path, place)
     chosen = []
     for name in named:
-        if name not in known:
-            raise InputError(f"plan: stages names '{name}', which is no module{did_you_mean(name, sorted(known))}")
+        if name not in paths:
+            raise InputError(f"plan: stages names '{name}', which is no module{did_you_mean(name, sorted(paths))}")
         if name not in by_path:
             blocked = next(((c, n) for c, n in others if c.path == name), None)
             why = "it does not begin a part of the forward with parameters before it and after it"
             if blocked is not None:
                 why = f"{_made_in(flow, blocked[1])} is used after it, and no module is given it or gives it"
-            told = (told_written(flow, module, call) for call in flow.calls() if call.path == name)
-            why = next(filter(None, told), why)
+            written = (told_written(flow, module, call) for call in flow.calls() if call.path == name)
+            why = next(filter(None, written), why)
             raise RefusedPlan(f"plan: no stage can begin at '{name}': {why}; places: {', '.join(by_path)}")
         chosen.append(by_path[name])
     if [p.call.enter for p in chosen] != sorted({p.call.enter for p in chosen}):
@@ -352,7 +368,7 @@ def _named(
 
 
 def make_stages(flow: Flow, other: Flow, samples: tuple[int, int], places: list[CutPoint]) -> list[Stage]:
-    """The stages between the places. `other` is the same forward on another number of samples."""
+    """Returns the stages between the places. `other` is the same forward on another number of samples."""
     if flow.order != other.order and not flow.repeats:
         raise RefusedPlan(
             "the forward runs other modules from one time to the next (a choice by values of its samples, or by their "
@@ -383,7 +399,7 @@ def make_stages(flow: Flow, other: Flow, samples: tuple[int, int], places: list[
         stage.runs_on = stage.exit is not None and stage.exit.runs_on
         if stage.exit is not None and stage.runs_on:
             stage.skips += skips_after(stage.exit.call, flow, other, samples)
-        for later in flow.later:
+        for later in flow.later:  # a layer's memory is empty in the first forward, and read from the second on
             _add_used(stage, later)
         stage.entries, stage.exits = _edges(flow, stage, stage.entry), _edges(flow, stage, stage.exit)
         stage.received = [*stage.entries[0].holders] if stage.entries else []
@@ -394,7 +410,7 @@ def make_stages(flow: Flow, other: Flow, samples: tuple[int, int], places: list[
 
 
 def _add_used(stage: Stage, later: Flow) -> None:
-    """Add what the stage uses of parameters and buffers in a later forward alone."""
+    """Add to the stage what it uses of parameters and buffers in a later forward alone."""
     start, stop = 0, later.end + 1
     if stage.entry is not None and (twin := twin_of(stage.entry.call, later)) is not None:
         start = twin.enter
@@ -407,7 +423,7 @@ def _add_used(stage: Stage, later: Flow) -> None:
 
 
 def _take_part(flow: Flow, stage: Stage) -> None:
-    """What a stage has to know of gradients that the forward takes itself."""
+    """Set what a stage has to know of gradients that the forward takes itself."""
     stage.taken, stage.differentiates = flow.taken, bool(flow.taken or flow.backwards)
     if stage.entry is not None:
         stage.over = frozenset(crossed(flow, stage.entry.call, stage.entry.numbers))
@@ -421,7 +437,7 @@ def _edges(flow: Flow, stage: Stage, boundary: CutPoint | None) -> list[Edge]:
 
 
 def _holders(flow: Flow, stage: Stage, boundary: CutPoint | None) -> list[Holder]:
-    found = []
+    holders = []
     for number in boundary.numbers if boundary is not None else ():
         assert boundary is not None
         holder = _holder(flow, boundary.call, number, stage.skips)
@@ -430,5 +446,5 @@ def _holders(flow: Flow, stage: Stage, boundary: CutPoint | None) -> list[Holder
                 f"stage {stage.index} cannot take hold of {_made_in(flow, number)}, which is used after "
                 f"{boundary.call.label} is entered: name other places with stages="
             )
-        found.append(replace(holder, written=number in flow.overwritten))
-    return found
+        holders.append(replace(holder, written=number in flow.overwritten))
+    return holders

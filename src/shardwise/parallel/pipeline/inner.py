@@ -32,6 +32,7 @@ def crossed(flow: Flow, call: ModuleCall, numbers: Sequence[int]) -> list[int]:
 
 
 def _leads(flow: Flow, x: int, numbers: Sequence[int]) -> bool:
+    """Returns whether something that crosses follows from x; x itself may cross, as a leaf of the next stage."""
     return any(number != x and number in flow.influenced_by(x) for number in numbers)
 
 
@@ -44,7 +45,7 @@ def blocked(flow: Flow, call: ModuleCall, numbers: Sequence[int]) -> int | None:
         return numbers[0]
     for index in crossed(flow, call, numbers):
         taken = flow.taken[index]
-        if not taken.plain:
+        if not taken.plain:  # not `torch.autograd.grad(outputs, inputs)`: what it is taken by is not known
             return numbers[0]
         for x in taken.by:
             if flow.made[x] < call.enter and where(flow, x, call.enter, ()) is None:
@@ -53,14 +54,15 @@ def blocked(flow: Flow, call: ModuleCall, numbers: Sequence[int]) -> int | None:
 
 
 def where(flow: Flow, x: int, before: int, skips: Sequence[Skip]) -> Holder | None:
-    """Where a stage that ends at `before`, and leaves out `skips`, has the tensor `x`."""
+    """Returns where a stage that ends at `before`, and leaves out `skips`, has the tensor `x`; None: nowhere."""
     from shardwise.parallel.pipeline.cuts import Holder
 
     if x in flow.root.arguments:
         return Holder("", 0, True, flow.root.arguments.index(x))
-    for call, given, leaf in flow.call_leaves.get(x, ()):
-        if (call.enter if given else call.exit) <= before and not _hidden(call, skips):
-            return Holder(call.path, call.place, given, leaf)
+    for call, is_argument, leaf in flow.call_leaves.get(x, ()):
+        # a call that is left out is hidden itself, unlike at a boundary: its result is made up, and no x to derive by
+        if (call.enter if is_argument else call.exit) <= before and not _hidden(call, skips):
+            return Holder(call.path, call.place, is_argument, leaf)
     made = flow.own.get(x)
     if made is None or flow.made[x] > before or _hidden(made.whose, skips):
         return None
@@ -75,20 +77,21 @@ def _hidden(call: ModuleCall, skips: Sequence[Skip]) -> bool:
 def found_by(
     flow: Flow, stop: int, entry: CutPoint | None, skips: Sequence[Skip], last: CutPoint | None
 ) -> dict[int, By]:  # fmt: skip
-    """For each gradient that a stage takes, or that crosses its end `last`: where it has the tensors of it."""
+    """Returns, for each gradient that a stage takes or that crosses its end `last`, where it has the tensors of it."""
     here = [k for k, taken in enumerate(flow.taken) if taken.enter < stop]
     if last is not None:
         here += crossed(flow, last.call, last.numbers)
     sent = entry.numbers if entry is not None and crossed_at(flow, entry) else ()
-    found: dict[int, By] = {}
+    holders: dict[int, By] = {}
     for index in here:
         by = flow.taken[index].by
-        found[index] = tuple(
+        # sent: its gradient goes back with those of the other leaves, and the stage that has x adds them up
+        holders[index] = tuple(
             True if x in sent else where(flow, x, stop, skips) if flow.made[x] < stop else None for x in by
         )
-    return found
+    return holders
 
 
 def crossed_at(flow: Flow, place: CutPoint) -> bool:
-    """Whether a gradient that the forward takes crosses this place."""
+    """Returns whether a gradient that the forward takes itself crosses this place."""
     return bool(crossed(flow, place.call, place.numbers))

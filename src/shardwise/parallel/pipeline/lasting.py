@@ -27,11 +27,10 @@ BOTH = BEFORE | AFTER
 
 
 def twin_of(call: ModuleCall, flow: Flow) -> ModuleCall | None:
-    """The same place in another forward: a call of the same module, or of the same function by the same code."""
-    known = flow.functions if call.own is not None else flow.calls()
-    return next(
-        (each for each in known if (each.path, each.place, each.own) == (call.path, call.place, call.own)), None
-    )
+    """Returns the same call in another forward, of a module or of a function by the same code; None: not made there."""
+    candidates = flow.functions if call.own is not None else flow.calls()
+    key = call.path, call.place, call.own
+    return next((other for other in candidates if (other.path, other.place, other.own) == key), None)
 
 
 @dataclass
@@ -42,38 +41,40 @@ class _Cut:
     moment: int
 
     def side(self, time: int) -> int:
-        """On which side something happens."""
+        """Returns BEFORE or AFTER for a moment of the forward."""
         return BEFORE if time < self.moment else AFTER
 
     def around(self, call: ModuleCall) -> bool:
-        """Whether a call's own code is run by the stages on both sides."""
+        """Returns whether a call's own code is run by the stages on both sides."""
         return call.enter < self.moment < call.exit or call is self.flow.root
 
     def run_by(self, op: FlowOp, callers: list[ModuleCall], runs_on: bool) -> int:
-        """The sides whose stages do an operation: its own, and the other one where the code is around the cut."""
+        """Returns the sides whose stages do an operation: its own, and the other where code around the cut does it."""
         mine, flow = self.side(op.time), self.flow
         for call in callers:
-            if self.around(call) or call.moves:
+            if self.around(call) or call.moves:  # what changes attributes is never left out
                 continue
+            # may be left out as a call: it depends on parameters, or nothing of it is used after the call
             used = max((flow.last_use[number] for number in op.makes), default=-1)
             if any(flow.depends[number] for number in op.makes) or used <= call.exit:
                 return mine
-        return BOTH if mine == BEFORE or runs_on else mine
+        return BOTH if mine == BEFORE or runs_on else mine  # the stage after a cut runs what lies before its part too
 
 
 def conflict(flow: Flow, place: ModuleCall) -> tuple[bool, str]:
-    """(whether the stage before a cut runs on to the end of the forward, why the cut cannot be; empty: it can be)."""
+    """Returns (whether the stage before runs on to the forward's end, why no stage can begin at `place`, or "")."""
+    # one forward is enough to see that nothing lasts: no attribute changes, and no written buffer is used on both sides
     if not flow.later and not any(first < place.enter <= last for first, last in flow.written_buffers):
         return False, ""
     flows = [flow, *flow.later] if flow.later else [flow, flow]
-    twins = [place, *(twin_of(place, each) for each in flow.later)] if flow.later else [place, place]
+    twins = [place, *(twin_of(place, later) for later in flow.later)] if flow.later else [place, place]
     if None in twins:
         return False, "that place is not met again in a later forward, which finds what the first one left"
-    if any(each.taken or each.backwards for each in flows) and flow.later:
+    if any(forward.taken or forward.backwards for forward in flows) and flow.later:
         return False, "the forward takes gradients itself"
     cuts = _cuts(flows, twins)
-    on = any(_changed_behind(cut) for cut in cuts)
-    for runs_on in (True,) if on else (False, True):
+    must_run_on = any(_changed_behind(cut) for cut in cuts)
+    for runs_on in (True,) if must_run_on else (False, True):  # running on costs the time of the code behind the cut
         why = _conflict(cuts, runs_on)
         if not why:
             return runs_on, ""
@@ -81,7 +82,7 @@ def conflict(flow: Flow, place: ModuleCall) -> tuple[bool, str]:
 
 
 def _changed_behind(cut: _Cut) -> bool:
-    """Whether code around a cut changes a plain attribute behind it, or a later call one that is not its own."""
+    """Returns whether code around a cut changes an attribute behind it, or a later call one that is not its own."""
     for change in cut.flow.changes:
         path, call = change.place[0], change.call
         own = path == call.path or path.startswith(f"{call.path}.")
@@ -91,7 +92,7 @@ def _changed_behind(cut: _Cut) -> bool:
 
 
 def _cuts(flows: Sequence[Flow], twins: Sequence[ModuleCall | None]) -> list[_Cut]:
-    return [_Cut(each, twin.enter) for each, twin in zip(flows, twins, strict=True) if twin is not None]
+    return [_Cut(flow, twin.enter) for flow, twin in zip(flows, twins, strict=True) if twin is not None]
 
 
 def _conflict(cuts: list[_Cut], runs_on: bool) -> str:
@@ -99,7 +100,7 @@ def _conflict(cuts: list[_Cut], runs_on: bool) -> str:
 
 
 def _had(cuts: list[_Cut], runs_on: bool) -> tuple[list[list[int]], str]:
-    """(of each forward, by number: the sides that have a tensor's right values; why the cut cannot be)."""
+    """Returns (of each forward, by tensor's number: the sides that have its right values; why the cut cannot be)."""
     had: list[list[int]] = []
     for cut in cuts:
         sides, why = _sides(cut, runs_on, cuts, had)
@@ -110,28 +111,34 @@ def _had(cuts: list[_Cut], runs_on: bool) -> tuple[list[list[int]], str]:
 
 
 def kept_on(flow: Flow, places: Sequence[CutPoint]) -> dict[int, list[int]]:
-    """The stages that have what a forward put in the place of a buffer, by the buffer's id.
+    """Returns the indices of the stages that have what a forward put in the place of a buffer, by the buffer's id.
 
     Those that computed it of what was made up have it not.
     """
-    found: dict[int, list[int]] = {}
-    sides = [_of_buffers(flow, place) for place in places]
-    for held in {held for each in sides for held in each}:
-        right = [each.get(held, BOTH) for each in sides]
+    stages: dict[int, list[int]] = {}
+    sides_at = [_of_buffers(flow, place) for place in places]
+    for buffer in {buffer for sides in sides_at for buffer in sides}:
+        right = [sides.get(buffer, BOTH) for sides in sides_at]
+        # a stage lies after the cut at its beginning and before the one at its end: it has what both these sides have
         edges = zip([AFTER, *right], [*right, BEFORE], strict=True)
-        found[held] = [stage for stage, (enter, leave) in enumerate(edges) if enter & AFTER and leave & BEFORE]
-    return found
+        stages[buffer] = [stage for stage, (enter, leave) in enumerate(edges) if enter & AFTER and leave & BEFORE]
+    return stages
 
 
 def _of_buffers(flow: Flow, place: CutPoint) -> dict[int, int]:
-    cuts = _cuts([flow, *flow.later], [place.call, *(twin_of(place.call, each) for each in flow.later)])
+    """Returns, by id of each buffer that the forward replaced, the sides of `place` that have the right values."""
+    cuts = _cuts([flow, *flow.later], [place.call, *(twin_of(place.call, later) for later in flow.later)])
     had = _had(cuts, place.runs_on)[0] if flow.later else []
     last = flow.later[-1] if len(had) > len(flow.later) else flow
     kept = [(last.buffers[number], source) for number, source in last.carried.items() if number in last.buffers]
-    return {held: had[which][number] for held, (which, number) in kept}
+    return {buffer: had[which][number] for buffer, (which, number) in kept}
 
 
 def _sides(cut: _Cut, runs_on: bool, cuts: list[_Cut], had: list[list[int]]) -> tuple[list[int], str]:
+    """Returns (by tensor's number: the sides that have its right values in this forward; why the cut cannot be, or "").
+
+    had  the same of the forwards before it
+    """
     flow = cut.flow
     sides = [BOTH] * len(flow.made)
     for number, param in flow.parameters.items():
@@ -144,42 +151,43 @@ def _sides(cut: _Cut, runs_on: bool, cuts: list[_Cut], had: list[list[int]]) -> 
         here, run = cut.side(op.time), cut.run_by(op, callers, runs_on)
         if runs_on and op.reads_value and run == BOTH and any(flow.depends[n] or flow.drawn[n] for n in op.reads):
             return sides, "code around it decides by values that one side alone has"
-        found = run
+        right = run  # a result is right where the operation is done on inputs that are right
         for number in op.reads:
-            found &= sides[number]
+            right &= sides[number]
         depends = any(flow.depends[number] for number in op.makes)
+        # results that reach neither output nor state may be wrong: nobody reads them
         counts = op.reads_value or (depends and not flow.reaching.isdisjoint(op.makes))
         needed = run if op.reads_value else here
         missing = [n for n in op.reads if not flow.depends[n] and sides[n] & needed != needed]
         if counts and missing:
             return sides, "what one forward leaves there, a later one reads on the other side"
-        for number in op.makes:
-            sides[number] = found | here if depends and counts else found
+        for number in op.makes:  # `here`: what depends on parameters is sent, so its own side has it right
+            sides[number] = right | here if depends and counts else right
     if any(not flow.depends[n] and not sides[n] & AFTER for n in flow.returned):
         return sides, "the forward returns what an earlier one left on the other side"
     return sides, ""
 
 
 def _holders(cut: _Cut, param: int) -> int:
-    """The sides whose stages hold a parameter."""
-    used = {n for n, held in cut.flow.parameters.items() if held == param}
-    found = 0
+    """Returns the sides whose stages hold a parameter: those that use it."""
+    used = {number for number, other in cut.flow.parameters.items() if other == param}
+    sides = 0
     for op in cut.flow.ops:
         if not used.isdisjoint(op.reads):
-            found |= cut.side(op.time)
-    return found
+            sides |= cut.side(op.time)
+    return sides
 
 
 def _find_buffers(flow: Flow, before: Flow, had: list[int], sides: list[int]) -> None:
-    """Of buffers that an operation writes into, the forward finds what the one before it has written last."""
-    last = {held: number for number, held in before.buffers.items()}  # numbers ascend with time
-    for number, held in flow.buffers.items():
-        if flow.made[number] < 0 and held in last and before.made[last[held]] >= 0:
-            sides[number] = had[last[held]]
+    """Set the sides of buffers that the forward finds as the one before it has written them last."""
+    last = {buffer: number for number, buffer in before.buffers.items()}  # numbers ascend with time
+    for number, buffer in flow.buffers.items():
+        if flow.made[number] < 0 and buffer in last and before.made[last[buffer]] >= 0:
+            sides[number] = had[last[buffer]]
 
 
 def kept_twice(flow: Flow, places: Sequence[CutPoint]) -> str:
-    """What the stages on both sides of some cut change for a later forward, named; empty where there is nothing."""
+    """Returns the name of what stages on both sides of some cut change for a later forward, or ""."""
     if flow.later:
         return _named(flow)
     for place in places:
@@ -192,12 +200,12 @@ def kept_twice(flow: Flow, places: Sequence[CutPoint]) -> str:
 
 
 def _named(flow: Flow) -> str:
-    places = sorted({change.place for each in (flow, *flow.later) for change in each.changes})
+    places = sorted({change.place for forward in (flow, *flow.later) for change in forward.changes})
     return ", ".join(f"'{f'{path}.' if path else ''}{name}'" for path, name in places[:3]) or "a buffer"
 
 
 def told_lasting(flow: Flow) -> str:
-    """Why what forwards leave for later ones lets no stage begin at some call, as a sentence; else empty."""
+    """Returns a sentence on why what forwards leave for later ones lets no stage begin at some call, or ""."""
     for call in flow.calls():
         if why := conflict(flow, call)[1]:
             kept = f"what the forward keeps from one batch to the next, in {_named(flow)}"

@@ -22,7 +22,7 @@ from shardwise.trace.flow import Flow, ModuleCall
 
 @dataclass
 class _Saved:
-    """What autograd keeps in the place of a tensor on a written tensor's memory."""
+    """Stands in autograd for a saved tensor on a written tensor's memory; later it has a copy."""
 
     tensor: torch.Tensor
 
@@ -33,11 +33,14 @@ def _unpacked(kept: torch.Tensor | _Saved) -> torch.Tensor:
 
 @contextmanager
 def as_left(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Context of one forward: its backward meets these parameters and buffers as they are at the end of it."""
+    """Context of one forward: its backward meets these parameters and buffers as they are at the end of it.
+
+    names  of parameters and buffers into which the forward writes
+    """
     if not names or not torch.is_grad_enabled():
         yield
         return
-    held: list[_Saved] = []
+    saved_here: list[_Saved] = []
 
     def pack(saved: torch.Tensor) -> torch.Tensor | _Saved:
         if isinstance(saved, Distributed) or saved.layout is not torch.strided:
@@ -48,19 +51,19 @@ def as_left(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
             child = module.get_submodule(path)
             state = child._parameters.get(leaf, child._buffers.get(leaf))
             if state is not None and state.untyped_storage()._cdata == memory:
-                held.append(_Saved(saved))
-                return held[-1]
+                saved_here.append(_Saved(saved))
+                return saved_here[-1]
         return saved
 
     with torch.autograd.graph.saved_tensors_hooks(pack, _unpacked):
         yield
-    for each in held:
-        each.tensor = each.tensor.detach().clone()
+    for saved in saved_here:  # at the end: one process meets in backward what its whole forward has written
+        saved.tensor = saved.tensor.detach().clone()
 
 
 def told_written(flow: Flow, module: nn.Module, call: ModuleCall) -> str:
-    """Why no stage may begin at a call that lies among the uses of what the forward writes into; else empty."""
+    """Returns why no stage may begin at a call between two uses of what the forward writes into, or ""."""
     state, named = flow.written_around(call.enter), (*module.named_parameters(), *module.named_buffers())
     names = [name for name, tensor in named if id(tensor) == state]
-    told = "the forward writes into '{}' what depends on parameters, and all that uses it belongs into one stage"
-    return told.format(names[0]) if names else ""
+    reason = "the forward writes into '{}' what depends on parameters, and all that uses it belongs into one stage"
+    return reason.format(names[0]) if names else ""

@@ -19,12 +19,13 @@ MOST_RECIPES = 4096  # of calls and shapes of their arguments, remembered at onc
 
 @dataclass(frozen=True)
 class _Leaf:
-    """One leaf of a result: the argument at `given`, a new tensor, or a `value`.
+    """One leaf of a result: the argument leaf `argument`, a new tensor, or a plain `value`.
 
     number  the same for leaves that are one tensor
+    along   how a new tensor is cut over axes of positions
     """
 
-    given: int | None = None
+    argument: int | None = None
     number: int | None = None
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
@@ -56,9 +57,9 @@ class LeftOutResults:
 
         Raises `RefusedPlan` where a shape does not follow from the arguments'.
         """
-        plain = not kwargs and all(isinstance(one, torch.Tensor) for one in args)
+        plain = not kwargs and all(isinstance(arg, torch.Tensor) for arg in args)
         leaves = args if plain else tree_flatten((args, kwargs))[0]
-        kinds = [(one.shape, one.dtype) if isinstance(one, torch.Tensor) else None for one in leaves]
+        kinds = [(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
         key = id(skip), *kinds
         if key not in self._recipes:
             if len(self._recipes) >= MOST_RECIPES:
@@ -68,27 +69,28 @@ class LeftOutResults:
         if len(recipe) == 1 and recipe[0].number is not None and spec.is_leaf():  # one tensor, as of most blocks
             return self._tensor(recipe[0], leaves)
         made: dict[int, torch.Tensor] = {}
-        found = []
+        results = []
         for leaf in recipe:
-            if leaf.given is not None:
-                found.append(leaves[leaf.given])
+            if leaf.argument is not None:
+                results.append(leaves[leaf.argument])
             elif leaf.number is None:
-                found.append(leaf.value)
+                results.append(leaf.value)
             else:
-                if leaf.number not in made:
+                if leaf.number not in made:  # what arrives for one of two equal leaves must be seen in the other
                     made[leaf.number] = self._tensor(leaf, leaves)
-                found.append(made[leaf.number])
-        return tree_unflatten(found, spec)
+                results.append(made[leaf.number])
+        return tree_unflatten(results, spec)
 
     def _recipe(self, skip: Skip, along: Sequence[Along], leaves: Sequence[Any]) -> tuple[list[_Leaf], TreeSpec]:
-        shapes = made_up_shapes(skip, [tuple(one.shape) if isinstance(one, torch.Tensor) else None for one in leaves])
-        known = {number: place for place, number in enumerate(skip.call.arguments) if number is not None}
+        """Returns (leaves of the result, their tree) for arguments of these shapes."""
+        shapes = made_up_shapes(skip, [tuple(x.shape) if isinstance(x, torch.Tensor) else None for x in leaves])
+        argument_of = {number: place for place, number in enumerate(skip.call.arguments) if number is not None}
         cuts = along or [()] * len(shapes)
-        found = []
+        recipe = []
         for leaf, like, shape, cut in zip(skip.call.leaves, skip.like, shapes, cuts, strict=True):
-            if leaf.tensor is None or leaf.tensor in known:
-                given = known.get(leaf.tensor) if leaf.tensor is not None else None
-                found.append(_Leaf(given=given, value=leaf.value))
+            if leaf.tensor is None or leaf.tensor in argument_of:
+                argument = argument_of.get(leaf.tensor) if leaf.tensor is not None else None
+                recipe.append(_Leaf(argument=argument, value=leaf.value))
                 continue
             assert leaf.dtype is not None
             dtype = self.compute if leaf.dtype.is_floating_point else leaf.dtype
@@ -101,20 +103,21 @@ class LeftOutResults:
                     "stages="
                 )
             sizes = tuple(n for n in shape if n is not None)
-            found.append(_Leaf(number=leaf.tensor, shape=sizes, dtype=dtype, along=cut))
+            recipe.append(_Leaf(number=leaf.tensor, shape=sizes, dtype=dtype, along=cut))
         assert skip.call.spec is not None
-        return found, skip.call.spec
+        return recipe, skip.call.spec
 
     def _tensor(self, leaf: _Leaf, leaves: Sequence[Any]) -> torch.Tensor:
         assert leaf.dtype is not None
-        first = next((one for one in leaves if isinstance(one, torch.Tensor)), None)
+        first = next((arg for arg in leaves if isinstance(arg, torch.Tensor)), None)
         device = first.device if first is not None else None
         if leaf.along or not leaf.dtype.is_floating_point:  # whole numbers count something: nobody else's are touched
             fill = float("nan") if leaf.dtype.is_floating_point else 0
-            beside = [one for one in leaves if isinstance(one, torch.Tensor)]
+            beside = [arg for arg in leaves if isinstance(arg, torch.Tensor)]
             return filled(leaf.shape, fill, leaf.along, self.axes, beside, dtype=leaf.dtype, device=device)
         key = leaf.shape, leaf.dtype, device
         blank = self._blank.get(key)
+        # one was written into (`_version`), or was made in inference mode, outside of which autograd cannot keep it
         if blank is None or blank.is_inference() or blank._version:
             blank = self._blank[key] = torch.full(leaf.shape, float("nan"), dtype=leaf.dtype, device=device)
-        return blank.detach()
+        return blank.detach()  # on the same memory, with the same count of versions: writes into it show above

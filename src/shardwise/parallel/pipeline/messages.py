@@ -52,7 +52,7 @@ FIRST = 1 + TOLD_AT_ONCE * WIDTH
 
 @dataclass(frozen=True)
 class Told:
-    """What one tensor of a message is like."""
+    """Shape, dtype and cuts of one tensor of a message, and whether its gradient is sent back."""
 
     shape: tuple[int, ...]  # of what is sent: this rank's share
     dtype: torch.dtype
@@ -64,10 +64,10 @@ Arriving = list[tuple[Pending, torch.Tensor]]  # the tensors of a message, and w
 
 
 class Mail:
-    """The messages of one rank. `owner` gives the rank (on the axis) of each stage.
+    """Sends and receives the messages of one rank. `owner` gives the rank (on the axis) of each stage.
 
     inner    axes that cut positions: ranks of one place on them talk to each other
-    lasting  what was told of shapes holds until the end, not until the next `flush`
+    lasting  shapes that were told hold until the end, not until the next `flush`
     """
 
     def __init__(
@@ -78,13 +78,16 @@ class Mail:
         self.owner = tuple(owner)
         self.device = device
         self._axes = _directions(axis)
+        # by (tag, rank): messages (source stage, goal stage, micro-batch) in the order in which that rank sends them
         self._coming: dict[tuple[str, int], deque[tuple[int, int, int]]] = {}
+        # by (tag, goal stage, micro-batch): tensors that were received before they were asked for
         self._early: dict[tuple[str, int, int], list[torch.Tensor]] = {}
-        self._begun: dict[tuple[str, int], Arriving] = {}
+        self._begun: dict[tuple[str, int], Arriving] = {}  # by (tag, rank): the next message, being received
         self.ahead = axis.group is not None and backend_of(axis.group, device) in (None, "gloo")
         self._key_of: Callable[[int], Hashable] = lambda batch: None
-        self._known: dict[tuple[int, Hashable], list[Told]] = {}
-        self._under_way: list[tuple[Pending, torch.Tensor]] = []
+        self._specs: dict[tuple[int, Hashable], list[Told]] = {}  # by (boundary, key): what its messages are like
+        self._under_way: list[tuple[Pending, torch.Tensor]] = []  # sent; the tensor must live until it has left
+        # by (tag, goal stage, micro-batch): from one stage of this rank to another one
         self._at_home: dict[tuple[str, int, int], list[torch.Tensor]] = {}
 
     def expect(self, schedule: Schedule, first: int, key_of: Callable[[int], Hashable]) -> None:
@@ -99,28 +102,30 @@ class Mail:
                 self._begin(tag, rank)
 
     def send_forward(self, stage: int, batch: int, key: Hashable, tensors: Sequence[torch.Tensor]) -> None:
-        """Send the hidden states that stage `stage` made to the next stage."""
-        told = [Told(tuple(taken_apart(t).shape), t.dtype, t.requires_grad, cuts_of(t)) for t in tensors]
-        before = self._known.setdefault((stage, key), told)
-        if before != told:
+        """Send the hidden states that stage `stage` made to the next stage.
+
+        key  of the batch's shape: tensors of one key are alike, and described once
+        """
+        specs = [Told(tuple(taken_apart(t).shape), t.dtype, t.requires_grad, cuts_of(t)) for t in tensors]
+        before = self._specs.setdefault((stage, key), specs)
+        if before != specs:
             raise RefusedPlan(
-                f"stage {stage} sends {_listed(told)} where it sent {_listed(before)} for a batch of the same shape: "
+                f"stage {stage} sends {_listed(specs)} where it sent {_listed(before)} for a batch of the same shape: "
                 "a forward whose shapes depend on values cannot be cut there; name other places with stages="
             )
-        if before is told and self.owner[stage] != self.owner[stage + 1]:
-            self._tell(stage, batch, told)
-            self._tell_runs(stage, batch, told)
+        if before is specs and self.owner[stage] != self.owner[stage + 1]:  # the first of its key
+            self._tell(stage, batch, specs)
+            self._tell_runs(stage, batch, specs)
         self._send(FORWARD, stage, stage + 1, batch, tensors)
         self._begin(BACKWARD, self.owner[stage + 1])
 
     def receive_forward(self, stage: int, batch: int, key: Hashable) -> list[tuple[torch.Tensor, bool]]:
-        """Returns what the stage before made, and whether each tensor needs a gradient. Waits."""
+        """Returns (tensor, whether it needs a gradient) of all that the stage before made. Waits."""
         boundary = stage - 1
         tensors = self._fetch(FORWARD, boundary, stage, batch, key)
-        told = self._known[boundary, key]
         return [
-            (put_together(tensor, one.cuts, self.inner), one.needs_gradient)
-            for tensor, one in zip(tensors, told, strict=True)
+            (put_together(tensor, spec.cuts, self.inner), spec.needs_gradient)
+            for tensor, spec in zip(tensors, self._specs[boundary, key], strict=True)
         ]
 
     def send_backward(self, stage: int, batch: int, inputs: Sequence[torch.Tensor]) -> None:
@@ -129,6 +134,7 @@ class Mail:
         Which of several backward came to goes with them: what it did not reach has no gradient in one process, and an
         optimizer leaves it alone, which it would not do for zeros.
         """
+        # cut as the hidden states are, since that is what the stage before was told to expect
         gradients = [
             taken_apart(share_under(torch.zeros_like(leaf), cuts_of(leaf), self.inner)) if leaf.grad is None
             else share_under(leaf.grad, cuts_of(leaf), self.inner) for leaf in inputs
@@ -144,14 +150,15 @@ class Mail:
 
     def receive_backward(self, stage: int, batch: int, key: Hashable) -> list[torch.Tensor | None]:
         """Returns gradients of what stage `stage` sent; None where none is needed or backward did not reach. Waits."""
-        found = self._fetch(BACKWARD, stage + 1, stage, batch, key)
-        known = self._known[stage, key]
-        reached = iter(read(found[-1], "gradients reached") if sum(one.needs_gradient for one in known) > 1 else [True])
-        gradients = iter(found)
+        tensors = self._fetch(BACKWARD, stage + 1, stage, batch, key)
+        specs = self._specs[stage, key]
+        several = sum(spec.needs_gradient for spec in specs) > 1  # then the last tensor says which were reached
+        reached = iter(read(tensors[-1], "gradients reached") if several else [True])
+        gradients = iter(tensors)
         return [
-            put_together(gradient, one.cuts, self.inner) if gradient is not None else None
-            for one in known
-            for gradient in [_next(gradients, next(reached)) if one.needs_gradient else None]
+            put_together(gradient, spec.cuts, self.inner) if gradient is not None else None
+            for spec in specs
+            for gradient in [_next(gradients, next(reached)) if spec.needs_gradient else None]
         ]
 
     def flush(self) -> None:
@@ -161,16 +168,17 @@ class Mail:
         self._under_way.clear()
         self._key_of = lambda batch: None  # what it was given holds the step's batches
         if not self.lasting:
-            self._known.clear()
+            self._specs.clear()
 
     def _number(self, source: int, goal: int, batch: int, place: int) -> int:
+        """Returns a number for one tensor of one message, the same on both ranks: its tag, where a backend has tags."""
         boundary = 2 * min(source, goal) + (goal < source)
         return (batch * 2 * len(self.owner) + boundary) * MOST_TENSORS + place
 
     def _send(self, tag: str, source: int, goal: int, batch: int, tensors: Sequence[torch.Tensor]) -> None:
         if len(tensors) >= TELLING:
             raise RefusedPlan(f"stage {source} would send {len(tensors)} tensors at once; {TELLING - 1} are the most")
-        if self.owner[source] == self.owner[goal]:
+        if self.owner[source] == self.owner[goal]:  # without its graph: each stage's backward is run by itself
             self._at_home[tag, goal, batch] = [taken_apart(tensor.detach()) for tensor in tensors]
             return
         self._under_way = [(p, t) for p, t in self._under_way if not p.over]
@@ -181,7 +189,7 @@ class Mail:
             self._under_way.append((send(ready, axis, self.owner[goal], tag, number), ready))
 
     def _fetch(self, tag: str, source: int, goal: int, batch: int, key: Hashable) -> list[torch.Tensor]:
-        """The tensors of one message, those that were sent before it by the way."""
+        """Returns the tensors of one message. Those that the same rank sent before it are received too, and kept."""
         if self.owner[source] == self.owner[goal]:
             return self._at_home.pop((tag, goal, batch))
         rank = self.owner[source]
@@ -206,43 +214,45 @@ class Mail:
             return
         source, goal, batch = coming[0]
         key = self._key_of(batch)
-        if (min(source, goal), key) in self._known:
+        if (min(source, goal), key) in self._specs:  # else a message that tells the shapes comes first
             self._begun[tag, rank] = self._receive(tag, source, goal, batch, key)
 
     def _receive(self, tag: str, source: int, goal: int, batch: int, key: Hashable) -> Arriving:
         boundary = min(source, goal)
-        if (boundary, key) not in self._known:
-            self._known[boundary, key] = self._hear(boundary, batch)
-        told = [one for one in self._known[boundary, key] if tag == FORWARD or one.needs_gradient]
-        if tag == BACKWARD and len(told) > 1:
-            told.append(Told((len(told),), torch.uint8, False))
+        if (boundary, key) not in self._specs:
+            self._specs[boundary, key] = self._hear(boundary, batch)
+        specs = [spec for spec in self._specs[boundary, key] if tag == FORWARD or spec.needs_gradient]
+        if tag == BACKWARD and len(specs) > 1:  # a byte for each: whether backward reached it (`send_backward`)
+            specs.append(Told((len(specs),), torch.uint8, False))
         axis = self._axes[tag, self.owner[source] < self.owner[goal]]
         arriving = []
-        for place, one in enumerate(told):
-            tensor = torch.empty(one.shape, dtype=one.dtype, device=self.device)
+        for place, spec in enumerate(specs):
+            tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
             number = self._number(source, goal, batch, place)
             arriving.append((receive(_bytes(tensor), axis, self.owner[source], tag, number), tensor))
         return arriving
 
-    def _tell(self, stage: int, batch: int, told: list[Told]) -> None:
-        row = torch.zeros(1 + max(TOLD_AT_ONCE, len(told)) * WIDTH, dtype=torch.int64)
-        row[0] = len(told)
-        for place, one in enumerate(told):
-            if one.dtype not in DTYPES or len(one.shape) > MOST_DIMS:
-                raise RefusedPlan(f"stage {stage} would send {_listed([one])}, which messages cannot describe")
-            numbers = [DTYPES.index(one.dtype), int(one.needs_gradient), len(one.shape), *one.shape]
+    def _tell(self, stage: int, batch: int, specs: list[Told]) -> None:
+        """Send what the tensors of a boundary are like, as integers: their count, then WIDTH numbers for each."""
+        row = torch.zeros(1 + max(TOLD_AT_ONCE, len(specs)) * WIDTH, dtype=torch.int64)
+        row[0] = len(specs)
+        for place, spec in enumerate(specs):
+            if spec.dtype not in DTYPES or len(spec.shape) > MOST_DIMS:
+                raise RefusedPlan(f"stage {stage} would send {_listed([spec])}, which messages cannot describe")
+            numbers = [DTYPES.index(spec.dtype), int(spec.needs_gradient), len(spec.shape), *spec.shape]
             start = 1 + place * WIDTH
             row[start : start + len(numbers)] = torch.tensor(numbers)
-            for cut, (name, dim, owners) in enumerate(one.cuts):
+            for cut, (name, dim, owners) in enumerate(spec.cuts):
                 at = start + 3 + MOST_DIMS + 3 * cut
-                row[at : at + 3] = torch.tensor([1 + self._place(name), dim, len(owners.stops)])
+                row[at : at + 3] = torch.tensor([1 + self._place(name), dim, len(owners.stops)])  # 0: no cut
+        # in two messages, since the receiver knows the size of the second from the count in the first
         for part in row.split([FIRST, len(row) - FIRST]):
             if len(part):
                 self._control(part.clone(), stage, batch)
 
-    def _tell_runs(self, stage: int, batch: int, told: list[Told]) -> None:
-        """Who owns which index of the cut dims: as many numbers as there are runs, where there are any."""
-        runs = [torch.from_numpy(part).long() for one in told for _, _, owners in one.cuts
+    def _tell_runs(self, stage: int, batch: int, specs: list[Told]) -> None:
+        """Send who owns which index of the cut dims: as many numbers as there are runs, where there are any."""
+        runs = [torch.from_numpy(part).long() for spec in specs for _, _, owners in spec.cuts
                 for part in (owners.stops, owners.who)]  # fmt: skip
         if runs:
             self._control(torch.cat(runs), stage, batch)
@@ -257,17 +267,18 @@ class Mail:
         return next(place for place, axis in enumerate(self.inner) if axis.name == name)
 
     def _hear(self, boundary: int, batch: int) -> list[Told]:
+        """Receive what `_tell` and `_tell_runs` sent. Waits."""
         numbers = self._heard(FIRST, boundary, batch)
         if (more := numbers[0] - TOLD_AT_ONCE) > 0:
             numbers += self._heard(more * WIDTH, boundary, batch)
         rows = [numbers[1 + place * WIDTH :][:WIDTH] for place in range(numbers[0])]
         cuts = [[row[at : at + 3] for at in range(3 + MOST_DIMS, WIDTH, 3) if row[at]] for row in rows]
-        total = 2 * sum(runs for each in cuts for _, _, runs in each)
+        total = 2 * sum(count for of_tensor in cuts for _, _, count in of_tensor)  # of each run: its stop, its owner
         runs = iter(self._heard(total, boundary, batch) if total else [])
         return [
             Told(tuple(row[3 : 3 + row[2]]), DTYPES[row[0]], bool(row[1]),
-                 tuple(self._read_cut(cut, runs) for cut in each))
-            for row, each in zip(rows, cuts, strict=True)
+                 tuple(self._read_cut(cut, runs) for cut in of_tensor))
+            for row, of_tensor in zip(rows, cuts, strict=True)
         ]  # fmt: skip
 
     def _read_cut(self, cut: list[int], numbers: Iterator[int]) -> tuple[str, int, Owners]:
@@ -284,7 +295,7 @@ class Mail:
 
 
 def _directions(axis: Axis) -> dict[tuple[str, bool], Axis]:
-    """The axis for each kind of message and each direction over ranks."""
+    """Returns, by (tag, whether to a higher rank), the axis, with a group of its own where a backend needs one."""
     ways = [(tag, down) for tag in (FORWARD, BACKWARD) for down in (True, False)]
     return dict(zip(ways, copies_of(axis, len(ways)), strict=True))
 
@@ -295,14 +306,14 @@ def _next(gradients: Iterator[torch.Tensor], reached: int) -> torch.Tensor | Non
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """What every backend carries: booleans as bytes, complex numbers as pairs of real ones."""
+    """Returns the tensor as what every backend carries: booleans as bytes, complex numbers as pairs of real ones."""
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj().resolve_neg())
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
-def _listed(told: Sequence[Told]) -> str:
-    return ", ".join(f"{one.dtype} {list(one.shape)}" for one in told)
+def _listed(specs: Sequence[Told]) -> str:
+    return ", ".join(f"{spec.dtype} {list(spec.shape)}" for spec in specs)
 
 
 def _arrived(arriving: Arriving) -> list[torch.Tensor]:

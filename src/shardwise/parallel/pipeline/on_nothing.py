@@ -30,7 +30,7 @@ RAISED = (IndexError, RuntimeError)  # by kernels, `LinAlgError` among them
 
 
 class OnNothing(TorchFunctionMode):
-    """While entered, and until `begun()`, functions that raise give results of the right shape."""
+    """Mode in which functions that raise give results of the right shape, until `begun()` is true."""
 
     def __init__(self, begun: Callable[[], bool]):
         super().__init__()
@@ -38,7 +38,7 @@ class OnNothing(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if hooks_nothing(func, args) and not self.begun():
+        if hooks_nothing(func, args) and not self.begun():  # a made-up tensor has no gradient that a hook could see
             return RemovableHandle(OrderedDict())
         try:
             return func(*args, **kwargs)
@@ -49,8 +49,8 @@ class OnNothing(TorchFunctionMode):
                 raise
             if _writes_into_absent(func, args):
                 return args[0]
-            if any(isinstance(each, Distributed) for each in tensors_in((args, kwargs))):
-                raise
+            if any(isinstance(tensor, Distributed) for tensor in tensors_in((args, kwargs))):
+                raise  # how a result would be cut does not follow from shapes
             try:
                 return _made_up(func, args, kwargs)
             except RAISED:
@@ -59,29 +59,31 @@ class OnNothing(TorchFunctionMode):
 
 
 def _writes_into_absent(func: Callable[..., Any], args: tuple) -> bool:
-    """Whether a function writes into an absent weight, whole or a share of it: nothing in it counts."""
+    """Returns whether a function writes into an absent weight, whole or a share of it: nothing in it counts."""
     name = getattr(func, "__name__", "")
     plain = name.endswith("_") and not name.endswith("__")
     written = args[0] if args and (plain or name == "__setitem__" or name.startswith("__i")) else None
     while isinstance(written, Part):
         written = written.local
+    # absent weights are one number, expanded: torch refuses to write into memory that several elements share
     return isinstance(written, torch.Tensor) and written.numel() > 1 and 0 in written.stride()
 
 
 def _made_up(func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-    given: dict[int, torch.Tensor] = {}
+    """Returns a result of the right shapes and dtypes, NaN in every value (0 in integers)."""
+    originals: dict[int, torch.Tensor] = {}  # by id of the tensor without values that stands for each
 
     def without_values(tensor: torch.Tensor) -> torch.Tensor:
         shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        given[id(shape)] = tensor
+        originals[id(shape)] = tensor
         return shape
 
     shapes = replaced(torch.Tensor, without_values, (args, kwargs))
-    device = next((tensor.device for tensor in given.values()), None)
+    device = next((tensor.device for tensor in originals.values()), None)
 
     def filled(shape: torch.Tensor) -> torch.Tensor:
-        if id(shape) in given:  # written in place, and nothing in it counts
-            return given[id(shape)]
+        if id(shape) in originals:  # written in place, and nothing in it counts
+            return originals[id(shape)]
         value = float("nan") if shape.is_floating_point() or shape.is_complex() else 0
         return torch.full(shape.shape, value, dtype=shape.dtype, device=device)
 

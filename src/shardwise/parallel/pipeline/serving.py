@@ -23,9 +23,9 @@ class Serving:
         self._over: set[tuple[int, int]] = set()
 
     def tape(self, stage: int, batch: int) -> Tape:
-        """A new tape for a stage's forward of a micro-batch."""
-        one = self.stages[stage]
-        self._tapes[stage, batch] = Tape(self.talk, stage, batch, one.over, one.by)
+        """Returns a new tape for a stage's forward of a micro-batch."""
+        cut = self.stages[stage]
+        self._tapes[stage, batch] = Tape(self.talk, stage, batch, cut.over, cut.by)
         return self._tapes[stage, batch]
 
     def until_end(self, stage: int, batch: int) -> None:
@@ -33,6 +33,7 @@ class Serving:
         if not self.stages[stage].answers:
             return
         while (stage, batch) not in self._over:
+            # of any micro-batch: the stage after runs them in an order of its own, and says things in that order
             words, tensors = self.talk.hear(stage + 1, stage)
             if words["kind"] == "end":
                 self._over.add((stage, words["batch"]))

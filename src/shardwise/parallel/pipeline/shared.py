@@ -26,45 +26,47 @@ Take = Callable[[Callable[..., Any], tuple, dict], Any]
 
 
 class SharedGradients(TorchFunctionMode):
-    """While entered: until `begun()`, gradients for what comes of the batch alone; then `take` takes the forward's own.
+    """Mode of a forward that takes gradients itself; entered where gradients are on or off as the forward has them.
 
-    To be entered where gradients are on, or off, as the forward itself has them.
+    Until `begun()` only what is computed of the batch alone has gradients.
+    take    from then on, called with each gradient that the forward takes, in its place
     count   called at each gradient that the forward takes before
     """
 
     def __init__(self, begun: Callable[[], bool], take: Take, count: Callable[[], None]):
         super().__init__()
         self.begun, self.take, self.count = begun, take, count
-        self.made_up = WeakIdKeyDictionary()  # tensors that are, or come of some that are
+        self.made_up = WeakIdKeyDictionary()  # tensors that stand for what was left out, or are computed of such
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if transforming():
+        if transforming():  # inside `torch.func`, whose own gradients are no gradients of stages
             return func(*args, **kwargs)
         own = takes_gradients(func)
         if self.begun():
             return self.take(func, args, kwargs) if own else func(*args, **kwargs)
-        given = tensors_in((args, kwargs))
-        known = not any(isinstance(one, nn.Parameter) or one in self.made_up for one in given)
+        tensors = tensors_in((args, kwargs))
+        # a parameter may be another stage's, which is NaN here; those of this stage are used from its beginning on
+        of_batch = not any(isinstance(tensor, nn.Parameter) or tensor in self.made_up for tensor in tensors)
         if own:
             self.count()
-            if not (known and any(one.requires_grad for one in given)):
-                return tuple(self._noted(torch.full_like(one, torch.nan)) for one in listed(_inputs(args, kwargs)))
-        if known:
+            if not (of_batch and any(tensor.requires_grad for tensor in tensors)):
+                return tuple(self._noted(torch.full_like(x, torch.nan)) for x in listed(_inputs(args, kwargs)))
+        if of_batch:
             return func(*args, **kwargs)
-        with torch.no_grad():
+        with torch.no_grad():  # no way back through made-up values, whose gradients would be NaN
             output = func(*args, **kwargs)
         self.note(output)
         return output
 
     def note(self, result: Any) -> None:
         """Note what stands for the result of a call that was left out."""
-        for one in tensors_in(result):
-            self._noted(one)
+        for tensor in tensors_in(result):
+            self._noted(tensor)
 
-    def _noted(self, one: torch.Tensor) -> torch.Tensor:
-        self.made_up[one] = True
-        return one
+    def _noted(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.made_up[tensor] = True
+        return tensor
 
 
 def _inputs(args: tuple, kwargs: dict) -> Any:

@@ -24,56 +24,61 @@ class Skip:
 
 
 def skips_before(entry: ModuleCall, flow: Flow, other: Flow, samples: tuple[int, int]) -> list[Skip]:
-    """The outermost calls before a stage's entry that can be left out. `other`: on another number of samples."""
+    """Returns the outermost calls before a stage's entry that can be left out.
+
+    other    the same forward on another number of samples
+    samples  how many each of the two had
+    """
     twins = _twins(flow, other)
     total = sum(op.cost for op in flow.ops)
-    found: list[Skip] = []
+    skips: list[Skip] = []
 
     def walk(call: ModuleCall) -> None:
         for inner in call.inside:
             if inner.enter >= entry.enter:
                 return
-            if inner.exit > entry.enter:
+            if inner.exit > entry.enter:  # the stage begins inside it
                 walk(inner)
                 continue
             skip = _skip(flow, inner, twins, samples, total)
             if skip is not None:
-                found.append(skip)
+                skips.append(skip)
             else:
                 walk(inner)
 
     walk(flow.root)
-    return found
+    return skips
 
 
 def skips_after(exit: ModuleCall, flow: Flow, other: Flow, samples: tuple[int, int]) -> list[Skip]:
-    """The outermost calls from a stage's end on that can be left out, by a stage that runs on to the forward's end."""
+    """Returns the outermost calls that a stage that runs on to the forward's end can leave out, from its own end on."""
     twins = _twins(flow, other)
     total = sum(op.cost for op in flow.ops)
-    found: list[Skip] = []
+    skips: list[Skip] = []
 
     def walk(call: ModuleCall) -> None:
         for inner in call.inside:
             skip = _skip(flow, inner, twins, samples, total) if inner.enter >= exit.enter else None
             if skip is not None:
-                found.append(skip)
+                skips.append(skip)
             elif inner.exit > exit.enter:
                 walk(inner)
 
     walk(flow.root)
-    return found
+    return skips
 
 
 def _twins(flow: Flow, other: Flow) -> dict[tuple[str, int], ModuleCall]:
-    """The calls of another forward, but of modules that are called more often in one of the two."""
+    """Returns the calls of another forward by (path, place), without modules that are called more often in one."""
     return {(call.path, call.place): call for call in other.calls() if call.path not in flow.repeats}
 
 
 def _skip(
     flow: Flow, call: ModuleCall, twins: dict[tuple[str, int], ModuleCall], samples: tuple[int, int], total: float
 ) -> Skip | None:
-    """How to leave a call out; None where it must run: something shared comes out of it, or shapes are not known."""
+    """Returns how to leave a call out; None where it must run: it gives something shared, or shapes are not known."""
     other = twins.get((call.path, call.place))
+    # `moves`: what it changes in the module, a later forward would find made up
     if other is None or call.moves or not all(_alike(call, later) for later in flow.later):
         return None
     returned = {leaf.tensor for leaf in call.leaves}
@@ -81,7 +86,7 @@ def _skip(
         if leaf.tensor is None and not isinstance(leaf.value, type(None) | bool | int | float | str):
             return None
         if leaf.tensor is not None and not flow.depends[leaf.tensor]:
-            return None
+            return None  # a mask, a table of positions: never sent, every stage computes it
     first, last = (bisect.bisect_left(flow.in_order, (moment, -1)) for moment in (call.enter, call.exit + 1))
     for _, number in flow.in_order[first:last]:  # something from inside is used by other ways than its result
         if flow.last_use[number] > call.exit and number not in returned:
@@ -97,48 +102,53 @@ def _skip(
     skip = Skip(call.path, call.place, tuple(like), call, other, samples)
     if any(None in shape for shape in made_up_shapes(skip, call.shapes)):
         return None  # it follows the samples in a way that its arguments do not
-    known = all(place is not None or leaf.tensor is None for place, leaf in zip(like, call.leaves, strict=True))
-    if not known and sum(op.cost for op in flow.ops if call.enter <= op.time <= call.exit) < LARGE * total:
+    # shapes put together from several arguments may be wrong for other inputs: worth it for large modules alone
+    by_argument = all(place is not None or leaf.tensor is None for place, leaf in zip(like, call.leaves, strict=True))
+    if not by_argument and sum(op.cost for op in flow.ops if call.enter <= op.time <= call.exit) < LARGE * total:
         return None
     return skip
 
 
 def _alike(call: ModuleCall, later: Flow) -> bool:
-    """Whether in a later forward a call changes no attribute, and is given and gives what it does in this one."""
-    twin = next((each for each in later.calls() if (each.path, each.place) == (call.path, call.place)), None)
+    """Returns whether a later forward's call changes no attribute, and has arguments and results like this one's."""
+    twin = next((other for other in later.calls() if (other.path, other.place) == (call.path, call.place)), None)
     if twin is None:
         return True
-    same = (twin.spec, twin.shapes, [each.value for each in twin.leaves], [each.shape for each in twin.leaves])
-    of_call = (call.spec, call.shapes, [each.value for each in call.leaves], [each.shape for each in call.leaves])
-    return not twin.moves and same == of_call
+    of_twin = (twin.spec, twin.shapes, [leaf.value for leaf in twin.leaves], [leaf.shape for leaf in twin.leaves])
+    of_call = (call.spec, call.shapes, [leaf.value for leaf in call.leaves], [leaf.shape for leaf in call.leaves])
+    return not twin.moves and of_twin == of_call
 
 
-def made_up_shapes(skip: Skip, given: Sequence[Sequence[int] | None]) -> list[list[int | None]]:
-    """The shape of each leaf of a result that is left out, for arguments of the shapes `given`; None: not known.
+def made_up_shapes(skip: Skip, argument_shapes: Sequence[Sequence[int] | None]) -> list[list[int | None]]:
+    """Returns the shape of each leaf of a result that is left out, for arguments of these shapes; None: not known.
 
     It is that of an argument of the same shape. Else each of its dims is an argument's dim of the same place, or the
     one that it grew with when samples were added (an LSTM's state has them second), or fixed.
     """
-    arguments = [(a, b, now) for a, b, now in zip(skip.call.shapes, skip.other.shapes, given, strict=True)
+    arguments = [(a, b, now) for a, b, now in zip(skip.call.shapes, skip.other.shapes, argument_shapes, strict=True)
                  if a is not None and b is not None and now is not None]  # fmt: skip
-    found: list[list[int | None]] = []
+    shapes: list[list[int | None]] = []
     for like, leaf, twin in zip(skip.like, skip.call.leaves, skip.other.leaves, strict=True):
         if leaf.tensor is None or like is not None:
-            found.append(list(given[like] or ()) if like is not None else [])
+            shapes.append(list(argument_shapes[like] or ()) if like is not None else [])
         else:
             pairs = enumerate(zip(leaf.shape, twin.shape, strict=True))
-            found.append([_made_up_dim(dim, a, b, arguments) for dim, (a, b) in pairs])
-    return found
+            shapes.append([_made_up_dim(dim, a, b, arguments) for dim, (a, b) in pairs])
+    return shapes
 
 
 def _made_up_dim(dim: int, a: int, b: int, arguments: Sequence[tuple[Sequence[int], ...]]) -> int | None:
-    for one, other, now in arguments:
-        if len(one) > dim and (one[dim], other[dim]) == (a, b):
+    """Returns the size of a dim that was `a` in one forward and `b` in the other, for this call's arguments.
+
+    arguments  (shape in the one, shape in the other, shape now) of each
+    """
+    for first, second, now in arguments:  # same place, same size in both
+        if len(first) > dim and (first[dim], second[dim]) == (a, b):
             return now[dim]
     if a == b:
         return a
-    for one, other, now in arguments:
-        for x, y, size in zip(one, other, now, strict=True):
+    for first, second, now in arguments:  # grows with some dim, as rows (samples * positions) do
+        for x, y, size in zip(first, second, now, strict=True):
             if x != y and a * y == b * x and a * size % x == 0:
                 return a * size // x
     return None

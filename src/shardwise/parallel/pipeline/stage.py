@@ -63,11 +63,11 @@ Action = Callable[[tuple, dict], Any]
 Results = Mapping[tuple[str, int], Sequence[Along]]  # of a call (path, place): how each leaf of its result is cut
 
 
-_Key = tuple[str, int, bool, Spot | None]  # of a call: path, place, what it is given or gives, the function it called
+_Key = tuple[str, int, bool, Spot | None]  # of a call: path, place, its arguments or result, the function it called
 
 
 def _key(holder: Holder) -> _Key:
-    return holder.path, holder.place, holder.given, holder.own[0] if holder.own is not None else None
+    return holder.path, holder.place, holder.is_argument, holder.own[0] if holder.own is not None else None
 
 
 class StagedModule:
@@ -91,12 +91,13 @@ class StagedModule:
         self._careful = {stage.index for stage in stages if stage.careful}
         self._stage: Stage | None = None
         self._running = False
-        self._entered = False
-        self._grad = True
+        self._entered = False  # this run has come to the stage's own part
+        self._grad = True  # whether gradients were on where the forward was called
         self._over: list[torch.Tensor] | None = None  # what is sent on, once a stage that runs on is over
-        self._counts: dict[int, int] = {}
+        self._counts: dict[int, int] = {}  # by id of a module: its calls so far in this run
         self._inbox: list[tuple[torch.Tensor, bool]] = []
         self._noted: dict[_Key, list[Any]] = {}  # leaves of what calls were given and gave
+        # by stage, then by (id of a module, its how-manieth call): what to note of that call
         self._notes: dict[int, dict[tuple[int, int], set[_Key]]] = {}
         self._own: dict[int, dict[tuple[int, int], dict[Spot, Holder]]] = {}  # (module, its call) -> functions it calls
         self._marks: dict[int, dict[tuple[int, int], dict[tuple[Spot, str], Action]]] = {}  # functions at which to act
@@ -117,6 +118,10 @@ class StagedModule:
         self._wrap_root()
 
     def _actions_of(self, stage: Stage, touched: dict[int, nn.Module]) -> dict[tuple[int, int], Action]:
+        """Returns what to do at each call, by (id of the module, its how-manieth call), in place of its forward.
+
+        touched  by id: modules whose calls must be counted; grows
+        """
         actions: dict[tuple[int, int], Action] = {}
         followed: list[nn.Module] = []  # whose own calls are counted, or not to be counted with a caller's
 
@@ -149,7 +154,7 @@ class StagedModule:
             else:
                 notes.setdefault((id(child), holder.place), set()).add(_key(holder))
             followed += [child, *map(self.module.get_submodule, holder.callees)]
-        touched.update((id(each), each) for each in followed if each is not self.module)
+        touched.update((id(child), child) for child in followed if child is not self.module)
         self._notes[stage.index], self._own[stage.index], self._marks[stage.index] = notes, own, marks
         return actions
 
@@ -157,7 +162,9 @@ class StagedModule:
         inner = child.forward
 
         def forward(*args, **kwargs):
-            if not self._running or self._stage is None or transforming():  # run again in backward, or outside of it
+            # a block that is computed again in backward, a module called outside of a stage or by `torch.func`: their
+            # calls were not there when the forward was looked at, and are not counted
+            if not self._running or self._stage is None or transforming():
                 return inner(*args, **kwargs)
             place = self._counts.get(id(child), 0)
             self._counts[id(child)] = place + 1
@@ -166,7 +173,7 @@ class StagedModule:
             for note in notes:
                 if note[2]:
                     self._noted[note] = tree_flatten((args, kwargs))[0]
-            with self._inside(None):
+            with self._inside(None):  # what an action calls of torch is nobody's own code
                 made = action(args, kwargs) if action is not None else None
             with self._inside((id(child), place)):
                 output = inner(*args, **kwargs) if made is None else made[0]
@@ -191,6 +198,8 @@ class StagedModule:
             try:
                 output, left = self._walk(stage, lambda: inner(*args, **kwargs))
             except RAISED as error:
+                # before the stage's part a function may fail on NaN: once more, and from now on, with the mode that
+                # answers such functions by shape, which costs time at every function
                 if self._entered or stage.index in self._careful:
                     raise
                 self._careful.add(stage.index)
@@ -206,7 +215,7 @@ class StagedModule:
         self.module.forward = forward
 
     def _walk(self, stage: Stage, forward: Callable[[], Any]) -> tuple[Any, bool]:
-        """One run of the outermost forward. Returns its result, or what is sent on, and whether it was left."""
+        """Run the outermost forward once. Returns (its result, or what is sent on; whether it was left at its exit)."""
         self._counts.clear()
         self._entered, self._running, self._taken, self._over = stage.entry is None, True, 0, None
         watched = self._own[stage.index] or self._marks[stage.index]
@@ -215,7 +224,9 @@ class StagedModule:
         careful = OnNothing(own_part) if stage.index in self._careful else nullcontext()
         self._shared = SharedGradients(lambda: self._entered, self._take, self._count) if stage.taken else None
         try:
+            # before its part a stage has nothing to differentiate, unless the forward takes gradients by its inputs
             torch.set_grad_enabled(self._grad and (self._entered or self._shared is not None))
+            # a weight that is read now and used in the stage's part keeps its gradient, though gradients are off
             read_ahead(self._grad and not self._entered)
             with self._shared or nullcontext(), careful, self._calls or nullcontext():  # the last sees who calls
                 output = forward()
@@ -231,7 +242,7 @@ class StagedModule:
         self._taken += 1
 
     def _take(self, take: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """The gradient that the forward takes by `take(*args, **kwargs)`, of what other stages computed too."""
+        """Returns the gradient that the forward takes by `take(*args, **kwargs)`, through other stages too."""
         index, self._running = self._taken, False  # blocks that run again in backward are no calls
         self._count()
         try:
@@ -260,7 +271,10 @@ class StagedModule:
             self._noted[_key(holder)] = tree_flatten(output)[0]
 
     def _met(self, holder: Holder) -> torch.Tensor:
-        """What crosses a boundary that is met now; a forward's own code has made it as often as when looked at."""
+        """Returns the tensor that a holder of a boundary has now.
+
+        Raises `RefusedPlan` where a forward's own code has made it more or less often than when it was looked at.
+        """
         if holder.own is not None and self._calls is not None:
             whose = id(self.module.get_submodule(holder.path)), holder.place
             times = self._calls.times(whose, holder.own[0])
@@ -270,10 +284,10 @@ class StagedModule:
                     f"boundary, and {holder.times} times when the forward was looked at: one that takes different ways "
                     "cannot be cut into stages"
                 )
-        return self._held(holder)
+        return self._tensor_of(holder)
 
     def _on_nothing(self, stage: Stage, error: Exception) -> RefusedPlan:
-        """What is said where the forward's own code fails on results that were left out."""
+        """Returns the refusal of a forward whose own code fails on results that were left out."""
         assert stage.entry is not None
         return RefusedPlan(
             f"the forward fails before {stage.entry.call.label}, where a pipeline stage begins and what was computed "
@@ -283,7 +297,8 @@ class StagedModule:
         )
 
     def _check(self, stage: Stage, left: bool) -> None:
-        expected = sum(one.enter < stage.stop for one in stage.taken)
+        """Raises `RefusedPlan` where the forward took another way than when it was looked at."""
+        expected = sum(taken.enter < stage.stop for taken in stage.taken)
         if stage.over and self._taken != expected:
             raise RefusedPlan(
                 f"the forward takes {self._taken} gradients itself, and took {expected} when it was looked at: one "
@@ -299,7 +314,7 @@ class StagedModule:
     def run(
         self, index: int, inbox: list[tuple[torch.Tensor, bool]], forward: Callable[[], Any], tape: Tape | None = None
     ) -> Any:  # fmt: skip
-        """The result of `forward` (which calls the module) on one stage.
+        """Returns the result of `forward` (which calls the module) on stage `index`.
 
         inbox   what was received, and whether each needs a gradient: `taken` then has the leaves that hold it
         tape    where gradients that the forward takes itself go from stage to stage
@@ -307,9 +322,9 @@ class StagedModule:
         self._stage, self._inbox, self.taken, self._tape = self.stages[index], inbox, [], tape
         try:
             output = forward()
-            if tape is not None:
+            if tape is not None:  # while the forward's notes are there; the stage after asks by these later
                 tape.have = {
-                    which: [self._held(one) if isinstance(one, Holder) else None for one in by]
+                    which: [self._tensor_of(holder) if isinstance(holder, Holder) else None for holder in by]
                     for which, by in self._stage.by.items()
                 }
             return output
@@ -319,15 +334,20 @@ class StagedModule:
             self._made_up.clear()
 
     def _leave_out(self, skip: Skip, along: Sequence[Along], inside: list[int], args: tuple, kwargs: dict) -> Any:
-        """The made-up result of a call. The calls inside it count: a module's later ones go by their number."""
+        """Returns (made-up result,) of a call that is left out."""
         assert self._stage is not None
+        # the calls and gradients inside it count, since a module's later calls go by their number: without it a stage
+        # that begins inside a block's later run would begin at the wrong one
         for child in inside:
             self._counts[child] = self._counts.get(child, 0) + 1
-        self._taken += sum(skip.call.enter < one.enter < skip.call.exit for one in self._stage.taken)
+        self._taken += sum(skip.call.enter < taken.enter < skip.call.exit for taken in self._stage.taken)
         return (self._made_up.result(skip, along, args, kwargs),)
 
     def _exit(self, edge: Edge, at_hand: Action | None, args: tuple, kwargs: dict) -> Any:
-        """The stage is over. Where it runs on, what comes is made up: `at_hand` gives the result of this call."""
+        """End the stage at this call: raises `StageExit` with what is sent on.
+
+        Where the stage runs on, returns what `at_hand` does, the made-up result of this call: what comes is made up.
+        """
         stage = self._stage
         assert stage is not None and stage.exit is not None
         made = at_hand(args, kwargs) if at_hand is not None and not stage.runs_on else None
@@ -335,19 +355,19 @@ class StagedModule:
         if not stage.runs_on:
             raise StageExit(leaves)
         if self._over is None:
-            copied = zip(leaves, edge.holders, strict=True)
+            copied = zip(leaves, edge.holders, strict=True)  # the code that runs on writes into some of them
             self._over = [leaf.clone() if holder.written else leaf for leaf, holder in copied]
             torch.set_grad_enabled(False)
         return at_hand(args, kwargs) if at_hand is not None else made
 
-    def _held(self, holder: Holder) -> torch.Tensor:
+    def _tensor_of(self, holder: Holder) -> torch.Tensor:
         return self._noted[_key(holder)][holder.leaf]
 
     def _enter(self, edge: Edge, at_hand: Action | None, args: tuple, kwargs: dict) -> None:
-        """What was received takes the place of what the caller holds, where the stage has not begun yet."""
+        """Begin the stage: put what was received into the tensors that the caller holds."""
         stage = self._stage
         assert stage is not None and stage.entry is not None
-        if self._entered:
+        if self._entered:  # at one of the calls before, which chance leaves out of other forwards
             return
         if self._shared is None:
             torch.set_grad_enabled(self._grad)
@@ -364,24 +384,28 @@ class StagedModule:
         self._made_up.clear()
         self._entered = True
 
-    def _put(self, held: torch.Tensor, received: torch.Tensor, needs_gradient: bool, written: bool) -> None:
+    def _put(self, target: torch.Tensor, received: torch.Tensor, needs_gradient: bool, written: bool) -> None:
+        """Write what was received into `target`, which the caller holds; `written`: the forward writes into it later.
+
+        Notes in `taken` the leaf whose gradient goes back.
+        """
         assert self._stage is not None and self._stage.entry is not None
-        if held.shape != received.shape:
+        if target.shape != received.shape:
             raise RefusedPlan(
                 f"at {self._stage.entry.call.label} a tensor of shape {tuple(received.shape)} arrives, where this "
-                f"stage's own forward has {tuple(held.shape)}: a module before it gives a shape that cannot be told "
+                f"stage's own forward has {tuple(target.shape)}: a module before it gives a shape that cannot be told "
                 "from the shapes of its arguments, so the stages would disagree about masks and positions"
             )
-        if held.grad_fn is not None:
+        if target.grad_fn is not None:
             raise RefusedPlan(
                 f"at {self._stage.entry.call.label} a tensor arrives for one that this stage's own forward computes of "
                 "the batch with gradients, which it takes itself: name other places with stages="
             )
-        overwrite(held, received.detach(), self.axes)
+        overwrite(target, received.detach(), self.axes)
         if not needs_gradient:
             return
         if written:  # a leaf may not be written into: a copy onto itself puts a step of the graph between
             self.taken.append(received.requires_grad_(True))
-            held.copy_(received)
+            target.copy_(received)
         else:
-            self.taken.append(held.requires_grad_(True))
+            self.taken.append(target.requires_grad_(True))

@@ -28,29 +28,29 @@ class Talk:
     def __init__(self, axis: Axis, owner: Sequence[int], device: torch.device):
         self.owner, self.device = owner, device
         self._ways = dict(zip((True, False), copies_of(axis, 2), strict=True))
-        self._numbers: dict[tuple[int, int], int] = defaultdict(int)
+        self._numbers: dict[tuple[int, int], int] = defaultdict(int)  # of messages so far, by (source, goal)
         self._under_way: list[tuple[Pending, torch.Tensor]] = []
 
     def say(self, source: int, goal: int, words: dict[str, Any], tensors: Sequence[torch.Tensor | None] = ()) -> None:
         """Send from stage `source` to stage `goal`; waits for nobody."""
         self._under_way = [(pending, kept) for pending, kept in self._under_way if not pending.over]
-        plain = [None if one is None else one.detach().contiguous() for one in tensors]
-        told = [None if one is None else [str(one.dtype), list(one.shape)] for one in plain]
-        text = json.dumps([words, told]).encode()
+        plain = [None if tensor is None else tensor.detach().contiguous() for tensor in tensors]
+        specs = [None if tensor is None else [str(tensor.dtype), list(tensor.shape)] for tensor in plain]
+        text = json.dumps([words, specs]).encode()
         self._send(torch.tensor([len(text)]), source, goal)
         self._send(torch.frombuffer(bytearray(text), dtype=torch.uint8), source, goal)
-        for one in plain:
-            if one is not None and one.numel():
-                self._send(torch.view_as_real(one).contiguous() if one.is_complex() else one, source, goal)
+        for tensor in plain:
+            if tensor is not None and tensor.numel():  # of an empty one the text says all
+                self._send(torch.view_as_real(tensor).contiguous() if tensor.is_complex() else tensor, source, goal)
 
     def hear(self, source: int, goal: int) -> tuple[dict[str, Any], list[torch.Tensor | None]]:
         """Receive at stage `goal` what stage `source` said next. Waits."""
         (length,) = read(self._receive(torch.zeros(1, dtype=torch.int64), source, goal), "length of a message")
         text = self._receive(torch.zeros(length, dtype=torch.uint8), source, goal)
-        words, told = json.loads(bytes(read(text, "words of a message")))
+        words, specs = json.loads(bytes(read(text, "words of a message")))
         tensors: list[torch.Tensor | None] = []
-        for one in told:
-            made = None if one is None else torch.empty(one[1], dtype=DTYPES[one[0]])
+        for spec in specs:
+            made = None if spec is None else torch.empty(spec[1], dtype=DTYPES[spec[0]])
             if made is not None and made.numel():
                 arrived = self._receive(torch.view_as_real(made) if made.is_complex() else made, source, goal)
                 made = torch.view_as_complex(arrived) if made.is_complex() else arrived

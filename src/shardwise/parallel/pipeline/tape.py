@@ -39,7 +39,12 @@ UNUSED = (
 
 @dataclass(eq=False)
 class Round:
-    """What came from a neighbour (leaves) and what went to it; round 0 is what a stage sends on to the next one."""
+    """Tensors exchanged with a neighbouring stage in one question and answer, or as the forward's hidden states.
+
+    with_next  the neighbour is the stage after, else the one before
+    got        what came from it: leaves of this stage's graph
+    gave       what went to it: results in this stage's graph
+    """
 
     with_next: bool
     got: list[torch.Tensor | None]
@@ -50,23 +55,29 @@ class Round:
 class Walk:
     """One gradient on its way back through a stage.
 
-    by     the tensors by which it is taken, where this stage has them, and what was found of each
-    until  rounds that were there when it began
-    final  of the loss: every tensor that it was taken through, with the gradient that it was given
+    index    which of the forward's gradients; -1: of the loss
+    create   it is differentiated itself (`create_graph`)
+    by       the tensors by which it is taken, None where this stage lacks one
+    until    rounds that were there when it began
+    final    of the loss: every tensor that it was taken through, with the gradient that it was given
+    grads    of each tensor of `by`: the sum so far
+    pending  gradients of leaves, by id, for which the neighbours were not asked yet
+    asked    the stage before was asked
+    more     the stage before has something for a round that it was not asked for
     """
 
-    index: int  # which of the forward's; -1: of the loss
+    index: int
     create: bool
     by: list[torch.Tensor | None]
     until: int
     final: list[tuple[torch.Tensor, torch.Tensor]] | None = None
-    found: list[torch.Tensor | None] = field(default_factory=list)
-    pending: dict[int, torch.Tensor] = field(default_factory=dict)  # of leaves, by id
+    grads: list[torch.Tensor | None] = field(default_factory=list)
+    pending: dict[int, torch.Tensor] = field(default_factory=dict)
     asked: bool = False
-    more: bool = False  # the stage before has something for a round that it was not asked for
+    more: bool = False
 
     def __post_init__(self) -> None:
-        self.found = [None] * len(self.by)
+        self.grads = [None] * len(self.by)
 
 
 class Tape:
@@ -97,10 +108,10 @@ class Tape:
         names = dict(zip(("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"), args, strict=False))
         names |= kwargs
         outputs, inputs = listed(names["outputs"]), listed(names["inputs"])
-        given = names.get("grad_outputs")
-        gradients = [None] * len(outputs) if given is None else listed(given)
-        if not any(one.requires_grad for one in outputs) or any(
-            gradient is None and one.numel() != 1 for one, gradient in zip(outputs, gradients, strict=False)
+        grad_outputs = names.get("grad_outputs")
+        gradients = [None] * len(outputs) if grad_outputs is None else listed(grad_outputs)
+        if not any(output.requires_grad for output in outputs) or any(
+            gradient is None and output.numel() != 1 for output, gradient in zip(outputs, gradients, strict=False)
         ):
             return take(*args, **kwargs)  # which raises
         ones = [torch.ones_like(o) if g is None else g for o, g in zip(outputs, gradients, strict=True)]
@@ -110,22 +121,24 @@ class Tape:
                 f"gradient {index} of the forward is taken by {len(inputs)} tensors, and was by {len(sent)} when the "
                 "forward was looked at: one that takes different ways cannot be cut into stages"
             )
-        here = [None if place is True else one for one, place in zip(inputs, sent, strict=True)]
+        # an input that was sent is a leaf of round 0: what is found of it goes back with that round
+        here = [None if place is True else x for x, place in zip(inputs, sent, strict=True)]
         walk = Walk(index, bool(names.get("create_graph")), here, len(self.rounds))
         self._spread(walk, outputs, ones)
         self._back(walk, 0)
         if walk.asked:
             self._collect(walk)
-        found = [self._shaped(one, x, names) for one, x in zip(walk.found, inputs, strict=True)]
-        return tuple(found)
+        grads = [self._as_torch(grad, x, names) for grad, x in zip(walk.grads, inputs, strict=True)]
+        return tuple(grads)
 
     @staticmethod
-    def _shaped(found: torch.Tensor | None, x: torch.Tensor, names: dict[str, Any]) -> torch.Tensor | None:
-        if found is None and names.get("materialize_grads"):
+    def _as_torch(grad: torch.Tensor | None, x: torch.Tensor, names: dict[str, Any]) -> torch.Tensor | None:
+        """Returns what `torch.autograd.grad` gives, or raises, for a gradient by `x` that may be None."""
+        if grad is None and names.get("materialize_grads"):
             return torch.zeros_like(x)
-        if found is None and not names.get("allow_unused"):
+        if grad is None and not names.get("allow_unused"):
             raise RuntimeError(UNUSED)
-        return found
+        return grad
 
     # --- one stage's part
 
@@ -135,94 +148,102 @@ class Tape:
                  if o is not None and g is not None and o.requires_grad]  # fmt: skip
         if walk.final is not None:
             walk.final += pairs
-        leaves = [leaf for one in self.rounds[: walk.until] for leaf in one.got if self._counts(walk, one, leaf)]
+        # rounds that are younger than the walk are its own: a gradient goes back through older ones alone
+        leaves = [leaf for turn in self.rounds[: walk.until] for leaf in turn.got if self._counts(walk, turn, leaf)]
         wanted = [(place, x) for place, x in enumerate(walk.by) if x is not None and x.requires_grad]
         goals = [leaf for leaf in leaves if leaf is not None] + [x for _, x in wanted]
         if not pairs or not goals:
             return
-        found = torch.autograd.grad(
+        grads = torch.autograd.grad(  # the graph is kept: the loss's gradient goes back through it too
             [root_of(o) for o, _ in pairs], [root_of(goal) for goal in goals], [g for _, g in pairs],
             create_graph=walk.create, retain_graph=True, allow_unused=True,
         )  # fmt: skip
-        for leaf, gradient in zip(leaves, found, strict=False):
+        for leaf, gradient in zip(leaves, grads, strict=False):
             if gradient is not None:
                 walk.pending[id(leaf)] = _sum(walk.pending.get(id(leaf)), gradient)
-        for (place, _), gradient in zip(wanted, found[len(leaves) :], strict=True):
-            walk.found[place] = _sum(walk.found[place], gradient)
+        for (place, _), gradient in zip(wanted, grads[len(leaves) :], strict=True):
+            walk.grads[place] = _sum(walk.grads[place], gradient)
 
-    def _counts(self, walk: Walk, one: Round, leaf: torch.Tensor | None) -> bool:
-        first = one is self.rounds[0] and not one.with_next
+    def _counts(self, walk: Walk, turn: Round, leaf: torch.Tensor | None) -> bool:
+        """Returns whether the walk's gradient of a leaf is asked for; `first`: of the hidden states received."""
+        first = turn is self.rounds[0] and not turn.with_next
         if leaf is None or not leaf.requires_grad or (first and walk.index not in self.over):
             return False
         return not (first and walk.final is not None)  # goes back by the schedule's own message
 
     def _back(self, walk: Walk, start: int) -> None:
         """Ask the stage before for what is pending in rounds from `start` on, last first."""
-        asked = [one for one in self.rounds[: walk.until] if not one.with_next]
-        for one in reversed([one for one in self.rounds[start : walk.until] if not one.with_next]):
-            gradients = [walk.pending.pop(id(leaf), None) for leaf in one.got]
-            target = asked.index(one)
+        before = [turn for turn in self.rounds[: walk.until] if not turn.with_next]
+        for turn in reversed([turn for turn in self.rounds[start : walk.until] if not turn.with_next]):
+            gradients = [walk.pending.pop(id(leaf), None) for leaf in turn.got]
+            target = before.index(turn)  # both stages number their rounds with each other alike
+            # the loss's gradient of the hidden states received goes by the schedule's own message
             if (target == 0 and walk.final is not None) or not (walk.more or any(g is not None for g in gradients)):
                 continue
-            told, answer = self._ask(walk, "ask", gradients, target)
-            walk.more = told["more"]
-            self._spread(walk, one.gave, answer)
+            words, answer = self._ask(walk, "ask", gradients, target)
+            walk.more = words["more"]
+            self._spread(walk, turn.gave, answer)
 
     def _collect(self, walk: Walk) -> None:
-        """Add what the stages before found of the tensors by which the gradient is taken."""
+        """Add the gradients that the stages before have of the tensors by which the walk's is taken."""
         _, answer = self._ask(walk, "collect", [])
-        walk.found = [_sum(here, there) for here, there in zip(walk.found, answer, strict=True)]
+        walk.grads = [_sum(here, there) for here, there in zip(walk.grads, answer, strict=True)]
 
     def _ask(self, walk: Walk, kind: str, gradients: Some, target: int = 0) -> tuple[dict, list]:
-        gave = [None if one is None else settled(one) for one in gradients]
+        """Send a question to the stage before. Returns (words, tensors) of its answer. Waits."""
+        gave = [None if gradient is None else settled(gradient) for gradient in gradients]
         words = {"kind": kind, "batch": self.batch, "target": target, "index": walk.index, "create": walk.create,
                  "final": walk.final is not None, "first": not walk.asked}  # fmt: skip
         walk.asked = True
         self.talk.say(self.stage, self.stage - 1, words, gave)
-        told, answer = self.talk.hear(self.stage - 1, self.stage)
+        reply, answer = self.talk.hear(self.stage - 1, self.stage)
         got = _leaves(answer, walk.create)
-        if walk.create:
+        if walk.create:  # a later gradient goes back through this question and its answer
             self.rounds.append(Round(False, got, gave))
-        return told, got
+        return reply, got
 
     # --- what the stage after asks
 
-    def answer(self, told: dict[str, Any], tensors: Some) -> None:
-        """Do what the stage after asks, and tell it what was found."""
-        if told["first"]:
-            final: list | None = [] if told["final"] else None
-            by = [] if told["final"] else self.have.get(told["index"], [])
-            self._walk = Walk(told["index"], told["create"], by, len(self.rounds), final)
+    def answer(self, words: dict[str, Any], tensors: Some) -> None:
+        """Do what the stage after asks by these words, and send it the gradients."""
+        if words["first"]:
+            final: list | None = [] if words["final"] else None
+            by = [] if words["final"] else self.have.get(words["index"], [])
+            self._walk = Walk(words["index"], words["create"], by, len(self.rounds), final)
         walk = self._walk
         assert walk is not None
-        record = Round(True, _leaves(tensors, told["create"]), [])
-        if told["create"]:
+        record = Round(True, _leaves(tensors, words["create"]), [])
+        if words["create"]:
             self.rounds.append(record)
-        if told["kind"] == "ask":
-            target = [one for one in self.rounds if one.with_next][told["target"]]
+        if words["kind"] == "ask":
+            target = [turn for turn in self.rounds if turn.with_next][words["target"]]
             self._spread(walk, target.gave, record.got)
             start = self.rounds.index(target) + 1
             self._back(walk, start)
+            # what came from the stage after in that round is its to take further back
             gave: list[torch.Tensor | None] = [walk.pending.pop(id(leaf), None) for leaf in target.got]
         else:
             self._back(walk, 0)
             if walk.asked:
                 self._collect(walk)
-            gave = walk.found
-        record.gave = [None if one is None else settled(one) for one in gave]
+            gave = walk.grads
+        record.gave = [None if gradient is None else settled(gradient) for gradient in gave]
         self.talk.say(self.stage, self.stage + 1, {"more": self._more(walk)}, record.gave)
 
     def _more(self, walk: Walk) -> bool:
-        """Whether something is pending in a round that lies after what was sent on: the next stage is to ask for it."""
-        first = next(place for place, one in enumerate(self.rounds) if one.with_next)
-        return any(id(leaf) in walk.pending for one in self.rounds[first + 1 : walk.until] for leaf in one.got)
+        """Returns whether a gradient is pending in a round after the hidden states sent: the next stage is to ask."""
+        first = next(place for place, turn in enumerate(self.rounds) if turn.with_next)
+        return any(id(leaf) in walk.pending for turn in self.rounds[first + 1 : walk.until] for leaf in turn.got)
 
     # --- the loss's gradient
 
     def last(self, outputs: Sequence[torch.Tensor], gradients: Some) -> tuple[list[torch.Tensor], list]:
-        """(tensors, gradients) of which one backward gives this stage's weights theirs. `outputs`: what it sent."""
+        """Returns (tensors, gradients) whose one backward gives this stage's weights theirs.
+
+        outputs  what it sent on, with their gradients
+        """
         walk = self._walk
-        if walk is None or walk.final is None:
+        if walk is None or walk.final is None:  # the stage after did not ask: none of its rounds leads to the loss
             walk = Walk(-1, False, [], len(self.rounds), [])
         ones = [torch.ones_like(o) if g is None else g for o, g in zip(outputs, gradients, strict=True)]
         self._spread(walk, outputs, ones)
@@ -233,15 +254,15 @@ class Tape:
 
     def clear(self) -> None:
         """Forget what backward left in leaves that nobody asks for."""
-        for one in self.rounds[1:]:
-            for leaf in one.got:
+        for turn in self.rounds[1:]:
+            for leaf in turn.got:
                 if leaf is not None:
                     leaf.grad = None
 
 
-def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-    return other if one is None else one if other is None else one + other
+def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    return b if a is None else a if b is None else a + b
 
 
 def _leaves(tensors: Some, create: bool) -> list[torch.Tensor | None]:
-    return [None if one is None else one.requires_grad_(create) for one in tensors]
+    return [None if tensor is None else tensor.requires_grad_(create) for tensor in tensors]

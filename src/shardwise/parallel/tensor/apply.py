@@ -40,11 +40,11 @@ class TensorParallel:
 
     @property
     def cuts(self) -> dict[str, WeightCut]:
-        """The cut of each parameter, by its name."""
+        """Returns the cut of each parameter that is cut, by its name."""
         return self.derived.cuts
 
     def notices(self) -> list[str]:
-        """One line on what is cut, and one on weights that could not be."""
+        """Returns a line for the user on how many parameters are cut, or only kept in shares."""
         if any(cut.role in IN_SHARES for cut in self.cuts.values()):
             return [
                 f"tp={self.axis.size} finds no weight whose products ranks could share: each rank keeps its share of "
@@ -57,7 +57,7 @@ class TensorParallel:
         return [said + (f" (unevenly: {', '.join(uneven[:3])}{', ...' if len(uneven) > 3 else ''})" if uneven else "")]
 
     def share(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's share of a parameter, or all of it where it is whole."""
+        """Returns this rank's share of a parameter, or all of it where it is not cut."""
         cut = self.cuts.get(name)
         return whole if cut is None else cut.owners.take(whole, cut.dim, self.axis.index)
 
@@ -66,16 +66,17 @@ class TensorParallel:
         return lambda name: self.share(name, value_of(name))
 
     def whole(self, name: str, share: torch.Tensor | None) -> Gathering:
-        """The whole tensor from every rank's share."""
+        """Gathers the whole tensor from every rank's share of it."""
         cut = self.cuts.get(name)
         if cut is None or share is None:
             return share
+        # the cut dim first, and padded to the largest share: one gather takes rows of one size
         front = rows_of(share.detach(), cut.dim, cut.owners)
         table = yield front.reshape(-1), self.axis
         return whole_of(table.view(-1, *front.shape[1:]), cut.dim, cut.owners)
 
     def full_shape(self, name: str, share: torch.Size) -> torch.Size:
-        """The whole parameter's shape."""
+        """Returns the whole parameter's shape, of that of this rank's share."""
         cut = self.cuts.get(name)
         if cut is None:
             return share
@@ -97,7 +98,7 @@ def install(
             name = names.get(id(param)) if param is not None else None
             if param is None or name not in tensor.cuts or name in absent:
                 continue
-            if name not in shares:
+            if name not in shares:  # a weight that several modules share stays one parameter
                 shares[name] = _share(param, tensor.cuts[name], tensor.axis)
             child._parameters[leaf] = shares[name]
     see_parts(module, tensor.cuts, tensor.axis, absent, summed)
@@ -107,5 +108,5 @@ def _share(param: nn.Parameter, cut: WeightCut, axis: Axis) -> nn.Parameter:
     shape = list(param.shape)
     shape[cut.dim] = cut.owners.counts[axis.index]
     share = nn.Parameter(torch.empty(shape, dtype=param.dtype, device="meta"), requires_grad=param.requires_grad)
-    share.__dict__.update(param.__dict__)
+    share.__dict__.update(param.__dict__)  # marks that the module or its user has put on the parameter
     return share

@@ -54,7 +54,7 @@ def compile_block(block: nn.Module, path: str) -> None:
 
 
 def why_eager(block: nn.Module) -> str:
-    """Why a block cannot be compiled, known from its structure alone, or nothing."""
+    """Returns why a block cannot be compiled, as far as its structure tells, or ""."""
     for child in block.modules():
         cuts = child.__dict__.get("_tensor_cuts", ({}, None))[0].values()
         if any(cut is not None and len(set(cut.owners.counts)) > 1 for cut in cuts):
@@ -64,7 +64,7 @@ def why_eager(block: nn.Module) -> str:
 
 @dataclass
 class _Program:
-    """One compiled program, and what its results are."""
+    """One compiled program, and how its results are put together."""
 
     trace: Callable[..., tuple[torch.Tensor, ...]]  # the block on shares, as the compiler meets it
     run: Callable[..., tuple[torch.Tensor, ...]] = field(init=False)
@@ -75,7 +75,7 @@ class _Program:
 
 
 class _Compiled:
-    """The forward of a block, compiled for each kind of call."""
+    """The forward of a block: runs the program compiled for this kind of call."""
 
     def __init__(self, block: nn.Module, path: str):
         self.block, self.path = block, path
@@ -83,16 +83,18 @@ class _Compiled:
         self.programs: dict[tuple, _Program] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # a mode (masks by global index, a ledger) must see every operation, which a compiled program does not run
         if is_in_torch_dispatch_mode():
             return self.forward(*args, **kwargs)
         leaves, spec = tree_flatten(_opened((args, kwargs)))
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         layouts = [PartLayout.of(leaves[place]) for place in places]
+        # uneven shares: ranks would compile programs of their own, and could come to collectives in other orders
         if any(layout is not None and layout.uneven_weights for layout in layouts):
             return self.forward(*args, **kwargs)
-        held = [tensor for _, _, tensor in _held(self.block)]
-        given = [unwrapped(leaves[place])[0] for place in places]
-        key = self._key(leaves, dict(zip(places, layouts, strict=True)), spec, [*given, *held])
+        state = [tensor for _, _, tensor in _state_of(self.block)]
+        inputs = [unwrapped(leaves[place])[0] for place in places]
+        key = self._key(leaves, dict(zip(places, layouts, strict=True)), spec, [*inputs, *state])
         program = self.programs.get(key)
         if program is None:
             if len(self.programs) >= MOST:
@@ -100,65 +102,73 @@ class _Compiled:
             program = self.programs[key] = self._program(leaves, places, layouts, spec)
         try:
             with keeping(program.named):  # each time: whether it is written down again is the compiler's choice
-                results = program.run(*given, *held)
+                results = program.run(*inputs, *state)
         except ShardwiseError:
             raise
         except Exception as error:
-            if program.ran:
+            if program.ran:  # what was compiled and ran before fails for a reason of its own
                 raise
             raise self._refused(program.raised or error) from error
         program.ran = True
         out_spec, out, out_layouts = program.traced
-        found = iter(results)
-        made = [
-            wrapped(next(found), layout) if leaf is _TENSOR else leaf
+        tensors = iter(results)
+        out_leaves = [
+            wrapped(next(tensors), layout) if leaf is _TENSOR else leaf
             for leaf, layout in zip(out, out_layouts, strict=True)
         ]
-        return tree_unflatten(made, out_spec)
+        return tree_unflatten(out_leaves, out_spec)
 
     def _key(self, leaves: list, layouts: dict[int, PartLayout | None], spec: TreeSpec, tensors: list) -> tuple:
-        """What a program is traced for: `tensors` as they are handed to it, and what else may decide."""
+        """Returns the key of the program for a call: what its trace hangs on. Raises `RefusedPlan` for other arguments.
+
+        tensors  as they are handed to the program: the call's, then the block's own
+        """
         others: list[Any] = []
         for place, leaf in enumerate(leaves):
             layout = layouts.get(place)
             if place in layouts:
                 others.append(layout and layout.key)
             elif isinstance(leaf, _PLAIN):
-                others.append((type(leaf), leaf))
+                others.append((type(leaf), leaf))  # the type too: True == 1 == 1.0
             else:
-                given = f"it is given a {type(leaf).__name__}, no tensor or plain value"
-                raise self._refused(TypeError(f"{given} (caches of transformers: config.use_cache=False)"))
+                reason = f"it is given a {type(leaf).__name__}, no tensor or plain value"
+                raise self._refused(TypeError(f"{reason} (caches of transformers: config.use_cache=False)"))
         described = tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
         mode = (torch.is_grad_enabled(), autocast_states())
         return spec, tuple(others), described, mode, _attributes(self.block)
 
     def _refused(self, error: BaseException) -> RefusedPlan:
-        first = error
+        first = error  # the compiler wraps what the block raised in errors of its own
         while first.__cause__ is not None:
             first = first.__cause__
-        told = first_line(first)
+        why = first_line(first)
         return RefusedPlan(
-            f"compile=true: '{self.path}' cannot be written down as a program on shares: {told}; use compile=false, or "
+            f"compile=true: '{self.path}' cannot be written down as a program on shares: {why}; use compile=false, or "
             "a plan that cuts neither weights nor positions"
         )
 
     def _program(self, leaves: list, places: list[int], layouts: list, spec: TreeSpec) -> _Program:
+        """Returns a program for calls like this one, compiled when it runs first.
+
+        leaves   of the call's arguments, in the tree `spec`
+        places   which of them are tensors, with their layouts
+        """
         self._check_structure()
         template = [None if place in places else leaf for place, leaf in enumerate(leaves)]
 
         def trace(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            given, state = tensors[: len(places)], tensors[len(places) :]
+            inputs, state = tensors[: len(places)], tensors[len(places) :]
             filled = list(template)
-            for place, layout, tensor in zip(places, layouts, given, strict=True):
+            for place, layout, tensor in zip(places, layouts, inputs, strict=True):
                 filled[place] = wrapped(tensor, layout)
             watch = _Watch(self.block, [leaf for leaf in filled if isinstance(leaf, torch.Tensor)], state)
             args, kwargs = _closed(tree_unflatten(filled, spec))
-            forget()
+            forget()  # the tensor gathered last: one of outside the trace has no place in it, nor one of it outside
             try:
                 with _placed(self.block, state):
                     output = self.forward(*args, **kwargs)
                 watch.check()
-            except Exception as error:
+            except Exception as error:  # kept: what the compiler raises in its place may not name it
                 program.raised = error
                 raise
             finally:
@@ -175,6 +185,7 @@ class _Compiled:
         return program
 
     def _check_structure(self) -> None:
+        """Raises `RefusedPlan` where a module inside the block has hooks, or another forward than its class."""
         for name, child in self.block.named_modules():
             hooked = [hooks for hooks in _HOOKS if getattr(child, hooks)] if child is not self.block else []
             if child is not self.block and ("forward" in vars(child) or hooked):
@@ -186,13 +197,13 @@ _TENSOR = object()
 
 @dataclass
 class _Opened:
-    """An argument that a program is given as its tensors."""
+    """Stands for an argument of a class of its own (`APART`) whose tensors are the program's inputs."""
 
     bare: Any
     tensors: list[torch.Tensor]
 
 
-register_pytree_node(_Opened, lambda one: (one.tensors, one.bare), lambda tensors, bare: _Opened(bare, list(tensors)))
+register_pytree_node(_Opened, lambda x: (x.tensors, x.bare), lambda tensors, bare: _Opened(bare, list(tensors)))
 
 
 def _opened(arguments: Any) -> Any:
@@ -207,25 +218,23 @@ def _closed(arguments: Any) -> Any:
 
 
 def _shapes_of(values: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Results as the compiler first asks for them, for their shapes alone.
-
-    It keeps them, and they would keep the graph behind them, with the process groups of every part in it.
-    """
+    """Returns results as the compiler first asks for them, for their shapes alone."""
+    # it keeps them, and they would keep the graph behind them, with the process groups of every part in it
     return tuple(value.detach().requires_grad_(value.requires_grad) for value in values)
 
 
 def _own_code(program: _Program) -> Callable:
-    """A function with a code object of its own: the compiler counts what it made by code object.
+    """Returns the program's trace as a function with a code object of its own: the compiler counts programs by those.
 
     The compiler keeps what it has met as long as the process lives, so what it meets must not hold the block, and with
     it the process groups of an engine that is gone.
     """
-    known = weakref.ref(program)
+    owner = weakref.ref(program)
 
     def body(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        there = known()
-        assert there is not None, "the block that this program belongs to is gone"
-        return there.trace(*tensors)
+        program = owner()
+        assert program is not None, "the block that this program belongs to is gone"
+        return program.trace(*tensors)
 
     traced = torch.compiler.allow_in_graph(body)
 
@@ -235,8 +244,8 @@ def _own_code(program: _Program) -> Callable:
     return types.FunctionType(entry.__code__.replace(), entry.__globals__, "program", None, entry.__closure__)
 
 
-def _held(block: nn.Module) -> Iterator[tuple[dict, str, torch.Tensor]]:
-    """(table, name, tensor) of every parameter and buffer."""
+def _state_of(block: nn.Module) -> Iterator[tuple[dict, str, torch.Tensor]]:
+    """Yields (table, name, tensor) of every parameter and buffer: the table is the module's own dict."""
     for child in block.modules():
         for table in (child._parameters, child._buffers):
             for leaf, tensor in table.items():
@@ -246,8 +255,8 @@ def _held(block: nn.Module) -> Iterator[tuple[dict, str, torch.Tensor]]:
 
 @contextmanager
 def _placed(block: nn.Module, tensors: tuple[torch.Tensor, ...]) -> Iterator[None]:
-    """The block with these tensors in the place of its parameters and buffers."""
-    kept = list(_held(block))
+    """Context: the block has these tensors in the place of its parameters and buffers."""
+    kept = list(_state_of(block))
     try:
         for (table, leaf, _), tensor in zip(kept, tensors, strict=True):
             table[leaf] = tensor
@@ -258,7 +267,7 @@ def _placed(block: nn.Module, tensors: tuple[torch.Tensor, ...]) -> Iterator[Non
 
 
 def _attributes(block: nn.Module) -> tuple:
-    """The plain attributes of the block's modules, and which objects the others are."""
+    """Returns the plain attributes of the block's modules, and the ids (and lengths) of the other objects."""
     return tuple(
         value if isinstance(value, _PLAIN) else (id(value), len(value) if isinstance(value, list | dict | set) else 0)
         for child in block.modules()
@@ -267,11 +276,11 @@ def _attributes(block: nn.Module) -> tuple:
 
 
 class _Watch:
-    """What a block must leave as it was."""
+    """Notes what a block must leave as it was, since a program would not repeat the change; `check` compares."""
 
-    def __init__(self, block: nn.Module, given: list[torch.Tensor], state: tuple[torch.Tensor, ...]):
+    def __init__(self, block: nn.Module, inputs: list[torch.Tensor], state: tuple[torch.Tensor, ...]):
         self.block, self.attributes = block, _attributes(block)
-        self.tensors = [("an argument", t, t._version) for t in given]
+        self.tensors = [("an argument", t, t._version) for t in inputs]
         self.tensors += [("a parameter or buffer", t, t._version) for t in state]
         self.drawn = random.getstate()
 

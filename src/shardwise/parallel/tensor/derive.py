@@ -39,7 +39,13 @@ class WeightCut:
 
 @dataclass
 class Derived:
-    """The cuts of a module, and why other parameters stay whole."""
+    """The cuts of a module, and why other parameters stay whole.
+
+    cuts    by name of a parameter
+    whole   by name of each other parameter: the reason
+    uses    of weights in products, in the order of the forward
+    frozen  names that stay whole so that more of the others can be cut (`starved`)
+    """
 
     cuts: dict[str, WeightCut] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
@@ -47,8 +53,8 @@ class Derived:
     frozen: set[str] = field(default_factory=set)
     ledger: Ledger | None = None  # what the rehearsal of a forward and backward would have sent
 
-    def told(self) -> dict[str, Any]:
-        """The cuts and what stays whole, for JSON, without what they were derived from; `heard` reads them."""
+    def encoded(self) -> dict[str, Any]:
+        """Returns the cuts and what stays whole, for JSON, without what they were derived from; see `decoded`."""
         cuts = [
             [cut.name, cut.dim, cut.owners.stops.tolist(), cut.owners.who.tolist(), cut.owners.ranks, cut.role,
              cut.family]
@@ -57,22 +63,27 @@ class Derived:
         return {"cuts": cuts, "whole": self.whole, "frozen": sorted(self.frozen)}
 
     @classmethod
-    def heard(cls, told: dict[str, Any]) -> Derived:
-        """Returns the cuts that another rank encoded by `told`."""
+    def decoded(cls, fields: dict[str, Any]) -> Derived:
+        """Returns the cuts that another rank sent as `encoded()`."""
         cuts = {
             name: WeightCut(name, dim, Owners(np.array(stops), np.array(who), ranks), role, family)
-            for name, dim, stops, who, ranks, role, family in told["cuts"]
+            for name, dim, stops, who, ranks, role, family in fields["cuts"]
         }
-        return cls(cuts, told["whole"], frozen=set(told["frozen"]))
+        return cls(cuts, fields["whole"], frozen=set(fields["frozen"]))
 
 
 @dataclass
 class LinkedDims:
-    """Weight dims whose classes are linked."""
+    """A family: weight dims that share classes.
+
+    nodes    (name of a parameter, dim)
+    classes  all of theirs, ascending
+    lead     classes by index along the node that has the most of them
+    """
 
     nodes: list[tuple[str, int]]
     classes: np.ndarray
-    lead: np.ndarray  # classes along the node with the most of them
+    lead: np.ndarray
 
     def order(self) -> np.ndarray:
         """Returns the classes in the order in which the lead dim has them."""
@@ -81,9 +92,9 @@ class LinkedDims:
         return np.concatenate([ordered, np.setdiff1d(self.classes, ordered)])
 
 
-def families(found: Found) -> list[LinkedDims]:
-    """Linked weight dims, in the order of the parameters; dims with a whole index are left out with their family."""
-    nodes = list(found.classes)
+def families(labels: Found) -> list[LinkedDims]:
+    """Returns families of linked weight dims, in the order of the parameters, without those with a whole index."""
+    nodes = list(labels.classes)
     root = list(range(len(nodes)))
 
     def find(i: int) -> int:
@@ -92,7 +103,8 @@ def families(found: Found) -> list[LinkedDims]:
             i = root[i]
         return i
 
-    uniques = [np.unique(found.classes[node]) for node in nodes]
+    uniques = [np.unique(labels.classes[node]) for node in nodes]
+    # nodes that have a class in common are joined: union-find over the first node of each class
     top = max((int(u.max()) for u in uniques if len(u)), default=0)
     first_node = np.full(top + 1, -1)
     for i, classes in enumerate(uniques):
@@ -107,41 +119,44 @@ def families(found: Found) -> list[LinkedDims]:
             members.setdefault(find(i), []).append(i)
     result = []
     for group in members.values():
-        if any((uniques[i] == 0).any() for i in group):
+        if any((uniques[i] == 0).any() for i in group):  # class 0: an index that must stay whole
             continue
         lead = max(group, key=lambda i: len(uniques[i]))
         every = np.unique(np.concatenate([uniques[i] for i in group]))
-        result.append(LinkedDims([nodes[i] for i in group], every, found.classes[nodes[lead]]))
+        result.append(LinkedDims([nodes[i] for i in group], every, labels.classes[nodes[lead]]))
     return result
 
 
 def derive(
-    found: Found, elements: dict[str, int], ranks: int, blocked: dict[str, str] | None = None, *,
+    labels: Found, elements: dict[str, int], ranks: int, blocked: dict[str, str] | None = None, *,
     dealt: frozenset[str] = frozenset(),
 ) -> Derived:  # fmt: skip
     """Choose the families to cut over `ranks`; those with a `blocked` parameter stay whole, for its reason.
 
-    dealt  stacked weights of experts whose first dim another axis deals: it is not cut here
+    labels    of one forward
+    elements  of each parameter, by name
+    dealt     stacked weights of experts whose first dim another axis deals: it is not cut here
     """
-    roles = _roles(found.uses)
-    derived = Derived(whole=dict(found.whole_because), uses=found.uses)
+    roles = _roles(labels.uses)
+    derived = Derived(whole=dict(labels.whole_because), uses=labels.uses)
     total = sum(elements.values())
-    ordered = sorted(families(found), key=lambda f: min(_first_use(found.uses, name) for name, _ in f.nodes))
+    # in the order of the forward: of two families that meet in a weight, the earlier one is cut
+    ordered = sorted(families(labels), key=lambda f: min(_first_use(labels.uses, name) for name, _ in f.nodes))
     for number, family in enumerate(ordered):
         barred = next((blocked[name] for name, _ in family.nodes if name in (blocked or {})), "") if blocked else ""
         if any(dim == 0 and name in dealt for name, dim in family.nodes):
             barred = "ep deals its experts"
         reason = barred or _unfit(family, roles, elements, total, ranks, derived)
         if reason:
-            for name, _ in family.nodes:
+            for name, _ in family.nodes:  # a family of one class is the least of reasons, if there is another
                 if name not in derived.cuts and (len(family.classes) > 1 or name not in derived.whole):
                     derived.whole[name] = reason
             continue
         order = family.order()
         rank_of = np.zeros(int(order.max()) + 1, dtype=np.int16)
-        rank_of[order] = _dealt(order, [found.classes[node] for node in family.nodes], ranks)
+        rank_of[order] = _dealt(order, [labels.classes[node] for node in family.nodes], ranks)
         for name, dim in family.nodes:
-            owners = Owners.of(rank_of[found.classes[name, dim]], ranks)
+            owners = Owners.of(rank_of[labels.classes[name, dim]], ranks)
             role = {"inner": "input", "outer": "output", "rows": "rows"}.get(
                 _main(roles.get((name, dim), set())), "beside"
             )
@@ -151,17 +166,17 @@ def derive(
 
 
 def _dealt(order: np.ndarray, nodes: list[np.ndarray], ranks: int) -> np.ndarray:
-    """A rank for each class: those that lie in the same weights are dealt among themselves, in blocks.
+    """Returns a rank for each class of `order`: those in the same weights are dealt among themselves, in blocks.
 
     So two tensors that are put side by side (a skip and what it is joined with) are each spread over all ranks.
     """
-    held = np.stack([np.isin(order, classes) for classes in nodes])  # (nodes, classes)
-    _, kinds = np.unique(held, axis=1, return_inverse=True)
+    has_class = np.stack([np.isin(order, classes) for classes in nodes])  # (nodes, classes)
+    _, kinds = np.unique(has_class, axis=1, return_inverse=True)
     owner = np.zeros(len(order), dtype=np.int16)
     few = np.zeros(len(order), dtype=bool)
     for kind in np.unique(kinds):
         same = kinds.reshape(-1) == kind
-        if same.sum() < ranks:
+        if same.sum() < ranks:  # too few to give each rank one: dealt together with other such kinds
             few |= same
         else:
             owner[same] = Owners.blocks(int(same.sum()), ranks).array
@@ -188,9 +203,9 @@ def _first_use(uses: list[Use], name: str) -> int:
 def _unfit(
     family: LinkedDims, roles: dict, elements: dict[str, int], total: int, ranks: int, derived: Derived
 ) -> str:  # fmt: skip
-    """Why the family is not cut; empty where it is."""
-    held = set().union(*(roles.get(node, set()) for node in family.nodes)) if family.nodes else set()
-    if not held:
+    """Returns why the family is not cut, or "" where it is."""
+    has_roles = set().union(*(roles.get(node, set()) for node in family.nodes)) if family.nodes else set()
+    if not has_roles:
         return "it belongs to no product that is cut"
     names = [name for name, _ in family.nodes]
     if len(family.classes) == 1:
@@ -202,26 +217,27 @@ def _unfit(
     taken = [name for name in names if name in derived.cuts]
     if taken:
         return f"'{taken[0]}', which it is joined with, is cut along its other dim"
-    closed = {"inner", "outer"} <= held or {"rows", "outer"} <= held
+    # some weight gives what another takes, so that one sum closes the family; else a lone table or head
+    closed = {"inner", "outer"} <= has_roles or {"rows", "outer"} <= has_roles
     if not closed and sum(elements[name] for name in names) < SHARE * total:
         return "cutting it would save less than it costs"
-    if held == {"inner"}:
+    if has_roles == {"inner"}:
         return "nothing before it is cut"
     return ""
 
 
-def starved(found: Found, ranks: int) -> list[str]:
+def starved(labels: Found, ranks: int) -> list[str]:
     """Returns weights with fewer heads than ranks (K and V of grouped queries): with them whole, the rest can be cut.
 
     Of each family that gives and takes but has too few classes, the output weights smaller than the largest.
     """
-    roles = _roles(found.uses)
+    roles = _roles(labels.uses)
     names: list[str] = []
-    for family in families(found):
+    for family in families(labels):
         if len(family.classes) >= ranks:
             continue
-        outer = [(len(found.classes[node]), node[0]) for node in family.nodes if roles.get(node) == {"outer"}]
-        inner = [len(found.classes[node]) for node in family.nodes if "inner" in roles.get(node, set())]
+        outer = [(len(labels.classes[node]), node[0]) for node in family.nodes if roles.get(node) == {"outer"}]
+        inner = [len(labels.classes[node]) for node in family.nodes if "inner" in roles.get(node, set())]
         if outer and inner and len(family.nodes) <= 2 * len(outer) + len(inner) + 2:
             largest = max(max(n for n, _ in outer), max(inner))
             names += [name for n, name in outer if n < largest]
@@ -229,7 +245,7 @@ def starved(found: Found, ranks: int) -> list[str]:
 
 
 def matching(names: list[str], patterns: tuple[str, ...]) -> set[str]:
-    """Parameters that a pattern names, by their path or that of a module around them.
+    """Returns the parameters that a pattern names, by their path or that of a module around them.
 
     Raises `InputError` for a pattern that matches nothing.
     """
@@ -237,8 +253,8 @@ def matching(names: list[str], patterns: tuple[str, ...]) -> set[str]:
     for pattern in patterns:
         hits = {name for name in names if any(fnmatch.fnmatchcase(path, pattern) for path in _around(name))}
         if not hits:
-            known = sorted({path for name in names for path in _around(name)})
-            raise InputError(f"tp_whole: no parameter or module matches '{pattern}'{did_you_mean(pattern, known)}")
+            paths = sorted({path for name in names for path in _around(name)})
+            raise InputError(f"tp_whole: no parameter or module matches '{pattern}'{did_you_mean(pattern, paths)}")
         chosen |= hits
     return chosen
 

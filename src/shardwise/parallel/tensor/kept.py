@@ -28,10 +28,10 @@ from shardwise.part.parameters import FLAT, KEPT
 def kept_shares(
     module: nn.Module, ranks: int, whole: dict[str, str], barred: Collection[str], role: str = KEPT
 ) -> Derived:
-    """Every weight that `ranks` can hold in shares, but for the `barred`; without cuts where they are too little.
+    """Returns cuts of all weights that `ranks` can hold in shares, but for the `barred`; none where that spares little.
 
     whole  why no parameter's products can be shared
-    role   whether each is gathered whenever it is read, or once in a forward
+    role   KEPT: gathered whenever it is read; ONCE: once in a forward
     """
     named = dict(module.named_parameters())
     hidden, pairs = set(_beside_attributes(module)), pairs_in(module)
@@ -39,6 +39,7 @@ def kept_shares(
     for number, (name, param) in enumerate(named.items()):
         sizes = param.shape[:-1] if name in pairs else param.shape  # both parts of a complex number on one rank
         dim = next((d for d, size in enumerate(sizes) if size >= ranks), None)
+        # `hidden`: read past its attribute, the module would meet a share of it
         if dim is None or name in barred or id(param) in hidden or not param.is_floating_point():
             continue
         derived.cuts[name] = WeightCut(name, dim, Owners.blocks(param.shape[dim], ranks), role, number)
@@ -50,8 +51,9 @@ def kept_shares(
 
 
 def _beside_attributes(module: nn.Module) -> Iterator[int]:
-    """Ids of parameters that a module holds in a list or table of its own too, where they are read as they are."""
+    """Yields ids of parameters that a module holds in a list or dict of its own too: read there, past attributes."""
     for child in module.modules():
+        # a recurrent layer's list of its flat weights is made anew from its attributes (`see_parts`)
         own = {"_parameters", "_modules", FLAT if isinstance(child, nn.RNNBase) else ""}
         for key, value in vars(child).items():
             if key not in own and isinstance(value, list | tuple | dict):

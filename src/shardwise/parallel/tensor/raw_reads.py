@@ -38,11 +38,11 @@ _ALONE = frozenset(
 _SIZES = (torch.Tensor.shape.__get__, torch.Tensor.size, torch.Tensor.numel)
 _DATA = torch.Tensor.data.__get__
 
-_How = tuple[str, int, Any]  # of a share: its parameter, and how that is cut
+_How = tuple[str, int, Any]  # of a share: its parameter's name, the cut dim, the owners
 
 
 class RawReads(TorchFunctionMode):
-    """While entered, raises `Uncut` where the module's code computes with a share as if it were the weight.
+    """Mode that raises `Uncut` where the module's code computes with a share as if it were the weight.
 
     summed  axes over which positions are cut, in words: `RefusedPlan` where it computes with a parameter itself
     """
@@ -53,17 +53,17 @@ class RawReads(TorchFunctionMode):
         self.whole = {id(tensor): name for name, tensor in named.items() if summed and tensor.requires_grad}
         shares = [(tensor, cuts[name]) for name, tensor in named.items() if name in cuts]
         self.shares: dict[int, _How] = {id(tensor): (cut.name, cut.dim, cut.owners) for tensor, cut in shares}
-        self.alive: list[torch.Tensor] = [tensor for tensor, _ in shares]
+        self.alive: list[torch.Tensor] = [tensor for tensor, _ in shares]  # else another tensor could have its id
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
-        given = tensors_in((args, kwargs))
-        met = [self.shares[id(tensor)] for tensor in given if id(tensor) in self.shares]
-        trained = [tensor for tensor in given if tensor.requires_grad]  # now: a forward may have frozen it
+        tensors = tensors_in((args, kwargs))
+        met = [self.shares[id(tensor)] for tensor in tensors if id(tensor) in self.shares]
+        trained = [tensor for tensor in tensors if tensor.requires_grad]  # now: a forward may have frozen it
         whole = [self.whole[id(tensor)] for tensor in trained if id(tensor) in self.whole]
-        if (met or whole) and by_a_module(sys._getframe(1)):
+        if (met or whole) and by_a_module(sys._getframe(1)):  # not torch's own code, nor ours
             if met:
-                self._met(func, given, met, output)
+                self._met(func, tensors, met, output)
             if any(tensor.requires_grad for tensor in tensors_in(output)) and whole:
                 self._refuse(whole[0])
         return output
@@ -75,11 +75,13 @@ class RawReads(TorchFunctionMode):
             "weights to the optimizer (weight_decay)"
         )
 
-    def _met(self, func: Any, given: list[torch.Tensor], met: list[_How], output: Any) -> None:
+    def _met(self, func: Any, tensors: list[torch.Tensor], met: list[_How], output: Any) -> None:
+        """Note the results of `func` as shares like its arguments. Raises `Uncut` where it is wrong on shares."""
         name, made = getattr(func, "__name__", str(func)), tensors_in(output)
         if name in NAMES or (not made and func not in _SIZES):
             return
-        alike = len({how[1:] for how in met}) == 1 and len(met) == sum(tensor.dim() > 0 for tensor in given)
+        # element by element on shares that are all cut alike, beside numbers at most: right on each rank's elements
+        alike = len({how[1:] for how in met}) == 1 and len(met) == sum(tensor.dim() > 0 for tensor in tensors)
         if not alike or not (name in _ALONE or func == _DATA):
             error = Uncut(
                 f"the forward computes with '{met[0][0]}' past its module's attribute, as by parameters(), where it "

@@ -39,13 +39,13 @@ Followed = dict[frozenset[str], Found]  # parameters that stay whole -> the labe
 
 
 def _drawn() -> tuple:
-    """Where Python's and numpy's generators are."""
+    """Returns the states of Python's and numpy's generators, to be compared."""
     state = np.random.get_state()
     return random.getstate(), np.asarray(state[1]).tobytes(), state[2]  # type: ignore[index]
 
 
 class TrialModule:
-    """The module on tensors without values; where its forward reads values (routed experts), on real ones."""
+    """Runs a module on tensors without values; where its forward reads values (routed experts), on real ones."""
 
     def __init__(self, built: Built, batch: Any, run: Run, dtype_of: DtypeOf):
         self.built, self.batch, self.run, self.dtype_of = built, batch, run, dtype_of
@@ -72,12 +72,12 @@ class TrialModule:
             with standing_in(module, make) as named, draws[0], draws[1], self.fake or nullcontext():
                 yield named, batch
         finally:
-            for child, was in training.items():
-                child.training = was
+            for child, was_training in training.items():
+                child.training = was_training
             state.restore()
 
     def follow(self, whole: set[str]) -> Found:
-        """Run one forward and loss; returns the labels found, by which cuts are derived."""
+        """Run one forward and loss. Returns the labels of its weights, from which cuts are derived."""
         if self.fake is not None:
             try:
                 with unlogged():
@@ -109,13 +109,14 @@ class TrialModule:
             seed_python(way)
             before = _drawn()
             yield
+            # real values may decide which way a forward takes, too: only without values is one way enough
             if self.fake is not None and _drawn() == before:
                 return
 
     def rehearse(
         self, derived: Derived, ranks: int, sequence: bool, summed: tuple[Axis, ...] = ()
     ) -> Uncut | None:  # fmt: skip
-        """Run a forward and backward with shares, nothing sent; returns the first operation that cannot be done.
+        """Run a forward and backward with shares, nothing sent. Returns the first operation without a rule, or None.
 
         summed  axes, rehearsed too, over which the run itself cuts activations
         """
@@ -179,48 +180,49 @@ def find_cuts(
     built: Built, batch: Any, run: Run, ranks: int, keep: tuple[str, ...] = (), *, sequence: bool = False,
     dtype_of: DtypeOf, followed: Followed | None = None, dealt: frozenset[str] = frozenset(),
 ) -> Derived:  # fmt: skip
-    """Derive the cuts over `ranks`; parameters that match a pattern of `keep` stay whole.
+    """Returns the cuts over `ranks`, derived from a forward and rehearsed.
 
+    keep      patterns: parameters that match one stay whole
     dealt     stacked weights of experts that another axis deals
     sequence  between the pairs, activations will be cut along the sequence
-    followed  what earlier calls followed with the same module, batch and dtypes; grows
+    followed  labels of earlier calls with the same module, batch and dtypes; grows
     """
     followed = {} if followed is None else followed
     elements = {name: param.numel() for name, param in built.module.named_parameters()}
     stage = TrialModule(built, batch, run, dtype_of)
     asked = matching(list(elements), keep)
-    found = _followed(stage, asked, followed)
-    best, best_found, frozen = derive(found, elements, ranks, dealt=dealt), found, set[str]()
+    labels = _followed(stage, asked, followed)
+    best, best_labels, frozen = derive(labels, elements, ranks, dealt=dealt), labels, set[str]()
     for _ in range(4):  # weights that starve their family stay whole, as long as that lets more be cut
-        more = set(starved(found, ranks)) - frozen
+        more = set(starved(labels, ranks)) - frozen
         if not more:
             break
         frozen |= more
-        found = _followed(stage, asked | frozen, followed)
-        tried = derive(found, elements, ranks, dealt=dealt)
+        labels = _followed(stage, asked | frozen, followed)
+        tried = derive(labels, elements, ranks, dealt=dealt)
         if sum(elements[n] for n in tried.cuts) > sum(elements[n] for n in best.cuts):
-            best, best_found, best.frozen = tried, found, set(frozen)
+            best, best_labels, best.frozen = tried, labels, set(frozen)
     try:
-        derived = _rehearsed(stage, best, best_found, elements, ranks, sequence, dealt)
-    except RefusedPlan as refusal:
-        return _kept(stage, ranks, sequence, best, best_found, asked | dealt) or _raised(refusal)
-    return derived if derived.cuts else _kept(stage, ranks, sequence, derived, best_found, asked | dealt) or derived
+        derived = _rehearsed(stage, best, best_labels, elements, ranks, sequence, dealt)
+    except RefusedPlan as refusal:  # no product can be cut: weights in shares, gathered to read, need no rule
+        return _kept(stage, ranks, sequence, best, best_labels, asked | dealt) or _raised(refusal)
+    return derived if derived.cuts else _kept(stage, ranks, sequence, derived, best_labels, asked | dealt) or derived
 
 
 def _kept(
-    stage: TrialModule, ranks: int, sequence: bool, derived: Derived, found: Found, asked: set[str]
+    stage: TrialModule, ranks: int, sequence: bool, derived: Derived, labels: Found, asked: set[str]
 ) -> Derived | None:
     """Returns cuts that only store weights in shares, where no product can be shared; None where that fails too."""
     whole = dict.fromkeys(derived.cuts, "its products are not cut") | derived.whole
-    barred, role = {*asked, *found.written}, KEPT
-    while True:
+    barred, role = {*asked, *labels.written}, KEPT
+    while True:  # each round bars more weights, or gathers once instead of at every read
         kept = kept_shares(stage.built.module, ranks, whole, barred, role)
         try:
             stopped = stage.rehearse(kept, ranks, sequence) if kept.cuts else None
-        except Exception as error:  # what is told is why nothing could be cut
+        except Exception as error:  # not raised: the user is told why nothing could be cut
             if role == ONCE or _UNUSED not in str(error):
                 return None
-            role = ONCE
+            role = ONCE  # the forward takes a gradient by a weight: what it computes with must be that very tensor
             continue
         if stopped is None:
             return kept if kept.cuts else None
@@ -237,18 +239,19 @@ def _raised(refusal: RefusedPlan) -> NoReturn:
     raise refusal
 
 
-def _followed(stage: TrialModule, whole: set[str], known: Followed) -> Found:
+def _followed(stage: TrialModule, whole: set[str], followed: Followed) -> Found:
+    """Returns the labels of a forward in which the parameters `whole` stay whole, remembered in `followed`."""
     key = frozenset(whole)
-    if key not in known:
-        known[key] = stage.follow(whole)
-    return known[key]
+    if key not in followed:
+        followed[key] = stage.follow(whole)
+    return followed[key]
 
 
 def _rehearsed(
-    stage: TrialModule, derived: Derived, found: Found, elements: dict[str, int], ranks: int, sequence: bool,
+    stage: TrialModule, derived: Derived, labels: Found, elements: dict[str, int], ranks: int, sequence: bool,
     dealt: frozenset[str],
 ) -> Derived:  # fmt: skip
-    """Drop families until a rehearsal goes through."""
+    """Returns `derived` without the families that a rehearsal stops at. Raises `Uncut` where it names none of them."""
     blocked: dict[str, str] = {}
     frozen = derived.frozen
     while derived.cuts:
@@ -259,7 +262,7 @@ def _rehearsed(
         if not families:
             raise stopped
         blocked |= {name: str(stopped) for name, cut in derived.cuts.items() if cut.family in families}
-        derived = derive(found, elements, ranks, blocked, dealt=dealt)
+        derived = derive(labels, elements, ranks, blocked, dealt=dealt)
     for name in frozen:
         derived.whole[name] = f"it has fewer groups of outputs than {ranks} ranks, and the others are cut without it"
     derived.frozen = frozen
