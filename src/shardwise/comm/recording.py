@@ -60,9 +60,10 @@ _COLLECTIVES: dict[str, tuple[str, int | None]] = {
     "barrier": ("barrier", None),
 }
 _MOST_FRAMES = 80
-_OWN = str(Path(__file__).resolve().parents[1]) + os.sep
-_COMM = str(Path(__file__).resolve().parent) + os.sep
-_TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
+# as frames name their files: through whatever links Python found them (a linked home, or environment)
+_OWN = str(Path(__file__).parents[1]) + os.sep
+_COMM = str(Path(__file__).parent) + os.sep
+_TORCH = str(Path(torch.__file__).parent) + os.sep
 _ENGINES = tuple(f"{_TORCH}distributed{os.sep}{name}" for name in ("fsdp", "_composable", "tensor", "_tensor"))
 _LIBRARY = tuple({sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("platstdlib") + os.sep})
 _PACKAGES = tuple({sysconfig.get_path("purelib") + os.sep, sysconfig.get_path("platlib") + os.sep})
