@@ -167,7 +167,7 @@ def _look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, A
                 found, read = _left_differs(run, left, of_whole, whole, parts, sizes, dtype)
                 problems += share(found)
                 findings.keeps_samples = "".join(share(left[:1] if each and read else [])[:1])
-            if masks and strict and joined is None and anywhere(findings.dims.known) and not problems:
+            if masks and strict and joined is None and anywhere(findings.dims.dims_by_op) and not problems:
                 problems += _masks_differ(run, findings.dims, whole, parts, sizes, dtype)
         findings.draws = share(list(dict.fromkeys(_told_draw(one.path, one.op) for one in drawn)))
     if strict and parts is not None:

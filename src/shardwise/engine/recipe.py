@@ -167,7 +167,7 @@ class _Spread:
         """What the user is told of it."""
         told = [*(self.tensor.notices() if self.tensor is not None else ())]
         told += self.experts.notices() if self.experts is not None else ()
-        return told + ([self.positions.told()] if self.positions is not None else [])
+        return told + ([self.positions.summary()] if self.positions is not None else [])
 
     def local_values(self, value_of: ValueOf) -> ValueOf:
         """Initial values of what this rank holds."""

@@ -38,8 +38,8 @@ def along(func: Any, args: tuple, kwargs: dict) -> Any:
         return entries_here(part, part.dim_cut, args[2])
     if func._schema.name == "aten::gather" and not is_part(part):
         mine = args[2].dim_cut
-        held = part if mine in touched else args[2].share(part, mine)
-        return args[2].with_local(func(held, args[1], args[2].local))
+        source = part if mine in touched else args[2].share(part, mine)
+        return args[2].with_local(func(source, args[1], args[2].local))
     if not is_part(part) or part.dim_cut in touched:
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
     if func._schema.name == "aten::gather":
@@ -62,8 +62,8 @@ def _gathered_by(func: Any, part: Part, dim: int, index: torch.Tensor) -> Part:
 def _reordered(func: Any, part: Part, args: tuple, kwargs: dict) -> Part:
     """`flip(x, dims)`, `roll(x, shifts, dims)`, dealt as before: along the cut dim each rank fetches what it shows."""
     n, cut = part.shape[part.dim_cut], part.dim_cut
-    given = args[-1] if len(args) > 1 else kwargs.get("dims", ())
-    dims = [d % part.dim() for d in given]
+    listed = args[-1] if len(args) > 1 else kwargs.get("dims", ())
+    dims = [d % part.dim() for d in listed]
     shifts = args[1] if func._schema.name == "aten::roll" else [0] * len(dims)
     if len(dims) != len(shifts):
         raise Uncut(f"roll of a flattened tensor ({no_rule(func, [part])})")
@@ -85,8 +85,8 @@ def _touched(func: Any, part: Any, args: tuple, kwargs: dict) -> set[int]:
         return {n - 1 - place // 2 for place, width in enumerate(args[1]) if width}
     if name in ("topk", "sort", "argsort"):
         place = 2 if name == "topk" else 1
-        given = args[place] if len(args) > place else kwargs.get("dim", -1)
-        return {int(given) % n}
+        dim = args[place] if len(args) > place else kwargs.get("dim", -1)
+        return {int(dim) % n}
     if name == "roll":
         dims = args[2] if len(args) > 2 else kwargs.get("dims", ())
         return {d % n for d in dims} if dims else set(range(n))
@@ -99,8 +99,8 @@ def _touched(func: Any, part: Any, args: tuple, kwargs: dict) -> set[int]:
 @rule("diagonal")
 def diagonal(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """Returns `x.diagonal(offset, dim1, dim2)`; of dims that are cut the field is gathered: a copy, to read."""
-    part, given = args[0], dict(zip(("offset", "dim1", "dim2"), args[1:], strict=False)) | kwargs
-    dims = {given.get("dim1", 0) % part.dim(), given.get("dim2", 1) % part.dim()}
+    part, options = args[0], dict(zip(("offset", "dim1", "dim2"), args[1:], strict=False)) | kwargs
+    dims = {options.get("dim1", 0) % part.dim(), options.get("dim2", 1) % part.dim()}
     if part.dim_cut not in dims:
         place = part.dim_cut - sum(d < part.dim_cut for d in dims)
         return part.with_local(func(part.local, *args[1:], **kwargs), place)
@@ -171,20 +171,20 @@ def _picked(func: Any, part: Part, indices: list) -> torch.Tensor:
     tokens = isinstance(inner, Part) and inner.dim_cut == part.dim_cut  # of tiles cut along several dims
     if wanted.dtype is torch.bool:
         raise Uncut(no_rule(func, [part]))
-    held, place = _places_of(part, wanted)
+    owned, place = _places_of(part, wanted)
     if isinstance(inner, Distributed) and not tokens:
-        place = torch.where(held, place, inner.shape[part.dim_cut])
+        place = torch.where(owned, place, inner.shape[part.dim_cut])
         own = [place if d == part.dim_cut else i for d, i in enumerate(indices)]
         return Sum.of(func(with_one_more(inner, part.dim_cut), own), part.axis, part.origin)
     if not part.owners.counts[part.axis.index]:
         shape = func(torch.empty(part.shape, device="meta"), [i if i is None else i.to("meta") for i in indices]).shape
         return Sum.of(part.local.new_zeros(shape), part.axis, part.origin)
-    found = func(part.local, [place if d == part.dim_cut else i for d, i in enumerate(indices)])
+    entries = func(part.local, [place if d == part.dim_cut else i for d, i in enumerate(indices)])
     used = [d for d, i in enumerate(indices) if i is not None]
     together = used == list(range(used[0], used[-1] + 1))
     after = part.dim() - 1 - used[-1] if together else part.dim() - len(used)
-    held = torch.broadcast_to(held, torch.broadcast_shapes(*(indices[d].shape for d in used)))
-    return Sum.of(found * held.view(*held.shape, *([1] * after)), part.axis, part.origin)
+    owned = torch.broadcast_to(owned, torch.broadcast_shapes(*(indices[d].shape for d in used)))
+    return Sum.of(entries * owned.view(*owned.shape, *([1] * after)), part.axis, part.origin)
 
 
 @rule("scatter_add", "scatter_add_", "scatter", "scatter_", "scatter_reduce")
@@ -270,10 +270,10 @@ def _put_by_whole_indices(func: Any, x: Part, indices: list, values: torch.Tenso
             for tell in GATHERS:
                 tell("what is written at indices of a cut dim", values)
             values = gathered(values)
-        held, place = _places_of(x, indices[cut])
-        place = torch.where(held, place, x.local.shape[cut])
+        owned, place = _places_of(x, indices[cut])
+        place = torch.where(owned, place, x.local.shape[cut])
         own = [place if d == cut else i for d, i in enumerate(indices)]
-        found = put(with_one_more(x.local, cut), own, values, *rest).narrow(cut, 0, x.local.shape[cut])
+        filled = put(with_one_more(x.local, cut), own, values, *rest).narrow(cut, 0, x.local.shape[cut])
     else:
         added = len(torch.broadcast_shapes(*(indices[d].shape for d in used)))
         dim = cut if cut < used[0] else cut - len(used) + added
@@ -282,10 +282,10 @@ def _put_by_whole_indices(func: Any, x: Part, indices: list, values: torch.Tenso
             values = dealt_as(values, x, dim, str(func)).local
         elif dim >= 0 and values.shape[dim] != 1:
             values = x.share(values, dim)
-        found = put(x.local, indices, values, *rest)
+        filled = put(x.local, indices, values, *rest)
     if not func._schema.is_mutable:
-        return x.with_local(found)
-    x.local.copy_(found)
+        return x.with_local(filled)
+    x.local.copy_(filled)
     return x
 
 
@@ -338,5 +338,5 @@ def index_add(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         return x + Sum.of(func(torch.zeros_like(x), dim, mine, source.local, **kwargs), source.axis, source.origin)
     if dim == cut or is_part(index) or (is_part(x) and (x.dim_cut != cut or not x.beside(source))):
         raise Uncut(no_rule(func, parts_in(args)))
-    held = x.local if is_part(x) else source.share(x, cut)
-    return source.with_local(func(held, dim, index, source.local, **kwargs))
+    target = x.local if is_part(x) else source.share(x, cut)
+    return source.with_local(func(target, dim, index, source.local, **kwargs))

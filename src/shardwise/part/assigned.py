@@ -50,7 +50,7 @@ def _become(tensor: Distributed, value: Distributed) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         _DATA.__set__(tensor, value)  # shape, strides and dtype
     tensor.__class__ = type(value)
-    for name in ("source", "recipe", "deals", "known", "margin"):
+    for name in ("source", "recipe", "deals", "whole_values", "margin"):
         tensor.__dict__.pop(name, None)
     tensor.__dict__.update(value.__dict__)
     forget()

@@ -32,9 +32,9 @@ class _Heads:
         if lead is None or lead.dim_cut > 1 or (lead.dim_cut == 1 and lead is not self.query):
             raise Uncut(f"attention over cut positions ({no_rule(func, parts_in(args))})")
         self.func, self.part, self.dim = func, lead, lead.dim_cut
-        self.each = self.query.shape[1] // self.key.shape[1] if self.dim == 1 else 1
+        self.queries_per_key = self.query.shape[1] // self.key.shape[1] if self.dim == 1 else 1
         for part in parts[1:]:
-            if part.dim_cut != self.dim or repeated(part.owners, self.each) != lead.owners:
+            if part.dim_cut != self.dim or repeated(part.owners, self.queries_per_key) != lead.owners:
                 raise Uncut(f"attention of queries and keys whose heads are cut differently ({no_rule(func, parts)})")
         if self.dim == 1 and isinstance(self.key, Part) != isinstance(self.value, Part):
             raise Uncut(f"attention of cut keys and whole values ({no_rule(func, parts)})")
@@ -43,7 +43,7 @@ class _Heads:
     def read(self) -> torch.Tensor:
         """The key head that each of this rank's queries reads."""
         mine = to_device(self.part.owners.indices(self.part.axis.index), self.part.device)
-        return mine // self.each
+        return mine // self.queries_per_key
 
     def local(self, tensor: Any) -> Any:
         """The share of an input; masks that are the same for all heads stay."""
@@ -61,19 +61,20 @@ class _Heads:
 
     def run(self, args: tuple, kwargs: dict) -> tuple:
         """The kernel on this rank's shares; a rank without heads gives it one of zeros, and drops what comes of it."""
-        local = [self.local(each) for each in args]
-        named = {name: self.local(each) for name, each in kwargs.items()}
+        local = [self.local(argument) for argument in args]
+        named = {name: self.local(argument) for name, argument in kwargs.items()}
         if self.part.local.shape[self.dim]:
             return self.func(*local, **named)
 
-        def one(each: Any) -> Any:
-            empty = isinstance(each, torch.Tensor) and each.dim() > 2 and not each.shape[self.dim]
-            return each.sum(self.dim, keepdim=True) if empty else each
+        def with_one_head(argument: Any) -> Any:
+            empty = isinstance(argument, torch.Tensor) and argument.dim() > 2 and not argument.shape[self.dim]
+            return argument.sum(self.dim, keepdim=True) if empty else argument
 
-        def none(each: Any) -> Any:
-            return each.narrow(self.dim, 0, 0) if isinstance(each, torch.Tensor) and each.dim() > 2 else each
+        def without_heads(result: Any) -> Any:
+            return result.narrow(self.dim, 0, 0) if isinstance(result, torch.Tensor) and result.dim() > 2 else result
 
-        return tuple(none(each) for each in self.func(*map(one, local), **{k: one(v) for k, v in named.items()}))
+        output = self.func(*map(with_one_head, local), **{name: with_one_head(x) for name, x in named.items()})
+        return tuple(map(without_heads, output))
 
     def output(self, local: Any) -> Any:
         """A result that has heads, as a part."""

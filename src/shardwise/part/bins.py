@@ -27,8 +27,8 @@ def bucketize(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 @rule("histc")
 def histc(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """Returns how many elements lie in each of the equal bins, by default between the minimum and the maximum."""
-    given = arguments_of(func, args, kwargs)
-    x, bins, low, high = (given[name] for name in ("self", "bins", "min", "max"))
+    arguments = arguments_of(func, args, kwargs)
+    x, bins, low, high = (arguments[name] for name in ("self", "bins", "min", "max"))
     if low == high:
         ends = [plain(end) for end in (x.amin(), x.amax())]
         low, high = (0, 1) if x.axis.rehearsal else (read(end, "the bins of a histogram") for end in ends)
@@ -39,8 +39,8 @@ def histc(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 @rule("bincount")
 def bincount(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """Returns how many elements have each value, or the sums of their weights."""
-    given = arguments_of(func, args, kwargs)
-    x, weights, least = given["self"], given["weights"], given["minlength"]
+    arguments = arguments_of(func, args, kwargs)
+    x, weights, least = arguments["self"], arguments["weights"], arguments["minlength"]
     if not is_part(x):
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
     most = plain(x.amax())

@@ -68,8 +68,8 @@ class PartLayout:
         """This rank's share of a gradient, however it was dealt. Collective where it is a sum or cut otherwise."""
         while isinstance(gradient, Distributed) and gradient.axis.depth < self.axis.depth:
             gradient = whole_over_axis(gradient, gradient.axis)
-        found = share_of(gradient, self.dim, self.owners, self.axis)
-        return plain(found) if self.inside is None else self.inside.share(found)
+        share = share_of(gradient, self.dim, self.owners, self.axis)
+        return plain(share) if self.inside is None else self.inside.share(share)
 
 
 class _Unwrapped(torch.autograd.Function):

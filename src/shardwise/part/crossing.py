@@ -27,24 +27,24 @@ Cuts = tuple[tuple[str, int, Owners], ...]  # and who owns which index
 
 def cuts_of(tensor: torch.Tensor) -> Cuts:
     """The cuts of a tensor over axes of positions, outermost first. Collective where it is a sum over one."""
-    found = []
+    cuts = []
     while isinstance(tensor, Distributed) and tensor.axis.positions:
         tensor = tensor.settled()
         if isinstance(tensor, Part) and tensor.axis.positions:
-            found.append((tensor.axis.name, tensor.dim_cut, tensor.owners))
+            cuts.append((tensor.axis.name, tensor.dim_cut, tensor.owners))
             tensor = tensor.local
-    return tuple(found)
+    return tuple(cuts)
 
 
 def axes_of(tensor: torch.Tensor) -> tuple[Axis, ...]:
     """The axes of positions that cut a tensor, outermost first. Collective where it is a sum over one."""
-    found = []
+    axes = []
     while isinstance(tensor, Distributed) and tensor.axis.positions:
         tensor = tensor.settled()
         if isinstance(tensor, Part) and tensor.axis.positions:
-            found.append(tensor.axis)
+            axes.append(tensor.axis)
             tensor = tensor.local
-    return tuple(found)
+    return tuple(axes)
 
 
 class _Settled(torch.autograd.Function):
@@ -145,34 +145,36 @@ def filled(
 ) -> torch.Tensor:  # fmt: skip
     """A tensor of one value, cut along these dims as tensors `beside` it are, or in blocks."""
     by_name = {axis.name: axis for axis in axes}
-    known = {(name, owners.size): owners for tensor in beside for name, _, owners in cuts_of(tensor)}
+    owners_by_axis = {(name, owners.size): owners for tensor in beside for name, _, owners in cuts_of(tensor)}
     local, cuts = list(shape), []
     for name, dim in along:
         axis = by_name[name]
-        owners = known.get((name, local[dim])) or Owners.blocks(local[dim], axis.size)
+        owners = owners_by_axis.get((name, local[dim])) or Owners.blocks(local[dim], axis.size)
         local[dim] = owners.counts[axis.index]
         cuts.append((name, dim, owners))
     return put_together(torch.full(local, value, **options), tuple(cuts), by_name.values())
 
 
-def overwrite(held: torch.Tensor, value: torch.Tensor, axes: Sequence[Axis]) -> None:
+def overwrite(tensor: torch.Tensor, value: torch.Tensor, axes: Sequence[Axis]) -> None:
     """Let a tensor that somebody holds be `value`, which has its shape and is cut over axes of positions at most."""
-    if isinstance(held, Written):
-        stand_for(held, value)
-    elif not isinstance(held, Distributed):
-        held.data = plain(value)
-    elif isinstance(held, Sum):
-        held.value()
-        held.total = value
-    elif isinstance(held, Part) and not held.axis.positions:  # of cut weights: what arrives is whole over their axis
-        held.local, held.copied, held.rows = share_of(value, held.dim_cut, held.owners, held.axis), False, None
+    if isinstance(tensor, Written):
+        stand_for(tensor, value)
+    elif not isinstance(tensor, Distributed):
+        tensor.data = plain(value)
+    elif isinstance(tensor, Sum):
+        tensor.value()
+        tensor.total = value
+    elif isinstance(tensor, Part) and not tensor.axis.positions:
+        # of cut weights: what arrives is whole over their axis
+        tensor.local = share_of(value, tensor.dim_cut, tensor.owners, tensor.axis)
+        tensor.copied, tensor.rows = False, None
     else:
-        assert isinstance(held, Part)
+        assert isinstance(tensor, Part)
         if not isinstance(value, Part):
-            value = put_together(share_under(value, cuts_of(held), axes), cuts_of(held), axes)
+            value = put_together(share_under(value, cuts_of(tensor), axes), cuts_of(tensor), axes)
         assert isinstance(value, Part)
-        held.local, held.dim_cut, held.owners, held.axis = value.local, value.dim_cut, value.owners, value.axis
-        held.soft, held.origin, held.copied, held.rows = value.soft, value.origin, False, None
+        tensor.local, tensor.dim_cut, tensor.owners, tensor.axis = value.local, value.dim_cut, value.owners, value.axis
+        tensor.soft, tensor.origin, tensor.copied, tensor.rows = value.soft, value.origin, False, None
 
 
 class Entering(torch.autograd.Function):

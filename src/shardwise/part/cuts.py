@@ -97,13 +97,13 @@ class Owners:
 
     def span(self, rank: int) -> tuple[int, int] | None:
         """(first, count) where the rank's indices are contiguous, else None."""
-        found = np.flatnonzero(self.who == rank)
-        if not len(found):
+        runs = np.flatnonzero(self.who == rank)
+        if not len(runs):
             return 0, 0
-        if len(found) > 1:
+        if len(runs) > 1:
             return None
-        first = int(self.stops[found[0] - 1]) if found[0] else 0
-        return first, int(self.stops[found[0]]) - first
+        first = int(self.stops[runs[0] - 1]) if runs[0] else 0
+        return first, int(self.stops[runs[0]]) - first
 
     @cached_property
     def in_rank_order(self) -> bool:
@@ -200,12 +200,12 @@ def group_size(before: tuple[int, ...], dim: int, after: tuple[int, ...]) -> int
 
 
 @lru_cache(REMEMBERED)
-def in_whole_groups(owners: Owners, each: int) -> Owners:
+def in_whole_groups(owners: Owners, group: int) -> Owners:
     """Owners rounded to whole groups of `each` indices, so that no group is divided."""
-    count = owners.size // each
-    middle = owners.array[np.arange(count) * each + each // 2]
+    count = owners.size // group
+    middle = owners.array[np.arange(count) * group + group // 2]
     near = Owners.of(middle, owners.ranks) if owners.in_rank_order else Owners.blocks(count, owners.ranks)
-    return repeated(near, each)
+    return repeated(near, group)
 
 
 @lru_cache(REMEMBERED)
@@ -240,9 +240,9 @@ def joined(parts: tuple[Owners, ...]) -> Owners:
 
 
 @lru_cache(REMEMBERED)
-def repeated(owners: Owners, each: int) -> Owners:
+def repeated(owners: Owners, times: int) -> Owners:
     """Owners where every index is repeated `each` times in a row (`repeat_interleave`)."""
-    return Owners(owners.stops * each, owners.who, owners.ranks)
+    return Owners(owners.stops * times, owners.who, owners.ranks)
 
 
 @lru_cache(REMEMBERED)
@@ -280,8 +280,8 @@ def regrouped(
         places = [*places[1:], places[0]]
     for place, d in places:
         inner, outer = math.prod(after[e] for e in to[place + 1 :]), math.prod(after[e] for e in to[:place])
-        found = merged.sliced(0, after[d] * inner, inner)
+        dealt = merged.sliced(0, after[d] * inner, inner)
         fits = d == goal if goal is not None else after[d] > 1 or merged.size == 1
-        if fits and tiled(repeated(found, inner), outer) == merged:
-            return d, found
+        if fits and tiled(repeated(dealt, inner), outer) == merged:
+            return d, dealt
     raise Uncut(f"a view from {before} to {after} mixes indices of dim {dim} that lie on different ranks")

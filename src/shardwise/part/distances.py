@@ -51,16 +51,16 @@ def distances(func: Any, args: tuple, kwargs: dict) -> Part:
     """Returns the distance of each point of the first set to each of the second."""
     x1, x2, *rest = args
     x1, x2, lead, dim = _led(func, x1, x2)
-    found = func(*_points(func, x1, x2, lead, dim), *rest)
-    return lead.with_local(found, found.dim() + dim)
+    local = func(*_points(func, x1, x2, lead, dim), *rest)
+    return lead.with_local(local, local.dim() + dim)
 
 
 @rule("_cdist_backward", "_euclidean_dist_backward")
 def distances_backward(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """Returns the gradient of the first set."""
-    gradient, x1, x2, order, found = args
+    gradient, x1, x2, order, lengths = args
     x1, x2, lead, dim = _led(func, x1, x2)
-    mine = [_mine(func, each, lead, dim) for each in (gradient, found)]
+    mine = [_mine(func, each, lead, dim) for each in (gradient, lengths)]
     x1, x2 = _points(func, x1, x2, lead, dim)
     local = func(mine[0], x1, x2, order, mine[1])
     return Sum.of(local, lead.axis, lead.origin) if dim == -1 else lead.with_local(local, local.dim() + dim)

@@ -30,19 +30,19 @@ def gather(part: Part) -> torch.Tensor:
         matrix.values = values, False
         return gather(matrix).t()
     key = (values, turned, part.shape, part.dim_cut, part.owners)
-    if LastGathered.key != key or LastGathered.held is None:
-        LastGathered.key, LastGathered.held = key, gathered(part)
-    return LastGathered.held
+    if LastGathered.key != key or LastGathered.whole is None:
+        LastGathered.key, LastGathered.whole = key, gathered(part)
+    return LastGathered.whole
 
 
 def gathered(part: Part) -> torch.Tensor:
     """The tensor whole along the part's axis, newly made; it may still be cut over axes further in. Collective."""
     if (table := whole_table(part)) is not None:
         return table
-    if part.known is not None:
-        known, part = part.known, part.with_local(part.local)
+    if part.whole_values is not None:
+        whole_values, part = part.whole_values, part.with_local(part.local)
         gathered(part)  # what would be sent
-        return known.clone(memory_format=torch.contiguous_format)
+        return whole_values.clone(memory_format=torch.contiguous_format)
     dim, owners, axis = part.dim_cut, part.owners, part.axis
     if part.dtype in UNSENT:
         return gathered(part.with_local(part.local.to(UNSENT[part.dtype]))).to(part.dtype)

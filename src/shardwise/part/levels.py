@@ -40,12 +40,12 @@ class Distributed(torch.Tensor):
     recipe: tuple[Any, int] | None = None  # of a table of positions: how it is made, and the version of its memory
     summed: bool = False  # what ranks hold is a summand
     deals: bool = False  # ranges of as many numbers as its cut dim has are dealt alike
-    known: torch.Tensor | None = None  # in a rehearsal on values, the whole tensor, where it follows from the batch
+    whole_values: torch.Tensor | None = None  # in a rehearsal on values: of one process, where the batch gives them
 
     observes_inside = True  # modes that count collectives look at what the rules do, not at the operation itself
 
     @property
-    def held(self) -> torch.Tensor:
+    def stored(self) -> torch.Tensor:
         """Returns the tensor that has this rank's memory."""
         return self.local
 

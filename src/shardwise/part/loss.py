@@ -23,8 +23,8 @@ def _place_of(part: Part, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     if not len(mine):
         return torch.zeros_like(index, dtype=torch.bool), torch.zeros_like(index)
     place = torch.searchsorted(mine, index.contiguous()).clamp_(max=len(mine) - 1)
-    held = mine[place] == index
-    return held, torch.where(held, place, torch.zeros_like(place))
+    owned = mine[place] == index
+    return owned, torch.where(owned, place, torch.zeros_like(place))
 
 
 def with_one_more(local: torch.Tensor, dim: int) -> torch.Tensor:
@@ -83,13 +83,13 @@ def nll_loss(func: Any, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.
         raise Uncut(no_rule(func, parts_in(args)))
     counts = target != ignored
     _check_range(target, x.shape[classes], "target", ignored)
-    held, place = _place_of(x, target)
+    owned, place = _place_of(x, target)
     row = x.local.gather(classes, place.unsqueeze(classes)).squeeze(classes) if x.local.shape[classes] else None
-    mine = torch.zeros(target.shape, dtype=x.dtype, device=x.device) if row is None else row * (held & counts)
-    each = weight[target.clamp(min=0)] if weight is not None else torch.ones_like(target, dtype=x.dtype)
-    each = each * counts
-    losses = -reduced(mine, x) * each
-    total = each.sum()
+    mine = torch.zeros(target.shape, dtype=x.dtype, device=x.device) if row is None else row * (owned & counts)
+    target_weight = weight[target.clamp(min=0)] if weight is not None else torch.ones_like(target, dtype=x.dtype)
+    target_weight = target_weight * counts
+    losses = -reduced(mine, x) * target_weight
+    total = target_weight.sum()
     if reduction == 0:
         return losses, total.new_zeros(())
     return (losses.sum() / total if reduction == 1 else losses.sum()), total
@@ -105,15 +105,15 @@ def nll_loss_backward(func: Any, args: tuple, kwargs: dict) -> Part:
         return x.with_local(func(local, x.local, _beside(x, target, classes), weight, reduction, ignored, total))
     if not is_part(x) or is_part(gradient):
         raise Uncut(no_rule(func, parts_in(args)))
-    held, place = _place_of(x, target)
-    held = held & (target != ignored)
-    each = (
+    owned, place = _place_of(x, target)
+    owned = owned & (target != ignored)
+    target_weight = (
         weight[target.clamp(min=0)] if weight is not None else torch.ones(target.shape, dtype=x.dtype, device=x.device)
     )
-    scale = -(gradient * each) / (total if reduction == 1 else 1)
+    scale = -(gradient * target_weight) / (total if reduction == 1 else 1)
     dx = torch.zeros_like(x.local)
     if dx.shape[classes]:
-        dx.scatter_add_(classes, place.unsqueeze(classes), (scale * held).to(dx.dtype).unsqueeze(classes))
+        dx.scatter_add_(classes, place.unsqueeze(classes), (scale * owned).to(dx.dtype).unsqueeze(classes))
     return x.with_local(dx)
 
 
@@ -128,9 +128,9 @@ def embedding(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     if weight.dim_cut == 1:
         return weight.with_local(func(weight.local, index), index.dim())
     _check_range(index, weight.shape[0], "index")
-    held, place = _place_of(weight, index)
+    owned, place = _place_of(weight, index)
     rows = weight.local if weight.local.shape[0] else with_one_more(weight.local, 0)
-    return Sum.of(rows[place] * held.unsqueeze(-1), weight.axis, weight.origin)
+    return Sum.of(rows[place] * owned.unsqueeze(-1), weight.axis, weight.origin)
 
 
 class _Rows(torch.autograd.Function):
@@ -149,9 +149,9 @@ class _Rows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient: torch.Tensor):
         weight, index = ctx.saved_tensors
-        held, place = _place_of(weight, index)
-        held = held & (index != ctx.padding) if ctx.padding >= 0 else held
-        rows = (plain(gradient) * held.unsqueeze(-1)).to(weight.dtype).flatten(0, index.dim() - 1)
+        owned, place = _place_of(weight, index)
+        owned = owned & (index != ctx.padding) if ctx.padding >= 0 else owned
+        rows = (plain(gradient) * owned.unsqueeze(-1)).to(weight.dtype).flatten(0, index.dim() - 1)
         local = torch.zeros_like(weight.local)
         if local.shape[0]:
             local.index_add_(0, place.flatten(), rows)
@@ -180,17 +180,17 @@ FUNCTIONS[F.embedding] = rows_of
 
 def entries_here(x: Part, dim: int, index: torch.Tensor) -> torch.Tensor:
     """`x.gather(dim, index)` along the cut dim. Collective."""
-    held, place = _place_of(x, index)
+    owned, place = _place_of(x, index)
     local = x.local if x.local.shape[dim] else with_one_more(x.local, dim)
-    return reduced(local.gather(dim, place) * held, x)
+    return reduced(local.gather(dim, place) * owned, x)
 
 
 def added_here(func: Any, x: Part, dim: int, index: torch.Tensor, values: torch.Tensor) -> Part:
     """`x.scatter_add(dim, index, values)` along the cut dim, of what every rank has: those of its own indices."""
-    held, place = _place_of(x, index)
+    owned, place = _place_of(x, index)
     local = x.local
     if local.shape[dim]:
-        local = func(local, dim, place, values * held)
+        local = func(local, dim, place, values * owned)
     return x if func._schema.is_mutable else x.with_local(local)
 
 
@@ -207,10 +207,10 @@ class _Entries(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient: torch.Tensor):
         (index,), x = ctx.saved_tensors, ctx.like
-        held, place = _place_of(x, index)
+        owned, place = _place_of(x, index)
         local = torch.zeros_like(x.local)
         if local.shape[ctx.dim]:
-            local.scatter_add_(ctx.dim, place, plain(gradient) * held)
+            local.scatter_add_(ctx.dim, place, plain(gradient) * owned)
         return x.with_local(local), None, None
 
 

@@ -116,9 +116,9 @@ def _owners(lead: Part, mask: torch.Tensor, cut: int, whole: torch.Tensor | None
     who = np.arange(axis.size) if ranked else owners.array
     mine = np.asarray([axis.index]) if ranked else owners.indices(axis.index)
     over = list(range(cut if ranked else cut + 1, mask.dim()))
-    each = plain(mask.bool().sum(over) if over else mask.bool().long()).reshape(-1, len(mine))
-    table = each.new_zeros(each.shape[0], len(who))
-    table[:, torch.from_numpy(mine)] = each
+    own_counts = plain(mask.bool().sum(over) if over else mask.bool().long()).reshape(-1, len(mine))
+    table = own_counts.new_zeros(own_counts.shape[0], len(who))
+    table[:, torch.from_numpy(mine)] = own_counts
     total = all_sum(table, axis)
     if whole is not None:
         of_each = whole.bool().sum(list(range(cut + 1, whole.dim()))) if cut + 1 < whole.dim() else whole.bool().long()
@@ -127,7 +127,7 @@ def _owners(lead: Part, mask: torch.Tensor, cut: int, whole: torch.Tensor | None
             counts = np.stack([counts[:, owners.indices(rank)].sum(1) for rank in range(axis.size)], 1)
     elif axis.rehearsal is not None:
         sizes = np.asarray(owners.counts) if ranked else np.ones(len(who), dtype=np.int64)
-        counts = np.tile(sizes * math.prod(mask.shape[cut + 1 :]), (each.shape[0], 1))
+        counts = np.tile(sizes * math.prod(mask.shape[cut + 1 :]), (own_counts.shape[0], 1))
     else:
         counts = np.asarray(read(total, "how many elements a mask selects"), dtype=np.int64)
     return Owners(np.cumsum(counts), np.tile(who, len(counts)), axis.size)
@@ -147,7 +147,7 @@ def _whole_in_rehearsal(lead: Part, mask: Any) -> torch.Tensor | None:
     """In a rehearsal, the whole of a mask where its values are known: whole on all ranks, or of the batch."""
     if lead.axis.rehearsal is None or isinstance(mask, Sum) or (is_part(mask) and isinstance(mask.local, Distributed)):
         return None
-    whole = mask.known if isinstance(mask, Distributed) else mask
+    whole = mask.whole_values if isinstance(mask, Distributed) else mask
     return whole if whole is not None and has_values(whole) else None
 
 
@@ -180,14 +180,14 @@ def mask_cut_like(x: torch.Tensor, index: Any) -> Any:
 
     Backward keeps the mask, and so knows where the gradient of each element belongs.
     """
-    given = index if isinstance(index, tuple) else (index,)
-    masks = [i for i, each in enumerate(given) if isinstance(each, torch.Tensor) and each.dtype in MASKS]
-    others = [each for each in given if not isinstance(each, torch.Tensor)]
-    if len(masks) != 1 or len(others) != len(given) - 1 or not all(isinstance(o, slice) or o is ... for o in others):
+    indices = index if isinstance(index, tuple) else (index,)
+    masks = [i for i, entry in enumerate(indices) if isinstance(entry, torch.Tensor) and entry.dtype in MASKS]
+    others = [entry for entry in indices if not isinstance(entry, torch.Tensor)]
+    if len(masks) != 1 or len(others) != len(indices) - 1 or not all(isinstance(o, slice) or o is ... for o in others):
         return index
-    mask, front = given[masks[0]], given[: masks[0]]
-    place = len(front) if ... not in front else x.dim() - mask.dim() - (len(given) - masks[0] - 1)
-    return (*front, _cut_like(mask, x, place), *given[masks[0] + 1 :])
+    mask, front = indices[masks[0]], indices[: masks[0]]
+    place = len(front) if ... not in front else x.dim() - mask.dim() - (len(indices) - masks[0] - 1)
+    return (*front, _cut_like(mask, x, place), *indices[masks[0] + 1 :])
 
 
 def _cut_like(mask: torch.Tensor, x: torch.Tensor, place: int) -> torch.Tensor:

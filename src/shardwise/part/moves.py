@@ -66,16 +66,16 @@ def _recut_inside(part: Part, dim: int, owners: Owners, inside: Owners | None) -
         inner = gather(inner)
     if not isinstance(inner, Part):
         return recut(part.with_local(inner), dim, owners)
-    before, after, held = part.owners, owners, inner.owners
+    before, after, inner_owners = part.owners, owners, inner.owners
     if inner.dim_cut == dim:  # of the dim that will be cut, each rank further in has some indices
-        after = _among(owners, held.indices(inner.axis.index))
-        held = _among(held, owners.indices(part.axis.index))
+        after = _among(owners, inner_owners.indices(inner.axis.index))
+        inner_owners = _among(inner_owners, owners.indices(part.axis.index))
     elif inner.dim_cut == part.dim_cut:
         if inside is None:
             raise Uncut(f"a dim that is cut over {inner.axis.name} too cannot be exchanged over {part.axis.name}")
-        before, held, inside = _among(before, inside.indices(inner.axis.index)), inside, None
+        before, inner_owners, inside = _among(before, inside.indices(inner.axis.index)), inside, None
     exchanged = recut(Part(inner.local, part.dim_cut, before, part.axis), dim, after, inside)
-    return part.with_local(inner.with_local(exchanged.local, owners=held), dim, owners)
+    return part.with_local(inner.with_local(exchanged.local, owners=inner_owners), dim, owners)
 
 
 def _among(owners: Owners, indices: np.ndarray) -> Owners:
@@ -83,7 +83,7 @@ def _among(owners: Owners, indices: np.ndarray) -> Owners:
     return Owners.of(owners.array[indices], owners.ranks)
 
 
-def reowned(part: Part, owners: Owners, each: int = 1) -> Part:
+def reowned(part: Part, owners: Owners, group: int = 1) -> Part:
     """The same tensor cut along the same dim, dealt by other owners. Collective; not differentiable (see `moved`).
 
     each  indices that an axis further in, which cuts the dim too, keeps together
@@ -94,7 +94,7 @@ def reowned(part: Part, owners: Owners, each: int = 1) -> Part:
         raise Uncut(f"{part!r} has other indices than those that are asked for ({owners!r})")
     inner = part.local.settled() if isinstance(part.local, Distributed) else None
     if isinstance(inner, Part) and inner.dim_cut == part.dim_cut and inner.axis.positions:
-        return _reowned_inside(part, inner, owners, each)
+        return _reowned_inside(part, inner, owners, group)
     wanted = tuple(_ranges(owners.indices(rank)) for rank in range(owners.ranks))
     return part.with_local(fetch(part, wanted), part.dim_cut, owners)
 
@@ -135,18 +135,18 @@ def _axes_inside(part: Part) -> list[str]:
     return [inner.axis.name, *_axes_inside(inner)] if isinstance(inner, Part) else []
 
 
-def _reowned_inside(part: Part, inner: Part, owners: Owners, each: int) -> Part:
+def _reowned_inside(part: Part, inner: Part, owners: Owners, group: int) -> Part:
     """`reowned` of a dim that an axis further in cuts too: whole over that one on the way, then in blocks again.
 
     Which indices its ranks have differs between those of this axis, and a rank knows its own alone.
     """
-    found = reowned(part.with_local(gathered(inner)), owners)
-    again = in_whole_groups(Owners.blocks(owners.counts[part.axis.index], inner.axis.size), each)
-    mine = again.take(found.local, inner.dim_cut, inner.axis.index).contiguous()
+    outer = reowned(part.with_local(gathered(inner)), owners)
+    again = in_whole_groups(Owners.blocks(owners.counts[part.axis.index], inner.axis.size), group)
+    mine = again.take(outer.local, inner.dim_cut, inner.axis.index).contiguous()
     dealt = inner.with_local(mine, owners=again)
-    if each > 1:  # a rank that has one group, or none, cannot tell it from its own indices
-        dealt.factors = 1, owners.size // each, each
-    return found.with_local(dealt)
+    if group > 1:  # a rank that has one group, or none, cannot tell it from its own indices
+        dealt.factors = 1, owners.size // group, group
+    return outer.with_local(dealt)
 
 
 @lru_cache(REMEMBERED)
@@ -180,14 +180,14 @@ def fetch(part: Part, wanted: Wanted, fill: float = 0.0) -> torch.Tensor:
         pieces.insert(0, local.new_full(with_size(shape, dim, before), fill))
     if after:
         pieces.append(local.new_full(with_size(shape, dim, after), fill))
-    found = torch.cat(pieces, dim)
+    rows = torch.cat(pieces, dim)
     if way.order is None:
-        return found
-    found = found.index_select(dim, to_device(way.order, found.device))
+        return rows
+    rows = rows.index_select(dim, to_device(way.order, rows.device))
     if way.inside is None:
-        return found
-    whole = found.new_full(with_size(shape, dim, way.wanted), fill)
-    return whole.index_copy(dim, to_device(way.inside, found.device), found)
+        return rows
+    whole = rows.new_full(with_size(shape, dim, way.wanted), fill)
+    return whole.index_copy(dim, to_device(way.inside, rows.device), rows)
 
 
 def give_back(gradient: torch.Tensor, dim: int, owners: Owners, axis: Axis, wanted: Wanted) -> Part:
@@ -205,13 +205,13 @@ def give_back(gradient: torch.Tensor, dim: int, owners: Owners, axis: Axis, want
         return give_back(inner, dim, owners, axis, wanted)
     way = way_of(owners, wanted, axis.index)
     shape = list(gradient.shape)
-    found = gradient.narrow(dim, way.around[0], shape[dim] - sum(way.around))
+    blocks = gradient.narrow(dim, way.around[0], shape[dim] - sum(way.around))
     if way.inside is not None:
-        found = found.index_select(dim, to_device(way.inside, found.device))
+        blocks = blocks.index_select(dim, to_device(way.inside, blocks.device))
     if way.order is not None:
-        found = found.index_select(dim, to_device(np.argsort(way.order), found.device))
+        blocks = blocks.index_select(dim, to_device(np.argsort(way.order), blocks.device))
     sizes = [len(places) for places in way.send]
-    pieces = Passing(list(found.split(list(way.counts), dim)), shape, dim, sizes, axis, way.alone).pieces()
+    pieces = Passing(list(blocks.split(list(way.counts), dim)), shape, dim, sizes, axis, way.alone).pieces()
     local = gradient.new_zeros(with_size(shape, dim, owners.counts[axis.index]))
     for piece, places in zip(pieces, way.send, strict=True):
         if _in_a_row(places):
@@ -241,9 +241,9 @@ class _Moved(torch.autograd.Function):
         dim, owners, axis, inside = ctx.before
         arrived = _outside(gradient, axis)
         if any(dim in ctx.dims for dim, _, _ in (*ctx.outside, *arrived)):  # indices of `axis` are those of a share
-            known = [axis for _, _, axis in ctx.outside]
+            axes = [axis for _, _, axis in ctx.outside]
             for _, _, other in arrived:
-                gradient = gradient if other in known else whole_over_axis(gradient, other)
+                gradient = gradient if other in axes else whole_over_axis(gradient, other)
             gradient = _dealt(gradient, ctx.outside)
         part = from_axis(gradient, axis)
         if not isinstance(part, Part) or part.axis is not axis:
@@ -265,11 +265,11 @@ Layers = tuple[tuple[int, Owners, Axis], ...]  # (dim, owners, axis), outermost 
 
 def _outside(tensor: torch.Tensor, axis: Axis) -> Layers:
     """How axes further out cut a tensor."""
-    found: list[tuple[int, Owners, Axis]] = []
+    layers: list[tuple[int, Owners, Axis]] = []
     while isinstance(tensor, Part) and tensor.axis.depth < axis.depth:
-        found.append((tensor.dim_cut, tensor.owners, tensor.axis))
+        layers.append((tensor.dim_cut, tensor.owners, tensor.axis))
         tensor = tensor.settled_local()
-    return tuple(found)
+    return tuple(layers)
 
 
 def _dealt(gradient: torch.Tensor, layers: Layers) -> torch.Tensor:

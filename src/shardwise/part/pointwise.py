@@ -36,21 +36,21 @@ class _Whole(threading.local):
     For an axis further in, tiles of those further out may be one index or none: ranks would find others repeated.
     """
 
-    held: tuple[Any, Shapes] | None = None
+    running: tuple[Any, Shapes] | None = None
 
     def shapes(self, func: Any, tensors: list[torch.Tensor]) -> Shapes:
-        held = self.held
-        same = held is not None and held[0] is func and len(held[1]) == len(tensors)
-        return held[1] if held is not None and same else [tensor.shape for tensor in tensors]
+        running = self.running
+        same = running is not None and running[0] is func and len(running[1]) == len(tensors)
+        return running[1] if running is not None and same else [tensor.shape for tensor in tensors]
 
     @contextmanager
     def inside(self, func: Any, shapes: Shapes) -> Iterator[None]:
         """Context: the operation is answered for axes further in."""
-        before, self.held = self.held, (func, shapes)
+        before, self.running = self.running, (func, shapes)
         try:
             yield
         finally:
-            self.held = before
+            self.running = before
 
 
 WHOLE = _Whole()

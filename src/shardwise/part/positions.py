@@ -39,7 +39,7 @@ class CutsInside(Protocol):
     def axes(self) -> tuple[Axis, ...]: ...
     def over(self, swap: Callable[[Axis], Axis]) -> CutsInside: ...
     def install(self, module: nn.Module) -> Callable[[], None]: ...
-    def told(self, stopped: str = "") -> str: ...
+    def summary(self, stopped: str = "") -> str: ...
 
 
 @dataclass(frozen=True)
@@ -74,19 +74,19 @@ class Positions:
     @property
     def axes(self) -> tuple[Axis, ...]:
         """Returns the axes that cut any tensor, outermost first."""
-        found = {axis.name: axis for cuts in self.cuts for _, axes in cuts for axis in axes}
-        found |= {axis.name: axis for axis in (self.inside.axes if self.inside is not None else ())}
-        return tuple(sorted(found.values(), key=lambda axis: axis.depth))
+        by_name = {axis.name: axis for cuts in self.cuts for _, axes in cuts for axis in axes}
+        by_name |= {axis.name: axis for axis in (self.inside.axes if self.inside is not None else ())}
+        return tuple(sorted(by_name.values(), key=lambda axis: axis.depth))
 
     def region(self, global_shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """This rank's tile of a field: (start, stop) along each dim of space, in the order of a tensor's dims."""
         axes = {axis.name: axis for axis in self.axes}
-        found = []
+        ranges = []
         for name, n in zip(self.space, global_shape, strict=False):
             axis = axes.get(name)
             start, count = (Owners.blocks(n, axis.size).span(axis.index) or (0, 0)) if axis is not None else (0, n)
-            found.append((start, start + count))
-        return tuple(found)
+            ranges.append((start, start + count))
+        return tuple(ranges)
 
     def over(self, swap: Callable[[Axis], Axis]) -> Positions:
         """Returns the same cuts over other axes."""
@@ -130,7 +130,7 @@ class Positions:
         for dim, axes in cuts:
             if leaf.shape[dim] < self.fewest(axes):
                 raise InputError(
-                    f"{leaf.shape[dim]} positions of a {self.what} over {_told(axes)} leave some rank with "
+                    f"{leaf.shape[dim]} positions of a {self.what} over {_sizes_of(axes)} leave some rank with "
                     f"{leaf.shape[dim] // math.prod(axis.size for axis in axes)}, "
                     f"and every rank needs at least {self.least}: use fewer ranks or a longer {self.what}"
                 )
@@ -149,17 +149,17 @@ class Positions:
 
     def dealt(self, shape: Sequence[int], cuts: Cuts) -> Dealt:
         """Returns the owners of each cut dim of a tensor of this whole shape."""
-        left, found = list(shape), []
+        left, dealt = list(shape), []
         for dim, axis in ((dim, axis) for dim, axes in cuts for axis in axes):
             owners = (Owners.zigzag if self.zigzag and axis.name == "cp" else Owners.blocks)(left[dim], axis.size)
-            found.append((axis.name, dim, owners))
+            dealt.append((axis.name, dim, owners))
             left[dim] = owners.counts[axis.index]
-        return tuple(found)
+        return tuple(dealt)
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """Returns one line for the user: what is cut, over which axes."""
         if self.inside is not None:
-            return "; ".join([self.inside.told(self.stopped), *self.routes])
+            return "; ".join([self.inside.summary(self.stopped), *self.routes])
         names: dict[tuple[int, ...], list[str]] = {}
         for name, cuts in zip(self.names, self.cuts, strict=True):
             if cuts:
@@ -169,7 +169,7 @@ class Positions:
             for dims, alike in names.items()
         ]
         dealt = ", a block from either end for each rank of cp (attention is causal)" if self.zigzag else ""
-        return "; ".join([f"{_told(self.axes)} cuts the {self.what} of {'; '.join(cut)}{dealt}", *self.routes])
+        return "; ".join([f"{_sizes_of(self.axes)} cuts the {self.what} of {'; '.join(cut)}{dealt}", *self.routes])
 
 
 @dataclass(frozen=True)
@@ -190,5 +190,5 @@ def name_of(path: tuple) -> str:
     return str(path[0].key) if len(path) == 1 and isinstance(path[0], MappingKey) else f"batch{keystr(path)}"
 
 
-def _told(axes: tuple[Axis, ...]) -> str:
+def _sizes_of(axes: tuple[Axis, ...]) -> str:
     return " x ".join(f"{axis.name}={axis.size}" for axis in axes)

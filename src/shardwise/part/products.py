@@ -185,7 +185,7 @@ def convolution_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
         local = None if bias_sizes is None else [w.local.shape[0]]
         dx, dw, db = func(_share(dy, w, 1), x.local, w.local, local, *rest, x.local.shape[1], mask)
         dx = x.with_local(dx, 1) if mask[0] else None
-        return dx, *(None if each is None else w.with_local(each, 0) for each in (dw, db))
+        return dx, *(None if gradient is None else w.with_local(gradient, 0) for gradient in (dw, db))
     if g == 1 and not is_part(dy) and (w_cut == inner or (is_part(x) and x.dim_cut == 1)):
         xl, wl = _share(x, part, 1), _share(w, part, inner)
         if xl.shape[1]:
@@ -197,8 +197,8 @@ def convolution_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
     if w_cut is None and part.dim_cut == 0:  # by samples
         dx, dw, db = func(_share(dy, part, 0), _share(x, part, 0), w, bias_sizes, *rest, g, mask)
         dx = part.with_local(dx, 0) if mask[0] else None
-        sums = (Sum.of(each, part.axis, part.origin, spread=False) if m else None
-                for each, m in zip((dw, db), mask[1:], strict=True))  # fmt: skip
+        sums = (Sum.of(gradient, part.axis, part.origin, spread=False) if m else None
+                for gradient, m in zip((dw, db), mask[1:], strict=True))  # fmt: skip
         return dx, *sums
     raise Uncut(no_rule(func, parts_in(args)))
 

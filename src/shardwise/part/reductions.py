@@ -26,8 +26,8 @@ def _dims(part: Part, dim: Any) -> set[int]:
 def arguments_of(func: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
     """Returns an operation's arguments by name, defaults included."""
     names = [argument.name for argument in func._schema.arguments]
-    found = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
-    return found | dict(zip(names, args, strict=False)) | kwargs
+    defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    return defaults | dict(zip(names, args, strict=False)) | kwargs
 
 
 def _after(part: Part, local: Any, dims: set[int], keepdim: bool) -> Part:
@@ -66,15 +66,15 @@ def added_up(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     pair = [tensor for name in ("self", "target") if isinstance(tensor := bound.get(name), torch.Tensor)]
     if how not in (1, 2) or len(pair) < 2 or not fit(pair) or (backward and isinstance(bound["grad_output"], Part)):
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
-    each = bound | {"reduction": 0}
+    unreduced = bound | {"reduction": 0}
     if backward:
         shape = torch.broadcast_shapes(*(tensor.shape for tensor in pair))
         gradient = bound["grad_output"] / (math.prod(shape) if how == 1 else 1)
-        each["grad_output"] = gradient.expand(shape)
-    given = tuple(each[argument.name] for argument in func._schema.arguments)
-    if not is_elementwise(func, given, {}):
+        unreduced["grad_output"] = gradient.expand(shape)
+    arguments = tuple(unreduced[argument.name] for argument in func._schema.arguments)
+    if not is_elementwise(func, arguments, {}):
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
-    output = func(*given)
+    output = func(*arguments)
     if backward or how == 2:
         return output if backward else output.sum()
     return output.mean()
@@ -159,8 +159,8 @@ def _moments(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) 
     spread = reduced((part.local - mean).square().sum(along, True), part)
     spread = spread / max(count - (1 if correction is None else correction), 0)
     spread = spread.sqrt() if name.startswith("std") else spread
-    found = [each if keepdim else each.squeeze(along) for each in (spread, mean)]
-    return tuple(found) if name.endswith("_mean") else found[0]
+    results = [tensor if keepdim else tensor.squeeze(along) for tensor in (spread, mean)]
+    return tuple(results) if name.endswith("_mean") else results[0]
 
 
 def _nonzero(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
@@ -175,8 +175,8 @@ def _any(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> t
     return _count(part, part.local != 0, dims, keepdim) > 0
 
 
-def _count(part: Part, found: torch.Tensor, dims: set[int], keepdim: bool) -> torch.Tensor:
-    return reduced(found.sum(sorted(dims), keepdim), part)
+def _count(part: Part, hits: torch.Tensor, dims: set[int], keepdim: bool) -> torch.Tensor:
+    return reduced(hits.sum(sorted(dims), keepdim), part)
 
 
 def _prod(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
@@ -193,8 +193,8 @@ def _least_and_most(func: Any, part: Part, dims: set[int], keepdim: bool, bound:
 
 def _norm(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
     """(sum |x|^p)^(1/p) over all ranks; of an infinite p the extreme |x|, of 0 how many are not 0."""
-    given = bound.get("ord", bound.get("p"))
-    order, along = 2.0 if given is None else float(given), sorted(dims)
+    asked = bound.get("ord", bound.get("p"))
+    order, along = 2.0 if asked is None else float(asked), sorted(dims)
     dtype = bound.get("dtype") or (part.abs().dtype if part.is_complex() else part.dtype)
     if math.isinf(order):
         op = "max" if order > 0 else "min"
@@ -354,8 +354,8 @@ def group_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
     x, w, b, n, channels, area, count, eps = args
     if _of_rows(x, w, b):
         rows = x.owners.counts[x.axis.index]
-        found = func(x.local.contiguous(), w, b, rows, channels, area, count, eps)
-        return tuple(x.with_local(each) for each in found)
+        results = func(x.local.contiguous(), w, b, rows, channels, area, count, eps)
+        return tuple(x.with_local(each) for each in results)
     x = as_weights(x, w, b)
     groups = _group_owners(func, x, channels, count, args)
     rank = x.axis.index
@@ -390,7 +390,7 @@ def group_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
     """Returns gradients of a group norm's input, weight and bias, cut along channels; of rows, weights' are sums."""
     dy, x, mean, rstd, w, n, channels, area, count, mask = args
     if _of_rows(x, w):
-        dy, mean, rstd = (beside(func, each, x).contiguous() for each in (dy, mean, rstd))
+        dy, mean, rstd = (beside(func, tensor, x).contiguous() for tensor in (dy, mean, rstd))
         rows = x.owners.counts[x.axis.index]
         dx, *others = func(dy, x.local.contiguous(), mean, rstd, w, rows, channels, area, count, mask)
         sums = (None if o is None else Sum.of(o, x.axis, x.origin, spread=False) for o in others)
@@ -412,4 +412,4 @@ def group_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
         groups.counts[rank],
         mask,
     )
-    return tuple(None if each is None else x.with_local(each, d) for each, d in ((dx, 1), (dw, 0), (db, 0)))
+    return tuple(None if tensor is None else x.with_local(tensor, d) for tensor, d in ((dx, 1), (dw, 0), (db, 0)))

@@ -62,23 +62,23 @@ def scanned(func: Any, part: Part, kwargs: dict) -> Part | tuple[Part, ...]:
     nothing = _within(name, local.narrow(dim, 0, 0), dim, 0)
     pieces: list[Scanned | None] = []
     lasts, place, start = [], 0, 0
-    absent = tuple(each.sum(dim, keepdim=True, dtype=each.dtype) for each in nothing)  # zeros, of the shape of a last
+    absent = tuple(empty.sum(dim, keepdim=True, dtype=empty.dtype) for empty in nothing)  # zeros, shaped as a last
     for rank, length in runs:
         piece = _within(name, local.narrow(dim, place, length), dim, start) if rank == me else None
         place, start = place + (length if rank == me else 0), start + length
-        lasts.append(absent if piece is None else tuple(each.narrow(dim, length - 1, 1) for each in piece))
+        lasts.append(absent if piece is None else tuple(scan.narrow(dim, length - 1, 1) for scan in piece))
         pieces.append(piece)
     if len(runs) > 1:
-        told = [all_sum(torch.cat(each, dim), part.axis) for each in zip(*lasts, strict=True)]
-        carried = _carried(name, told, dim)
+        totals = [all_sum(torch.cat(tensors, dim), part.axis) for tensors in zip(*lasts, strict=True)]
+        carried = _carried(name, totals, dim)
         pieces = [
             piece
             if piece is None or not run
             else _put_to(name, tuple(c.narrow(dim, run - 1, 1) for c in carried), piece)
             for run, piece in enumerate(pieces)
         ]
-    found = [piece for piece in pieces if piece is not None] or [nothing]
-    output = tuple(part.with_local(torch.cat(each, dim)) for each in zip(*found, strict=True))
+    own_pieces = [piece for piece in pieces if piece is not None] or [nothing]
+    output = tuple(part.with_local(torch.cat(tensors, dim)) for tensors in zip(*own_pieces, strict=True))
     return output if name in EXTREMES else output[0]
 
 

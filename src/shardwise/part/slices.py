@@ -116,7 +116,7 @@ def select(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 def one_of_many(part: Part, dim: int, index: int) -> torch.Tensor:
     """Returns one index of a cut dim, for every rank: a sum to which its owner alone adds."""
-    held = local = part.local.settled() if isinstance(part.local, Distributed) else part.local
+    own = local = part.local.settled() if isinstance(part.local, Distributed) else part.local
     if isinstance(local, Part) and local.dim_cut == dim and not local.axis.positions:  # decided before ranks differ
         if not local.soft:
             raise Uncut(no_rule(torch.ops.aten.select.int, [part]))
@@ -125,17 +125,17 @@ def one_of_many(part: Part, dim: int, index: int) -> torch.Tensor:
     place = np.searchsorted(mine, index % part.shape[dim])
     owned = place < len(mine) and mine[place] == index % part.shape[dim]
     # elsewhere zeros, cut over axes further in as the owner's
-    one = local.select(dim, int(place)) if owned else local.narrow(dim, 0, 0).sum(dim).to(part.dtype)
-    kept = one.copy_
-    one = one.contiguous()  # laid alike on all ranks: by strides `reshape` views or copies, and a copy takes the sum
-    found = Sum.of(one, part.axis, part.origin) if one.is_floating_point() else reduced(one, part)
+    row = local.select(dim, int(place)) if owned else local.narrow(dim, 0, 0).sum(dim).to(part.dtype)
+    kept = row.copy_
+    row = row.contiguous()  # laid alike on all ranks: by strides `reshape` views or copies, and a copy takes the sum
+    total = Sum.of(row, part.axis, part.origin) if row.is_floating_point() else reduced(row, part)
     source = ViewOf(part, kept if owned else None)
-    if not isinstance(found, Distributed):
-        found = Sum.taken(found, part.axis, source)
-    found.source = source
-    if isinstance(found, Sum):
-        found.read_only_copy = local is not held  # what was gathered is not where the owner keeps it
-    return found
+    if not isinstance(total, Distributed):
+        total = Sum.taken(total, part.axis, source)
+    total.source = source
+    if isinstance(total, Sum):
+        total.read_only_copy = local is not own  # what was gathered is not where the owner keeps it
+    return total
 
 
 @rule("select_backward")

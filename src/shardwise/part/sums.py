@@ -125,7 +125,7 @@ class Sum(Distributed):
         return answer(func, args, kwargs or {})
 
     @property
-    def held(self) -> torch.Tensor:
+    def stored(self) -> torch.Tensor:
         """The total, once this or what it is a view of was taken."""
         return self.local if self.untaken else self.value()
 
@@ -208,10 +208,10 @@ def is_sum(tensor: Any) -> bool:
     return isinstance(tensor, Sum) and here(tensor)
 
 
-def with_sums(func: Any, args: tuple, kwargs: dict, given: list[Distributed]) -> Any:
+def with_sums(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed]) -> Any:
     """Returns what an operation gives of which some inputs are sums: a sum where it is linear, else of their totals."""
     known = facts(func)
-    for each in given:
+    for each in inputs:
         if isinstance(each, Sum) and here(each) and (each.stale or not each.untaken):
             each.value()  # what was written into what it is a view of is in it
     first = args[0] if args else None

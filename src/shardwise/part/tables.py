@@ -38,20 +38,20 @@ class TableRecipe:
     func: Callable
     args: tuple
     kwargs: dict
-    given: tuple[tuple[torch.Tensor, int], ...] = ()
+    plain_inputs: tuple[tuple[torch.Tensor, int], ...] = ()
 
-    def made(self, known: dict[int, Any]) -> Any:
+    def made(self, made_before: dict[int, Any]) -> Any:
         """The table, whole; None where a tensor that it was made of has changed since."""
-        if id(self) not in known:
-            changed = any(tensor._version != version or not _held(tensor) for tensor, version in self.given)
-            args, kwargs = replaced(TableRecipe, lambda one: one.made(known), (self.args, self.kwargs))
+        if id(self) not in made_before:
+            changed = any(x._version != version or not _has_memory(x) for x, version in self.plain_inputs)
+            args, kwargs = replaced(TableRecipe, lambda recipe: recipe.made(made_before), (self.args, self.kwargs))
             inside = tensors_in((self.args, self.kwargs), TableRecipe)
-            broken = changed or any(known[id(one)] is None for one in inside)
-            known[id(self)] = None if broken else self.func(*args, **kwargs)
-        return known[id(self)]
+            broken = changed or any(made_before[id(recipe)] is None for recipe in inside)
+            made_before[id(self)] = None if broken else self.func(*args, **kwargs)
+        return made_before[id(self)]
 
 
-def _held(tensor: torch.Tensor) -> bool:
+def _has_memory(tensor: torch.Tensor) -> bool:
     """Whether a tensor has its memory: ZeRO-3 takes it from weights that are not in use."""
     return tensor.untyped_storage().nbytes() > 0 or not tensor.numel()
 
@@ -69,17 +69,17 @@ def is_table(part: Distributed) -> bool:
     return part.recipe is not None and part._version == part.recipe[1]
 
 
-def note_table(func: Any, args: tuple, kwargs: dict, given: list[Distributed], output: Any) -> None:
+def note_table(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed], output: Any) -> None:
     """Mark an operation's result as a table where it was made of tables and small plain tensors alone."""
-    if not isinstance(output, Distributed) or func._schema.is_mutable or not all(map(is_table, given)):
+    if not isinstance(output, Distributed) or func._schema.is_mutable or not all(map(is_table, inputs)):
         return
     if is_random(func):
         return
-    plain = [each for each in tensors_in((args, kwargs)) if not isinstance(each, Distributed)]
-    if any(each.requires_grad or each.numel() > MOST or each.is_inference() for each in plain):
+    plain = [tensor for tensor in tensors_in((args, kwargs)) if not isinstance(tensor, Distributed)]
+    if any(tensor.requires_grad or tensor.numel() > MOST or tensor.is_inference() for tensor in plain):
         return
-    args, kwargs = replaced(Distributed, lambda each: each.recipe[0], (args, kwargs))
-    _name(output, TableRecipe(func, args, kwargs, tuple((each, each._version) for each in plain)))
+    args, kwargs = replaced(Distributed, lambda tensor: tensor.recipe[0], (args, kwargs))
+    _name(output, TableRecipe(func, args, kwargs, tuple((tensor, tensor._version) for tensor in plain)))
 
 
 def _name(part: Any, recipe: TableRecipe) -> None:

@@ -214,48 +214,48 @@ def is_part(tensor: Any) -> bool:
 
 def answer(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run an operation on parts and sums, by its rule, applied for the outermost of their axes."""
-    given = tensors_in((args, kwargs), Distributed)
-    with answering(given):
-        for each in given:
-            if each.known is not None:
-                return with_known(func, args, kwargs, given, lambda: _answer(func, args, kwargs, given))
-        output = _answer(func, args, kwargs, given)
-        if given[0].recipe is not None:
-            note_table(func, args, kwargs, given, output)
+    inputs = tensors_in((args, kwargs), Distributed)
+    with answering(inputs):
+        for each in inputs:
+            if each.whole_values is not None:
+                return with_known(func, args, kwargs, inputs, lambda: _answer(func, args, kwargs, inputs))
+        output = _answer(func, args, kwargs, inputs)
+        if inputs[0].recipe is not None:
+            note_table(func, args, kwargs, inputs, output)
         return output
 
 
-def _answer(func: Any, args: tuple, kwargs: dict, given: list[Distributed]) -> Any:
-    for tensor in given:
+def _answer(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed]) -> Any:
+    for tensor in inputs:
         if tensor.summed and here(tensor):
             from shardwise.part.sums import with_sums
 
-            return with_sums(func, args, kwargs, given)
-    known = facts(func)
-    if known.writes and is_part(args[0]):
+            return with_sums(func, args, kwargs, inputs)
+    op = facts(func)
+    if op.writes and is_part(args[0]):
         forget()
         if args[0].copied:
             raise Uncut(f"{func} writes into a view that is a copy here ({args[0]!r})")
     try:
-        if known.rule is None:
-            if known.composite:
+        if op.rule is None:
+            if op.composite:
                 return func.decompose(*args, **kwargs)
-            if not is_elementwise(known.apart or func, args, kwargs):
+            if not is_elementwise(op.apart or func, args, kwargs):
                 from shardwise.part.reductions import added_up
 
                 return added_up(func, args, kwargs)
-        output = (known.rule or RULES["add"])(func, args, kwargs)
+        output = (op.rule or RULES["add"])(func, args, kwargs)
     except Uncut:
         return _on_gathered(func, args, kwargs)
-    if known.is_view:
+    if op.is_view:
         for part in parts_in([output]):
             part.copied = args[0].copied or not _writes_through(part.local, args[0].local)
             part.source = ViewOf(args[0]) if args[0].source is not None else None
-    elif known.writes and is_part(args[0]):
+    elif op.writes and is_part(args[0]):
         written_back(args[0])
-    if known.name in _SAME_VALUES and is_part(args[0]) and is_part(output):
+    if op.name in _SAME_VALUES and is_part(args[0]) and is_part(output):
         values, turned = args[0].values
-        output.values = values, turned != (known.name in _TURNS)
+        output.values = values, turned != (op.name in _TURNS)
     return output
 
 
@@ -272,12 +272,12 @@ class LastGathered:
     """
 
     key: tuple | None = None
-    held: torch.Tensor | None = None
+    whole: torch.Tensor | None = None
 
 
 def forget() -> None:
     """Drop the tensor that was gathered last, which is kept to be read again."""
-    LastGathered.key = LastGathered.held = None
+    LastGathered.key = LastGathered.whole = None
 
 
 class Gathers:
@@ -288,7 +288,7 @@ class Gathers:
     none  of a sequence neither: a rehearsal looks first for a cut under which every operation has a rule
     """
 
-    told: Callable[[str, int], None] | None = None
+    on_gather: Callable[[str, int], None] | None = None
     all: bool = False
     none: bool = False
 
@@ -304,7 +304,7 @@ def by_rules(alone: bool = True) -> Iterator[None]:
 
 
 def _may_be_gathered(part: Part) -> bool:
-    return part.soft or Gathers.all or (Gathers.told is not None and part.axis.positions)
+    return part.soft or Gathers.all or (Gathers.on_gather is not None and part.axis.positions)
 
 
 def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -329,8 +329,8 @@ def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
             return done_whole(func, args, kwargs)
     if writes or not soft:
         raise  # what is being handled
-    if Gathers.told is not None:
-        Gathers.told(facts(func).name, sum(part.nbytes for part in soft))
+    if Gathers.on_gather is not None:
+        Gathers.on_gather(facts(func).name, sum(part.nbytes for part in soft))
     viewed, rest, options = args[0] if args else None, args[1:], kwargs
     args, kwargs = replaced(Part, lambda p: gather(p) if is_part(p) and _may_be_gathered(p) else p, (args, kwargs))
     output = func(*args, **kwargs)
@@ -385,9 +385,9 @@ class Facts:
 def facts(func: Any) -> Facts:
     """Returns an operation's `Facts`; cached, since schemas are slow to read."""
     name = func._schema.name.partition("::")[2]
-    found = RULES.get(name)
-    if found is None and (draws_each(func) or torch.Tag.pointwise in func.tags):
-        found = RULES["bernoulli" if draws_each(func) else "add"]
+    registered = RULES.get(name)
+    if registered is None and (draws_each(func) or torch.Tag.pointwise in func.tags):
+        registered = RULES["bernoulli" if draws_each(func) else "add"]
     returned = func._schema.returns
     first = func._schema.arguments[0].alias_info if func._schema.arguments else None
     writes = first is not None and first.is_write
@@ -395,7 +395,7 @@ def facts(func: Any) -> Facts:
     is_view = bool(returned) and returned[0].alias_info is not None and not func._schema.is_mutable
     other = getattr(torch.ops.aten, name.removesuffix("_"), None) if writes and name.endswith("_") else None
     apart = getattr(other, func._overloadname, None)
-    return Facts(name, found, writes, name in RESHAPES, is_view, composite, apart)
+    return Facts(name, registered, writes, name in RESHAPES, is_view, composite, apart)
 
 
 def reshaped_in_place(tensor: Distributed, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -407,13 +407,13 @@ def reshaped_in_place(tensor: Distributed, func: Any, args: tuple, kwargs: dict)
 
 def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors lie in one storage."""
-    return _held(a).untyped_storage()._cdata == _held(b).untyped_storage()._cdata
+    return _stored(a).untyped_storage()._cdata == _stored(b).untyped_storage()._cdata
 
 
-def _held(tensor: torch.Tensor) -> torch.Tensor:
+def _stored(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor that is held for a part of a part."""
     while isinstance(tensor, Distributed):
-        tensor = tensor.held
+        tensor = tensor.stored
     return tensor
 
 
@@ -424,12 +424,12 @@ def strides_of(local: torch.Tensor, shape: list[int]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=REMEMBERED)
 def strides_in_the_order_of(
-    held: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]
+    strides_now: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]
 ) -> tuple[int, ...]:  # fmt: skip
     """Strides of a dense tensor of `shape`, whose dims lie in memory in the order of one of these strides and sizes."""
     strides, step = [0] * len(shape), 1
-    for d in sorted(range(len(shape)), key=lambda d: (held[d], -d)):
-        if held[d] or sizes[d] <= 1:
+    for d in sorted(range(len(shape)), key=lambda d: (strides_now[d], -d)):
+        if strides_now[d] or sizes[d] <= 1:
             strides[d] = step
             step *= max(shape[d], 1)
     return tuple(strides)

@@ -50,10 +50,10 @@ def view(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         return part.with_local(func(part.local, args[1]))
     shape = list(args[1])
     if -1 in shape:
-        known = 1
+        others = 1
         for size in shape:
-            known *= size if size != -1 else 1
-        shape[shape.index(-1)] = part.numel() // max(known, 1)
+            others *= size if size != -1 else 1
+        shape[shape.index(-1)] = part.numel() // max(others, 1)
     with WHOLE.of(part, tuple(shape)) as whole:
         dealt = _with_some_for_all(part, whole)
         if dealt is None:
@@ -143,12 +143,12 @@ def _in_other_rows(part: Part, whole: WholeView, shape: list[int]) -> Part | Non
     new = math.prod(whole.after[d] for d in to if d > dim)
     owners = of_other_rows(part.owners, old, new)
     runs = [runs_of(owners, rank) for rank in range(owners.ranks)]
-    held = tuple(tuple((a * new // old, -(-b * new // old)) for a, b in each) for each in runs)
-    mine, places = runs[part.axis.index], held[part.axis.index]
-    found = fetch(part, held).split([b - a for a, b in places], part.dim_cut)
+    sources = tuple(tuple((a * new // old, -(-b * new // old)) for a, b in each) for each in runs)
+    mine, places = runs[part.axis.index], sources[part.axis.index]
+    fetched = fetch(part, sources).split([b - a for a, b in places], part.dim_cut)
     flat = [
         rows.flatten(run.start, run.stop - 1).narrow(run.start, a * new - first * old, (b - a) * new)
-        for rows, (a, b), (first, _) in zip(found, mine, places, strict=True)
+        for rows, (a, b), (first, _) in zip(fetched, mine, places, strict=True)
     ]
     local = [*shape[:dim], owners.counts[part.axis.index], *shape[dim + 1 :]]
     none = part.local.new_empty(local)
@@ -344,15 +344,15 @@ def cat(func: Any, args: tuple, kwargs: dict) -> Part:
 
 def _with_their_neighbours(tensors: list[torch.Tensor], lead: Part, dim: int) -> list[torch.Tensor]:
     """Whole tensors (a class token) beside cut ones: each is its neighbour's, whose rank is at that end."""
-    found: list[torch.Tensor] = []
+    dealt: list[torch.Tensor] = []
     for place, tensor in enumerate(tensors):
         if not is_part(tensor):
             rank = lead.axis.size - 1 if any(map(is_part, tensors[:place])) else 0
             n = tensor.shape[dim]
             owners = Owners(np.array([n]), np.array([rank]), lead.axis.size)
             tensor = lead.with_local(owners.take(tensor, dim, lead.axis.index), dim, owners)
-        found.append(tensor)
-    return found
+        dealt.append(tensor)
+    return dealt
 
 
 def _like_its_neighbour(tensors: list[torch.Tensor], lead: Part, dim: int) -> bool:

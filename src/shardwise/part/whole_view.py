@@ -118,13 +118,13 @@ def _cut_factor(part: Part, whole: WholeView) -> Factors | None:
 
 def factors_of(part: Part, dim: int, whole: WholeView) -> Factors | None:
     """(outer, cut, inner) sizes of the dims that are joined in dim `dim` of a view's result; None: no others."""
-    found = _cut_factor(part, whole)
-    if found is None:
+    factors = _cut_factor(part, whole)
+    if factors is None:
         return None
     _, to = whole.run(part.dim_cut)
     if dim not in to:
         return None
-    _, cut, inner = found
+    _, cut, inner = factors
     behind, size = whole.inside(to, to.index(dim)), whole.after[dim]
     if inner % behind or (behind * size) % (cut * inner) or size == cut:
         return None
@@ -133,10 +133,10 @@ def factors_of(part: Part, dim: int, whole: WholeView) -> Factors | None:
 
 def _taken_apart(part: Part, whole: WholeView) -> int | None:
     """The dim of a view's result that holds the cut indices again, where dims that were joined are taken apart."""
-    found = _cut_factor(part, whole) if part.factors is not None else None
-    if found is None:
+    factors = _cut_factor(part, whole) if part.factors is not None else None
+    if factors is None:
         return None
-    _, cut, inner = found
+    _, cut, inner = factors
     _, to = whole.run(part.dim_cut)
     taken = {after for _, after in whole.outer}
     fitting = []

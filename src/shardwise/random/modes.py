@@ -105,7 +105,7 @@ class _Paths:
 
     def rows_of(self, shape: tuple[int, ...]) -> tuple[PackedRows, tuple[int, ...]] | None:
         """The packed sequence that the innermost module was called with that has one, and this shape in its rows."""
-        packed = next((one for one in reversed(self.packed) if one is not None), None)
+        packed = next((rows_here for rows_here in reversed(self.packed) if rows_here is not None), None)
         rows = packed.as_rows(shape) if packed is not None else None
         return None if packed is None or rows is None else (packed, rows)
 
@@ -196,28 +196,28 @@ class GlobalRandom(TorchDispatchMode):
 
     def _drawn(self, key: int, path: str, func, shape, device, like: Any, rate: float | None) -> torch.Tensor:
         """Bits of this rank's elements, or of each whether they are below `rate`."""
-        found = self._rows(path, func, shape)
-        dim = self._batch_dim(path, func, shape) if found is None else 0
+        packed = self._rows(path, func, shape)
+        dim = self._batch_dim(path, func, shape) if packed is None else 0
         samples, blocks = self.samples, (path, str(func), len(shape)) in self.dims.blocks
         if _is_share(like, shape):  # its rules know which elements it has
-            places, sizes = _places_of(found, shape, dim, samples, device, blocks)
+            places, sizes = _places_of(packed, shape, dim, samples, device, blocks)
             zeros = torch.zeros_like(like, dtype=torch.int64).reshape([len(each) for each in places])
             index = _linear_index(places, sizes, zeros)
             return (hashed(key, index) if rate is None else is_below(key, index, rate)).view(shape)
         if self.one_kernel:
             return torch.zeros(shape, dtype=torch.int64 if rate is None else torch.bool, device=device)
-        table = _kept_rows_and_columns if found is None and has_kernel(device) else _rows_and_columns
-        rows, columns = table(found, shape, dim, samples, device, blocks)
+        table = _kept_rows_and_columns if packed is None and has_kernel(device) else _rows_and_columns
+        rows, columns = table(packed, shape, dim, samples, device, blocks)
         drawn = bits_at(key, rows, columns) if rate is None else below_at(key, rows, columns, rate)
         return drawn.view(shape)
 
     def _rows(self, path: str, func, shape: tuple[int, ...]) -> tuple[PackedRows, tuple[int, ...]] | None:
         """The packed sequence of which this tensor has the rows, and its shape in these."""
-        found, count = self.paths.rows_of(shape), max(self.samples.count, 1)
-        if found is None or found[0].sequences % count:
+        packed, count = self.paths.rows_of(shape), max(self.samples.count, 1)
+        if packed is None or packed[0].sequences % count:
             return None
-        is_packed = not self.dims.known or self.dims.find(path, str(func), found[1], count) == PACKED
-        return found if is_packed else None
+        is_packed = not self.dims.dims_by_op or self.dims.find(path, str(func), packed[1], count) == PACKED
+        return packed if is_packed else None
 
     def _batch_dim(self, path: str, func, shape: tuple[int, ...]) -> int:
         if self.samples.count == self.samples.total:
@@ -268,14 +268,14 @@ def python_restored() -> Iterator[None]:
 
 def _inert_dropout(func, args, kwargs) -> bool:
     """Whether an op that can draw (dropout, fused attention, recurrent layers) has its dropout off."""
-    given = {
+    arguments = {
         argument.name: args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
         for place, argument in enumerate(func._schema.arguments)
     }
-    if given.get("train") is False:
+    if arguments.get("train") is False:
         return True
-    rate = given.get("dropout_p", given.get("dropout"))
-    return ("dropout_p" in given or "dropout" in given) and not rate
+    rate = arguments.get("dropout_p", arguments.get("dropout"))
+    return ("dropout_p" in arguments or "dropout" in arguments) and not rate
 
 
 def _is_share(like: Any, shape: tuple[int, ...]) -> bool:
