@@ -25,10 +25,12 @@ def along(func: Any, args: tuple, kwargs: dict) -> Any:
     part = args[0]
     touched = _touched(func, part, args, kwargs)
     if is_part(part) and part.axis.positions and func._schema.name in ("aten::flip", "aten::roll"):
+        # indices are fetched over one axis: tiles that a further axis cuts along this dim are gathered first
         part = whole_inside(part) if part.dim_cut in touched else part
         return _reordered(func, part, args, kwargs)
     if is_part(part) and part.dim_cut in touched and scanned_along(func, part, kwargs):
         return scanned(func, whole_inside(part), kwargs)
+    # every rank has what is read, and reads it at its own share of the places
     if func._schema.name == "aten::index_select" and is_part(args[2]) and not is_part(part):
         return args[2].with_local(func(part, args[1], args[2].local), args[1] % part.dim())
     picks = func._schema.name == "aten::index_select" and is_part(part) and part.axis.positions
@@ -38,6 +40,7 @@ def along(func: Any, args: tuple, kwargs: dict) -> Any:
         return entries_here(part, part.dim_cut, args[2])
     if func._schema.name == "aten::gather" and not is_part(part):
         mine = args[2].dim_cut
+        # along `dim` any entry may be read; along others an entry is read at the index's own place
         source = part if mine in touched else args[2].share(part, mine)
         return args[2].with_local(func(source, args[1], args[2].local))
     if not is_part(part) or part.dim_cut in touched:
@@ -65,7 +68,7 @@ def _reordered(func: Any, part: Part, args: tuple, kwargs: dict) -> Part:
     listed = args[-1] if len(args) > 1 else kwargs.get("dims", ())
     dims = [d % part.dim() for d in listed]
     shifts = args[1] if func._schema.name == "aten::roll" else [0] * len(dims)
-    if len(dims) != len(shifts):
+    if len(dims) != len(shifts):  # without dims torch rolls the flattened tensor
         raise Uncut(f"roll of a flattened tensor ({no_rule(func, [part])})")
     local = part.local
     for dim, shift in zip(dims, shifts, strict=True):
@@ -115,6 +118,7 @@ def diagonal(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 def triangle(func: Any, args: tuple, kwargs: dict) -> Part:
     """Returns the matrices of the last two dims with zeros above a diagonal, or below it."""
     part, diagonal = args[0], args[1] if len(args) > 1 else kwargs.get("diagonal", 0)
+    # cut among the batch dims: every matrix is whole
     if part.dim_cut < part.dim() - 2:
         return part.with_local(func(part.local, diagonal))
     rows, columns = (torch.arange(n, device=part.device) for n in part.shape[-2:])
@@ -135,6 +139,7 @@ def index(func: Any, args: tuple, kwargs: dict) -> Part:
     if not is_part(part):
         return _read_by_own(func, part, indices)
     whole = not parts_in(indices) and part.dim_cut not in used
+    # torch puts the index's dims in front where the indexed ones are not side by side: the cut dim would move
     contiguous = used == list(range(used[0], used[-1] + 1)) if used else False
     if not whole or not contiguous or any(indices[d].dtype is torch.bool for d in used):
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
@@ -149,6 +154,7 @@ def _read_by_own(func: Any, x: torch.Tensor, indices: list) -> Part:
     lead = parts_in(indices)[0]
     place = lead.dim_cut - lead.dim()
     added = len(torch.broadcast_shapes(*(indices[d].shape for d in used)))
+    # where indexed dims are not side by side, torch puts the index's dims in front
     first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
     own = [i if i is None else _share_of_index(func, i, lead, place) for i in indices]
     return lead.with_local(func(x, own), first + added + place)
@@ -173,9 +179,11 @@ def _picked(func: Any, part: Part, indices: list) -> torch.Tensor:
         raise Uncut(no_rule(func, [part]))
     owned, place = _places_of(part, wanted)
     if isinstance(inner, Distributed) and not tokens:
+        # what others own is read as a row of zeros behind this rank's own
         place = torch.where(owned, place, inner.shape[part.dim_cut])
         own = [place if d == part.dim_cut else i for d, i in enumerate(indices)]
         return Sum.of(func(with_one_more(inner, part.dim_cut), own), part.axis, part.origin)
+    # a share without indices has no place to read at, not even one to be masked
     if not part.owners.counts[part.axis.index]:
         shape = func(torch.empty(part.shape, device="meta"), [i if i is None else i.to("meta") for i in indices]).shape
         return Sum.of(part.local.new_zeros(shape), part.axis, part.origin)
@@ -183,6 +191,7 @@ def _picked(func: Any, part: Part, indices: list) -> torch.Tensor:
     used = [d for d, i in enumerate(indices) if i is not None]
     together = used == list(range(used[0], used[-1] + 1))
     after = part.dim() - 1 - used[-1] if together else part.dim() - len(used)
+    # what others own was read at a wrong place: it counts as zero in the sum
     owned = torch.broadcast_to(owned, torch.broadcast_shapes(*(indices[d].shape for d in used)))
     return Sum.of(entries * owned.view(*owned.shape, *([1] * after)), part.axis, part.origin)
 
@@ -227,6 +236,7 @@ def _scattered(func: Any, dim: int, x: Any, index: Any, values: Any) -> torch.Te
         raise Uncut(no_rule(func, parts_in([x, index, values])))
     empty = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     mine = torch.scatter_add(empty, dim, index.local, values.local)
+    # written in place: the others' values have to be in it now, and cannot stay a sum
     if func._schema.is_mutable:
         return x.add_(reduced(mine, values))
     return x + Sum.of(mine, values.axis, values.origin)
@@ -240,6 +250,7 @@ def index_put(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         return put(func, args, kwargs)
     if is_part(x) and x.axis.positions and not parts_in(indices):
         return _put_by_whole_indices(func, x, indices, values, rest)
+    # the cases below give new tensors
     if func._schema.is_mutable:
         raise Uncut(no_rule(func, parts_in(args)))
     if not is_part(x) and not is_part(values):  # the gradient of what all ranks read at one place
@@ -271,6 +282,7 @@ def _put_by_whole_indices(func: Any, x: Part, indices: list, values: torch.Tenso
                 tell("what is written at indices of a cut dim", values)
             values = gathered(values)
         owned, place = _places_of(x, indices[cut])
+        # what others own is written into one row more, which is dropped
         place = torch.where(owned, place, x.local.shape[cut])
         own = [place if d == cut else i for d, i in enumerate(indices)]
         filled = put(with_one_more(x.local, cut), own, values, *rest).narrow(cut, 0, x.local.shape[cut])
@@ -305,6 +317,7 @@ def _put_of_each(func: Any, x: Any, indices: list, values: Any, rest: list) -> t
     None where it is something else. Of nodes read for each cell, (N,)[(cells, neighbours)], this is the gradient.
     """
     used = [d for d, i in enumerate(indices) if i is not None]
+    # without `accumulate` values replace each other, and a sum over ranks would add them
     if rest[:1] != [True] or is_part(x) or not is_part(values):
         return None
     added = len(torch.broadcast_shapes(*(indices[d].shape for d in used)))

@@ -32,6 +32,7 @@ class _Heads:
         if lead is None or lead.dim_cut > 1 or (lead.dim_cut == 1 and lead is not self.query):
             raise Uncut(f"attention over cut positions ({no_rule(func, parts_in(args))})")
         self.func, self.part, self.dim = func, lead, lead.dim_cut
+        # grouped queries: so many query heads in a row read one key head
         self.queries_per_key = self.query.shape[1] // self.key.shape[1] if self.dim == 1 else 1
         for part in parts[1:]:
             if part.dim_cut != self.dim or repeated(part.owners, self.queries_per_key) != lead.owners:
@@ -49,6 +50,7 @@ class _Heads:
         """The share of an input; masks that are the same for all heads stay."""
         if is_part(tensor):
             return tensor.local
+        # more ranks than key heads: they are whole, and several ranks read the same one
         if self.dim == 1 and (tensor is self.key or tensor is self.value):
             return tensor.index_select(1, self.read)
         if (
@@ -88,8 +90,10 @@ class _Heads:
             return None
         if is_part(of):
             return of.with_local(local, self.dim)
+        # of samples no two ranks read the same ones, so a whole input's gradient is cut as the others are
         if self.dim != 1:
             return self.part.with_local(local, self.dim)
+        # ranks that read the same key head each have a summand of its gradient
         whole = local.new_zeros((local.shape[0], of.shape[1], *local.shape[2:]))
         return reduced(whole.index_add_(1, self.read, local), self.part)
 
@@ -117,6 +121,7 @@ def backward(func: Any, args: tuple, kwargs: dict) -> tuple:
     output = heads.run(args, kwargs)
     inputs = (heads.query, heads.key, heads.value)
     gradients = [heads.gradient(of, each) for of, each in zip(inputs, output, strict=False)]
+    # the fourth is the gradient of the bias
     if any(each is not None and each.numel() for each in output[3:]):
         raise Uncut("a trained attention bias beside cut heads inside a fused kernel")
     return (*gradients, *output[3:])

@@ -66,6 +66,7 @@ class PartLayout:
 
     def share(self, gradient: torch.Tensor) -> torch.Tensor:
         """This rank's share of a gradient, however it was dealt. Collective where it is a sum or cut otherwise."""
+        # over axes further out than the layout's nothing was cut, so the gradient is whole there
         while isinstance(gradient, Distributed) and gradient.axis.depth < self.axis.depth:
             gradient = whole_over_axis(gradient, gradient.axis)
         share = share_of(gradient, self.dim, self.owners, self.axis)
@@ -100,6 +101,7 @@ class _Wrapped(torch.autograd.Function):
 def unwrapped(tensor: torch.Tensor) -> tuple[torch.Tensor, PartLayout | None]:
     """Returns (this rank's share of a part or of a sum's total, how it was cut); a plain tensor as it is, and None."""
     layout = PartLayout.of(tensor)
+    # a sum has no layout where its total is plain, and is taken all the same
     if layout is None and not isinstance(tensor, Sum):
         return tensor, None
     return _Unwrapped.apply(tensor, layout), layout

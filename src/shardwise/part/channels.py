@@ -43,6 +43,7 @@ def batch_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
     x = _lead(func, as_weights(x, weight, bias), args)
     own = [_of_channels(x, tensor) for tensor in (weight, bias)]
     kept = [None if tensor is None else _of_channels(x, tensor) for tensor in (mean, var)]
+    # the kernel renews them in place: in copies, which are put into the whole buffers below
     kept = [tensor.clone() if training and tensor is not None else tensor for tensor in kept]
     y, *statistics = func(x.local, *own, *kept, training, momentum, eps)
     if training:

@@ -81,6 +81,7 @@ def taken_apart(tensor: torch.Tensor) -> torch.Tensor:
 def put_together(payload: torch.Tensor, cuts: Cuts, axes: Iterable[Axis]) -> torch.Tensor:
     """Returns the tensor, cut over `axes` as `cuts` says, of which this rank holds `payload`."""
     by_name = {axis.name: axis for axis in axes}
+    # the innermost first; integers and masks of positions are small enough to be gathered where no rule is
     for name, dim, owners in reversed(cuts):
         payload = Part(payload, dim, owners, by_name[name], soft=not payload.is_floating_point())
     return payload
@@ -149,6 +150,7 @@ def filled(
     local, cuts = list(shape), []
     for name, dim in along:
         axis = by_name[name]
+        # a dim of the same length is dealt as it is beside, so that both meet without a message (zigzag)
         owners = owners_by_axis.get((name, local[dim])) or Owners.blocks(local[dim], axis.size)
         local[dim] = owners.counts[axis.index]
         cuts.append((name, dim, owners))
@@ -162,6 +164,7 @@ def overwrite(tensor: torch.Tensor, value: torch.Tensor, axes: Sequence[Axis]) -
     elif not isinstance(tensor, Distributed):
         tensor.data = plain(value)
     elif isinstance(tensor, Sum):
+        # waits for what is under way, which would write into the summand later
         tensor.value()
         tensor.total = value
     elif isinstance(tensor, Part) and not tensor.axis.positions:
@@ -170,6 +173,7 @@ def overwrite(tensor: torch.Tensor, value: torch.Tensor, axes: Sequence[Axis]) -
         tensor.copied, tensor.rows = False, None
     else:
         assert isinstance(tensor, Part)
+        # whole, or a sum: brought to the cut that the tensor has
         if not isinstance(value, Part):
             value = put_together(share_under(value, cuts_of(tensor), axes), cuts_of(tensor), axes)
         assert isinstance(value, Part)

@@ -38,6 +38,8 @@ class Owners:
 
     def __init__(self, stops: np.ndarray, who: np.ndarray, ranks: int):
         """`stops` (runs,) ascending, the last one the dim's size; neighbouring runs may have one owner."""
+        # empty runs are dropped and neighbours of one owner joined: equal owners have equal bytes, by which they are
+        # compared and remembered
         lengths = np.diff(stops, prepend=0)
         stops, who = stops[lengths > 0], who[lengths > 0]
         last = np.append(who[1:] != who[:-1], True) if len(who) else np.zeros(0, dtype=bool)
@@ -63,6 +65,7 @@ class Owners:
     def zigzag(cls, n: int, ranks: int) -> Owners:
         """Two contiguous blocks for each rank, one from either end, so that causal attention costs all ranks alike."""
         stops = cls.blocks(n, 2 * ranks).stops
+        # blocks without indices were dropped from the end of `stops`
         counts = np.diff(np.concatenate([stops, np.full(2 * ranks - len(stops), n)]), prepend=0)
         return cls(np.cumsum(counts), np.concatenate([np.arange(ranks), np.arange(ranks)[::-1]]), ranks)
 
@@ -100,7 +103,7 @@ class Owners:
         runs = np.flatnonzero(self.who == rank)
         if not len(runs):
             return 0, 0
-        if len(runs) > 1:
+        if len(runs) > 1:  # `take` then reads index by index
             return None
         first = int(self.stops[runs[0] - 1]) if runs[0] else 0
         return first, int(self.stops[runs[0]]) - first
@@ -149,6 +152,7 @@ def _order(owners: Owners) -> np.ndarray:
 
 @lru_cache(REMEMBERED)
 def _sliced(owners: Owners, start: int, stop: int, step: int) -> Owners:
+    # how many of the kept indices lie in front of each stop, rounded up
     return Owners(-((start - np.clip(owners.stops, start, stop)) // step), owners.who, owners.ranks)
 
 
@@ -164,6 +168,7 @@ def _as_if_full(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[
     """The two shapes with their zeros replaced, so that a view of a tensor without elements is followed like others."""
     full, goal = list(before), list(after)
     zeros = [[d for d, n in enumerate(shape) if n == 0] for shape in (full, goal)]
+    # zeros but the last become 2; the last is set such that both shapes have as many elements
     for shape, places in zip((full, goal), zeros, strict=True):
         for d in places[:-1]:
             shape[d] = 2
@@ -203,6 +208,7 @@ def group_size(before: tuple[int, ...], dim: int, after: tuple[int, ...]) -> int
 def in_whole_groups(owners: Owners, group: int) -> Owners:
     """Owners rounded to whole groups of `each` indices, so that no group is divided."""
     count = owners.size // group
+    # a group goes where its middle index lies, so the fewest indices move
     middle = owners.array[np.arange(count) * group + group // 2]
     near = Owners.of(middle, owners.ranks) if owners.in_rank_order else Owners.blocks(count, owners.ranks)
     return repeated(near, group)
@@ -266,6 +272,7 @@ def regrouped(
         owners = owners if before[dim] else Owners.blocks(full[dim], owners.ranks)
         dim, owners = regrouped(full, dim, owners, filled, goal)
         return dim, owners if after[dim] else Owners.blocks(0, owners.ranks)
+    # one rank has all indices: there is nothing that has to fit
     if goal is not None and len(owners.who) == 1:
         return goal, Owners(np.asarray([after[goal]]), owners.who, owners.ranks)
     try:
@@ -274,6 +281,7 @@ def regrouped(
         raise Uncut(str(error)) from None
     sizes = [before[d] for d in run]
     place = list(run).index(dim)
+    # the owners of the dims that the view rearranges, seen as one flat dim
     merged = tiled(repeated(owners, math.prod(sizes[place + 1 :])), math.prod(sizes[:place]))
     places = list(enumerate(to))
     if len(merged.who) == 1 and to and to[0] == 0:  # one rank has all, so any dim would do: samples last
@@ -281,6 +289,7 @@ def regrouped(
     for place, d in places:
         inner, outer = math.prod(after[e] for e in to[place + 1 :]), math.prod(after[e] for e in to[:place])
         dealt = merged.sliced(0, after[d] * inner, inner)
+        # a dim of one index fits wherever one rank has all of them, and is not the one that was cut
         fits = d == goal if goal is not None else after[d] > 1 or merged.size == 1
         if fits and tiled(repeated(dealt, inner), outer) == merged:
             return d, dealt

@@ -28,6 +28,7 @@ def _led(func: Any, x1: Any, x2: Any) -> tuple[Any, Any, Part, int]:
         x2 = gathered(x2)
     if dim == -1 or (is_part(x1) and is_part(x2) and (dim == -2 or dim != x2.dim_cut - x2.dim())):
         raise Uncut(no_rule(func, parts_in([x1, x2])))
+    # of the distances: -2 rows (points of x1), -1 columns (points of x2)
     return x1, x2, lead, dim if dim < -2 else place - 2
 
 
@@ -63,4 +64,5 @@ def distances_backward(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     mine = [_mine(func, each, lead, dim) for each in (gradient, lengths)]
     x1, x2 = _points(func, x1, x2, lead, dim)
     local = func(mine[0], x1, x2, order, mine[1])
+    # each rank has what its own points of x2 add to all of x1
     return Sum.of(local, lead.axis, lead.origin) if dim == -1 else lead.with_local(local, local.dim() + dim)

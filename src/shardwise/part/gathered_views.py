@@ -52,5 +52,6 @@ def opened_anew(copy: Sum, args: tuple) -> bool:
         return False
     part, whole = seen.part, seen.whole()
     copy.total = seen.view(whole)
+    # the copy's memory is that of `whole`: after a write into it each rank takes its share of all of it
     copy.source = ViewOf(part, lambda _: part.local.copy_(share_of(whole, part.dim_cut, part.owners, part.axis)))
     return True

@@ -22,6 +22,7 @@ from shardwise.part.tensor import UNSENT, LastGathered, Part
 
 def gather(part: Part) -> torch.Tensor:
     """The whole tensor, on every rank, to read: of a soft part, the same object as the last time. Collective."""
+    # remembered for soft parts alone, which several products read one after the other: queries, keys, values
     if not part.soft or part.recipe is not None or isinstance(part.local, Distributed):
         return gathered(part)
     values, turned = part.values
@@ -49,10 +50,13 @@ def gathered(part: Part) -> torch.Tensor:
     inner = part.local
     if isinstance(inner, Distributed):
         inner = inner.settled()
+        # of another dim: ranks further in gather their own indices each, and the result stays cut over theirs
         if isinstance(inner, Part) and inner.dim_cut != dim:
             return inner.with_local(gathered(Part(inner.local, dim, owners, axis)))
+        # of the same dim: inwards first, since owners of this axis count indices that are whole over that one
         whole_inside = gathered(inner) if isinstance(inner, Part) else inner
         return gathered(Part(whole_inside, dim, owners, axis))
+    # each rank sends as many rows as the longest has; `whole_of` drops what was added
     front = rows_of(part.local, dim, owners, repeat=axis.rehearsal is not None)
     kind = front.dtype
     flat = front.view(torch.uint8) if kind is torch.bool else front
@@ -79,7 +83,7 @@ def rows_of(share: torch.Tensor, dim: int, owners: Owners, *, repeat: bool = Fal
 def whole_of(table: torch.Tensor, dim: int, owners: Owners) -> torch.Tensor:
     """The tensor whole along `dim` from every rank's rows (`rows_of`), end to end."""
     most = max(owners.counts)
-    if any(count != most for count in owners.counts):
+    if any(count != most for count in owners.counts):  # rows that `rows_of` added
         table = torch.cat([table[r * most : r * most + n] for r, n in enumerate(owners.counts)])
     if owners.order is not None:
         table = table.index_select(0, to_device(owners.order, table.device))
@@ -109,12 +113,14 @@ def all_sum(local: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
         from shardwise.part.sums import Sum
 
         return Sum(local, axis, spread=False)
+    # chunks further in are not all computed yet: theirs stays a sum, of what is summed over this axis
     if isinstance(local, Distributed) and local.axis.turns and not isinstance(local, Part) and op == "sum":
         return local.like(all_sum(local.local, axis))
     if local.dtype in UNSENT:
         return all_sum(local.to(UNSENT[local.dtype]), axis, op).to(local.dtype)
     if isinstance(local, Distributed):
         inner = local.settled()
+        # each rank further in sums its own indices, and the cut stays
         if isinstance(inner, Part):
             return inner.with_local(all_sum(inner.local, axis, op))
         return all_sum(inner, axis, op)
@@ -148,6 +154,7 @@ def _in_blocks(front: torch.Tensor, owners: Owners, axis: Axis) -> torch.Tensor:
     most = max(owners.counts)
     if owners.order is None and all(count == most for count in owners.counts):
         return front.contiguous()
+    # a reduce-scatter takes blocks of one size, in the order of ranks
     padded = front.new_zeros((axis.size * most, *front.shape[1:]))
     for rank, count in enumerate(owners.counts):
         padded[rank * most : rank * most + count] = owners.take(front, 0, rank)
@@ -177,6 +184,7 @@ def share_of(tensor: torch.Tensor, dim: int, owners: Owners, axis: Axis) -> torc
         return tensor.like(share_of(tensor.settled_local(), dim, owners, axis))
     if isinstance(tensor, Distributed):
         tensor = tensor.settled()
+    # whole over this axis, on every rank: it takes its own indices
     if not isinstance(tensor, Part) or tensor.axis is not axis:
         return owners.take(tensor, dim, axis.index)
     if tensor.dim_cut == dim and tensor.owners == owners:

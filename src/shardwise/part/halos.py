@@ -39,6 +39,7 @@ class Halo:
         pieces, (before, after) = self.passing.pieces(), self.way.around
         mine = pieces[self.me]
         front, behind = pieces[: self.me], pieces[self.me + 1 :]
+        # outside the dim nobody has anything, and a convolution pads with zeros
         if before:
             front = [mine.new_zeros(with_size(self.shape, self.dim, before)), *front]
         if after:
@@ -63,6 +64,7 @@ class HaloBack:
         shape = list(local.shape)
         empty = local.new_empty(with_size(shape, dim, 0))
         blocks = [empty] * axis.size
+        # zeros outside the dim (`before`) have no owner: their gradient is dropped
         if front is not None:
             blocks[:me] = front.narrow(dim, before, sum(counts[:me])).split(counts[:me], dim)
         if behind is not None:

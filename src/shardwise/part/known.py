@@ -37,6 +37,7 @@ def with_known(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed], 
     whole = _of_whole(func, args, kwargs, inputs)
     output = answer()
     if whole is None:
+        # written with what is not known: the whole values kept so far are no longer the tensor's
         if func._schema.is_mutable and isinstance(args[0], Distributed):
             args[0].whole_values = None
         return output
@@ -51,6 +52,7 @@ def _of_whole(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed]) -
     plain = [tensor for tensor in tensors_in((args, kwargs)) if not isinstance(tensor, Distributed)]
     if any(tensor.whole_values is None for tensor in inputs) or any(tensor.requires_grad for tensor in plain):
         return None
+    # a draw here would move the generator; what is written into a plain tensor would be written twice
     if is_random(func) or (func._schema.is_mutable and not isinstance(args[0], Distributed)):
         return None
     whole_args, whole_kwargs = replaced(Distributed, lambda tensor: tensor.whole_values, (args, kwargs))

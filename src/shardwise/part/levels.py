@@ -67,7 +67,7 @@ def written_back(tensor: Distributed) -> None:
     while tensor.source is not None:
         if tensor.source.put is not None:
             tensor.source.put(tensor.settled())
-        tensor = tensor.source.of
+        tensor = tensor.source.of  # which may be a view itself
 
 
 class _State(threading.local):

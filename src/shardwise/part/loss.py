@@ -22,6 +22,7 @@ def _place_of(part: Part, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     mine = to_device(part.owners.indices(part.axis.index), index.device)
     if not len(mine):
         return torch.zeros_like(index, dtype=torch.bool), torch.zeros_like(index)
+    # what is not among this rank's own gets some place that can be read; `owned` says that it counts for nothing
     place = torch.searchsorted(mine, index.contiguous()).clamp_(max=len(mine) - 1)
     owned = mine[place] == index
     return owned, torch.where(owned, place, torch.zeros_like(place))
@@ -59,6 +60,7 @@ def _beside(x: Part, tensor: torch.Tensor, classes: int) -> torch.Tensor:
 
 def _total_weight(x: Part, target: torch.Tensor, weight: Any, ignored: int, classes: int) -> torch.Tensor:
     """What a mean is over, of all positions: every rank knows it where targets are whole."""
+    # ranks that have all targets count them all, without a message
     mine = _beside(x, target, classes) if is_part(target) else target
     counted = (mine != ignored).to(x.dtype)
     if weight is not None:
@@ -72,6 +74,8 @@ def nll_loss(func: Any, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.
     x, target, weight, reduction, ignored = args
     classes = 0 if x.dim() == 1 else 1
     if is_part(x) and x.dim_cut != classes and not parts_in([weight]):
+        # cut along samples or positions, with all classes here; a mean is over all ranks' targets, so it is summed
+        # first
         value, total = func(x.local, _beside(x, target, classes), weight, 0 if reduction == 0 else 2, ignored)
         if reduction == 0:
             return x.with_local(value, _without(x.dim_cut, classes)), total
@@ -83,6 +87,7 @@ def nll_loss(func: Any, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.
         raise Uncut(no_rule(func, parts_in(args)))
     counts = target != ignored
     _check_range(target, x.shape[classes], "target", ignored)
+    # cut along classes: one rank has the log-probability of a target, and the others add zero to it
     owned, place = _place_of(x, target)
     row = x.local.gather(classes, place.unsqueeze(classes)).squeeze(classes) if x.local.shape[classes] else None
     mine = torch.zeros(target.shape, dtype=x.dtype, device=x.device) if row is None else row * (owned & counts)
@@ -129,6 +134,7 @@ def embedding(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         return weight.with_local(func(weight.local, index), index.dim())
     _check_range(index, weight.shape[0], "index")
     owned, place = _place_of(weight, index)
+    # a rank without rows reads one of zeros
     rows = weight.local if weight.local.shape[0] else with_one_more(weight.local, 0)
     return Sum.of(rows[place] * owned.unsqueeze(-1), weight.axis, weight.origin)
 
@@ -169,6 +175,7 @@ def rows_of(
 ) -> torch.Tensor:
     """Returns `F.embedding(indices, table)` of a table or indices that are cut."""
     by_rows = is_part(weight) and weight.dim_cut == 0 and not is_part(index)
+    # max_norm renews rows in place, and scale_grad_by_freq counts indices in backward: left to ATen's operation
     if not by_rows or max_norm is not None or scale_grad_by_freq:
         return F.embedding(index, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
@@ -181,6 +188,7 @@ FUNCTIONS[F.embedding] = rows_of
 def entries_here(x: Part, dim: int, index: torch.Tensor) -> torch.Tensor:
     """`x.gather(dim, index)` along the cut dim. Collective."""
     owned, place = _place_of(x, index)
+    # a rank without indices reads zeros
     local = x.local if x.local.shape[dim] else with_one_more(x.local, dim)
     return reduced(local.gather(dim, place) * owned, x)
 
@@ -232,6 +240,7 @@ def embedding_dense_backward(func: Any, args: tuple, kwargs: dict) -> torch.Tens
     gradient, index = args[:2]
     if is_part(gradient) and gradient.dim_cut == gradient.dim() - 1 and not is_part(index):
         return gradient.with_local(func(gradient.local, *args[1:], **kwargs), 1)
+    # args[4] is scale_grad_by_freq, which divides by how often an index is read on all ranks
     if is_part(gradient) and gradient.dim_cut < index.dim() and not args[4]:
         if is_part(index):
             index = dealt_as(index, gradient, gradient.dim_cut, str(func))

@@ -44,6 +44,7 @@ def selected(func: Any, args: tuple, kwargs: dict) -> Part:
     if place <= cut < place + mask.dim():
         theirs = _seen(lead, _share(lead, mask, cut - place), cut - place, whole)
     output = func(_share(lead, x, cut), [*[None] * place, theirs])
+    # the mask covers other dims, and selects the same on every rank: the cut dim keeps its owners
     if theirs is mask:
         return lead.with_local(output, cut if cut < place else cut - mask.dim() + 1)
     return lead.with_local(output, place, _owners(lead, theirs, cut - place, whole))
@@ -60,6 +61,7 @@ def put(func: Any, args: tuple, kwargs: dict) -> Part:
     dim, theirs = values.dim() - (x.dim() - place - mask.dim() + 1), mask  # of the values: the one that was selected
     if place <= cut < place + mask.dim():
         whole = _whole_in_rehearsal(lead, mask)
+        # in a rehearsal a share that was fetched has no values
         theirs = _share(lead, mask, cut - place)
         theirs = theirs if whole is None else lead.share(whole, cut - place)
         if is_part(values) and values.dim_cut != dim:
@@ -70,6 +72,7 @@ def put(func: Any, args: tuple, kwargs: dict) -> Part:
         elif dim >= 0 and values.shape[dim] != 1:
             values = _of_mine(lead, theirs, cut - place, values, dim, whole)
     elif is_part(values) and values.dim_cut == dim + (cut - place if cut < place else cut - place - mask.dim() + 1):
+        # the mask covers other dims: values are cut along the tensor's cut dim, in its place among theirs
         values = values.local
     elif is_part(values) or values.numel() != 1:
         raise Uncut(no_rule(func, parts_in(args)))
@@ -113,10 +116,12 @@ def _owners(lead: Part, mask: torch.Tensor, cut: int, whole: torch.Tensor | None
     if axis.turns:
         raise Uncut("chunks of positions are computed one after the other, and a mask selects in all of them")
     ranked = owners.in_rank_order  # else what ranks select lies between what others do, index by index
+    # in order, one count for each rank is enough; else one for each index of the cut dim
     who = np.arange(axis.size) if ranked else owners.array
     mine = np.asarray([axis.index]) if ranked else owners.indices(axis.index)
     over = list(range(cut if ranked else cut + 1, mask.dim()))
     own_counts = plain(mask.bool().sum(over) if over else mask.bool().long()).reshape(-1, len(mine))
+    # each rank fills its own columns, and the sum over ranks has all
     table = own_counts.new_zeros(own_counts.shape[0], len(who))
     table[:, torch.from_numpy(mine)] = own_counts
     total = all_sum(table, axis)
@@ -127,6 +132,7 @@ def _owners(lead: Part, mask: torch.Tensor, cut: int, whole: torch.Tensor | None
             counts = np.stack([counts[:, owners.indices(rank)].sum(1) for rank in range(axis.size)], 1)
     elif axis.rehearsal is not None:
         sizes = np.asarray(owners.counts) if ranked else np.ones(len(who), dtype=np.int64)
+        # not known: as if every element were selected, which is what `_seen` selects
         counts = np.tile(sizes * math.prod(mask.shape[cut + 1 :]), (own_counts.shape[0], 1))
     else:
         counts = np.asarray(read(total, "how many elements a mask selects"), dtype=np.int64)
@@ -140,6 +146,7 @@ def _of_mine(
     owners = _owners(lead, mask, cut, whole)
     if lead.axis.rehearsal is None or whole is not None:
         return owners.take(values, dim, lead.axis.index)
+    # a rehearsal does not know how many others select in front of this rank: the first ones stand for its own
     return values.narrow(dim, 0, int(read(plain(mask.bool().sum()), "how many elements a mask selects")))
 
 
@@ -183,6 +190,7 @@ def mask_cut_like(x: torch.Tensor, index: Any) -> Any:
     indices = index if isinstance(index, tuple) else (index,)
     masks = [i for i, entry in enumerate(indices) if isinstance(entry, torch.Tensor) and entry.dtype in MASKS]
     others = [entry for entry in indices if not isinstance(entry, torch.Tensor)]
+    # one mask beside slices; what other indices give is left to the rules of `index`
     if len(masks) != 1 or len(others) != len(indices) - 1 or not all(isinstance(o, slice) or o is ... for o in others):
         return index
     mask, front = indices[masks[0]], indices[: masks[0]]

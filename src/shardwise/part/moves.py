@@ -54,6 +54,7 @@ def recut(part: Part, dim: int, owners: Owners, inside: Owners | None = None) ->
         for piece, count in zip(flat.split(received_sizes), before.counts, strict=True)
     ]
     whole = torch.cat(pieces, part.dim_cut)
+    # pieces arrive in the order of ranks, whose indices of the dim may lie between each other (zigzag)
     if before.order is not None:
         whole = whole.index_select(part.dim_cut, to_device(before.order, whole.device))
     return part.with_local(whole, dim, owners)
@@ -63,6 +64,7 @@ def _recut_inside(part: Part, dim: int, owners: Owners, inside: Owners | None) -
     """`recut` of what is distributed over an axis further in, each of whose ranks exchanges its own indices."""
     inner = part.local.settled()
     if isinstance(inner, Part) and inner.dim_cut == part.dim_cut and inner.soft and inside is None:
+        # nobody says how it will lie inside, and the plan gathers it anyway
         inner = gather(inner)
     if not isinstance(inner, Part):
         return recut(part.with_local(inner), dim, owners)
@@ -141,6 +143,7 @@ def _reowned_inside(part: Part, inner: Part, owners: Owners, group: int) -> Part
     Which indices its ranks have differs between those of this axis, and a rank knows its own alone.
     """
     outer = reowned(part.with_local(gathered(inner)), owners)
+    # the length on this rank has changed, so ranks further in are dealt new blocks of it
     again = in_whole_groups(Owners.blocks(owners.counts[part.axis.index], inner.axis.size), group)
     mine = again.take(outer.local, inner.dim_cut, inner.axis.index).contiguous()
     dealt = inner.with_local(mine, owners=again)
@@ -205,6 +208,7 @@ def give_back(gradient: torch.Tensor, dim: int, owners: Owners, axis: Axis, want
         return give_back(inner, dim, owners, axis, wanted)
     way = way_of(owners, wanted, axis.index)
     shape = list(gradient.shape)
+    # `fill` outside the dim has no owner, and so no gradient
     blocks = gradient.narrow(dim, way.around[0], shape[dim] - sum(way.around))
     if way.inside is not None:
         blocks = blocks.index_select(dim, to_device(way.inside, blocks.device))
@@ -215,6 +219,7 @@ def give_back(gradient: torch.Tensor, dim: int, owners: Owners, axis: Axis, want
     local = gradient.new_zeros(with_size(shape, dim, owners.counts[axis.index]))
     for piece, places in zip(pieces, way.send, strict=True):
         if _in_a_row(places):
+            # the same sum as by index, without reading an index from memory
             local.narrow(dim, int(places[0]), len(places)).add_(piece)
         elif len(places):
             local.index_add_(dim, to_device(places, local.device), piece)
@@ -247,6 +252,7 @@ class _Moved(torch.autograd.Function):
             gradient = _dealt(gradient, ctx.outside)
         part = from_axis(gradient, axis)
         if not isinstance(part, Part) or part.axis is not axis:
+            # a gradient that every rank has, or that is cut over other axes alone
             part = Part(share_of(part, dim, owners, axis), dim, owners, axis)
         part = _as_it_was(part, {part.dim_cut, *ctx.dims}, ctx.within)
         return replaced_from_axis(gradient, axis, recut(part, dim, owners, inside))
@@ -332,11 +338,13 @@ def way_of(owners: Owners, wanted: Wanted, me: int) -> _Way:
     indices = everything[exists]
     who = _owner(owners, indices)
     counts = tuple(int((who == rank).sum()) for rank in range(owners.ranks))
+    # pieces arrive rank by rank, each in the order in which it was wanted: `order` undoes that
     by_rank = np.argsort(who, kind="stable")
     order = np.empty_like(by_rank)
     order[by_rank] = np.arange(len(by_rank))
     in_order = bool((order == np.arange(len(order))).all())
     inside, around = np.flatnonzero(exists), (0, 0)
+    # what exists lies in one run (halos at an edge): it needs no index, zeros are put around it
     if in_order and (not len(inside) or inside[-1] - inside[0] + 1 == len(inside)):
         before = int(inside[0]) if len(inside) else 0
         around = before, len(everything) - len(inside) - before
@@ -388,6 +396,7 @@ class Passing:
     ):  # fmt: skip
         me, rest = axis.index, _elements(shape, dim)
         self.mine, self.me = blocks[me], me
+        # a rank's own block is not sent
         counts = [0 if rank == me else count for rank, count in enumerate(received)]
         self.sizes, self.shapes = [count * rest for count in counts], [with_size(shape, dim, n) for n in counts]
         empty = self.mine.new_empty(0)
@@ -411,6 +420,7 @@ class _Exchange:
         sent = sent.to(UNSENT.get(self.kind, self.kind))
         if self.kind.is_complex:  # as rows of two numbers, which every backend sends
             sent = torch.view_as_real(sent.resolve_conj())
+        # kept until the messages are over: they read this memory
         self.sent = sent.view(torch.uint8) if self.kind is torch.bool else sent
         self.flat = self.sent.new_empty((sum(received), *self.sent.shape[1:]))
         sizes = [block.numel() for block in blocks]

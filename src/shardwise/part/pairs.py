@@ -53,6 +53,7 @@ def hold_pairs(module: nn.Module) -> frozenset[str]:
         if not params:
             continue
         for leaf, param in params.items():
+            # a weight that two modules share stays one parameter
             if id(param) not in made:
                 made[id(param)] = _param_of_pairs(param)
             child._parameters[leaf] = made[id(param)]
@@ -106,6 +107,7 @@ def _reading_complex(kind: type) -> type:
     """A subclass that gives complex numbers where a parameter is held as pairs."""
     if kind in _CLASSES:
         return _CLASSES[kind]
+    # the module's class was changed by an earlier call
     if kind in _CLASSES.values():
         return kind
 
@@ -119,6 +121,7 @@ def _reading_complex(kind: type) -> type:
             return pairs
         numbers = _read(pairs)
         numbers.reads_weight = True  # for `self.weight.data = ...`: see `part.assigned`
+        # a class with a `__getattr__` of its own is asked below, with the complex numbers in the parameter's place
         if kind.__getattr__ is nn.Module.__getattr__:  # type: ignore[attr-defined]
             return numbers
         self.__dict__["_parameters"] = {**parameters, name: numbers}  # what the module's own code makes of it

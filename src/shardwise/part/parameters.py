@@ -152,6 +152,7 @@ def _seeing_parts(kind: type, leaves: tuple[str, ...]) -> type:
     if (kind, leaves) not in _CLASSES:
         body: dict[str, Any] = {leaf: property(_reader(leaf), _setter(leaf)) for leaf in leaves}
         if issubclass(kind, nn.RNNBase):
+            # torch's recurrent layers read this list, past the attributes that are replaced here
             body[FLAT] = property(_flat_weights, lambda self, value: self.__dict__.__setitem__(FLAT, value))
         _CLASSES[kind, leaves] = unannounced(kind, body)
     return _CLASSES[kind, leaves]
@@ -162,6 +163,7 @@ def _flat_weights(self: nn.Module) -> Any:
     cuts = self.__dict__.get("_tensor_cuts", ({},))[0]
     if not any(cut is not None and cut.role in IN_SHARES for cut in cuts.values()):
         return self.__dict__[FLAT]
+    # the list that torch made holds the shares: attributes give the whole weights
     return [getattr(self, name, None) for name in self._flat_weights_names]
 
 
@@ -183,6 +185,7 @@ def unannounced(kind: type[nn.Module], body: dict[str, Any]) -> type:
     That may enter subclasses into a register, or want arguments of its own.
     """
     body = {"__doc__": kind.__doc__, "__module__": kind.__module__, "__qualname__": kind.__qualname__, **body}
+    # made below nn.Module, whose `__init_subclass__` does nothing; the real base is put in afterwards
     made = type.__new__(type(kind), kind.__name__, (nn.Module,), body)
     made.__bases__ = (kind,)
     return made
@@ -204,6 +207,7 @@ def _read_once(module: nn.Module, leaf: str, param: torch.Tensor, read: Callable
     cut = mine[leaf]
     if reads is None or cut is None or cut.role != ONCE or not reads.running:
         return read()
+    # a weight that was written since, or is read under `no_grad` this time, is another one to autograd
     key = id(param), param._version, torch.is_grad_enabled()
     if key not in reads.weights:
         reads.weights[key] = read()
@@ -236,6 +240,7 @@ def _reader(leaf: str):
         outside = self.__dict__.get("_read_outside")
         if outside is not None and outside():
             return param
+        # inside a transform of torch.func a weight is read as before it, unless the transform has wrapped the weight
         outermost = before_transforms() if innermost(param) is param else nullcontext()
         with outermost, torch.enable_grad() if _OWN.ahead else nullcontext():
             weight = _read_once(self, leaf, param, lambda: seen(param, *cutting))

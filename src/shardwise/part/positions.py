@@ -122,6 +122,7 @@ class Positions:
                 "read(indices, region) returns what lies in the region of every tensor that has space, else all of it"
             )
         tile = place(leaf.contiguous())
+        # from the innermost axis outwards: what an outer one holds is a part over those inside
         for dim, owners, axis in reversed(dealt):
             tile = Part(tile, dim, owners, axis, soft=not leaf.is_floating_point())
         return tile
@@ -151,6 +152,7 @@ class Positions:
         """Returns the owners of each cut dim of a tensor of this whole shape."""
         left, dealt = list(shape), []
         for dim, axis in ((dim, axis) for dim, axes in cuts for axis in axes):
+            # cp deals a block from either end for causal attention; other axes deal blocks of what is left
             owners = (Owners.zigzag if self.zigzag and axis.name == "cp" else Owners.blocks)(left[dim], axis.size)
             dealt.append((axis.name, dim, owners))
             left[dim] = owners.counts[axis.index]

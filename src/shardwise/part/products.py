@@ -26,6 +26,7 @@ def _product(func: Any, a: torch.Tensor, b: torch.Tensor, batch: int) -> torch.T
         dim = lead.dim_cut
         return lead.with_local(func(_share(a, lead, dim), _share(b, lead, dim)), dim)
     if kind_a == 1 or kind_b == 0:
+        # (B, S) of the input, by which a reduce-scatter of the sum can begin at once
         rows = a.rows if is_part(a) else None
         return Sum.of(func(_share(a, lead, batch + 1), _share(b, lead, batch)), lead.axis, lead.origin, rows=rows)
     if kind_a == 0:
@@ -46,6 +47,7 @@ def _settled(func: Any, a: Part, b: Part, batch: int) -> tuple[torch.Tensor, tor
     contracted = a.dim_cut == batch + 1 and b.dim_cut == batch
     if (same_batch or contracted) and (a.beside(b) or (a.axis.positions and a.axis is b.axis)):
         return a, b  # what lies otherwise is fetched
+    # sequence parallelism: gathering it is part of the plan
     if a.soft:
         return gather(a), b
     if b.soft:
@@ -114,8 +116,10 @@ def addmm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     alpha, beta = kwargs.get("alpha", 1), kwargs.get("beta", 1)
     if alpha != 1:
         product = product * alpha
+    # written in place: the sum over ranks is taken now
     if func._schema.is_mutable:
         return (c.mul_(beta) if beta else c.zero_()).add_(product)
+    # c is then not read, and may hold anything: 0 * NaN would be NaN
     if beta == 0:
         return product
     return product + (c if beta == 1 else c * beta)
@@ -133,16 +137,20 @@ def convolution(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     x = _by_groups(x, w, g)
     x_cut = x.dim_cut if is_part(x) else None
     w_cut = w.dim_cut if is_part(w) else None
+    # by samples
     if x_cut == 0 and w_cut is None:
         return x.with_local(func(x.local, w, b, *rest, g), 0)
+    # by output channels: each rank makes its own of the whole input
     if g == 1 and x_cut is None and w_cut == outer:
         bias = b.local if is_part(b) else None if b is None else w.share(b, 0)
         return w.with_local(func(x, w.local, bias, *rest, 1), 1)
+    # by input channels: a sum over ranks, to which the bias is added once
     if g == 1 and w_cut in (inner, None) and x_cut in (1, None) and (w_cut is None or x_cut is None or x.beside(w)):
         lead = w if is_part(w) else x
         local = _convolved(func, _share(x, lead, 1), _share(w, lead, inner), (x, w), rest)
         total = Sum.of(local, lead.axis, lead.origin, spread=False)
         return total if b is None else total + b.view(-1, *([1] * (total.dim() - 2)))
+    # depthwise, each rank has whole groups: channels of input and output alike
     if g > 1 and x_cut == 1 and w_cut == 0 and x.shape[1] == g and w.owners == repeated(x.owners, w.shape[0] // g):
         bias = b.local if is_part(b) else None if b is None else w.share(b, 0)
         return w.with_local(func(x.local, w.local, bias, *rest, x.local.shape[1]), 1)
@@ -186,11 +194,13 @@ def convolution_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
         dx, dw, db = func(_share(dy, w, 1), x.local, w.local, local, *rest, x.local.shape[1], mask)
         dx = x.with_local(dx, 1) if mask[0] else None
         return dx, *(None if gradient is None else w.with_local(gradient, 0) for gradient in (dw, db))
+    # by input channels
     if g == 1 and not is_part(dy) and (w_cut == inner or (is_part(x) and x.dim_cut == 1)):
         xl, wl = _share(x, part, 1), _share(w, part, inner)
         if xl.shape[1]:
             dx, dw, db = func(dy, xl, wl, bias_sizes, *rest, 1, mask)
         else:
+            # kernels take no tensor without channels; the bias has its whole gradient on every rank
             dx, dw, db = torch.zeros_like(xl), torch.zeros_like(wl), dy.sum([0, *range(2, dy.dim())])
         dx = part.with_local(dx, 1) if mask[0] else None
         return dx, part.with_local(dw, inner) if mask[1] else None, db

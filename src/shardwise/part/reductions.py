@@ -45,6 +45,7 @@ def reduce(func: Any, args: tuple, kwargs: dict) -> Any:
     bound = arguments_of(func, args, kwargs)
     if not is_part(part):
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
+    # `max(x, other)` has the name of a reduction and is an elementwise operation
     if isinstance(bound.get("dim"), torch.Tensor) or "other" in bound:
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
     dims, keepdim = _dims(part, bound.get("dim")), bool(bound.get("keepdim", False))
@@ -66,6 +67,7 @@ def added_up(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     pair = [tensor for name in ("self", "target") if isinstance(tensor := bound.get(name), torch.Tensor)]
     if how not in (1, 2) or len(pair) < 2 or not fit(pair) or (backward and isinstance(bound["grad_output"], Part)):
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
+    # 1 is the mean, 2 the sum, 0 each element's own: that one is elementwise, the rest is a reduction with a rule
     unreduced = bound | {"reduction": 0}
     if backward:
         shape = torch.broadcast_shapes(*(tensor.shape for tensor in pair))
@@ -89,6 +91,7 @@ def _sum_of_numbers(func: Any, part: Part, dims: set[int], keepdim: bool, bound:
 
 
 def _mean(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
+    # the sum over ranks by the count of all: shares are of unequal length, and a mean of means weighs them alike
     count = 1
     for d in dims:
         count *= part.shape[d]
@@ -106,6 +109,7 @@ def _extreme(op: str):
 
 def _place_of_extreme(op: str):
     def run(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> Any:
+        # a place among all elements is one in the flattened tensor
         if bound.get("dim") is None:  # among all elements
             return getattr(part.reshape(-1), f"arg{op}")(0)
         return _extreme_and_place(op, part, keepdim)[1]
@@ -142,6 +146,7 @@ def _extreme_and_place(op: str, part: Part, keepdim: bool) -> tuple[torch.Tensor
     mine = to_device(part.owners.indices(part.axis.index), part.device)
     at = mine.view([-1 if d == dim else 1 for d in range(part.dim())])
     same = (part.local == value) | (part.local != part.local)  # the second where it is no number
+    # n stands for no index here, and is larger than all that there are
     candidates = torch.where(same, at, n)
     first = candidates.amin(dim, True) if len(mine) else torch.full_like(value, n, dtype=torch.int64)
     place = reduced(first, part, "min")
@@ -156,6 +161,7 @@ def _moments(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) 
     count = math.prod(part.shape[d] for d in dims)
     along = sorted(dims)
     mean = reduced(part.local.sum(along, True), part) / count
+    # about the mean of all ranks: the mean of squares minus the square of the mean would cancel
     spread = reduced((part.local - mean).square().sum(along, True), part)
     spread = spread / max(count - (1 if correction is None else correction), 0)
     spread = spread.sqrt() if name.startswith("std") else spread
@@ -202,6 +208,7 @@ def _norm(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> 
         return reduced(_local_extreme(op, sizes, dims, keepdim), part, op)
     if order == 0:
         return _count(part, part.local != 0, dims, keepdim).to(dtype)
+    # cheaper than powers; the square of a complex number is not that of its absolute value
     if order == 2 and not part.is_complex():
         return reduced(part.local.square().sum(along, keepdim, dtype=bound.get("dtype")), part).sqrt()
     return reduced(part.local.abs().pow(order).sum(along, keepdim, dtype=dtype), part).pow(1 / order)
@@ -220,6 +227,7 @@ def _logsumexp(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict
     along, empty = sorted(dims), not part.local.shape[part.dim_cut]
     top = _of_nothing(part.local, along, True, -torch.inf) if empty else part.local.amax(along, True)
     top = reduced(top, part, "max")
+    # a row of -inf alone: -inf minus -inf would be no number
     top = torch.where(top.isinf(), torch.zeros_like(top), top)
     total = reduced((part.local - top).exp().sum(along, True), part).log() + top
     return total if keepdim else total.squeeze(along)
@@ -241,10 +249,12 @@ def softmax(func: Any, args: tuple, kwargs: dict) -> Part:
     part, dim = args[0], args[1] % args[0].dim()
     if dim != part.dim_cut:
         return part.with_local(func(part.local, *args[1:], **kwargs))
+    # the third argument asks for float32 of a half input
     x = part.local.float() if len(args) > 2 and args[2] is True else part.local
     logarithm = func._schema.name == "aten::_log_softmax"
     top = x.amax(dim, True) if x.shape[dim] else _of_nothing(x, [dim], True, -torch.inf)
     top = reduced(top, part, "max")
+    # a row that is masked as a whole has -inf as its maximum, and -inf minus -inf is no number
     shifted = x - torch.where(top.isinf(), torch.zeros_like(top), top)
     if logarithm:  # over a vocabulary each of these is among the largest tensors of a step: one more than comes out
         total = reduced(shifted.exp().sum(dim, True), part)
@@ -252,6 +262,7 @@ def softmax(func: Any, args: tuple, kwargs: dict) -> Part:
     exponents = _reusing(shifted, "exp")
     total = reduced(exponents.sum(dim, True), part)
     output = _reusing(exponents, "div", total)
+    # it gives zeros for a row that is masked as a whole
     if func._schema.name == "aten::_safe_softmax":
         output = output.masked_fill(total == 0, 0.0)
     return part.with_local(output)
@@ -298,6 +309,7 @@ def glu_backward(func: Any, args: tuple, kwargs: dict) -> Part:
         return part.with_local(func(gradient, x, dim))
     if not is_part(x):
         raise Uncut(no_rule(func, [part]))
+    # along the cut dim: the gradient has the size of a half, and is dealt as one
     lead = x.with_local(x.local.narrow(dim, 0, x.local.shape[dim] // 2), owners=_half(func, x, dim))
     return x.with_local(func(beside(func, gradient, lead), x.local, dim))
 
@@ -352,6 +364,7 @@ def layer_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
 def group_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
     """Returns (output, mean, rstd) of x (N, C, ...) cut along N, or along C in whole groups, all cut alike."""
     x, w, b, n, channels, area, count, eps = args
+    # rows are apart: each rank runs the kernel on fewer of them
     if _of_rows(x, w, b):
         rows = x.owners.counts[x.axis.index]
         results = func(x.local.contiguous(), w, b, rows, channels, area, count, eps)

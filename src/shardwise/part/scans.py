@@ -68,6 +68,7 @@ def scanned(func: Any, part: Part, kwargs: dict) -> Part | tuple[Part, ...]:
         place, start = place + (length if rank == me else 0), start + length
         lasts.append(absent if piece is None else tuple(scan.narrow(dim, length - 1, 1) for scan in piece))
         pieces.append(piece)
+    # each run's last from its owner, zeros from the others: their sum over ranks is what all runs came to
     if len(runs) > 1:
         totals = [all_sum(torch.cat(tensors, dim), part.axis) for tensors in zip(*lasts, strict=True)]
         carried = _carried(name, totals, dim)
@@ -121,6 +122,7 @@ class _Product(torch.autograd.Function):
         (x, y), dim = ctx.saved_tensors, ctx.dim
         zero = x == 0
         zeros = zero.to(x.dtype).cumsum(dim)
+        # where no zero has been met, and the first one itself; behind it everything is a product with a zero
         before, first = zeros == 0, zero & (zeros == 1)
         quotients = _from_here(gradient * y, dim) / x.masked_fill(~before, 1)
         others = _from_here(gradient * x.masked_fill(first, 1).cumprod(dim), dim)
@@ -138,6 +140,7 @@ def running_product(input: torch.Tensor, dim: int, *, dtype: torch.dtype | None 
     if not is_part(input) or not input.dim() or kwargs or input.is_complex():
         return torch.cumprod(input, dim, dtype=dtype, **kwargs)
     x = input if dtype is None else input.to(dtype)
+    # integers have no gradient
     if not x.is_floating_point():
         return torch.cumprod(input, dim, dtype=dtype)
     return _Product.apply(x, dim % x.dim())

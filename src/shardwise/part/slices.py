@@ -32,6 +32,7 @@ def slice_(func: Any, args: tuple, kwargs: dict) -> Part:
         return part.with_local(torch.ops.aten.slice.Tensor(part.local, dim, start, end, step))
     start, end, step = slice(start, end, step).indices(part.shape[dim])
     owners = part.owners.sliced(start, end, step)
+    # backward is given the slice's owners and its arguments, not the owners of what was sliced
     _remember((owners, part.shape[dim], start, end, step), part.owners)
     return part.with_local(_kept(part, dim, start, end, step), dim, owners)
 
@@ -71,6 +72,7 @@ def _same_way(local: torch.Tensor, dim: int, owners: Owners, ranks: int, start: 
     if isinstance(local, Part) and local.dim_cut == dim and not all(
         _evenly_apart(owners.local_slice(rank, start, end, step)) for rank in range(ranks)
     ):  # fmt: skip
+        # of a dim that is cut again, reading by index gives a sum, and a slice gives a part: ranks would differ
         raise Uncut(f"indices are taken out of a dim that is cut over two axes, {local!r} among them")
 
 

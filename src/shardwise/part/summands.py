@@ -39,6 +39,7 @@ def summand(gradient: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
     for axis in axes:
         over = isinstance(gradient, Distributed) and gradient.axis is axis
         if over and isinstance(gradient, Sum) and gradient.untaken and gradient.added is None:
+            # this rank's summand as it is: the sum over ranks is taken once for the step
             gradient = gradient.local
             continue
         if over:
@@ -46,6 +47,7 @@ def summand(gradient: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
         if isinstance(gradient, Part) and gradient.axis is axis:
             gradient = _in_place(gradient)
         elif axis.index:
+            # whole, and equal on all ranks: rank 0's counts, the others add zeros
             gradient = _nothing_of(gradient)
     return gradient
 

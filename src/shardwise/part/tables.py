@@ -42,6 +42,7 @@ class TableRecipe:
 
     def made(self, made_before: dict[int, Any]) -> Any:
         """The table, whole; None where a tensor that it was made of has changed since."""
+        # recipes share inputs (cos and sin of the same angles), each of which is made once
         if id(self) not in made_before:
             changed = any(x._version != version or not _has_memory(x) for x, version in self.plain_inputs)
             args, kwargs = replaced(TableRecipe, lambda recipe: recipe.made(made_before), (self.args, self.kwargs))
@@ -73,9 +74,11 @@ def note_table(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed], 
     """Mark an operation's result as a table where it was made of tables and small plain tensors alone."""
     if not isinstance(output, Distributed) or func._schema.is_mutable or not all(map(is_table, inputs)):
         return
+    # made again it would be drawn again
     if is_random(func):
         return
     plain = [tensor for tensor in tensors_in((args, kwargs)) if not isinstance(tensor, Distributed)]
+    # a weight changes and has gradients; a large tensor would be kept alive; memory of inference counts no versions
     if any(tensor.requires_grad or tensor.numel() > MOST or tensor.is_inference() for tensor in plain):
         return
     args, kwargs = replaced(Distributed, lambda tensor: tensor.recipe[0], (args, kwargs))
@@ -100,6 +103,7 @@ class CutRanges(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
+        # a tensor that needs gradients is no constant, and `out=` writes into one that somebody holds
         if func not in _MAKES or made.numel() not in self.parts or made.requires_grad or "out" in kwargs:
             return made
         part = self.share(made, self.parts[made.numel()])

@@ -115,9 +115,11 @@ class Part(Distributed):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
+        # a `Written` tensor beside this one puts what it stands for in its place first
         if len(types) > 1 and any(getattr(kind, "answers_first", False) for kind in types):
             return NotImplemented
         override = FUNCTIONS.get(func)
+        # torch's functions in Python are run here, so that those that they call are asked for their overrides
         if override is None and _made_of_others(func):
             return _body(func)(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
@@ -217,6 +219,7 @@ def answer(func: Any, args: tuple, kwargs: dict) -> Any:
     inputs = tensors_in((args, kwargs), Distributed)
     with answering(inputs):
         for each in inputs:
+            # a rehearsal on values: what one process would have is computed beside the shares
             if each.whole_values is not None:
                 return with_known(func, args, kwargs, inputs, lambda: _answer(func, args, kwargs, inputs))
         output = _answer(func, args, kwargs, inputs)
@@ -228,12 +231,14 @@ def answer(func: Any, args: tuple, kwargs: dict) -> Any:
 def _answer(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed]) -> Any:
     for tensor in inputs:
         if tensor.summed and here(tensor):
+            # sums first: linear operations keep them, and for others their totals are put in their place
             from shardwise.part.sums import with_sums
 
             return with_sums(func, args, kwargs, inputs)
     op = facts(func)
     if op.writes and is_part(args[0]):
         forget()
+        # what is written would be in the copy, and not in what it is a view of
         if args[0].copied:
             raise Uncut(f"{func} writes into a view that is a copy here ({args[0]!r})")
     try:
@@ -253,6 +258,7 @@ def _answer(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed]) -> 
             part.source = ViewOf(args[0]) if args[0].source is not None else None
     elif op.writes and is_part(args[0]):
         written_back(args[0])
+    # views of one soft part share what is gathered of it: queries, keys and values each read it
     if op.name in _SAME_VALUES and is_part(args[0]) and is_part(output):
         values, turned = args[0].values
         output.values = values, turned != (op.name in _TURNS)
@@ -335,6 +341,7 @@ def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
     args, kwargs = replaced(Part, lambda p: gather(p) if is_part(p) and _may_be_gathered(p) else p, (args, kwargs))
     output = func(*args, **kwargs)
     if facts(func).is_view:  # of a copy: reading it is right, writing into it is another matter
+        # a view of one part can be read anew when the part is written, and written through; of several it is a copy
         alone = len(parts) == 1 and viewed is soft[0] and not isinstance(soft[0].local, Distributed)
         seen = GatheredView(soft[0], lambda whole: func(whole, *rest, **options)) if alone else None
         return replaced(torch.Tensor, lambda copy: Sum.read_only(copy, soft[0].axis, seen), output)
@@ -386,6 +393,7 @@ def facts(func: Any) -> Facts:
     """Returns an operation's `Facts`; cached, since schemas are slow to read."""
     name = func._schema.name.partition("::")[2]
     registered = RULES.get(name)
+    # operations without a rule of their own, by torch's tags: elementwise ones, and those that draw for each element
     if registered is None and (draws_each(func) or torch.Tag.pointwise in func.tags):
         registered = RULES["bernoulli" if draws_each(func) else "add"]
     returned = func._schema.returns
@@ -429,6 +437,7 @@ def strides_in_the_order_of(
     """Strides of a dense tensor of `shape`, whose dims lie in memory in the order of one of these strides and sizes."""
     strides, step = [0] * len(shape), 1
     for d in sorted(range(len(shape)), key=lambda d: (strides_now[d], -d)):
+        # a stride of zero repeats (expand): that dim has no memory of its own, unless it has one index here
         if strides_now[d] or sizes[d] <= 1:
             strides[d] = step
             step *= max(shape[d], 1)

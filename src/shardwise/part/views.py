@@ -45,6 +45,7 @@ def view(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """Returns `x.view(shape)`, its owners regrouped as the dims are."""
     part = args[0]
     if isinstance(args[1], torch.dtype):
+        # the last dim would have more indices or fewer, and owners are those of before
         if args[1].itemsize != part.dtype.itemsize:
             raise Uncut(f"{func} gives a dim another length: {no_rule(func, [part])}")
         return part.with_local(func(part.local, args[1]))
@@ -56,6 +57,7 @@ def view(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         shape[shape.index(-1)] = part.numel() // max(others, 1)
     with WHOLE.of(part, tuple(shape)) as whole:
         dealt = _with_some_for_all(part, whole)
+        # dealt in no way does every rank have whole dims (`_with_some_for_all`)
         if dealt is None:
             for tell in GATHERS:
                 tell("what views make of a field that one rank alone has", part)
@@ -74,9 +76,11 @@ def view(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
             dim, owners = _cut_after(part, tuple(shape), whole)
         local = list(shape)
         local[dim] = owners.counts[part.axis.index]
+        # axes further in decide by whole shapes where their cut goes, and must know what this one took
         with WHOLE.cut_along(part.dim_cut, dim):
             viewed = part.with_local(part.local.reshape(local), dim, owners)
         viewed.factors = factors_of(part, dim, whole)
+    # products read (B * S, K): the sum of theirs can then begin in shares of S
     if part.dim() == 3 and len(shape) == 2 and dim == 1 and part.dim_cut == 2:
         viewed.rows = part.shape[0], part.shape[1]
     return viewed
@@ -206,6 +210,7 @@ def in_place(func: Any, args: tuple, kwargs: dict) -> Part:
     """
     part = args[0]
     made = getattr(part, facts(func).name[:-1])(*args[1:], **kwargs)
+    # squeezing the cut dim gives a sum, which no part can become in place
     if not isinstance(made, Part) or made.source is not None:
         raise Uncut(f"{func} of a tensor that is cut leaves one that is not: {part!r}")
     vars(part).update(vars(made))
@@ -229,6 +234,7 @@ def squeeze(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     if part.dim_cut in gone and part.axis.positions:  # one index, which one rank has
         one = one_of_many(part, part.dim_cut, 0)
         for d in gone:
+            # the cut dim is gone already, and those behind it have moved up
             one = one if d == part.dim_cut else one.squeeze(d - (d > part.dim_cut))
         return one
     if part.dim_cut in gone:
@@ -265,6 +271,7 @@ def repeat(func: Any, args: tuple, kwargs: dict) -> Part:
 def as_strided(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """Rule, in backward alone, of the gradient of a whole tensor into which parts were written."""
     part, sizes, strides, offset = args[0], args[1], args[2], args[3] if len(args) > 3 else 0
+    # strides that amount to slices and single indices, which have rules of their own
     if (found := _indices_of(part, sizes, strides, offset or 0)) is not None:
         return _taken(part, *found)
     if not part.axis.positions or not in_backward():
@@ -280,6 +287,7 @@ def _indices_of(
     part: Part, sizes: Sequence[int], strides: Sequence[int], offset: int
 ) -> tuple[list[int | slice], list[int | None]] | None:
     """A slice or one index of each dim, and the dim that each of the view's is, where it is nothing else; or None."""
+    # without elements or with repeats, strides do not say which dim is which
     if not part.numel() or not math.prod(sizes) or 0 in part.stride():
         return None
     own, rest = part.stride(), offset
@@ -289,6 +297,7 @@ def _indices_of(
     for d in sorted(range(part.dim()), key=lambda d: (-own[d], -part.shape[d])):
         index[d] = start = rest // own[d] if part.shape[d] > 1 else 0
         rest -= start * own[d]
+        # a dim of the view walks along this dim where its stride is a multiple, and stays inside
         for o in left:
             step, odd = divmod(strides[o], own[d])
             stop = start + (sizes[o] - 1) * step + 1
@@ -326,6 +335,7 @@ def cat(func: Any, args: tuple, kwargs: dict) -> Part:
     lead = parts[0]
     if lead.dim_cut != dim:
         along = all(p.dim_cut == lead.dim_cut for p in parts)
+        # positions are dealt anew; other cuts have to lie beside each other as they are
         if along and lead.axis.positions:
             tensors = [reowned(t, lead.owners) if is_part(t) else t for t in tensors]
         elif not along or any(not p.beside(lead) for p in parts):
@@ -347,6 +357,7 @@ def _with_their_neighbours(tensors: list[torch.Tensor], lead: Part, dim: int) ->
     dealt: list[torch.Tensor] = []
     for place, tensor in enumerate(tensors):
         if not is_part(tensor):
+            # behind a cut tensor it is the last rank's, in front of it the first one's
             rank = lead.axis.size - 1 if any(map(is_part, tensors[:place])) else 0
             n = tensor.shape[dim]
             owners = Owners(np.array([n]), np.array([rank]), lead.axis.size)

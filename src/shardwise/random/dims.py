@@ -70,6 +70,7 @@ class BatchDims:
                 entries = [e for key, met in self.dims_by_op.items() if key[1:] == (op, len(shape)) for e in met]
             dims = {dim for met, dim in entries if _alike(shape, met, dim, local_samples)}
         dim = dims.pop() if len(dims) == 1 else UNCLEAR
+        # a dim that the samples held here do not divide is not their batch dim
         return UNCLEAR if dim >= 0 and local_samples and shape[dim] % local_samples else dim
 
     def of(self, op: str, shape: tuple[int, ...], samples: int) -> int | None:
@@ -98,6 +99,7 @@ def _batch_dim(drawn: Drawn, other: Drawn, count: int, other_count: int) -> int:
         return -1
     if drawn.packed and other.packed and differ == [0]:
         return PACKED
+    # each sample has as many indices in both runs
     fits = len(differ) == 1 and shape[differ[0]] * other_count == shape_of_other[differ[0]] * count
     return differ[0] if fits else UNCLEAR
 

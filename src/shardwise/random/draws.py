@@ -56,6 +56,7 @@ def _new(draw, size_at: int = 0):
     def run(source, args, kwargs):
         size = args[size_at]
         integral = draw in (_draw_range, _draw_below)
+        # torch makes integers int64 where no dtype is asked for
         options = {"dtype": torch.int64} if integral and kwargs.get("dtype") is None else {}
         new = torch.empty(size, **{**_factory(kwargs), **options})
         return new.copy_(_numbers(draw, new, source, (*args[:size_at], *args[size_at + 1 :]), kwargs))
@@ -166,6 +167,7 @@ def _multinomial(source, args, kwargs):
         u = uniform(source.bits((*weights.shape[:-1], count), weights.device)) * cumulative[..., -1:]
         return torch.searchsorted(cumulative, u, right=True).clamp_(max=weights.shape[-1] - 1)
     waits = exponential(source.bits(weights.shape, weights.device))
+    # the shortest time for its weight wins; one of 0 would give inf, and NaN for a weight of 0
     return (weights.double() / waits.clamp_min(1e-300)).topk(count, dim=-1).indices
 
 
@@ -215,7 +217,7 @@ DRAWS = {
     _aten.uniform_.default: _fill(_draw_uniform),
     _aten.normal_.default: _fill(_draw_normal),
     _aten.exponential_.default: _fill(_draw_exponential),
-    _aten.random_.default: _fill(lambda bits, args, kwargs: bits % 2**24),
+    _aten.random_.default: _fill(lambda bits, args, kwargs: bits % 2**24),  # what a float32 holds exactly
     getattr(_aten.random_, "from"): _fill(_draw_range),
     _aten.random_.to: _fill(_draw_below),
     _aten.rand.default: _new(_draw_unit),

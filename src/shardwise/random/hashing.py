@@ -136,6 +136,7 @@ def has_kernel(device: torch.device) -> bool:
         WITHOUT[device.type] = "Triton is not there"
         return False
     try:
+        # a mask of other bits would train another model: the kernel is held against the plain operations first
         wrong = not gives_the_bits(device)
     except Exception as error:  # whatever a compiler lacks here: the plain operations need none
         WITHOUT[device.type] = f"a kernel cannot be compiled ({first_line(error)})"
@@ -147,6 +148,7 @@ def has_kernel(device: torch.device) -> bool:
 
 def gives_the_bits(device: torch.device, backend: str = "inductor") -> bool:
     """Returns whether the kernels give the bits of plain operations on 15 x 300 indices around 2**40."""
+    # indices beyond 32 bits, and sizes that are no powers of two
     rows, columns = (torch.arange(size, device=device) for size in (15, 300))
     rows = rows * 300 + 2**40
     bits, below = _kernels(backend)

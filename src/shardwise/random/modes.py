@@ -86,6 +86,7 @@ class _Paths:
         self.packed.clear()
 
     def enter(self, path: str, packed: PackedRows | None = None) -> None:
+        # what is drawn behind the module hangs on the key before it, not on how much was drawn inside
         after = mix(self.key())
         self.stack.append((path, after))
         self.packed.append(packed)
@@ -99,6 +100,7 @@ class _Paths:
     def draw(self) -> tuple[int, str]:
         """This op's key and the path it belongs to, the same again when recomputed."""
         key = self.key()
+        # a block that is computed again in backward has the key, and not the stack of modules
         path = self.path_of.setdefault(key, self.stack[-1][0] if self.stack else "")
         torch.default_generator.manual_seed(mix(key))
         return key, path
@@ -133,6 +135,7 @@ def _watched(module: nn.Module, paths: _Paths) -> Iterator[None]:
             paths.leave()
 
         handles.append(child.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+        # also where the forward raises: the stack of modules has to stay right
         handles.append(child.register_forward_hook(leave, always_call=True))
     try:
         yield
@@ -165,6 +168,7 @@ class GlobalRandom(TorchDispatchMode):
         """Start a micro-batch; `alone`: the backward of every other one is over."""
         self.samples = samples
         self.paths.clear()
+        # kept while the backward of another micro-batch is to come: blocks that it computes again ask for their paths
         if alone:
             self.paths.path_of.clear()
         own = seed_of("mask", seed, step, micro_batch)
@@ -229,6 +233,7 @@ class GlobalRandom(TorchDispatchMode):
 
     def _same_everywhere(self, key: int, path: str, func, args, kwargs):
         output = func(*args, **kwargs)
+        # this first run shows the shapes; its numbers are dropped
         tensors = [t for t in (output if isinstance(output, tuple) else (output,)) if isinstance(t, torch.Tensor)]
         if any(self._batch_dim(path, func, tuple(t.shape)) != -1 for t in tensors):
             raise RefusedPlan(_not_dealt(f"{func} in module '{path}'"))
@@ -274,6 +279,7 @@ def _inert_dropout(func, args, kwargs) -> bool:
     }
     if arguments.get("train") is False:
         return True
+    # fused attention calls its rate `dropout_p`, recurrent layers `dropout`
     rate = arguments.get("dropout_p", arguments.get("dropout"))
     return ("dropout_p" in arguments or "dropout" in arguments) and not rate
 
@@ -304,6 +310,7 @@ def _places_of(
         count, along = max(samples.count, 1), places[dim]
         of_each = shape[dim] // count
         if blocks:
+            # all samples, then all of them again: the repetition is the outer dim, of all samples of the micro-batch
             places[dim] = along // count * samples.total + samples.start + along % count
         else:
             places[dim] = along + of_each * samples.start
@@ -362,6 +369,7 @@ class ConstantRandom(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
+        # what becomes a number in Python may steer what runs next
         self.reads_values |= func is _aten._local_scalar_dense.default
         if not is_random(func) or _inert_dropout(func, args, kwargs):
             return with_values(func)(*args, **kwargs)

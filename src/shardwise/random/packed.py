@@ -28,6 +28,7 @@ class PackedRows(NamedTuple):
     def as_rows(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """The shape with one dim for the rows, of a tensor that has one, or times and sequences; None of others."""
         sizes = self.batch_sizes
+        # all equally long: torch's layers then compute on (times, sequences, ...) in the order of the rows
         if sizes[0] == sizes[-1] and shape[:2] == (len(sizes), int(sizes[0])):
             return (shape[0] * shape[1], *shape[2:])
         return shape if shape and shape[0] == int(sizes.sum()) else None
@@ -40,6 +41,7 @@ class PackedRows(NamedTuple):
         sizes, of_each = self.batch_sizes, self.sequences // max(count, 1)
         rows = torch.arange(int(sizes.sum()))
         time = torch.arange(len(sizes)).repeat_interleave(sizes)
+        # rows of a time follow those of the times before
         place = (rows - (sizes.cumsum(0) - sizes)[time]).to(device)
         sequence = place if self.order is None else self.order[place]
         return time.to(device) * (of_each * total) + of_each * start + sequence

@@ -41,6 +41,7 @@ class ReadDraws:
         """Seed for one sample that a dataset is about to fetch."""
         self.look()
         seed_generators(seed_of("sample", self._seed, self._epoch, index))
+        # once a dataset is known to draw, it need not be looked at again
         self._of_sample, self._stood = True, None if self.by_sample else generators()
 
     def samples(self) -> None:

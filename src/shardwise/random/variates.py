@@ -67,6 +67,7 @@ def poisson(bits: torch.Tensor, rate: torch.Tensor) -> torch.Tensor:
     P(count <= k) is the regularised upper incomplete gamma function of k + 1 at the rate.
     """
     rate, u = rate.double(), uniform(bits)
+    # no u of 53 bits lies further out than twelve standard deviations and 60
     spread = 12 * torch.sqrt(rate) + 60
     low, high = torch.floor((rate - spread).clamp_min(0)), torch.ceil(rate + spread)
     for _ in range(_HALVINGS):
