@@ -62,7 +62,7 @@ def _of_a_sequence(part: Part) -> bool:
 
 
 def done_whole(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run an operation without a rule on whole tensors; results of the first part's shape are cut as it is."""
+    """Returns an operation of gathered tensors; results that have the first part's shape are cut as that is."""
     lead = parts_in((args, kwargs))[0]
     args, kwargs = _whole(func, args), _whole(func, kwargs)
     if facts(func).name == "as_strided":  # reads memory, in which the tensor lies as the module was told
@@ -77,7 +77,7 @@ def done_whole(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _cut_as(lead: Part, whole: torch.Tensor) -> Part:
-    """A tensor that every rank has, cut as a part of its shape is: over an axis further in along the same dim too."""
+    """Returns this rank's share of a whole tensor, cut as `lead` of the same shape is, over axes further in too."""
     share, inner = lead.share(whole, lead.dim_cut).clone(), lead.local
     if isinstance(inner, Part) and inner.dim_cut == lead.dim_cut and not isinstance(share, Distributed):
         share = inner.with_local(inner.share(share, inner.dim_cut).clone())
@@ -85,7 +85,7 @@ def _cut_as(lead: Part, whole: torch.Tensor) -> Part:
 
 
 def _whole(func: Any, args: Any) -> Any:
-    """Arguments, of which those that are cut along positions are gathered; in forward that is noted. Collective."""
+    """Returns the arguments with parts over positions gathered; in forward `GATHERS` is called for each. Collective."""
     parts: list[Part] = parts_in(args)
     # refused where weights are cut, so that the weight is left whole (`Uncut.origins`)
     if any(not part.axis.positions for part in parts):

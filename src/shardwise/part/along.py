@@ -18,10 +18,9 @@ from shardwise.part.sums import Sum
 from shardwise.part.tensor import GATHERS, Part, is_part, no_rule, parts_in, rule
 
 
-@rule("flip", "roll", "constant_pad_nd", "index_select", "topk", "sort", "argsort", "gather", "unfold",
-      "_weight_norm_interface", *SCANS)  # fmt: skip
+@rule("flip", "roll", "constant_pad_nd", "topk", "sort", "argsort", "unfold", "_weight_norm_interface", *SCANS)
 def along(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Operations along dims that are not cut, whose result has the same dims."""
+    """Rule of operations that work along some dims: local where these are whole, by case where one is the cut one."""
     part = args[0]
     touched = _touched(func, part, args, kwargs)
     if is_part(part) and part.axis.positions and func._schema.name in ("aten::flip", "aten::roll"):
@@ -30,31 +29,45 @@ def along(func: Any, args: tuple, kwargs: dict) -> Any:
         return _reordered(func, part, args, kwargs)
     if is_part(part) and part.dim_cut in touched and scanned_along(func, part, kwargs):
         return scanned(func, whole_inside(part), kwargs)
-    # every rank has what is read, and reads it at its own share of the places
-    if func._schema.name == "aten::index_select" and is_part(args[2]) and not is_part(part):
-        return args[2].with_local(func(part, args[1], args[2].local), args[1] % part.dim())
-    picks = func._schema.name == "aten::index_select" and is_part(part) and part.axis.positions
-    if picks and part.dim_cut in touched and not is_part(args[2]):
-        return _picked(torch.ops.aten.index.Tensor, part, [None] * part.dim_cut + [args[2]])
-    if func._schema.name == "aten::gather" and is_part(part) and part.dim_cut in touched and not is_part(args[2]):
-        return entries_here(part, part.dim_cut, args[2])
-    if func._schema.name == "aten::gather" and not is_part(part):
-        mine = args[2].dim_cut
-        # along `dim` any entry may be read; along others an entry is read at the index's own place
-        source = part if mine in touched else args[2].share(part, mine)
-        return args[2].with_local(func(source, args[1], args[2].local))
     if not is_part(part) or part.dim_cut in touched:
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
-    if func._schema.name == "aten::gather":
-        return _gathered_by(func, part, args[1], args[2])
     output = func(part.local, *args[1:], **kwargs)
     if isinstance(output, tuple):
         return tuple(part.with_local(each) for each in output)
     return part.with_local(output)
 
 
+@rule("index_select")
+def index_select(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """Rule of `x.index_select(dim, places)`: places may be cut where x is plain, or plain where x is cut."""
+    x, dim, places = args
+    if is_part(places) and not is_part(x):  # every rank has what is read, and reads it at its own share of the places
+        return places.with_local(func(x, dim, places.local), dim % x.dim())
+    if is_part(x) and x.dim_cut != dim % x.dim():
+        return x.with_local(func(x.local, dim, places))
+    if not is_part(x) or not x.axis.positions or is_part(places):
+        raise Uncut(no_rule(func, parts_in((args, kwargs))))
+    return _picked(torch.ops.aten.index.Tensor, x, [None] * x.dim_cut + [places])
+
+
+@rule("gather")
+def gather(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """Rule of `x.gather(dim, index)`, where x or the index is cut, or both are cut alike."""
+    x, dim, index = args[:3]
+    along_dim = dim % x.dim()
+    if not is_part(x):
+        # along `dim` any entry may be read; along others an entry is read at the index's own place
+        source = x if index.dim_cut == along_dim else index.share(x, index.dim_cut)
+        return index.with_local(func(source, dim, index.local))
+    if x.dim_cut != along_dim:
+        return _gathered_by(func, x, dim, index)
+    if is_part(index):
+        raise Uncut(no_rule(func, parts_in((args, kwargs))))
+    return entries_here(x, x.dim_cut, index)
+
+
 def _gathered_by(func: Any, part: Part, dim: int, index: torch.Tensor) -> Part:
-    """`gather(x, dim, index)` along a dim that is not cut, by an index for every position."""
+    """Returns `gather(x, dim, index)` along a dim that is whole, by an index with an entry for every cut position."""
     cut = part.dim_cut
     if index.shape[cut] != part.shape[cut]:
         raise Uncut(no_rule(func, [part]))
@@ -63,7 +76,7 @@ def _gathered_by(func: Any, part: Part, dim: int, index: torch.Tensor) -> Part:
 
 
 def _reordered(func: Any, part: Part, args: tuple, kwargs: dict) -> Part:
-    """`flip(x, dims)`, `roll(x, shifts, dims)`, dealt as before: along the cut dim each rank fetches what it shows."""
+    """Returns `flip(x, dims)` or `roll(x, shifts, dims)`, dealt as x: along the cut dim, indices are fetched."""
     n, cut = part.shape[part.dim_cut], part.dim_cut
     listed = args[-1] if len(args) > 1 else kwargs.get("dims", ())
     dims = [d % part.dim() for d in listed]
@@ -82,6 +95,7 @@ def _reordered(func: Any, part: Part, args: tuple, kwargs: dict) -> Part:
 
 
 def _touched(func: Any, part: Any, args: tuple, kwargs: dict) -> set[int]:
+    """Returns the dims along which an operation of `along` moves, adds or compares indices."""
     n = part.dim() if isinstance(part, torch.Tensor) else 0
     name = func._schema.name.partition("::")[2]
     if name == "constant_pad_nd":
@@ -93,7 +107,7 @@ def _touched(func: Any, part: Any, args: tuple, kwargs: dict) -> set[int]:
     if name == "roll":
         dims = args[2] if len(args) > 2 else kwargs.get("dims", ())
         return {d % n for d in dims} if dims else set(range(n))
-    if name in ("flip", "index_select", "gather", *SCANS):
+    if name in ("flip", *SCANS):
         dims = args[1]
         return {d % n for d in ([dims] if isinstance(dims, int) else dims)}
     return set(range(n))
@@ -129,7 +143,7 @@ def triangle(func: Any, args: tuple, kwargs: dict) -> Part:
 
 @rule("index")
 def index(func: Any, args: tuple, kwargs: dict) -> Part:
-    """`x[i, j, ...]` by plain indices along dims that are not cut, where the cut dim keeps its place after them."""
+    """Rule of `x[i, j, ...]`: local by plain indices of whole dims; masks, cut indices and the cut dim by case."""
     part, indices = args[0], list(args[1])
     if is_mask(indices):
         return selected(func, args, kwargs)
@@ -149,7 +163,7 @@ def index(func: Any, args: tuple, kwargs: dict) -> Part:
 
 
 def _read_by_own(func: Any, x: torch.Tensor, indices: list) -> Part:
-    """`x[i, j, ...]` of a tensor that every rank has, by indices that are cut: each reads at its own places."""
+    """Returns `x[i, j, ...]` of a plain tensor by cut indices, as a part: each rank reads at its share of them."""
     used = [d for d, i in enumerate(indices) if i is not None]
     lead = parts_in(indices)[0]
     place = lead.dim_cut - lead.dim()
@@ -161,7 +175,7 @@ def _read_by_own(func: Any, x: torch.Tensor, indices: list) -> Part:
 
 
 def _share_of_index(func: Any, index: torch.Tensor, lead: Part, place: int) -> torch.Tensor:
-    """This rank's share of an index, along a dim that is counted from the last one, beside that of `lead`."""
+    """Returns this rank's share of an index, dealt as `lead`; `place` is the cut dim, counted from the end (< 0)."""
     here = index.dim() + place
     if index.dtype in MASKS:
         raise Uncut(no_rule(func, [lead]))
@@ -171,7 +185,7 @@ def _share_of_index(func: Any, index: torch.Tensor, lead: Part, place: int) -> t
 
 
 def _picked(func: Any, part: Part, indices: list) -> torch.Tensor:
-    """`x[i, j, ...]` by plain indices, the cut dim's among them: a sum to which each entry's owner alone adds."""
+    """Returns `x[i, j, ...]` by plain indices of the cut dim too: a `Sum`, to which each entry's owner adds it."""
     wanted = indices[part.dim_cut]
     inner = part.local
     tokens = isinstance(inner, Part) and inner.dim_cut == part.dim_cut  # of tiles cut along several dims
@@ -229,7 +243,7 @@ def scatter(func: Any, args: tuple, kwargs: dict) -> Part:
 
 
 def _scattered(func: Any, dim: int, x: Any, index: Any, values: Any) -> torch.Tensor:
-    """`x.scatter_add(dim, index, values)` along the cut dim."""
+    """Returns `x.scatter_add(dim, index, values)` along the cut dim, index and values both cut or both plain."""
     if is_part(x) and not parts_in([index, values]):
         return added_here(func, x, dim, index, values)
     if not is_part(index) or not is_part(values) or index.dim_cut != dim or not index.beside(values):
@@ -244,7 +258,7 @@ def _scattered(func: Any, dim: int, x: Any, index: Any, values: Any) -> torch.Te
 
 @rule("index_put", "index_put_", "_index_put_impl_")
 def index_put(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """`x[i, j, ...] = values`, or `+=`, by plain indices along dims that are not cut: the gradient of such an index."""
+    """Rule of `x[i, j, ...] = values`, or `+=`; autograd uses it for the gradient of `x[i, j, ...]`."""
     x, indices, values, *rest = args
     if is_mask(indices):
         return put(func, args, kwargs)
@@ -270,7 +284,7 @@ def index_put(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 
 def _put_by_whole_indices(func: Any, x: Part, indices: list, values: torch.Tensor, rest: list) -> Part:
-    """`x[i, j, ...] = values` by indices that every rank has: each writes its own entries, others beside its share."""
+    """Returns x with `x[i, j, ...] = values` by plain indices: each rank writes the entries of its own share."""
     used = [d for d, i in enumerate(indices) if i is not None]
     together = used == list(range(used[0], used[-1] + 1))
     if not together or any(indices[d].dtype in MASKS for d in used):
@@ -302,7 +316,7 @@ def _put_by_whole_indices(func: Any, x: Part, indices: list, values: torch.Tenso
 
 
 def _places_of(part: Part, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(whether this rank has each wanted index of the cut dim, where among its own); indices may count from the end."""
+    """Returns (whether this rank owns each wanted index of the cut dim, its place among its own); negative ones too."""
     mine = to_device(part.owners.indices(part.axis.index), wanted.device)
     wanted = torch.where(wanted < 0, wanted + part.owners.size, wanted)
     if not len(mine):
@@ -312,7 +326,7 @@ def _places_of(part: Part, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 def _put_of_each(func: Any, x: Any, indices: list, values: Any, rest: list) -> torch.Tensor | None:
-    """`x[..., i, j, ...] += values` where values are cut along a dim of the indices: each rank's own, added up.
+    """Returns x plus the sum over ranks of their values at `[..., i, j, ...]`, cut along a dim of the indices.
 
     None where it is something else. Of nodes read for each cell, (N,)[(cells, neighbours)], this is the gradient.
     """
@@ -332,7 +346,7 @@ def _put_of_each(func: Any, x: Any, indices: list, values: Any, rest: list) -> t
 
 @rule("index_add", "index_add_")
 def index_add(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """`x.index_add(dim, index, source)`: along the cut dim each rank's own rows, added up; along others as they lie.
+    """Rule of `x.index_add(dim, index, source)`: along the source's cut dim a sum over ranks, along others local.
 
     Where every rank has all rows that are added, each keeps those of its own indices of x.
     """

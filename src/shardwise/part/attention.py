@@ -42,27 +42,24 @@ class _Heads:
 
     @property
     def read(self) -> torch.Tensor:
-        """The key head that each of this rank's queries reads."""
+        """Returns (own query heads,) the index of the key head that each reads."""
         mine = to_device(self.part.owners.indices(self.part.axis.index), self.part.device)
         return mine // self.queries_per_key
 
     def local(self, tensor: Any) -> Any:
-        """The share of an input; masks that are the same for all heads stay."""
+        """Returns this rank's share of an input; a mask that is the same for all heads as it is."""
         if is_part(tensor):
             return tensor.local
         # more ranks than key heads: they are whole, and several ranks read the same one
         if self.dim == 1 and (tensor is self.key or tensor is self.value):
             return tensor.index_select(1, self.read)
-        if (
-            isinstance(tensor, torch.Tensor)
-            and tensor.dim() >= 3
-            and tensor.shape[self.dim] == self.part.shape[self.dim]
-        ):
+        has_dim = isinstance(tensor, torch.Tensor) and tensor.dim() >= 3
+        if has_dim and tensor.shape[self.dim] == self.part.shape[self.dim]:
             return self.part.share(tensor, self.dim).contiguous()
         return tensor
 
     def run(self, args: tuple, kwargs: dict) -> tuple:
-        """The kernel on this rank's shares; a rank without heads gives it one of zeros, and drops what comes of it."""
+        """Returns the kernel's results on this rank's shares; without heads it runs on one of zeros, dropped then."""
         local = [self.local(argument) for argument in args]
         named = {name: self.local(argument) for name, argument in kwargs.items()}
         if self.part.local.shape[self.dim]:
@@ -79,13 +76,13 @@ class _Heads:
         return tuple(map(without_heads, output))
 
     def output(self, local: Any) -> Any:
-        """A result that has heads, as a part."""
+        """Returns a result as a part cut along heads (or samples); one that has no heads as it is."""
         if not isinstance(local, torch.Tensor) or local.dim() < 3:
             return local
         return self.part.with_local(local, self.dim)
 
     def gradient(self, of: torch.Tensor, local: Any) -> Any:
-        """The gradient of an input."""
+        """Returns the gradient of input `of`, cut as it is; of whole keys and values a sum over ranks. Collective."""
         if local is None:
             return None
         if is_part(of):

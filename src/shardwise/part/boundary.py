@@ -28,7 +28,7 @@ APART: dict[type, Callable[[Any], tuple[Any, list[torch.Tensor]]]] = {}
 
 @dataclass(frozen=True)
 class PartLayout:
-    """How a part is cut. `inside`: how its share is, over an axis further in."""
+    """The cut of a part as a value: dim, owners, axis; `inside` is the cut of its share over an axis further in."""
 
     dim: int
     owners: Owners
@@ -65,7 +65,7 @@ class PartLayout:
         return Part(local, self.dim, self.owners, self.axis, self.soft, self.origin)
 
     def share(self, gradient: torch.Tensor) -> torch.Tensor:
-        """This rank's share of a gradient, however it was dealt. Collective where it is a sum or cut otherwise."""
+        """Returns this rank's plain share of a gradient. Collective where that is a sum or cut in another way."""
         # over axes further out than the layout's nothing was cut, so the gradient is whole there
         while isinstance(gradient, Distributed) and gradient.axis.depth < self.axis.depth:
             gradient = whole_over_axis(gradient, gradient.axis)

@@ -20,18 +20,15 @@ from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
 
 
 def _of_channels(x: Any, t: torch.Tensor | None) -> torch.Tensor | None:
-    """This rank's channels of a weight or a statistic."""
+    """Returns this rank's channels of a weight or a statistic (C,); None for None."""
     return None if t is None else t.local if is_part(t) else x.share(t, 0).contiguous()
 
 
 def _lead(func: Any, x: Any, args: tuple) -> Part:
+    """Returns x where it is cut along channels alone and every rank has some; else raises `Uncut`."""
     plain = not isinstance(x.local, Part) if is_part(x) else False
-    if (
-        plain
-        and x.dim_cut == 1
-        and all(x.owners.counts)
-        and all(part.dim_cut == 0 for part in parts_in(args) if part.dim() == 1)
-    ):
+    vectors = [part for part in parts_in(args) if part.dim() == 1]
+    if plain and x.dim_cut == 1 and all(x.owners.counts) and all(part.dim_cut == 0 for part in vectors):
         return x
     raise Uncut(f"a batch norm's statistics run over a cut dim ({no_rule(func, parts_in(args))})")
 

@@ -26,7 +26,7 @@ Cuts = tuple[tuple[str, int, Owners], ...]  # and who owns which index
 
 
 def cuts_of(tensor: torch.Tensor) -> Cuts:
-    """The cuts of a tensor over axes of positions, outermost first. Collective where it is a sum over one."""
+    """Returns the cuts of a tensor over axes of positions, outermost first. Collective where it is a sum over one."""
     cuts = []
     while isinstance(tensor, Distributed) and tensor.axis.positions:
         tensor = tensor.settled()
@@ -37,7 +37,7 @@ def cuts_of(tensor: torch.Tensor) -> Cuts:
 
 
 def axes_of(tensor: torch.Tensor) -> tuple[Axis, ...]:
-    """The axes of positions that cut a tensor, outermost first. Collective where it is a sum over one."""
+    """Returns the axes of positions that cut a tensor, outermost first. Collective where it is a sum over one."""
     axes = []
     while isinstance(tensor, Distributed) and tensor.axis.positions:
         tensor = tensor.settled()
@@ -66,7 +66,7 @@ def _settled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def settled(tensor: Any) -> Any:
-    """Differentiable: a tensor that is cut over axes of positions at most, every sum taken. Collective."""
+    """Returns, differentiably, the tensor cut over axes of positions alone, with every sum taken. Collective."""
     tensor = now_of(tensor)
     return _Settled.apply(tensor) if isinstance(tensor, Distributed) else tensor
 
@@ -88,7 +88,7 @@ def put_together(payload: torch.Tensor, cuts: Cuts, axes: Iterable[Axis]) -> tor
 
 
 def dealt_beside(whole: torch.Tensor, part: Part) -> Part | None:
-    """This rank's share of a plain vector, dealt as the one cut dim of a part; None where it has several."""
+    """Returns a plain vector as a part dealt as the cut dim of `part`; None where several dims of that are cut."""
     cuts, axes, local = cuts_of(part), axes_of(part), whole
     if len({dim for _, dim, _ in cuts}) != 1:
         return None
@@ -99,7 +99,7 @@ def dealt_beside(whole: torch.Tensor, part: Part) -> Part | None:
 
 
 def share_under(tensor: torch.Tensor, cuts: Cuts, axes: Iterable[Axis]) -> torch.Tensor:
-    """This rank's payload of a tensor, however it is dealt, once it is dealt by `cuts`. Collective where it is not."""
+    """Returns this rank's plain share of a tensor under `cuts`. Collective where it is cut in another way."""
     by_name = {axis.name: axis for axis in axes}
     for name, dim, owners in cuts:
         tensor = share_of(tensor, dim, owners, by_name[name])
@@ -119,7 +119,7 @@ class _Apart(torch.autograd.Function):
 
 
 def apart(tensor: torch.Tensor, cuts: Cuts, axes: Sequence[Axis]) -> torch.Tensor:
-    """Differentiable: this rank's share, as a plain tensor, of one that is dealt by `cuts` or brought there."""
+    """Returns, differentiably, this rank's plain share under `cuts`. Collective where it is cut otherwise."""
     return _Apart.apply(tensor, cuts, axes) if cuts else settled(tensor)
 
 
@@ -144,7 +144,7 @@ def filled(
     shape: Sequence[int], value: float, along: Along, axes: Iterable[Axis], beside: Sequence[torch.Tensor],
     **options: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """A tensor of one value, cut along these dims as tensors `beside` it are, or in blocks."""
+    """Returns a tensor of this whole shape filled with one value, cut as tensors `beside` it are, else in blocks."""
     by_name = {axis.name: axis for axis in axes}
     owners_by_axis = {(name, owners.size): owners for tensor in beside for name, _, owners in cuts_of(tensor)}
     local, cuts = list(shape), []
@@ -158,7 +158,7 @@ def filled(
 
 
 def overwrite(tensor: torch.Tensor, value: torch.Tensor, axes: Sequence[Axis]) -> None:
-    """Let a tensor that somebody holds be `value`, which has its shape and is cut over axes of positions at most."""
+    """Makes the object `tensor` stand for `value`, which has its shape and is cut over axes of positions at most."""
     if isinstance(tensor, Written):
         stand_for(tensor, value)
     elif not isinstance(tensor, Distributed):
@@ -182,7 +182,7 @@ def overwrite(tensor: torch.Tensor, value: torch.Tensor, axes: Sequence[Axis]) -
 
 
 class Entering(torch.autograd.Function):
-    """A tensor that every rank has, as shares; its gradient is whole again."""
+    """Differentiable: cuts a plain tensor into shares; the gradient is gathered."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, cuts: Cuts, axes: tuple[Axis, ...]) -> torch.Tensor:

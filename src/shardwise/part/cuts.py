@@ -26,7 +26,7 @@ REMEMBERED = 4096  # entries of each cache; a dim of a million indices costs wha
 
 
 class Uncut(RefusedPlan):
-    """An operation that cannot be done on parts. `origins`: the weights whose cuts led there."""
+    """Raised where an operation cannot be done on parts. `origins`: the weights whose cuts led there."""
 
     origins: frozenset[str] = frozenset()
 
@@ -51,19 +51,19 @@ class Owners:
 
     @classmethod
     def of(cls, array: np.ndarray, ranks: int) -> Owners:
-        """Owners from a vector with the rank of each index."""
+        """Returns owners from a vector (size,) with the rank of each index."""
         array = np.asarray(array, dtype=np.int16)
         return cls(np.arange(1, len(array) + 1), array, ranks)
 
     @classmethod
     def blocks(cls, n: int, ranks: int) -> Owners:
-        """Contiguous blocks, the first ones larger by one where it does not divide."""
+        """Returns contiguous blocks, the first ones larger by one where it does not divide."""
         sizes = [n // ranks + (r < n % ranks) for r in range(ranks)]
         return cls(np.cumsum(sizes), np.arange(ranks), ranks)
 
     @classmethod
     def zigzag(cls, n: int, ranks: int) -> Owners:
-        """Two contiguous blocks for each rank, one from either end, so that causal attention costs all ranks alike."""
+        """Returns two blocks for each rank, one from either end, so that causal attention costs all ranks alike."""
         stops = cls.blocks(n, 2 * ranks).stops
         # blocks without indices were dropped from the end of `stops`
         counts = np.diff(np.concatenate([stops, np.full(2 * ranks - len(stops), n)]), prepend=0)
@@ -80,26 +80,26 @@ class Owners:
 
     @cached_property
     def size(self) -> int:
-        """Indices in all: the dim's global length."""
+        """Returns the dim's global length."""
         return int(self.stops[-1]) if len(self.stops) else 0
 
     @property
     def array(self) -> np.ndarray:
-        """(size,) the rank of each index."""
+        """Returns (size,) the rank of each index."""
         return np.repeat(self.who, np.diff(self.stops, prepend=0))
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """How many indices each rank has."""
+        """Returns how many indices each rank has."""
         lengths = np.diff(self.stops, prepend=0)
         return tuple(int(lengths[self.who == rank].sum()) for rank in range(self.ranks))
 
     def indices(self, rank: int) -> np.ndarray:
-        """(counts[rank],) this rank's indices, ascending."""
+        """Returns (counts[rank],) the rank's indices, ascending."""
         return _indices(self, rank)
 
     def span(self, rank: int) -> tuple[int, int] | None:
-        """(first, count) where the rank's indices are contiguous, else None."""
+        """Returns (first, count) where the rank's indices are contiguous, else None."""
         runs = np.flatnonzero(self.who == rank)
         if not len(runs):
             return 0, 0
@@ -115,22 +115,22 @@ class Owners:
 
     @property
     def order(self) -> np.ndarray | None:
-        """(size,) where each index lies when the ranks' pieces are put side by side; None where in its own place."""
+        """Returns (size,) each index's place in the ranks' pieces side by side; None where they are in order."""
         return None if self.in_rank_order else _order(self)
 
     def take(self, tensor: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
-        """The rank's share of a whole tensor: a view where contiguous."""
+        """Returns the rank's share of a whole tensor along `dim`: a view where its indices are contiguous."""
         span = self.span(rank)
         if span is not None:
             return tensor.narrow(dim, *span)
         return tensor.index_select(dim, to_device(self.indices(rank), tensor.device))
 
     def sliced(self, start: int, stop: int, step: int = 1) -> Owners:
-        """Owners of the dim after `[start:stop:step]`, with `0 <= start`, `stop <= size`."""
+        """Returns owners of the dim after `[start:stop:step]`, with `0 <= start`, `stop <= size`."""
         return _sliced(self, start, max(stop, start), step)
 
     def local_slice(self, rank: int, start: int, stop: int, step: int = 1) -> np.ndarray:
-        """Places, among the rank's own indices, of those that the slice keeps."""
+        """Returns the places, among the rank's own indices, of those that the slice keeps."""
         return _local_slice(self, rank, start, stop, step)
 
 
@@ -165,7 +165,7 @@ def _local_slice(owners: Owners, rank: int, start: int, stop: int, step: int) ->
 
 
 def _as_if_full(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The two shapes with their zeros replaced, so that a view of a tensor without elements is followed like others."""
+    """Returns both shapes of a view without elements with zeros replaced, so that the view can be followed."""
     full, goal = list(before), list(after)
     zeros = [[d for d, n in enumerate(shape) if n == 0] for shape in (full, goal)]
     # zeros but the last become 2; the last is set such that both shapes have as many elements
@@ -185,7 +185,7 @@ def _as_if_full(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[
 
 
 def group_size(before: tuple[int, ...], dim: int, after: tuple[int, ...]) -> int:
-    """How many indices of dim `dim` must have one owner, so that a view from `before` to `after` can stay cut."""
+    """Returns how many indices of dim `dim` must have one owner for a view from `before` to `after` to stay cut."""
     if 0 in before:
         before, after = _as_if_full(before, after)
     try:
@@ -206,7 +206,7 @@ def group_size(before: tuple[int, ...], dim: int, after: tuple[int, ...]) -> int
 
 @lru_cache(REMEMBERED)
 def in_whole_groups(owners: Owners, group: int) -> Owners:
-    """Owners rounded to whole groups of `each` indices, so that no group is divided."""
+    """Returns owners rounded to whole groups of `group` indices, so that no group is divided."""
     count = owners.size // group
     # a group goes where its middle index lies, so the fewest indices move
     middle = owners.array[np.arange(count) * group + group // 2]
@@ -216,13 +216,13 @@ def in_whole_groups(owners: Owners, group: int) -> Owners:
 
 @lru_cache(REMEMBERED)
 def of_other_rows(owners: Owners, old: int, new: int) -> Owners:
-    """Owners of rows of `new` elements, where those of `old` elements have `owners`: of the row that has the middle."""
+    """Returns owners of rows of `new` elements, where rows of `old` elements have `owners`: by a row's middle."""
     middle = (np.arange(owners.size * old // new) * new + new // 2) // old
     return Owners.of(owners.who[np.searchsorted(owners.stops, middle, side="right")], owners.ranks)
 
 
 def runs_of(owners: Owners, rank: int) -> tuple[tuple[int, int], ...]:
-    """(start, stop) of each run of a rank's indices."""
+    """Returns (start, stop) of each run of a rank's indices."""
     starts = np.concatenate([[0], owners.stops[:-1]])
     mine = owners.who == rank
     return tuple((int(a), int(b)) for a, b in zip(starts[mine], owners.stops[mine], strict=True))
@@ -230,7 +230,7 @@ def runs_of(owners: Owners, rank: int) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(REMEMBERED)
 def unsliced(owners: Owners, size: int, start: int, step: int) -> Owners:
-    """Owners of a dim of `size` whose slice has `owners`; indices outside it go to the nearest owner before them."""
+    """Returns owners of a dim of `size` whose slice has `owners`; other indices go to the nearest owner before them."""
     if not owners.size:
         return Owners.blocks(size, owners.ranks)
     nearest = np.clip((np.arange(size) - start) // step, 0, owners.size - 1)
@@ -239,7 +239,7 @@ def unsliced(owners: Owners, size: int, start: int, step: int) -> Owners:
 
 @lru_cache(REMEMBERED)
 def joined(parts: tuple[Owners, ...]) -> Owners:
-    """Owners of dims that are concatenated (`cat`)."""
+    """Returns owners of the concatenation of these dims (`cat`)."""
     before = np.cumsum([0] + [part.size for part in parts[:-1]])
     stops = np.concatenate([part.stops + shift for part, shift in zip(parts, before, strict=True)])
     return Owners(stops, np.concatenate([part.who for part in parts]), parts[0].ranks)
@@ -247,13 +247,13 @@ def joined(parts: tuple[Owners, ...]) -> Owners:
 
 @lru_cache(REMEMBERED)
 def repeated(owners: Owners, times: int) -> Owners:
-    """Owners where every index is repeated `each` times in a row (`repeat_interleave`)."""
+    """Returns owners where every index is repeated `times` times in a row (`repeat_interleave`)."""
     return Owners(owners.stops * times, owners.who, owners.ranks)
 
 
 @lru_cache(REMEMBERED)
 def tiled(owners: Owners, times: int) -> Owners:
-    """Owners where the whole dim is repeated `times` times (`repeat`)."""
+    """Returns owners where the whole dim is repeated `times` times (`repeat`)."""
     shifts = np.repeat(np.arange(times) * owners.size, len(owners.stops))
     return Owners(np.tile(owners.stops, times) + shifts, np.tile(owners.who, times), owners.ranks)
 
@@ -262,7 +262,7 @@ def tiled(owners: Owners, times: int) -> Owners:
 def regrouped(
     before: tuple[int, ...], dim: int, owners: Owners, after: tuple[int, ...], goal: int | None = None
 ) -> tuple[int, Owners]:  # fmt: skip
-    """(dim, owners) of a view's result, where dim `dim` of a tensor of shape `before` is cut.
+    """Returns (dim, owners) of a view's result, where dim `dim` of a tensor of shape `before` is cut.
 
     goal  the result's dim, where it is known
     Raises `Uncut` where ranks' shares are no product of whole dims and a share of one.

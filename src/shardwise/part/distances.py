@@ -19,7 +19,7 @@ from shardwise.part.tensor import GATHERS, Part, is_part, no_rule, parts_in, rul
 
 
 def _led(func: Any, x1: Any, x2: Any) -> tuple[Any, Any, Part, int]:
-    """(both sets, the part whose points are dealt, along which dim of the distances, from behind): rows first."""
+    """Returns (x1, x2, the part whose points or samples are cut, the distances' cut dim, counted from the end)."""
     lead, place = (x1, 0) if is_part(x1) else (x2, 1)
     dim = lead.dim_cut - lead.dim()  # -1 coordinates, -2 points, others samples
     if is_part(x1) and is_part(x2) and dim == -2 == x2.dim_cut - x2.dim() and x2.axis.positions:
@@ -33,7 +33,7 @@ def _led(func: Any, x1: Any, x2: Any) -> tuple[Any, Any, Part, int]:
 
 
 def _mine(func: Any, tensor: torch.Tensor, lead: Part, dim: int) -> torch.Tensor:
-    """This rank's share along a dim counted from behind, where the tensor has it."""
+    """Returns this rank's share along `dim` (< 0), where the tensor has that dim and more than one index of it."""
     if tensor.dim() < -dim or tensor.shape[dim] == 1:
         return tensor
     if is_part(tensor):
@@ -42,7 +42,7 @@ def _mine(func: Any, tensor: torch.Tensor, lead: Part, dim: int) -> torch.Tensor
 
 
 def _points(func: Any, x1: Any, x2: Any, lead: Part, dim: int) -> list[torch.Tensor]:
-    """Both sets as this rank reads them."""
+    """Returns both sets of points as this rank's kernel reads them."""
     samples = dim < -2
     return [_mine(func, x, lead, dim if samples else -2) if samples or x is lead else x for x in (x1, x2)]
 

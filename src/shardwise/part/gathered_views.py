@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class GatheredView:
-    """A view of a gathered part: which part and which view, and whether the part was written into since."""
+    """A view of a gathered part: the part, the view as a function, and the part's version when it was gathered."""
 
     def __init__(self, part: Part, view: Callable[[torch.Tensor], torch.Tensor]):
         self.part, self.view, self.version = part, view, part._version

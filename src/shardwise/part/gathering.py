@@ -21,7 +21,7 @@ from shardwise.part.tensor import UNSENT, LastGathered, Part
 
 
 def gather(part: Part) -> torch.Tensor:
-    """The whole tensor, on every rank, to read: of a soft part, the same object as the last time. Collective."""
+    """Returns the whole tensor, to be read alone: of a soft part, the same object as the last time. Collective."""
     # remembered for soft parts alone, which several products read one after the other: queries, keys, values
     if not part.soft or part.recipe is not None or isinstance(part.local, Distributed):
         return gathered(part)
@@ -37,7 +37,7 @@ def gather(part: Part) -> torch.Tensor:
 
 
 def gathered(part: Part) -> torch.Tensor:
-    """The tensor whole along the part's axis, newly made; it may still be cut over axes further in. Collective."""
+    """Returns a new tensor, whole over the part's axis; it may still be cut over axes further in. Collective."""
     if (table := whole_table(part)) is not None:
         return table
     if part.whole_values is not None:
@@ -81,7 +81,7 @@ def rows_of(share: torch.Tensor, dim: int, owners: Owners, *, repeat: bool = Fal
 
 
 def whole_of(table: torch.Tensor, dim: int, owners: Owners) -> torch.Tensor:
-    """The tensor whole along `dim` from every rank's rows (`rows_of`), end to end."""
+    """Returns the tensor whole along `dim` from all ranks' rows (`rows_of`), put end to end in `table`."""
     most = max(owners.counts)
     if any(count != most for count in owners.counts):  # rows that `rows_of` added
         table = torch.cat([table[r * most : r * most + n] for r, n in enumerate(owners.counts)])
@@ -100,7 +100,7 @@ def packed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def reduced(local: torch.Tensor, part: Part, op: str = "sum") -> torch.Tensor:
-    """The sum (max, min) over the ranks of what each has; plain. Collective."""
+    """Returns the sum (max, min) of `local` over the ranks of the part's axis. Collective."""
     return all_sum(local, part.axis, op)
 
 
@@ -130,12 +130,12 @@ def all_sum(local: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
 
 
 def scatter_sum(local: torch.Tensor, dim: int, owners: Owners, axis: Axis) -> torch.Tensor:
-    """This rank's share, along `dim`, of the sum of every rank's tensor. Collective."""
+    """Returns this rank's share, along `dim`, of the sum of all ranks' tensors. Collective."""
     return Scatter(local, dim, owners, axis).wait()
 
 
 class Scatter:
-    """A sum over ranks under way, of which each keeps its share along `dim`. Collective."""
+    """A reduce-scatter under way, of which each rank keeps its share along `dim`. Collective."""
 
     def __init__(self, local: torch.Tensor, dim: int, owners: Owners, axis: Axis):
         self.dim, self.owners, self.axis = dim, owners, axis
@@ -144,13 +144,13 @@ class Scatter:
         self.pending = reduce_scatter(self.share.view(-1), self.sent.view(-1), axis, "activations", wait=False)
 
     def wait(self) -> torch.Tensor:
-        """Wait for the messages; returns this rank's share of the sum."""
+        """Returns this rank's share of the sum, once the messages are over."""
         self.pending.wait()
         return packed(self.share[: self.owners.counts[self.axis.index]].movedim(0, self.dim))
 
 
 def _in_blocks(front: torch.Tensor, owners: Owners, axis: Axis) -> torch.Tensor:
-    """The rows of each rank behind each other, in blocks of one size."""
+    """Returns the rows that each rank owns, rank after rank, in blocks padded to one size."""
     most = max(owners.counts)
     if owners.order is None and all(count == most for count in owners.counts):
         return front.contiguous()
@@ -162,7 +162,7 @@ def _in_blocks(front: torch.Tensor, owners: Owners, axis: Axis) -> torch.Tensor:
 
 
 class _ToPart(torch.autograd.Function):
-    """A plain tensor that is this rank's share, as a part. Backward takes the share of the gradient."""
+    """Makes a part of a plain share; backward takes this rank's share of the gradient."""
 
     @staticmethod
     def forward(ctx, local: torch.Tensor, dim: int, owners: Owners, axis: Axis, origin: str) -> Part:
@@ -176,7 +176,7 @@ class _ToPart(torch.autograd.Function):
 
 
 def share_of(tensor: torch.Tensor, dim: int, owners: Owners, axis: Axis) -> torch.Tensor:
-    """This rank's share over `axis` of a tensor, however it is dealt. Collective where it is a sum or cut otherwise.
+    """Returns this rank's share over `axis` of any tensor. Collective where that is a sum or cut otherwise.
 
     Over axes further out the result is what the tensor is: the share of a sum is a sum of shares.
     """
@@ -197,7 +197,7 @@ def share_of(tensor: torch.Tensor, dim: int, owners: Owners, axis: Axis) -> torc
 
 
 def to_part(local: torch.Tensor, dim: int, owners: Owners, axis: Axis, origin: str = "") -> Part:
-    """Differentiable: this rank's share (a parameter) as a part of the whole."""
+    """Returns, differentiably, the part of which `local` (a parameter) is this rank's share."""
     if not local.requires_grad or not torch.is_grad_enabled():
         return Part(local.detach(), dim, owners, axis, origin=origin)
     return _ToPart.apply(local, dim, owners, axis, origin)

@@ -27,7 +27,7 @@ MOST = 1 << 24  # elements that are computed whole beside a share
 
 
 def note_known(tensor: Distributed, whole: torch.Tensor) -> None:
-    """In a rehearsal on values, keep the whole tensor beside this rank's share of a batch."""
+    """Keeps, in a rehearsal on values, the whole tensor beside this rank's share of a batch."""
     if tensor.axis.rehearsal is not None and has_values(whole) and whole.numel() <= MOST:
         tensor.whole_values = whole.clone()
 
@@ -48,7 +48,7 @@ def with_known(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed], 
 
 
 def _of_whole(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed]) -> Any:
-    """The operation on whole tensors; None where not all are known, or weights or chance take part."""
+    """Returns the operation of whole tensors; None where one is not known, or a weight or a draw takes part."""
     plain = [tensor for tensor in tensors_in((args, kwargs)) if not isinstance(tensor, Distributed)]
     if any(tensor.whole_values is None for tensor in inputs) or any(tensor.requires_grad for tensor in plain):
         return None
@@ -63,7 +63,7 @@ def _of_whole(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed]) -
 
 
 def _with_whole_values(output: Any, whole: Any) -> Any:
-    """One result, with what is known of it."""
+    """Returns a result with its whole values beside it: a number or a plain tensor is replaced by them."""
     if not isinstance(output, torch.Tensor):
         return whole
     if not isinstance(whole, torch.Tensor) or whole.shape != output.shape or whole.numel() > MOST:

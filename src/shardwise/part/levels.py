@@ -19,7 +19,7 @@ from shardwise.comm import Axis
 
 @dataclass(frozen=True)
 class ViewOf:
-    """What a view reads, where the view is a copy: one index of a cut dim, which its owner alone has.
+    """The base of a view that is materialised as a copy: one index of a cut dim, which its owner alone has.
 
     of      the tensor that is viewed
     put     writes the whole copy back into what this rank has of it; None where it has nothing, or both share memory
@@ -32,7 +32,7 @@ class ViewOf:
 
 
 class Distributed(torch.Tensor):
-    """A tensor of which each rank of `axis` holds something: a share (`Part`) or a summand (`Sum`)."""
+    """Base class of tensors of which each rank of `axis` holds a share (`Part`) or a summand (`Sum`)."""
 
     local: torch.Tensor  # what this rank holds: plain, or distributed over an axis further in
     axis: Axis
@@ -50,11 +50,11 @@ class Distributed(torch.Tensor):
         return self.local
 
     def settled(self) -> torch.Tensor:
-        """The tensor as it is read: a sum is taken. Collective."""
+        """Returns the tensor with a sum over its axis taken. Collective."""
         return self
 
     def settled_local(self) -> torch.Tensor:
-        """What this rank holds, however the axes further in distribute it."""
+        """Returns this rank's share or summand, plain or distributed over an axis further in."""
         return self.local
 
     def like(self, local: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ class Distributed(torch.Tensor):
 
 
 def written_back(tensor: Distributed) -> None:
-    """Copy what was written into a copy of one index back into the tensor of which it is a view."""
+    """Copies what was written into a copy of one index back into the tensor of which it is a view."""
     while tensor.source is not None:
         if tensor.source.put is not None:
             tensor.source.put(tensor.settled())

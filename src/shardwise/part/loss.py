@@ -18,7 +18,7 @@ from shardwise.part.tensor import FUNCTIONS, Part, is_part, no_rule, parts_in, r
 
 
 def _place_of(part: Part, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(whether this rank holds the index, where among its own)."""
+    """Returns (whether this rank owns each index of the cut dim, its place among its own; 0 where it does not)."""
     mine = to_device(part.owners.indices(part.axis.index), index.device)
     if not len(mine):
         return torch.zeros_like(index, dtype=torch.bool), torch.zeros_like(index)
@@ -34,7 +34,7 @@ def with_one_more(local: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _check_range(index: torch.Tensor, size: int, what: str, ignored: int | None = None) -> None:
-    """Raise as one process would, where an index lies on no rank. Values on a GPU are asserted without waiting."""
+    """Raises as one process would, where an index lies on no rank. Values on a GPU are asserted without waiting."""
     if isinstance(index, Distributed) or not has_values(index) or not index.numel():
         return  # of an index that an axis further in cuts too, to read this would take collectives
     wrong = (index < 0) | (index >= size)
@@ -44,12 +44,12 @@ def _check_range(index: torch.Tensor, size: int, what: str, ignored: int | None 
 
 
 def _without(dim: int, gone: int) -> int:
-    """A dim's place once another one is gone."""
+    """Returns a dim's place once dim `gone` is removed."""
     return dim - (dim > gone)
 
 
 def _beside(x: Part, tensor: torch.Tensor, classes: int) -> torch.Tensor:
-    """This rank's share of a tensor that is `x` without its classes."""
+    """Returns this rank's share of a tensor with the dims of `x` but that of the classes."""
     place = _without(x.dim_cut, classes)
     if is_part(tensor):
         if tensor.dim_cut != place:
@@ -59,7 +59,7 @@ def _beside(x: Part, tensor: torch.Tensor, classes: int) -> torch.Tensor:
 
 
 def _total_weight(x: Part, target: torch.Tensor, weight: Any, ignored: int, classes: int) -> torch.Tensor:
-    """What a mean is over, of all positions: every rank knows it where targets are whole."""
+    """Returns the divisor of a mean over all ranks' targets. Collective where targets are cut."""
     # ranks that have all targets count them all, without a message
     mine = _beside(x, target, classes) if is_part(target) else target
     counted = (mine != ignored).to(x.dtype)
@@ -70,7 +70,7 @@ def _total_weight(x: Part, target: torch.Tensor, weight: Any, ignored: int, clas
 
 @rule("nll_loss_forward", "nll_loss2d_forward")
 def nll_loss(func: Any, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss and total weight of x (N, C, ...) log-probabilities, cut along C or along N."""
+    """Returns (loss, total weight) of x (N, C, ...) log-probabilities, cut along C or along N."""
     x, target, weight, reduction, ignored = args
     classes = 0 if x.dim() == 1 else 1
     if is_part(x) and x.dim_cut != classes and not parts_in([weight]):
@@ -124,7 +124,7 @@ def nll_loss_backward(func: Any, args: tuple, kwargs: dict) -> Part:
 
 @rule("embedding")
 def embedding(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Rows of w (V, H): cut by rows, a sum of which all but one rank add zero; cut by columns, local."""
+    """Returns rows of w (V, H): cut along V a sum, to which one rank adds each row; cut along H local."""
     weight, index = args[:2]
     if is_part(index) and not is_part(weight):  # rows of a whole table for this rank's indices
         return index.with_local(func(weight, index.local, *args[2:], **kwargs))
@@ -140,7 +140,7 @@ def embedding(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 
 class _Rows(torch.autograd.Function):
-    """Rows of a table cut by rows, whose gradient is made for this rank's rows alone.
+    """`embedding` of a table cut by rows, whose gradient is made for this rank's rows alone.
 
     ATen's backward of an embedding is not given the table, and would make the gradient of all rows on every rank.
     """
@@ -186,7 +186,7 @@ FUNCTIONS[F.embedding] = rows_of
 
 
 def entries_here(x: Part, dim: int, index: torch.Tensor) -> torch.Tensor:
-    """`x.gather(dim, index)` along the cut dim. Collective."""
+    """Returns `x.gather(dim, index)` along the cut dim, plain. Collective."""
     owned, place = _place_of(x, index)
     # a rank without indices reads zeros
     local = x.local if x.local.shape[dim] else with_one_more(x.local, dim)
@@ -194,7 +194,7 @@ def entries_here(x: Part, dim: int, index: torch.Tensor) -> torch.Tensor:
 
 
 def added_here(func: Any, x: Part, dim: int, index: torch.Tensor, values: torch.Tensor) -> Part:
-    """`x.scatter_add(dim, index, values)` along the cut dim, of what every rank has: those of its own indices."""
+    """Returns `x.scatter_add(dim, index, values)` along the cut dim, of plain values, each added at its owner."""
     owned, place = _place_of(x, index)
     local = x.local
     if local.shape[dim]:
@@ -203,7 +203,7 @@ def added_here(func: Any, x: Part, dim: int, index: torch.Tensor, values: torch.
 
 
 class _Entries(torch.autograd.Function):
-    """`x.gather(dim, index)` along the cut dim: each entry is found on its rank, and its gradient put there."""
+    """Differentiable `x.gather(dim, index)` along the cut dim: an entry's gradient goes to the rank that owns it."""
 
     @staticmethod
     def forward(ctx, x: Part, dim: int, index: torch.Tensor) -> torch.Tensor:

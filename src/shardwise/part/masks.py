@@ -51,7 +51,7 @@ def selected(func: Any, args: tuple, kwargs: dict) -> Part:
 
 
 def put(func: Any, args: tuple, kwargs: dict) -> Part:
-    """`x[mask] = values` (or `+=`): values are cut as `x[mask]` is, or one for all, or lie whole on every rank."""
+    """Rule of `x[mask] = values` (or `+=`): values are one number, whole on every rank, or cut as `x[mask]` is."""
     values, rest = args[2], args[3:]
     x, (place, mask) = args[0], _place(args[1])
     mask = _cut_like(mask, x, place)
@@ -81,13 +81,13 @@ def put(func: Any, args: tuple, kwargs: dict) -> Part:
 
 
 def _place(indices: list) -> tuple[int, torch.Tensor]:
-    """(how many dims lie in front of those that the mask covers, the mask)."""
+    """Returns (how many dims lie in front of those that the mask covers, the mask)."""
     place = next(place for place, index in enumerate(indices) if index is not None)
     return place, indices[place]
 
 
 def _cut(func: Any, x: torch.Tensor, mask: torch.Tensor, place: int, values: Any = None) -> tuple[Part, int]:
-    """(the part by which they are cut, along which dim of the tensor)."""
+    """Returns (the part whose owners deal the elements, the dim of x that is cut)."""
     if not is_part(x) and not is_part(mask):  # the gradient of what was selected in front of the cut dim, or behind it
         assert isinstance(values, Part)
         if values.dim_cut == place:
@@ -101,14 +101,14 @@ def _cut(func: Any, x: torch.Tensor, mask: torch.Tensor, place: int, values: Any
 
 
 def _share(lead: Part, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """This rank's share of a mask, or of what it selects from, beside that of `lead`."""
+    """Returns this rank's share along `dim` of a mask, or of what it selects from, dealt as `lead`."""
     if not is_part(tensor):
         return lead.share(tensor, dim)
     return dealt_as(cast(Part, tensor), lead, dim, "a mask and what it selects from,").local
 
 
 def _owners(lead: Part, mask: torch.Tensor, cut: int, whole: torch.Tensor | None) -> Owners:
-    """The owner of each selected element; `mask`: this rank's share, `cut`: its cut dim. Collective.
+    """Returns the owner of each selected element; `mask`: this rank's share, `cut`: its cut dim. Collective.
 
     whole  in a rehearsal, the whole mask where it is known
     """
@@ -142,7 +142,7 @@ def _owners(lead: Part, mask: torch.Tensor, cut: int, whole: torch.Tensor | None
 def _of_mine(
     lead: Part, mask: torch.Tensor, cut: int, values: torch.Tensor, dim: int, whole: torch.Tensor | None
 ) -> torch.Tensor:  # fmt: skip
-    """Of values that lie whole on every rank along `dim`, those that this rank selects. Collective."""
+    """Returns, of values that are whole along `dim`, those of the elements that this rank selects. Collective."""
     owners = _owners(lead, mask, cut, whole)
     if lead.axis.rehearsal is None or whole is not None:
         return owners.take(values, dim, lead.axis.index)
@@ -151,7 +151,7 @@ def _of_mine(
 
 
 def _whole_in_rehearsal(lead: Part, mask: Any) -> torch.Tensor | None:
-    """In a rehearsal, the whole of a mask where its values are known: whole on all ranks, or of the batch."""
+    """Returns, in a rehearsal, the whole mask where its values are known (plain, or of the batch); else None."""
     if lead.axis.rehearsal is None or isinstance(mask, Sum) or (is_part(mask) and isinstance(mask.local, Distributed)):
         return None
     whole = mask.whole_values if isinstance(mask, Distributed) else mask
@@ -183,7 +183,7 @@ def getitem(x: torch.Tensor, index: Any) -> torch.Tensor:
 
 
 def mask_cut_like(x: torch.Tensor, index: Any) -> Any:
-    """An index of `x` whose plain mask, if it has one, is cut as `x` is.
+    """Returns the index with its plain mask, if it has one, cut as `x` is.
 
     Backward keeps the mask, and so knows where the gradient of each element belongs.
     """
@@ -199,7 +199,7 @@ def mask_cut_like(x: torch.Tensor, index: Any) -> Any:
 
 
 def _cut_like(mask: torch.Tensor, x: torch.Tensor, place: int) -> torch.Tensor:
-    """A plain mask over dims of `x` from `place` on, cut as those are."""
+    """Returns a plain mask over dims of `x` from `place` on, cut as those are."""
     if not isinstance(x, Distributed) or isinstance(mask, Distributed):
         return mask
     if not isinstance(x, Part) or not place <= x.dim_cut < place + mask.dim():

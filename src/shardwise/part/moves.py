@@ -34,7 +34,7 @@ TAG = "activations"
 
 
 def recut(part: Part, dim: int, owners: Owners, inside: Owners | None = None) -> Part:
-    """The same tensor cut along another dim, dealt by `owners`. Collective; not differentiable (see `moved`).
+    """Returns the tensor cut along another dim, dealt by `owners`. Collective; not differentiable (see `moved`).
 
     inside  where an axis further in cuts the dim that is cut now: its owners of that dim once it is whole again
     """
@@ -61,7 +61,7 @@ def recut(part: Part, dim: int, owners: Owners, inside: Owners | None = None) ->
 
 
 def _recut_inside(part: Part, dim: int, owners: Owners, inside: Owners | None) -> Part:
-    """`recut` of what is distributed over an axis further in, each of whose ranks exchanges its own indices."""
+    """Returns `recut` of a part that is cut further in too: ranks of the inner axis exchange their indices each."""
     inner = part.local.settled()
     if isinstance(inner, Part) and inner.dim_cut == part.dim_cut and inner.soft and inside is None:
         # nobody says how it will lie inside, and the plan gathers it anyway
@@ -81,14 +81,14 @@ def _recut_inside(part: Part, dim: int, owners: Owners, inside: Owners | None) -
 
 
 def _among(owners: Owners, indices: np.ndarray) -> Owners:
-    """Owners of these indices alone."""
+    """Returns the owners of these indices alone, in this order."""
     return Owners.of(owners.array[indices], owners.ranks)
 
 
 def reowned(part: Part, owners: Owners, group: int = 1) -> Part:
-    """The same tensor cut along the same dim, dealt by other owners. Collective; not differentiable (see `moved`).
+    """Returns the tensor cut along the same dim, dealt by `owners`. Collective; not differentiable (see `moved`).
 
-    each  indices that an axis further in, which cuts the dim too, keeps together
+    group  indices that an axis further in, which cuts the dim too, keeps together
     """
     if owners == part.owners:
         return part
@@ -102,7 +102,7 @@ def reowned(part: Part, owners: Owners, group: int = 1) -> Part:
 
 
 def dealt_as(part: Part, lead: Part, dim: int, what: str) -> Part:
-    """The part cut along `dim` as `lead` is: itself, or, of positions, with what each rank lacks from its owner.
+    """Returns the part cut along `dim` as `lead` is: itself, or, of positions, moved between ranks.
 
     Collective where they differ; not differentiable. `Uncut` where the cut is not of positions; `what` reads both.
     """
@@ -114,7 +114,7 @@ def dealt_as(part: Part, lead: Part, dim: int, what: str) -> Part:
 
 
 def whole_inside(part: Part) -> Part:
-    """The part, whose cut dim no axis of positions further in cuts too: it is gathered over those. Collective."""
+    """Returns the part, gathered over axes of positions further in that cut its cut dim too. Collective."""
     inner = part.local.settled() if isinstance(part.local, Distributed) else None
     if isinstance(inner, Part) and inner.dim_cut == part.dim_cut and inner.axis.positions:
         return whole_inside(part.with_local(gathered(inner)))
@@ -122,7 +122,7 @@ def whole_inside(part: Part) -> Part:
 
 
 def _as_it_was(part: Part, dims: set[int], within: list[str]) -> Part:
-    """A gradient, gathered over axes further in that cut one of these dims of it (tp: channels), and not the tensor."""
+    """Returns a gradient, gathered over inner axes that cut one of `dims` and are not among `within`, the tensor's."""
     inner = part.local.settled() if isinstance(part.local, Distributed) else None
     if not isinstance(inner, Part):
         return part
@@ -132,13 +132,13 @@ def _as_it_was(part: Part, dims: set[int], within: list[str]) -> Part:
 
 
 def _axes_inside(part: Part) -> list[str]:
-    """The names of the axes further in over which a part is cut."""
+    """Returns the names of the axes further in over which a part is cut."""
     inner = part.local.settled() if isinstance(part.local, Distributed) else None
     return [inner.axis.name, *_axes_inside(inner)] if isinstance(inner, Part) else []
 
 
 def _reowned_inside(part: Part, inner: Part, owners: Owners, group: int) -> Part:
-    """`reowned` of a dim that an axis further in cuts too: whole over that one on the way, then in blocks again.
+    """Returns `reowned` of a dim that an inner axis cuts too: gathered over that, moved, and cut in blocks again.
 
     Which indices its ranks have differs between those of this axis, and a rank knows its own alone.
     """
@@ -160,7 +160,7 @@ def shown(owners: Owners, source: tuple[int, ...]) -> Wanted:
 
 
 def fetch(part: Part, wanted: Wanted, fill: float = 0.0) -> torch.Tensor:
-    """This rank's wanted indices of the cut dim, in order; an index outside the dim (-1, or its size) gives `fill`.
+    """Returns this rank's wanted indices of the cut dim, in order; an index outside the dim (-1, size) gives `fill`.
 
     Collective. The result differs between ranks and is no part: an index may lie on several.
     """
@@ -194,7 +194,7 @@ def fetch(part: Part, wanted: Wanted, fill: float = 0.0) -> torch.Tensor:
 
 
 def give_back(gradient: torch.Tensor, dim: int, owners: Owners, axis: Axis, wanted: Wanted) -> Part:
-    """The sum, at its owner, of what ranks have for each index they wanted: the adjoint of `fetch`. Collective.
+    """Returns a part with, at its owner, the sum of all ranks' gradients of an index: `fetch`'s adjoint. Collective.
 
     gradient   on each rank, of the shape that `fetch` gave it;  dim, owners, axis   how the result is cut
     """
@@ -242,7 +242,7 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def back(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient dealt as the tensor was."""
+        """Returns the gradient cut as the tensor was. Collective."""
         dim, owners, axis, inside = ctx.before
         arrived = _outside(gradient, axis)
         if any(dim in ctx.dims for dim, _, _ in (*ctx.outside, *arrived)):  # indices of `axis` are those of a share
@@ -259,7 +259,7 @@ class _Moved(torch.autograd.Function):
 
 
 def owners_inside(part: Part, dim: int) -> Owners | None:
-    """The owners of a dim over an axis further in that cuts it."""
+    """Returns the owners of a dim over the axis further in that cuts it; None where none does."""
     inner = part.local.settled() if isinstance(part.local, Distributed) else None
     if not isinstance(inner, Part):
         return None
@@ -270,7 +270,7 @@ Layers = tuple[tuple[int, Owners, Axis], ...]  # (dim, owners, axis), outermost 
 
 
 def _outside(tensor: torch.Tensor, axis: Axis) -> Layers:
-    """How axes further out cut a tensor."""
+    """Returns how axes further out than `axis` cut a tensor."""
     layers: list[tuple[int, Owners, Axis]] = []
     while isinstance(tensor, Part) and tensor.axis.depth < axis.depth:
         layers.append((tensor.dim_cut, tensor.owners, tensor.axis))
@@ -279,7 +279,7 @@ def _outside(tensor: torch.Tensor, axis: Axis) -> Layers:
 
 
 def _dealt(gradient: torch.Tensor, layers: Layers) -> torch.Tensor:
-    """A gradient cut in these ways, however it was dealt. Collective where it is a sum or cut otherwise."""
+    """Returns a gradient cut by these layers. Collective where it is a sum or cut otherwise."""
     if not layers:
         return gradient
     (dim, owners, axis), *rest = layers
@@ -290,7 +290,7 @@ def _dealt(gradient: torch.Tensor, layers: Layers) -> torch.Tensor:
 def moved(
     tensor: torch.Tensor, dim: int, owners: Owners, axis: Axis, inside: Owners | None = None
 ) -> torch.Tensor:  # fmt: skip
-    """Differentiable: the same tensor, whose cut over `axis` lies along `dim` and is dealt by `owners`. Collective.
+    """Returns, differentiably, the tensor with its cut over `axis` moved to `dim` and dealt by `owners`. Collective.
 
     inside  as for `recut`
     """
@@ -326,6 +326,7 @@ class _Way:
 
 @lru_cache(REMEMBERED)
 def way_of(owners: Owners, wanted: Wanted, me: int) -> _Way:
+    """Returns what rank `me` sends and receives in a fetch, where each rank wants the ranges `wanted[rank]`."""
     mine = owners.indices(me)
     send, alone = [], True
     for rank in range(owners.ranks):
@@ -366,7 +367,7 @@ def _owner(owners: Owners, indices: np.ndarray) -> np.ndarray:
 
 
 def _ranges(places: np.ndarray) -> tuple[tuple[int, int], ...]:
-    """Indices in any order as ranges."""
+    """Returns indices in any order as ranges (start, stop)."""
     if not len(places):
         return ()
     breaks = np.flatnonzero(np.diff(places) != 1) + 1
@@ -380,13 +381,14 @@ def _in_a_row(places: np.ndarray) -> bool:
 
 
 def picked(local: torch.Tensor, dim: int, places: np.ndarray) -> torch.Tensor:
+    """Returns a share's indices at these places along `dim`: a view where they lie in a row."""
     if _in_a_row(places):
         return local.narrow(dim, int(places[0]), len(places))
     return local.index_select(dim, to_device(places, local.device))
 
 
 class Passing:
-    """Blocks along `dim` on their way between the ranks of an axis, `received` indices from each. Collective.
+    """Blocks along `dim` under way between the ranks of an axis, `received` indices from each. Collective.
 
     alone   no rank has anything for another, so nothing is sent
     """
@@ -404,7 +406,7 @@ class Passing:
         self.coming = None if alone else _Exchange(others, self.sizes, axis)
 
     def pieces(self) -> list[torch.Tensor]:
-        """What every rank sends this one; its own block stays where it is. Waits."""
+        """Returns the block from each rank; its own is the tensor that it gave. Waits."""
         flat = self.mine.new_empty(0) if self.coming is None else self.coming.wait()
         pieces = [piece.view(shape) for piece, shape in zip(flat.split(self.sizes), self.shapes, strict=True)]
         pieces[self.me] = self.mine
@@ -412,7 +414,7 @@ class Passing:
 
 
 class _Exchange:
-    """What every rank sends to this one, on its way."""
+    """An all-to-all under way: one block to each rank, flat. Collective."""
 
     def __init__(self, blocks: list[torch.Tensor], received: list[int], axis: Axis):
         self.kind = blocks[0].dtype

@@ -45,7 +45,7 @@ def as_complex(pairs: torch.Tensor) -> torch.Tensor:
 
 
 def hold_pairs(module: nn.Module) -> frozenset[str]:
-    """Hold every complex parameter as a real one of pairs; returns the names of those that are held so now."""
+    """Replaces every complex parameter by a real one of pairs; returns the names of those that are pairs now."""
     made: dict[int, nn.Parameter] = {}
     originals = list(module.parameters())  # else an id might be given again
     for child in module.modules():
@@ -104,7 +104,7 @@ def _asked_by_fsdp() -> bool:
 
 
 def _reading_complex(kind: type) -> type:
-    """A subclass that gives complex numbers where a parameter is held as pairs."""
+    """Returns a subclass whose attributes give complex numbers where a parameter is stored as pairs."""
     if kind in _CLASSES:
         return _CLASSES[kind]
     # the module's class was changed by an earlier call

@@ -43,7 +43,7 @@ _OWN = _Own()
 
 
 def read_ahead(on: bool) -> None:
-    """From now on, in this thread, what a module reads of its weights has gradients even where they are switched off.
+    """Switches whether weights that this thread reads have gradients even under `no_grad`.
 
     For a pipeline stage, which runs its forward without gradients until its own part begins: a weight that was read
     before may be used in it.
@@ -92,7 +92,7 @@ def see_parts(
     module: nn.Module, cuts: Mapping[str, ParameterCut], axis: Axis, absent: Collection[str] = (),
     summed: tuple[Axis, ...] = (),
 ) -> Callable[[], None]:  # fmt: skip
-    """Make a module whose parameters are shares see them as `Part`s of the whole; returns the undo function.
+    """Makes a module read its parameters, which are shares, as `Part`s of the whole; returns the undo function.
 
     cuts    by parameter; the others are whole over `axis`
     absent  parameters that stay as they are
@@ -137,7 +137,7 @@ def see_parts(
 
 
 def read_outside(module: nn.Module, outside: Callable[[], bool], refuse: Callable[[str], None]) -> None:
-    """Let the module's attributes give its parameters themselves while `outside()`: for code beside its forward.
+    """Makes the module's attributes give the shares themselves while `outside()`: for code beside its forward.
 
     refuse  called with the name of a parameter in whose place another tensor is set
     """
@@ -148,7 +148,7 @@ def read_outside(module: nn.Module, outside: Callable[[], bool], refuse: Callabl
 
 
 def _seeing_parts(kind: type, leaves: tuple[str, ...]) -> type:
-    """A subclass whose named parameters read as parts of the whole."""
+    """Returns a subclass whose named parameters read as parts of the whole."""
     if (kind, leaves) not in _CLASSES:
         body: dict[str, Any] = {leaf: property(_reader(leaf), _setter(leaf)) for leaf in leaves}
         if issubclass(kind, nn.RNNBase):
@@ -159,7 +159,7 @@ def _seeing_parts(kind: type, leaves: tuple[str, ...]) -> type:
 
 
 def _flat_weights(self: nn.Module) -> Any:
-    """What torch's recurrent layers run on: their parameters in a list, past their attributes."""
+    """Returns the list of weights on which torch's recurrent layers run, past their attributes."""
     cuts = self.__dict__.get("_tensor_cuts", ({},))[0]
     if not any(cut is not None and cut.role in IN_SHARES for cut in cuts.values()):
         return self.__dict__[FLAT]
@@ -168,7 +168,7 @@ def _flat_weights(self: nn.Module) -> Any:
 
 
 def _in_its_way(module: nn.Module, leaf: str, seen: torch.Tensor) -> torch.Tensor:
-    """What the module's own `__getattr__` makes of a parameter (complex numbers of pairs), where it has one."""
+    """Returns what the module's own `__getattr__` makes of a weight (complex numbers of pairs), where it has one."""
     if type(module).__getattr__ is nn.Module.__getattr__:
         return seen
     parameters = module.__dict__["_parameters"]
@@ -180,7 +180,7 @@ def _in_its_way(module: nn.Module, leaf: str, seen: torch.Tensor) -> torch.Tenso
 
 
 def unannounced(kind: type[nn.Module], body: dict[str, Any]) -> type:
-    """A subclass of the same name with other attributes, made without calling the class's `__init_subclass__`.
+    """Returns a subclass of the same name with other attributes, made without the class's `__init_subclass__`.
 
     That may enter subclasses into a register, or want arguments of its own.
     """
@@ -202,7 +202,7 @@ def _setter(leaf: str):
 
 
 def _read_once(module: nn.Module, leaf: str, param: torch.Tensor, read: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """What a forward has read of a weight already, while it runs, where weights are read once; else read now."""
+    """Returns the weight as the running forward has read it already, where its role is `ONCE`; else reads it now."""
     mine, reads = module.__dict__["_tensor_cuts"][0], module.__dict__.get("_reads")
     cut = mine[leaf]
     if reads is None or cut is None or cut.role != ONCE or not reads.running:
@@ -215,19 +215,19 @@ def _read_once(module: nn.Module, leaf: str, param: torch.Tensor, read: Callable
 
 
 class _Reads:
-    """What one forward of a module has read of its weights."""
+    """The weights that one forward of a module has read."""
 
     def __init__(self) -> None:
         self.weights: dict[tuple[int, int, bool], torch.Tensor] = {}
         self.running = False
 
     def begin(self, *_: Any) -> None:
-        """A forward begins."""
+        """Begins a forward: nothing is read yet."""
         self.weights.clear()
         self.running = True
 
     def end(self, *_: Any) -> None:
-        """It is over, as is what it has read."""
+        """Ends a forward, and drops what it has read."""
         self.weights.clear()
         self.running = False
 
@@ -247,6 +247,7 @@ def _reader(leaf: str):
         return _in_its_way(self, leaf, weight)
 
     def seen(param: torch.Tensor, cuts: Mapping[str, Any], axis: Axis, summed: tuple[Axis, ...]) -> torch.Tensor:
+        """Returns the weight as the forward reads it: a part, or whole, with what its gradient is settled."""
         if isinstance(param, DTensor):
             return param  # sharded by zero=3 and not gathered now: for its dtype or device
         cut = cuts[leaf]

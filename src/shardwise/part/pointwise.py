@@ -97,7 +97,7 @@ class PointwiseCuts:
         return tensor.dim_cut + self.ndim - tensor.dim()
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's share of one input."""
+        """Returns this rank's share of one input. Collective where that is cut along another dim."""
         if is_part(tensor):
             if self.place(tensor) == self.dim and tensor.beside(self.lead):
                 return tensor.local
@@ -165,7 +165,7 @@ def _dealt_alike(tensors: list[Any]) -> bool:
 
 
 def _into_a_whole(func: Any, args: tuple, kwargs: dict) -> Any:
-    """`whole.add_(part)`: what every rank has whole, as a statistic that a module keeps, it gets whole."""
+    """Returns `whole.add_(part)` of the gathered part, as for statistics that a module keeps. Collective."""
     for part in parts_in((args, kwargs)):
         for tell in GATHERS:
             tell("a field that is written into a whole tensor", part)
@@ -191,7 +191,7 @@ def _pairs_of_tables(parts: list[Part]) -> bool:
 
 
 def _refuse_changing(func: Any, changed: Any, agreement: PointwiseCuts) -> None:
-    """An in-place operation can change a share, but not put shares into a whole tensor."""
+    """Raises `Uncut` where an in-place operation would put shares into a tensor that is whole or cut otherwise."""
     fits = is_part(changed) and agreement.place(changed) == agreement.dim and changed.beside(agreement.lead)
     if not fits:
         raise Uncut(f"{func} writes a cut tensor into one that is not cut alike")
@@ -256,7 +256,7 @@ def draws_of_one_process() -> Iterator[None]:
 
 @contextmanager
 def _own_draws(part: Part) -> Iterator[None]:
-    """Generators seeded for this rank of the part's axis, from a number that the default one gives all of them."""
+    """Context: generators are seeded for this rank of the part's axis, from a draw that is equal on all of them."""
     if part.axis.rehearsal is not None:
         yield
         return

@@ -44,7 +44,7 @@ class CutsInside(Protocol):
 
 @dataclass(frozen=True)
 class Positions:
-    """The cuts of each leaf of a batch (none: whole on every rank).
+    """The cuts of each tensor of a batch (none: whole on every rank).
 
     cuts     by leaf of the flattened batch, outermost axis first
     names    of the leaves, for people
@@ -79,7 +79,7 @@ class Positions:
         return tuple(sorted(by_name.values(), key=lambda axis: axis.depth))
 
     def region(self, global_shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """This rank's tile of a field: (start, stop) along each dim of space, in the order of a tensor's dims."""
+        """Returns (start, stop) of this rank's tile along each dim of space, in the order of a tensor's dims."""
         axes = {axis.name: axis for axis in self.axes}
         ranges = []
         for name, n in zip(self.space, global_shape, strict=False):
@@ -94,7 +94,7 @@ class Positions:
         return replace(self, cuts=cuts, inside=self.inside.over(swap) if self.inside is not None else None)
 
     def cut(self, batch: Any, place: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous) -> Any:
-        """The batch with this rank's shares, as parts of the whole; `place` puts what this rank holds on its device."""
+        """Returns the batch with its tensors as parts; `place` puts this rank's share on its device."""
         leaves, spec = tree_flatten(batch)
         tensors = [place if isinstance(leaf, torch.Tensor) else lambda leaf: leaf for leaf in leaves]
         if len(leaves) != len(self.cuts):  # another kind of batch than the one that was looked at
@@ -108,7 +108,7 @@ class Positions:
         return tree_unflatten(cut, spec)
 
     def _tile(self, number: int, leaf: torch.Tensor, place: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """What a rank read as its own tile, as its share of the field; `InputError` where it is none."""
+        """Returns a tile that a rank read by itself as its share of the field; `InputError` on another shape."""
         shape = [leaf.shape[0], *(self.shapes[number] or ())]
         whole, dealt = tuple(shape), []
         for dim, axis in ((dim, axis) for dim, axes in self.cuts[number] for axis in axes):
@@ -145,7 +145,7 @@ class Positions:
         return made
 
     def fewest(self, axes: tuple[Axis, ...]) -> int:
-        """The least positions that a dim cut over these axes may have."""
+        """Returns the least positions that a dim cut over these axes may have."""
         return self.least * math.prod(axis.size for axis in axes)
 
     def dealt(self, shape: Sequence[int], cuts: Cuts) -> Dealt:
@@ -176,7 +176,7 @@ class Positions:
 
 @dataclass(frozen=True)
 class Candidate:
-    """What a batch may be cut along, to be tried.
+    """A proposal of what a batch may be cut along, to be tried.
 
     shorter  the batch with fewer positions, on which the module must run; None where that shows nothing
     said     for people: "dims of 10"

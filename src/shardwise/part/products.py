@@ -14,7 +14,7 @@ from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
 
 
 def _product(func: Any, a: torch.Tensor, b: torch.Tensor, batch: int) -> torch.Tensor:
-    """a (..., m, k) @ b (..., k, n) with `batch` batch dims; the result plain where k is cut."""
+    """Returns a (..., m, k) @ b (..., k, n) with `batch` batch dims: a `Sum` where k is cut, else a part."""
     if is_part(a) and is_part(b):
         a, b = _settled(func, a, b, batch)
     kind_a = a.dim_cut - batch if is_part(a) else None  # 0 m, 1 k, negative batch
@@ -35,14 +35,14 @@ def _product(func: Any, a: torch.Tensor, b: torch.Tensor, batch: int) -> torch.T
 
 
 def _share(tensor: torch.Tensor, lead: Part, dim: int) -> torch.Tensor:
-    """This rank's share of an input along `dim`, dealt like `lead`."""
+    """Returns this rank's share of an input along `dim`, dealt like `lead`."""
     if not is_part(tensor):
         return lead.share(tensor, dim)
     return dealt_as(tensor, lead, dim, "a product").local
 
 
 def _settled(func: Any, a: Part, b: Part, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two parts as they can be multiplied: a soft one that is in the way is gathered."""
+    """Returns two parts as they can be multiplied: a soft one that is cut along another dim is gathered."""
     same_batch = a.dim_cut == b.dim_cut < batch
     contracted = a.dim_cut == batch + 1 and b.dim_cut == batch
     if (same_batch or contracted) and (a.beside(b) or (a.axis.positions and a.axis is b.axis)):
@@ -80,7 +80,7 @@ def vectors(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 @rule("_grouped_mm")
 def grouped_mm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Groups of rows times their matrices: (T, K) @ (G, K, N) by offsets, or (K, T) @ (T, N) -> (G, K, N)."""
+    """Rule of groups of rows times their matrices: (T, K) @ (G, K, N) by offsets, or (K, T) @ (T, N) -> (G, K, N)."""
     a, b, *rest = args
     lead = parts_in([a, b])[0]
     k_a, k_b = a.dim() - 1, b.dim() - 2
@@ -102,13 +102,13 @@ def grouped_mm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 
 def _packed(matrix: torch.Tensor) -> torch.Tensor:
-    """One of the last two dims at stride 1, as the kernel asks."""
+    """Returns the matrix with one of its last two dims at stride 1, as the kernel asks."""
     return matrix if 1 in matrix.stride()[-2:] else matrix.contiguous()
 
 
 @rule("addmm", "baddbmm", "addmm_", "baddbmm_", "addbmm")
 def addmm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """beta * c + alpha * a @ b, in place too; a bias is added after the sum over ranks, once."""
+    """Rule of beta * c + alpha * a @ b, in place too; a bias is added after the sum over ranks, once."""
     if func._schema.name == "aten::addbmm":
         raise Uncut(no_rule(func, parts_in(args)))
     c, a, b = args[:3]
@@ -127,7 +127,7 @@ def addmm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 @rule("convolution")
 def convolution(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """x (N, C, ...), w (O, C/g, ...): cut by output channels, by input channels, or by both where groups are.
+    """Rule of x (N, C, ...) * w (O, C/g, ...), cut by samples, output channels, input channels, or whole groups.
 
     A transposed one has w (C, O, ...), and is cut by output or by input channels.
     """
@@ -158,7 +158,7 @@ def convolution(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 
 def _by_groups(x: torch.Tensor, w: torch.Tensor, g: int) -> torch.Tensor:
-    """x as a depthwise convolution reads it: a whole one (as a pipeline stage is sent it) cut as the weight is."""
+    """Returns x for a depthwise convolution: a whole one (as a pipeline stage is sent it) cut as the weight is."""
     if g == 1 or is_part(x) or not is_part(w) or w.dim_cut != 0 or x.shape[1] != g:
         return x
     groups = w.owners.sliced(0, w.shape[0], w.shape[0] // g)
@@ -166,7 +166,7 @@ def _by_groups(x: torch.Tensor, w: torch.Tensor, g: int) -> torch.Tensor:
 
 
 def _convolved(func: Any, x: torch.Tensor, w: torch.Tensor, whole: tuple, rest: tuple) -> torch.Tensor:
-    """The convolution of shares of input channels; zeros of its shape on a rank that has none."""
+    """Returns the convolution of shares of input channels; zeros of its shape on a rank that has none."""
     if x.shape[1]:
         return func(x, w, None, *rest, 1)
     empty = (torch.empty(each.shape, device="meta") for each in whole)
@@ -214,7 +214,7 @@ def convolution_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
 
 
 def _channels(func: Any, args: tuple, transposed: bool, groups: int) -> tuple[int, int]:
-    """Which dims of the weight are output and input channels."""
+    """Returns the weight's (dim of output channels, dim of input channels)."""
     if transposed and groups > 1:
         raise Uncut(no_rule(func, parts_in(args)))
     return (1, 0) if transposed else (0, 1)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.host import to_device
-from shardwise.part.cuts import Owners, Uncut
+from shardwise.part.cuts import Owners, Uncut, repeated
 from shardwise.part.gathering import gathered, reduced
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import dealt_as
@@ -31,7 +31,7 @@ def arguments_of(func: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
 
 
 def _after(part: Part, local: Any, dims: set[int], keepdim: bool) -> Part:
-    """A result whose reduced dims are gone, or of size one."""
+    """Returns a reduction's local result as a part: the reduced `dims`, not the cut one, are gone or of size one."""
     return part.with_local(local, part.dim_cut if keepdim else part.dim_cut - sum(d < part.dim_cut for d in dims))
 
 
@@ -61,7 +61,7 @@ def reduce(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def added_up(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """A loss of elements (`mse_loss`, `huber_loss`), or its backward: each element's, then their sum or mean."""
+    """Returns a loss of elements (`mse_loss`), or its backward, by the elementwise operation and its sum or mean."""
     bound = arguments_of(func, args, kwargs)
     how, backward = bound.get("reduction"), func._schema.name.endswith("_backward")
     pair = [tensor for name in ("self", "target") if isinstance(tensor := bound.get(name), torch.Tensor)]
@@ -126,7 +126,7 @@ def _local_extreme(op: str, part: Part, dims: set[int], keepdim: bool) -> torch.
 
 
 def _of_nothing(x: torch.Tensor, dims: list[int], keepdim: bool, value: float) -> torch.Tensor:
-    """What a rank without indices gives to a reduction over `dims`, cut over axes further in as others' results are."""
+    """Returns what a rank without indices gives to a reduction over `dims`, cut further in as others' results are."""
     return torch.full_like(x.sum(dims, keepdim), value, dtype=x.dtype)
 
 
@@ -140,7 +140,7 @@ def _beaten(dtype: torch.dtype, op: str) -> float | int | bool:
 
 
 def _extreme_and_place(op: str, part: Part, keepdim: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(largest or smallest value, its index) along the cut dim; the first of equal ones. Two small reductions."""
+    """Returns (extreme value, its index) along the cut dim; the first of equal ones. Two small reductions."""
     dim, n = part.dim_cut, part.owners.size
     value = reduced(_local_extreme(op, part, {dim}, True), part, op)
     mine = to_device(part.owners.indices(part.axis.index), part.device)
@@ -154,7 +154,7 @@ def _extreme_and_place(op: str, part: Part, keepdim: bool) -> tuple[torch.Tensor
 
 
 def _moments(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> Any:
-    """Variance or standard deviation, with the mean where it is asked for: two sums over ranks."""
+    """Returns variance or standard deviation, with the mean where it is asked for: two sums over ranks."""
     name = func._schema.name.partition("::")[2]
     unbiased = bound.get("unbiased")
     correction = bound.get("correction") if unbiased is None else float(unbiased)
@@ -186,7 +186,7 @@ def _count(part: Part, hits: torch.Tensor, dims: set[int], keepdim: bool) -> tor
 
 
 def _prod(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
-    """The product of each rank's own product, one after the other."""
+    """Returns the product over the cut dim: each rank's own, gathered and multiplied."""
     own, one_dim = part.local.to(bound.get("dtype") or part.dtype), bound.get("dim") is not None
     own = own.prod(part.dim_cut, keepdim) if one_dim else own.prod()
     ranks = part.axis.size
@@ -198,7 +198,7 @@ def _least_and_most(func: Any, part: Part, dims: set[int], keepdim: bool, bound:
 
 
 def _norm(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
-    """(sum |x|^p)^(1/p) over all ranks; of an infinite p the extreme |x|, of 0 how many are not 0."""
+    """Returns (sum |x|^p)^(1/p) over all ranks; of an infinite p the extreme |x|, of 0 how many are not 0."""
     asked = bound.get("ord", bound.get("p"))
     order, along = 2.0 if asked is None else float(asked), sorted(dims)
     dtype = bound.get("dtype") or (part.abs().dtype if part.is_complex() else part.dtype)
@@ -269,7 +269,7 @@ def softmax(func: Any, args: tuple, kwargs: dict) -> Part:
 
 
 def _reusing(own: torch.Tensor, name: str, *args: torch.Tensor) -> torch.Tensor:
-    """What the operation gives, in the memory of `own`, which nobody else has; anew where that is cut once more."""
+    """Returns the operation's result in the memory of `own`, a temporary; anew where `own` is cut once more."""
     return getattr(own, name if isinstance(own, Distributed) else f"{name}_")(*args)
 
 
@@ -315,7 +315,7 @@ def glu_backward(func: Any, args: tuple, kwargs: dict) -> Part:
 
 
 def _half(func: Any, x: Part, dim: int) -> Owners | None:
-    """Who owns each index of a half of x, where `dim` is the cut one and its halves are dealt alike; else `Uncut`."""
+    """Returns the owners of a half of x's cut dim; None where `dim` is another, `Uncut` where the halves differ."""
     if dim != x.dim_cut:
         return None
     first, second = (x.owners.sliced(low, low + x.owners.size // 2) for low in (0, x.owners.size // 2))
@@ -325,7 +325,7 @@ def _half(func: Any, x: Part, dim: int) -> Owners | None:
 
 
 def beside(func: Any, tensor: torch.Tensor, lead: Part) -> torch.Tensor:
-    """This rank's share of a tensor of the same shape, beside that of `lead`: a gradient may arrive dealt otherwise."""
+    """Returns this rank's share of a tensor of `lead`'s shape, dealt as that: a gradient may arrive dealt otherwise."""
     if not is_part(tensor):
         return lead.share(tensor, lead.dim_cut)
     return dealt_as(tensor, lead, lead.dim_cut, str(func)).local
@@ -378,7 +378,7 @@ def group_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
 
 
 def as_weights(x: Any, *weights: Any) -> Any:
-    """x (N, C, ...) as it is where it is cut; a whole one (as a pipeline stage is sent it) cut as weights of C are."""
+    """Returns x (N, C, ...); a whole one, as a pipeline stage is sent it, cut as the weights (C,) are."""
     lead = next(iter(parts_in(weights)), None)
     return x if is_part(x) or lead is None else lead.with_local(lead.share(x, 1), 1, lead.owners)
 
@@ -389,8 +389,7 @@ def _of_rows(x: Any, *weights: Any) -> bool:
 
 
 def _group_owners(func: Any, x: Any, channels: int, count: int, args: tuple):
-    from shardwise.part.cuts import repeated
-
+    """Returns the owners of x's groups of channels; `Uncut` where a group lies on several ranks, or a rank has none."""
     if is_part(x) and x.dim_cut == 1:
         groups = x.owners.sliced(0, channels, channels // count)
         if repeated(groups, channels // count) == x.owners and all(groups.counts):
@@ -414,15 +413,6 @@ def group_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
     dy = beside(func, dy, x)
     wl = None if w is None else w.local if is_part(w) else x.share(w, 0)
     statistics = mean.local.contiguous(), rstd.local.contiguous()  # the kernel reads them as if they were
-    dx, dw, db = func(
-        dy.contiguous(),
-        x.local.contiguous(),
-        *statistics,
-        wl,
-        n,
-        x.owners.counts[rank],
-        area,
-        groups.counts[rank],
-        mask,
-    )
+    sizes = n, x.owners.counts[rank], area, groups.counts[rank]
+    dx, dw, db = func(dy.contiguous(), x.local.contiguous(), *statistics, wl, *sizes, mask)
     return tuple(None if tensor is None else x.with_local(tensor, d) for tensor, d in ((dx, 1), (dw, 0), (db, 0)))

@@ -62,7 +62,7 @@ def slice_replaced(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 
 def _slice_of(func: Any, x: Any, values: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> tuple:
-    """(x, values of the slice, its dim, start, end and step)."""
+    """Returns (x, values of the slice, its dim, start, end, step)."""
     dim %= x.dim()
     if func._schema.name == "aten::select_scatter":
         index = start % x.shape[dim]

@@ -84,7 +84,7 @@ def scanned(func: Any, part: Part, kwargs: dict) -> Part | tuple[Part, ...]:
 
 
 def _within(name: str, run: torch.Tensor, dim: int, start: int) -> Scanned:
-    """The scan of one run, whose first position is `start` of the whole."""
+    """Returns the scan of one run, whose first position is index `start` of the whole dim."""
     if name in SUMS:
         return (SUMS[name][0](run, dim),)
     values, places = EXTREMES[name][0](run, dim)
@@ -92,7 +92,7 @@ def _within(name: str, run: torch.Tensor, dim: int, start: int) -> Scanned:
 
 
 def _carried(name: str, lasts: list[torch.Tensor], dim: int) -> Scanned:
-    """What all runs up to each came to, of what each of them did."""
+    """Returns the scan over runs of each run's last entry."""
     if name in SUMS:
         return (SUMS[name][0](lasts[0], dim),)
     values, run = EXTREMES[name][0](lasts[0], dim)
@@ -100,7 +100,7 @@ def _carried(name: str, lasts: list[torch.Tensor], dim: int) -> Scanned:
 
 
 def _put_to(name: str, before: Scanned, run: Scanned) -> Scanned:
-    """The scan of a run with what went before it."""
+    """Returns the scan of a run, with the total of the runs before put in."""
     if name in SUMS:
         return (SUMS[name][1](before[0], run[0]),)
     own = EXTREMES[name][1](run[0], before[0]) | run[0].isnan()  # as torch has it: the later of equal ones, any NaN
@@ -131,7 +131,7 @@ class _Product(torch.autograd.Function):
 
 
 def _from_here(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """The sum of each position and all behind it."""
+    """Returns, at each position, the sum of it and all behind it."""
     return x.flip(dim).cumsum(dim).flip(dim)
 
 

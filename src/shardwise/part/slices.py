@@ -60,7 +60,7 @@ def _kept(part: Part, dim: int, start: int, end: int, step: int) -> torch.Tensor
 
 
 def _evenly_apart(places: np.ndarray) -> int:
-    """How far each of a rank's indices lies behind the one before; 0 where that differs."""
+    """Returns the common step between a rank's indices; 0 where they have none."""
     gaps = np.diff(places)
     if not len(gaps):
         return 1
@@ -142,7 +142,7 @@ def one_of_many(part: Part, dim: int, index: int) -> torch.Tensor:
 
 @rule("select_backward")
 def select_backward(func: Any, args: tuple, kwargs: dict) -> Part:
-    """The gradient of a select, zero elsewhere."""
+    """Returns the gradient of what one index was selected from: zero at the other indices."""
     part, sizes, dim, index = args
     dim %= len(sizes)
     cut = part.dim_cut + (dim <= part.dim_cut)

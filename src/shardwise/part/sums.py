@@ -92,7 +92,7 @@ class Sum(Distributed):
 
     @classmethod
     def read_only(cls, copy: torch.Tensor, axis: Axis, seen: GatheredView | None = None) -> torch.Tensor:
-        """A view of something gathered over an axis, into which nothing is written as it is; of tiles, a part of it."""
+        """Returns a copy as a `Sum` already taken that refuses writes (of tiles: as a part that does)."""
         if axis.positions and isinstance(copy, Part) and copy.axis.positions:  # of which functions on tiles are asked
             copy.copied = True
             return copy
@@ -127,7 +127,7 @@ class Sum(Distributed):
 
     @property
     def stored(self) -> torch.Tensor:
-        """The total, once this or what it is a view of was taken."""
+        """Returns the total, once this or what it is a view of was taken; before that the summand."""
         return self.local if self.untaken else self.value()
 
     def settled(self) -> torch.Tensor:
@@ -135,7 +135,7 @@ class Sum(Distributed):
         return self.value()
 
     def settled_local(self) -> torch.Tensor:
-        """This rank's summand; the total where the sum was taken, or has begun, or has something added. Collective."""
+        """Returns this rank's summand; the total where the sum was taken or begun, or has a bias. Collective."""
         return self.local if self.waits and self.added is None else self.value()
 
     @property
@@ -193,7 +193,7 @@ class Sum(Distributed):
         return self.total
 
     def _arrived(self, coming: Scatter) -> torch.Tensor:
-        """The share, where this is (B, S, H); else all of it."""
+        """Returns the share along S, where this is (B, S, H); else the whole total."""
         part = Part(coming.wait(), 1, coming.owners, self.axis, soft=True)
         if self.dim() == 3 and self.shape[1] == part.shape[1] and self.shape[2] == part.shape[2]:
             return part
@@ -201,7 +201,7 @@ class Sum(Distributed):
 
 
 def _laid_as(total: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """The total with the summand's strides: views that can be taken of the one are taken of the other later."""
+    """Returns the total with the summand's strides, so that views of the summand can be taken of the total later."""
     if isinstance(total, Distributed) or isinstance(local, Distributed) or total.stride() == local.stride():
         return total
     return torch.empty_like(local, dtype=total.dtype).copy_(total)
@@ -259,7 +259,7 @@ def _noted(first: Sum, untaken: Sum, func: Any, args: tuple, kwargs: dict) -> Su
 
 
 def _reshaped_in_place(first: Sum, func: Any, args: tuple, kwargs: dict) -> Any:
-    """`transpose_(x, a, b)` and the like: the total takes the shape, and the object that wraps it too. Collective."""
+    """Returns `transpose_(x, a, b)` and the like: the total and the object around it take the shape. Collective."""
     if first.source is not None:
         raise Uncut(f"{func} changes the shape of one index of a cut dim")
     first.value()
@@ -269,7 +269,7 @@ def _reshaped_in_place(first: Sum, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _written_into(first: Sum, func: Any, args: tuple, kwargs: dict) -> Sum:
-    """`x.add_(y)` and the like: the total is written, and whatever the sum is a view or a copy of. Collective."""
+    """Returns `x.add_(y)` and the like: the total is written, and what the sum is a view of. Collective."""
     if first.read_only_copy and not opened_anew(first, args):
         raise Uncut(
             f"{func} writes, with gradients, into a view of a tensor of which ranks of {first.axis.name} have "
@@ -298,7 +298,7 @@ def _view_of_total(first: Sum, func: Any, args: tuple, kwargs: dict, output: Any
 
 
 def _note_view(first: Sum, view: Sum, func: Callable[..., torch.Tensor], args: tuple, kwargs: dict) -> None:
-    """Let a view of a sum share with it what either is when it is taken, and what is written then."""
+    """Ties an untaken view to its sum: taking either takes both, and what is written into one is in the other."""
     shape = first.shape
 
     def again(total: torch.Tensor) -> torch.Tensor:
@@ -329,7 +329,7 @@ def _reshaped(first: Sum, shape: list[int]) -> torch.Tensor:
 
 
 def _anchored(view: Sum) -> None:
-    """Let a view of a sum share its memory with what the sum has become, before it is written into."""
+    """Makes a view's total a view of its sum's total again, before it is written into."""
     assert view.source is not None
     if view.source.again is not None:
         assert isinstance(view.source.of, Sum)
@@ -338,7 +338,7 @@ def _anchored(view: Sum) -> None:
 
 
 def _rearranged(func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | None:
-    """The view, transpose or negative of a sum that is not taken; None where the total is needed for it."""
+    """Returns the view, transpose or negative of an untaken sum as one; None where it needs the total."""
     name = facts(func).name
     if name not in _ROWS and (first.added is not None or first.coming is not None):
         return None  # a bias lies along the last dim, and what is coming is viewed as (B, S, H): not of other dims
@@ -355,14 +355,14 @@ def _rearranged(func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | None:
 
 
 def _scaled(func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | None:
-    """A sum over chunks of positions times one number; None elsewhere, where the total can be taken and is scaled."""
+    """Returns an untaken sum over chunks of positions times a number; None for other sums, whose total is scaled."""
     if not first.axis.turns or first.added is not None or len(args) != 2 or kwargs or not _is_number(args[1]):
         return None
     return Sum(func(first.local, args[1]), first.axis, first.origin, spread=False)
 
 
 def _added(func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | None:
-    """A sum plus another sum, or plus a bias, that is not taken; None of anything else."""
+    """Returns an untaken sum plus another one or a bias (H,), again untaken; None of anything else."""
     if kwargs or len(args) != 2:  # `alpha`
         return None
     name, second = facts(func).name, args[1]
@@ -417,12 +417,12 @@ class _Whole(torch.autograd.Function):
 
 
 def whole(tensor: Any) -> Any:
-    """Differentiable: returns a tensor whole on every rank. Collective where it is a part or a sum."""
+    """Returns, differentiably, a tensor whole on every rank. Collective where it is a part or a sum."""
     return _Whole.apply(tensor) if isinstance(tensor, Distributed) else tensor
 
 
 def whole_over(tensor: Any, axis: Axis) -> Any:
-    """A tensor that is whole over `axis` and further in; over axes further out it stays as it is. Collective."""
+    """Returns a tensor whole over `axis` and axes further in; over those further out it stays as it is. Collective."""
     if isinstance(tensor, Distributed) and tensor.axis.depth < axis.depth:
         return tensor.like(whole_over(tensor.settled_local(), axis))
     return plain(tensor)
@@ -449,7 +449,7 @@ def _uncut(tensor: Any, axis: Axis) -> Any:
 
 
 def whole_over_axis(tensor: Any, axis: Axis) -> Any:
-    """Differentiable: a tensor that is whole over one axis; over others it stays as it is. Collective."""
+    """Returns, differentiably, a tensor whole over one axis; over others it stays as it is. Collective."""
     return _Uncut.apply(tensor, axis) if isinstance(tensor, Distributed) else tensor
 
 
@@ -464,7 +464,7 @@ class _Redealt(torch.autograd.Function):
 
 
 def redealt(tensor: torch.Tensor, how: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Differentiable: returns `how(tensor)`, which must be the same tensor over all ranks, dealt otherwise.
+    """Returns, differentiably, `how(tensor)`, which must be the same tensor over all ranks, dealt otherwise.
 
     A backward that deals its gradient anew says so by this, that a second derivative is not lost where shares are read.
     """
@@ -486,16 +486,8 @@ class _WholeGradient(torch.autograd.Function):
 
 
 def whole_gradient(tensor: torch.Tensor, axis: Axis | None = None) -> torch.Tensor:
-    """The tensor itself, whose gradient arrives whole over `axis` (None: over every axis) however it was dealt."""
+    """Returns the tensor, whose gradient is made whole over `axis` (None: over every axis) in backward."""
     return _WholeGradient.apply(tensor, axis) if tensor.requires_grad and torch.is_grad_enabled() else tensor
 
 
-__all__ = [
-    "Sum",
-    "plain",
-    "whole",
-    "whole_gradient",
-    "whole_over",
-    "whole_over_axis",
-    "with_sums",
-]
+__all__ = ["Sum", "plain", "whole", "whole_gradient", "whole_over", "whole_over_axis", "with_sums"]

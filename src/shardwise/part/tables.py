@@ -33,7 +33,7 @@ _MAKES = (torch.arange, torch.linspace)
 
 @dataclass(frozen=True, eq=False)
 class TableRecipe:
-    """How a table was made: an operation, its arguments (tables as recipes), and the plain ones as they were."""
+    """How a table was made: an operation, its arguments (tables as recipes), the plain ones and their versions."""
 
     func: Callable
     args: tuple
@@ -41,7 +41,7 @@ class TableRecipe:
     plain_inputs: tuple[tuple[torch.Tensor, int], ...] = ()
 
     def made(self, made_before: dict[int, Any]) -> Any:
-        """The table, whole; None where a tensor that it was made of has changed since."""
+        """Returns the table, whole; None where a tensor that it was made of has changed since."""
         # recipes share inputs (cos and sin of the same angles), each of which is made once
         if id(self) not in made_before:
             changed = any(x._version != version or not _has_memory(x) for x, version in self.plain_inputs)
@@ -58,7 +58,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def whole_table(part: Distributed) -> torch.Tensor | None:
-    """A table made whole on this rank; None where the tensor is none, or was written into."""
+    """Returns a table made whole on this rank; None where the tensor is no table, or was written into."""
     if part.recipe is None or not is_table(part):
         return None
     with torch.no_grad(), torch._C.DisableTorchFunction():  # ranges are not cut again
@@ -71,7 +71,7 @@ def is_table(part: Distributed) -> bool:
 
 
 def note_table(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed], output: Any) -> None:
-    """Mark an operation's result as a table where it was made of tables and small plain tensors alone."""
+    """Marks an operation's result as a table where it was made of tables and small plain tensors alone."""
     if not isinstance(output, Distributed) or func._schema.is_mutable or not all(map(is_table, inputs)):
         return
     # made again it would be drawn again
@@ -91,7 +91,7 @@ def _name(part: Any, recipe: TableRecipe) -> None:
 
 
 class CutRanges(TorchFunctionMode):
-    """Inside, a range of as many numbers as one of these cut dims has is dealt as that dim is.
+    """While entered, a range of as many numbers as one of these cut dims has is made as a part dealt like it.
 
     share  (whole range, part) -> its share beside that part
     """
@@ -114,7 +114,7 @@ class CutRanges(TorchFunctionMode):
 
 
 def cut_ranges(module: nn.Module, share: Callable[[torch.Tensor, Any], Any]) -> Callable[[], None]:
-    """Deal ranges inside the module as the parts are that it is given. Returns what undoes it."""
+    """Makes ranges inside the module parts, dealt as the parts that it is called with; returns the undo function."""
     open_: list[CutRanges] = []
 
     def enter(_: nn.Module, args: tuple, kwargs: dict) -> None:

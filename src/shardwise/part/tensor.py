@@ -52,7 +52,7 @@ MARGINS: list[Callable] = []  # answers functions of parts that have a margin, o
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register the function as the rule of these operations.
+    """Returns a decorator that registers a function as the rule of these ATen operations.
 
     Whether cuts of weights may follow their dims through them is another question: see `trace/axis_rules`.
     """
@@ -162,7 +162,7 @@ class Part(Distributed):
         return self.with_local(bare)
 
     def share(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
-        """The share of a plain tensor that lies beside this part, along `dim`."""
+        """Returns this rank's share of a plain tensor along `dim`, dealt as this part."""
         return self.owners.take(whole, dim, self.axis.index)
 
     def beside(self, other: Part) -> bool:
@@ -199,7 +199,7 @@ class _Names(dict):
 
 @cache
 def _body(function: FunctionType) -> FunctionType:
-    """A function of torch that is written in Python, which does not ask for another answer to itself.
+    """Returns a copy of torch's Python function that does not dispatch to `__torch_function__` again itself.
 
     What it calls does ask: attention inside `multi_head_attention_forward`, pooling inside `lp_pool2d`.
     """
@@ -215,7 +215,7 @@ def is_part(tensor: Any) -> bool:
 
 
 def answer(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run an operation on parts and sums, by its rule, applied for the outermost of their axes."""
+    """Returns an operation of parts and sums, by its rule, applied for the outermost of their axes."""
     inputs = tensors_in((args, kwargs), Distributed)
     with answering(inputs):
         for each in inputs:
@@ -229,6 +229,7 @@ def answer(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _answer(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed]) -> Any:
+    """Returns an operation's result by its rule, its parts (composite) or, where it has none, on gathered tensors."""
     for tensor in inputs:
         if tensor.summed and here(tensor):
             # sums first: linear operations keep them, and for others their totals are put in their place
@@ -271,7 +272,7 @@ def _writes_through(view: torch.Tensor, local: torch.Tensor) -> bool:
 
 
 class LastGathered:
-    """The soft part that was gathered last, and the result: queries, keys and values read the same input.
+    """The key of the soft part that was gathered last, and the result: queries, keys and values read the same input.
 
     Which part it is, is told by what was done to it, never by how it lies in memory: shares of one index lie in memory
     in more than one way, and ranks that remember different things come to different collectives.
@@ -282,16 +283,16 @@ class LastGathered:
 
 
 def forget() -> None:
-    """Drop the tensor that was gathered last, which is kept to be read again."""
+    """Drops the tensor that was gathered last, which is kept to be read again."""
     LastGathered.key = LastGathered.whole = None
 
 
 class Gathers:
-    """Where code runs that nobody rehearsed (a script's own loss): any part cut over positions may be gathered.
+    """Switches for what may be gathered, where code runs that nobody rehearsed (a script's own loss).
 
-    all   whatever has no rule gathers: a method beside the model's forward, without gradients
-    told  is called with (operation, bytes of what is gathered); None where the modules themselves run
-    none  of a sequence neither: a rehearsal looks first for a cut under which every operation has a rule
+    all        any part, where an operation has no rule: a method beside the model's forward, without gradients
+    on_gather  called with (operation, bytes of what is gathered); None where the modules themselves run
+    none       no part, of sequences neither: a rehearsal looks first for a cut under which every operation has a rule
     """
 
     on_gather: Callable[[str, int], None] | None = None
@@ -314,7 +315,7 @@ def _may_be_gathered(part: Part) -> bool:
 
 
 def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
-    """The operation on whole tensors, where the parts in its way are soft. Called while an `Uncut` is handled."""
+    """Returns the operation of gathered tensors, where parts may be gathered; else raises the `Uncut` in hand."""
     from shardwise.part.gathered_views import GatheredView
     from shardwise.part.gathering import gather, gathered
     from shardwise.part.sums import Sum
@@ -419,7 +420,7 @@ def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _stored(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor that is held for a part of a part."""
+    """Returns the plain tensor at the bottom of a part of a part: this rank's memory."""
     while isinstance(tensor, Distributed):
         tensor = tensor.stored
     return tensor
@@ -434,7 +435,7 @@ def strides_of(local: torch.Tensor, shape: list[int]) -> tuple[int, ...]:
 def strides_in_the_order_of(
     strides_now: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]
 ) -> tuple[int, ...]:  # fmt: skip
-    """Strides of a dense tensor of `shape`, whose dims lie in memory in the order of one of these strides and sizes."""
+    """Returns strides of a dense tensor of `shape`, its dims in the memory order of these strides and sizes."""
     strides, step = [0] * len(shape), 1
     for d in sorted(range(len(shape)), key=lambda d: (strides_now[d], -d)):
         # a stride of zero repeats (expand): that dim has no memory of its own, unless it has one index here
@@ -450,7 +451,7 @@ def parts_in(tree: Any) -> list[Part]:
 
 
 def no_rule(func: Any, parts: list[Part]) -> str:
-    """The message for an operation that cannot be done on parts."""
+    """Returns the message for an operation that cannot be done on parts."""
     first = parts[0]
     shapes = ", ".join(f"{tuple(p.shape)} cut along dim {p.dim_cut}" for p in parts)
     return f"{func} is not known to be right on tensors cut over {first.axis.name} (here {shapes})"

@@ -87,12 +87,12 @@ def view(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 
 def _cut_after(part: Part, shape: tuple[int, ...], whole: WholeView) -> tuple[int, Owners]:
-    """(dim, owners) of what a view of the part gives. Raises `Uncut`."""
+    """Returns (dim, owners) of a view of the part. Raises `Uncut`."""
     return regrouped(tuple(part.shape), part.dim_cut, part.owners, shape, goal_of(part, whole))
 
 
 def _with_some_for_all(part: Part, whole: WholeView) -> Part | None:
-    """The part dealt such that every rank has indices, where a view joins dims that two axes cut. Collective.
+    """Returns the part dealt such that every rank has indices, where a view joins dims that two axes cut. Collective.
 
     A rank without indices would not know later which the inner cut is. None where there are fewer indices than ranks,
     or both axes cut one dim that the view rearranges: what a rank has of it is then no whole dims.
@@ -113,7 +113,7 @@ def _with_some_for_all(part: Part, whole: WholeView) -> Part | None:
 
 
 def _in_whole_groups(part: Part, whole: WholeView) -> Part | None:
-    """The part dealt such that each group of indices that a view makes of its cut dim lies on one rank. Collective.
+    """Returns the part dealt such that each index of a view's cut dim lies on one rank as a whole. Collective.
 
     None where there is one group alone. Called while an `Uncut` is handled, which stands where the cut is not of
     positions.
@@ -132,7 +132,7 @@ def _in_whole_groups(part: Part, whole: WholeView) -> Part | None:
 
 
 def _in_other_rows(part: Part, whole: WholeView, shape: list[int]) -> Part | None:
-    """The view of rows as rows of another length, as relative scores are shifted: (S, S + 1) to (S + 1, S). Collective.
+    """Returns rows seen as rows of another length, as relative scores (S, S + 1) to (S + 1, S). Collective.
 
     A rank's new rows lie in its old ones but for the first and the last, which it fetches. None where the cut dim is
     not the outermost of those that the view rearranges, or other axes cut them too.
@@ -182,7 +182,7 @@ def transpose(func: Any, args: tuple, kwargs: dict) -> Part:
 
 
 def _lying(made: Part, part: Part, dims: list[int]) -> Part:
-    """The part, whose dims are these of another one, with that one's order in memory: a share of one index has none."""
+    """Returns `made`, whose dims are `dims` of `part`, with the memory order of that: a share of one index has none."""
     made.whole_strides = tuple(part.whole_strides[d] for d in dims)
     return made
 
@@ -204,7 +204,7 @@ def permute(func: Any, args: tuple, kwargs: dict) -> Part:
 
 @rule(*RESHAPES)
 def in_place(func: Any, args: tuple, kwargs: dict) -> Part:
-    """`transpose_(x, a, b)` and others that change what shape a tensor is: the same object becomes the part it gives.
+    """Rule of `transpose_(x, a, b)` and the like: the object itself becomes the part that `transpose` gives.
 
     torch's recurrent layers of batch first end so.
     """
@@ -227,7 +227,7 @@ def unsqueeze(func: Any, args: tuple, kwargs: dict) -> Part:
 
 @rule("squeeze")
 def squeeze(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """`squeeze(x)`, `squeeze(x, dim)`, `squeeze(x, dims)`: by the whole tensor's sizes."""
+    """Rule of `squeeze(x)`, `squeeze(x, dim)`, `squeeze(x, dims)`, by the whole tensor's sizes."""
     part = args[0]
     asked = range(part.dim()) if len(args) < 2 else [args[1]] if isinstance(args[1], int) else args[1]
     gone = sorted({d % part.dim() for d in asked if part.shape[d] == 1}, reverse=True)
@@ -247,7 +247,7 @@ def squeeze(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 @rule("expand", "expand_copy")
 def expand(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """`expand(x, sizes)`: a dim of one index is repeated, a cut one stays."""
+    """Rule of `expand(x, sizes)`: a dim of one index is repeated, a cut one stays."""
     part, sizes = args[0], list(args[1])
     dim = part.dim_cut + len(sizes) - part.dim()
     if sizes[dim] not in (-1, part.owners.size):
@@ -260,7 +260,7 @@ def expand(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 @rule("repeat")
 def repeat(func: Any, args: tuple, kwargs: dict) -> Part:
-    """`repeat(x, times)`: the owners of the cut dim are repeated as its indices are."""
+    """Rule of `repeat(x, times)`: the owners of the cut dim are repeated as its indices are."""
     part, times = args[0], list(args[1])
     dim = part.dim_cut + len(times) - part.dim()
     owners = tiled(part.owners, times[dim])
@@ -286,7 +286,7 @@ def as_strided(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 def _indices_of(
     part: Part, sizes: Sequence[int], strides: Sequence[int], offset: int
 ) -> tuple[list[int | slice], list[int | None]] | None:
-    """A slice or one index of each dim, and the dim that each of the view's is, where it is nothing else; or None."""
+    """Returns (a slice or index of each dim of x, x's dim of each dim of the view), where strides say so; else None."""
     # without elements or with repeats, strides do not say which dim is which
     if not part.numel() or not math.prod(sizes) or 0 in part.stride():
         return None
@@ -309,7 +309,7 @@ def _indices_of(
 
 
 def _taken(part: torch.Tensor, index: list[int | slice], dims: list[int | None]) -> torch.Tensor:
-    """The view of slices and single indices of a part, whose dims are those of the part that are told; None is new."""
+    """Returns the part at slices and indices, its dims in the order `dims` (of the part; None: a new one of size 1)."""
     for d, each in reversed(list(enumerate(index))):
         if isinstance(each, int):
             part = torch.ops.aten.select.int(part, d, each)
@@ -353,7 +353,7 @@ def cat(func: Any, args: tuple, kwargs: dict) -> Part:
 
 
 def _with_their_neighbours(tensors: list[torch.Tensor], lead: Part, dim: int) -> list[torch.Tensor]:
-    """Whole tensors (a class token) beside cut ones: each is its neighbour's, whose rank is at that end."""
+    """Returns the tensors with whole ones (a class token) as parts, which the first or last rank owns."""
     dealt: list[torch.Tensor] = []
     for place, tensor in enumerate(tensors):
         if not is_part(tensor):
@@ -367,5 +367,5 @@ def _with_their_neighbours(tensors: list[torch.Tensor], lead: Part, dim: int) ->
 
 
 def _like_its_neighbour(tensors: list[torch.Tensor], lead: Part, dim: int) -> bool:
-    """Undefined gradients of a split arrive as whole zeros: they are dealt as their neighbours are."""
+    """Whether whole tensors have the cut ones' length: undefined gradients of a split, which arrive as zeros."""
     return all(is_part(t) or t.shape[dim] == lead.shape[dim] for t in tensors)

@@ -38,7 +38,7 @@ class BatchDims:
     blocks: frozenset[tuple[str, str, int]] = frozenset()
 
     def orders(self, samples: int) -> Iterator[frozenset[tuple[str, str, int]]]:
-        """The choices of `blocks` to try, of draws that were met on so many samples: none, all, each alone."""
+        """Yields the choices of `blocks` to try, for draws met on so many samples: none, all, each alone."""
         several = [
             key
             for key, entries in self.dims_by_op.items()
@@ -47,7 +47,7 @@ class BatchDims:
         yield from dict.fromkeys([frozenset(), frozenset(several), *(frozenset([key]) for key in several)])
 
     def learn(self, whole: list[Drawn], part: list[Drawn], whole_count: int, part_count: int) -> None:
-        """Compare the random ops of two runs."""
+        """Notes the batch dim of each draw, from the draws of two runs on `whole_count` and `part_count` samples."""
         for key in sorted({drawn.key for drawn in (*whole, *part)}):
             first = [drawn for drawn in whole if drawn.key == key]
             second = [drawn for drawn in part if drawn.key == key]
@@ -59,7 +59,7 @@ class BatchDims:
             self.dims_by_op[key] = list(dict.fromkeys(self.dims_by_op.get(key, []) + met))
 
     def find(self, path: str, op: str, shape: tuple[int, ...], local_samples: int) -> int:
-        """The batch dim of this tensor; where nothing at all was learnt, the first dim if the samples divide it."""
+        """Returns the batch dim of this tensor; where nothing was learnt, the first dim if the samples divide it."""
         if not self.dims_by_op:
             return 0 if shape and local_samples and shape[0] % local_samples == 0 else -1
         entries = self.dims_by_op.get((path, op, len(shape)))
@@ -84,7 +84,7 @@ class BatchDims:
         return None if not met else dims.pop() if len(dims) == 1 else UNCLEAR
 
     def unclear(self) -> list[str]:
-        """The ops, with their modules, whose draws cannot be dealt over samples."""
+        """Returns the ops, with their modules, whose draws cannot be dealt over samples."""
         return [
             f"{op} in module '{path}'"
             for (path, op, _), entries in self.dims_by_op.items()

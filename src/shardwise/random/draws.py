@@ -20,7 +20,7 @@ _IMAGINARY = 0x1F83D9AB  # a key like any other
 
 @dataclass(frozen=True)
 class BitSource:
-    """Where a draw's randomness comes from.
+    """The random bits that a draw is made of.
 
     bits   of (shape, device): 53 hashed bits for each element, as int64
     below  of (shape, device, rate): whether each element's bits are below that share of 2**53
@@ -31,7 +31,7 @@ class BitSource:
 
 
 def _fill(draw):
-    """For `op_(self, ...)`: overwrite self."""
+    """Returns a `DRAWS` function for `op_(self, ...)`, which overwrites self."""
 
     def run(source, args, kwargs):
         tensor = args[0]
@@ -41,7 +41,7 @@ def _fill(draw):
 
 
 def _like(draw):
-    """For `op_like(self, ...)`: a new tensor of self's shape."""
+    """Returns a `DRAWS` function for `op_like(self, ...)`, which gives a new tensor of self's shape."""
 
     def run(source, args, kwargs):
         like = torch.empty_like(args[0], **_factory(kwargs))
@@ -51,7 +51,7 @@ def _like(draw):
 
 
 def _new(draw, size_at: int = 0):
-    """For `op(..., size, ...)`: a new tensor."""
+    """Returns a `DRAWS` function for `op(..., size, ...)`, whose size is argument `size_at`."""
 
     def run(source, args, kwargs):
         size = args[size_at]
@@ -130,7 +130,7 @@ def _normal_by(source, args, kwargs):
 
 
 def _of_each(draw):
-    """For `op(self)`: a number for each of its elements, by which it is distributed."""
+    """Returns a `DRAWS` function for `op(self)`: each number is distributed by its element of self."""
 
     def run(source, args, kwargs):
         tensor = args[0]
@@ -145,7 +145,7 @@ def _dirichlet(source, args, kwargs):
 
 
 def _rrelu(func):
-    """The slope of each negative element, which is kept in `noise` for backward."""
+    """Returns a `DRAWS` function for rrelu: the slope of each negative element is kept in `noise` for backward."""
 
     def run(source, args, kwargs):
         tensor, noise = args[:2]
@@ -160,7 +160,7 @@ def _rrelu(func):
 
 
 def _multinomial(source, args, kwargs):
-    """With replacement by inverting the cumulative sum; without, by a race of exponentials, as torch does it."""
+    """Returns (..., count) indices: with replacement by the cumulative sum, without by a race of exponentials."""
     weights, count = args[0], args[1]
     if _argument(args, kwargs, 2, "replacement", False) and count > 1:
         cumulative = weights.double().cumsum(-1)

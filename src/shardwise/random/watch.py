@@ -36,7 +36,7 @@ class Watch:
     sure: bool = False
 
     def at(self, step: int, random: GlobalRandom) -> str | None:
-        """Settle whether a step is watched, and return what is worth telling."""
+        """Decides whether this step is watched; returns a note for the user, or None."""
         if self.moved is None or step == self.moved:
             return None
         # a generator moved in a step that nobody watched: the next one is watched, with attention's scores written
