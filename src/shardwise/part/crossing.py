@@ -7,7 +7,7 @@ What is cut over other axes (tensor parallelism) leaves whole; cuts over positio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -25,26 +25,23 @@ Along = tuple[tuple[str, int], ...]  # (name of an axis, dim) of each cut, outer
 Cuts = tuple[tuple[str, int, Owners], ...]  # and who owns which index
 
 
-def cuts_of(tensor: torch.Tensor) -> Cuts:
-    """Returns the cuts of a tensor over axes of positions, outermost first. Collective where it is a sum over one."""
-    cuts = []
+def _parts_of(tensor: torch.Tensor) -> Iterator[Part]:
+    """Yields the part over each axis of positions that cuts a tensor, outermost first. Takes sums over such axes."""
     while isinstance(tensor, Distributed) and tensor.axis.positions:
         tensor = tensor.settled()
         if isinstance(tensor, Part) and tensor.axis.positions:
-            cuts.append((tensor.axis.name, tensor.dim_cut, tensor.owners))
+            yield tensor
             tensor = tensor.local
-    return tuple(cuts)
+
+
+def cuts_of(tensor: torch.Tensor) -> Cuts:
+    """Returns the cuts of a tensor over axes of positions, outermost first. Collective where it is a sum over one."""
+    return tuple((part.axis.name, part.dim_cut, part.owners) for part in _parts_of(tensor))
 
 
 def axes_of(tensor: torch.Tensor) -> tuple[Axis, ...]:
     """Returns the axes of positions that cut a tensor, outermost first. Collective where it is a sum over one."""
-    axes = []
-    while isinstance(tensor, Distributed) and tensor.axis.positions:
-        tensor = tensor.settled()
-        if isinstance(tensor, Part) and tensor.axis.positions:
-            axes.append(tensor.axis)
-            tensor = tensor.local
-    return tuple(axes)
+    return tuple(part.axis for part in _parts_of(tensor))
 
 
 class _Settled(torch.autograd.Function):

@@ -74,8 +74,7 @@ def nll_loss(func: Any, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.
     x, target, weight, reduction, ignored = args
     classes = 0 if x.dim() == 1 else 1
     if is_part(x) and x.dim_cut != classes and not parts_in([weight]):
-        # cut along samples or positions, with all classes here; a mean is over all ranks' targets, so it is summed
-        # first
+        # cut along samples or positions, all classes here; a mean is over all ranks' targets, so the sum comes first
         value, total = func(x.local, _beside(x, target, classes), weight, 0 if reduction == 0 else 2, ignored)
         if reduction == 0:
             return x.with_local(value, _without(x.dim_cut, classes)), total

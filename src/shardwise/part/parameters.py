@@ -247,7 +247,7 @@ def _reader(leaf: str):
         return _in_its_way(self, leaf, weight)
 
     def seen(param: torch.Tensor, cuts: Mapping[str, Any], axis: Axis, summed: tuple[Axis, ...]) -> torch.Tensor:
-        """Returns the weight as the forward reads it: a part, or whole, with what its gradient is settled."""
+        """Returns the weight as the forward reads it, a part or whole, its gradient summed over the right axes."""
         if isinstance(param, DTensor):
             return param  # sharded by zero=3 and not gathered now: for its dtype or device
         cut = cuts[leaf]

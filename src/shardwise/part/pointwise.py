@@ -63,8 +63,7 @@ class PointwiseCuts:
         self.whole = {id(tensor): shape for tensor, shape in zip(tensors, shapes, strict=True)}
         self.ndim = max(tensor.dim() for tensor in tensors)
         parts = [tensor for tensor in tensors if is_part(tensor)]
-        # soft parts may be gathered, so the others say how the result is cut; the one of most dims has the dims of the
-        # result
+        # soft parts may be gathered, so the others say how the result is cut: the one of most dims has all of its dims
         firm = [part for part in parts if not part.soft] or parts
         self._follow(max(firm, key=lambda part: part.dim()))
         if any(self.crossing(part) for part in firm):  # positions by positions: cut as the largest is, or by its rows

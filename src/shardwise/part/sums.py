@@ -363,7 +363,7 @@ def _scaled(func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | None:
 
 def _added(func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | None:
     """Returns an untaken sum plus another one or a bias (H,), again untaken; None of anything else."""
-    if kwargs or len(args) != 2:  # `alpha`
+    if kwargs or len(args) != 2:  # with `alpha`
         return None
     name, second = facts(func).name, args[1]
     if is_sum(second):

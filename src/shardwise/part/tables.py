@@ -78,7 +78,7 @@ def note_table(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed], 
     if is_random(func):
         return
     plain = [tensor for tensor in tensors_in((args, kwargs)) if not isinstance(tensor, Distributed)]
-    # a weight changes and has gradients; a large tensor would be kept alive; memory of inference counts no versions
+    # a weight changes and has gradients; a large tensor would be kept alive; inference tensors count no versions
     if any(tensor.requires_grad or tensor.numel() > MOST or tensor.is_inference() for tensor in plain):
         return
     args, kwargs = replaced(Distributed, lambda tensor: tensor.recipe[0], (args, kwargs))

@@ -57,7 +57,7 @@ def view(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         shape[shape.index(-1)] = part.numel() // max(others, 1)
     with WHOLE.of(part, tuple(shape)) as whole:
         dealt = _with_some_for_all(part, whole)
-        # dealt in no way does every rank have whole dims (`_with_some_for_all`)
+        # however the dim is dealt, some rank has no whole dims of the view (`_with_some_for_all`)
         if dealt is None:
             for tell in GATHERS:
                 tell("what views make of a field that one rank alone has", part)
