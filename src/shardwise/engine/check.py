@@ -226,7 +226,7 @@ class _Look:
             differs, read = _left_differs(self.run, left, of_whole, self.whole, parts, sizes, dtype)
             self.problems += self.share(differs)
             findings.keeps_samples = "".join(self.share(left[:1] if per_sample and read else [])[:1])
-        if self.masks and self._anywhere(findings.dims.known) and not self.problems:
+        if self.masks and self._anywhere(findings.dims.dims_by_op) and not self.problems:
             self.problems += _masks_differ(self.run, findings.dims, self.whole, parts, sizes, dtype)
 
 

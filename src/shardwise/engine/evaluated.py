@@ -242,7 +242,7 @@ class Seen(TorchDispatchMode):
     def _keep(self, tensor: torch.Tensor) -> None:
         tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         while isinstance(tensor, Distributed):  # a share of a weight is this rank's parameter
-            tensor = tensor.held
+            tensor = tensor.stored
         storage = tensor.untyped_storage()
         for name, param in self.module.named_parameters():
             local = param._local_tensor if isinstance(param, DTensor) else param

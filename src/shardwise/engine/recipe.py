@@ -172,7 +172,7 @@ class _Spread:
         """Returns what the user is told of it."""
         notices = [*(self.tensor.notices() if self.tensor is not None else ())]
         notices += self.experts.notices() if self.experts is not None else ()
-        return notices + ([self.positions.told()] if self.positions is not None else [])
+        return notices + ([self.positions.summary()] if self.positions is not None else [])
 
     def local_values(self, value_of: ValueOf) -> ValueOf:
         """Returns a function from a name to the initial value of this rank's share, of whole ones by `value_of`."""

@@ -50,24 +50,26 @@ def may_be_done_whole(func: Any, args: tuple, kwargs: dict, parts: list[Part]) -
     draws = is_random(func)
     if draws or facts(func).name.startswith("as_strided_") or not all(map(_of_a_sequence, parts)):
         return False
-    given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
-    written = [given.get(each.name) for each in func._schema.arguments if each.alias_info and each.alias_info.is_write]
+    arguments = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
+    writable = [each.name for each in func._schema.arguments if each.alias_info and each.alias_info.is_write]
+    written = [arguments.get(name) for name in writable]
     return bool(parts) and not tensors_in(written, Distributed)
 
 
 def _of_a_sequence(part: Part) -> bool:
+    # chunks (turns) are computed one after the other, so the others are not there to be gathered
     return part.axis.positions and not part.axis.turns and part.axis.name not in SPACE
 
 
 def done_whole(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run an operation without a rule on whole tensors; results of the first part's shape are cut as it is."""
+    """Returns an operation of gathered tensors; results that have the first part's shape are cut as that is."""
     lead = parts_in((args, kwargs))[0]
     args, kwargs = _whole(func, args), _whole(func, kwargs)
     if facts(func).name == "as_strided":  # reads memory, in which the tensor lies as the module was told
         args = (torch.empty_strided(lead.shape, lead.stride(), dtype=lead.dtype, device=lead.device).copy_(args[0]),
                 *args[1:])  # fmt: skip
     output = func(*args, **kwargs)
-    if func._schema.is_mutable:
+    if func._schema.is_mutable:  # it wrote into a plain tensor, which is what it returns
         return output
     if facts(func).is_view:  # of a copy: reading it is right, writing into it would be lost
         return replaced(torch.Tensor, lambda copy: Sum.read_only(copy, lead.axis), output)
@@ -75,7 +77,7 @@ def done_whole(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _cut_as(lead: Part, whole: torch.Tensor) -> Part:
-    """A tensor that every rank has, cut as a part of its shape is: over an axis further in along the same dim too."""
+    """Returns this rank's share of a whole tensor, cut as `lead` of the same shape is, over axes further in too."""
     share, inner = lead.share(whole, lead.dim_cut).clone(), lead.local
     if isinstance(inner, Part) and inner.dim_cut == lead.dim_cut and not isinstance(share, Distributed):
         share = inner.with_local(inner.share(share, inner.dim_cut).clone())
@@ -83,13 +85,15 @@ def _cut_as(lead: Part, whole: torch.Tensor) -> Part:
 
 
 def _whole(func: Any, args: Any) -> Any:
-    """Arguments, of which those that are cut along positions are gathered; in forward that is noted. Collective."""
+    """Returns the arguments with parts over positions gathered; in forward `GATHERS` is called for each. Collective."""
     parts: list[Part] = parts_in(args)
+    # refused where weights are cut, so that the weight is left whole (`Uncut.origins`)
     if any(not part.axis.positions for part in parts):
         raise Uncut(no_rule(func, parts))
     name = func._schema.name.partition("::")[2].strip("_")
     for part in parts if not in_backward() else []:
         each: Any = part
+        # each axis that cuts this dim is one more all-gather, and one more line for the user
         while isinstance(each, Part) and each.axis.positions and each.dim_cut == part.dim_cut:
             for tell in GATHERS:
                 tell(f"what {name} reads", each)

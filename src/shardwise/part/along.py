@@ -18,40 +18,56 @@ from shardwise.part.sums import Sum
 from shardwise.part.tensor import GATHERS, Part, is_part, no_rule, parts_in, rule
 
 
-@rule("flip", "roll", "constant_pad_nd", "index_select", "topk", "sort", "argsort", "gather", "unfold",
-      "_weight_norm_interface", *SCANS)  # fmt: skip
+@rule("flip", "roll", "constant_pad_nd", "topk", "sort", "argsort", "unfold", "_weight_norm_interface", *SCANS)
 def along(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Operations along dims that are not cut, whose result has the same dims."""
+    """Rule of operations that work along some dims: local where these are whole, by case where one is the cut one."""
     part = args[0]
     touched = _touched(func, part, args, kwargs)
     if is_part(part) and part.axis.positions and func._schema.name in ("aten::flip", "aten::roll"):
+        # indices are fetched over one axis: tiles that a further axis cuts along this dim are gathered first
         part = whole_inside(part) if part.dim_cut in touched else part
         return _reordered(func, part, args, kwargs)
     if is_part(part) and part.dim_cut in touched and scanned_along(func, part, kwargs):
         return scanned(func, whole_inside(part), kwargs)
-    if func._schema.name == "aten::index_select" and is_part(args[2]) and not is_part(part):
-        return args[2].with_local(func(part, args[1], args[2].local), args[1] % part.dim())
-    picks = func._schema.name == "aten::index_select" and is_part(part) and part.axis.positions
-    if picks and part.dim_cut in touched and not is_part(args[2]):
-        return _picked(torch.ops.aten.index.Tensor, part, [None] * part.dim_cut + [args[2]])
-    if func._schema.name == "aten::gather" and is_part(part) and part.dim_cut in touched and not is_part(args[2]):
-        return entries_here(part, part.dim_cut, args[2])
-    if func._schema.name == "aten::gather" and not is_part(part):
-        mine = args[2].dim_cut
-        held = part if mine in touched else args[2].share(part, mine)
-        return args[2].with_local(func(held, args[1], args[2].local))
     if not is_part(part) or part.dim_cut in touched:
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
-    if func._schema.name == "aten::gather":
-        return _gathered_by(func, part, args[1], args[2])
     output = func(part.local, *args[1:], **kwargs)
     if isinstance(output, tuple):
         return tuple(part.with_local(each) for each in output)
     return part.with_local(output)
 
 
+@rule("index_select")
+def index_select(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """Rule of `x.index_select(dim, places)`: places may be cut where x is plain, or plain where x is cut."""
+    x, dim, places = args
+    if is_part(places) and not is_part(x):  # every rank has what is read, and reads it at its own share of the places
+        return places.with_local(func(x, dim, places.local), dim % x.dim())
+    if is_part(x) and x.dim_cut != dim % x.dim():
+        return x.with_local(func(x.local, dim, places))
+    if not is_part(x) or not x.axis.positions or is_part(places):
+        raise Uncut(no_rule(func, parts_in((args, kwargs))))
+    return _picked(torch.ops.aten.index.Tensor, x, [None] * x.dim_cut + [places])
+
+
+@rule("gather")
+def gather(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """Rule of `x.gather(dim, index)`, where x or the index is cut, or both are cut alike."""
+    x, dim, index = args[:3]
+    along_dim = dim % x.dim()
+    if not is_part(x):
+        # along `dim` any entry may be read; along others an entry is read at the index's own place
+        source = x if index.dim_cut == along_dim else index.share(x, index.dim_cut)
+        return index.with_local(func(source, dim, index.local))
+    if x.dim_cut != along_dim:
+        return _gathered_by(func, x, dim, index)
+    if is_part(index):
+        raise Uncut(no_rule(func, parts_in((args, kwargs))))
+    return entries_here(x, x.dim_cut, index)
+
+
 def _gathered_by(func: Any, part: Part, dim: int, index: torch.Tensor) -> Part:
-    """`gather(x, dim, index)` along a dim that is not cut, by an index for every position."""
+    """Returns `gather(x, dim, index)` along a dim that is whole, by an index with an entry for every cut position."""
     cut = part.dim_cut
     if index.shape[cut] != part.shape[cut]:
         raise Uncut(no_rule(func, [part]))
@@ -60,12 +76,12 @@ def _gathered_by(func: Any, part: Part, dim: int, index: torch.Tensor) -> Part:
 
 
 def _reordered(func: Any, part: Part, args: tuple, kwargs: dict) -> Part:
-    """`flip(x, dims)`, `roll(x, shifts, dims)`, dealt as before: along the cut dim each rank fetches what it shows."""
+    """Returns `flip(x, dims)` or `roll(x, shifts, dims)`, dealt as x: along the cut dim, indices are fetched."""
     n, cut = part.shape[part.dim_cut], part.dim_cut
-    given = args[-1] if len(args) > 1 else kwargs.get("dims", ())
-    dims = [d % part.dim() for d in given]
+    listed = args[-1] if len(args) > 1 else kwargs.get("dims", ())
+    dims = [d % part.dim() for d in listed]
     shifts = args[1] if func._schema.name == "aten::roll" else [0] * len(dims)
-    if len(dims) != len(shifts):
+    if len(dims) != len(shifts):  # without dims torch rolls the flattened tensor
         raise Uncut(f"roll of a flattened tensor ({no_rule(func, [part])})")
     local = part.local
     for dim, shift in zip(dims, shifts, strict=True):
@@ -79,18 +95,19 @@ def _reordered(func: Any, part: Part, args: tuple, kwargs: dict) -> Part:
 
 
 def _touched(func: Any, part: Any, args: tuple, kwargs: dict) -> set[int]:
+    """Returns the dims along which an operation of `along` moves, adds or compares indices."""
     n = part.dim() if isinstance(part, torch.Tensor) else 0
     name = func._schema.name.partition("::")[2]
     if name == "constant_pad_nd":
         return {n - 1 - place // 2 for place, width in enumerate(args[1]) if width}
     if name in ("topk", "sort", "argsort"):
         place = 2 if name == "topk" else 1
-        given = args[place] if len(args) > place else kwargs.get("dim", -1)
-        return {int(given) % n}
+        dim = args[place] if len(args) > place else kwargs.get("dim", -1)
+        return {int(dim) % n}
     if name == "roll":
         dims = args[2] if len(args) > 2 else kwargs.get("dims", ())
         return {d % n for d in dims} if dims else set(range(n))
-    if name in ("flip", "index_select", "gather", *SCANS):
+    if name in ("flip", *SCANS):
         dims = args[1]
         return {d % n for d in ([dims] if isinstance(dims, int) else dims)}
     return set(range(n))
@@ -99,8 +116,8 @@ def _touched(func: Any, part: Any, args: tuple, kwargs: dict) -> set[int]:
 @rule("diagonal")
 def diagonal(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """Returns `x.diagonal(offset, dim1, dim2)`; of dims that are cut the field is gathered: a copy, to read."""
-    part, given = args[0], dict(zip(("offset", "dim1", "dim2"), args[1:], strict=False)) | kwargs
-    dims = {given.get("dim1", 0) % part.dim(), given.get("dim2", 1) % part.dim()}
+    part, options = args[0], dict(zip(("offset", "dim1", "dim2"), args[1:], strict=False)) | kwargs
+    dims = {options.get("dim1", 0) % part.dim(), options.get("dim2", 1) % part.dim()}
     if part.dim_cut not in dims:
         place = part.dim_cut - sum(d < part.dim_cut for d in dims)
         return part.with_local(func(part.local, *args[1:], **kwargs), place)
@@ -115,6 +132,7 @@ def diagonal(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 def triangle(func: Any, args: tuple, kwargs: dict) -> Part:
     """Returns the matrices of the last two dims with zeros above a diagonal, or below it."""
     part, diagonal = args[0], args[1] if len(args) > 1 else kwargs.get("diagonal", 0)
+    # cut among the batch dims: every matrix is whole
     if part.dim_cut < part.dim() - 2:
         return part.with_local(func(part.local, diagonal))
     rows, columns = (torch.arange(n, device=part.device) for n in part.shape[-2:])
@@ -125,7 +143,7 @@ def triangle(func: Any, args: tuple, kwargs: dict) -> Part:
 
 @rule("index")
 def index(func: Any, args: tuple, kwargs: dict) -> Part:
-    """`x[i, j, ...]` by plain indices along dims that are not cut, where the cut dim keeps its place after them."""
+    """Rule of `x[i, j, ...]`: local by plain indices of whole dims; masks, cut indices and the cut dim by case."""
     part, indices = args[0], list(args[1])
     if is_mask(indices):
         return selected(func, args, kwargs)
@@ -135,6 +153,7 @@ def index(func: Any, args: tuple, kwargs: dict) -> Part:
     if not is_part(part):
         return _read_by_own(func, part, indices)
     whole = not parts_in(indices) and part.dim_cut not in used
+    # torch puts the index's dims in front where the indexed ones are not side by side: the cut dim would move
     contiguous = used == list(range(used[0], used[-1] + 1)) if used else False
     if not whole or not contiguous or any(indices[d].dtype is torch.bool for d in used):
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
@@ -144,18 +163,19 @@ def index(func: Any, args: tuple, kwargs: dict) -> Part:
 
 
 def _read_by_own(func: Any, x: torch.Tensor, indices: list) -> Part:
-    """`x[i, j, ...]` of a tensor that every rank has, by indices that are cut: each reads at its own places."""
+    """Returns `x[i, j, ...]` of a plain tensor by cut indices, as a part: each rank reads at its share of them."""
     used = [d for d, i in enumerate(indices) if i is not None]
     lead = parts_in(indices)[0]
     place = lead.dim_cut - lead.dim()
     added = len(torch.broadcast_shapes(*(indices[d].shape for d in used)))
+    # where indexed dims are not side by side, torch puts the index's dims in front
     first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
     own = [i if i is None else _share_of_index(func, i, lead, place) for i in indices]
     return lead.with_local(func(x, own), first + added + place)
 
 
 def _share_of_index(func: Any, index: torch.Tensor, lead: Part, place: int) -> torch.Tensor:
-    """This rank's share of an index, along a dim that is counted from the last one, beside that of `lead`."""
+    """Returns this rank's share of an index, dealt as `lead`; `place` is the cut dim, counted from the end (< 0)."""
     here = index.dim() + place
     if index.dtype in MASKS:
         raise Uncut(no_rule(func, [lead]))
@@ -165,26 +185,29 @@ def _share_of_index(func: Any, index: torch.Tensor, lead: Part, place: int) -> t
 
 
 def _picked(func: Any, part: Part, indices: list) -> torch.Tensor:
-    """`x[i, j, ...]` by plain indices, the cut dim's among them: a sum to which each entry's owner alone adds."""
+    """Returns `x[i, j, ...]` by plain indices of the cut dim too: a `Sum`, to which each entry's owner adds it."""
     wanted = indices[part.dim_cut]
     inner = part.local
     tokens = isinstance(inner, Part) and inner.dim_cut == part.dim_cut  # of tiles cut along several dims
     if wanted.dtype is torch.bool:
         raise Uncut(no_rule(func, [part]))
-    held, place = _places_of(part, wanted)
+    owned, place = _places_of(part, wanted)
     if isinstance(inner, Distributed) and not tokens:
-        place = torch.where(held, place, inner.shape[part.dim_cut])
+        # what others own is read as a row of zeros behind this rank's own
+        place = torch.where(owned, place, inner.shape[part.dim_cut])
         own = [place if d == part.dim_cut else i for d, i in enumerate(indices)]
         return Sum.of(func(with_one_more(inner, part.dim_cut), own), part.axis, part.origin)
+    # a share without indices has no place to read at, not even one to be masked
     if not part.owners.counts[part.axis.index]:
         shape = func(torch.empty(part.shape, device="meta"), [i if i is None else i.to("meta") for i in indices]).shape
         return Sum.of(part.local.new_zeros(shape), part.axis, part.origin)
-    found = func(part.local, [place if d == part.dim_cut else i for d, i in enumerate(indices)])
+    entries = func(part.local, [place if d == part.dim_cut else i for d, i in enumerate(indices)])
     used = [d for d, i in enumerate(indices) if i is not None]
     together = used == list(range(used[0], used[-1] + 1))
     after = part.dim() - 1 - used[-1] if together else part.dim() - len(used)
-    held = torch.broadcast_to(held, torch.broadcast_shapes(*(indices[d].shape for d in used)))
-    return Sum.of(found * held.view(*held.shape, *([1] * after)), part.axis, part.origin)
+    # what others own was read at a wrong place: it counts as zero in the sum
+    owned = torch.broadcast_to(owned, torch.broadcast_shapes(*(indices[d].shape for d in used)))
+    return Sum.of(entries * owned.view(*owned.shape, *([1] * after)), part.axis, part.origin)
 
 
 @rule("scatter_add", "scatter_add_", "scatter", "scatter_", "scatter_reduce")
@@ -220,13 +243,14 @@ def scatter(func: Any, args: tuple, kwargs: dict) -> Part:
 
 
 def _scattered(func: Any, dim: int, x: Any, index: Any, values: Any) -> torch.Tensor:
-    """`x.scatter_add(dim, index, values)` along the cut dim."""
+    """Returns `x.scatter_add(dim, index, values)` along the cut dim, index and values both cut or both plain."""
     if is_part(x) and not parts_in([index, values]):
         return added_here(func, x, dim, index, values)
     if not is_part(index) or not is_part(values) or index.dim_cut != dim or not index.beside(values):
         raise Uncut(no_rule(func, parts_in([x, index, values])))
     empty = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     mine = torch.scatter_add(empty, dim, index.local, values.local)
+    # written in place: the others' values have to be in it now, and cannot stay a sum
     if func._schema.is_mutable:
         return x.add_(reduced(mine, values))
     return x + Sum.of(mine, values.axis, values.origin)
@@ -234,12 +258,13 @@ def _scattered(func: Any, dim: int, x: Any, index: Any, values: Any) -> torch.Te
 
 @rule("index_put", "index_put_", "_index_put_impl_")
 def index_put(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """`x[i, j, ...] = values`, or `+=`, by plain indices along dims that are not cut: the gradient of such an index."""
+    """Rule of `x[i, j, ...] = values`, or `+=`; autograd uses it for the gradient of `x[i, j, ...]`."""
     x, indices, values, *rest = args
     if is_mask(indices):
         return put(func, args, kwargs)
     if is_part(x) and x.axis.positions and not parts_in(indices):
         return _put_by_whole_indices(func, x, indices, values, rest)
+    # the cases below give new tensors
     if func._schema.is_mutable:
         raise Uncut(no_rule(func, parts_in(args)))
     if not is_part(x) and not is_part(values):  # the gradient of what all ranks read at one place
@@ -259,7 +284,7 @@ def index_put(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 
 def _put_by_whole_indices(func: Any, x: Part, indices: list, values: torch.Tensor, rest: list) -> Part:
-    """`x[i, j, ...] = values` by indices that every rank has: each writes its own entries, others beside its share."""
+    """Returns x with `x[i, j, ...] = values` by plain indices: each rank writes the entries of its own share."""
     used = [d for d, i in enumerate(indices) if i is not None]
     together = used == list(range(used[0], used[-1] + 1))
     if not together or any(indices[d].dtype in MASKS for d in used):
@@ -270,10 +295,11 @@ def _put_by_whole_indices(func: Any, x: Part, indices: list, values: torch.Tenso
             for tell in GATHERS:
                 tell("what is written at indices of a cut dim", values)
             values = gathered(values)
-        held, place = _places_of(x, indices[cut])
-        place = torch.where(held, place, x.local.shape[cut])
+        owned, place = _places_of(x, indices[cut])
+        # what others own is written into one row more, which is dropped
+        place = torch.where(owned, place, x.local.shape[cut])
         own = [place if d == cut else i for d, i in enumerate(indices)]
-        found = put(with_one_more(x.local, cut), own, values, *rest).narrow(cut, 0, x.local.shape[cut])
+        filled = put(with_one_more(x.local, cut), own, values, *rest).narrow(cut, 0, x.local.shape[cut])
     else:
         added = len(torch.broadcast_shapes(*(indices[d].shape for d in used)))
         dim = cut if cut < used[0] else cut - len(used) + added
@@ -282,15 +308,15 @@ def _put_by_whole_indices(func: Any, x: Part, indices: list, values: torch.Tenso
             values = dealt_as(values, x, dim, str(func)).local
         elif dim >= 0 and values.shape[dim] != 1:
             values = x.share(values, dim)
-        found = put(x.local, indices, values, *rest)
+        filled = put(x.local, indices, values, *rest)
     if not func._schema.is_mutable:
-        return x.with_local(found)
-    x.local.copy_(found)
+        return x.with_local(filled)
+    x.local.copy_(filled)
     return x
 
 
 def _places_of(part: Part, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(whether this rank has each wanted index of the cut dim, where among its own); indices may count from the end."""
+    """Returns (whether this rank owns each wanted index of the cut dim, its place among its own); negative ones too."""
     mine = to_device(part.owners.indices(part.axis.index), wanted.device)
     wanted = torch.where(wanted < 0, wanted + part.owners.size, wanted)
     if not len(mine):
@@ -300,11 +326,12 @@ def _places_of(part: Part, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 def _put_of_each(func: Any, x: Any, indices: list, values: Any, rest: list) -> torch.Tensor | None:
-    """`x[..., i, j, ...] += values` where values are cut along a dim of the indices: each rank's own, added up.
+    """Returns x plus the sum over ranks of their values at `[..., i, j, ...]`, cut along a dim of the indices.
 
     None where it is something else. Of nodes read for each cell, (N,)[(cells, neighbours)], this is the gradient.
     """
     used = [d for d, i in enumerate(indices) if i is not None]
+    # without `accumulate` values replace each other, and a sum over ranks would add them
     if rest[:1] != [True] or is_part(x) or not is_part(values):
         return None
     added = len(torch.broadcast_shapes(*(indices[d].shape for d in used)))
@@ -319,7 +346,7 @@ def _put_of_each(func: Any, x: Any, indices: list, values: Any, rest: list) -> t
 
 @rule("index_add", "index_add_")
 def index_add(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """`x.index_add(dim, index, source)`: along the cut dim each rank's own rows, added up; along others as they lie.
+    """Rule of `x.index_add(dim, index, source)`: along the source's cut dim a sum over ranks, along others local.
 
     Where every rank has all rows that are added, each keeps those of its own indices of x.
     """
@@ -338,5 +365,5 @@ def index_add(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         return x + Sum.of(func(torch.zeros_like(x), dim, mine, source.local, **kwargs), source.axis, source.origin)
     if dim == cut or is_part(index) or (is_part(x) and (x.dim_cut != cut or not x.beside(source))):
         raise Uncut(no_rule(func, parts_in(args)))
-    held = x.local if is_part(x) else source.share(x, cut)
-    return source.with_local(func(held, dim, index, source.local, **kwargs))
+    target = x.local if is_part(x) else source.share(x, cut)
+    return source.with_local(func(target, dim, index, source.local, **kwargs))

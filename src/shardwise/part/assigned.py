@@ -46,25 +46,25 @@ def _assign(tensor: torch.Tensor, value: Any) -> None:
 
 
 def _become(tensor: Distributed, value: Distributed) -> None:
-    """Let the object, which views and autograd hold, be another distributed tensor."""
+    """Makes the object, which views and autograd refer to, the same distributed tensor as `value`."""
     with torch._C.DisableTorchFunctionSubclass():
         _DATA.__set__(tensor, value)  # shape, strides and dtype
     tensor.__class__ = type(value)
-    for name in ("source", "recipe", "deals", "known", "margin"):
+    for name in ("source", "recipe", "deals", "whole_values", "margin"):
         tensor.__dict__.pop(name, None)
     tensor.__dict__.update(value.__dict__)
     forget()
 
 
 def _whole(value: torch.Tensor, beside: Distributed) -> Sum:
-    """A tensor that every rank has, as one distributed over an axis."""
+    """Returns a plain tensor as a `Sum` already taken, over the axis of `beside`."""
     made = Sum(value, beside.axis)
     made.total = value
     return made
 
 
 def _of_every_rank(value: torch.Tensor) -> torch.Tensor:
-    """What all ranks have whole, of what is dealt over positions or not told apart yet. Collective."""
+    """Returns the whole tensor on every rank; `Uncut` where a cut of weights would have to be gathered. Collective."""
     value = value.detach()
     while isinstance(value, Distributed):
         value = value.settled()

@@ -32,63 +32,65 @@ class _Heads:
         if lead is None or lead.dim_cut > 1 or (lead.dim_cut == 1 and lead is not self.query):
             raise Uncut(f"attention over cut positions ({no_rule(func, parts_in(args))})")
         self.func, self.part, self.dim = func, lead, lead.dim_cut
-        self.each = self.query.shape[1] // self.key.shape[1] if self.dim == 1 else 1
+        # grouped queries: so many query heads in a row read one key head
+        self.queries_per_key = self.query.shape[1] // self.key.shape[1] if self.dim == 1 else 1
         for part in parts[1:]:
-            if part.dim_cut != self.dim or repeated(part.owners, self.each) != lead.owners:
+            if part.dim_cut != self.dim or repeated(part.owners, self.queries_per_key) != lead.owners:
                 raise Uncut(f"attention of queries and keys whose heads are cut differently ({no_rule(func, parts)})")
         if self.dim == 1 and isinstance(self.key, Part) != isinstance(self.value, Part):
             raise Uncut(f"attention of cut keys and whole values ({no_rule(func, parts)})")
 
     @property
     def read(self) -> torch.Tensor:
-        """The key head that each of this rank's queries reads."""
+        """Returns (own query heads,) the index of the key head that each reads."""
         mine = to_device(self.part.owners.indices(self.part.axis.index), self.part.device)
-        return mine // self.each
+        return mine // self.queries_per_key
 
     def local(self, tensor: Any) -> Any:
-        """The share of an input; masks that are the same for all heads stay."""
+        """Returns this rank's share of an input; a mask that is the same for all heads as it is."""
         if is_part(tensor):
             return tensor.local
+        # more ranks than key heads: they are whole, and several ranks read the same one
         if self.dim == 1 and (tensor is self.key or tensor is self.value):
             return tensor.index_select(1, self.read)
-        if (
-            isinstance(tensor, torch.Tensor)
-            and tensor.dim() >= 3
-            and tensor.shape[self.dim] == self.part.shape[self.dim]
-        ):
+        has_dim = isinstance(tensor, torch.Tensor) and tensor.dim() >= 3
+        if has_dim and tensor.shape[self.dim] == self.part.shape[self.dim]:
             return self.part.share(tensor, self.dim).contiguous()
         return tensor
 
     def run(self, args: tuple, kwargs: dict) -> tuple:
-        """The kernel on this rank's shares; a rank without heads gives it one of zeros, and drops what comes of it."""
-        local = [self.local(each) for each in args]
-        named = {name: self.local(each) for name, each in kwargs.items()}
+        """Returns the kernel's results on this rank's shares; without heads it runs on one of zeros, dropped then."""
+        local = [self.local(argument) for argument in args]
+        named = {name: self.local(argument) for name, argument in kwargs.items()}
         if self.part.local.shape[self.dim]:
             return self.func(*local, **named)
 
-        def one(each: Any) -> Any:
-            empty = isinstance(each, torch.Tensor) and each.dim() > 2 and not each.shape[self.dim]
-            return each.sum(self.dim, keepdim=True) if empty else each
+        def with_one_head(argument: Any) -> Any:
+            empty = isinstance(argument, torch.Tensor) and argument.dim() > 2 and not argument.shape[self.dim]
+            return argument.sum(self.dim, keepdim=True) if empty else argument
 
-        def none(each: Any) -> Any:
-            return each.narrow(self.dim, 0, 0) if isinstance(each, torch.Tensor) and each.dim() > 2 else each
+        def without_heads(result: Any) -> Any:
+            return result.narrow(self.dim, 0, 0) if isinstance(result, torch.Tensor) and result.dim() > 2 else result
 
-        return tuple(none(each) for each in self.func(*map(one, local), **{k: one(v) for k, v in named.items()}))
+        output = self.func(*map(with_one_head, local), **{name: with_one_head(x) for name, x in named.items()})
+        return tuple(map(without_heads, output))
 
     def output(self, local: Any) -> Any:
-        """A result that has heads, as a part."""
+        """Returns a result as a part cut along heads (or samples); one that has no heads as it is."""
         if not isinstance(local, torch.Tensor) or local.dim() < 3:
             return local
         return self.part.with_local(local, self.dim)
 
     def gradient(self, of: torch.Tensor, local: Any) -> Any:
-        """The gradient of an input."""
+        """Returns the gradient of input `of`, cut as it is; of whole keys and values a sum over ranks. Collective."""
         if local is None:
             return None
         if is_part(of):
             return of.with_local(local, self.dim)
+        # of samples no two ranks read the same ones, so a whole input's gradient is cut as the others are
         if self.dim != 1:
             return self.part.with_local(local, self.dim)
+        # ranks that read the same key head each have a summand of its gradient
         whole = local.new_zeros((local.shape[0], of.shape[1], *local.shape[2:]))
         return reduced(whole.index_add_(1, self.read, local), self.part)
 
@@ -116,6 +118,7 @@ def backward(func: Any, args: tuple, kwargs: dict) -> tuple:
     output = heads.run(args, kwargs)
     inputs = (heads.query, heads.key, heads.value)
     gradients = [heads.gradient(of, each) for of, each in zip(inputs, output, strict=False)]
+    # the fourth is the gradient of the bias
     if any(each is not None and each.numel() for each in output[3:]):
         raise Uncut("a trained attention bias beside cut heads inside a fused kernel")
     return (*gradients, *output[3:])

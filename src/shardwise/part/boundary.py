@@ -28,7 +28,7 @@ APART: dict[type, Callable[[Any], tuple[Any, list[torch.Tensor]]]] = {}
 
 @dataclass(frozen=True)
 class PartLayout:
-    """How a part is cut. `inside`: how its share is, over an axis further in."""
+    """The cut of a part as a value: dim, owners, axis; `inside` is the cut of its share over an axis further in."""
 
     dim: int
     owners: Owners
@@ -65,11 +65,12 @@ class PartLayout:
         return Part(local, self.dim, self.owners, self.axis, self.soft, self.origin)
 
     def share(self, gradient: torch.Tensor) -> torch.Tensor:
-        """This rank's share of a gradient, however it was dealt. Collective where it is a sum or cut otherwise."""
+        """Returns this rank's plain share of a gradient. Collective where that is a sum or cut in another way."""
+        # over axes further out than the layout's nothing was cut, so the gradient is whole there
         while isinstance(gradient, Distributed) and gradient.axis.depth < self.axis.depth:
             gradient = whole_over_axis(gradient, gradient.axis)
-        found = share_of(gradient, self.dim, self.owners, self.axis)
-        return plain(found) if self.inside is None else self.inside.share(found)
+        share = share_of(gradient, self.dim, self.owners, self.axis)
+        return plain(share) if self.inside is None else self.inside.share(share)
 
 
 class _Unwrapped(torch.autograd.Function):
@@ -100,6 +101,7 @@ class _Wrapped(torch.autograd.Function):
 def unwrapped(tensor: torch.Tensor) -> tuple[torch.Tensor, PartLayout | None]:
     """Returns (this rank's share of a part or of a sum's total, how it was cut); a plain tensor as it is, and None."""
     layout = PartLayout.of(tensor)
+    # a sum has no layout where its total is plain, and is taken all the same
     if layout is None and not isinstance(tensor, Sum):
         return tensor, None
     return _Unwrapped.apply(tensor, layout), layout

@@ -20,18 +20,15 @@ from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
 
 
 def _of_channels(x: Any, t: torch.Tensor | None) -> torch.Tensor | None:
-    """This rank's channels of a weight or a statistic."""
+    """Returns this rank's channels of a weight or a statistic (C,); None for None."""
     return None if t is None else t.local if is_part(t) else x.share(t, 0).contiguous()
 
 
 def _lead(func: Any, x: Any, args: tuple) -> Part:
+    """Returns x where it is cut along channels alone and every rank has some; else raises `Uncut`."""
     plain = not isinstance(x.local, Part) if is_part(x) else False
-    if (
-        plain
-        and x.dim_cut == 1
-        and all(x.owners.counts)
-        and all(one.dim_cut == 0 for one in parts_in(args) if one.dim() == 1)
-    ):
+    vectors = [part for part in parts_in(args) if part.dim() == 1]
+    if plain and x.dim_cut == 1 and all(x.owners.counts) and all(part.dim_cut == 0 for part in vectors):
         return x
     raise Uncut(f"a batch norm's statistics run over a cut dim ({no_rule(func, parts_in(args))})")
 
@@ -41,15 +38,16 @@ def batch_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
     """Returns (output cut like x, mean and inverse deviation cut along channels), and renews running statistics."""
     x, weight, bias, mean, var, training, momentum, eps = args
     x = _lead(func, as_weights(x, weight, bias), args)
-    own = [_of_channels(x, each) for each in (weight, bias)]
-    kept = [None if each is None else _of_channels(x, each) for each in (mean, var)]
-    kept = [each.clone() if training and each is not None else each for each in kept]
+    own = [_of_channels(x, tensor) for tensor in (weight, bias)]
+    kept = [None if tensor is None else _of_channels(x, tensor) for tensor in (mean, var)]
+    # the kernel renews them in place: in copies, which are put into the whole buffers below
+    kept = [tensor.clone() if training and tensor is not None else tensor for tensor in kept]
     y, *statistics = func(x.local, *own, *kept, training, momentum, eps)
     if training:
         for whole, mine in zip((mean, var), kept, strict=True):
             if whole is not None and mine is not None:
                 whole.copy_(gathered(x.with_local(mine, 0)))
-    of_channels = [x.with_local(each, 0) if each.numel() else each for each in statistics]
+    of_channels = [x.with_local(tensor, 0) if tensor.numel() else tensor for tensor in statistics]
     return (x.with_local(y), *of_channels)
 
 
@@ -58,7 +56,9 @@ def batch_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
     """Returns gradients of a batch norm's input, weight and bias, cut along channels."""
     dy, x, weight, mean, var, save_mean, save_inverse, training, eps, mask = args
     x = _lead(func, as_weights(x, weight), args)
-    statistics = [_of_channels(x, each) for each in (weight, mean, var)]
-    saved = [each if each is None or not each.numel() else _of_channels(x, each) for each in (save_mean, save_inverse)]
-    found = func(beside(func, dy, x), x.local, *statistics, *saved, training, eps, mask)
-    return tuple(None if each is None else x.with_local(each, d) for each, d in zip(found, (1, 0, 0), strict=True))
+    statistics = [_of_channels(x, tensor) for tensor in (weight, mean, var)]
+    # in evaluation nothing was saved: tensors without elements, or None
+    saved = [_of_channels(x, kept) if kept is not None and kept.numel() else kept for kept in (save_mean, save_inverse)]
+    gradients = func(beside(func, dy, x), x.local, *statistics, *saved, training, eps, mask)
+    dims = (1, 0, 0)  # of channels in (N, C, ...), (C,) and (C,)
+    return tuple(None if grad is None else x.with_local(grad, d) for grad, d in zip(gradients, dims, strict=True))

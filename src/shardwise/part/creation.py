@@ -21,7 +21,7 @@ def new(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 @rule("new_empty_strided")
 def new_empty_strided(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """`x.new_empty_strided(sizes, strides)`: of x's own sizes cut alike, else whole.
+    """Rule of `x.new_empty_strided(sizes, strides)`: a part where the sizes are x's own, else a plain tensor.
 
     Autograd lays a gradient out like its tensor by it, where the two lie in memory in different orders.
     """
@@ -34,7 +34,7 @@ def new_empty_strided(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 @rule("zeros_like", "ones_like", "full_like", "empty_like")
 def like(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """`zeros_like(x)`: cut alike; whole where `x` may be gathered, since anything may be written into it."""
+    """Rule of `zeros_like(x)`: cut as x; plain where `x` may be gathered, since anything may be written into it."""
     part = args[0]
     if not part.soft:
         return pointwise(func, args, kwargs)

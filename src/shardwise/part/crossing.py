@@ -7,7 +7,7 @@ What is cut over other axes (tensor parallelism) leaves whole; cuts over positio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -25,26 +25,23 @@ Along = tuple[tuple[str, int], ...]  # (name of an axis, dim) of each cut, outer
 Cuts = tuple[tuple[str, int, Owners], ...]  # and who owns which index
 
 
-def cuts_of(tensor: torch.Tensor) -> Cuts:
-    """The cuts of a tensor over axes of positions, outermost first. Collective where it is a sum over one."""
-    found = []
+def _parts_of(tensor: torch.Tensor) -> Iterator[Part]:
+    """Yields the part over each axis of positions that cuts a tensor, outermost first. Takes sums over such axes."""
     while isinstance(tensor, Distributed) and tensor.axis.positions:
         tensor = tensor.settled()
         if isinstance(tensor, Part) and tensor.axis.positions:
-            found.append((tensor.axis.name, tensor.dim_cut, tensor.owners))
+            yield tensor
             tensor = tensor.local
-    return tuple(found)
+
+
+def cuts_of(tensor: torch.Tensor) -> Cuts:
+    """Returns the cuts of a tensor over axes of positions, outermost first. Collective where it is a sum over one."""
+    return tuple((part.axis.name, part.dim_cut, part.owners) for part in _parts_of(tensor))
 
 
 def axes_of(tensor: torch.Tensor) -> tuple[Axis, ...]:
-    """The axes of positions that cut a tensor, outermost first. Collective where it is a sum over one."""
-    found = []
-    while isinstance(tensor, Distributed) and tensor.axis.positions:
-        tensor = tensor.settled()
-        if isinstance(tensor, Part) and tensor.axis.positions:
-            found.append(tensor.axis)
-            tensor = tensor.local
-    return tuple(found)
+    """Returns the axes of positions that cut a tensor, outermost first. Collective where it is a sum over one."""
+    return tuple(part.axis for part in _parts_of(tensor))
 
 
 class _Settled(torch.autograd.Function):
@@ -66,7 +63,7 @@ def _settled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def settled(tensor: Any) -> Any:
-    """Differentiable: a tensor that is cut over axes of positions at most, every sum taken. Collective."""
+    """Returns, differentiably, the tensor cut over axes of positions alone, with every sum taken. Collective."""
     tensor = now_of(tensor)
     return _Settled.apply(tensor) if isinstance(tensor, Distributed) else tensor
 
@@ -81,13 +78,14 @@ def taken_apart(tensor: torch.Tensor) -> torch.Tensor:
 def put_together(payload: torch.Tensor, cuts: Cuts, axes: Iterable[Axis]) -> torch.Tensor:
     """Returns the tensor, cut over `axes` as `cuts` says, of which this rank holds `payload`."""
     by_name = {axis.name: axis for axis in axes}
+    # the innermost first; integers and masks of positions are small enough to be gathered where no rule is
     for name, dim, owners in reversed(cuts):
         payload = Part(payload, dim, owners, by_name[name], soft=not payload.is_floating_point())
     return payload
 
 
 def dealt_beside(whole: torch.Tensor, part: Part) -> Part | None:
-    """This rank's share of a plain vector, dealt as the one cut dim of a part; None where it has several."""
+    """Returns a plain vector as a part dealt as the cut dim of `part`; None where several dims of that are cut."""
     cuts, axes, local = cuts_of(part), axes_of(part), whole
     if len({dim for _, dim, _ in cuts}) != 1:
         return None
@@ -98,7 +96,7 @@ def dealt_beside(whole: torch.Tensor, part: Part) -> Part | None:
 
 
 def share_under(tensor: torch.Tensor, cuts: Cuts, axes: Iterable[Axis]) -> torch.Tensor:
-    """This rank's payload of a tensor, however it is dealt, once it is dealt by `cuts`. Collective where it is not."""
+    """Returns this rank's plain share of a tensor under `cuts`. Collective where it is cut in another way."""
     by_name = {axis.name: axis for axis in axes}
     for name, dim, owners in cuts:
         tensor = share_of(tensor, dim, owners, by_name[name])
@@ -118,7 +116,7 @@ class _Apart(torch.autograd.Function):
 
 
 def apart(tensor: torch.Tensor, cuts: Cuts, axes: Sequence[Axis]) -> torch.Tensor:
-    """Differentiable: this rank's share, as a plain tensor, of one that is dealt by `cuts` or brought there."""
+    """Returns, differentiably, this rank's plain share under `cuts`. Collective where it is cut otherwise."""
     return _Apart.apply(tensor, cuts, axes) if cuts else settled(tensor)
 
 
@@ -143,40 +141,45 @@ def filled(
     shape: Sequence[int], value: float, along: Along, axes: Iterable[Axis], beside: Sequence[torch.Tensor],
     **options: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """A tensor of one value, cut along these dims as tensors `beside` it are, or in blocks."""
+    """Returns a tensor of this whole shape filled with one value, cut as tensors `beside` it are, else in blocks."""
     by_name = {axis.name: axis for axis in axes}
-    known = {(name, owners.size): owners for tensor in beside for name, _, owners in cuts_of(tensor)}
+    owners_by_axis = {(name, owners.size): owners for tensor in beside for name, _, owners in cuts_of(tensor)}
     local, cuts = list(shape), []
     for name, dim in along:
         axis = by_name[name]
-        owners = known.get((name, local[dim])) or Owners.blocks(local[dim], axis.size)
+        # a dim of the same length is dealt as it is beside, so that both meet without a message (zigzag)
+        owners = owners_by_axis.get((name, local[dim])) or Owners.blocks(local[dim], axis.size)
         local[dim] = owners.counts[axis.index]
         cuts.append((name, dim, owners))
     return put_together(torch.full(local, value, **options), tuple(cuts), by_name.values())
 
 
-def overwrite(held: torch.Tensor, value: torch.Tensor, axes: Sequence[Axis]) -> None:
-    """Let a tensor that somebody holds be `value`, which has its shape and is cut over axes of positions at most."""
-    if isinstance(held, Written):
-        stand_for(held, value)
-    elif not isinstance(held, Distributed):
-        held.data = plain(value)
-    elif isinstance(held, Sum):
-        held.value()
-        held.total = value
-    elif isinstance(held, Part) and not held.axis.positions:  # of cut weights: what arrives is whole over their axis
-        held.local, held.copied, held.rows = share_of(value, held.dim_cut, held.owners, held.axis), False, None
+def overwrite(tensor: torch.Tensor, value: torch.Tensor, axes: Sequence[Axis]) -> None:
+    """Makes the object `tensor` stand for `value`, which has its shape and is cut over axes of positions at most."""
+    if isinstance(tensor, Written):
+        stand_for(tensor, value)
+    elif not isinstance(tensor, Distributed):
+        tensor.data = plain(value)
+    elif isinstance(tensor, Sum):
+        # waits for what is under way, which would write into the summand later
+        tensor.value()
+        tensor.total = value
+    elif isinstance(tensor, Part) and not tensor.axis.positions:
+        # of cut weights: what arrives is whole over their axis
+        tensor.local = share_of(value, tensor.dim_cut, tensor.owners, tensor.axis)
+        tensor.copied, tensor.rows = False, None
     else:
-        assert isinstance(held, Part)
+        assert isinstance(tensor, Part)
+        # whole, or a sum: brought to the cut that the tensor has
         if not isinstance(value, Part):
-            value = put_together(share_under(value, cuts_of(held), axes), cuts_of(held), axes)
+            value = put_together(share_under(value, cuts_of(tensor), axes), cuts_of(tensor), axes)
         assert isinstance(value, Part)
-        held.local, held.dim_cut, held.owners, held.axis = value.local, value.dim_cut, value.owners, value.axis
-        held.soft, held.origin, held.copied, held.rows = value.soft, value.origin, False, None
+        tensor.local, tensor.dim_cut, tensor.owners, tensor.axis = value.local, value.dim_cut, value.owners, value.axis
+        tensor.soft, tensor.origin, tensor.copied, tensor.rows = value.soft, value.origin, False, None
 
 
 class Entering(torch.autograd.Function):
-    """A tensor that every rank has, as shares; its gradient is whole again."""
+    """Differentiable: cuts a plain tensor into shares; the gradient is gathered."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, cuts: Cuts, axes: tuple[Axis, ...]) -> torch.Tensor:

@@ -26,7 +26,7 @@ REMEMBERED = 4096  # entries of each cache; a dim of a million indices costs wha
 
 
 class Uncut(RefusedPlan):
-    """An operation that cannot be done on parts. `origins`: the weights whose cuts led there."""
+    """Raised where an operation cannot be done on parts. `origins`: the weights whose cuts led there."""
 
     origins: frozenset[str] = frozenset()
 
@@ -38,6 +38,8 @@ class Owners:
 
     def __init__(self, stops: np.ndarray, who: np.ndarray, ranks: int):
         """`stops` (runs,) ascending, the last one the dim's size; neighbouring runs may have one owner."""
+        # empty runs are dropped and neighbours of one owner joined: equal owners have equal bytes, by which they are
+        # compared and remembered
         lengths = np.diff(stops, prepend=0)
         stops, who = stops[lengths > 0], who[lengths > 0]
         last = np.append(who[1:] != who[:-1], True) if len(who) else np.zeros(0, dtype=bool)
@@ -49,20 +51,21 @@ class Owners:
 
     @classmethod
     def of(cls, array: np.ndarray, ranks: int) -> Owners:
-        """Owners from a vector with the rank of each index."""
+        """Returns owners from a vector (size,) with the rank of each index."""
         array = np.asarray(array, dtype=np.int16)
         return cls(np.arange(1, len(array) + 1), array, ranks)
 
     @classmethod
     def blocks(cls, n: int, ranks: int) -> Owners:
-        """Contiguous blocks, the first ones larger by one where it does not divide."""
+        """Returns contiguous blocks, the first ones larger by one where it does not divide."""
         sizes = [n // ranks + (r < n % ranks) for r in range(ranks)]
         return cls(np.cumsum(sizes), np.arange(ranks), ranks)
 
     @classmethod
     def zigzag(cls, n: int, ranks: int) -> Owners:
-        """Two contiguous blocks for each rank, one from either end, so that causal attention costs all ranks alike."""
+        """Returns two blocks for each rank, one from either end, so that causal attention costs all ranks alike."""
         stops = cls.blocks(n, 2 * ranks).stops
+        # blocks without indices were dropped from the end of `stops`
         counts = np.diff(np.concatenate([stops, np.full(2 * ranks - len(stops), n)]), prepend=0)
         return cls(np.cumsum(counts), np.concatenate([np.arange(ranks), np.arange(ranks)[::-1]]), ranks)
 
@@ -77,33 +80,33 @@ class Owners:
 
     @cached_property
     def size(self) -> int:
-        """Indices in all: the dim's global length."""
+        """Returns the dim's global length."""
         return int(self.stops[-1]) if len(self.stops) else 0
 
     @property
     def array(self) -> np.ndarray:
-        """(size,) the rank of each index."""
+        """Returns (size,) the rank of each index."""
         return np.repeat(self.who, np.diff(self.stops, prepend=0))
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """How many indices each rank has."""
+        """Returns how many indices each rank has."""
         lengths = np.diff(self.stops, prepend=0)
         return tuple(int(lengths[self.who == rank].sum()) for rank in range(self.ranks))
 
     def indices(self, rank: int) -> np.ndarray:
-        """(counts[rank],) this rank's indices, ascending."""
+        """Returns (counts[rank],) the rank's indices, ascending."""
         return _indices(self, rank)
 
     def span(self, rank: int) -> tuple[int, int] | None:
-        """(first, count) where the rank's indices are contiguous, else None."""
-        found = np.flatnonzero(self.who == rank)
-        if not len(found):
+        """Returns (first, count) where the rank's indices are contiguous, else None."""
+        runs = np.flatnonzero(self.who == rank)
+        if not len(runs):
             return 0, 0
-        if len(found) > 1:
+        if len(runs) > 1:  # `take` then reads index by index
             return None
-        first = int(self.stops[found[0] - 1]) if found[0] else 0
-        return first, int(self.stops[found[0]]) - first
+        first = int(self.stops[runs[0] - 1]) if runs[0] else 0
+        return first, int(self.stops[runs[0]]) - first
 
     @cached_property
     def in_rank_order(self) -> bool:
@@ -112,22 +115,22 @@ class Owners:
 
     @property
     def order(self) -> np.ndarray | None:
-        """(size,) where each index lies when the ranks' pieces are put side by side; None where in its own place."""
+        """Returns (size,) each index's place in the ranks' pieces side by side; None where they are in order."""
         return None if self.in_rank_order else _order(self)
 
     def take(self, tensor: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
-        """The rank's share of a whole tensor: a view where contiguous."""
+        """Returns the rank's share of a whole tensor along `dim`: a view where its indices are contiguous."""
         span = self.span(rank)
         if span is not None:
             return tensor.narrow(dim, *span)
         return tensor.index_select(dim, to_device(self.indices(rank), tensor.device))
 
     def sliced(self, start: int, stop: int, step: int = 1) -> Owners:
-        """Owners of the dim after `[start:stop:step]`, with `0 <= start`, `stop <= size`."""
+        """Returns owners of the dim after `[start:stop:step]`, with `0 <= start`, `stop <= size`."""
         return _sliced(self, start, max(stop, start), step)
 
     def local_slice(self, rank: int, start: int, stop: int, step: int = 1) -> np.ndarray:
-        """Places, among the rank's own indices, of those that the slice keeps."""
+        """Returns the places, among the rank's own indices, of those that the slice keeps."""
         return _local_slice(self, rank, start, stop, step)
 
 
@@ -149,6 +152,7 @@ def _order(owners: Owners) -> np.ndarray:
 
 @lru_cache(REMEMBERED)
 def _sliced(owners: Owners, start: int, stop: int, step: int) -> Owners:
+    # how many of the kept indices lie in front of each stop, rounded up
     return Owners(-((start - np.clip(owners.stops, start, stop)) // step), owners.who, owners.ranks)
 
 
@@ -161,9 +165,10 @@ def _local_slice(owners: Owners, rank: int, start: int, stop: int, step: int) ->
 
 
 def _as_if_full(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The two shapes with their zeros replaced, so that a view of a tensor without elements is followed like others."""
+    """Returns both shapes of a view without elements with zeros replaced, so that the view can be followed."""
     full, goal = list(before), list(after)
     zeros = [[d for d, n in enumerate(shape) if n == 0] for shape in (full, goal)]
+    # zeros but the last become 2; the last is set such that both shapes have as many elements
     for shape, places in zip((full, goal), zeros, strict=True):
         for d in places[:-1]:
             shape[d] = 2
@@ -180,7 +185,7 @@ def _as_if_full(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[
 
 
 def group_size(before: tuple[int, ...], dim: int, after: tuple[int, ...]) -> int:
-    """How many indices of dim `dim` must have one owner, so that a view from `before` to `after` can stay cut."""
+    """Returns how many indices of dim `dim` must have one owner for a view from `before` to `after` to stay cut."""
     if 0 in before:
         before, after = _as_if_full(before, after)
     try:
@@ -200,23 +205,24 @@ def group_size(before: tuple[int, ...], dim: int, after: tuple[int, ...]) -> int
 
 
 @lru_cache(REMEMBERED)
-def in_whole_groups(owners: Owners, each: int) -> Owners:
-    """Owners rounded to whole groups of `each` indices, so that no group is divided."""
-    count = owners.size // each
-    middle = owners.array[np.arange(count) * each + each // 2]
+def in_whole_groups(owners: Owners, group: int) -> Owners:
+    """Returns owners rounded to whole groups of `group` indices, so that no group is divided."""
+    count = owners.size // group
+    # a group goes where its middle index lies, so the fewest indices move
+    middle = owners.array[np.arange(count) * group + group // 2]
     near = Owners.of(middle, owners.ranks) if owners.in_rank_order else Owners.blocks(count, owners.ranks)
-    return repeated(near, each)
+    return repeated(near, group)
 
 
 @lru_cache(REMEMBERED)
 def of_other_rows(owners: Owners, old: int, new: int) -> Owners:
-    """Owners of rows of `new` elements, where those of `old` elements have `owners`: of the row that has the middle."""
+    """Returns owners of rows of `new` elements, where rows of `old` elements have `owners`: by a row's middle."""
     middle = (np.arange(owners.size * old // new) * new + new // 2) // old
     return Owners.of(owners.who[np.searchsorted(owners.stops, middle, side="right")], owners.ranks)
 
 
 def runs_of(owners: Owners, rank: int) -> tuple[tuple[int, int], ...]:
-    """(start, stop) of each run of a rank's indices."""
+    """Returns (start, stop) of each run of a rank's indices."""
     starts = np.concatenate([[0], owners.stops[:-1]])
     mine = owners.who == rank
     return tuple((int(a), int(b)) for a, b in zip(starts[mine], owners.stops[mine], strict=True))
@@ -224,7 +230,7 @@ def runs_of(owners: Owners, rank: int) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(REMEMBERED)
 def unsliced(owners: Owners, size: int, start: int, step: int) -> Owners:
-    """Owners of a dim of `size` whose slice has `owners`; indices outside it go to the nearest owner before them."""
+    """Returns owners of a dim of `size` whose slice has `owners`; other indices go to the nearest owner before them."""
     if not owners.size:
         return Owners.blocks(size, owners.ranks)
     nearest = np.clip((np.arange(size) - start) // step, 0, owners.size - 1)
@@ -233,21 +239,21 @@ def unsliced(owners: Owners, size: int, start: int, step: int) -> Owners:
 
 @lru_cache(REMEMBERED)
 def joined(parts: tuple[Owners, ...]) -> Owners:
-    """Owners of dims that are concatenated (`cat`)."""
+    """Returns owners of the concatenation of these dims (`cat`)."""
     before = np.cumsum([0] + [part.size for part in parts[:-1]])
     stops = np.concatenate([part.stops + shift for part, shift in zip(parts, before, strict=True)])
     return Owners(stops, np.concatenate([part.who for part in parts]), parts[0].ranks)
 
 
 @lru_cache(REMEMBERED)
-def repeated(owners: Owners, each: int) -> Owners:
-    """Owners where every index is repeated `each` times in a row (`repeat_interleave`)."""
-    return Owners(owners.stops * each, owners.who, owners.ranks)
+def repeated(owners: Owners, times: int) -> Owners:
+    """Returns owners where every index is repeated `times` times in a row (`repeat_interleave`)."""
+    return Owners(owners.stops * times, owners.who, owners.ranks)
 
 
 @lru_cache(REMEMBERED)
 def tiled(owners: Owners, times: int) -> Owners:
-    """Owners where the whole dim is repeated `times` times (`repeat`)."""
+    """Returns owners where the whole dim is repeated `times` times (`repeat`)."""
     shifts = np.repeat(np.arange(times) * owners.size, len(owners.stops))
     return Owners(np.tile(owners.stops, times) + shifts, np.tile(owners.who, times), owners.ranks)
 
@@ -256,7 +262,7 @@ def tiled(owners: Owners, times: int) -> Owners:
 def regrouped(
     before: tuple[int, ...], dim: int, owners: Owners, after: tuple[int, ...], goal: int | None = None
 ) -> tuple[int, Owners]:  # fmt: skip
-    """(dim, owners) of a view's result, where dim `dim` of a tensor of shape `before` is cut.
+    """Returns (dim, owners) of a view's result, where dim `dim` of a tensor of shape `before` is cut.
 
     goal  the result's dim, where it is known
     Raises `Uncut` where ranks' shares are no product of whole dims and a share of one.
@@ -266,6 +272,7 @@ def regrouped(
         owners = owners if before[dim] else Owners.blocks(full[dim], owners.ranks)
         dim, owners = regrouped(full, dim, owners, filled, goal)
         return dim, owners if after[dim] else Owners.blocks(0, owners.ranks)
+    # one rank has all indices: there is nothing that has to fit
     if goal is not None and len(owners.who) == 1:
         return goal, Owners(np.asarray([after[goal]]), owners.who, owners.ranks)
     try:
@@ -274,14 +281,16 @@ def regrouped(
         raise Uncut(str(error)) from None
     sizes = [before[d] for d in run]
     place = list(run).index(dim)
+    # the owners of the dims that the view rearranges, seen as one flat dim
     merged = tiled(repeated(owners, math.prod(sizes[place + 1 :])), math.prod(sizes[:place]))
     places = list(enumerate(to))
     if len(merged.who) == 1 and to and to[0] == 0:  # one rank has all, so any dim would do: samples last
         places = [*places[1:], places[0]]
     for place, d in places:
         inner, outer = math.prod(after[e] for e in to[place + 1 :]), math.prod(after[e] for e in to[:place])
-        found = merged.sliced(0, after[d] * inner, inner)
+        dealt = merged.sliced(0, after[d] * inner, inner)
+        # a dim of one index fits wherever one rank has all of them, and is not the one that was cut
         fits = d == goal if goal is not None else after[d] > 1 or merged.size == 1
-        if fits and tiled(repeated(found, inner), outer) == merged:
-            return d, found
+        if fits and tiled(repeated(dealt, inner), outer) == merged:
+            return d, dealt
     raise Uncut(f"a view from {before} to {after} mixes indices of dim {dim} that lie on different ranks")

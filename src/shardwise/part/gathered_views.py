@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class GatheredView:
-    """A view of a gathered part: which part and which view, and whether the part was written into since."""
+    """A view of a gathered part: the part, the view as a function, and the part's version when it was gathered."""
 
     def __init__(self, part: Part, view: Callable[[torch.Tensor], torch.Tensor]):
         self.part, self.view, self.version = part, view, part._version
@@ -52,5 +52,6 @@ def opened_anew(copy: Sum, args: tuple) -> bool:
         return False
     part, whole = seen.part, seen.whole()
     copy.total = seen.view(whole)
+    # the copy's memory is that of `whole`: after a write into it each rank takes its share of all of it
     copy.source = ViewOf(part, lambda _: part.local.copy_(share_of(whole, part.dim_cut, part.owners, part.axis)))
     return True

@@ -21,7 +21,8 @@ from shardwise.part.tensor import UNSENT, LastGathered, Part
 
 
 def gather(part: Part) -> torch.Tensor:
-    """The whole tensor, on every rank, to read: of a soft part, the same object as the last time. Collective."""
+    """Returns the whole tensor, to be read alone: of a soft part, the same object as the last time. Collective."""
+    # remembered for soft parts alone, which several products read one after the other: queries, keys, values
     if not part.soft or part.recipe is not None or isinstance(part.local, Distributed):
         return gathered(part)
     values, turned = part.values
@@ -30,29 +31,32 @@ def gather(part: Part) -> torch.Tensor:
         matrix.values = values, False
         return gather(matrix).t()
     key = (values, turned, part.shape, part.dim_cut, part.owners)
-    if LastGathered.key != key or LastGathered.held is None:
-        LastGathered.key, LastGathered.held = key, gathered(part)
-    return LastGathered.held
+    if LastGathered.key != key or LastGathered.whole is None:
+        LastGathered.key, LastGathered.whole = key, gathered(part)
+    return LastGathered.whole
 
 
 def gathered(part: Part) -> torch.Tensor:
-    """The tensor whole along the part's axis, newly made; it may still be cut over axes further in. Collective."""
+    """Returns a new tensor, whole over the part's axis; it may still be cut over axes further in. Collective."""
     if (table := whole_table(part)) is not None:
         return table
-    if part.known is not None:
-        known, part = part.known, part.with_local(part.local)
+    if part.whole_values is not None:
+        whole_values, part = part.whole_values, part.with_local(part.local)
         gathered(part)  # what would be sent
-        return known.clone(memory_format=torch.contiguous_format)
+        return whole_values.clone(memory_format=torch.contiguous_format)
     dim, owners, axis = part.dim_cut, part.owners, part.axis
     if part.dtype in UNSENT:
         return gathered(part.with_local(part.local.to(UNSENT[part.dtype]))).to(part.dtype)
     inner = part.local
     if isinstance(inner, Distributed):
         inner = inner.settled()
+        # of another dim: ranks further in gather their own indices each, and the result stays cut over theirs
         if isinstance(inner, Part) and inner.dim_cut != dim:
             return inner.with_local(gathered(Part(inner.local, dim, owners, axis)))
+        # of the same dim: inwards first, since owners of this axis count indices that are whole over that one
         whole_inside = gathered(inner) if isinstance(inner, Part) else inner
         return gathered(Part(whole_inside, dim, owners, axis))
+    # each rank sends as many rows as the longest has; `whole_of` drops what was added
     front = rows_of(part.local, dim, owners, repeat=axis.rehearsal is not None)
     kind = front.dtype
     flat = front.view(torch.uint8) if kind is torch.bool else front
@@ -77,9 +81,9 @@ def rows_of(share: torch.Tensor, dim: int, owners: Owners, *, repeat: bool = Fal
 
 
 def whole_of(table: torch.Tensor, dim: int, owners: Owners) -> torch.Tensor:
-    """The tensor whole along `dim` from every rank's rows (`rows_of`), end to end."""
+    """Returns the tensor whole along `dim` from all ranks' rows (`rows_of`), put end to end in `table`."""
     most = max(owners.counts)
-    if any(count != most for count in owners.counts):
+    if any(count != most for count in owners.counts):  # rows that `rows_of` added
         table = torch.cat([table[r * most : r * most + n] for r, n in enumerate(owners.counts)])
     if owners.order is not None:
         table = table.index_select(0, to_device(owners.order, table.device))
@@ -96,7 +100,7 @@ def packed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def reduced(local: torch.Tensor, part: Part, op: str = "sum") -> torch.Tensor:
-    """The sum (max, min) over the ranks of what each has; plain. Collective."""
+    """Returns the sum (max, min) of `local` over the ranks of the part's axis. Collective."""
     return all_sum(local, part.axis, op)
 
 
@@ -109,12 +113,14 @@ def all_sum(local: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
         from shardwise.part.sums import Sum
 
         return Sum(local, axis, spread=False)
+    # chunks further in are not all computed yet: theirs stays a sum, of what is summed over this axis
     if isinstance(local, Distributed) and local.axis.turns and not isinstance(local, Part) and op == "sum":
         return local.like(all_sum(local.local, axis))
     if local.dtype in UNSENT:
         return all_sum(local.to(UNSENT[local.dtype]), axis, op).to(local.dtype)
     if isinstance(local, Distributed):
         inner = local.settled()
+        # each rank further in sums its own indices, and the cut stays
         if isinstance(inner, Part):
             return inner.with_local(all_sum(inner.local, axis, op))
         return all_sum(inner, axis, op)
@@ -124,12 +130,12 @@ def all_sum(local: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
 
 
 def scatter_sum(local: torch.Tensor, dim: int, owners: Owners, axis: Axis) -> torch.Tensor:
-    """This rank's share, along `dim`, of the sum of every rank's tensor. Collective."""
+    """Returns this rank's share, along `dim`, of the sum of all ranks' tensors. Collective."""
     return Scatter(local, dim, owners, axis).wait()
 
 
 class Scatter:
-    """A sum over ranks under way, of which each keeps its share along `dim`. Collective."""
+    """A reduce-scatter under way, of which each rank keeps its share along `dim`. Collective."""
 
     def __init__(self, local: torch.Tensor, dim: int, owners: Owners, axis: Axis):
         self.dim, self.owners, self.axis = dim, owners, axis
@@ -138,16 +144,17 @@ class Scatter:
         self.pending = reduce_scatter(self.share.view(-1), self.sent.view(-1), axis, "activations", wait=False)
 
     def wait(self) -> torch.Tensor:
-        """Wait for the messages; returns this rank's share of the sum."""
+        """Returns this rank's share of the sum, once the messages are over."""
         self.pending.wait()
         return packed(self.share[: self.owners.counts[self.axis.index]].movedim(0, self.dim))
 
 
 def _in_blocks(front: torch.Tensor, owners: Owners, axis: Axis) -> torch.Tensor:
-    """The rows of each rank behind each other, in blocks of one size."""
+    """Returns the rows that each rank owns, rank after rank, in blocks padded to one size."""
     most = max(owners.counts)
     if owners.order is None and all(count == most for count in owners.counts):
         return front.contiguous()
+    # a reduce-scatter takes blocks of one size, in the order of ranks
     padded = front.new_zeros((axis.size * most, *front.shape[1:]))
     for rank, count in enumerate(owners.counts):
         padded[rank * most : rank * most + count] = owners.take(front, 0, rank)
@@ -155,7 +162,7 @@ def _in_blocks(front: torch.Tensor, owners: Owners, axis: Axis) -> torch.Tensor:
 
 
 class _ToPart(torch.autograd.Function):
-    """A plain tensor that is this rank's share, as a part. Backward takes the share of the gradient."""
+    """Makes a part of a plain share; backward takes this rank's share of the gradient."""
 
     @staticmethod
     def forward(ctx, local: torch.Tensor, dim: int, owners: Owners, axis: Axis, origin: str) -> Part:
@@ -169,7 +176,7 @@ class _ToPart(torch.autograd.Function):
 
 
 def share_of(tensor: torch.Tensor, dim: int, owners: Owners, axis: Axis) -> torch.Tensor:
-    """This rank's share over `axis` of a tensor, however it is dealt. Collective where it is a sum or cut otherwise.
+    """Returns this rank's share over `axis` of any tensor. Collective where that is a sum or cut otherwise.
 
     Over axes further out the result is what the tensor is: the share of a sum is a sum of shares.
     """
@@ -177,6 +184,7 @@ def share_of(tensor: torch.Tensor, dim: int, owners: Owners, axis: Axis) -> torc
         return tensor.like(share_of(tensor.settled_local(), dim, owners, axis))
     if isinstance(tensor, Distributed):
         tensor = tensor.settled()
+    # whole over this axis, on every rank: it takes its own indices
     if not isinstance(tensor, Part) or tensor.axis is not axis:
         return owners.take(tensor, dim, axis.index)
     if tensor.dim_cut == dim and tensor.owners == owners:
@@ -189,7 +197,7 @@ def share_of(tensor: torch.Tensor, dim: int, owners: Owners, axis: Axis) -> torc
 
 
 def to_part(local: torch.Tensor, dim: int, owners: Owners, axis: Axis, origin: str = "") -> Part:
-    """Differentiable: this rank's share (a parameter) as a part of the whole."""
+    """Returns, differentiably, the part of which `local` (a parameter) is this rank's share."""
     if not local.requires_grad or not torch.is_grad_enabled():
         return Part(local.detach(), dim, owners, axis, origin=origin)
     return _ToPart.apply(local, dim, owners, axis, origin)

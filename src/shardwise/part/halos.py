@@ -18,19 +18,15 @@ from shardwise.part.tensor import Part
 
 
 class Halo:
-    """What a rank wants of others in front of its own indices of a cut dim, and behind them, on its way. Collective.
+    """Messages under way with the indices in front of a rank's own ones of a cut dim and behind them. Collective.
 
     wanted   of each rank one range that meets its own indices, which lie in the order of ranks (`has_halos`)
     """
 
     def __init__(self, part: Part, wanted: Wanted):
         local, dim, axis = part.local, part.dim_cut, part.axis
-        self.dim, self.way, self.shape, self.me = (
-            dim,
-            way_of(part.owners, wanted, axis.index),
-            list(local.shape),
-            axis.index,
-        )
+        self.dim, self.me, self.shape = dim, axis.index, list(local.shape)
+        self.way = way_of(part.owners, wanted, axis.index)
         blocks = [picked(local, dim, places) for places in self.way.send]
         self.passing = Passing(blocks, self.shape, dim, self.way.counts, axis, self.way.alone)
 
@@ -39,6 +35,7 @@ class Halo:
         pieces, (before, after) = self.passing.pieces(), self.way.around
         mine = pieces[self.me]
         front, behind = pieces[: self.me], pieces[self.me + 1 :]
+        # outside the dim nobody has anything, and a convolution pads with zeros
         if before:
             front = [mine.new_zeros(with_size(self.shape, self.dim, before)), *front]
         if after:
@@ -51,7 +48,7 @@ class Halo:
 
 
 class HaloBack:
-    """Gradients of a halo on their way to the owners of its indices: the adjoint of `Halo`. Collective.
+    """Messages under way with gradients of a halo to the owners of its indices: the adjoint of `Halo`. Collective.
 
     front, behind   as `Halo` gave them;  like   this rank's gradient of its own indices: its shape and dtype count
     """
@@ -63,6 +60,7 @@ class HaloBack:
         shape = list(local.shape)
         empty = local.new_empty(with_size(shape, dim, 0))
         blocks = [empty] * axis.size
+        # zeros outside the dim (`before`) have no owner: their gradient is dropped
         if front is not None:
             blocks[:me] = front.narrow(dim, before, sum(counts[:me])).split(counts[:me], dim)
         if behind is not None:
@@ -71,7 +69,7 @@ class HaloBack:
         self.me, self.passing = me, Passing(blocks, shape, dim, sizes, axis, self.way.alone)
 
     def add_into(self, local: torch.Tensor) -> None:
-        """Add what others found to this rank's gradient of its own indices, in place. Waits."""
+        """Adds the other ranks' gradients to this rank's one of its own indices, in place. Waits."""
         for rank, (piece, places) in enumerate(zip(self.passing.pieces(), self.way.send, strict=True)):
             if rank != self.me and len(places):
                 local.narrow(self.dim, int(places[0]), len(places)).add_(piece)

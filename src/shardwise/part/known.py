@@ -27,46 +27,48 @@ MOST = 1 << 24  # elements that are computed whole beside a share
 
 
 def note_known(tensor: Distributed, whole: torch.Tensor) -> None:
-    """In a rehearsal on values, keep the whole tensor beside this rank's share of a batch."""
+    """Keeps, in a rehearsal on values, the whole tensor beside this rank's share of a batch."""
     if tensor.axis.rehearsal is not None and has_values(whole) and whole.numel() <= MOST:
-        tensor.known = whole.clone()
+        tensor.whole_values = whole.clone()
 
 
-def with_known(func: Any, args: tuple, kwargs: dict, given: list[Distributed], answer: Callable[[], Any]) -> Any:
+def with_known(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed], answer: Callable[[], Any]) -> Any:
     """Returns what the rule's `answer` gives, with the values of one process beside it where all inputs have them."""
-    whole = _of_whole(func, args, kwargs, given)
+    whole = _of_whole(func, args, kwargs, inputs)
     output = answer()
     if whole is None:
+        # written with what is not known: the whole values kept so far are no longer the tensor's
         if func._schema.is_mutable and isinstance(args[0], Distributed):
-            args[0].known = None
+            args[0].whole_values = None
         return output
     if not isinstance(output, tuple | list):
-        return _told(output, whole)
-    found = [_told(one, known) for one, known in zip(output, whole, strict=True)]
-    return type(output)(found)
+        return _with_whole_values(output, whole)
+    results = [_with_whole_values(result, whole_result) for result, whole_result in zip(output, whole, strict=True)]
+    return type(output)(results)
 
 
-def _of_whole(func: Any, args: tuple, kwargs: dict, given: list[Distributed]) -> Any:
-    """The operation on whole tensors; None where not all are known, or weights or chance take part."""
-    plain = [each for each in tensors_in((args, kwargs)) if not isinstance(each, Distributed)]
-    if any(each.known is None for each in given) or any(each.requires_grad for each in plain):
+def _of_whole(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed]) -> Any:
+    """Returns the operation of whole tensors; None where one is not known, or a weight or a draw takes part."""
+    plain = [tensor for tensor in tensors_in((args, kwargs)) if not isinstance(tensor, Distributed)]
+    if any(tensor.whole_values is None for tensor in inputs) or any(tensor.requires_grad for tensor in plain):
         return None
+    # a draw here would move the generator; what is written into a plain tensor would be written twice
     if is_random(func) or (func._schema.is_mutable and not isinstance(args[0], Distributed)):
         return None
-    whole_args, whole_kwargs = replaced(Distributed, lambda each: each.known, (args, kwargs))
+    whole_args, whole_kwargs = replaced(Distributed, lambda tensor: tensor.whole_values, (args, kwargs))
     try:
         return func(*whole_args, **whole_kwargs)
     except Exception:  # whatever it is, the rule says it
         return None
 
 
-def _told(output: Any, whole: Any) -> Any:
-    """One result, with what is known of it."""
+def _with_whole_values(output: Any, whole: Any) -> Any:
+    """Returns a result with its whole values beside it: a number or a plain tensor is replaced by them."""
     if not isinstance(output, torch.Tensor):
         return whole
     if not isinstance(whole, torch.Tensor) or whole.shape != output.shape or whole.numel() > MOST:
         return output
     if not isinstance(output, Distributed):
         return whole.to(output.dtype, copy=True)
-    output.known = whole
+    output.whole_values = whole
     return output

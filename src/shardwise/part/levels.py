@@ -19,7 +19,7 @@ from shardwise.comm import Axis
 
 @dataclass(frozen=True)
 class ViewOf:
-    """What a view reads, where the view is a copy: one index of a cut dim, which its owner alone has.
+    """The base of a view that is materialised as a copy: one index of a cut dim, which its owner alone has.
 
     of      the tensor that is viewed
     put     writes the whole copy back into what this rank has of it; None where it has nothing, or both share memory
@@ -32,7 +32,7 @@ class ViewOf:
 
 
 class Distributed(torch.Tensor):
-    """A tensor of which each rank of `axis` holds something: a share (`Part`) or a summand (`Sum`)."""
+    """Base class of tensors of which each rank of `axis` holds a share (`Part`) or a summand (`Sum`)."""
 
     local: torch.Tensor  # what this rank holds: plain, or distributed over an axis further in
     axis: Axis
@@ -40,21 +40,21 @@ class Distributed(torch.Tensor):
     recipe: tuple[Any, int] | None = None  # of a table of positions: how it is made, and the version of its memory
     summed: bool = False  # what ranks hold is a summand
     deals: bool = False  # ranges of as many numbers as its cut dim has are dealt alike
-    known: torch.Tensor | None = None  # in a rehearsal on values, the whole tensor, where it follows from the batch
+    whole_values: torch.Tensor | None = None  # in a rehearsal on values: of one process, where the batch gives them
 
     observes_inside = True  # modes that count collectives look at what the rules do, not at the operation itself
 
     @property
-    def held(self) -> torch.Tensor:
+    def stored(self) -> torch.Tensor:
         """Returns the tensor that has this rank's memory."""
         return self.local
 
     def settled(self) -> torch.Tensor:
-        """The tensor as it is read: a sum is taken. Collective."""
+        """Returns the tensor with a sum over its axis taken. Collective."""
         return self
 
     def settled_local(self) -> torch.Tensor:
-        """What this rank holds, however the axes further in distribute it."""
+        """Returns this rank's share or summand, plain or distributed over an axis further in."""
         return self.local
 
     def like(self, local: torch.Tensor) -> torch.Tensor:
@@ -63,11 +63,11 @@ class Distributed(torch.Tensor):
 
 
 def written_back(tensor: Distributed) -> None:
-    """Copy what was written into a copy of one index back into the tensor of which it is a view."""
+    """Copies what was written into a copy of one index back into the tensor of which it is a view."""
     while tensor.source is not None:
         if tensor.source.put is not None:
             tensor.source.put(tensor.settled())
-        tensor = tensor.source.of
+        tensor = tensor.source.of  # which may be a view itself
 
 
 class _State(threading.local):

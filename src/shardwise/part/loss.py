@@ -18,13 +18,14 @@ from shardwise.part.tensor import FUNCTIONS, Part, is_part, no_rule, parts_in, r
 
 
 def _place_of(part: Part, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(whether this rank holds the index, where among its own)."""
+    """Returns (whether this rank owns each index of the cut dim, its place among its own; 0 where it does not)."""
     mine = to_device(part.owners.indices(part.axis.index), index.device)
     if not len(mine):
         return torch.zeros_like(index, dtype=torch.bool), torch.zeros_like(index)
+    # what is not among this rank's own gets some place that can be read; `owned` says that it counts for nothing
     place = torch.searchsorted(mine, index.contiguous()).clamp_(max=len(mine) - 1)
-    held = mine[place] == index
-    return held, torch.where(held, place, torch.zeros_like(place))
+    owned = mine[place] == index
+    return owned, torch.where(owned, place, torch.zeros_like(place))
 
 
 def with_one_more(local: torch.Tensor, dim: int) -> torch.Tensor:
@@ -33,7 +34,7 @@ def with_one_more(local: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _check_range(index: torch.Tensor, size: int, what: str, ignored: int | None = None) -> None:
-    """Raise as one process would, where an index lies on no rank. Values on a GPU are asserted without waiting."""
+    """Raises as one process would, where an index lies on no rank. Values on a GPU are asserted without waiting."""
     if isinstance(index, Distributed) or not has_values(index) or not index.numel():
         return  # of an index that an axis further in cuts too, to read this would take collectives
     wrong = (index < 0) | (index >= size)
@@ -43,12 +44,12 @@ def _check_range(index: torch.Tensor, size: int, what: str, ignored: int | None 
 
 
 def _without(dim: int, gone: int) -> int:
-    """A dim's place once another one is gone."""
+    """Returns a dim's place once dim `gone` is removed."""
     return dim - (dim > gone)
 
 
 def _beside(x: Part, tensor: torch.Tensor, classes: int) -> torch.Tensor:
-    """This rank's share of a tensor that is `x` without its classes."""
+    """Returns this rank's share of a tensor with the dims of `x` but that of the classes."""
     place = _without(x.dim_cut, classes)
     if is_part(tensor):
         if tensor.dim_cut != place:
@@ -58,7 +59,8 @@ def _beside(x: Part, tensor: torch.Tensor, classes: int) -> torch.Tensor:
 
 
 def _total_weight(x: Part, target: torch.Tensor, weight: Any, ignored: int, classes: int) -> torch.Tensor:
-    """What a mean is over, of all positions: every rank knows it where targets are whole."""
+    """Returns the divisor of a mean over all ranks' targets. Collective where targets are cut."""
+    # ranks that have all targets count them all, without a message
     mine = _beside(x, target, classes) if is_part(target) else target
     counted = (mine != ignored).to(x.dtype)
     if weight is not None:
@@ -68,10 +70,11 @@ def _total_weight(x: Part, target: torch.Tensor, weight: Any, ignored: int, clas
 
 @rule("nll_loss_forward", "nll_loss2d_forward")
 def nll_loss(func: Any, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss and total weight of x (N, C, ...) log-probabilities, cut along C or along N."""
+    """Returns (loss, total weight) of x (N, C, ...) log-probabilities, cut along C or along N."""
     x, target, weight, reduction, ignored = args
     classes = 0 if x.dim() == 1 else 1
     if is_part(x) and x.dim_cut != classes and not parts_in([weight]):
+        # cut along samples or positions, all classes here; a mean is over all ranks' targets, so the sum comes first
         value, total = func(x.local, _beside(x, target, classes), weight, 0 if reduction == 0 else 2, ignored)
         if reduction == 0:
             return x.with_local(value, _without(x.dim_cut, classes)), total
@@ -83,13 +86,14 @@ def nll_loss(func: Any, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.
         raise Uncut(no_rule(func, parts_in(args)))
     counts = target != ignored
     _check_range(target, x.shape[classes], "target", ignored)
-    held, place = _place_of(x, target)
+    # cut along classes: one rank has the log-probability of a target, and the others add zero to it
+    owned, place = _place_of(x, target)
     row = x.local.gather(classes, place.unsqueeze(classes)).squeeze(classes) if x.local.shape[classes] else None
-    mine = torch.zeros(target.shape, dtype=x.dtype, device=x.device) if row is None else row * (held & counts)
-    each = weight[target.clamp(min=0)] if weight is not None else torch.ones_like(target, dtype=x.dtype)
-    each = each * counts
-    losses = -reduced(mine, x) * each
-    total = each.sum()
+    mine = torch.zeros(target.shape, dtype=x.dtype, device=x.device) if row is None else row * (owned & counts)
+    target_weight = weight[target.clamp(min=0)] if weight is not None else torch.ones_like(target, dtype=x.dtype)
+    target_weight = target_weight * counts
+    losses = -reduced(mine, x) * target_weight
+    total = target_weight.sum()
     if reduction == 0:
         return losses, total.new_zeros(())
     return (losses.sum() / total if reduction == 1 else losses.sum()), total
@@ -105,21 +109,21 @@ def nll_loss_backward(func: Any, args: tuple, kwargs: dict) -> Part:
         return x.with_local(func(local, x.local, _beside(x, target, classes), weight, reduction, ignored, total))
     if not is_part(x) or is_part(gradient):
         raise Uncut(no_rule(func, parts_in(args)))
-    held, place = _place_of(x, target)
-    held = held & (target != ignored)
-    each = (
+    owned, place = _place_of(x, target)
+    owned = owned & (target != ignored)
+    target_weight = (
         weight[target.clamp(min=0)] if weight is not None else torch.ones(target.shape, dtype=x.dtype, device=x.device)
     )
-    scale = -(gradient * each) / (total if reduction == 1 else 1)
+    scale = -(gradient * target_weight) / (total if reduction == 1 else 1)
     dx = torch.zeros_like(x.local)
     if dx.shape[classes]:
-        dx.scatter_add_(classes, place.unsqueeze(classes), (scale * held).to(dx.dtype).unsqueeze(classes))
+        dx.scatter_add_(classes, place.unsqueeze(classes), (scale * owned).to(dx.dtype).unsqueeze(classes))
     return x.with_local(dx)
 
 
 @rule("embedding")
 def embedding(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Rows of w (V, H): cut by rows, a sum of which all but one rank add zero; cut by columns, local."""
+    """Returns rows of w (V, H): cut along V a sum, to which one rank adds each row; cut along H local."""
     weight, index = args[:2]
     if is_part(index) and not is_part(weight):  # rows of a whole table for this rank's indices
         return index.with_local(func(weight, index.local, *args[2:], **kwargs))
@@ -128,13 +132,14 @@ def embedding(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     if weight.dim_cut == 1:
         return weight.with_local(func(weight.local, index), index.dim())
     _check_range(index, weight.shape[0], "index")
-    held, place = _place_of(weight, index)
+    owned, place = _place_of(weight, index)
+    # a rank without rows reads one of zeros
     rows = weight.local if weight.local.shape[0] else with_one_more(weight.local, 0)
-    return Sum.of(rows[place] * held.unsqueeze(-1), weight.axis, weight.origin)
+    return Sum.of(rows[place] * owned.unsqueeze(-1), weight.axis, weight.origin)
 
 
 class _Rows(torch.autograd.Function):
-    """Rows of a table cut by rows, whose gradient is made for this rank's rows alone.
+    """`embedding` of a table cut by rows, whose gradient is made for this rank's rows alone.
 
     ATen's backward of an embedding is not given the table, and would make the gradient of all rows on every rank.
     """
@@ -149,9 +154,9 @@ class _Rows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient: torch.Tensor):
         weight, index = ctx.saved_tensors
-        held, place = _place_of(weight, index)
-        held = held & (index != ctx.padding) if ctx.padding >= 0 else held
-        rows = (plain(gradient) * held.unsqueeze(-1)).to(weight.dtype).flatten(0, index.dim() - 1)
+        owned, place = _place_of(weight, index)
+        owned = owned & (index != ctx.padding) if ctx.padding >= 0 else owned
+        rows = (plain(gradient) * owned.unsqueeze(-1)).to(weight.dtype).flatten(0, index.dim() - 1)
         local = torch.zeros_like(weight.local)
         if local.shape[0]:
             local.index_add_(0, place.flatten(), rows)
@@ -169,6 +174,7 @@ def rows_of(
 ) -> torch.Tensor:
     """Returns `F.embedding(indices, table)` of a table or indices that are cut."""
     by_rows = is_part(weight) and weight.dim_cut == 0 and not is_part(index)
+    # max_norm renews rows in place, and scale_grad_by_freq counts indices in backward: left to ATen's operation
     if not by_rows or max_norm is not None or scale_grad_by_freq:
         return F.embedding(index, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
@@ -179,23 +185,24 @@ FUNCTIONS[F.embedding] = rows_of
 
 
 def entries_here(x: Part, dim: int, index: torch.Tensor) -> torch.Tensor:
-    """`x.gather(dim, index)` along the cut dim. Collective."""
-    held, place = _place_of(x, index)
+    """Returns `x.gather(dim, index)` along the cut dim, plain. Collective."""
+    owned, place = _place_of(x, index)
+    # a rank without indices reads zeros
     local = x.local if x.local.shape[dim] else with_one_more(x.local, dim)
-    return reduced(local.gather(dim, place) * held, x)
+    return reduced(local.gather(dim, place) * owned, x)
 
 
 def added_here(func: Any, x: Part, dim: int, index: torch.Tensor, values: torch.Tensor) -> Part:
-    """`x.scatter_add(dim, index, values)` along the cut dim, of what every rank has: those of its own indices."""
-    held, place = _place_of(x, index)
+    """Returns `x.scatter_add(dim, index, values)` along the cut dim, of plain values, each added at its owner."""
+    owned, place = _place_of(x, index)
     local = x.local
     if local.shape[dim]:
-        local = func(local, dim, place, values * held)
+        local = func(local, dim, place, values * owned)
     return x if func._schema.is_mutable else x.with_local(local)
 
 
 class _Entries(torch.autograd.Function):
-    """`x.gather(dim, index)` along the cut dim: each entry is found on its rank, and its gradient put there."""
+    """Differentiable `x.gather(dim, index)` along the cut dim: an entry's gradient goes to the rank that owns it."""
 
     @staticmethod
     def forward(ctx, x: Part, dim: int, index: torch.Tensor) -> torch.Tensor:
@@ -207,10 +214,10 @@ class _Entries(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient: torch.Tensor):
         (index,), x = ctx.saved_tensors, ctx.like
-        held, place = _place_of(x, index)
+        owned, place = _place_of(x, index)
         local = torch.zeros_like(x.local)
         if local.shape[ctx.dim]:
-            local.scatter_add_(ctx.dim, place, plain(gradient) * held)
+            local.scatter_add_(ctx.dim, place, plain(gradient) * owned)
         return x.with_local(local), None, None
 
 
@@ -232,6 +239,7 @@ def embedding_dense_backward(func: Any, args: tuple, kwargs: dict) -> torch.Tens
     gradient, index = args[:2]
     if is_part(gradient) and gradient.dim_cut == gradient.dim() - 1 and not is_part(index):
         return gradient.with_local(func(gradient.local, *args[1:], **kwargs), 1)
+    # args[4] is scale_grad_by_freq, which divides by how often an index is read on all ranks
     if is_part(gradient) and gradient.dim_cut < index.dim() and not args[4]:
         if is_part(index):
             index = dealt_as(index, gradient, gradient.dim_cut, str(func))

@@ -44,13 +44,14 @@ def selected(func: Any, args: tuple, kwargs: dict) -> Part:
     if place <= cut < place + mask.dim():
         theirs = _seen(lead, _share(lead, mask, cut - place), cut - place, whole)
     output = func(_share(lead, x, cut), [*[None] * place, theirs])
+    # the mask covers other dims, and selects the same on every rank: the cut dim keeps its owners
     if theirs is mask:
         return lead.with_local(output, cut if cut < place else cut - mask.dim() + 1)
     return lead.with_local(output, place, _owners(lead, theirs, cut - place, whole))
 
 
 def put(func: Any, args: tuple, kwargs: dict) -> Part:
-    """`x[mask] = values` (or `+=`): values are cut as `x[mask]` is, or one for all, or lie whole on every rank."""
+    """Rule of `x[mask] = values` (or `+=`): values are one number, whole on every rank, or cut as `x[mask]` is."""
     values, rest = args[2], args[3:]
     x, (place, mask) = args[0], _place(args[1])
     mask = _cut_like(mask, x, place)
@@ -60,6 +61,7 @@ def put(func: Any, args: tuple, kwargs: dict) -> Part:
     dim, theirs = values.dim() - (x.dim() - place - mask.dim() + 1), mask  # of the values: the one that was selected
     if place <= cut < place + mask.dim():
         whole = _whole_in_rehearsal(lead, mask)
+        # in a rehearsal a share that was fetched has no values
         theirs = _share(lead, mask, cut - place)
         theirs = theirs if whole is None else lead.share(whole, cut - place)
         if is_part(values) and values.dim_cut != dim:
@@ -70,6 +72,7 @@ def put(func: Any, args: tuple, kwargs: dict) -> Part:
         elif dim >= 0 and values.shape[dim] != 1:
             values = _of_mine(lead, theirs, cut - place, values, dim, whole)
     elif is_part(values) and values.dim_cut == dim + (cut - place if cut < place else cut - place - mask.dim() + 1):
+        # the mask covers other dims: values are cut along the tensor's cut dim, in its place among theirs
         values = values.local
     elif is_part(values) or values.numel() != 1:
         raise Uncut(no_rule(func, parts_in(args)))
@@ -78,13 +81,13 @@ def put(func: Any, args: tuple, kwargs: dict) -> Part:
 
 
 def _place(indices: list) -> tuple[int, torch.Tensor]:
-    """(how many dims lie in front of those that the mask covers, the mask)."""
+    """Returns (how many dims lie in front of those that the mask covers, the mask)."""
     place = next(place for place, index in enumerate(indices) if index is not None)
     return place, indices[place]
 
 
 def _cut(func: Any, x: torch.Tensor, mask: torch.Tensor, place: int, values: Any = None) -> tuple[Part, int]:
-    """(the part by which they are cut, along which dim of the tensor)."""
+    """Returns (the part whose owners deal the elements, the dim of x that is cut)."""
     if not is_part(x) and not is_part(mask):  # the gradient of what was selected in front of the cut dim, or behind it
         assert isinstance(values, Part)
         if values.dim_cut == place:
@@ -98,14 +101,14 @@ def _cut(func: Any, x: torch.Tensor, mask: torch.Tensor, place: int, values: Any
 
 
 def _share(lead: Part, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """This rank's share of a mask, or of what it selects from, beside that of `lead`."""
+    """Returns this rank's share along `dim` of a mask, or of what it selects from, dealt as `lead`."""
     if not is_part(tensor):
         return lead.share(tensor, dim)
     return dealt_as(cast(Part, tensor), lead, dim, "a mask and what it selects from,").local
 
 
 def _owners(lead: Part, mask: torch.Tensor, cut: int, whole: torch.Tensor | None) -> Owners:
-    """The owner of each selected element; `mask`: this rank's share, `cut`: its cut dim. Collective.
+    """Returns the owner of each selected element; `mask`: this rank's share, `cut`: its cut dim. Collective.
 
     whole  in a rehearsal, the whole mask where it is known
     """
@@ -113,12 +116,14 @@ def _owners(lead: Part, mask: torch.Tensor, cut: int, whole: torch.Tensor | None
     if axis.turns:
         raise Uncut("chunks of positions are computed one after the other, and a mask selects in all of them")
     ranked = owners.in_rank_order  # else what ranks select lies between what others do, index by index
+    # in order, one count for each rank is enough; else one for each index of the cut dim
     who = np.arange(axis.size) if ranked else owners.array
     mine = np.asarray([axis.index]) if ranked else owners.indices(axis.index)
     over = list(range(cut if ranked else cut + 1, mask.dim()))
-    each = plain(mask.bool().sum(over) if over else mask.bool().long()).reshape(-1, len(mine))
-    table = each.new_zeros(each.shape[0], len(who))
-    table[:, torch.from_numpy(mine)] = each
+    own_counts = plain(mask.bool().sum(over) if over else mask.bool().long()).reshape(-1, len(mine))
+    # each rank fills its own columns, and the sum over ranks has all
+    table = own_counts.new_zeros(own_counts.shape[0], len(who))
+    table[:, torch.from_numpy(mine)] = own_counts
     total = all_sum(table, axis)
     if whole is not None:
         of_each = whole.bool().sum(list(range(cut + 1, whole.dim()))) if cut + 1 < whole.dim() else whole.bool().long()
@@ -127,7 +132,8 @@ def _owners(lead: Part, mask: torch.Tensor, cut: int, whole: torch.Tensor | None
             counts = np.stack([counts[:, owners.indices(rank)].sum(1) for rank in range(axis.size)], 1)
     elif axis.rehearsal is not None:
         sizes = np.asarray(owners.counts) if ranked else np.ones(len(who), dtype=np.int64)
-        counts = np.tile(sizes * math.prod(mask.shape[cut + 1 :]), (each.shape[0], 1))
+        # not known: as if every element were selected, which is what `_seen` selects
+        counts = np.tile(sizes * math.prod(mask.shape[cut + 1 :]), (own_counts.shape[0], 1))
     else:
         counts = np.asarray(read(total, "how many elements a mask selects"), dtype=np.int64)
     return Owners(np.cumsum(counts), np.tile(who, len(counts)), axis.size)
@@ -136,18 +142,19 @@ def _owners(lead: Part, mask: torch.Tensor, cut: int, whole: torch.Tensor | None
 def _of_mine(
     lead: Part, mask: torch.Tensor, cut: int, values: torch.Tensor, dim: int, whole: torch.Tensor | None
 ) -> torch.Tensor:  # fmt: skip
-    """Of values that lie whole on every rank along `dim`, those that this rank selects. Collective."""
+    """Returns, of values that are whole along `dim`, those of the elements that this rank selects. Collective."""
     owners = _owners(lead, mask, cut, whole)
     if lead.axis.rehearsal is None or whole is not None:
         return owners.take(values, dim, lead.axis.index)
+    # a rehearsal does not know how many others select in front of this rank: the first ones stand for its own
     return values.narrow(dim, 0, int(read(plain(mask.bool().sum()), "how many elements a mask selects")))
 
 
 def _whole_in_rehearsal(lead: Part, mask: Any) -> torch.Tensor | None:
-    """In a rehearsal, the whole of a mask where its values are known: whole on all ranks, or of the batch."""
+    """Returns, in a rehearsal, the whole mask where its values are known (plain, or of the batch); else None."""
     if lead.axis.rehearsal is None or isinstance(mask, Sum) or (is_part(mask) and isinstance(mask.local, Distributed)):
         return None
-    whole = mask.known if isinstance(mask, Distributed) else mask
+    whole = mask.whole_values if isinstance(mask, Distributed) else mask
     return whole if whole is not None and has_values(whole) else None
 
 
@@ -176,22 +183,23 @@ def getitem(x: torch.Tensor, index: Any) -> torch.Tensor:
 
 
 def mask_cut_like(x: torch.Tensor, index: Any) -> Any:
-    """An index of `x` whose plain mask, if it has one, is cut as `x` is.
+    """Returns the index with its plain mask, if it has one, cut as `x` is.
 
     Backward keeps the mask, and so knows where the gradient of each element belongs.
     """
-    given = index if isinstance(index, tuple) else (index,)
-    masks = [i for i, each in enumerate(given) if isinstance(each, torch.Tensor) and each.dtype in MASKS]
-    others = [each for each in given if not isinstance(each, torch.Tensor)]
-    if len(masks) != 1 or len(others) != len(given) - 1 or not all(isinstance(o, slice) or o is ... for o in others):
+    indices = index if isinstance(index, tuple) else (index,)
+    masks = [i for i, entry in enumerate(indices) if isinstance(entry, torch.Tensor) and entry.dtype in MASKS]
+    others = [entry for entry in indices if not isinstance(entry, torch.Tensor)]
+    # one mask beside slices; what other indices give is left to the rules of `index`
+    if len(masks) != 1 or len(others) != len(indices) - 1 or not all(isinstance(o, slice) or o is ... for o in others):
         return index
-    mask, front = given[masks[0]], given[: masks[0]]
-    place = len(front) if ... not in front else x.dim() - mask.dim() - (len(given) - masks[0] - 1)
-    return (*front, _cut_like(mask, x, place), *given[masks[0] + 1 :])
+    mask, front = indices[masks[0]], indices[: masks[0]]
+    place = len(front) if ... not in front else x.dim() - mask.dim() - (len(indices) - masks[0] - 1)
+    return (*front, _cut_like(mask, x, place), *indices[masks[0] + 1 :])
 
 
 def _cut_like(mask: torch.Tensor, x: torch.Tensor, place: int) -> torch.Tensor:
-    """A plain mask over dims of `x` from `place` on, cut as those are."""
+    """Returns a plain mask over dims of `x` from `place` on, cut as those are."""
     if not isinstance(x, Distributed) or isinstance(mask, Distributed):
         return mask
     if not isinstance(x, Part) or not place <= x.dim_cut < place + mask.dim():

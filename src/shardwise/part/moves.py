@@ -34,7 +34,7 @@ TAG = "activations"
 
 
 def recut(part: Part, dim: int, owners: Owners, inside: Owners | None = None) -> Part:
-    """The same tensor cut along another dim, dealt by `owners`. Collective; not differentiable (see `moved`).
+    """Returns the tensor cut along another dim, dealt by `owners`. Collective; not differentiable (see `moved`).
 
     inside  where an axis further in cuts the dim that is cut now: its owners of that dim once it is whole again
     """
@@ -54,39 +54,41 @@ def recut(part: Part, dim: int, owners: Owners, inside: Owners | None = None) ->
         for piece, count in zip(flat.split(received_sizes), before.counts, strict=True)
     ]
     whole = torch.cat(pieces, part.dim_cut)
+    # pieces arrive in the order of ranks, whose indices of the dim may lie between each other (zigzag)
     if before.order is not None:
         whole = whole.index_select(part.dim_cut, to_device(before.order, whole.device))
     return part.with_local(whole, dim, owners)
 
 
 def _recut_inside(part: Part, dim: int, owners: Owners, inside: Owners | None) -> Part:
-    """`recut` of what is distributed over an axis further in, each of whose ranks exchanges its own indices."""
+    """Returns `recut` of a part that is cut further in too: ranks of the inner axis exchange their indices each."""
     inner = part.local.settled()
     if isinstance(inner, Part) and inner.dim_cut == part.dim_cut and inner.soft and inside is None:
+        # nobody says how it will lie inside, and the plan gathers it anyway
         inner = gather(inner)
     if not isinstance(inner, Part):
         return recut(part.with_local(inner), dim, owners)
-    before, after, held = part.owners, owners, inner.owners
+    before, after, inner_owners = part.owners, owners, inner.owners
     if inner.dim_cut == dim:  # of the dim that will be cut, each rank further in has some indices
-        after = _among(owners, held.indices(inner.axis.index))
-        held = _among(held, owners.indices(part.axis.index))
+        after = _among(owners, inner_owners.indices(inner.axis.index))
+        inner_owners = _among(inner_owners, owners.indices(part.axis.index))
     elif inner.dim_cut == part.dim_cut:
         if inside is None:
             raise Uncut(f"a dim that is cut over {inner.axis.name} too cannot be exchanged over {part.axis.name}")
-        before, held, inside = _among(before, inside.indices(inner.axis.index)), inside, None
+        before, inner_owners, inside = _among(before, inside.indices(inner.axis.index)), inside, None
     exchanged = recut(Part(inner.local, part.dim_cut, before, part.axis), dim, after, inside)
-    return part.with_local(inner.with_local(exchanged.local, owners=held), dim, owners)
+    return part.with_local(inner.with_local(exchanged.local, owners=inner_owners), dim, owners)
 
 
 def _among(owners: Owners, indices: np.ndarray) -> Owners:
-    """Owners of these indices alone."""
+    """Returns the owners of these indices alone, in this order."""
     return Owners.of(owners.array[indices], owners.ranks)
 
 
-def reowned(part: Part, owners: Owners, each: int = 1) -> Part:
-    """The same tensor cut along the same dim, dealt by other owners. Collective; not differentiable (see `moved`).
+def reowned(part: Part, owners: Owners, group: int = 1) -> Part:
+    """Returns the tensor cut along the same dim, dealt by `owners`. Collective; not differentiable (see `moved`).
 
-    each  indices that an axis further in, which cuts the dim too, keeps together
+    group  indices that an axis further in, which cuts the dim too, keeps together
     """
     if owners == part.owners:
         return part
@@ -94,13 +96,13 @@ def reowned(part: Part, owners: Owners, each: int = 1) -> Part:
         raise Uncut(f"{part!r} has other indices than those that are asked for ({owners!r})")
     inner = part.local.settled() if isinstance(part.local, Distributed) else None
     if isinstance(inner, Part) and inner.dim_cut == part.dim_cut and inner.axis.positions:
-        return _reowned_inside(part, inner, owners, each)
+        return _reowned_inside(part, inner, owners, group)
     wanted = tuple(_ranges(owners.indices(rank)) for rank in range(owners.ranks))
     return part.with_local(fetch(part, wanted), part.dim_cut, owners)
 
 
 def dealt_as(part: Part, lead: Part, dim: int, what: str) -> Part:
-    """The part cut along `dim` as `lead` is: itself, or, of positions, with what each rank lacks from its owner.
+    """Returns the part cut along `dim` as `lead` is: itself, or, of positions, moved between ranks.
 
     Collective where they differ; not differentiable. `Uncut` where the cut is not of positions; `what` reads both.
     """
@@ -112,7 +114,7 @@ def dealt_as(part: Part, lead: Part, dim: int, what: str) -> Part:
 
 
 def whole_inside(part: Part) -> Part:
-    """The part, whose cut dim no axis of positions further in cuts too: it is gathered over those. Collective."""
+    """Returns the part, gathered over axes of positions further in that cut its cut dim too. Collective."""
     inner = part.local.settled() if isinstance(part.local, Distributed) else None
     if isinstance(inner, Part) and inner.dim_cut == part.dim_cut and inner.axis.positions:
         return whole_inside(part.with_local(gathered(inner)))
@@ -120,7 +122,7 @@ def whole_inside(part: Part) -> Part:
 
 
 def _as_it_was(part: Part, dims: set[int], within: list[str]) -> Part:
-    """A gradient, gathered over axes further in that cut one of these dims of it (tp: channels), and not the tensor."""
+    """Returns a gradient, gathered over inner axes that cut one of `dims` and are not among `within`, the tensor's."""
     inner = part.local.settled() if isinstance(part.local, Distributed) else None
     if not isinstance(inner, Part):
         return part
@@ -130,23 +132,24 @@ def _as_it_was(part: Part, dims: set[int], within: list[str]) -> Part:
 
 
 def _axes_inside(part: Part) -> list[str]:
-    """The names of the axes further in over which a part is cut."""
+    """Returns the names of the axes further in over which a part is cut."""
     inner = part.local.settled() if isinstance(part.local, Distributed) else None
     return [inner.axis.name, *_axes_inside(inner)] if isinstance(inner, Part) else []
 
 
-def _reowned_inside(part: Part, inner: Part, owners: Owners, each: int) -> Part:
-    """`reowned` of a dim that an axis further in cuts too: whole over that one on the way, then in blocks again.
+def _reowned_inside(part: Part, inner: Part, owners: Owners, group: int) -> Part:
+    """Returns `reowned` of a dim that an inner axis cuts too: gathered over that, moved, and cut in blocks again.
 
     Which indices its ranks have differs between those of this axis, and a rank knows its own alone.
     """
-    found = reowned(part.with_local(gathered(inner)), owners)
-    again = in_whole_groups(Owners.blocks(owners.counts[part.axis.index], inner.axis.size), each)
-    mine = again.take(found.local, inner.dim_cut, inner.axis.index).contiguous()
+    outer = reowned(part.with_local(gathered(inner)), owners)
+    # the length on this rank has changed, so ranks further in are dealt new blocks of it
+    again = in_whole_groups(Owners.blocks(owners.counts[part.axis.index], inner.axis.size), group)
+    mine = again.take(outer.local, inner.dim_cut, inner.axis.index).contiguous()
     dealt = inner.with_local(mine, owners=again)
-    if each > 1:  # a rank that has one group, or none, cannot tell it from its own indices
-        dealt.factors = 1, owners.size // each, each
-    return found.with_local(dealt)
+    if group > 1:  # a rank that has one group, or none, cannot tell it from its own indices
+        dealt.factors = 1, owners.size // group, group
+    return outer.with_local(dealt)
 
 
 @lru_cache(REMEMBERED)
@@ -157,7 +160,7 @@ def shown(owners: Owners, source: tuple[int, ...]) -> Wanted:
 
 
 def fetch(part: Part, wanted: Wanted, fill: float = 0.0) -> torch.Tensor:
-    """This rank's wanted indices of the cut dim, in order; an index outside the dim (-1, or its size) gives `fill`.
+    """Returns this rank's wanted indices of the cut dim, in order; an index outside the dim (-1, size) gives `fill`.
 
     Collective. The result differs between ranks and is no part: an index may lie on several.
     """
@@ -180,18 +183,18 @@ def fetch(part: Part, wanted: Wanted, fill: float = 0.0) -> torch.Tensor:
         pieces.insert(0, local.new_full(with_size(shape, dim, before), fill))
     if after:
         pieces.append(local.new_full(with_size(shape, dim, after), fill))
-    found = torch.cat(pieces, dim)
+    rows = torch.cat(pieces, dim)
     if way.order is None:
-        return found
-    found = found.index_select(dim, to_device(way.order, found.device))
+        return rows
+    rows = rows.index_select(dim, to_device(way.order, rows.device))
     if way.inside is None:
-        return found
-    whole = found.new_full(with_size(shape, dim, way.wanted), fill)
-    return whole.index_copy(dim, to_device(way.inside, found.device), found)
+        return rows
+    whole = rows.new_full(with_size(shape, dim, way.wanted), fill)
+    return whole.index_copy(dim, to_device(way.inside, rows.device), rows)
 
 
 def give_back(gradient: torch.Tensor, dim: int, owners: Owners, axis: Axis, wanted: Wanted) -> Part:
-    """The sum, at its owner, of what ranks have for each index they wanted: the adjoint of `fetch`. Collective.
+    """Returns a part with, at its owner, the sum of all ranks' gradients of an index: `fetch`'s adjoint. Collective.
 
     gradient   on each rank, of the shape that `fetch` gave it;  dim, owners, axis   how the result is cut
     """
@@ -205,16 +208,18 @@ def give_back(gradient: torch.Tensor, dim: int, owners: Owners, axis: Axis, want
         return give_back(inner, dim, owners, axis, wanted)
     way = way_of(owners, wanted, axis.index)
     shape = list(gradient.shape)
-    found = gradient.narrow(dim, way.around[0], shape[dim] - sum(way.around))
+    # `fill` outside the dim has no owner, and so no gradient
+    blocks = gradient.narrow(dim, way.around[0], shape[dim] - sum(way.around))
     if way.inside is not None:
-        found = found.index_select(dim, to_device(way.inside, found.device))
+        blocks = blocks.index_select(dim, to_device(way.inside, blocks.device))
     if way.order is not None:
-        found = found.index_select(dim, to_device(np.argsort(way.order), found.device))
+        blocks = blocks.index_select(dim, to_device(np.argsort(way.order), blocks.device))
     sizes = [len(places) for places in way.send]
-    pieces = Passing(list(found.split(list(way.counts), dim)), shape, dim, sizes, axis, way.alone).pieces()
+    pieces = Passing(list(blocks.split(list(way.counts), dim)), shape, dim, sizes, axis, way.alone).pieces()
     local = gradient.new_zeros(with_size(shape, dim, owners.counts[axis.index]))
     for piece, places in zip(pieces, way.send, strict=True):
         if _in_a_row(places):
+            # the same sum as by index, without reading an index from memory
             local.narrow(dim, int(places[0]), len(places)).add_(piece)
         elif len(places):
             local.index_add_(dim, to_device(places, local.device), piece)
@@ -237,23 +242,24 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def back(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient dealt as the tensor was."""
+        """Returns the gradient cut as the tensor was. Collective."""
         dim, owners, axis, inside = ctx.before
         arrived = _outside(gradient, axis)
         if any(dim in ctx.dims for dim, _, _ in (*ctx.outside, *arrived)):  # indices of `axis` are those of a share
-            known = [axis for _, _, axis in ctx.outside]
+            axes = [axis for _, _, axis in ctx.outside]
             for _, _, other in arrived:
-                gradient = gradient if other in known else whole_over_axis(gradient, other)
+                gradient = gradient if other in axes else whole_over_axis(gradient, other)
             gradient = _dealt(gradient, ctx.outside)
         part = from_axis(gradient, axis)
         if not isinstance(part, Part) or part.axis is not axis:
+            # a gradient that every rank has, or that is cut over other axes alone
             part = Part(share_of(part, dim, owners, axis), dim, owners, axis)
         part = _as_it_was(part, {part.dim_cut, *ctx.dims}, ctx.within)
         return replaced_from_axis(gradient, axis, recut(part, dim, owners, inside))
 
 
 def owners_inside(part: Part, dim: int) -> Owners | None:
-    """The owners of a dim over an axis further in that cuts it."""
+    """Returns the owners of a dim over the axis further in that cuts it; None where none does."""
     inner = part.local.settled() if isinstance(part.local, Distributed) else None
     if not isinstance(inner, Part):
         return None
@@ -264,16 +270,16 @@ Layers = tuple[tuple[int, Owners, Axis], ...]  # (dim, owners, axis), outermost 
 
 
 def _outside(tensor: torch.Tensor, axis: Axis) -> Layers:
-    """How axes further out cut a tensor."""
-    found: list[tuple[int, Owners, Axis]] = []
+    """Returns how axes further out than `axis` cut a tensor."""
+    layers: list[tuple[int, Owners, Axis]] = []
     while isinstance(tensor, Part) and tensor.axis.depth < axis.depth:
-        found.append((tensor.dim_cut, tensor.owners, tensor.axis))
+        layers.append((tensor.dim_cut, tensor.owners, tensor.axis))
         tensor = tensor.settled_local()
-    return tuple(found)
+    return tuple(layers)
 
 
 def _dealt(gradient: torch.Tensor, layers: Layers) -> torch.Tensor:
-    """A gradient cut in these ways, however it was dealt. Collective where it is a sum or cut otherwise."""
+    """Returns a gradient cut by these layers. Collective where it is a sum or cut otherwise."""
     if not layers:
         return gradient
     (dim, owners, axis), *rest = layers
@@ -284,7 +290,7 @@ def _dealt(gradient: torch.Tensor, layers: Layers) -> torch.Tensor:
 def moved(
     tensor: torch.Tensor, dim: int, owners: Owners, axis: Axis, inside: Owners | None = None
 ) -> torch.Tensor:  # fmt: skip
-    """Differentiable: the same tensor, whose cut over `axis` lies along `dim` and is dealt by `owners`. Collective.
+    """Returns, differentiably, the tensor with its cut over `axis` moved to `dim` and dealt by `owners`. Collective.
 
     inside  as for `recut`
     """
@@ -320,6 +326,7 @@ class _Way:
 
 @lru_cache(REMEMBERED)
 def way_of(owners: Owners, wanted: Wanted, me: int) -> _Way:
+    """Returns what rank `me` sends and receives in a fetch, where each rank wants the ranges `wanted[rank]`."""
     mine = owners.indices(me)
     send, alone = [], True
     for rank in range(owners.ranks):
@@ -332,11 +339,13 @@ def way_of(owners: Owners, wanted: Wanted, me: int) -> _Way:
     indices = everything[exists]
     who = _owner(owners, indices)
     counts = tuple(int((who == rank).sum()) for rank in range(owners.ranks))
+    # pieces arrive rank by rank, each in the order in which it was wanted: `order` undoes that
     by_rank = np.argsort(who, kind="stable")
     order = np.empty_like(by_rank)
     order[by_rank] = np.arange(len(by_rank))
     in_order = bool((order == np.arange(len(order))).all())
     inside, around = np.flatnonzero(exists), (0, 0)
+    # what exists lies in one run (halos at an edge): it needs no index, zeros are put around it
     if in_order and (not len(inside) or inside[-1] - inside[0] + 1 == len(inside)):
         before = int(inside[0]) if len(inside) else 0
         around = before, len(everything) - len(inside) - before
@@ -358,7 +367,7 @@ def _owner(owners: Owners, indices: np.ndarray) -> np.ndarray:
 
 
 def _ranges(places: np.ndarray) -> tuple[tuple[int, int], ...]:
-    """Indices in any order as ranges."""
+    """Returns indices in any order as ranges (start, stop)."""
     if not len(places):
         return ()
     breaks = np.flatnonzero(np.diff(places) != 1) + 1
@@ -372,13 +381,14 @@ def _in_a_row(places: np.ndarray) -> bool:
 
 
 def picked(local: torch.Tensor, dim: int, places: np.ndarray) -> torch.Tensor:
+    """Returns a share's indices at these places along `dim`: a view where they lie in a row."""
     if _in_a_row(places):
         return local.narrow(dim, int(places[0]), len(places))
     return local.index_select(dim, to_device(places, local.device))
 
 
 class Passing:
-    """Blocks along `dim` on their way between the ranks of an axis, `received` indices from each. Collective.
+    """Blocks along `dim` under way between the ranks of an axis, `received` indices from each. Collective.
 
     alone   no rank has anything for another, so nothing is sent
     """
@@ -388,6 +398,7 @@ class Passing:
     ):  # fmt: skip
         me, rest = axis.index, _elements(shape, dim)
         self.mine, self.me = blocks[me], me
+        # a rank's own block is not sent
         counts = [0 if rank == me else count for rank, count in enumerate(received)]
         self.sizes, self.shapes = [count * rest for count in counts], [with_size(shape, dim, n) for n in counts]
         empty = self.mine.new_empty(0)
@@ -395,7 +406,7 @@ class Passing:
         self.coming = None if alone else _Exchange(others, self.sizes, axis)
 
     def pieces(self) -> list[torch.Tensor]:
-        """What every rank sends this one; its own block stays where it is. Waits."""
+        """Returns the block from each rank; its own is the tensor that it gave. Waits."""
         flat = self.mine.new_empty(0) if self.coming is None else self.coming.wait()
         pieces = [piece.view(shape) for piece, shape in zip(flat.split(self.sizes), self.shapes, strict=True)]
         pieces[self.me] = self.mine
@@ -403,7 +414,7 @@ class Passing:
 
 
 class _Exchange:
-    """What every rank sends to this one, on its way."""
+    """An all-to-all under way: one block to each rank, flat. Collective."""
 
     def __init__(self, blocks: list[torch.Tensor], received: list[int], axis: Axis):
         self.kind = blocks[0].dtype
@@ -411,6 +422,7 @@ class _Exchange:
         sent = sent.to(UNSENT.get(self.kind, self.kind))
         if self.kind.is_complex:  # as rows of two numbers, which every backend sends
             sent = torch.view_as_real(sent.resolve_conj())
+        # kept until the messages are over: they read this memory
         self.sent = sent.view(torch.uint8) if self.kind is torch.bool else sent
         self.flat = self.sent.new_empty((sum(received), *self.sent.shape[1:]))
         sizes = [block.numel() for block in blocks]

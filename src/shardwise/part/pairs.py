@@ -45,32 +45,33 @@ def as_complex(pairs: torch.Tensor) -> torch.Tensor:
 
 
 def hold_pairs(module: nn.Module) -> frozenset[str]:
-    """Hold every complex parameter as a real one of pairs; returns the names of those that are held so now."""
+    """Replaces every complex parameter by a real one of pairs; returns the names of those that are pairs now."""
     made: dict[int, nn.Parameter] = {}
-    kept = list(module.parameters())  # else an id might be given again
+    originals = list(module.parameters())  # else an id might be given again
     for child in module.modules():
-        found = {leaf: param for leaf, param in child._parameters.items() if param is not None and param.is_complex()}
-        if not found:
+        params = {leaf: param for leaf, param in child._parameters.items() if param is not None and param.is_complex()}
+        if not params:
             continue
-        for leaf, param in found.items():
+        for leaf, param in params.items():
+            # a weight that two modules share stays one parameter
             if id(param) not in made:
-                made[id(param)] = _held(param)
+                made[id(param)] = _param_of_pairs(param)
             child._parameters[leaf] = made[id(param)]
-        child.__dict__[_PAIRS] = frozenset(found) | child.__dict__.get(_PAIRS, frozenset())
+        child.__dict__[_PAIRS] = frozenset(params) | child.__dict__.get(_PAIRS, frozenset())
         child.__class__ = _reading_complex(type(child))
-    del kept
+    del originals
     return pairs_in(module)
 
 
 def pairs_in(module: nn.Module) -> frozenset[str]:
     """Returns the names of the parameters that a module holds as pairs and reads as complex numbers."""
-    held = {
+    ids = {
         id(child._parameters[leaf])
         for child in module.modules()
         for leaf in child.__dict__.get(_PAIRS, ())
         if child._parameters.get(leaf) is not None
     }
-    return frozenset(name for name, param in module.named_parameters() if id(param) in held)
+    return frozenset(name for name, param in module.named_parameters() if id(param) in ids)
 
 
 def shapes_outside(module: nn.Module) -> dict[str, tuple[torch.Size, bool]]:
@@ -82,7 +83,7 @@ def shapes_outside(module: nn.Module) -> dict[str, tuple[torch.Size, bool]]:
     }
 
 
-def _held(param: nn.Parameter) -> nn.Parameter:
+def _param_of_pairs(param: nn.Parameter) -> nn.Parameter:
     pairs = nn.Parameter(as_pairs(param.detach()), requires_grad=param.requires_grad)
     pairs.__dict__.update(param.__dict__)  # marks that users or libraries left on it
     return pairs
@@ -103,15 +104,16 @@ def _asked_by_fsdp() -> bool:
 
 
 def _reading_complex(kind: type) -> type:
-    """A subclass that gives complex numbers where a parameter is held as pairs."""
+    """Returns a subclass whose attributes give complex numbers where a parameter is stored as pairs."""
     if kind in _CLASSES:
         return _CLASSES[kind]
+    # the module's class was changed by an earlier call
     if kind in _CLASSES.values():
         return kind
 
     def __getattr__(self: nn.Module, name: str) -> Any:
-        held = self.__dict__.get("_parameters", {})
-        pairs = held.get(name) if name in self.__dict__.get(_PAIRS, ()) else None
+        parameters = self.__dict__.get("_parameters", {})
+        pairs = parameters.get(name) if name in self.__dict__.get(_PAIRS, ()) else None
         if pairs is None or pairs.is_complex():  # another parameter, set in its place
             return kind.__getattr__(self, name)  # type: ignore[attr-defined]
         asked = getattr(type(pairs), "answers_as_complex", None)  # of a script's own code (scripts/complexes)
@@ -119,13 +121,14 @@ def _reading_complex(kind: type) -> type:
             return pairs
         numbers = _read(pairs)
         numbers.reads_weight = True  # for `self.weight.data = ...`: see `part.assigned`
+        # a class with a `__getattr__` of its own is asked below, with the complex numbers in the parameter's place
         if kind.__getattr__ is nn.Module.__getattr__:  # type: ignore[attr-defined]
             return numbers
-        self.__dict__["_parameters"] = {**held, name: numbers}  # what the module's own code makes of it
+        self.__dict__["_parameters"] = {**parameters, name: numbers}  # what the module's own code makes of it
         try:
             return kind.__getattr__(self, name)  # type: ignore[attr-defined]
         finally:
-            self.__dict__["_parameters"] = held
+            self.__dict__["_parameters"] = parameters
 
     _CLASSES[kind] = unannounced(kind, {"__getattr__": __getattr__})
     return _CLASSES[kind]
@@ -144,7 +147,7 @@ class _RawPairs(TorchFunctionMode):
 
     def __init__(self, module: nn.Module):
         super().__init__()
-        self._held = [
+        self._places = [
             (child._parameters, leaf, f"{path}.{leaf}" if path else leaf)
             for path, child in module.named_modules()
             for leaf in child.__dict__.get(_PAIRS, ())
@@ -152,9 +155,9 @@ class _RawPairs(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func not in _ALIKE and by_a_module(sys._getframe(1)):
-            given = {id(tensor) for tensor in tensors_in((args, kwargs))}
-            for parameters, leaf, name in self._held:  # asked each time: units of zero=3 put others in their place
-                if id(parameters[leaf]) in given:
+            ids = {id(tensor) for tensor in tensors_in((args, kwargs))}
+            for parameters, leaf, name in self._places:  # asked each time: units of zero=3 put others in their place
+                if id(parameters[leaf]) in ids:
                     raise RefusedPlan(
                         f"the forward takes '{name}' past its module's attribute, as by parameters(), where it would "
                         f"find the complex parameter as pairs of real numbers ({getattr(func, '__name__', func)}): "

@@ -43,7 +43,7 @@ _OWN = _Own()
 
 
 def read_ahead(on: bool) -> None:
-    """From now on, in this thread, what a module reads of its weights has gradients even where they are switched off.
+    """Switches whether weights that this thread reads have gradients even under `no_grad`.
 
     For a pipeline stage, which runs its forward without gradients until its own part begins: a weight that was read
     before may be used in it.
@@ -92,7 +92,7 @@ def see_parts(
     module: nn.Module, cuts: Mapping[str, ParameterCut], axis: Axis, absent: Collection[str] = (),
     summed: tuple[Axis, ...] = (),
 ) -> Callable[[], None]:  # fmt: skip
-    """Make a module whose parameters are shares see them as `Part`s of the whole; returns the undo function.
+    """Makes a module read its parameters, which are shares, as `Part`s of the whole; returns the undo function.
 
     cuts    by parameter; the others are whole over `axis`
     absent  parameters that stay as they are
@@ -101,9 +101,9 @@ def see_parts(
     names = {id(param): name for name, param in module.named_parameters()}
     before: list[tuple[nn.Module, type]] = []
     for child in list(module.modules()):
-        held = {leaf: names[id(param)] for leaf, param in child._parameters.items() if param is not None}
-        held = {leaf: name for leaf, name in held.items() if name not in absent}
-        mine = {leaf: cuts.get(name) for leaf, name in held.items()}  # whole ones too: see `whole_gradient`
+        leaf_names = {leaf: names[id(param)] for leaf, param in child._parameters.items() if param is not None}
+        leaf_names = {leaf: name for leaf, name in leaf_names.items() if name not in absent}
+        mine = {leaf: cuts.get(name) for leaf, name in leaf_names.items()}  # whole ones too: see `whole_gradient`
         if mine:
             before.append((child, type(child)))
             child.__dict__["_tensor_cuts"] = (mine, axis, summed)
@@ -137,7 +137,7 @@ def see_parts(
 
 
 def read_outside(module: nn.Module, outside: Callable[[], bool], refuse: Callable[[str], None]) -> None:
-    """Let the module's attributes give its parameters themselves while `outside()`: for code beside its forward.
+    """Makes the module's attributes give the shares themselves while `outside()`: for code beside its forward.
 
     refuse  called with the name of a parameter in whose place another tensor is set
     """
@@ -148,41 +148,44 @@ def read_outside(module: nn.Module, outside: Callable[[], bool], refuse: Callabl
 
 
 def _seeing_parts(kind: type, leaves: tuple[str, ...]) -> type:
-    """A subclass whose named parameters read as parts of the whole."""
+    """Returns a subclass whose named parameters read as parts of the whole."""
     if (kind, leaves) not in _CLASSES:
         body: dict[str, Any] = {leaf: property(_reader(leaf), _setter(leaf)) for leaf in leaves}
         if issubclass(kind, nn.RNNBase):
+            # torch's recurrent layers read this list, past the attributes that are replaced here
             body[FLAT] = property(_flat_weights, lambda self, value: self.__dict__.__setitem__(FLAT, value))
         _CLASSES[kind, leaves] = unannounced(kind, body)
     return _CLASSES[kind, leaves]
 
 
 def _flat_weights(self: nn.Module) -> Any:
-    """What torch's recurrent layers run on: their parameters in a list, past their attributes."""
+    """Returns the list of weights on which torch's recurrent layers run, past their attributes."""
     cuts = self.__dict__.get("_tensor_cuts", ({},))[0]
     if not any(cut is not None and cut.role in IN_SHARES for cut in cuts.values()):
         return self.__dict__[FLAT]
+    # the list that torch made holds the shares: attributes give the whole weights
     return [getattr(self, name, None) for name in self._flat_weights_names]
 
 
 def _in_its_way(module: nn.Module, leaf: str, seen: torch.Tensor) -> torch.Tensor:
-    """What the module's own `__getattr__` makes of a parameter (complex numbers of pairs), where it has one."""
+    """Returns what the module's own `__getattr__` makes of a weight (complex numbers of pairs), where it has one."""
     if type(module).__getattr__ is nn.Module.__getattr__:
         return seen
-    held = module.__dict__["_parameters"]
-    module.__dict__["_parameters"] = {**held, leaf: seen}
+    parameters = module.__dict__["_parameters"]
+    module.__dict__["_parameters"] = {**parameters, leaf: seen}
     try:
         return type(module).__getattr__(module, leaf)
     finally:
-        module.__dict__["_parameters"] = held
+        module.__dict__["_parameters"] = parameters
 
 
 def unannounced(kind: type[nn.Module], body: dict[str, Any]) -> type:
-    """A subclass of the same name with other attributes, made without calling the class's `__init_subclass__`.
+    """Returns a subclass of the same name with other attributes, made without the class's `__init_subclass__`.
 
     That may enter subclasses into a register, or want arguments of its own.
     """
     body = {"__doc__": kind.__doc__, "__module__": kind.__module__, "__qualname__": kind.__qualname__, **body}
+    # made below nn.Module, whose `__init_subclass__` does nothing; the real base is put in afterwards
     made = type.__new__(type(kind), kind.__name__, (nn.Module,), body)
     made.__bases__ = (kind,)
     return made
@@ -198,65 +201,68 @@ def _setter(leaf: str):
     return put
 
 
-def _read_once(module: nn.Module, leaf: str, held: torch.Tensor, read: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """What a forward has read of a weight already, while it runs, where weights are read once; else read now."""
-    mine, known = module.__dict__["_tensor_cuts"][0], module.__dict__.get("_reads")
+def _read_once(module: nn.Module, leaf: str, param: torch.Tensor, read: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Returns the weight as the running forward has read it already, where its role is `ONCE`; else reads it now."""
+    mine, reads = module.__dict__["_tensor_cuts"][0], module.__dict__.get("_reads")
     cut = mine[leaf]
-    if known is None or cut is None or cut.role != ONCE or not known.running:
+    if reads is None or cut is None or cut.role != ONCE or not reads.running:
         return read()
-    key = id(held), held._version, torch.is_grad_enabled()
-    if key not in known.given:
-        known.given[key] = read()
-    return known.given[key]
+    # a weight that was written since, or is read under `no_grad` this time, is another one to autograd
+    key = id(param), param._version, torch.is_grad_enabled()
+    if key not in reads.weights:
+        reads.weights[key] = read()
+    return reads.weights[key]
 
 
 class _Reads:
-    """What one forward of a module has read of its weights."""
+    """The weights that one forward of a module has read."""
 
     def __init__(self) -> None:
-        self.given: dict[tuple[int, int, bool], torch.Tensor] = {}
+        self.weights: dict[tuple[int, int, bool], torch.Tensor] = {}
         self.running = False
 
     def begin(self, *_: Any) -> None:
-        """A forward begins."""
-        self.given.clear()
+        """Begins a forward: nothing is read yet."""
+        self.weights.clear()
         self.running = True
 
     def end(self, *_: Any) -> None:
-        """It is over, as is what it has read."""
-        self.given.clear()
+        """Ends a forward, and drops what it has read."""
+        self.weights.clear()
         self.running = False
 
 
 def _reader(leaf: str):
     def read(self: nn.Module) -> torch.Tensor:
-        held, told = self._parameters.get(leaf), self.__dict__.get("_tensor_cuts")
-        if held is None or told is None:  # another object that the module made of its own class
+        param, cutting = self._parameters.get(leaf), self.__dict__.get("_tensor_cuts")
+        if param is None or cutting is None:  # another object that the module made of its own class
             raise AttributeError(leaf)  # Python then asks `__getattr__`
         outside = self.__dict__.get("_read_outside")
         if outside is not None and outside():
-            return held
-        outermost = before_transforms() if innermost(held) is held else nullcontext()
+            return param
+        # inside a transform of torch.func a weight is read as before it, unless the transform has wrapped the weight
+        outermost = before_transforms() if innermost(param) is param else nullcontext()
         with outermost, torch.enable_grad() if _OWN.ahead else nullcontext():
-            given = _read_once(self, leaf, held, lambda: seen(held, *told))
-        return _in_its_way(self, leaf, given)
+            weight = _read_once(self, leaf, param, lambda: seen(param, *cutting))
+        return _in_its_way(self, leaf, weight)
 
-    def seen(held: torch.Tensor, cuts: Mapping[str, Any], axis: Axis, summed: tuple[Axis, ...]) -> torch.Tensor:
-        if isinstance(held, DTensor):
-            return held  # sharded by zero=3 and not gathered now: for its dtype or device
+    def seen(param: torch.Tensor, cuts: Mapping[str, Any], axis: Axis, summed: tuple[Axis, ...]) -> torch.Tensor:
+        """Returns the weight as the forward reads it, a part or whole, its gradient summed over the right axes."""
+        if isinstance(param, DTensor):
+            return param  # sharded by zero=3 and not gathered now: for its dtype or device
         cut = cuts[leaf]
-        if cut is not None and cut.role in IN_SHARES and held.shape[cut.dim] == cut.owners.size:
-            return held  # a tensor that stands for the whole weight, by `functional_call`
+        if cut is not None and cut.role in IN_SHARES and param.shape[cut.dim] == cut.owners.size:
+            return param  # a tensor that stands for the whole weight, by `functional_call`
         with torch._C.DisableTorchFunctionSubclass():  # a script's parameter, which beside this counts otherwise
-            given = with_summed_gradient(held, tuple(each for each in summed if each not in _OWN.axes))
+            weight = with_summed_gradient(param, tuple(each for each in summed if each not in _OWN.axes))
         if cut is None:
-            given = whole_gradient(given, axis)
+            weight = whole_gradient(weight, axis)
         else:
             with torch._C.DisableTorchFunctionSubclass():  # a script's parameter, whose share nobody else may read
-                given = to_part(given, cut.dim, cut.owners, axis, cut.name)
-                given = whole_over_axis(given, axis) if cut.role in IN_SHARES else given
-        if given is not held:
-            given.reads_weight = True  # for `self.weight.data = ...`: see `part.assigned`
-        return given
+                weight = to_part(weight, cut.dim, cut.owners, axis, cut.name)
+                weight = whole_over_axis(weight, axis) if cut.role in IN_SHARES else weight
+        if weight is not param:
+            weight.reads_weight = True  # for `self.weight.data = ...`: see `part.assigned`
+        return weight
 
     return read

@@ -61,7 +61,7 @@ class PastAttributes(TorchFunctionMode):
 
 
 def read_past(module: nn.Module) -> None:
-    """Let the module's forwards read so from now on."""
+    """Makes every forward of the module run under `PastAttributes`."""
     entered: list[PastAttributes] = []
 
     def enter(*_: Any) -> None:
@@ -76,7 +76,7 @@ def read_past(module: nn.Module) -> None:
 
 
 def refuse_past(plan: Plan) -> None:
-    """Raise `RefusedPlan` where no forward of one rank has all parameters as its code takes them."""
+    """Raises `RefusedPlan` where no forward of one rank has all parameters as its code takes them."""
     others = {"zero=3": plan.zero == 3, f"pp={plan.pp}": plan.pp > 1, f"remat={plan.remat}": plan.remat != "none"}
     others |= {"compile": plan.compile, "position_chunks": plan.position_chunks > 1}
     for key in (key for key, wanted in others.items() if wanted):

@@ -36,21 +36,21 @@ class _Whole(threading.local):
     For an axis further in, tiles of those further out may be one index or none: ranks would find others repeated.
     """
 
-    held: tuple[Any, Shapes] | None = None
+    running: tuple[Any, Shapes] | None = None
 
     def shapes(self, func: Any, tensors: list[torch.Tensor]) -> Shapes:
-        held = self.held
-        same = held is not None and held[0] is func and len(held[1]) == len(tensors)
-        return held[1] if held is not None and same else [tensor.shape for tensor in tensors]
+        running = self.running
+        same = running is not None and running[0] is func and len(running[1]) == len(tensors)
+        return running[1] if running is not None and same else [tensor.shape for tensor in tensors]
 
     @contextmanager
     def inside(self, func: Any, shapes: Shapes) -> Iterator[None]:
         """Context: the operation is answered for axes further in."""
-        before, self.held = self.held, (func, shapes)
+        before, self.running = self.running, (func, shapes)
         try:
             yield
         finally:
-            self.held = before
+            self.running = before
 
 
 WHOLE = _Whole()
@@ -63,6 +63,7 @@ class PointwiseCuts:
         self.whole = {id(tensor): shape for tensor, shape in zip(tensors, shapes, strict=True)}
         self.ndim = max(tensor.dim() for tensor in tensors)
         parts = [tensor for tensor in tensors if is_part(tensor)]
+        # soft parts may be gathered, so the others say how the result is cut: the one of most dims has all of its dims
         firm = [part for part in parts if not part.soft] or parts
         self._follow(max(firm, key=lambda part: part.dim()))
         if any(self.crossing(part) for part in firm):  # positions by positions: cut as the largest is, or by its rows
@@ -95,7 +96,7 @@ class PointwiseCuts:
         return tensor.dim_cut + self.ndim - tensor.dim()
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's share of one input."""
+        """Returns this rank's share of one input. Collective where that is cut along another dim."""
         if is_part(tensor):
             if self.place(tensor) == self.dim and tensor.beside(self.lead):
                 return tensor.local
@@ -104,6 +105,7 @@ class PointwiseCuts:
                 return recut(tensor if dim == tensor.dim_cut else whole_inside(tensor), dim, self.owners).local
             tensor = gather(tensor)  # soft, or repeated: it would have been refused
         place = self.dim - (self.ndim - tensor.dim())
+        # repeated along the cut dim: every rank reads all of it
         if place < 0 or (tensor.shape[place] == 1 and self.owners.size != 1):
             return tensor
         return self.lead.share(tensor, place)
@@ -115,17 +117,20 @@ def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
     tensors = tensors_in((args, kwargs))
     shapes = WHOLE.shapes(func, tensors)
     if _dealt_alike(tensors):
+        # the result may be gathered only where all inputs may
         lead = next((part for part in tensors if not part.soft), tensors[0])
         first = args[0]
         args, kwargs = replaced(Part, lambda part: part.local, (args, kwargs))
         with WHOLE.inside(func, shapes):
             output = func(*args, **kwargs)
         return first if facts(func).writes else replaced(torch.Tensor, lead.with_local, output)
+    # one rank has an index that all ranks read: it is gathered before the shares meet
     repeated = {id(tensor) for tensor, shape in zip(tensors, shapes, strict=True) if _repeats(tensor, shape, shapes)}
     if repeated:
         args, kwargs = replaced(Part, lambda part: gather(part) if id(part) in repeated else part, (args, kwargs))
         axis, tensors = parts_in(tensors)[0].axis, tensors_in((args, kwargs))
         if not parts_in(tensors):
+            # no other input is cut: the result is whole, and no memory of a part
             return replaced(torch.Tensor, lambda whole: Sum.read_only(whole, axis), func(*args, **kwargs))
     if not facts(func).writes and _pairs_of_tables(parts_in(tensors)):
         args, kwargs = replaced(Part, lambda part: gathered(part) if is_part(part) else part, (args, kwargs))
@@ -159,7 +164,7 @@ def _dealt_alike(tensors: list[Any]) -> bool:
 
 
 def _into_a_whole(func: Any, args: tuple, kwargs: dict) -> Any:
-    """`whole.add_(part)`: what every rank has whole, as a statistic that a module keeps, it gets whole."""
+    """Returns `whole.add_(part)` of the gathered part, as for statistics that a module keeps. Collective."""
     for part in parts_in((args, kwargs)):
         for tell in GATHERS:
             tell("a field that is written into a whole tensor", part)
@@ -185,7 +190,7 @@ def _pairs_of_tables(parts: list[Part]) -> bool:
 
 
 def _refuse_changing(func: Any, changed: Any, agreement: PointwiseCuts) -> None:
-    """An in-place operation can change a share, but not put shares into a whole tensor."""
+    """Raises `Uncut` where an in-place operation would put shares into a tensor that is whole or cut otherwise."""
     fits = is_part(changed) and agreement.place(changed) == agreement.dim and changed.beside(agreement.lead)
     if not fits:
         raise Uncut(f"{func} writes a cut tensor into one that is not cut alike")
@@ -199,6 +204,7 @@ def native_dropout(func: Any, args: tuple, kwargs: dict) -> Any:
         with _own_draws(part):
             output, mask = func(part.local, *args[1:], **kwargs)
         return part.with_local(output), part.with_local(mask)
+    # dropout of ones gives the scale and the mask of the whole tensor, alike on all ranks, which are seeded alike
     ones = torch.empty_strided(part.shape, part.whole_strides, dtype=part.dtype, device=part.device).fill_(1)
     scale, mask = func(ones, *args[1:], **kwargs)  # drawn in the order of memory
     scale, mask = part.share(scale, part.dim_cut), part.share(mask, part.dim_cut)
@@ -213,6 +219,7 @@ def random(func: Any, args: tuple, kwargs: dict) -> Any:
     """
     part = args[0]
     if not is_part(part) or len(parts_in((args, kwargs))) > 1:
+        # what else the draw reads (a tensor of rates) is read whole, since the numbers are then drawn for all ranks
         whole = replaced(Part, gather, (args[1:], kwargs))
         args, kwargs = (args[0], *whole[0]), whole[1]
     if not is_part(part):
@@ -248,7 +255,7 @@ def draws_of_one_process() -> Iterator[None]:
 
 @contextmanager
 def _own_draws(part: Part) -> Iterator[None]:
-    """Generators seeded for this rank of the part's axis, from a number that the default one gives all of them."""
+    """Context: generators are seeded for this rank of the part's axis, from a draw that is equal on all of them."""
     if part.axis.rehearsal is not None:
         yield
         return

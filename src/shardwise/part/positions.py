@@ -39,12 +39,12 @@ class CutsInside(Protocol):
     def axes(self) -> tuple[Axis, ...]: ...
     def over(self, swap: Callable[[Axis], Axis]) -> CutsInside: ...
     def install(self, module: nn.Module) -> Callable[[], None]: ...
-    def told(self, stopped: str = "") -> str: ...
+    def summary(self, stopped: str = "") -> str: ...
 
 
 @dataclass(frozen=True)
 class Positions:
-    """The cuts of each leaf of a batch (none: whole on every rank).
+    """The cuts of each tensor of a batch (none: whole on every rank).
 
     cuts     by leaf of the flattened batch, outermost axis first
     names    of the leaves, for people
@@ -74,19 +74,19 @@ class Positions:
     @property
     def axes(self) -> tuple[Axis, ...]:
         """Returns the axes that cut any tensor, outermost first."""
-        found = {axis.name: axis for cuts in self.cuts for _, axes in cuts for axis in axes}
-        found |= {axis.name: axis for axis in (self.inside.axes if self.inside is not None else ())}
-        return tuple(sorted(found.values(), key=lambda axis: axis.depth))
+        by_name = {axis.name: axis for cuts in self.cuts for _, axes in cuts for axis in axes}
+        by_name |= {axis.name: axis for axis in (self.inside.axes if self.inside is not None else ())}
+        return tuple(sorted(by_name.values(), key=lambda axis: axis.depth))
 
     def region(self, global_shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """This rank's tile of a field: (start, stop) along each dim of space, in the order of a tensor's dims."""
+        """Returns (start, stop) of this rank's tile along each dim of space, in the order of a tensor's dims."""
         axes = {axis.name: axis for axis in self.axes}
-        found = []
+        ranges = []
         for name, n in zip(self.space, global_shape, strict=False):
             axis = axes.get(name)
             start, count = (Owners.blocks(n, axis.size).span(axis.index) or (0, 0)) if axis is not None else (0, n)
-            found.append((start, start + count))
-        return tuple(found)
+            ranges.append((start, start + count))
+        return tuple(ranges)
 
     def over(self, swap: Callable[[Axis], Axis]) -> Positions:
         """Returns the same cuts over other axes."""
@@ -94,7 +94,7 @@ class Positions:
         return replace(self, cuts=cuts, inside=self.inside.over(swap) if self.inside is not None else None)
 
     def cut(self, batch: Any, place: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous) -> Any:
-        """The batch with this rank's shares, as parts of the whole; `place` puts what this rank holds on its device."""
+        """Returns the batch with its tensors as parts; `place` puts this rank's share on its device."""
         leaves, spec = tree_flatten(batch)
         tensors = [place if isinstance(leaf, torch.Tensor) else lambda leaf: leaf for leaf in leaves]
         if len(leaves) != len(self.cuts):  # another kind of batch than the one that was looked at
@@ -108,7 +108,7 @@ class Positions:
         return tree_unflatten(cut, spec)
 
     def _tile(self, number: int, leaf: torch.Tensor, place: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """What a rank read as its own tile, as its share of the field; `InputError` where it is none."""
+        """Returns a tile that a rank read by itself as its share of the field; `InputError` on another shape."""
         shape = [leaf.shape[0], *(self.shapes[number] or ())]
         whole, dealt = tuple(shape), []
         for dim, axis in ((dim, axis) for dim, axes in self.cuts[number] for axis in axes):
@@ -122,6 +122,7 @@ class Positions:
                 "read(indices, region) returns what lies in the region of every tensor that has space, else all of it"
             )
         tile = place(leaf.contiguous())
+        # from the innermost axis outwards: what an outer one holds is a part over those inside
         for dim, owners, axis in reversed(dealt):
             tile = Part(tile, dim, owners, axis, soft=not leaf.is_floating_point())
         return tile
@@ -130,7 +131,7 @@ class Positions:
         for dim, axes in cuts:
             if leaf.shape[dim] < self.fewest(axes):
                 raise InputError(
-                    f"{leaf.shape[dim]} positions of a {self.what} over {_told(axes)} leave some rank with "
+                    f"{leaf.shape[dim]} positions of a {self.what} over {_sizes_of(axes)} leave some rank with "
                     f"{leaf.shape[dim] // math.prod(axis.size for axis in axes)}, "
                     f"and every rank needs at least {self.least}: use fewer ranks or a longer {self.what}"
                 )
@@ -144,22 +145,23 @@ class Positions:
         return made
 
     def fewest(self, axes: tuple[Axis, ...]) -> int:
-        """The least positions that a dim cut over these axes may have."""
+        """Returns the least positions that a dim cut over these axes may have."""
         return self.least * math.prod(axis.size for axis in axes)
 
     def dealt(self, shape: Sequence[int], cuts: Cuts) -> Dealt:
         """Returns the owners of each cut dim of a tensor of this whole shape."""
-        left, found = list(shape), []
+        left, dealt = list(shape), []
         for dim, axis in ((dim, axis) for dim, axes in cuts for axis in axes):
+            # cp deals a block from either end for causal attention; other axes deal blocks of what is left
             owners = (Owners.zigzag if self.zigzag and axis.name == "cp" else Owners.blocks)(left[dim], axis.size)
-            found.append((axis.name, dim, owners))
+            dealt.append((axis.name, dim, owners))
             left[dim] = owners.counts[axis.index]
-        return tuple(found)
+        return tuple(dealt)
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """Returns one line for the user: what is cut, over which axes."""
         if self.inside is not None:
-            return "; ".join([self.inside.told(self.stopped), *self.routes])
+            return "; ".join([self.inside.summary(self.stopped), *self.routes])
         names: dict[tuple[int, ...], list[str]] = {}
         for name, cuts in zip(self.names, self.cuts, strict=True):
             if cuts:
@@ -169,12 +171,12 @@ class Positions:
             for dims, alike in names.items()
         ]
         dealt = ", a block from either end for each rank of cp (attention is causal)" if self.zigzag else ""
-        return "; ".join([f"{_told(self.axes)} cuts the {self.what} of {'; '.join(cut)}{dealt}", *self.routes])
+        return "; ".join([f"{_sizes_of(self.axes)} cuts the {self.what} of {'; '.join(cut)}{dealt}", *self.routes])
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What a batch may be cut along, to be tried.
+    """A proposal of what a batch may be cut along, to be tried.
 
     shorter  the batch with fewer positions, on which the module must run; None where that shows nothing
     said     for people: "dims of 10"
@@ -190,5 +192,5 @@ def name_of(path: tuple) -> str:
     return str(path[0].key) if len(path) == 1 and isinstance(path[0], MappingKey) else f"batch{keystr(path)}"
 
 
-def _told(axes: tuple[Axis, ...]) -> str:
+def _sizes_of(axes: tuple[Axis, ...]) -> str:
     return " x ".join(f"{axis.name}={axis.size}" for axis in axes)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.host import to_device
-from shardwise.part.cuts import Owners, Uncut
+from shardwise.part.cuts import Owners, Uncut, repeated
 from shardwise.part.gathering import gathered, reduced
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import dealt_as
@@ -26,12 +26,12 @@ def _dims(part: Part, dim: Any) -> set[int]:
 def arguments_of(func: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
     """Returns an operation's arguments by name, defaults included."""
     names = [argument.name for argument in func._schema.arguments]
-    found = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
-    return found | dict(zip(names, args, strict=False)) | kwargs
+    defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    return defaults | dict(zip(names, args, strict=False)) | kwargs
 
 
 def _after(part: Part, local: Any, dims: set[int], keepdim: bool) -> Part:
-    """A result whose reduced dims are gone, or of size one."""
+    """Returns a reduction's local result as a part: the reduced `dims`, not the cut one, are gone or of size one."""
     return part.with_local(local, part.dim_cut if keepdim else part.dim_cut - sum(d < part.dim_cut for d in dims))
 
 
@@ -45,6 +45,7 @@ def reduce(func: Any, args: tuple, kwargs: dict) -> Any:
     bound = arguments_of(func, args, kwargs)
     if not is_part(part):
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
+    # `max(x, other)` has the name of a reduction and is an elementwise operation
     if isinstance(bound.get("dim"), torch.Tensor) or "other" in bound:
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
     dims, keepdim = _dims(part, bound.get("dim")), bool(bound.get("keepdim", False))
@@ -60,21 +61,22 @@ def reduce(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def added_up(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """A loss of elements (`mse_loss`, `huber_loss`), or its backward: each element's, then their sum or mean."""
+    """Returns a loss of elements (`mse_loss`), or its backward, by the elementwise operation and its sum or mean."""
     bound = arguments_of(func, args, kwargs)
     how, backward = bound.get("reduction"), func._schema.name.endswith("_backward")
     pair = [tensor for name in ("self", "target") if isinstance(tensor := bound.get(name), torch.Tensor)]
     if how not in (1, 2) or len(pair) < 2 or not fit(pair) or (backward and isinstance(bound["grad_output"], Part)):
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
-    each = bound | {"reduction": 0}
+    # 1 is the mean, 2 the sum, 0 each element's own: that one is elementwise, the rest is a reduction with a rule
+    unreduced = bound | {"reduction": 0}
     if backward:
         shape = torch.broadcast_shapes(*(tensor.shape for tensor in pair))
         gradient = bound["grad_output"] / (math.prod(shape) if how == 1 else 1)
-        each["grad_output"] = gradient.expand(shape)
-    given = tuple(each[argument.name] for argument in func._schema.arguments)
-    if not is_elementwise(func, given, {}):
+        unreduced["grad_output"] = gradient.expand(shape)
+    arguments = tuple(unreduced[argument.name] for argument in func._schema.arguments)
+    if not is_elementwise(func, arguments, {}):
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
-    output = func(*given)
+    output = func(*arguments)
     if backward or how == 2:
         return output if backward else output.sum()
     return output.mean()
@@ -89,6 +91,7 @@ def _sum_of_numbers(func: Any, part: Part, dims: set[int], keepdim: bool, bound:
 
 
 def _mean(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
+    # the sum over ranks by the count of all: shares are of unequal length, and a mean of means weighs them alike
     count = 1
     for d in dims:
         count *= part.shape[d]
@@ -106,6 +109,7 @@ def _extreme(op: str):
 
 def _place_of_extreme(op: str):
     def run(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> Any:
+        # a place among all elements is one in the flattened tensor
         if bound.get("dim") is None:  # among all elements
             return getattr(part.reshape(-1), f"arg{op}")(0)
         return _extreme_and_place(op, part, keepdim)[1]
@@ -122,7 +126,7 @@ def _local_extreme(op: str, part: Part, dims: set[int], keepdim: bool) -> torch.
 
 
 def _of_nothing(x: torch.Tensor, dims: list[int], keepdim: bool, value: float) -> torch.Tensor:
-    """What a rank without indices gives to a reduction over `dims`, cut over axes further in as others' results are."""
+    """Returns what a rank without indices gives to a reduction over `dims`, cut further in as others' results are."""
     return torch.full_like(x.sum(dims, keepdim), value, dtype=x.dtype)
 
 
@@ -136,12 +140,13 @@ def _beaten(dtype: torch.dtype, op: str) -> float | int | bool:
 
 
 def _extreme_and_place(op: str, part: Part, keepdim: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(largest or smallest value, its index) along the cut dim; the first of equal ones. Two small reductions."""
+    """Returns (extreme value, its index) along the cut dim; the first of equal ones. Two small reductions."""
     dim, n = part.dim_cut, part.owners.size
     value = reduced(_local_extreme(op, part, {dim}, True), part, op)
     mine = to_device(part.owners.indices(part.axis.index), part.device)
     at = mine.view([-1 if d == dim else 1 for d in range(part.dim())])
     same = (part.local == value) | (part.local != part.local)  # the second where it is no number
+    # n stands for no index here, and is larger than all that there are
     candidates = torch.where(same, at, n)
     first = candidates.amin(dim, True) if len(mine) else torch.full_like(value, n, dtype=torch.int64)
     place = reduced(first, part, "min")
@@ -149,18 +154,19 @@ def _extreme_and_place(op: str, part: Part, keepdim: bool) -> tuple[torch.Tensor
 
 
 def _moments(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> Any:
-    """Variance or standard deviation, with the mean where it is asked for: two sums over ranks."""
+    """Returns variance or standard deviation, with the mean where it is asked for: two sums over ranks."""
     name = func._schema.name.partition("::")[2]
     unbiased = bound.get("unbiased")
     correction = bound.get("correction") if unbiased is None else float(unbiased)
     count = math.prod(part.shape[d] for d in dims)
     along = sorted(dims)
     mean = reduced(part.local.sum(along, True), part) / count
+    # about the mean of all ranks: the mean of squares minus the square of the mean would cancel
     spread = reduced((part.local - mean).square().sum(along, True), part)
     spread = spread / max(count - (1 if correction is None else correction), 0)
     spread = spread.sqrt() if name.startswith("std") else spread
-    found = [each if keepdim else each.squeeze(along) for each in (spread, mean)]
-    return tuple(found) if name.endswith("_mean") else found[0]
+    results = [tensor if keepdim else tensor.squeeze(along) for tensor in (spread, mean)]
+    return tuple(results) if name.endswith("_mean") else results[0]
 
 
 def _nonzero(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
@@ -175,12 +181,12 @@ def _any(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> t
     return _count(part, part.local != 0, dims, keepdim) > 0
 
 
-def _count(part: Part, found: torch.Tensor, dims: set[int], keepdim: bool) -> torch.Tensor:
-    return reduced(found.sum(sorted(dims), keepdim), part)
+def _count(part: Part, hits: torch.Tensor, dims: set[int], keepdim: bool) -> torch.Tensor:
+    return reduced(hits.sum(sorted(dims), keepdim), part)
 
 
 def _prod(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
-    """The product of each rank's own product, one after the other."""
+    """Returns the product over the cut dim: each rank's own, gathered and multiplied."""
     own, one_dim = part.local.to(bound.get("dtype") or part.dtype), bound.get("dim") is not None
     own = own.prod(part.dim_cut, keepdim) if one_dim else own.prod()
     ranks = part.axis.size
@@ -192,9 +198,9 @@ def _least_and_most(func: Any, part: Part, dims: set[int], keepdim: bool, bound:
 
 
 def _norm(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
-    """(sum |x|^p)^(1/p) over all ranks; of an infinite p the extreme |x|, of 0 how many are not 0."""
-    given = bound.get("ord", bound.get("p"))
-    order, along = 2.0 if given is None else float(given), sorted(dims)
+    """Returns (sum |x|^p)^(1/p) over all ranks; of an infinite p the extreme |x|, of 0 how many are not 0."""
+    asked = bound.get("ord", bound.get("p"))
+    order, along = 2.0 if asked is None else float(asked), sorted(dims)
     dtype = bound.get("dtype") or (part.abs().dtype if part.is_complex() else part.dtype)
     if math.isinf(order):
         op = "max" if order > 0 else "min"
@@ -202,6 +208,7 @@ def _norm(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> 
         return reduced(_local_extreme(op, sizes, dims, keepdim), part, op)
     if order == 0:
         return _count(part, part.local != 0, dims, keepdim).to(dtype)
+    # cheaper than powers; the square of a complex number is not that of its absolute value
     if order == 2 and not part.is_complex():
         return reduced(part.local.square().sum(along, keepdim, dtype=bound.get("dtype")), part).sqrt()
     return reduced(part.local.abs().pow(order).sum(along, keepdim, dtype=dtype), part).pow(1 / order)
@@ -220,6 +227,7 @@ def _logsumexp(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict
     along, empty = sorted(dims), not part.local.shape[part.dim_cut]
     top = _of_nothing(part.local, along, True, -torch.inf) if empty else part.local.amax(along, True)
     top = reduced(top, part, "max")
+    # a row of -inf alone: -inf minus -inf would be no number
     top = torch.where(top.isinf(), torch.zeros_like(top), top)
     total = reduced((part.local - top).exp().sum(along, True), part).log() + top
     return total if keepdim else total.squeeze(along)
@@ -241,10 +249,12 @@ def softmax(func: Any, args: tuple, kwargs: dict) -> Part:
     part, dim = args[0], args[1] % args[0].dim()
     if dim != part.dim_cut:
         return part.with_local(func(part.local, *args[1:], **kwargs))
+    # the third argument asks for float32 of a half input
     x = part.local.float() if len(args) > 2 and args[2] is True else part.local
     logarithm = func._schema.name == "aten::_log_softmax"
     top = x.amax(dim, True) if x.shape[dim] else _of_nothing(x, [dim], True, -torch.inf)
     top = reduced(top, part, "max")
+    # a row that is masked as a whole has -inf as its maximum, and -inf minus -inf is no number
     shifted = x - torch.where(top.isinf(), torch.zeros_like(top), top)
     if logarithm:  # over a vocabulary each of these is among the largest tensors of a step: one more than comes out
         total = reduced(shifted.exp().sum(dim, True), part)
@@ -252,13 +262,14 @@ def softmax(func: Any, args: tuple, kwargs: dict) -> Part:
     exponents = _reusing(shifted, "exp")
     total = reduced(exponents.sum(dim, True), part)
     output = _reusing(exponents, "div", total)
+    # it gives zeros for a row that is masked as a whole
     if func._schema.name == "aten::_safe_softmax":
         output = output.masked_fill(total == 0, 0.0)
     return part.with_local(output)
 
 
 def _reusing(own: torch.Tensor, name: str, *args: torch.Tensor) -> torch.Tensor:
-    """What the operation gives, in the memory of `own`, which nobody else has; anew where that is cut once more."""
+    """Returns the operation's result in the memory of `own`, a temporary; anew where `own` is cut once more."""
     return getattr(own, name if isinstance(own, Distributed) else f"{name}_")(*args)
 
 
@@ -298,12 +309,13 @@ def glu_backward(func: Any, args: tuple, kwargs: dict) -> Part:
         return part.with_local(func(gradient, x, dim))
     if not is_part(x):
         raise Uncut(no_rule(func, [part]))
+    # along the cut dim: the gradient has the size of a half, and is dealt as one
     lead = x.with_local(x.local.narrow(dim, 0, x.local.shape[dim] // 2), owners=_half(func, x, dim))
     return x.with_local(func(beside(func, gradient, lead), x.local, dim))
 
 
 def _half(func: Any, x: Part, dim: int) -> Owners | None:
-    """Who owns each index of a half of x, where `dim` is the cut one and its halves are dealt alike; else `Uncut`."""
+    """Returns the owners of a half of x's cut dim; None where `dim` is another, `Uncut` where the halves differ."""
     if dim != x.dim_cut:
         return None
     first, second = (x.owners.sliced(low, low + x.owners.size // 2) for low in (0, x.owners.size // 2))
@@ -313,7 +325,7 @@ def _half(func: Any, x: Part, dim: int) -> Owners | None:
 
 
 def beside(func: Any, tensor: torch.Tensor, lead: Part) -> torch.Tensor:
-    """This rank's share of a tensor of the same shape, beside that of `lead`: a gradient may arrive dealt otherwise."""
+    """Returns this rank's share of a tensor of `lead`'s shape, dealt as that: a gradient may arrive dealt otherwise."""
     if not is_part(tensor):
         return lead.share(tensor, lead.dim_cut)
     return dealt_as(tensor, lead, lead.dim_cut, str(func)).local
@@ -352,10 +364,11 @@ def layer_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
 def group_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
     """Returns (output, mean, rstd) of x (N, C, ...) cut along N, or along C in whole groups, all cut alike."""
     x, w, b, n, channels, area, count, eps = args
+    # rows are apart: each rank runs the kernel on fewer of them
     if _of_rows(x, w, b):
         rows = x.owners.counts[x.axis.index]
-        found = func(x.local.contiguous(), w, b, rows, channels, area, count, eps)
-        return tuple(x.with_local(each) for each in found)
+        results = func(x.local.contiguous(), w, b, rows, channels, area, count, eps)
+        return tuple(x.with_local(each) for each in results)
     x = as_weights(x, w, b)
     groups = _group_owners(func, x, channels, count, args)
     rank = x.axis.index
@@ -365,7 +378,7 @@ def group_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
 
 
 def as_weights(x: Any, *weights: Any) -> Any:
-    """x (N, C, ...) as it is where it is cut; a whole one (as a pipeline stage is sent it) cut as weights of C are."""
+    """Returns x (N, C, ...); a whole one, as a pipeline stage is sent it, cut as the weights (C,) are."""
     lead = next(iter(parts_in(weights)), None)
     return x if is_part(x) or lead is None else lead.with_local(lead.share(x, 1), 1, lead.owners)
 
@@ -376,8 +389,7 @@ def _of_rows(x: Any, *weights: Any) -> bool:
 
 
 def _group_owners(func: Any, x: Any, channels: int, count: int, args: tuple):
-    from shardwise.part.cuts import repeated
-
+    """Returns the owners of x's groups of channels; `Uncut` where a group lies on several ranks, or a rank has none."""
     if is_part(x) and x.dim_cut == 1:
         groups = x.owners.sliced(0, channels, channels // count)
         if repeated(groups, channels // count) == x.owners and all(groups.counts):
@@ -390,7 +402,7 @@ def group_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
     """Returns gradients of a group norm's input, weight and bias, cut along channels; of rows, weights' are sums."""
     dy, x, mean, rstd, w, n, channels, area, count, mask = args
     if _of_rows(x, w):
-        dy, mean, rstd = (beside(func, each, x).contiguous() for each in (dy, mean, rstd))
+        dy, mean, rstd = (beside(func, tensor, x).contiguous() for tensor in (dy, mean, rstd))
         rows = x.owners.counts[x.axis.index]
         dx, *others = func(dy, x.local.contiguous(), mean, rstd, w, rows, channels, area, count, mask)
         sums = (None if o is None else Sum.of(o, x.axis, x.origin, spread=False) for o in others)
@@ -401,15 +413,6 @@ def group_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
     dy = beside(func, dy, x)
     wl = None if w is None else w.local if is_part(w) else x.share(w, 0)
     statistics = mean.local.contiguous(), rstd.local.contiguous()  # the kernel reads them as if they were
-    dx, dw, db = func(
-        dy.contiguous(),
-        x.local.contiguous(),
-        *statistics,
-        wl,
-        n,
-        x.owners.counts[rank],
-        area,
-        groups.counts[rank],
-        mask,
-    )
-    return tuple(None if each is None else x.with_local(each, d) for each, d in ((dx, 1), (dw, 0), (db, 0)))
+    sizes = n, x.owners.counts[rank], area, groups.counts[rank]
+    dx, dw, db = func(dy.contiguous(), x.local.contiguous(), *statistics, wl, *sizes, mask)
+    return tuple(None if tensor is None else x.with_local(tensor, d) for tensor, d in ((dx, 1), (dw, 0), (db, 0)))

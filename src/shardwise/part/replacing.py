@@ -23,9 +23,11 @@ def index_replaced(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     lead = parts_in([x, values])[0]
     along = is_part(x) and x.dim_cut == dim and x.axis.positions
     writes = func._schema.is_mutable
+    # a whole tensor would be written by each rank at its own share of the values alone
     if parts_in([places]) or (writes and lead is not x):
         raise Uncut(no_rule(func, parts_in(args)))
     if along:
+        # along the cut dim each rank puts those that it owns
         values = values if isinstance(values, torch.Tensor) else torch.tensor(values)
         put = torch.ops.aten.index_put_ if writes else torch.ops.aten.index_put
         return put.default(x, [None] * dim + [places], values.to(x.dtype))
@@ -51,6 +53,7 @@ def slice_replaced(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         owners = values.owners if along != dim else Owners.blocks(x.shape[dim], values.axis.size)
         x = values.with_local(owners.take(x, along, values.axis.index), along, owners)
     copy = x.clone()
+    # a slice is a view of the copy's shares, so what is written there is in the copy
     if step == 1:
         torch.ops.aten.slice.Tensor(copy, dim, start, end).copy_(values)
         return copy
@@ -59,7 +62,7 @@ def slice_replaced(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 
 def _slice_of(func: Any, x: Any, values: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> tuple:
-    """(x, values of the slice, its dim, start, end and step)."""
+    """Returns (x, values of the slice, its dim, start, end, step)."""
     dim %= x.dim()
     if func._schema.name == "aten::select_scatter":
         index = start % x.shape[dim]

@@ -62,28 +62,29 @@ def scanned(func: Any, part: Part, kwargs: dict) -> Part | tuple[Part, ...]:
     nothing = _within(name, local.narrow(dim, 0, 0), dim, 0)
     pieces: list[Scanned | None] = []
     lasts, place, start = [], 0, 0
-    absent = tuple(each.sum(dim, keepdim=True, dtype=each.dtype) for each in nothing)  # zeros, of the shape of a last
+    absent = tuple(empty.sum(dim, keepdim=True, dtype=empty.dtype) for empty in nothing)  # zeros, shaped as a last
     for rank, length in runs:
         piece = _within(name, local.narrow(dim, place, length), dim, start) if rank == me else None
         place, start = place + (length if rank == me else 0), start + length
-        lasts.append(absent if piece is None else tuple(each.narrow(dim, length - 1, 1) for each in piece))
+        lasts.append(absent if piece is None else tuple(scan.narrow(dim, length - 1, 1) for scan in piece))
         pieces.append(piece)
+    # each run's last from its owner, zeros from the others: their sum over ranks is what all runs came to
     if len(runs) > 1:
-        told = [all_sum(torch.cat(each, dim), part.axis) for each in zip(*lasts, strict=True)]
-        carried = _carried(name, told, dim)
+        totals = [all_sum(torch.cat(tensors, dim), part.axis) for tensors in zip(*lasts, strict=True)]
+        carried = _carried(name, totals, dim)
         pieces = [
             piece
             if piece is None or not run
             else _put_to(name, tuple(c.narrow(dim, run - 1, 1) for c in carried), piece)
             for run, piece in enumerate(pieces)
         ]
-    found = [piece for piece in pieces if piece is not None] or [nothing]
-    output = tuple(part.with_local(torch.cat(each, dim)) for each in zip(*found, strict=True))
+    own_pieces = [piece for piece in pieces if piece is not None] or [nothing]
+    output = tuple(part.with_local(torch.cat(tensors, dim)) for tensors in zip(*own_pieces, strict=True))
     return output if name in EXTREMES else output[0]
 
 
 def _within(name: str, run: torch.Tensor, dim: int, start: int) -> Scanned:
-    """The scan of one run, whose first position is `start` of the whole."""
+    """Returns the scan of one run, whose first position is index `start` of the whole dim."""
     if name in SUMS:
         return (SUMS[name][0](run, dim),)
     values, places = EXTREMES[name][0](run, dim)
@@ -91,7 +92,7 @@ def _within(name: str, run: torch.Tensor, dim: int, start: int) -> Scanned:
 
 
 def _carried(name: str, lasts: list[torch.Tensor], dim: int) -> Scanned:
-    """What all runs up to each came to, of what each of them did."""
+    """Returns the scan over runs of each run's last entry."""
     if name in SUMS:
         return (SUMS[name][0](lasts[0], dim),)
     values, run = EXTREMES[name][0](lasts[0], dim)
@@ -99,7 +100,7 @@ def _carried(name: str, lasts: list[torch.Tensor], dim: int) -> Scanned:
 
 
 def _put_to(name: str, before: Scanned, run: Scanned) -> Scanned:
-    """The scan of a run with what went before it."""
+    """Returns the scan of a run, with the total of the runs before put in."""
     if name in SUMS:
         return (SUMS[name][1](before[0], run[0]),)
     own = EXTREMES[name][1](run[0], before[0]) | run[0].isnan()  # as torch has it: the later of equal ones, any NaN
@@ -121,6 +122,7 @@ class _Product(torch.autograd.Function):
         (x, y), dim = ctx.saved_tensors, ctx.dim
         zero = x == 0
         zeros = zero.to(x.dtype).cumsum(dim)
+        # where no zero has been met, and the first one itself; behind it everything is a product with a zero
         before, first = zeros == 0, zero & (zeros == 1)
         quotients = _from_here(gradient * y, dim) / x.masked_fill(~before, 1)
         others = _from_here(gradient * x.masked_fill(first, 1).cumprod(dim), dim)
@@ -129,7 +131,7 @@ class _Product(torch.autograd.Function):
 
 
 def _from_here(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """The sum of each position and all behind it."""
+    """Returns, at each position, the sum of it and all behind it."""
     return x.flip(dim).cumsum(dim).flip(dim)
 
 
@@ -138,6 +140,7 @@ def running_product(input: torch.Tensor, dim: int, *, dtype: torch.dtype | None 
     if not is_part(input) or not input.dim() or kwargs or input.is_complex():
         return torch.cumprod(input, dim, dtype=dtype, **kwargs)
     x = input if dtype is None else input.to(dtype)
+    # integers have no gradient
     if not x.is_floating_point():
         return torch.cumprod(input, dim, dtype=dtype)
     return _Product.apply(x, dim % x.dim())

@@ -32,6 +32,7 @@ def slice_(func: Any, args: tuple, kwargs: dict) -> Part:
         return part.with_local(torch.ops.aten.slice.Tensor(part.local, dim, start, end, step))
     start, end, step = slice(start, end, step).indices(part.shape[dim])
     owners = part.owners.sliced(start, end, step)
+    # backward is given the slice's owners and its arguments, not the owners of what was sliced
     _remember((owners, part.shape[dim], start, end, step), part.owners)
     return part.with_local(_kept(part, dim, start, end, step), dim, owners)
 
@@ -59,7 +60,7 @@ def _kept(part: Part, dim: int, start: int, end: int, step: int) -> torch.Tensor
 
 
 def _evenly_apart(places: np.ndarray) -> int:
-    """How far each of a rank's indices lies behind the one before; 0 where that differs."""
+    """Returns the common step between a rank's indices; 0 where they have none."""
     gaps = np.diff(places)
     if not len(gaps):
         return 1
@@ -71,6 +72,7 @@ def _same_way(local: torch.Tensor, dim: int, owners: Owners, ranks: int, start: 
     if isinstance(local, Part) and local.dim_cut == dim and not all(
         _evenly_apart(owners.local_slice(rank, start, end, step)) for rank in range(ranks)
     ):  # fmt: skip
+        # of a dim that is cut again, reading by index gives a sum, and a slice gives a part: ranks would differ
         raise Uncut(f"indices are taken out of a dim that is cut over two axes, {local!r} among them")
 
 
@@ -116,7 +118,7 @@ def select(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 def one_of_many(part: Part, dim: int, index: int) -> torch.Tensor:
     """Returns one index of a cut dim, for every rank: a sum to which its owner alone adds."""
-    held = local = part.local.settled() if isinstance(part.local, Distributed) else part.local
+    own = local = part.local.settled() if isinstance(part.local, Distributed) else part.local
     if isinstance(local, Part) and local.dim_cut == dim and not local.axis.positions:  # decided before ranks differ
         if not local.soft:
             raise Uncut(no_rule(torch.ops.aten.select.int, [part]))
@@ -125,22 +127,22 @@ def one_of_many(part: Part, dim: int, index: int) -> torch.Tensor:
     place = np.searchsorted(mine, index % part.shape[dim])
     owned = place < len(mine) and mine[place] == index % part.shape[dim]
     # elsewhere zeros, cut over axes further in as the owner's
-    one = local.select(dim, int(place)) if owned else local.narrow(dim, 0, 0).sum(dim).to(part.dtype)
-    kept = one.copy_
-    one = one.contiguous()  # laid alike on all ranks: by strides `reshape` views or copies, and a copy takes the sum
-    found = Sum.of(one, part.axis, part.origin) if one.is_floating_point() else reduced(one, part)
+    row = local.select(dim, int(place)) if owned else local.narrow(dim, 0, 0).sum(dim).to(part.dtype)
+    kept = row.copy_
+    row = row.contiguous()  # laid alike on all ranks: by strides `reshape` views or copies, and a copy takes the sum
+    total = Sum.of(row, part.axis, part.origin) if row.is_floating_point() else reduced(row, part)
     source = ViewOf(part, kept if owned else None)
-    if not isinstance(found, Distributed):
-        found = Sum.taken(found, part.axis, source)
-    found.source = source
-    if isinstance(found, Sum):
-        found.read_only_copy = local is not held  # what was gathered is not where the owner keeps it
-    return found
+    if not isinstance(total, Distributed):
+        total = Sum.taken(total, part.axis, source)
+    total.source = source
+    if isinstance(total, Sum):
+        total.read_only_copy = local is not own  # what was gathered is not where the owner keeps it
+    return total
 
 
 @rule("select_backward")
 def select_backward(func: Any, args: tuple, kwargs: dict) -> Part:
-    """The gradient of a select, zero elsewhere."""
+    """Returns the gradient of what one index was selected from: zero at the other indices."""
     part, sizes, dim, index = args
     dim %= len(sizes)
     cut = part.dim_cut + (dim <= part.dim_cut)

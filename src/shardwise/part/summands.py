@@ -25,7 +25,7 @@ class _Summand(torch.autograd.Function):
 
 
 def with_summed_gradient(tensor: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
-    """The tensor itself, whose gradient arrives as this rank's summand of a sum over `axes` that is still to be taken.
+    """Returns the tensor, whose gradient arrives as this rank's summand of a sum over `axes` still to be taken.
 
     Gradients of weights are summed over these ranks once for a step, with those of the other samples.
     """
@@ -35,10 +35,11 @@ def with_summed_gradient(tensor: torch.Tensor, axes: tuple[Axis, ...]) -> torch.
 
 
 def summand(gradient: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
-    """This rank's summand over `axes` (outermost first) of a gradient that is a sum, cut, or whole on all of them."""
+    """Returns this rank's summand over `axes` (outermost first) of a gradient that is a sum, cut, or whole on them."""
     for axis in axes:
         over = isinstance(gradient, Distributed) and gradient.axis is axis
         if over and isinstance(gradient, Sum) and gradient.untaken and gradient.added is None:
+            # this rank's summand as it is: the sum over ranks is taken once for the step
             gradient = gradient.local
             continue
         if over:
@@ -46,19 +47,20 @@ def summand(gradient: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
         if isinstance(gradient, Part) and gradient.axis is axis:
             gradient = _in_place(gradient)
         elif axis.index:
+            # whole, and equal on all ranks: rank 0's counts, the others add zeros
             gradient = _nothing_of(gradient)
     return gradient
 
 
 def _nothing_of(gradient: torch.Tensor) -> torch.Tensor:
-    """Zeros, distributed alike: ranks that add nothing come to the collectives that the others come to."""
+    """Returns zeros distributed as the gradient: ranks that add nothing come to the collectives of the others."""
     if isinstance(gradient, Sum) and gradient.waits and gradient.added is None:
         return gradient.like(_nothing_of(gradient.local))
     return torch.zeros_like(gradient)
 
 
 def _in_place(part: Part) -> torch.Tensor:
-    """A tensor of the whole shape that has this rank's share in its place, and zeros elsewhere."""
+    """Returns a tensor of the whole shape with this rank's share in its place, and zeros elsewhere."""
     places = to_device(part.owners.indices(part.axis.index), part.device)
     shape = list(part.local.shape)
     shape[part.dim_cut] = part.owners.size

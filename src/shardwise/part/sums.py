@@ -31,8 +31,6 @@ _REARRANGE = frozenset({
     "alias", "neg",
 })  # fmt: skip
 _ROWS = frozenset({"view", "_unsafe_view", "reshape", "_reshape_alias", "detach", "alias"})  # may keep the last dim
-_ADD = frozenset({"add", "sub"})
-_SCALE = frozenset({"mul", "div"})
 
 
 class Sum(Distributed):
@@ -81,17 +79,20 @@ class Sum(Distributed):
             return cls(local, axis, origin, spread=spread)
         if axis.sequence and spread:
             made = cls(local, axis, origin)
+            # a product gives (B * S, H), in which each rank's positions are no block; with fewer positions than ranks
+            # the sum is taken whole
             if rows is not None and rows[1] >= axis.size:
                 owners = Owners.blocks(rows[1], axis.size)
                 made.coming = Scatter(local.view(*rows, -1), 1, owners, axis)
             return made
+        # reduced in place, in memory without gaps
         made = cls(local.contiguous(), axis, origin, spread=spread)
         made.pending = all_reduce(made.local, axis, "activations", wait=False)
         return made
 
     @classmethod
     def read_only(cls, copy: torch.Tensor, axis: Axis, seen: GatheredView | None = None) -> torch.Tensor:
-        """A view of something gathered over an axis, into which nothing is written as it is; of tiles, a part of it."""
+        """Returns a copy as a `Sum` already taken that refuses writes (of tiles: as a part that does)."""
         if axis.positions and isinstance(copy, Part) and copy.axis.positions:  # of which functions on tiles are asked
             copy.copied = True
             return copy
@@ -125,8 +126,8 @@ class Sum(Distributed):
         return answer(func, args, kwargs or {})
 
     @property
-    def held(self) -> torch.Tensor:
-        """The total, once this or what it is a view of was taken."""
+    def stored(self) -> torch.Tensor:
+        """Returns the total, once this or what it is a view of was taken; before that the summand."""
         return self.local if self.untaken else self.value()
 
     def settled(self) -> torch.Tensor:
@@ -134,7 +135,7 @@ class Sum(Distributed):
         return self.value()
 
     def settled_local(self) -> torch.Tensor:
-        """This rank's summand; the total where the sum was taken, or has begun, or has something added. Collective."""
+        """Returns this rank's summand; the total where the sum was taken or begun, or has a bias. Collective."""
         return self.local if self.waits and self.added is None else self.value()
 
     @property
@@ -157,6 +158,7 @@ class Sum(Distributed):
 
     def value(self) -> torch.Tensor:
         """Returns the total over ranks: plain, or a share of it along the sequence. Collective, the first time."""
+        # a copy of a gathered view is as old as its last gathering
         if self.seen is not None and self.seen.moved:
             self.total = self.seen.view(self.seen.whole())
         if self.total is None and self.axis.turns:
@@ -166,6 +168,7 @@ class Sum(Distributed):
                 "a sum is read after a view of it was written into, and each is dealt along the sequence by itself"
             )
         if self.total is None:
+            # taken with what it is a view of: so both lie in one memory, as in one process
             if self.base is not None:
                 assert isinstance(self.base.of, Sum) and self.base.again is not None
                 self.total = self.base.again(self.base.of.value())
@@ -183,13 +186,14 @@ class Sum(Distributed):
                 self.total = _laid_as(all_sum(self.local, self.axis), self.local)
             if self.added is not None:
                 self.total = self.total + self.added
+            # masks are drawn in the order that memory has in one process, which a share of one index does not show
             if isinstance(self.total, Part):
                 self.total.whole_strides = self.stride()
             del self.local, self.added
         return self.total
 
     def _arrived(self, coming: Scatter) -> torch.Tensor:
-        """The share, where this is (B, S, H); else all of it."""
+        """Returns the share along S, where this is (B, S, H); else the whole total."""
         part = Part(coming.wait(), 1, coming.owners, self.axis, soft=True)
         if self.dim() == 3 and self.shape[1] == part.shape[1] and self.shape[2] == part.shape[2]:
             return part
@@ -197,7 +201,7 @@ class Sum(Distributed):
 
 
 def _laid_as(total: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """The total with the summand's strides: views that can be taken of the one are taken of the other later."""
+    """Returns the total with the summand's strides, so that views of the summand can be taken of the total later."""
     if isinstance(total, Distributed) or isinstance(local, Distributed) or total.stride() == local.stride():
         return total
     return torch.empty_like(local, dtype=total.dtype).copy_(total)
@@ -208,60 +212,93 @@ def is_sum(tensor: Any) -> bool:
     return isinstance(tensor, Sum) and here(tensor)
 
 
-def with_sums(func: Any, args: tuple, kwargs: dict, given: list[Distributed]) -> Any:
+def with_sums(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed]) -> Any:
     """Returns what an operation gives of which some inputs are sums: a sum where it is linear, else of their totals."""
-    known = facts(func)
-    for each in given:
-        if isinstance(each, Sum) and here(each) and (each.stale or not each.untaken):
-            each.value()  # what was written into what it is a view of is in it
-    first = args[0] if args else None
-    first = first if is_sum(first) else None
-    resized = first is not None and known.name in _ROWS and len(args) > 1 and isinstance(args[1], list | tuple)
-    if first is not None and resized and (first.source is not None or first.read_only_copy):
+    op = facts(func)
+    for tensor in inputs:
+        if isinstance(tensor, Sum) and here(tensor) and (tensor.stale or not tensor.untaken):
+            tensor.value()  # what was written into what it is a view of is in it
+    first = args[0] if args and is_sum(args[0]) else None
+    if first is None:  # nothing is viewed or written that is a sum
+        args, kwargs = _totals(args, kwargs)
+        return func(*args, **kwargs)
+    if _gives_shape(op.name, args) and (first.source is not None or first.read_only_copy):
         return _reshaped(first, args[1])
-    if first is not None and first.total is None:
-        kept = _kept(known.name, func, first, args, kwargs)
-        if kept is not None:
-            kept.read_only_copy = known.is_view and first.read_only_copy
-            if known.is_view:
-                if known.name == "_reshape_alias":  # by strides of the summand, where its total is contiguous
-                    func, args = torch.ops.aten.view.default, args[:2]
-                _note_view(first, kept, func, args[1:], kwargs)
-            return kept
-    if first is not None and known.reshapes:
-        if first.source is not None:
-            raise Uncut(f"{func} changes the shape of one index of a cut dim")
-        first.value()
-        first.seen = None  # what is gathered anew has the shape of before
-        first.total = getattr(first.total, known.name[:-1])(*args[1:], **kwargs)
-        return reshaped_in_place(first, func, args, kwargs)
-    changed = first if known.writes else None
-    copied = first is not None and first.read_only_copy
-    if changed is not None and copied and not opened_anew(changed, args):
+    if first.total is None and op.name in _LINEAR:
+        untaken = _LINEAR[op.name](func, first, args, kwargs)
+        if untaken is not None:
+            return _noted(first, untaken, func, args, kwargs)
+    if op.reshapes:
+        return _reshaped_in_place(first, func, args, kwargs)
+    if op.writes:
+        return _written_into(first, func, args, kwargs)
+    args, kwargs = _totals(args, kwargs)
+    output = func(*args, **kwargs)
+    return _view_of_total(first, func, args, kwargs, output) if op.is_view else output
+
+
+def _totals(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Returns the arguments with the total in place of each sum over the axis of the rule. Collective."""
+    return replaced(Sum, lambda tensor: tensor.value() if is_sum(tensor) else tensor, (args, kwargs))
+
+
+def _gives_shape(name: str, args: tuple) -> bool:
+    """Whether an operation is a view or reshape by a shape: not `view(dtype)`, and not `detach`."""
+    return name in _ROWS and len(args) > 1 and isinstance(args[1], list | tuple)
+
+
+def _noted(first: Sum, untaken: Sum, func: Any, args: tuple, kwargs: dict) -> Sum:
+    """Returns the untaken result of a linear operation; a view among them is tied to the sum that it is a view of."""
+    op = facts(func)
+    untaken.read_only_copy = op.is_view and first.read_only_copy
+    if op.is_view:
+        if op.name == "_reshape_alias":  # by strides of the summand, where its total is contiguous
+            func, args = torch.ops.aten.view.default, args[:2]
+        _note_view(first, untaken, func, args[1:], kwargs)
+    return untaken
+
+
+def _reshaped_in_place(first: Sum, func: Any, args: tuple, kwargs: dict) -> Any:
+    """Returns `transpose_(x, a, b)` and the like: the total and the object around it take the shape. Collective."""
+    if first.source is not None:
+        raise Uncut(f"{func} changes the shape of one index of a cut dim")
+    first.value()
+    first.seen = None  # what is gathered anew has the shape of before
+    first.total = getattr(first.total, facts(func).name[:-1])(*args[1:], **kwargs)
+    return reshaped_in_place(first, func, args, kwargs)
+
+
+def _written_into(first: Sum, func: Any, args: tuple, kwargs: dict) -> Sum:
+    """Returns `x.add_(y)` and the like: the total is written, and what the sum is a view of. Collective."""
+    if first.read_only_copy and not opened_anew(first, args):
         raise Uncut(
-            f"{func} writes, with gradients, into a view of a tensor of which ranks of {changed.axis.name} have "
+            f"{func} writes, with gradients, into a view of a tensor of which ranks of {first.axis.name} have "
             "shares; masked_fill, torch.where and scatter give a new one"
         )
-    if changed is not None and changed.source is not None:
-        _anchored(changed)
-    args, kwargs = replaced(Sum, lambda each: each.value() if is_sum(each) else each, (args, kwargs))
-    output = func(*args, **kwargs)
-    if first is not None and copied and known.is_view:
+    if first.source is not None:
+        _anchored(first)
+    args, kwargs = _totals(args, kwargs)
+    func(*args, **kwargs)
+    written_back(first)
+    for view in first.views or ():  # each dealt to ranks by itself, so no memory carries the values to the others
+        if (beside := view()) is not None:
+            beside.stale = beside is not first
+    forget()  # what was gathered last may be what was written into
+    return first
+
+
+def _view_of_total(first: Sum, func: Any, args: tuple, kwargs: dict, output: Any) -> Any:
+    """Returns a view of a total as a sum, where what is written into the total has to reach something else."""
+    if first.read_only_copy:
         seen = first.seen.through(lambda copy: func(copy, *args[1:], **kwargs)) if first.seen is not None else None
         return replaced(torch.Tensor, lambda copy: Sum.read_only(copy, first.axis, seen), output)
-    if first is not None and first.source is not None and known.is_view:
+    if first.source is not None:
         return replaced(torch.Tensor, lambda view: Sum.taken(view, first.axis, ViewOf(first)), output)
-    if changed is not None:
-        written_back(changed)
-        for view in changed.views or ():
-            if (beside := view()) is not None:
-                beside.stale = beside is not changed
-        forget()
-    return output if changed is None else changed
+    return output
 
 
 def _note_view(first: Sum, view: Sum, func: Callable[..., torch.Tensor], args: tuple, kwargs: dict) -> None:
-    """Let a view of a sum share with it what either is when it is taken, and what is written then."""
+    """Ties an untaken view to its sum: taking either takes both, and what is written into one is in the other."""
     shape = first.shape
 
     def again(total: torch.Tensor) -> torch.Tensor:
@@ -269,6 +306,7 @@ def _note_view(first: Sum, view: Sum, func: Callable[..., torch.Tensor], args: t
             raise Uncut("the shape of a sum was changed in place, of which there is a view")
         return func(total, *args, **kwargs)
 
+    # a sum that stands for an index of a part: both are views of that part
     if first.source is not None:
         view.source = ViewOf(first, again=again)
     elif not first.axis.sequence:
@@ -291,7 +329,7 @@ def _reshaped(first: Sum, shape: list[int]) -> torch.Tensor:
 
 
 def _anchored(view: Sum) -> None:
-    """Let a view of a sum share its memory with what the sum has become, before it is written into."""
+    """Makes a view's total a view of its sum's total again, before it is written into."""
     assert view.source is not None
     if view.source.again is not None:
         assert isinstance(view.source.of, Sum)
@@ -299,34 +337,53 @@ def _anchored(view: Sum) -> None:
         view.total = view.source.again(view.source.of.value())
 
 
-def _kept(name: str, func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | None:
-    """The result where it is a sum again."""
-    keeps_rows = (first.added is None and first.coming is None) or name in _ROWS
-    if name in _REARRANGE and keeps_rows and (first.pending is None or name != "neg"):
-        resized = name in _ROWS and len(args) > 1 and isinstance(args[1], list | tuple)
-        # a summand may lie in memory otherwise than the sum does: one index of what a rank has, or of nothing
-        local = first.local.reshape(args[1]) if resized else func(first.local, *args[1:], **kwargs)
-        begun = first.pending is not None or first.coming is not None
-        if (not begun or same_memory(local, first.local)) and (
-            first.added is None or local.shape[-1:] == first.local.shape[-1:]
-        ):
-            return _like(first, local, first.added)
-    if name in _SCALE and first.axis.turns and len(args) == 2 and not kwargs and _is_number(args[1]):
-        return Sum(func(first.local, args[1]), first.axis, first.origin, spread=False) if first.added is None else None
-    if name not in _ADD or kwargs or len(args) != 2:
+def _rearranged(func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | None:
+    """Returns the view, transpose or negative of an untaken sum as one; None where it needs the total."""
+    name = facts(func).name
+    if name not in _ROWS and (first.added is not None or first.coming is not None):
+        return None  # a bias lies along the last dim, and what is coming is viewed as (B, S, H): not of other dims
+    if name == "neg" and first.pending is not None:
+        return None  # the reduction under way writes into the summand, which a negative would read
+    # a summand may lie in memory otherwise than the sum does: one index of what a rank has, or of nothing
+    local = first.local.reshape(args[1]) if _gives_shape(name, args) else func(first.local, *args[1:], **kwargs)
+    begun = first.pending is not None or first.coming is not None
+    if begun and not same_memory(local, first.local):
+        return None  # the total arrives in the summand's memory, and this is a copy of it
+    if first.added is not None and local.shape[-1:] != first.local.shape[-1:]:
         return None
-    second = args[1]
-    if is_sum(second) and first.waits and second.waits and first.shape == second.shape:
-        added = first.added if second.added is None else second.added
-        if first.added is None or second.added is None:
-            if name == "sub" and second.added is not None:
-                added = -second.added
-            return Sum(func(first.local, second.local), first.axis, first.origin, added, first.spread)
+    return _like(first, local, first.added)
+
+
+def _scaled(func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | None:
+    """Returns an untaken sum over chunks of positions times a number; None for other sums, whose total is scaled."""
+    if not first.axis.turns or first.added is not None or len(args) != 2 or kwargs or not _is_number(args[1]):
+        return None
+    return Sum(func(first.local, args[1]), first.axis, first.origin, spread=False)
+
+
+def _added(func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | None:
+    """Returns an untaken sum plus another one or a bias (H,), again untaken; None of anything else."""
+    if kwargs or len(args) != 2:  # with `alpha`
+        return None
+    name, second = facts(func).name, args[1]
+    if is_sum(second):
+        both = first.added is not None and second.added is not None
+        if both or not (first.waits and second.waits) or first.shape != second.shape:
+            return None  # of two that have begun, each arrives by itself
+        added = first.added if second.added is None else -second.added if name == "sub" else second.added
+        return Sum(func(first.local, second.local), first.axis, first.origin, added, first.spread)
     bias = isinstance(second, torch.Tensor) and not isinstance(second, Distributed) and second.dim() == 1
     if bias and name == "add" and first.added is None and second.shape == first.shape[-1:]:
         # a copy: zero=3 frees the bias when its module has run, and the sum may be taken later
         return _like(first, first.local, second.clone())
     return None
+
+
+# ATen name -> what the operation makes of an untaken sum, again untaken; None where it needs the total
+_LINEAR: dict[str, Callable[[Any, Sum, tuple, dict], Sum | None]] = {
+    **dict.fromkeys(_REARRANGE, _rearranged), **dict.fromkeys(("mul", "div"), _scaled),
+    **dict.fromkeys(("add", "sub"), _added),
+}  # fmt: skip
 
 
 def _is_number(value: Any) -> bool:
@@ -360,12 +417,12 @@ class _Whole(torch.autograd.Function):
 
 
 def whole(tensor: Any) -> Any:
-    """Differentiable: returns a tensor whole on every rank. Collective where it is a part or a sum."""
+    """Returns, differentiably, a tensor whole on every rank. Collective where it is a part or a sum."""
     return _Whole.apply(tensor) if isinstance(tensor, Distributed) else tensor
 
 
 def whole_over(tensor: Any, axis: Axis) -> Any:
-    """A tensor that is whole over `axis` and further in; over axes further out it stays as it is. Collective."""
+    """Returns a tensor whole over `axis` and axes further in; over those further out it stays as it is. Collective."""
     if isinstance(tensor, Distributed) and tensor.axis.depth < axis.depth:
         return tensor.like(whole_over(tensor.settled_local(), axis))
     return plain(tensor)
@@ -384,6 +441,7 @@ class _Uncut(torch.autograd.Function):
 def _uncut(tensor: Any, axis: Axis) -> Any:
     if isinstance(tensor, Distributed) and tensor.axis.depth < axis.depth:
         return tensor.like(_uncut(tensor.settled_local(), axis))
+    # whole over the axis already
     if not isinstance(tensor, Distributed) or tensor.axis is not axis:
         return tensor
     tensor = tensor.settled()
@@ -391,7 +449,7 @@ def _uncut(tensor: Any, axis: Axis) -> Any:
 
 
 def whole_over_axis(tensor: Any, axis: Axis) -> Any:
-    """Differentiable: a tensor that is whole over one axis; over others it stays as it is. Collective."""
+    """Returns, differentiably, a tensor whole over one axis; over others it stays as it is. Collective."""
     return _Uncut.apply(tensor, axis) if isinstance(tensor, Distributed) else tensor
 
 
@@ -406,7 +464,7 @@ class _Redealt(torch.autograd.Function):
 
 
 def redealt(tensor: torch.Tensor, how: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Differentiable: returns `how(tensor)`, which must be the same tensor over all ranks, dealt otherwise.
+    """Returns, differentiably, `how(tensor)`, which must be the same tensor over all ranks, dealt otherwise.
 
     A backward that deals its gradient anew says so by this, that a second derivative is not lost where shares are read.
     """
@@ -428,16 +486,8 @@ class _WholeGradient(torch.autograd.Function):
 
 
 def whole_gradient(tensor: torch.Tensor, axis: Axis | None = None) -> torch.Tensor:
-    """The tensor itself, whose gradient arrives whole over `axis` (None: over every axis) however it was dealt."""
+    """Returns the tensor, whose gradient is made whole over `axis` (None: over every axis) in backward."""
     return _WholeGradient.apply(tensor, axis) if tensor.requires_grad and torch.is_grad_enabled() else tensor
 
 
-__all__ = [
-    "Sum",
-    "plain",
-    "whole",
-    "whole_gradient",
-    "whole_over",
-    "whole_over_axis",
-    "with_sums",
-]
+__all__ = ["Sum", "plain", "whole", "whole_gradient", "whole_over", "whole_over_axis", "with_sums"]

@@ -33,31 +33,32 @@ _MAKES = (torch.arange, torch.linspace)
 
 @dataclass(frozen=True, eq=False)
 class TableRecipe:
-    """How a table was made: an operation, its arguments (tables as recipes), and the plain ones as they were."""
+    """How a table was made: an operation, its arguments (tables as recipes), the plain ones and their versions."""
 
     func: Callable
     args: tuple
     kwargs: dict
-    given: tuple[tuple[torch.Tensor, int], ...] = ()
+    plain_inputs: tuple[tuple[torch.Tensor, int], ...] = ()
 
-    def made(self, known: dict[int, Any]) -> Any:
-        """The table, whole; None where a tensor that it was made of has changed since."""
-        if id(self) not in known:
-            changed = any(tensor._version != version or not _held(tensor) for tensor, version in self.given)
-            args, kwargs = replaced(TableRecipe, lambda one: one.made(known), (self.args, self.kwargs))
+    def made(self, made_before: dict[int, Any]) -> Any:
+        """Returns the table, whole; None where a tensor that it was made of has changed since."""
+        # recipes share inputs (cos and sin of the same angles), each of which is made once
+        if id(self) not in made_before:
+            changed = any(x._version != version or not _has_memory(x) for x, version in self.plain_inputs)
+            args, kwargs = replaced(TableRecipe, lambda recipe: recipe.made(made_before), (self.args, self.kwargs))
             inside = tensors_in((self.args, self.kwargs), TableRecipe)
-            broken = changed or any(known[id(one)] is None for one in inside)
-            known[id(self)] = None if broken else self.func(*args, **kwargs)
-        return known[id(self)]
+            broken = changed or any(made_before[id(recipe)] is None for recipe in inside)
+            made_before[id(self)] = None if broken else self.func(*args, **kwargs)
+        return made_before[id(self)]
 
 
-def _held(tensor: torch.Tensor) -> bool:
+def _has_memory(tensor: torch.Tensor) -> bool:
     """Whether a tensor has its memory: ZeRO-3 takes it from weights that are not in use."""
     return tensor.untyped_storage().nbytes() > 0 or not tensor.numel()
 
 
 def whole_table(part: Distributed) -> torch.Tensor | None:
-    """A table made whole on this rank; None where the tensor is none, or was written into."""
+    """Returns a table made whole on this rank; None where the tensor is no table, or was written into."""
     if part.recipe is None or not is_table(part):
         return None
     with torch.no_grad(), torch._C.DisableTorchFunction():  # ranges are not cut again
@@ -69,17 +70,19 @@ def is_table(part: Distributed) -> bool:
     return part.recipe is not None and part._version == part.recipe[1]
 
 
-def note_table(func: Any, args: tuple, kwargs: dict, given: list[Distributed], output: Any) -> None:
-    """Mark an operation's result as a table where it was made of tables and small plain tensors alone."""
-    if not isinstance(output, Distributed) or func._schema.is_mutable or not all(map(is_table, given)):
+def note_table(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed], output: Any) -> None:
+    """Marks an operation's result as a table where it was made of tables and small plain tensors alone."""
+    if not isinstance(output, Distributed) or func._schema.is_mutable or not all(map(is_table, inputs)):
         return
+    # made again it would be drawn again
     if is_random(func):
         return
-    plain = [each for each in tensors_in((args, kwargs)) if not isinstance(each, Distributed)]
-    if any(each.requires_grad or each.numel() > MOST or each.is_inference() for each in plain):
+    plain = [tensor for tensor in tensors_in((args, kwargs)) if not isinstance(tensor, Distributed)]
+    # a weight changes and has gradients; a large tensor would be kept alive; inference tensors count no versions
+    if any(tensor.requires_grad or tensor.numel() > MOST or tensor.is_inference() for tensor in plain):
         return
-    args, kwargs = replaced(Distributed, lambda each: each.recipe[0], (args, kwargs))
-    _name(output, TableRecipe(func, args, kwargs, tuple((each, each._version) for each in plain)))
+    args, kwargs = replaced(Distributed, lambda tensor: tensor.recipe[0], (args, kwargs))
+    _name(output, TableRecipe(func, args, kwargs, tuple((tensor, tensor._version) for tensor in plain)))
 
 
 def _name(part: Any, recipe: TableRecipe) -> None:
@@ -88,7 +91,7 @@ def _name(part: Any, recipe: TableRecipe) -> None:
 
 
 class CutRanges(TorchFunctionMode):
-    """Inside, a range of as many numbers as one of these cut dims has is dealt as that dim is.
+    """While entered, a range of as many numbers as one of these cut dims has is made as a part dealt like it.
 
     share  (whole range, part) -> its share beside that part
     """
@@ -100,6 +103,7 @@ class CutRanges(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
+        # a tensor that needs gradients is no constant, and `out=` writes into one that somebody holds
         if func not in _MAKES or made.numel() not in self.parts or made.requires_grad or "out" in kwargs:
             return made
         part = self.share(made, self.parts[made.numel()])
@@ -110,7 +114,7 @@ class CutRanges(TorchFunctionMode):
 
 
 def cut_ranges(module: nn.Module, share: Callable[[torch.Tensor, Any], Any]) -> Callable[[], None]:
-    """Deal ranges inside the module as the parts are that it is given. Returns what undoes it."""
+    """Makes ranges inside the module parts, dealt as the parts that it is called with; returns the undo function."""
     open_: list[CutRanges] = []
 
     def enter(_: nn.Module, args: tuple, kwargs: dict) -> None:

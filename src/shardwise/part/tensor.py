@@ -52,7 +52,7 @@ MARGINS: list[Callable] = []  # answers functions of parts that have a margin, o
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register the function as the rule of these operations.
+    """Returns a decorator that registers a function as the rule of these ATen operations.
 
     Whether cuts of weights may follow their dims through them is another question: see `trace/axis_rules`.
     """
@@ -115,9 +115,11 @@ class Part(Distributed):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
+        # a `Written` tensor beside this one puts what it stands for in its place first
         if len(types) > 1 and any(getattr(kind, "answers_first", False) for kind in types):
             return NotImplemented
         override = FUNCTIONS.get(func)
+        # torch's functions in Python are run here, so that those that they call are asked for their overrides
         if override is None and _made_of_others(func):
             return _body(func)(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
@@ -160,7 +162,7 @@ class Part(Distributed):
         return self.with_local(bare)
 
     def share(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
-        """The share of a plain tensor that lies beside this part, along `dim`."""
+        """Returns this rank's share of a plain tensor along `dim`, dealt as this part."""
         return self.owners.take(whole, dim, self.axis.index)
 
     def beside(self, other: Part) -> bool:
@@ -197,7 +199,7 @@ class _Names(dict):
 
 @cache
 def _body(function: FunctionType) -> FunctionType:
-    """A function of torch that is written in Python, which does not ask for another answer to itself.
+    """Returns a copy of torch's Python function that does not dispatch to `__torch_function__` again itself.
 
     What it calls does ask: attention inside `multi_head_attention_forward`, pooling inside `lp_pool2d`.
     """
@@ -213,49 +215,54 @@ def is_part(tensor: Any) -> bool:
 
 
 def answer(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run an operation on parts and sums, by its rule, applied for the outermost of their axes."""
-    given = tensors_in((args, kwargs), Distributed)
-    with answering(given):
-        for each in given:
-            if each.known is not None:
-                return with_known(func, args, kwargs, given, lambda: _answer(func, args, kwargs, given))
-        output = _answer(func, args, kwargs, given)
-        if given[0].recipe is not None:
-            note_table(func, args, kwargs, given, output)
+    """Returns an operation of parts and sums, by its rule, applied for the outermost of their axes."""
+    inputs = tensors_in((args, kwargs), Distributed)
+    with answering(inputs):
+        for each in inputs:
+            # a rehearsal on values: what one process would have is computed beside the shares
+            if each.whole_values is not None:
+                return with_known(func, args, kwargs, inputs, lambda: _answer(func, args, kwargs, inputs))
+        output = _answer(func, args, kwargs, inputs)
+        if inputs[0].recipe is not None:
+            note_table(func, args, kwargs, inputs, output)
         return output
 
 
-def _answer(func: Any, args: tuple, kwargs: dict, given: list[Distributed]) -> Any:
-    for tensor in given:
+def _answer(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed]) -> Any:
+    """Returns an operation's result by its rule, its parts (composite) or, where it has none, on gathered tensors."""
+    for tensor in inputs:
         if tensor.summed and here(tensor):
+            # sums first: linear operations keep them, and for others their totals are put in their place
             from shardwise.part.sums import with_sums
 
-            return with_sums(func, args, kwargs, given)
-    known = facts(func)
-    if known.writes and is_part(args[0]):
+            return with_sums(func, args, kwargs, inputs)
+    op = facts(func)
+    if op.writes and is_part(args[0]):
         forget()
+        # what is written would be in the copy, and not in what it is a view of
         if args[0].copied:
             raise Uncut(f"{func} writes into a view that is a copy here ({args[0]!r})")
     try:
-        if known.rule is None:
-            if known.composite:
+        if op.rule is None:
+            if op.composite:
                 return func.decompose(*args, **kwargs)
-            if not is_elementwise(known.apart or func, args, kwargs):
+            if not is_elementwise(op.apart or func, args, kwargs):
                 from shardwise.part.reductions import added_up
 
                 return added_up(func, args, kwargs)
-        output = (known.rule or RULES["add"])(func, args, kwargs)
+        output = (op.rule or RULES["add"])(func, args, kwargs)
     except Uncut:
         return _on_gathered(func, args, kwargs)
-    if known.is_view:
+    if op.is_view:
         for part in parts_in([output]):
             part.copied = args[0].copied or not _writes_through(part.local, args[0].local)
             part.source = ViewOf(args[0]) if args[0].source is not None else None
-    elif known.writes and is_part(args[0]):
+    elif op.writes and is_part(args[0]):
         written_back(args[0])
-    if known.name in _SAME_VALUES and is_part(args[0]) and is_part(output):
+    # views of one soft part share what is gathered of it: queries, keys and values each read it
+    if op.name in _SAME_VALUES and is_part(args[0]) and is_part(output):
         values, turned = args[0].values
-        output.values = values, turned != (known.name in _TURNS)
+        output.values = values, turned != (op.name in _TURNS)
     return output
 
 
@@ -265,30 +272,30 @@ def _writes_through(view: torch.Tensor, local: torch.Tensor) -> bool:
 
 
 class LastGathered:
-    """The soft part that was gathered last, and the result: queries, keys and values read the same input.
+    """The key of the soft part that was gathered last, and the result: queries, keys and values read the same input.
 
     Which part it is, is told by what was done to it, never by how it lies in memory: shares of one index lie in memory
     in more than one way, and ranks that remember different things come to different collectives.
     """
 
     key: tuple | None = None
-    held: torch.Tensor | None = None
+    whole: torch.Tensor | None = None
 
 
 def forget() -> None:
-    """Drop the tensor that was gathered last, which is kept to be read again."""
-    LastGathered.key = LastGathered.held = None
+    """Drops the tensor that was gathered last, which is kept to be read again."""
+    LastGathered.key = LastGathered.whole = None
 
 
 class Gathers:
-    """Where code runs that nobody rehearsed (a script's own loss): any part cut over positions may be gathered.
+    """Switches for what may be gathered, where code runs that nobody rehearsed (a script's own loss).
 
-    all   whatever has no rule gathers: a method beside the model's forward, without gradients
-    told  is called with (operation, bytes of what is gathered); None where the modules themselves run
-    none  of a sequence neither: a rehearsal looks first for a cut under which every operation has a rule
+    all        any part, where an operation has no rule: a method beside the model's forward, without gradients
+    on_gather  called with (operation, bytes of what is gathered); None where the modules themselves run
+    none       no part, of sequences neither: a rehearsal looks first for a cut under which every operation has a rule
     """
 
-    told: Callable[[str, int], None] | None = None
+    on_gather: Callable[[str, int], None] | None = None
     all: bool = False
     none: bool = False
 
@@ -304,11 +311,11 @@ def by_rules(alone: bool = True) -> Iterator[None]:
 
 
 def _may_be_gathered(part: Part) -> bool:
-    return part.soft or Gathers.all or (Gathers.told is not None and part.axis.positions)
+    return part.soft or Gathers.all or (Gathers.on_gather is not None and part.axis.positions)
 
 
 def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
-    """The operation on whole tensors, where the parts in its way are soft. Called while an `Uncut` is handled."""
+    """Returns the operation of gathered tensors, where parts may be gathered; else raises the `Uncut` in hand."""
     from shardwise.part.gathered_views import GatheredView
     from shardwise.part.gathering import gather, gathered
     from shardwise.part.sums import Sum
@@ -329,12 +336,13 @@ def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
             return done_whole(func, args, kwargs)
     if writes or not soft:
         raise  # what is being handled
-    if Gathers.told is not None:
-        Gathers.told(facts(func).name, sum(part.nbytes for part in soft))
+    if Gathers.on_gather is not None:
+        Gathers.on_gather(facts(func).name, sum(part.nbytes for part in soft))
     viewed, rest, options = args[0] if args else None, args[1:], kwargs
     args, kwargs = replaced(Part, lambda p: gather(p) if is_part(p) and _may_be_gathered(p) else p, (args, kwargs))
     output = func(*args, **kwargs)
     if facts(func).is_view:  # of a copy: reading it is right, writing into it is another matter
+        # a view of one part can be read anew when the part is written, and written through; of several it is a copy
         alone = len(parts) == 1 and viewed is soft[0] and not isinstance(soft[0].local, Distributed)
         seen = GatheredView(soft[0], lambda whole: func(whole, *rest, **options)) if alone else None
         return replaced(torch.Tensor, lambda copy: Sum.read_only(copy, soft[0].axis, seen), output)
@@ -385,9 +393,10 @@ class Facts:
 def facts(func: Any) -> Facts:
     """Returns an operation's `Facts`; cached, since schemas are slow to read."""
     name = func._schema.name.partition("::")[2]
-    found = RULES.get(name)
-    if found is None and (draws_each(func) or torch.Tag.pointwise in func.tags):
-        found = RULES["bernoulli" if draws_each(func) else "add"]
+    registered = RULES.get(name)
+    # operations without a rule of their own, by torch's tags: elementwise ones, and those that draw for each element
+    if registered is None and (draws_each(func) or torch.Tag.pointwise in func.tags):
+        registered = RULES["bernoulli" if draws_each(func) else "add"]
     returned = func._schema.returns
     first = func._schema.arguments[0].alias_info if func._schema.arguments else None
     writes = first is not None and first.is_write
@@ -395,7 +404,7 @@ def facts(func: Any) -> Facts:
     is_view = bool(returned) and returned[0].alias_info is not None and not func._schema.is_mutable
     other = getattr(torch.ops.aten, name.removesuffix("_"), None) if writes and name.endswith("_") else None
     apart = getattr(other, func._overloadname, None)
-    return Facts(name, found, writes, name in RESHAPES, is_view, composite, apart)
+    return Facts(name, registered, writes, name in RESHAPES, is_view, composite, apart)
 
 
 def reshaped_in_place(tensor: Distributed, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -407,13 +416,13 @@ def reshaped_in_place(tensor: Distributed, func: Any, args: tuple, kwargs: dict)
 
 def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors lie in one storage."""
-    return _held(a).untyped_storage()._cdata == _held(b).untyped_storage()._cdata
+    return _stored(a).untyped_storage()._cdata == _stored(b).untyped_storage()._cdata
 
 
-def _held(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor that is held for a part of a part."""
+def _stored(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the plain tensor at the bottom of a part of a part: this rank's memory."""
     while isinstance(tensor, Distributed):
-        tensor = tensor.held
+        tensor = tensor.stored
     return tensor
 
 
@@ -424,12 +433,13 @@ def strides_of(local: torch.Tensor, shape: list[int]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=REMEMBERED)
 def strides_in_the_order_of(
-    held: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]
+    strides_now: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]
 ) -> tuple[int, ...]:  # fmt: skip
-    """Strides of a dense tensor of `shape`, whose dims lie in memory in the order of one of these strides and sizes."""
+    """Returns strides of a dense tensor of `shape`, its dims in the memory order of these strides and sizes."""
     strides, step = [0] * len(shape), 1
-    for d in sorted(range(len(shape)), key=lambda d: (held[d], -d)):
-        if held[d] or sizes[d] <= 1:
+    for d in sorted(range(len(shape)), key=lambda d: (strides_now[d], -d)):
+        # a stride of zero repeats (expand): that dim has no memory of its own, unless it has one index here
+        if strides_now[d] or sizes[d] <= 1:
             strides[d] = step
             step *= max(shape[d], 1)
     return tuple(strides)
@@ -441,7 +451,7 @@ def parts_in(tree: Any) -> list[Part]:
 
 
 def no_rule(func: Any, parts: list[Part]) -> str:
-    """The message for an operation that cannot be done on parts."""
+    """Returns the message for an operation that cannot be done on parts."""
     first = parts[0]
     shapes = ", ".join(f"{tuple(p.shape)} cut along dim {p.dim_cut}" for p in parts)
     return f"{func} is not known to be right on tensors cut over {first.axis.name} (here {shapes})"

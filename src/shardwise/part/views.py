@@ -45,17 +45,19 @@ def view(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """Returns `x.view(shape)`, its owners regrouped as the dims are."""
     part = args[0]
     if isinstance(args[1], torch.dtype):
+        # the last dim would have more indices or fewer, and owners are those of before
         if args[1].itemsize != part.dtype.itemsize:
             raise Uncut(f"{func} gives a dim another length: {no_rule(func, [part])}")
         return part.with_local(func(part.local, args[1]))
     shape = list(args[1])
     if -1 in shape:
-        known = 1
+        others = 1
         for size in shape:
-            known *= size if size != -1 else 1
-        shape[shape.index(-1)] = part.numel() // max(known, 1)
+            others *= size if size != -1 else 1
+        shape[shape.index(-1)] = part.numel() // max(others, 1)
     with WHOLE.of(part, tuple(shape)) as whole:
         dealt = _with_some_for_all(part, whole)
+        # however the dim is dealt, some rank has no whole dims of the view (`_with_some_for_all`)
         if dealt is None:
             for tell in GATHERS:
                 tell("what views make of a field that one rank alone has", part)
@@ -74,21 +76,23 @@ def view(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
             dim, owners = _cut_after(part, tuple(shape), whole)
         local = list(shape)
         local[dim] = owners.counts[part.axis.index]
+        # axes further in decide by whole shapes where their cut goes, and must know what this one took
         with WHOLE.cut_along(part.dim_cut, dim):
             viewed = part.with_local(part.local.reshape(local), dim, owners)
         viewed.factors = factors_of(part, dim, whole)
+    # products read (B * S, K): the sum of theirs can then begin in shares of S
     if part.dim() == 3 and len(shape) == 2 and dim == 1 and part.dim_cut == 2:
         viewed.rows = part.shape[0], part.shape[1]
     return viewed
 
 
 def _cut_after(part: Part, shape: tuple[int, ...], whole: WholeView) -> tuple[int, Owners]:
-    """(dim, owners) of what a view of the part gives. Raises `Uncut`."""
+    """Returns (dim, owners) of a view of the part. Raises `Uncut`."""
     return regrouped(tuple(part.shape), part.dim_cut, part.owners, shape, goal_of(part, whole))
 
 
 def _with_some_for_all(part: Part, whole: WholeView) -> Part | None:
-    """The part dealt such that every rank has indices, where a view joins dims that two axes cut. Collective.
+    """Returns the part dealt such that every rank has indices, where a view joins dims that two axes cut. Collective.
 
     A rank without indices would not know later which the inner cut is. None where there are fewer indices than ranks,
     or both axes cut one dim that the view rearranges: what a rank has of it is then no whole dims.
@@ -109,7 +113,7 @@ def _with_some_for_all(part: Part, whole: WholeView) -> Part | None:
 
 
 def _in_whole_groups(part: Part, whole: WholeView) -> Part | None:
-    """The part dealt such that each group of indices that a view makes of its cut dim lies on one rank. Collective.
+    """Returns the part dealt such that each index of a view's cut dim lies on one rank as a whole. Collective.
 
     None where there is one group alone. Called while an `Uncut` is handled, which stands where the cut is not of
     positions.
@@ -128,7 +132,7 @@ def _in_whole_groups(part: Part, whole: WholeView) -> Part | None:
 
 
 def _in_other_rows(part: Part, whole: WholeView, shape: list[int]) -> Part | None:
-    """The view of rows as rows of another length, as relative scores are shifted: (S, S + 1) to (S + 1, S). Collective.
+    """Returns rows seen as rows of another length, as relative scores (S, S + 1) to (S + 1, S). Collective.
 
     A rank's new rows lie in its old ones but for the first and the last, which it fetches. None where the cut dim is
     not the outermost of those that the view rearranges, or other axes cut them too.
@@ -143,12 +147,12 @@ def _in_other_rows(part: Part, whole: WholeView, shape: list[int]) -> Part | Non
     new = math.prod(whole.after[d] for d in to if d > dim)
     owners = of_other_rows(part.owners, old, new)
     runs = [runs_of(owners, rank) for rank in range(owners.ranks)]
-    held = tuple(tuple((a * new // old, -(-b * new // old)) for a, b in each) for each in runs)
-    mine, places = runs[part.axis.index], held[part.axis.index]
-    found = fetch(part, held).split([b - a for a, b in places], part.dim_cut)
+    sources = tuple(tuple((a * new // old, -(-b * new // old)) for a, b in each) for each in runs)
+    mine, places = runs[part.axis.index], sources[part.axis.index]
+    fetched = fetch(part, sources).split([b - a for a, b in places], part.dim_cut)
     flat = [
         rows.flatten(run.start, run.stop - 1).narrow(run.start, a * new - first * old, (b - a) * new)
-        for rows, (a, b), (first, _) in zip(found, mine, places, strict=True)
+        for rows, (a, b), (first, _) in zip(fetched, mine, places, strict=True)
     ]
     local = [*shape[:dim], owners.counts[part.axis.index], *shape[dim + 1 :]]
     none = part.local.new_empty(local)
@@ -178,7 +182,7 @@ def transpose(func: Any, args: tuple, kwargs: dict) -> Part:
 
 
 def _lying(made: Part, part: Part, dims: list[int]) -> Part:
-    """The part, whose dims are these of another one, with that one's order in memory: a share of one index has none."""
+    """Returns `made`, whose dims are `dims` of `part`, with the memory order of that: a share of one index has none."""
     made.whole_strides = tuple(part.whole_strides[d] for d in dims)
     return made
 
@@ -200,12 +204,13 @@ def permute(func: Any, args: tuple, kwargs: dict) -> Part:
 
 @rule(*RESHAPES)
 def in_place(func: Any, args: tuple, kwargs: dict) -> Part:
-    """`transpose_(x, a, b)` and others that change what shape a tensor is: the same object becomes the part it gives.
+    """Rule of `transpose_(x, a, b)` and the like: the object itself becomes the part that `transpose` gives.
 
     torch's recurrent layers of batch first end so.
     """
     part = args[0]
     made = getattr(part, facts(func).name[:-1])(*args[1:], **kwargs)
+    # squeezing the cut dim gives a sum, which no part can become in place
     if not isinstance(made, Part) or made.source is not None:
         raise Uncut(f"{func} of a tensor that is cut leaves one that is not: {part!r}")
     vars(part).update(vars(made))
@@ -222,13 +227,14 @@ def unsqueeze(func: Any, args: tuple, kwargs: dict) -> Part:
 
 @rule("squeeze")
 def squeeze(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """`squeeze(x)`, `squeeze(x, dim)`, `squeeze(x, dims)`: by the whole tensor's sizes."""
+    """Rule of `squeeze(x)`, `squeeze(x, dim)`, `squeeze(x, dims)`, by the whole tensor's sizes."""
     part = args[0]
     asked = range(part.dim()) if len(args) < 2 else [args[1]] if isinstance(args[1], int) else args[1]
     gone = sorted({d % part.dim() for d in asked if part.shape[d] == 1}, reverse=True)
     if part.dim_cut in gone and part.axis.positions:  # one index, which one rank has
         one = one_of_many(part, part.dim_cut, 0)
         for d in gone:
+            # the cut dim is gone already, and those behind it have moved up
             one = one if d == part.dim_cut else one.squeeze(d - (d > part.dim_cut))
         return one
     if part.dim_cut in gone:
@@ -241,7 +247,7 @@ def squeeze(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 @rule("expand", "expand_copy")
 def expand(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """`expand(x, sizes)`: a dim of one index is repeated, a cut one stays."""
+    """Rule of `expand(x, sizes)`: a dim of one index is repeated, a cut one stays."""
     part, sizes = args[0], list(args[1])
     dim = part.dim_cut + len(sizes) - part.dim()
     if sizes[dim] not in (-1, part.owners.size):
@@ -254,7 +260,7 @@ def expand(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 @rule("repeat")
 def repeat(func: Any, args: tuple, kwargs: dict) -> Part:
-    """`repeat(x, times)`: the owners of the cut dim are repeated as its indices are."""
+    """Rule of `repeat(x, times)`: the owners of the cut dim are repeated as its indices are."""
     part, times = args[0], list(args[1])
     dim = part.dim_cut + len(times) - part.dim()
     owners = tiled(part.owners, times[dim])
@@ -265,6 +271,7 @@ def repeat(func: Any, args: tuple, kwargs: dict) -> Part:
 def as_strided(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """Rule, in backward alone, of the gradient of a whole tensor into which parts were written."""
     part, sizes, strides, offset = args[0], args[1], args[2], args[3] if len(args) > 3 else 0
+    # strides that amount to slices and single indices, which have rules of their own
     if (found := _indices_of(part, sizes, strides, offset or 0)) is not None:
         return _taken(part, *found)
     if not part.axis.positions or not in_backward():
@@ -279,7 +286,8 @@ def as_strided(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 def _indices_of(
     part: Part, sizes: Sequence[int], strides: Sequence[int], offset: int
 ) -> tuple[list[int | slice], list[int | None]] | None:
-    """A slice or one index of each dim, and the dim that each of the view's is, where it is nothing else; or None."""
+    """Returns (a slice or index of each dim of x, x's dim of each dim of the view), where strides say so; else None."""
+    # without elements or with repeats, strides do not say which dim is which
     if not part.numel() or not math.prod(sizes) or 0 in part.stride():
         return None
     own, rest = part.stride(), offset
@@ -289,6 +297,7 @@ def _indices_of(
     for d in sorted(range(part.dim()), key=lambda d: (-own[d], -part.shape[d])):
         index[d] = start = rest // own[d] if part.shape[d] > 1 else 0
         rest -= start * own[d]
+        # a dim of the view walks along this dim where its stride is a multiple, and stays inside
         for o in left:
             step, odd = divmod(strides[o], own[d])
             stop = start + (sizes[o] - 1) * step + 1
@@ -300,7 +309,7 @@ def _indices_of(
 
 
 def _taken(part: torch.Tensor, index: list[int | slice], dims: list[int | None]) -> torch.Tensor:
-    """The view of slices and single indices of a part, whose dims are those of the part that are told; None is new."""
+    """Returns the part at slices and indices, its dims in the order `dims` (of the part; None: a new one of size 1)."""
     for d, each in reversed(list(enumerate(index))):
         if isinstance(each, int):
             part = torch.ops.aten.select.int(part, d, each)
@@ -326,6 +335,7 @@ def cat(func: Any, args: tuple, kwargs: dict) -> Part:
     lead = parts[0]
     if lead.dim_cut != dim:
         along = all(p.dim_cut == lead.dim_cut for p in parts)
+        # positions are dealt anew; other cuts have to lie beside each other as they are
         if along and lead.axis.positions:
             tensors = [reowned(t, lead.owners) if is_part(t) else t for t in tensors]
         elif not along or any(not p.beside(lead) for p in parts):
@@ -343,18 +353,19 @@ def cat(func: Any, args: tuple, kwargs: dict) -> Part:
 
 
 def _with_their_neighbours(tensors: list[torch.Tensor], lead: Part, dim: int) -> list[torch.Tensor]:
-    """Whole tensors (a class token) beside cut ones: each is its neighbour's, whose rank is at that end."""
-    found: list[torch.Tensor] = []
+    """Returns the tensors with whole ones (a class token) as parts, which the first or last rank owns."""
+    dealt: list[torch.Tensor] = []
     for place, tensor in enumerate(tensors):
         if not is_part(tensor):
+            # behind a cut tensor it is the last rank's, in front of it the first one's
             rank = lead.axis.size - 1 if any(map(is_part, tensors[:place])) else 0
             n = tensor.shape[dim]
             owners = Owners(np.array([n]), np.array([rank]), lead.axis.size)
             tensor = lead.with_local(owners.take(tensor, dim, lead.axis.index), dim, owners)
-        found.append(tensor)
-    return found
+        dealt.append(tensor)
+    return dealt
 
 
 def _like_its_neighbour(tensors: list[torch.Tensor], lead: Part, dim: int) -> bool:
-    """Undefined gradients of a split arrive as whole zeros: they are dealt as their neighbours are."""
+    """Whether whole tensors have the cut ones' length: undefined gradients of a split, which arrive as zeros."""
     return all(is_part(t) or t.shape[dim] == lead.shape[dim] for t in tensors)

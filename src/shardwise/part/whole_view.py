@@ -23,7 +23,7 @@ from shardwise.part.tensor import Part
 
 @dataclass(frozen=True)
 class WholeView:
-    """A view as one process has it: shapes over all axes, before and after.
+    """The shapes of a view over all axes, before and after, as one process has them.
 
     outer  (dim before, dim after) of each axis further out that cuts what is viewed
     """
@@ -42,7 +42,7 @@ class WholeView:
                    for d, (m, n) in enumerate(zip(whole, seen, strict=True)))  # fmt: skip
 
     def run(self, dim: int) -> tuple[range, range]:
-        """The dims, before and after, among which the view rearranges `dim`."""
+        """Returns the dims, before and after, among which the view rearranges `dim`."""
         return next(pair for pair in groups(self.before, self.after) if dim in pair[0])
 
     def inside(self, to: range, place: int) -> int:
@@ -51,7 +51,7 @@ class WholeView:
 
 
 class _Whole(threading.local):
-    """The view that is being answered, as one process has it."""
+    """The view that this thread is answering, by the shapes of one process."""
 
     view: WholeView | None = None
 
@@ -69,7 +69,7 @@ class _Whole(threading.local):
 
     @contextmanager
     def cut_along(self, before: int, after: int) -> Iterator[None]:
-        """Axes further in are told that this one cuts the dim `before`, and the dim `after` of the result."""
+        """Context: axes further in see that this one cuts the dim `before`, and the dim `after` of the result."""
         view = self.view
         assert view is not None
         self.view = replace(view, outer=(*view.outer, (before, after)))
@@ -101,7 +101,7 @@ Factors = tuple[int, int, int]
 
 
 def _cut_factor(part: Part, whole: WholeView) -> Factors | None:
-    """(outer, cut, inner) sizes, over all axes, of the part's cut dim among the dims that the view rearranges it with.
+    """Returns (outer, cut, inner) sizes, over all axes, of the cut dim among the dims that the view rearranges.
 
     Of a dim that views joined from several, `cut` is the one that was cut: where all of its indices lie on one rank,
     owners do not tell later which one that was.
@@ -117,14 +117,14 @@ def _cut_factor(part: Part, whole: WholeView) -> Factors | None:
 
 
 def factors_of(part: Part, dim: int, whole: WholeView) -> Factors | None:
-    """(outer, cut, inner) sizes of the dims that are joined in dim `dim` of a view's result; None: no others."""
-    found = _cut_factor(part, whole)
-    if found is None:
+    """Returns (outer, cut, inner) sizes of the dims joined in dim `dim` of a view's result; None where none are."""
+    factors = _cut_factor(part, whole)
+    if factors is None:
         return None
     _, to = whole.run(part.dim_cut)
     if dim not in to:
         return None
-    _, cut, inner = found
+    _, cut, inner = factors
     behind, size = whole.inside(to, to.index(dim)), whole.after[dim]
     if inner % behind or (behind * size) % (cut * inner) or size == cut:
         return None
@@ -132,11 +132,11 @@ def factors_of(part: Part, dim: int, whole: WholeView) -> Factors | None:
 
 
 def _taken_apart(part: Part, whole: WholeView) -> int | None:
-    """The dim of a view's result that holds the cut indices again, where dims that were joined are taken apart."""
-    found = _cut_factor(part, whole) if part.factors is not None else None
-    if found is None:
+    """Returns the dim of a view's result that has the cut indices, where joined dims are taken apart; else None."""
+    factors = _cut_factor(part, whole) if part.factors is not None else None
+    if factors is None:
         return None
-    _, cut, inner = found
+    _, cut, inner = factors
     _, to = whole.run(part.dim_cut)
     taken = {after for _, after in whole.outer}
     fitting = []

@@ -31,7 +31,7 @@ def now_of(tensor: Any) -> Any:
 
 
 def stand_for(tensor: torch.Tensor, now: torch.Tensor) -> None:
-    """Let a tensor, plain or `Written`, stand for another one from now on. Its own memory is given back."""
+    """Makes a tensor, plain or `Written`, stand for `now` from here on. Its own memory is freed."""
     if not isinstance(tensor, Written):
         tensor.data = tensor.new_empty(0)  # whoever goes past `__torch_function__` finds nothing, not old values
         tensor.__class__ = Written

@@ -27,53 +27,56 @@ class BatchDims:
     """Which dim of a random tensor is the batch; -1: none of them; -2: it follows the samples in another way; -3: its
     first dim is the rows of the packed sequence that its module was called with.
 
-    Learnt at start by running a few samples and fewer, and looking at which dim changed. `known` has the shapes and
-    dims met, by (module path, op, number of dims). A dim may hold each sample several times: sample by sample, or, for
-    those in `blocks`, all samples and then all of them again (time before samples, two batches joined).
+    Learnt at start by running a few samples and fewer, and looking at which dim changed. A dim may hold each sample
+    several times: sample by sample, or, for those in `blocks`, all samples and then all of them again (time before
+    samples, two batches joined).
+
+    dims_by_op  (shape, batch dim) of each draw that was met, by (module path, op, number of dims)
     """
 
-    known: dict[tuple[str, str, int], list[tuple[tuple[int, ...], int]]] = field(default_factory=dict)
+    dims_by_op: dict[tuple[str, str, int], list[tuple[tuple[int, ...], int]]] = field(default_factory=dict)
     blocks: frozenset[tuple[str, str, int]] = frozenset()
 
     def orders(self, samples: int) -> Iterator[frozenset[tuple[str, str, int]]]:
-        """The choices of `blocks` to try, of draws that were met on so many samples: none, all, each alone."""
+        """Yields the choices of `blocks` to try, for draws met on so many samples: none, all, each alone."""
         several = [
             key
-            for key, entries in self.known.items()
+            for key, entries in self.dims_by_op.items()
             if any(dim >= 0 and shape[dim] > samples for shape, dim in entries)
         ]
         yield from dict.fromkeys([frozenset(), frozenset(several), *(frozenset([key]) for key in several)])
 
     def learn(self, whole: list[Drawn], part: list[Drawn], whole_count: int, part_count: int) -> None:
-        """Compare the random ops of two runs."""
+        """Notes the batch dim of each draw, from the draws of two runs on `whole_count` and `part_count` samples."""
         for key in sorted({drawn.key for drawn in (*whole, *part)}):
             first = [drawn for drawn in whole if drawn.key == key]
             second = [drawn for drawn in part if drawn.key == key]
             if len(first) == len(second):
                 pairs = zip(first, second, strict=True)
-                met = [(one.shape, _batch_dim(one, other, whole_count, part_count)) for one, other in pairs]
+                met = [(drawn.shape, _batch_dim(drawn, other, whole_count, part_count)) for drawn, other in pairs]
             else:  # which ops run depends on the samples
                 met = [(drawn.shape, UNCLEAR) for drawn in first or second]
-            self.known[key] = list(dict.fromkeys(self.known.get(key, []) + met))
+            self.dims_by_op[key] = list(dict.fromkeys(self.dims_by_op.get(key, []) + met))
 
     def find(self, path: str, op: str, shape: tuple[int, ...], local_samples: int) -> int:
-        """The batch dim of this tensor; where nothing at all was learnt, the first dim if the samples divide it."""
-        if not self.known:
+        """Returns the batch dim of this tensor; where nothing was learnt, the first dim if the samples divide it."""
+        if not self.dims_by_op:
             return 0 if shape and local_samples and shape[0] % local_samples == 0 else -1
-        entries = self.known.get((path, op, len(shape)))
+        entries = self.dims_by_op.get((path, op, len(shape)))
         if entries is not None and len({dim for _, dim in entries}) == 1:
-            found = {entries[0][1]}
+            dims = {entries[0][1]}
         else:
             if entries is None:  # a module that was not reached at start: others where the same op has this shape
-                entries = [e for (_, o, ndim), es in self.known.items() if o == op and ndim == len(shape) for e in es]
-            found = {dim for met, dim in entries if _alike(shape, met, dim, local_samples)}
-        dim = found.pop() if len(found) == 1 else UNCLEAR
+                entries = [e for key, met in self.dims_by_op.items() if key[1:] == (op, len(shape)) for e in met]
+            dims = {dim for met, dim in entries if _alike(shape, met, dim, local_samples)}
+        dim = dims.pop() if len(dims) == 1 else UNCLEAR
+        # a dim that the samples held here do not divide is not their batch dim
         return UNCLEAR if dim >= 0 and local_samples and shape[dim] % local_samples else dim
 
     def of(self, op: str, shape: tuple[int, ...], samples: int) -> int | None:
         """Returns the dim that counts samples in what an op draws, by what any module drew; -1: none does, -2: not
         clear; None: nothing of as many dims was met."""
-        met = [one for known, entries in self.known.items() if known[1:] == (op, len(shape)) for one in entries]
+        met = [entry for key, entries in self.dims_by_op.items() if key[1:] == (op, len(shape)) for entry in entries]
         fits = [(other, dim) for other, dim in met if dim < 0 or shape[dim] == samples]
         dims = {dim for _, dim in fits}
         if len(dims) > 1:
@@ -81,21 +84,22 @@ class BatchDims:
         return None if not met else dims.pop() if len(dims) == 1 else UNCLEAR
 
     def unclear(self) -> list[str]:
-        """The ops, with their modules, whose draws cannot be dealt over samples."""
+        """Returns the ops, with their modules, whose draws cannot be dealt over samples."""
         return [
             f"{op} in module '{path}'"
-            for (path, op, _), entries in self.known.items()
+            for (path, op, _), entries in self.dims_by_op.items()
             if any(dim == UNCLEAR for _, dim in entries)
         ]
 
 
-def _batch_dim(one: Drawn, other: Drawn, count: int, other_count: int) -> int:
-    shape, shape_of_other = one.shape, other.shape
+def _batch_dim(drawn: Drawn, other: Drawn, count: int, other_count: int) -> int:
+    shape, shape_of_other = drawn.shape, other.shape
     differ = [d for d in range(len(shape)) if shape[d] != shape_of_other[d]]
     if not differ:
         return -1
-    if one.packed and other.packed and differ == [0]:
+    if drawn.packed and other.packed and differ == [0]:
         return PACKED
+    # each sample has as many indices in both runs
     fits = len(differ) == 1 and shape[differ[0]] * other_count == shape_of_other[differ[0]] * count
     return differ[0] if fits else UNCLEAR
 

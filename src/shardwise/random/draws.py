@@ -20,7 +20,7 @@ _IMAGINARY = 0x1F83D9AB  # a key like any other
 
 @dataclass(frozen=True)
 class BitSource:
-    """Where a draw's randomness comes from.
+    """The random bits that a draw is made of.
 
     bits   of (shape, device): 53 hashed bits for each element, as int64
     below  of (shape, device, rate): whether each element's bits are below that share of 2**53
@@ -31,7 +31,7 @@ class BitSource:
 
 
 def _fill(draw):
-    """For `op_(self, ...)`: overwrite self."""
+    """Returns a `DRAWS` function for `op_(self, ...)`, which overwrites self."""
 
     def run(source, args, kwargs):
         tensor = args[0]
@@ -41,7 +41,7 @@ def _fill(draw):
 
 
 def _like(draw):
-    """For `op_like(self, ...)`: a new tensor of self's shape."""
+    """Returns a `DRAWS` function for `op_like(self, ...)`, which gives a new tensor of self's shape."""
 
     def run(source, args, kwargs):
         like = torch.empty_like(args[0], **_factory(kwargs))
@@ -51,11 +51,12 @@ def _like(draw):
 
 
 def _new(draw, size_at: int = 0):
-    """For `op(..., size, ...)`: a new tensor."""
+    """Returns a `DRAWS` function for `op(..., size, ...)`, whose size is argument `size_at`."""
 
     def run(source, args, kwargs):
         size = args[size_at]
         integral = draw in (_draw_range, _draw_below)
+        # torch makes integers int64 where no dtype is asked for
         options = {"dtype": torch.int64} if integral and kwargs.get("dtype") is None else {}
         new = torch.empty(size, **{**_factory(kwargs), **options})
         return new.copy_(_numbers(draw, new, source, (*args[:size_at], *args[size_at + 1 :]), kwargs))
@@ -129,7 +130,7 @@ def _normal_by(source, args, kwargs):
 
 
 def _of_each(draw):
-    """For `op(self)`: a number for each of its elements, by which it is distributed."""
+    """Returns a `DRAWS` function for `op(self)`: each number is distributed by its element of self."""
 
     def run(source, args, kwargs):
         tensor = args[0]
@@ -144,7 +145,7 @@ def _dirichlet(source, args, kwargs):
 
 
 def _rrelu(func):
-    """The slope of each negative element, which is kept in `noise` for backward."""
+    """Returns a `DRAWS` function for rrelu: the slope of each negative element is kept in `noise` for backward."""
 
     def run(source, args, kwargs):
         tensor, noise = args[:2]
@@ -159,13 +160,14 @@ def _rrelu(func):
 
 
 def _multinomial(source, args, kwargs):
-    """With replacement by inverting the cumulative sum; without, by a race of exponentials, as torch does it."""
+    """Returns (..., count) indices: with replacement by the cumulative sum, without by a race of exponentials."""
     weights, count = args[0], args[1]
     if _argument(args, kwargs, 2, "replacement", False) and count > 1:
         cumulative = weights.double().cumsum(-1)
         u = uniform(source.bits((*weights.shape[:-1], count), weights.device)) * cumulative[..., -1:]
         return torch.searchsorted(cumulative, u, right=True).clamp_(max=weights.shape[-1] - 1)
     waits = exponential(source.bits(weights.shape, weights.device))
+    # the shortest time for its weight wins; one of 0 would give inf, and NaN for a weight of 0
     return (weights.double() / waits.clamp_min(1e-300)).topk(count, dim=-1).indices
 
 
@@ -215,7 +217,7 @@ DRAWS = {
     _aten.uniform_.default: _fill(_draw_uniform),
     _aten.normal_.default: _fill(_draw_normal),
     _aten.exponential_.default: _fill(_draw_exponential),
-    _aten.random_.default: _fill(lambda bits, args, kwargs: bits % 2**24),
+    _aten.random_.default: _fill(lambda bits, args, kwargs: bits % 2**24),  # what a float32 holds exactly
     getattr(_aten.random_, "from"): _fill(_draw_range),
     _aten.random_.to: _fill(_draw_below),
     _aten.rand.default: _new(_draw_unit),

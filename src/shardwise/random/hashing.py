@@ -44,12 +44,12 @@ def mix(value: int) -> int:
 
 
 def _shift(tensor: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical right shift of int64, in new memory."""
+    """Returns the logical right shift of int64, in new memory."""
     return (tensor >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _finished(value: torch.Tensor) -> torch.Tensor:
-    """The hash of index * golden + key, written over it."""
+    """Returns the hash of `value` = index * golden + key, written over it."""
     value ^= _shift(value, 30)
     value *= _A
     value ^= _shift(value, 27)
@@ -77,7 +77,7 @@ def _less(value: torch.Tensor, rate: float) -> torch.Tensor:
 
 
 def _limit(rate: float) -> int | None:
-    """What values with their top bit turned are below where their 53 bits are below `rate`; None: all are."""
+    """Returns the bound of hashes, as signed numbers, whose 53 bits are below `rate`; None where all are."""
     least = max(0, math.ceil(rate * 2.0**53))
     return None if least >= 2**53 else (least << 11) + _TOP
 
@@ -98,7 +98,7 @@ def below_at(key: int, rows: torch.Tensor, columns: torch.Tensor, rate: float) -
 
 
 def _scalar(value: int, like: torch.Tensor) -> torch.Tensor:
-    """An int64 where `like` lies: as a number it would be compiled in, and each key would be another kernel."""
+    """Returns an int64 tensor () on `like`'s device: a number would be compiled in, and each key be another kernel."""
     return torch.full((), signed(value % 2**64), dtype=torch.int64, device=like.device)
 
 
@@ -136,6 +136,7 @@ def has_kernel(device: torch.device) -> bool:
         WITHOUT[device.type] = "Triton is not there"
         return False
     try:
+        # a mask of other bits would train another model: the kernel is held against the plain operations first
         wrong = not gives_the_bits(device)
     except Exception as error:  # whatever a compiler lacks here: the plain operations need none
         WITHOUT[device.type] = f"a kernel cannot be compiled ({first_line(error)})"
@@ -147,6 +148,7 @@ def has_kernel(device: torch.device) -> bool:
 
 def gives_the_bits(device: torch.device, backend: str = "inductor") -> bool:
     """Returns whether the kernels give the bits of plain operations on 15 x 300 indices around 2**40."""
+    # indices beyond 32 bits, and sizes that are no powers of two
     rows, columns = (torch.arange(size, device=device) for size in (15, 300))
     rows = rows * 300 + 2**40
     bits, below = _kernels(backend)

@@ -51,7 +51,7 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Samples:
-    """Which samples of the micro-batch this rank holds: [start, start + count) of `total`."""
+    """The samples of the micro-batch on this rank: [start, start + count) of `total`."""
 
     start: int = 0
     count: int = 1
@@ -86,6 +86,7 @@ class _Paths:
         self.packed.clear()
 
     def enter(self, path: str, packed: PackedRows | None = None) -> None:
+        # what is drawn behind the module hangs on the key before it, not on how much was drawn inside
         after = mix(self.key())
         self.stack.append((path, after))
         self.packed.append(packed)
@@ -97,15 +98,16 @@ class _Paths:
         torch.default_generator.manual_seed(after)
 
     def draw(self) -> tuple[int, str]:
-        """This op's key and the path it belongs to, the same again when recomputed."""
+        """Returns (this op's key, the path it belongs to), the same again when recomputed."""
         key = self.key()
+        # a block that is computed again in backward has the key, and not the stack of modules
         path = self.path_of.setdefault(key, self.stack[-1][0] if self.stack else "")
         torch.default_generator.manual_seed(mix(key))
         return key, path
 
     def rows_of(self, shape: tuple[int, ...]) -> tuple[PackedRows, tuple[int, ...]] | None:
-        """The packed sequence that the innermost module was called with that has one, and this shape in its rows."""
-        packed = next((one for one in reversed(self.packed) if one is not None), None)
+        """Returns (the packed sequence of the innermost module called with one, the shape in its rows), or None."""
+        packed = next((rows_here for rows_here in reversed(self.packed) if rows_here is not None), None)
         rows = packed.as_rows(shape) if packed is not None else None
         return None if packed is None or rows is None else (packed, rows)
 
@@ -117,6 +119,7 @@ def _draws_inside(module: nn.RNNBase) -> bool:
 
 @contextmanager
 def _watched(module: nn.Module, paths: _Paths) -> Iterator[None]:
+    """Context: `paths` follows which submodule runs; cuDNN is off where it would draw inside a kernel."""
     handles = []
     cudnn: list[bool | None] = []  # for each recurrent layer that runs: whether it was allowed, if it is not now
     for path, child in module.named_modules():
@@ -133,6 +136,7 @@ def _watched(module: nn.Module, paths: _Paths) -> Iterator[None]:
             paths.leave()
 
         handles.append(child.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+        # also where the forward raises: the stack of modules has to stay right
         handles.append(child.register_forward_hook(leave, always_call=True))
     try:
         yield
@@ -162,9 +166,10 @@ class GlobalRandom(TorchDispatchMode):
         self.paths = _Paths()
 
     def begin(self, seed: int, step: int, micro_batch: int, samples: Samples, *, alone: bool = True) -> None:
-        """Start a micro-batch; `alone`: the backward of every other one is over."""
+        """Starts a micro-batch; `alone`: the backward of every other one is over."""
         self.samples = samples
         self.paths.clear()
+        # kept while the backward of another micro-batch is to come: blocks that it computes again ask for their paths
         if alone:
             self.paths.path_of.clear()
         own = seed_of("mask", seed, step, micro_batch)
@@ -173,7 +178,7 @@ class GlobalRandom(TorchDispatchMode):
 
     @contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
-        """Active around forward and backward of `module`."""
+        """Context: active around forward and backward of `module`."""
         with _watched(module, self.paths), self:
             yield
 
@@ -195,31 +200,32 @@ class GlobalRandom(TorchDispatchMode):
         return self._same_everywhere(key, path, func, args, kwargs)
 
     def _drawn(self, key: int, path: str, func, shape, device, like: Any, rate: float | None) -> torch.Tensor:
-        """Bits of this rank's elements, or of each whether they are below `rate`."""
-        found = self._rows(path, func, shape)
-        dim = self._batch_dim(path, func, shape) if found is None else 0
+        """Returns the bits of this rank's elements, or of each whether they are below `rate`."""
+        packed = self._rows(path, func, shape)
+        dim = self._batch_dim(path, func, shape) if packed is None else 0
         samples, blocks = self.samples, (path, str(func), len(shape)) in self.dims.blocks
         if _is_share(like, shape):  # its rules know which elements it has
-            places, sizes = _places_of(found, shape, dim, samples, device, blocks)
+            places, sizes = _places_of(packed, shape, dim, samples, device, blocks)
             zeros = torch.zeros_like(like, dtype=torch.int64).reshape([len(each) for each in places])
             index = _linear_index(places, sizes, zeros)
             return (hashed(key, index) if rate is None else is_below(key, index, rate)).view(shape)
         if self.one_kernel:
             return torch.zeros(shape, dtype=torch.int64 if rate is None else torch.bool, device=device)
-        table = _kept_rows_and_columns if found is None and has_kernel(device) else _rows_and_columns
-        rows, columns = table(found, shape, dim, samples, device, blocks)
+        table = _kept_rows_and_columns if packed is None and has_kernel(device) else _rows_and_columns
+        rows, columns = table(packed, shape, dim, samples, device, blocks)
         drawn = bits_at(key, rows, columns) if rate is None else below_at(key, rows, columns, rate)
         return drawn.view(shape)
 
     def _rows(self, path: str, func, shape: tuple[int, ...]) -> tuple[PackedRows, tuple[int, ...]] | None:
-        """The packed sequence of which this tensor has the rows, and its shape in these."""
-        found, count = self.paths.rows_of(shape), max(self.samples.count, 1)
-        if found is None or found[0].sequences % count:
+        """Returns (the packed sequence whose rows this tensor has, its shape in these), or None."""
+        packed, count = self.paths.rows_of(shape), max(self.samples.count, 1)
+        if packed is None or packed[0].sequences % count:
             return None
-        is_packed = not self.dims.known or self.dims.find(path, str(func), found[1], count) == PACKED
-        return found if is_packed else None
+        is_packed = not self.dims.dims_by_op or self.dims.find(path, str(func), packed[1], count) == PACKED
+        return packed if is_packed else None
 
     def _batch_dim(self, path: str, func, shape: tuple[int, ...]) -> int:
+        """Returns the dim of the samples in what an op draws, -1 for none; raises where it is not clear."""
         if self.samples.count == self.samples.total:
             return -1  # all samples are here
         dim = self.dims.find(path, str(func), shape, max(self.samples.count, 1))
@@ -228,7 +234,9 @@ class GlobalRandom(TorchDispatchMode):
         return dim
 
     def _same_everywhere(self, key: int, path: str, func, args, kwargs):
+        """Returns an op that has no rule in `DRAWS` and draws for no samples, alike on all ranks; refuses others."""
         output = func(*args, **kwargs)
+        # this first run shows the shapes; its numbers are dropped
         tensors = [t for t in (output if isinstance(output, tuple) else (output,)) if isinstance(t, torch.Tensor)]
         if any(self._batch_dim(path, func, tuple(t.shape)) != -1 for t in tensors):
             raise RefusedPlan(_not_dealt(f"{func} in module '{path}'"))
@@ -247,7 +255,7 @@ def _not_dealt(what: str) -> str:
 
 
 def seed_python(seed: int) -> None:
-    """Python's and numpy's generators, the same on all ranks: what they draw cannot be dealt over samples."""
+    """Seeds Python's and numpy's generators, alike on all ranks: what they draw cannot be dealt over samples."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
@@ -255,6 +263,7 @@ def seed_python(seed: int) -> None:
 
 @contextmanager
 def python_restored() -> Iterator[None]:
+    """Context: Python's and numpy's generators are afterwards as they were before."""
     kept = random.getstate()
     numpy = sys.modules.get("numpy")
     kept_numpy = numpy.random.get_state() if numpy is not None else None
@@ -268,14 +277,15 @@ def python_restored() -> Iterator[None]:
 
 def _inert_dropout(func, args, kwargs) -> bool:
     """Whether an op that can draw (dropout, fused attention, recurrent layers) has its dropout off."""
-    given = {
+    arguments = {
         argument.name: args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
         for place, argument in enumerate(func._schema.arguments)
     }
-    if given.get("train") is False:
+    if arguments.get("train") is False:
         return True
-    rate = given.get("dropout_p", given.get("dropout"))
-    return ("dropout_p" in given or "dropout" in given) and not rate
+    # fused attention calls its rate `dropout_p`, recurrent layers `dropout`
+    rate = arguments.get("dropout_p", arguments.get("dropout"))
+    return ("dropout_p" in arguments or "dropout" in arguments) and not rate
 
 
 def _is_share(like: Any, shape: tuple[int, ...]) -> bool:
@@ -284,7 +294,7 @@ def _is_share(like: Any, shape: tuple[int, ...]) -> bool:
 
 
 def _zeros(shape: tuple[int, ...], device, like: Any) -> torch.Tensor:
-    """int64 zeros that broadcast to a shape; beside a share, this rank's."""
+    """Returns int64 zeros that broadcast to a shape; beside a share, a share of zeros."""
     if _is_share(like, shape):
         return torch.zeros_like(like, dtype=torch.int64)
     return torch.zeros((), dtype=torch.int64, device=device)
@@ -294,7 +304,7 @@ def _places_of(
     packed: tuple[PackedRows, tuple[int, ...]] | None, shape: tuple[int, ...], dim: int, samples: Samples,
     device: torch.device, blocks: bool = False,
 ) -> tuple[list[torch.Tensor], list[int]]:  # fmt: skip
-    """Where the local elements lie along each dim in the tensor of the whole micro-batch, and its sizes."""
+    """Returns (places of the local elements along each dim of the whole micro-batch's tensor, its sizes)."""
     if packed is not None:
         rows, sizes = packed
         along = rows.numbers(samples.start, samples.count, samples.total, device)
@@ -304,6 +314,7 @@ def _places_of(
         count, along = max(samples.count, 1), places[dim]
         of_each = shape[dim] // count
         if blocks:
+            # all samples, then all of them again: the repetition is the outer dim, of all samples of the micro-batch
             places[dim] = along // count * samples.total + samples.start + along % count
         else:
             places[dim] = along + of_each * samples.start
@@ -315,7 +326,7 @@ def _rows_and_columns(
     packed: tuple[PackedRows, tuple[int, ...]] | None, shape: tuple[int, ...], dim: int, samples: Samples,
     device: torch.device, blocks: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(R,) and (C,) int64 of which element (i, j) of the local tensor, seen as (R, C), has the sum as its index."""
+    """Returns int64 rows (R,) and columns (C,): element (i, j) of the local (R, C) has index rows[i] + columns[j]."""
     places, sizes = _places_of(packed, shape, dim, samples, device, blocks)
     zeros = torch.zeros((), dtype=torch.int64, device=device)
     if not places:
@@ -327,7 +338,7 @@ _kept_rows_and_columns = lru_cache(256)(_rows_and_columns)  # where the host is 
 
 
 def _linear_index(places: list[torch.Tensor], sizes: Sequence[int], zeros: torch.Tensor) -> torch.Tensor:
-    """Linear index in a tensor of `sizes` of elements that lie at these places along its dims."""
+    """Returns the linear index, in a tensor of `sizes`, of elements at these places along its dims."""
     index = zeros
     stride = 1
     for dim in reversed(range(len(places))):
@@ -354,7 +365,7 @@ class ConstantRandom(TorchDispatchMode):
 
     @contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
-        """Active around a forward of `module`."""
+        """Context: active around a forward of `module`."""
         torch.default_generator.manual_seed(0)
         with python_restored(), _watched(module, self.paths), self:
             seed_python(0)
@@ -362,6 +373,7 @@ class ConstantRandom(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
+        # what becomes a number in Python may steer what runs next
         self.reads_values |= func is _aten._local_scalar_dense.default
         if not is_random(func) or _inert_dropout(func, args, kwargs):
             return with_values(func)(*args, **kwargs)
@@ -387,6 +399,6 @@ class ConstantRandom(TorchDispatchMode):
         return drawn
 
     def _bits(self, drawn: Drawn) -> int:
-        """What each element of a draw is: the level, and others where a module draws until it accepts."""
+        """Returns the bits of each element of a draw: the level's, and others where a module draws until it accepts."""
         again = self.times[drawn.key] - _SAME_LEVEL
         return self.bits if again <= 0 else mix(again) >> 11

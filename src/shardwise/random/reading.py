@@ -38,26 +38,27 @@ class ReadDraws:
         self.samples()
 
     def sample(self, index: int) -> None:
-        """Seed for one sample that a dataset is about to fetch."""
+        """Seeds for one sample that a dataset is about to fetch."""
         self.look()
         seed_generators(seed_of("sample", self._seed, self._epoch, index))
+        # once a dataset is known to draw, it need not be looked at again
         self._of_sample, self._stood = True, None if self.by_sample else generators()
 
     def samples(self) -> None:
-        """Seed for what is given several samples: a collate function, a source's read."""
+        """Seeds for code that is given several samples: a collate function, a source's read."""
         self.look()
         seed_generators(seed_of("read", self._seed, self._start))
         self._of_sample, self._stood = False, generators()
 
     def look(self) -> None:
-        """Note whether the generators moved since they were seeded."""
+        """Notes whether the generators moved since they were seeded."""
         if self._stood is not None and generators() != self._stood:
             self.by_sample, self.together = self.by_sample or self._of_sample, self.together or not self._of_sample
 
 
 @contextmanager
 def drawing(seed: int, epoch: int, start: int) -> Iterator[ReadDraws]:
-    """What is read inside draws by its place in the data; the generators stand afterwards where they stood.
+    """Context: code that reads draws by its place in the data; the generators are restored afterwards.
 
     start  position of the batch's first sample
     """
@@ -75,14 +76,14 @@ def drawing(seed: int, epoch: int, start: int) -> Iterator[ReadDraws]:
 
 
 def generators() -> tuple:
-    """Where the generators stand that reading may draw from."""
+    """Returns the states of the generators that reading may draw from, to be compared."""
     _, keys, place, *rest = np.random.get_state()
     torchs = torch.default_generator.get_state().numpy().tobytes()
     return random.getstate(), np.asarray(keys).tobytes(), place, rest, torchs
 
 
 def seed_generators(seed: int) -> None:
-    """Seed every generator that reading may draw from; an accelerator's are left alone."""
+    """Seeds every generator that reading may draw from; an accelerator's are left alone."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)

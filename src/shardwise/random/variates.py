@@ -49,16 +49,16 @@ def gamma(bits: torch.Tensor, shape: torch.Tensor) -> torch.Tensor:
     small = shape < 1
     d = torch.where(small, shape + 1, shape) - 1 / 3
     c = 1 / torch.sqrt(9 * d)
-    found, done = d, torch.zeros_like(small)
-    for each in range(_TRIES):
-        x = normal(hashed(2 * each + 1, bits))
+    value, done = d, torch.zeros_like(small)
+    for attempt in range(_TRIES):
+        x = normal(hashed(2 * attempt + 1, bits))
         v = (1 + c * x) ** 3
-        log_u = torch.log1p(-uniform(hashed(2 * each + 2, bits)))
+        log_u = torch.log1p(-uniform(hashed(2 * attempt + 2, bits)))
         accepted = (v > 0) & (log_u < 0.5 * x * x + d - d * v + d * torch.log(v.clamp_min(1e-300)))
-        found = torch.where(accepted & ~done, d * v, found)
+        value = torch.where(accepted & ~done, d * v, value)
         done = done | accepted
     boost = torch.exp(-exponential(bits) / shape)  # of a shape below 1: that of one more, times u ** (1 / shape)
-    return torch.where(small, found * boost, found)
+    return torch.where(small, value * boost, value)
 
 
 def poisson(bits: torch.Tensor, rate: torch.Tensor) -> torch.Tensor:
@@ -67,6 +67,7 @@ def poisson(bits: torch.Tensor, rate: torch.Tensor) -> torch.Tensor:
     P(count <= k) is the regularised upper incomplete gamma function of k + 1 at the rate.
     """
     rate, u = rate.double(), uniform(bits)
+    # no u of 53 bits lies further out than twelve standard deviations and 60
     spread = 12 * torch.sqrt(rate) + 60
     low, high = torch.floor((rate - spread).clamp_min(0)), torch.ceil(rate + spread)
     for _ in range(_HALVINGS):

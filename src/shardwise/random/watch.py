@@ -36,17 +36,20 @@ class Watch:
     sure: bool = False
 
     def at(self, step: int, random: GlobalRandom) -> str | None:
-        """Settle whether a step is watched, and return what is worth telling."""
+        """Decides whether this step is watched; returns a note for the user, or None."""
         if self.moved is None or step == self.moved:
             return None
+        # a generator moved in a step that nobody watched: the next one is watched, with attention's scores written
         if self.idle:
             self.idle, random.scores = False, True
         elif random.met:
+            # the watched step drew: the model does, under some condition that the look did not meet
             first, self.moved = self.moved, None
             return (
                 f"the model drew random numbers in step {first + 1}, which a look at its first samples did not see: "
                 f"those of that step are not one process's; from step {first + 2} on they are"
             )
         elif step > self.moved + 1:
+            # a whole step was watched and drew nothing: another thread does
             self.idle, self.moved, self.sure = True, None, True
         return None

@@ -264,7 +264,7 @@ class Calls(Loop):
         if self._door is None or self.inside > 1:
             cut = self._door is None and self.inside == 1 and self.engine.state.tensor is not None  # type: ignore[union-attr]
             return tree_map_only(Distributed, uncut, (args, kwargs)) if cut else (args, kwargs)
-        Gathers.told = None
+        Gathers.on_gather = None
         call, notice = self._door.enter(args, kwargs)
         if notice:
             self.notices.say([notice])
@@ -295,7 +295,7 @@ class Calls(Loop):
         if self.engine.state.tensor is not None or self._door is not None:
             output = seen_outside(output)
         if self._door is not None and not self.inside:
-            Gathers.told = weakly(self._gathers_outside)
+            Gathers.on_gather = weakly(self._gathers_outside)
         if trains and self.mesh.world.size > 1:
             for tensor in tensors_of(output):
                 if tensor.requires_grad:

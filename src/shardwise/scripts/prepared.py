@@ -290,7 +290,7 @@ class Prepared(Stepping):
         model, mesh = self.model, self.mesh
         self.calls.suspend()
         refuse_hooks(model, self.plan)  # put on since prepare
-        Gathers.told = None  # what is tried is the model, in which nothing is gathered
+        Gathers.on_gather = None  # what is tried is the model, in which nothing is gathered
         whole = dict(model.named_parameters(remove_duplicate=False))
         gradients = {name: param.grad for name, param in whole.items()}  # that the script has set already
         with torch.device("cpu"):  # where the model is tried

@@ -58,7 +58,7 @@ class CutBlocks:
         """Returns the same cut over other axes."""
         return replace(self, axes=tuple(map(swap, self.axes)))
 
-    def told(self, stopped: str = "") -> str:
+    def summary(self, stopped: str = "") -> str:
         """Returns one line for the user; `stopped`: why what the batch has of positions could not be cut."""
         axes, ranks = " x ".join(f"{a.name}={a.size}" for a in self.axes), math.prod(a.size for a in self.axes)
         return (
