@@ -42,7 +42,7 @@ class Record:
     states_known: bool = True  # False: nothing tells how the whole state is made of pieces
 
     def of(self, kind: str, step: int) -> Tensors:
-        """What was recorded of a kind after a step; -1: initial parameters."""
+        """Returns what was recorded of a kind after a step; -1: initial parameters."""
         if step < 0:
             return self.initial
         lists = {"gradient": self.gradients, "parameter": self.parameters, "buffer": self.buffers}
@@ -50,7 +50,7 @@ class Record:
 
 
 def kept(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in float64 or complex128 (integers as they are) on the CPU."""
+    """Returns a copy in float64 or complex128 (integers as they are) on the CPU."""
     tensor = tensor.detach().cpu()
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
@@ -60,8 +60,8 @@ def kept(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def kept_state(name: str, state: Any) -> dict[str, torch.Tensor]:
-    """Every tensor and number in the optimizer's state of a parameter, by "key of name", as copies."""
-    found: dict[str, torch.Tensor] = {}
+    """Returns every tensor and number in the optimizer's state of a parameter, by "key of name", as copies."""
+    values: dict[str, torch.Tensor] = {}
 
     def walk(path: str, value: Any) -> None:
         if isinstance(value, dict):
@@ -71,9 +71,9 @@ def kept_state(name: str, state: Any) -> dict[str, torch.Tensor]:
             for place, item in enumerate(value):
                 walk(f"{path}.{place}", item)
         elif isinstance(value, torch.Tensor):
-            found[f"{path} of {name}"] = kept(value)
+            values[f"{path} of {name}"] = kept(value)
         elif isinstance(value, bool | int | float):
-            found[f"{path} of {name}"] = torch.tensor(float(value), dtype=torch.float64)
+            values[f"{path} of {name}"] = torch.tensor(float(value), dtype=torch.float64)
 
     walk("", state)
-    return found
+    return values
