@@ -41,7 +41,7 @@ class CallTrace:
     forward: dict[Key, SampledTensor] = field(default_factory=dict)
     arguments: dict[Key, SampledTensor] = field(default_factory=dict)  # by their place
     inside: dict[Key, list[Call]] = field(default_factory=dict)  # the calls around one, innermost first
-    outer: dict[Key, Key] = field(default_factory=dict)  # of an output that a call around gave as its own
+    outer: dict[Key, Key] = field(default_factory=dict)  # output -> that of the call around that returned it
     # gradients of outputs, and of arguments (True) for their part that goes through this call alone, as they came
     backward: dict[tuple[Key, bool], SampledTensor] = field(default_factory=dict)
 
@@ -82,8 +82,8 @@ class ModuleWatch:
 
     def _before_call(self, path: str) -> Callable:
         def before_call(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-            # calls without gradients (a frozen part, remat's first pass) are not compared; those that replay what lies
-            # before a stage are counted, so that later calls of the module have the numbers they have in one process
+            # calls without gradients are not compared; those that replay what lies before a stage are counted,
+            # so that later calls of the module have the numbers that they have in one process
             if self._samples is None or not (torch.is_grad_enabled() or self.stages):
                 return None
             micro_batch, *samples = self._samples
@@ -134,7 +134,7 @@ class ModuleWatch:
 
     def _gradient(self, key: Key, argument: bool, start: int, count: int, total: int) -> Callable:
         def gradient(grad: torch.Tensor) -> None:
-            if (key, argument) not in self.trace.backward:  # the first: a graph may be run through again
+            if (key, argument) not in self.trace.backward:  # a second backward through one graph calls the hook again
                 value = kept(self.whole(grad.detach()))
                 self.trace.backward[key, argument] = SampledTensor(value, start, count, total)
 
