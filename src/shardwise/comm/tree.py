@@ -76,7 +76,7 @@ class FixedOrder:
     def add_rows(self, key: Hashable, rows: torch.Tensor) -> torch.Tensor | None:
         """Add what every rank's running piece has, row by row; with the last one, returns the sum over all pieces."""
         for rank, row in enumerate(rows):
-            leaf = self.leaf + (rank - self.axis.index) * self.pieces.each
+            leaf = self.leaf + (rank - self.axis.index) * self.pieces.per_rank
             self._sum(key).add(leaf, leaf + 1, row)
         return positive(self._sums.pop(key).value(0, self.pieces.count)) if self.last else None
 
