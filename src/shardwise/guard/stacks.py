@@ -90,7 +90,7 @@ def wait(ranks: set[int], dump: Callable[[int], str]) -> None:
 
 
 def complete(dump: str) -> bool:
-    """Returns whether a dump has the thread that answered to its outermost frame; it comes last, since it began first."""
+    """Returns whether a dump has the thread that answered, to its outermost frame: it comes last in it."""
     last = dump.rpartition("Current thread ")[2] if "Current thread " in dump else ""
     return last.endswith("\n") and last.rstrip().endswith(("in <module>", "\n  ..."))
 
