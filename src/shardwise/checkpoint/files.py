@@ -36,7 +36,7 @@ class Disk:
     """Changes files of the file system. Subclasses may do something before each change."""
 
     def reached(self, change: str, path: Path) -> None:
-        """Called before each change: "create", "write", "sync", "rename", "sync folder", "remove"."""
+        """Hook before each change: "create", "write", "sync", "rename", "sync folder", "remove"."""
         reach("disk", subject=(change, path))
 
     def folder(self, path: Path) -> None:

@@ -87,7 +87,7 @@ def choose(engine: Engine, folder: Path) -> Restored:
 
 
 def _together(engine: Engine, work: Callable[[], None]) -> None:
-    """Do this on every rank; where it fails on one, every rank raises."""
+    """Run `work` on every rank; where it fails on one, every rank raises. Collective."""
     error: Exception | None = None
     try:
         work()
@@ -222,7 +222,7 @@ def tensor_of(stored: Stored, key: str, piece: Piece) -> torch.Tensor:
 
 
 def _put(stored: Stored, key: str, piece: Piece, place: torch.Tensor) -> None:
-    """The elements of a piece into a tensor: read straight into its memory where that holds them alike."""
+    """Read the elements of a piece into a tensor: straight into its memory where that has the same layout and dtype."""
     dtype = DTYPES[stored.tensors[key].dtype]
     if place.is_cpu and place.is_contiguous() and place.dtype == dtype and place.numel() == piece.count:
         bits = place.detach().view(-1).view(torch.uint8).numpy()
@@ -236,7 +236,7 @@ def _put(stored: Stored, key: str, piece: Piece, place: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class Matched:
-    """Names of this model that were loaded, that the files lack (or have in another shape), and what is left over."""
+    """Names of this model that were loaded, those that the files lack (or have in another shape), and what is left."""
 
     loaded: list[str]
     missing: list[str]
@@ -244,7 +244,7 @@ class Matched:
 
 
 def load_weights(engine: Engine, stored: Stored, renames: Mapping[str, str] | None = None) -> Matched:
-    """Weights and buffers by name into an engine, as far as names and shapes agree. Collective.
+    """Load weights and buffers by name into an engine, as far as names and shapes agree; returns which. Collective.
 
     renames   pattern -> replacement, as `re.sub` takes them, applied to the files' names in turn
 

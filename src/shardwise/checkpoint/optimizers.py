@@ -44,7 +44,7 @@ class NoJson(Exception):
 
 
 def state_of(engine: Engine) -> tuple[dict[str, dict[str, Node]], list[Holding]]:
-    """(weight -> state key -> node, the tensors) of what this rank's optimizer holds."""
+    """Returns (weight -> state key -> node, the tensors) of this rank's optimizer."""
     tree: dict[str, dict[str, Node]] = {}
     holdings: list[Holding] = []
     pieces = optimized(engine)

@@ -39,7 +39,7 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Work:
-    """One rank's part of a checkpoint.
+    """The part of a checkpoint that one rank writes.
 
     folder    where checkpoints lie
     partial   the folder's name while it is written, the same on every rank

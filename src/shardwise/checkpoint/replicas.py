@@ -54,7 +54,7 @@ class ReplicasDiffer(RunError):
 
 
 class ReplicaCheck:
-    """Compares what ranks hold alike. Every rank makes one and calls it at the same steps.
+    """Check that ranks which hold the same have equal bits. Every rank makes one and calls it at the same steps.
 
     every   steps between the calls: in those steps, hashes are taken before the update too
     """
@@ -66,7 +66,7 @@ class ReplicaCheck:
         self.unlike: list[str] | None = None  # buffers that differed at the first check: ranks keep their own
 
     def before_update(self) -> AbstractContextManager[None]:
-        """For `Engine.around("update", ...)`: hashes what modules compute with, in steps that are compared."""
+        """Hash what modules compute with, in steps that are compared. For `Engine.around("update", ...)`."""
         if self._every is not None and (self.engine.steps_done + 1) % self._every == 0:
             self._before = hashes(self.engine, before=True)
         return nullcontext()

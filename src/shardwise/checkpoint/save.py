@@ -293,7 +293,7 @@ class Saver:
             self._started()
 
     def make_room(self) -> None:
-        """Deal what is saved over the ranks and make this rank's buffer as large as its part is now. Collective."""
+        """Deal what is saved over the ranks and make this rank's buffer as large as its part. Collective."""
         self._settle(self._state()[0])
 
     def answered(self) -> str:
@@ -316,7 +316,7 @@ class Saver:
         self._agreed(waited)
 
     def _agreed(self, work: Callable[[], Path]) -> None:
-        """Do this; returns when all ranks have done it, or raises what the first of them failed with. Collective."""
+        """Run `work`; returns when all ranks have, or raises what the first of them failed with. Collective."""
         path, error = "", ""
         try:
             path = str(work())

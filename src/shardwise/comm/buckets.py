@@ -28,7 +28,7 @@ _small: ContextVar[list[int] | None] = ContextVar("small buckets", default=None)
 
 @contextmanager
 def small_buckets() -> Iterator[list[int]]:
-    """Buckets made inside hold about a third of their parameters each, so that a small model has several too.
+    """Context: buckets made inside have about a third of their parameters each, so a small model has several too.
 
     Yields how many buckets each set of parameters came to.
     """
@@ -99,9 +99,7 @@ class Bucket:
         self._alone = self._holders()
 
     def start_step(self) -> None:
-        """Begin without gradients: in other memory where somebody kept one of the last step's, or gave it memory of
-        its own (`param.grad.data = x`).
-        """
+        """Drop the gradients; take new memory where somebody kept one, or gave one memory (`param.grad.data = x`)."""
         self.filled.clear()
         for param in self.params:
             param.grad = None
@@ -129,7 +127,7 @@ class Bucket:
 
 
 class GradientBuckets:
-    """Hooks the parameters; `launch(bucket)` is called for each bucket, in order, when it may be reduced.
+    """Buckets that hooks on the parameters fill; `launch(bucket)` is called for each, in order, when it may be reduced.
 
     ranks   each bucket's size is a multiple of it
     summing ranks that sum a gradient: more of them are sent larger buckets, where these are there anyway (`keep`)
@@ -174,7 +172,7 @@ class GradientBuckets:
                 param.register_post_accumulate_grad_hook(self._hook(number, place))
 
     def expect_pieces(self) -> None:
-        """The next backward shows which gradients come in several pieces: nothing is launched before its end."""
+        """Watch in the next backward which gradients come in several pieces; nothing is launched before its end."""
         self._learning = True
 
     def start_step(self) -> None:
@@ -203,8 +201,9 @@ class GradientBuckets:
                 self._launch_next()
 
     def _hook(self, number: int, place: int) -> Callable[[nn.Parameter], None]:
-        """The hook must not hold the buckets: a parameter keeps its hooks where Python's collector does not look, so
-        that buckets, and the process groups they reduce over, would outlive the run."""
+        """Returns the hook that takes a parameter's gradient into its bucket."""
+        # no strong reference: a parameter keeps its hooks where Python's collector does not look, so that buckets, and
+        # the process groups they reduce over, would outlive the run
         owner = weakref.ref(self)
         # looked up once, since a hook runs for every weight of every micro-batch
         bucket = self.buckets[number]

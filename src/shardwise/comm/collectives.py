@@ -34,7 +34,7 @@ _DEPTHS = {name: place for place, name in enumerate((*AXES, CHUNKS))}
 
 @dataclass(frozen=True)
 class Axis:
-    """This rank's group along one mesh axis: its name, its ranks, and where this rank stands."""
+    """A group of ranks along one mesh axis: its name, its ranks, and this rank's place among them."""
 
     name: str
     size: int
@@ -231,7 +231,7 @@ def all_to_all(
     received: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int], axis: Axis, tag: str,
     *, wait: bool = True,
 ) -> Pending:  # fmt: skip
-    """Send `sent_sizes[j]` items of `sent` (along dim 0) to the j-th rank of the axis and receive likewise."""
+    """Send `sent_sizes[j]` rows of `sent` to the axis's j-th rank and receive likewise; returns what to wait for."""
     if axis.rehearsal is not None:
         row_bytes = received.numel() * received.element_size() // max(received.shape[0], 1)
         came = {rank: row_bytes * size for rank, size in enumerate(received_sizes) if size and rank != axis.index}
@@ -323,7 +323,7 @@ def send(tensor: torch.Tensor, axis: Axis, to_index: int, tag: str, number: int)
 
 
 def receive(tensor: torch.Tensor, axis: Axis, from_index: int, tag: str, number: int) -> Pending:
-    """Receive into a contiguous tensor what the axis's `from_index`-th rank sends under this number."""
+    """Receive into a contiguous tensor from the axis's `from_index`-th rank, by number; returns what to wait for."""
     if axis.rehearsal is not None:
         axis.note(tag, "point_to_point", tensor)
         axis.rehearsal.arrivals["point_to_point", axis.name, from_index] += tensor.numel() * tensor.element_size()

@@ -297,7 +297,7 @@ def _place() -> int:
 
 
 def _refuse(op: str) -> None:
-    """Raise where neither this package nor an engine of PyTorch issues the collective."""
+    """Raises where neither this package nor an engine of PyTorch issues the collective."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -327,7 +327,7 @@ def _kind_of(file: str) -> int:
 
 
 def _compare(mine: RankRecord, number: int, issued: int) -> None:
-    """Raise `RunError` where another rank of the host issued something else under this number."""
+    """Raises `RunError` where another rank of the host issued something else under this number."""
     key = _state.keys[number]
     own = Reader(mine.path) if -1 not in _state.others else _state.others[-1]
     _state.others[-1] = own

@@ -117,7 +117,7 @@ class FixedOrder:
         return full
 
     def finish_step(self) -> None:
-        """Raise `RunError` where a sum was begun and never came to its end."""
+        """Raises `RunError` where a sum was begun and never came to its end."""
         if self._sums:
             raise RunError(
                 "deterministic: a unit of zero=3 had gradients in some pieces of the batch and none in the last one, "

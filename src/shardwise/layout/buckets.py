@@ -26,7 +26,7 @@ def most_elements(width: int, ranks: int) -> int:
 
 @dataclass(frozen=True)
 class BucketEntry:
-    """One parameter in a bucket: its index in the list given, and its place [start, stop)."""
+    """A parameter in a bucket: its index in the list given, and its place [start, stop)."""
 
     index: int
     start: int

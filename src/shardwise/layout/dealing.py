@@ -15,7 +15,7 @@ from shardwise.layout.plan import Plan
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's part of one micro-batch.
+    """The part of one micro-batch that this rank computes.
 
     batch  pytree, batch dim first; where `count` is 0 it holds one stand-in sample whose loss counts nothing
     count  samples that count
@@ -35,7 +35,7 @@ def cut(length: int, pieces: int, index: int) -> tuple[int, int]:
 
 
 def enough_samples(samples: int, plan: Plan) -> None:
-    """Raise `InputError` where there are fewer samples than ranks that they are dealt over."""
+    """Raises `InputError` where there are fewer samples than ranks that they are dealt over."""
     if samples < plan.data_ranks:
         raise InputError(
             f"more ranks than samples: plan {plan} deals each micro-batch over {plan.data_ranks} ranks, but there are "

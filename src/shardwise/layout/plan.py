@@ -31,9 +31,9 @@ ALONG = ("cp", "cp_ulysses")  # axes that cut a sample's positions along one dim
 
 @dataclass(frozen=True)
 class Plan:
-    """How to spread a task: one degree for each mesh axis, plus precision, recompute and the like.
+    """The layout of a run over ranks: one degree for each mesh axis, plus precision, recompute and the like.
 
-    Each key is told beside its default. dp_replicate is the outermost axis; with dp_shard it is HYBRID_SHARD.
+    What a key does stands beside its default. dp_replicate is the outermost axis; with dp_shard it is HYBRID_SHARD.
     """
 
     dp_replicate: int = key(1, "replicas of the model (DDP)", degree=True)

@@ -107,7 +107,7 @@ class _V:
         self.waiting: Row = []  # W in the order of their I
 
     def add(self, *boxes: str) -> None:
-        """Boxes such as "F0" or "I1": the next micro-batch of this kind and side. "W" is the oldest that waits."""
+        """Add boxes such as "F0" or "I1": the next micro-batch of this kind and side. "W" is the oldest that waits."""
         for box in boxes:
             if box == "W":
                 if self.waiting:

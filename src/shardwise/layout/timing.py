@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Played:
-    """A schedule, played: the seconds of its ops, and what ranks kept meanwhile.
+    """The outcome of playing a schedule.
 
     seconds    from the first op to the last
     busy       seconds of work of each rank

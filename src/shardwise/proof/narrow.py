@@ -32,7 +32,7 @@ HALVES_AGREE = 1e-4  # of the loss: above it halves of a micro-batch are not the
 
 
 def float32_oracle(task: Task, settings: Settings, failure: Exception, parity: Parity) -> tuple[Record, Settings]:
-    """The record in float32 and its settings; bars, noise and a note go into `parity`.
+    """Returns (the record in float32, its settings); puts bars, noise and a note into `parity`.
 
     Raises the failure where float32 fails too.
     """

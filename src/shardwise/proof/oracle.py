@@ -36,7 +36,7 @@ from shardwise.trace.state import ModuleState
 
 @dataclass
 class Look:
-    """What is asked about one step beside the record.
+    """A close look at one step, asked for beside the record.
 
     trace    every module's outputs and their gradients
     shares   summands of the gradient, by data rank of `ranks`; [] where they do not add up to it
@@ -49,7 +49,7 @@ class Look:
 
 
 def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Record:
-    """Train `settings.steps` steps in this process in float64 and record everything; `look` at one of them closely."""
+    """Returns the record of `settings.steps` steps in this process in float64; `look` takes one of them closely."""
     module = plain_module(task, settings)
     named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
     optimizer = task.optimizer(named_groups([param for _, param in named]))

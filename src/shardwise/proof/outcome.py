@@ -64,7 +64,7 @@ class Parity:
 
     @property
     def equal(self) -> bool:
-        """Whether everything compared is within its bar."""
+        """Returns whether everything compared is within its bar."""
         if self.refused or self.error or self.differences or self.loss_error is None:
             return False
         errors = [("loss", "", self.loss_error), ("norm", "", self.norm_error or 0.0)]
@@ -73,7 +73,7 @@ class Parity:
 
     @property
     def parity(self) -> bool:
-        """Whether the plan is proven equal to one process."""
+        """Returns whether the plan is proven equal to one process."""
         return self.equal and not self.unproven and (self.second is None or self.second.parity)
 
     def as_dict(self) -> dict[str, Any]:

@@ -48,7 +48,12 @@ MOVE, COARSE_MOVE = 0.002, 0.01  # of the weights, in the first step; where mast
 
 @dataclass
 class Narrow:
-    """What ten steps leave: losses, norms, and weights as the optimizer has them. `rate`: the learning rate."""
+    """The outcome of ten steps in a narrow precision: of each step losses and norms, and weights in float64.
+
+    rate     the learning rate
+    initial  weights before the first step; final ones are in `weights`, as the optimizer has them
+    skipped  steps that overflowed
+    """
 
     rate: float
     losses: list[float] = field(default_factory=list)
@@ -241,7 +246,7 @@ _NORM_WEIGHTS = {functional.batch_norm: ((3, "weight"), (4, "bias")), torch.batc
 
 
 class _WideNorms(TorchFunctionMode):
-    """Batch norms have weights in the dtype of their statistics: kernels take them beside an input of 16 bits alone."""
+    """Function mode that gives batch norms weights of 32 bits: kernels take only those beside an input of 16 bits."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         args, kwargs = list(args), dict(kwargs or {})

@@ -39,7 +39,7 @@ def verify(
     timeout_s: float = 600.0,
     say: Say = silent,
 ) -> Parity:
-    """Prove a plan on a task. Returns a `Parity`; a refused plan is told in its `refused`.
+    """Returns the `Parity` of a plan on a task; a refused plan has the reason in its `refused`.
 
     device of both sides: "cpu", or the type of the accelerator ("cuda", "xpu"), which ranks share where there are fewer
     shrink a small proof of a large plan: least degrees, blocks and samples that keep its structure
@@ -109,7 +109,7 @@ def _many(
 
 
 def _judge(parity: Parity, task: Task, settings: Any, single: Any, ranks: Any) -> None:
-    """Compare both records; what exceeds a bar by rounding alone is set apart."""
+    """Compare both records into `parity`; what exceeds a bar by rounding alone is set apart."""
     from shardwise.proof.compare import compare
     from shardwise.proof.narrow import set_noise_apart
     from shardwise.proof.rounding import explain_by_rounding
@@ -173,7 +173,7 @@ def _oracle(task: Task, settings: Any, parity: Parity) -> Any:
 
 
 def _refuse_half(task: Task, settings: Any) -> None:
-    """Raise `InputError` for a batch of half precision on which one process fails: the proof would make it float64."""
+    """Raises `InputError` for a batch of half precision on which one process fails: the proof makes it float64."""
     import torch
     from torch.utils._pytree import tree_leaves
 

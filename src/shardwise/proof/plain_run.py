@@ -39,7 +39,7 @@ Numbers = dict[str, float]
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What a run's configuration comes to.
+    """The settings of a run that its configuration comes to.
 
     batch       samples of a global batch, where the task has data to be read
     accumulate  micro-batches of a step
@@ -62,7 +62,7 @@ class RunSettings:
 
 @dataclass
 class RunRecord:
-    """What a run leaves: numbers of each step and of each evaluation, weights and buffers, averages of weights."""
+    """The numbers of each step and of each evaluation of a run, its weights and buffers, and averages of weights."""
 
     steps: list[Numbers] = field(default_factory=list)
     evaluations: dict[int, Numbers] = field(default_factory=dict)

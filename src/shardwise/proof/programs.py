@@ -101,7 +101,7 @@ class _Block:
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes operations into the blocks that are running."""
+    """Dispatch mode that adds each operation to the programs of the blocks that are running."""
 
     def __init__(self, blocks: dict[str, _Block]):
         super().__init__()

@@ -33,7 +33,7 @@ Answers = Iterator[tuple[str, str, torch.Tensor | None]]  # kind, name, value
 
 
 def run_rank(task: Any, plan: Plan, settings: Settings) -> Record:
-    """Train under the plan and record; ranks but 0 keep only what differs from rank 0's. Collective."""
+    """Returns the record of training under the plan; ranks but 0 keep only what differs from rank 0's. Collective."""
     resolved = resolve_task(task)
     engine, buckets = _engine(resolved, plan, settings)
     record = Record(

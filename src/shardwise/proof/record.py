@@ -12,18 +12,18 @@ Tensors = dict[str, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Deviation:
-    """What a rank has that differs in a bit from what rank 0 recorded; None: it has nothing of the name."""
+    """A rank's tensor that differs in a bit from the one that rank 0 recorded."""
 
     rank: int
     step: int  # -1: before the first
     kind: str
     name: str
-    tensor: torch.Tensor | None
+    tensor: torch.Tensor | None  # None: the rank has none of this name
 
 
 @dataclass
 class Record:
-    """Whole tensors in float64 on the CPU; the lists have one entry for each optimizer step."""
+    """A run's tensors, whole, in float64 on the CPU; the lists have one entry for each optimizer step."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)  # of the whole gradient, before clipping

@@ -87,7 +87,7 @@ class Proving:
 
 @dataclass(frozen=True)
 class _AsDrawn:
-    """A task's batches, which draw other numbers where tensors are float64 unless they say otherwise."""
+    """Callable that gives a task's batches as float32 draws them: other numbers come where tensors are float64."""
 
     batch: Callable[[int], Any]
 
@@ -110,7 +110,7 @@ def verify_run(
     effective: Effective, task: Task | Callable[[], Task] | None = None, *, steps: int | None = None, pool: Any = None,
     timeout_s: float = 600.0,
 ) -> Parity:  # fmt: skip
-    """Prove what `train` does with a configuration. Returns a `Parity`; weights and averages are its parameters.
+    """Returns the `Parity` of what `train` does with a configuration; weights and averages are its parameters.
 
     steps   to run; by default 5, across an epoch's end where the task has data to be read
     pool    a `RankPool` to run in; one is made (and closed) where none is given

@@ -47,7 +47,7 @@ class CallTrace:
 
 
 class ModuleWatch:
-    """Records a module's calls between `begin`s.
+    """Records the outputs, arguments and gradients of a module's calls between `begin`s.
 
     whole   makes a tensor that ranks hold shares of whole
     stages  the module runs a stage of its forward: calls before it, which are left out without gradients, are counted

@@ -173,8 +173,11 @@ _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class _Asked(threading.Event):
-    """Set where ranks are asked to stop. `begun`: whether one of them has begun a step; `early`: at a SIGTERM,
-    none had."""
+    """The event that ranks are asked to stop.
+
+    begun  () -> whether one of them has begun a step
+    early  whether none had at a SIGTERM
+    """
 
     early = False
 
