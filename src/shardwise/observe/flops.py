@@ -87,7 +87,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     if name is None:
         return None
     for part, half, tf32, single in PEAKS:
-        if part in name:
+        if part in name:  # the first: longer names stand before those that they contain
             compute = PRECISIONS[precision].compute
             if BYTES[compute] == 2:
                 return half * 1e12

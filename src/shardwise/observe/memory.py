@@ -29,7 +29,7 @@ def process_peak() -> int | None:
     except ImportError:  # Windows
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
 
 def imbalance(ranks: Sequence[Mapping[str, int]]) -> str:

@@ -55,7 +55,7 @@ class StepProfile:
 
     def before(self, step: int) -> None:
         """Start the profiler where a step begins the range. Called before its batch is asked for."""
-        if step != self.steps.start or not self.steps:
+        if step != self.steps.start or not self.steps:  # an empty range has a start too
             return
         self._profiler = profile(activities=profiler_activities(self.engine.device))
         self._profiler.__enter__()
@@ -155,7 +155,7 @@ def table_of(events: list[Any], steps: int, measured_s: float) -> dict[str, floa
     background = _by_axis(events, own)
     per_step = 1e-3 / steps
     table = {"input": length(reading) * per_step, "compute": length(compute) * per_step}
-    left = waits
+    left = waits  # a moment of waiting counts for one axis: what runs over a second one then is no exposure of its own
     for axis, ran in sorted(background.items()):
         exposed = meet(left, ran)
         table[f"exposed comm, {axis}"] = length(exposed) * per_step
@@ -184,6 +184,7 @@ def _by_axis(events: list[Any], own: list[Any]) -> dict[str, list[Span]]:
         of_kind = [event for event in ran if _BACKGROUND[event.name] == kind]
         axes = issued.get(kind, [])
         for place, event in enumerate(of_kind):
+            # collectives are matched by order, which says nothing where the trace has more or fewer than were issued
             axis = axes[place] if len(axes) == len(of_kind) else "unknown axis"
             spans_by_axis.setdefault(axis, []).append((event.time_range.start, event.time_range.end))
     return {axis: union(spans) for axis, spans in spans_by_axis.items()}

@@ -52,7 +52,7 @@ def lines(series: Sequence[tuple[int, str, Points]], what: str, *, dots: bool = 
         return ""
     left, right = min(xs), max(max(xs), min(xs) + 1)
     low, high = ys[0], ys[-1]
-    if low > 0 and low < high / 3:
+    if low > 0 and low < high / 3:  # from 0 on where that takes less than a third of the height
         low = 0.0
     pad = 0.04 * (high - low) or abs(high) * 0.1 or 1.0
     low, high = (low - pad if low else 0.0), high + pad
