@@ -93,12 +93,10 @@ def _together(engine: Engine, work: Callable[[], None]) -> None:
         work()
     except Exception as problem:
         error = problem
-    failures = gather_json(
-        "" if error is None else str(error) or type(error).__name__, engine.mesh.world, engine.device
-    )
+    errors = gather_json("" if error is None else str(error) or type(error).__name__, engine.mesh.world, engine.device)
     if error is not None:
         raise error
-    for rank, word in enumerate(failures):
+    for rank, word in enumerate(errors):
         if word:
             raise RunError(f"rank {rank} could not load the checkpoint: {word}")
 
