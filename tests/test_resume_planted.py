@@ -66,10 +66,10 @@ RUN = [
     bug("training.keeping:Keeper._resume", 'self.first_loss = (fields.get("run") or {}).get("first_loss")', "pass"),
     bug("training.keeping:Keeper._set_aside", "> restored.manifest.step", "> restored.manifest.step + 9"),
     bug("training.resume:trim_metrics", "< first", "<= first"),
-    bug("checkpoint.load:_read", "one.key if one.key in stored.tensors else", ""),
+    bug("checkpoint.load:_read", "holding.key if holding.key in stored.tensors else", ""),
     bug("checkpoint.load:restore", 'int(state["steps"])', 'int(state["steps"]) - 1'),
     bug("checkpoint.load:_read_optimizer", "if state:", "if False:"),
-    bug("checkpoint.load:_read", "_put(stored, one.key, one.piece, one.tensor)", "pass"),
+    bug("checkpoint.load:_read", "_put(stored, holding.key, holding.piece, holding.tensor)", "pass"),
     bug("data.loader:Loader.load_state_dict", 'int(state["position"])', "0"),
 ]
 

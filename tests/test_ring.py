@@ -22,7 +22,7 @@ def promised(op: str, ranks: int, rank: int, piece: int) -> set[int] | None:
 @every_op
 @everything
 def test_the_end_is_what_the_collective_promises(op, ranks):
-    end = ring(op, ranks).steps[-1].held
+    end = ring(op, ranks).steps[-1].contents
     for rank in range(ranks):
         for piece in range(ranks):
             wanted = promised(op, ranks, rank, piece)
@@ -41,7 +41,7 @@ def test_a_rank_sends_what_it_holds_once_a_step_and_adds_nothing_twice(op, ranks
                 continue  # every piece of its own is there from the start; a column shows who it came from
             given, had = before[send.source][send.piece], before[send.target][send.piece]
             assert given and (op != "reduce_scatter" or not given & had)
-        before = step.held
+        before = step.contents
 
 
 @pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather", "all_to_all"])

@@ -30,12 +30,13 @@ _PROGRAM = "import sys; from shardwise.checkpoint.background import serve; serve
 
 
 class Writer:
-    """Starts the process that writes this rank's checkpoint files in the background, and hands it saves."""
+    """The process that writes this rank's checkpoint files in the background, and the saves that it is handed."""
 
     def __init__(self, file: int) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-c", _PROGRAM, str(file)],
+            # in a session of its own: a Ctrl-C or a kill of the ranks' group does not reach a save under way
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(file,), env=environment, start_new_session=True,
         )  # fmt: skip
         self.step: int | None = None  # of the save under way
@@ -44,25 +45,25 @@ class Writer:
         self._answer: dict[str, str] | None = None
 
     def begin(self, work: Work, size_bytes: int) -> None:
-        """Start writing what the shared memory file holds now."""
+        """Start writing what is in the shared memory file."""
         assert self.process.stdin is not None
         self.step, self._work = work.step, work
-        told = {**asdict(work), "folder": str(work.folder)}
+        fields = {**asdict(work), "folder": str(work.folder)}
         try:
-            self.process.stdin.write(json.dumps({"work": told, "bytes": size_bytes}).encode() + b"\n")
+            self.process.stdin.write(json.dumps({"work": fields, "bytes": size_bytes}).encode() + b"\n")
             self.process.stdin.flush()
         except OSError as error:
             self._fail(self._given_up(f"its writer has ended ({error.strerror})"))
 
     def answered(self) -> str:
-        """State of the current save: "" while it goes on (or there is none), "well" or "badly" when it is over."""
+        """Returns how the current save stands: "" while it goes on (or there is none), then "well" or "badly"."""
         assert self.process.stdout is not None
         if self.step is None or not (self._answer or select.select([self.process.stdout], [], [], 0)[0]):
             return ""
         return "badly" if self._read()["error"] else "well"
 
     def wait(self) -> None:
-        """Return when nothing is under way. Raises `RunError` for what went wrong."""
+        """Wait until nothing is under way. Raises `RunError` for what went wrong."""
         if self.step is None:
             return
         answer, self._answer = self._read(), None
@@ -71,6 +72,7 @@ class Writer:
         self.step, self.path = None, answer["path"]
 
     def _read(self) -> dict[str, str]:
+        """Returns the writer's answer to the current save, {"error", "path"}; waits for it."""
         assert self.process.stdout is not None
         if self._answer is None:
             line = self.process.stdout.readline()
@@ -79,7 +81,7 @@ class Writer:
         return self._answer
 
     def _given_up(self, why: str) -> str:
-        """Say in the folder that this rank's part will not come: other ranks' writers need not wait for it."""
+        """Mark in the folder that this rank's part will not come, so that nobody waits for it; returns `why`."""
         if self._work is not None:
             give_up(self._work, RunError(why), disk_of(self._work.folder))
         return why
@@ -93,7 +95,7 @@ class Writer:
         assert self.process.stdin is not None and self.process.stdout is not None
         with suppress(BrokenPipeError):
             self.process.stdin.close()
-        if self.step is not None:
+        if self.step is not None:  # the save under way ends without this process: nobody waits for it here
             return
         self.process.stdout.close()
         try:
@@ -104,17 +106,17 @@ class Writer:
 
 
 def serve(file: int) -> None:
-    """The writer process's loop: write what its rank hands over, until that rank has ended."""
+    """Run the writer process's loop: write what its rank hands over, until that rank has ended."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # its rank decides when to stop
     points.listen_as_asked()
     waiting = _Waiting()
     for line in sys.stdin.buffer:
-        told = json.loads(line)
+        request = json.loads(line)
         answer = {"error": "", "path": ""}
         waiting.gone_at = None
         try:
-            answer["path"] = str(_write(file, told, waiting))
+            answer["path"] = str(_write(file, request, waiting))
         except Exception as problem:
             answer["error"] = str(problem) or type(problem).__name__
         try:
@@ -124,14 +126,15 @@ def serve(file: int) -> None:
             return
 
 
-def _write(file: int, told: dict[str, Any], waiting: _Waiting) -> Path:
-    work = Work(**{**told["work"], "folder": place(told["work"]["folder"])})
-    with mmap.mmap(file, told["bytes"], prot=mmap.PROT_READ) as buffer, memoryview(buffer) as view:
+def _write(file: int, request: dict[str, Any], waiting: _Waiting) -> Path:
+    """Write one save from the memory file; returns the checkpoint's folder, on ranks but 0 the one being written."""
+    work = Work(**{**request["work"], "folder": place(request["work"]["folder"])})
+    with mmap.mmap(file, request["bytes"], prot=mmap.PROT_READ) as buffer, memoryview(buffer) as view:
         return write_and_publish(work, [view], disk_of(work.folder), waiting.going)
 
 
 class _Waiting:
-    """Whether to keep waiting for other ranks' files: at most a while after this writer's own rank has ended."""
+    """Whether to go on waiting for other ranks' files: at most a while after this writer's own rank has ended."""
 
     def __init__(self) -> None:
         self.gone_at: float | None = None

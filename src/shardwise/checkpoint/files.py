@@ -33,10 +33,10 @@ ITEM_BYTES = {
 
 
 class Disk:
-    """What changes files. Subclasses may do something before each change."""
+    """Changes files of the file system. Subclasses may do something before each change."""
 
     def reached(self, change: str, path: Path) -> None:
-        """Called before each change: "create", "write", "sync", "rename", "sync folder", "remove"."""
+        """Hook before each change: "create", "write", "sync", "rename", "sync folder", "remove"."""
         reach("disk", subject=(change, path))
 
     def folder(self, path: Path) -> None:
@@ -45,7 +45,7 @@ class Disk:
         path.mkdir(parents=True, exist_ok=True)
 
     def file(self, path: Path, parts: Iterable[bytes | memoryview], read_back: bool = False) -> str:
-        """A new file with these bytes, synced. Returns their digest.
+        """Make a new file with these bytes, synced; returns their digest.
 
         read_back   read it again, beside the sync; `RunError` where other bytes come
         """
@@ -59,21 +59,21 @@ class Disk:
                     chunk = view[start : start + CHUNK]
                     digest.update(chunk)
                     self.reached("write", path)
-                    while chunk:
+                    while chunk:  # a write may take fewer bytes than it is given
                         chunk = chunk[os.write(handle, chunk) :]
             self.reached("sync", path)
-            found = _synced(handle, path if read_back else None)
+            read_digest = _synced(handle, path if read_back else None)
         except OSError as error:
             error.filename = error.filename or str(path)  # which a write by descriptor does not tell
             raise
         finally:
             os.close(handle)
         if read_back:
-            must_be(path, found, digest.hexdigest())
+            must_be(path, read_digest, digest.hexdigest())
         return digest.hexdigest()
 
     def small(self, path: Path, data: bytes) -> None:
-        """A new small file, whole from the moment its name is there."""
+        """Make a new small file, whole from the moment its name is there."""
         partial = path.with_name(path.name + ".partial")
         self.file(partial, [data])
         self.rename(partial, path)
@@ -84,7 +84,7 @@ class Disk:
         os.rename(path, to)
 
     def sync_folder(self, path: Path) -> None:
-        """Make the names in a folder last."""
+        """Make the names in a folder last through a crash."""
         self.reached("sync folder", path)
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -107,32 +107,32 @@ class Disk:
             path.unlink(missing_ok=True)
 
     def replace(self, path: Path, data: bytes) -> None:
-        """A small file in place of another, whole at any time."""
+        """Put a small file in place of another, whole at any time."""
         partial = path.with_name(path.name + ".partial")
-        self.remove(partial)
+        self.remove(partial)  # left by a process that was killed here; a new file does not open over it
         self.file(partial, [data])
         self.rename(partial, path)
         self.sync_folder(path.parent)
 
 
-def must_be(path: Path, found: str, written: str) -> None:
-    """Raise `RunError` where what reads back is not what was written."""
-    if found != written:
+def must_be(path: Path, read_digest: str, written: str) -> None:
+    """Raises `RunError` where what reads back is not what was written."""
+    if read_digest != written:
         raise RunError(
-            f"{path} reads back with digest {found}, and {written} was written: the disk is not to be trusted"
+            f"{path} reads back with digest {read_digest}, and {written} was written: the disk is not to be trusted"
         )
 
 
 def _synced(handle: int, path: Path | None) -> str:
-    """Sync; the digest of the file as it reads back meanwhile ("" without): one waits for the disk, one computes."""
+    """Sync; returns the digest of the file as it reads back meanwhile ("" without `path`)."""
     if path is None:
         os.fsync(handle)
         return ""
-    with ThreadPoolExecutor(1) as beside:
+    with ThreadPoolExecutor(1) as beside:  # one thread waits for the disk, the other computes
         synced = beside.submit(os.fsync, handle)
-        found = digest_of(path)
+        read_digest = digest_of(path)
         synced.result()
-    return found
+    return read_digest
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class TensorEntry:
 
 
 def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, TensorEntry]]:
-    """The first bytes of a safetensors file with these (dtype, shape), and where each tensor's bytes go.
+    """Returns (the first bytes of a safetensors file with these (dtype, shape), name -> where the tensor's bytes go).
 
     Tensors lie in order of their item's size, largest first, so that each is aligned to its items.
     """
@@ -157,7 +157,7 @@ def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes
         fields[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8 bytes, as the format asks
     base = 8 + len(text)
     entries = {
         name: TensorEntry(field["dtype"], tuple(field["shape"]), *(base + offset for offset in field["data_offsets"]))
@@ -168,11 +168,12 @@ def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """The tensors of a safetensors file. `InputError` for one that is damaged, cut short, or no such file."""
+    """Returns the tensors of a safetensors file. `InputError` for one that is damaged, cut short, or no such file."""
     try:
         size = size_of(path)
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
+            # before that much is read: a hostile length must not cost memory
             if size < 8 or length > min(size - 8, MAX_HEADER):
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
             fields = parsed(file.read(length))
@@ -196,13 +197,14 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 
 def begins_as_pickle(path: Path) -> bool:
-    """Whether a file begins as a zip archive or a pickle of protocol 2 or later does: what torch.save writes."""
+    """Returns whether a file begins as what torch.save writes: a zip archive, or a pickle of protocol 2 or later."""
     with path.open("rb") as file:
         return file.read(4).startswith((b"PK\x03\x04", b"\x80"))
 
 
 def _entry(field: Mapping[str, Any], base: int) -> TensorEntry:
     shape, (begin, end) = tuple(field["shape"]), field["data_offsets"]
+    # `type`, since JSON's true is an int to isinstance
     if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
         raise ValueError("sizes and offsets are whole numbers")
     if field["dtype"] not in ITEM_BYTES:
@@ -213,13 +215,13 @@ def _entry(field: Mapping[str, Any], base: int) -> TensorEntry:
 
 
 def parsed(text: bytes) -> Any:
-    """JSON, strictly: UTF-8, no names twice, no NaN. `ValueError` for anything else, however it is made."""
+    """Returns the value of strict JSON: UTF-8, no names twice, no NaN. `ValueError` for anything else."""
 
     def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
             raise ValueError("a name stands twice in one table")
-        return found
+        return fields
 
     def refuse(word: str) -> Any:
         raise ValueError(f"{word} is no JSON")
@@ -231,18 +233,18 @@ def parsed(text: bytes) -> Any:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a regular file; `ValueError` for anything else, whose reading might not end."""
+    """Returns the bytes of a regular file; `ValueError` for anything else, whose reading might not end."""
     own = getattr(path, "size", None)  # of a place in a store
     if own is not None:
         return int(own())
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
         raise ValueError("it is no regular file")
-    return found.st_size
+    return status.st_size
 
 
 def digest_of(path: Path) -> str:
-    """xxh3-128 of a file's bytes."""
+    """Returns the xxh3-128 of a file's bytes, in hexadecimal."""
     digest = xxhash.xxh3_128()
     buffer = bytearray(CHUNK)
     with path.open("rb", buffering=0) as file:

@@ -31,14 +31,14 @@ _PLAIN = {("collections", "OrderedDict"), ("pathlib", "PosixPath"), ("pathlib", 
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether this is a file that begins as pickles do, or a folder of `torch.distributed.checkpoint`."""
+    """Returns whether this is a file that begins as pickles do, or a folder of `torch.distributed.checkpoint`."""
     if path.is_dir():
         return (path / METADATA).is_file()
     return path.is_file() and begins_as_pickle(path)
 
 
 def read(path: Path, key: str | None = None) -> dict[str, torch.Tensor]:
-    """The tensors of a state dict by name, on the CPU.
+    """Returns the tensors of a state dict by name, on the CPU.
 
     key   where the state dict lies in what was saved, such as "model"; None: it is all of it, or the only one in it
 
@@ -46,12 +46,12 @@ def read(path: Path, key: str | None = None) -> dict[str, torch.Tensor]:
     is meant.
     """
     if path.is_dir():
-        found = _of_folder(path)
+        tensors = _of_folder(path)
         begin = "" if key is None else f"{key}."
-        found = {name.removeprefix(begin): value for name, value in found.items() if name.startswith(begin)}
-        if not found:
+        tensors = {name.removeprefix(begin): value for name, value in tensors.items() if name.startswith(begin)}
+        if not tensors:
             raise InputError(f"{path} has no tensor below '{key}'")
-        return found
+        return tensors
     _refuse_compressed(path)
     try:
         whole = torch.load(path, map_location="cpu", weights_only=True)
@@ -72,12 +72,12 @@ def read(path: Path, key: str | None = None) -> dict[str, torch.Tensor]:
 
 
 def _refuse_compressed(path: Path) -> None:
-    """Raise for an archive whose records are packed, which torch.save never does: they can be of any size."""
+    """Raises `InputError` for packed records, which torch.save never writes: they can be of any size."""
     if not zipfile.is_zipfile(path):
         return
     try:
         with zipfile.ZipFile(path) as archive:
-            packed = [one.filename for one in archive.infolist() if one.compress_type != zipfile.ZIP_STORED]
+            packed = [record.filename for record in archive.infolist() if record.compress_type != zipfile.ZIP_STORED]
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
         raise InputError(f"{path} cannot be read as a file of torch.save: {str(error)[:200]}") from error
     if packed:
@@ -85,7 +85,7 @@ def _refuse_compressed(path: Path) -> None:
 
 
 def _refuse_larger(path: Path, state: Mapping[str, torch.Tensor]) -> None:
-    """Raise for tensors that are no plain arrays, or that would take far more than lies in the file."""
+    """Raises `InputError` for tensors that are no plain arrays, or that would take far more than lies in the file."""
     for name, value in state.items():
         if value.layout != torch.strided or value.is_quantized or not value.is_cpu:
             raise InputError(f"{path}: '{name[:80]}' is no plain array ({value.layout} on {value.device})")
@@ -95,83 +95,86 @@ def _refuse_larger(path: Path, state: Mapping[str, torch.Tensor]) -> None:
 
 
 def _state_dicts(value: Any, name: str) -> Any:
-    """(place, tensors by name) of each table of names and tensors alone."""
-    if not isinstance(value, Mapping) or not value or not all(isinstance(one, str) for one in value):
+    """Yields (place, tensors by name) of each table of names and tensors alone."""
+    if not isinstance(value, Mapping) or not value or not all(isinstance(key, str) for key in value):
         return
-    if all(isinstance(one, torch.Tensor) for one in value.values()):
+    if all(isinstance(tensor, torch.Tensor) for tensor in value.values()):
         yield name, dict(value)
         return
-    for one, inner in value.items():
-        yield from _state_dicts(inner, f"{name}.{one}" if name else one)
+    for key, inner in value.items():
+        yield from _state_dicts(inner, f"{name}.{key}" if name else key)
 
 
 # --- folders of torch.distributed.checkpoint
 
 
 class _Describing(pickle.Unpickler):
-    """Makes torch's descriptions of tensors, and nothing else."""
+    """Unpickler that makes torch's descriptions of tensors, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = None
+        cls = None
         if (module, name) in _PLAIN:
-            found = super().find_class(module, name)
+            cls = super().find_class(module, name)
         elif module in (metadata.__name__, filesystem.__name__) and isinstance(
             kind := getattr({metadata.__name__: metadata, filesystem.__name__: filesystem}[module], name, None), type
         ):
+            # not torch's functions or readers, and not what those modules have imported from elsewhere
             describes = dataclasses.is_dataclass(kind) or issubclass(kind, enum.Enum)
-            found = kind if kind.__module__ == module and describes else None
+            cls = kind if kind.__module__ == module and describes else None
         elif module == "torch" and isinstance(kind := getattr(torch, name, None), torch.dtype):
-            found = kind
-        if found is None:
+            cls = kind
+        if cls is None:
             raise pickle.UnpicklingError(f"it names {module}.{name}")
-        return found
+        return cls
 
 
 class _Reader(filesystem.FileSystemReader):
     """torch's reader, over a description that was read by `_described`."""
 
-    def __init__(self, folder: Path, told: Any) -> None:
+    def __init__(self, folder: Path, description: Any) -> None:
         super().__init__(folder)
-        self.told = told
+        self.description = description
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self.told, "storage_meta", None) is None:
-            self.told.storage_meta = metadata.StorageMeta()
-        self.told.storage_meta.load_id = self.load_id
-        return self.told
+        if getattr(self.description, "storage_meta", None) is None:
+            self.description.storage_meta = metadata.StorageMeta()
+        self.description.storage_meta.load_id = self.load_id
+        return self.description
 
 
 def _of_folder(folder: Path) -> dict[str, torch.Tensor]:
-    told, kinds = _described(folder)
+    """Returns the tensors of a folder of `torch.distributed.checkpoint` by name."""
+    description, kinds = _described(folder)
     state = {name: torch.empty(kind.size, dtype=kind.properties.dtype) for name, kind in kinds.items()}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as is meant: one process reads
-            dcp.load(state, storage_reader=_Reader(folder, told), no_dist=True)
+            dcp.load(state, storage_reader=_Reader(folder, description), no_dist=True)
     except Exception as error:  # what a damaged folder raises in there is anything
         raise InputError(f"{folder} cannot be read: {first_line(error)[:300]}") from error
     return state
 
 
 def _described(folder: Path) -> tuple[Any, dict[str, Any]]:
-    """(the folder's description, name -> what is said of each tensor), sizes and files checked."""
+    """Returns (the folder's description, name -> that of each tensor), sizes and files checked."""
     path = folder / METADATA
     try:
         with path.open("rb") as file:
-            told = _Describing(file).load()
+            description = _Describing(file).load()
         kinds = {
             name: kind
-            for name, kind in told.state_dict_metadata.items()
+            for name, kind in description.state_dict_metadata.items()
             if isinstance(kind, metadata.TensorStorageMetadata)
         }
         wanted = sum(math.prod(kind.size) * kind.properties.dtype.itemsize for kind in kinds.values())
-        files = {str(place.relative_path) for place in told.storage_data.values()}
-        outside = [name for name in files if Path(name).name != name]
+        files = {str(place.relative_path) for place in description.storage_data.values()}
+        outside = [name for name in files if Path(name).name != name]  # "../secret", or an absolute path
         if outside:
             raise ValueError(f"it names {outside[0][:60]!r}, which is no file of this folder")
+        # a few bytes of description can ask for any amount of memory
         there = sum((folder / name).stat().st_size for name in files)
         if wanted > there:
             raise ValueError(f"its tensors have {wanted} bytes, and its files {there}")
     except (pickle.UnpicklingError, OSError, EOFError, ValueError, TypeError, AttributeError, LookupError) as error:
         raise InputError(f"{path} cannot be read as a description of tensors: {str(error)[:200]}") from error
-    return told, kinds
+    return description, kinds

@@ -39,7 +39,7 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Holding:
-    """A rank's piece of one tensor. `alike`: ranks that hold the same piece hold equal values.
+    """A rank's piece of one tensor. `alike`: ranks with the same piece have equal values.
 
     Where `alike` is not sure (buffers), the first rank's counts.
     """
@@ -55,12 +55,12 @@ class Holding:
         return dtype_code(self.key, self.tensor.dtype)
 
     def flat(self) -> torch.Tensor:
-        """Its elements in the piece's order."""
+        """Returns its elements, flat, in the piece's order."""
         return self.tensor.detach().reshape(-1)
 
 
 def dtype_code(key: str, dtype: torch.dtype) -> str:
-    """A dtype's name in a file."""
+    """Returns a dtype's name in a safetensors file. `RefusedPlan` for one without."""
     if dtype not in _CODES:
         raise RefusedPlan(f"'{key}' has dtype {dtype}, which a checkpoint's files have no name for")
     return _CODES[dtype]
@@ -79,14 +79,14 @@ def share_of(engine: Engine, name: str, shape: torch.Size) -> tuple[torch.Size, 
         cut, axis = engine.state.tensor.cuts[name], engine.state.tensor.axis
         runs[cut.dim] = runs_of(cut.owners.indices(axis.index))
     if engine.state.experts is not None and name in engine.state.experts.experts:
-        each, place = shape[0], engine.state.experts.axis.index
-        runs[0] = narrowed(runs[0], place * each, (place + 1) * each)
+        experts_here, place = shape[0], engine.state.experts.axis.index
+        runs[0] = narrowed(runs[0], place * experts_here, (place + 1) * experts_here)
     return whole, runs
 
 
 def _boxed(whole: torch.Size, runs: list[Runs], starts: list[int], sizes: list[int]) -> Piece:
-    """The piece of a share that is a box of it."""
-    kept = tuple(narrowed(one, start, start + size) for one, start, size in zip(runs, starts, sizes, strict=True))
+    """Returns the piece that is the box at `starts` of `sizes` within a share."""
+    kept = tuple(narrowed(of_dim, start, start + size) for of_dim, start, size in zip(runs, starts, sizes, strict=True))
     count = 1
     for size in sizes:
         count *= size
@@ -94,8 +94,9 @@ def _boxed(whole: torch.Size, runs: list[Runs], starts: list[int], sizes: list[i
 
 
 def trained_piece(engine: Engine, index: int, shape: torch.Size) -> Piece:
-    """This rank's piece of the `index`-th trained parameter; `shape` is that of its share."""
+    """Returns this rank's piece of the `index`-th trained parameter; `shape` is that of its share."""
     whole, runs = share_of(engine, engine.state.names[index], shape)
+    # the technique cuts a tensor without values: the view that comes back says by its offset where the piece lies
     share = torch.empty(shape, device="meta")
     select = getattr(engine.technique, "select", None)
     view = share if select is None else select(index, share, engine.mesh.shard.index)
@@ -110,6 +111,7 @@ def trained_piece(engine: Engine, index: int, shape: torch.Size) -> Piece:
 
 
 def _frozen_piece(engine: Engine, name: str, param: torch.Tensor) -> tuple[Piece, torch.Tensor]:
+    """Returns (this rank's piece, its local tensor) of a frozen parameter."""
     shape = engine.state.shapes()[name]
     whole, runs = share_of(engine, name, shape)
     if not isinstance(param, DTensor):
@@ -120,7 +122,7 @@ def _frozen_piece(engine: Engine, name: str, param: torch.Tensor) -> tuple[Piece
 
 
 def trained(engine: Engine) -> dict[str, tuple[Piece, torch.Tensor]]:
-    """Name -> (piece, master) of each trained parameter of which this rank holds something."""
+    """Returns name -> (piece, master) of each trained parameter of which this rank has elements."""
     shapes = engine.state.shapes()
     index_of = {name: index for index, name in enumerate(engine.state.names)}
     return {
@@ -131,7 +133,7 @@ def trained(engine: Engine) -> dict[str, tuple[Piece, torch.Tensor]]:
 
 
 def optimized(engine: Engine) -> dict[int, tuple[str, Piece, torch.Tensor]]:
-    """id -> (name, piece, tensor) of what this rank's optimizer updates: masters, or whole ones of its owner."""
+    """Returns id -> (name, piece, tensor) of what this rank's optimizer updates: masters, or whole ones it owns."""
     if engine.state.owners is None:
         return {id(master): (name, piece, master) for name, (piece, master) in trained(engine).items()}
     return {
@@ -141,7 +143,7 @@ def optimized(engine: Engine) -> dict[int, tuple[str, Piece, torch.Tensor]]:
 
 
 def weights(engine: Engine) -> Iterator[Holding]:
-    """Masters, frozen parameters and buffers."""
+    """Yields masters, frozen parameters and buffers."""
     for name, (piece, master) in trained(engine).items():
         yield Holding(f"model/{name}", piece, master)
     for name, param in engine.module.named_parameters():
@@ -154,7 +156,7 @@ def weights(engine: Engine) -> Iterator[Holding]:
 
 
 def state_dict_names(engine: Engine) -> dict[str, str]:
-    """Name in the module's `state_dict` (tied weights under each) -> key here, without buffers that are not kept."""
+    """Returns name in the module's `state_dict` -> key here; tied weights under each name, kept buffers alone."""
     keys = {id(param): f"model/{name}" for name, param in engine.module.named_parameters()}
     keys |= {id(buffer): f"buffer/{name}" for name, buffer in engine.module.named_buffers()}
     state = engine.module.state_dict(keep_vars=True)
@@ -162,7 +164,7 @@ def state_dict_names(engine: Engine) -> dict[str, str]:
 
 
 def averages(engine: Engine, ema: Ema | None) -> Iterator[Holding]:
-    """The moving average of each master."""
+    """Yields the moving average of each master."""
     if ema is None:
         return
     pieces = trained(engine)
@@ -174,7 +176,7 @@ def averages(engine: Engine, ema: Ema | None) -> Iterator[Holding]:
 
 
 def generators(rank: int, device: torch.device) -> Iterator[Holding]:
-    """The states of torch's, numpy's and Python's generators in this process."""
+    """Yields the states of torch's, numpy's and Python's generators in this process."""
 
     def holding(name: str, state: torch.Tensor) -> Holding:
         return Holding(f"random/{rank:05d}/{name}", Piece.whole(state.shape), state)
@@ -183,6 +185,7 @@ def generators(rank: int, device: torch.device) -> Iterator[Holding]:
     own = generator_state(device)
     if own is not None:
         yield holding(device.type, own)
+    # as one tensor of integers: floats among the words are kept by their bits
     numbers: Any = np.random.get_state(legacy=True)
     _, keys, position, has_gauss, gauss = numbers
     words = np.concatenate([keys.astype(np.int64), [position, has_gauss], np.array([gauss], np.float64).view(np.int64)])

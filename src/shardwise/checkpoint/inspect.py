@@ -30,51 +30,52 @@ _FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 
 
 def find(path: str | Path) -> Path:
-    """The checkpoint that a path means: a checkpoint, or the newest of a run's folder or of its `checkpoints`."""
-    found = _found(place(path))
-    if found is None:
+    """Returns the checkpoint that a path means: itself, or the newest of a run's folder or of its `checkpoints`."""
+    checkpoint = _checkpoint_of(place(path))
+    if checkpoint is None:
         why = "it is no checkpoint, and holds none" if place(path).exists() else "there is no such folder"
         raise InputError(f"{path}: {why}")
-    return found
+    return checkpoint
 
 
-def _found(path: Path) -> Path | None:
+def _checkpoint_of(path: Path) -> Path | None:
+    """Returns what `find` does, None where there is none."""
     if (path / manifest.NAME).exists():
         return path
-    return next((found[0] for folder in (path / "checkpoints", path) if (found := publish.scan(folder))), None)
+    return next((published[0] for folder in (path / "checkpoints", path) if (published := publish.scan(folder))), None)
 
 
 def opened(path: str | Path) -> Stored:
-    """The tensors of a checkpoint, of a run's newest one, or of safetensors: a file, or a folder that has none."""
-    found = _found(place(path))
-    if found is None and not is_remote(place(path)) and Path(path).exists():
+    """Returns the tensors of a checkpoint, of a run's newest one, or of safetensors: a file, or a folder of them."""
+    checkpoint = _checkpoint_of(place(path))
+    if checkpoint is None and not is_remote(place(path)) and Path(path).exists():
         return of_safetensors(Path(path))
     return of_checkpoint(find(path))
 
 
 def summary(path: str | Path) -> dict[str, Any]:
-    """What a checkpoint holds: step, plan, and for each kind of tensor how many, of how many elements and bytes."""
+    """Returns what is in a checkpoint: step, plan, and of each kind of tensor how many, with elements and bytes."""
     folder = find(path)
-    found = manifest.read(folder)
+    content = manifest.read(folder)
     kinds: dict[str, dict[str, int]] = {}
-    for name, tensor in found.tensors.items():
+    for name, tensor in content.tensors.items():
         row = kinds.setdefault(name.partition("/")[0], {"tensors": 0, "elements": 0, "bytes": 0, "pieces": 0})
         row["tensors"] += 1
         row["elements"] += math.prod(tensor.shape)
         row["bytes"] += tensor.size_bytes
         row["pieces"] += len(tensor.parts)
-    fields = found.fields
+    fields = content.fields
     keys = ("step", "plan", "task", "world_size", "optimizer_class", "data", "versions")
-    told = {key: fields.get(key) for key in keys}
+    facts = {key: fields.get(key) for key in keys}
     return {
         "checkpoint": str(folder),
-        **told,
-        "bytes": found.size_bytes,
-        "files": {name: file.size_bytes for name, file in found.files.items()},
+        **facts,
+        "bytes": content.size_bytes,
+        "files": {name: file.size_bytes for name, file in content.files.items()},
         "kinds": kinds,
         "weights": {
             name: {"dtype": tensor.dtype, "shape": list(tensor.shape), "pieces": len(tensor.parts)}
-            for name, tensor in found.tensors.items()
+            for name, tensor in content.tensors.items()
             if name.startswith(("model/", "buffer/"))
         },
     }
@@ -84,7 +85,7 @@ def summary(path: str | Path) -> dict[str, Any]:
 
 
 def state_dict_names(stored: Stored, ema: bool = False) -> dict[str, str]:
-    """Name in the module's `state_dict` -> name here. Of safetensors: the names themselves.
+    """Returns name in the module's `state_dict` -> name here. Of safetensors: the names themselves.
 
     ema   the moving average in the place of trained weights
     """
@@ -100,7 +101,7 @@ def state_dict_names(stored: Stored, ema: bool = False) -> dict[str, str]:
 
 
 def convert(source: str | Path, target: str | Path, *, ema: bool = False, file_bytes: int = FILE_BYTES) -> list[Path]:
-    """Weights and persistent buffers as safetensors under the module's own names; returns the files.
+    """Write weights and persistent buffers as safetensors under the module's own names; returns the files.
 
     source   as `opened` takes it; a checkpoint is verified first
     target   a new file `*.safetensors`, or a new folder: `model.safetensors`, or several and their index
@@ -115,6 +116,7 @@ def convert(source: str | Path, target: str | Path, *, ema: bool = False, file_b
         if wrong:
             raise InputError("; ".join(wrong))
         names = state_dict_names(stored, ema)
+        # written beside, then renamed: a target that is there is whole
         partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
         if target.suffix == ".safetensors":
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -129,14 +131,14 @@ def convert(source: str | Path, target: str | Path, *, ema: bool = False, file_b
 
 def _write_folder(stored: Stored, names: dict[str, str], folder: Path, file_bytes: int) -> list[str]:
     groups: list[dict[str, str]] = [{}]
-    held = 0
+    size_bytes = 0
     for name, key in names.items():
         size = stored.tensors[key].size_bytes
-        if groups[-1] and held + size > file_bytes:
+        if groups[-1] and size_bytes + size > file_bytes:
             groups.append({})
-            held = 0
+            size_bytes = 0
         groups[-1][name] = key
-        held += size
+        size_bytes += size
     count = len(groups)
     files = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     for file, group in zip(files, groups, strict=True):
@@ -169,17 +171,17 @@ def _whole(stored: Stored, name: str) -> np.ndarray:
 # --- what is different
 
 
-def diff(one: str | Path, other: str | Path) -> list[dict[str, Any]]:
-    """Tensors and facts that are not alike: {"name", "what", "largest"}, the largest difference where it is a number.
+def diff(first_path: str | Path, other: str | Path) -> list[dict[str, Any]]:
+    """Returns what is not alike: {"name", "what", "largest"}, the largest difference where it is a number.
 
     Two checkpoints are compared whole; a checkpoint and safetensors by the names of the module's `state_dict`.
     """
-    with opened(one) as first, opened(other) as second:
+    with opened(first_path) as first, opened(other) as second:
         names = [{name: name for name in stored.tensors} for stored in (first, second)]
         if (first.manifest is None) != (second.manifest is None):
             names = [state_dict_names(stored) for stored in (first, second)]
         rows = [
-            {"name": name, "what": f"only in {one if name in names[0] else other}", "largest": None}
+            {"name": name, "what": f"only in {first_path if name in names[0] else other}", "largest": None}
             for name in sorted(names[0].keys() ^ names[1].keys())
         ]
         for name in sorted(names[0].keys() & names[1].keys()):
@@ -191,15 +193,15 @@ def diff(one: str | Path, other: str | Path) -> list[dict[str, Any]]:
         return rows
 
 
-def _facts(one: dict[str, Any], other: dict[str, Any]) -> list[dict[str, Any]]:
-    """What is no tensor and is another: the step, the position in the data, the optimizer's numbers and options."""
-    told = []
+def _facts(first: dict[str, Any], other: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns rows for what is no tensor and differs: step, position in the data, the optimizer's numbers."""
+    rows = []
     large = {"optimizer": "other numbers", "groups": "other options of its groups"}
     for key in ("step", "data", "engine", "optimizer_class", *large):
-        if one.get(key) != other.get(key):
-            what = large.get(key) or f"{_short(one.get(key))} and {_short(other.get(key))}"
-            told.append({"name": key, "what": what, "largest": None})
-    return told
+        if first.get(key) != other.get(key):
+            what = large.get(key) or f"{_short(first.get(key))} and {_short(other.get(key))}"
+            rows.append({"name": key, "what": what, "largest": None})
+    return rows
 
 
 def _short(value: Any) -> str:
@@ -208,6 +210,7 @@ def _short(value: Any) -> str:
 
 
 def _differs(first: Stored, a: str, second: Stored, b: str) -> dict[str, Any] | None:
+    """Returns {"what", "largest"} of two tensors, None where they are alike to the bit."""
     left, right = first.tensors[a], second.tensors[b]
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         return {"what": f"{left.dtype} {left.shape} and {right.dtype} {right.shape}", "largest": None}
@@ -224,6 +227,7 @@ def _differs(first: Stored, a: str, second: Stored, b: str) -> dict[str, Any] | 
 
 def _floats(values: np.ndarray, tensor: Tensor) -> np.ndarray:
     if tensor.dtype == "BF16":
+        # numpy has no bfloat16; it is the upper half of a float32
         return (values.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     assert values.itemsize == ITEM_BYTES[tensor.dtype]
     return values.view(_FLOATS[tensor.dtype]).astype(np.float64)

@@ -38,7 +38,7 @@ MOST = 3  # names told of each kind of difference
 
 @dataclass
 class Restored:
-    """What was loaded: the checkpoint's folder, its manifest, what should be said, and checkpoints that are damaged."""
+    """What was loaded: the checkpoint's folder, its manifest, notices, and damaged checkpoints before it."""
 
     folder: Path
     manifest: Manifest
@@ -68,11 +68,11 @@ def restore(engine: Engine, folder: str | Path, *, ema: Ema | None = None) -> Re
 
 
 def choose(engine: Engine, folder: Path) -> Restored:
-    """The newest checkpoint whose files have their digests; the damaged ones before it are told. Collective."""
-    found = [str(path) for path in publish.scan(folder)] or [str(folder)]
+    """Returns the newest checkpoint whose files have their digests, with notices of damaged ones. Collective."""
+    paths = [str(path) for path in publish.scan(folder)] or [str(folder)]
     notices: list[str] = []
     damaged: list[Path] = []
-    for name in gather_json(found, engine.mesh.world, engine.device)[0]:
+    for name in gather_json(paths, engine.mesh.world, engine.device)[0]:
         path = place(name)
         mine = publish.verify(path, engine.rank, engine.world_size)
         wrong = sorted({word for words in gather_json(mine, engine.mesh.world, engine.device) for word in words})
@@ -87,16 +87,16 @@ def choose(engine: Engine, folder: Path) -> Restored:
 
 
 def _together(engine: Engine, work: Callable[[], None]) -> None:
-    """Do this on every rank; where it fails on one, every rank raises."""
+    """Run `work` on every rank; where it fails on one, every rank raises. Collective."""
     error: Exception | None = None
     try:
         work()
     except Exception as problem:
         error = problem
-    told = gather_json("" if error is None else str(error) or type(error).__name__, engine.mesh.world, engine.device)
+    errors = gather_json("" if error is None else str(error) or type(error).__name__, engine.mesh.world, engine.device)
     if error is not None:
         raise error
-    for rank, word in enumerate(told):
+    for rank, word in enumerate(errors):
         if word:
             raise RunError(f"rank {rank} could not load the checkpoint: {word}")
 
@@ -105,50 +105,52 @@ def _together(engine: Engine, work: Callable[[], None]) -> None:
 
 
 def _compare(engine: Engine, stored: Stored) -> None:
-    """Raise on every rank where the checkpoint is another model's or another optimizer's."""
-    told = gather_json(_differences(engine, stored), engine.mesh.world, engine.device)
-    found: dict[str, list[str]] = {}  # each rank has pieces of its own, and tells of those
-    for what, name in dict.fromkeys((what, name) for own in told for what, name in own):
-        found.setdefault(what, []).append(name)
-    if found:
-        words = "; ".join(_listed(what, names) for what, names in found.items())
+    """Raises `InputError` on every rank where the checkpoint is another model's or another optimizer's. Collective."""
+    by_rank = gather_json(_differences(engine, stored), engine.mesh.world, engine.device)
+    names_by_difference: dict[str, list[str]] = {}  # each rank has pieces of its own, and tells of those
+    for what, name in dict.fromkeys((what, name) for own in by_rank for what, name in own):
+        names_by_difference.setdefault(what, []).append(name)
+    if names_by_difference:
+        words = "; ".join(_listed(what, names) for what, names in names_by_difference.items())
         raise InputError(f"{stored.folder} does not fit: {words}")
 
 
 def _differences(engine: Engine, stored: Stored) -> list[tuple[str, str]]:
-    """(what it is about, a name) of everything that the checkpoint has not as the engine has it."""
+    """Returns (difference, name) of everything that the checkpoint and the engine do not have alike."""
     assert stored.manifest is not None
     fields = stored.manifest.fields
-    wanted = {one.key: one for one in weights(engine)}
+    wanted = {holding.key: holding for holding in weights(engine)}
     mine = {f"model/{name}" for name in engine.state.all_names + engine.state.frozen_names}
     mine |= {f"buffer/{name}" for name, _ in engine.module.named_buffers()}
-    found = [("it lacks", key) for key, one in wanted.items() if key not in stored.tensors and one.piece.count]
-    found += [
+    differences = [
+        ("it lacks", key) for key, holding in wanted.items() if key not in stored.tensors and holding.piece.count
+    ]
+    differences += [
         ("it has beside", key) for key in stored.tensors if key.startswith(("model/", "buffer/")) and key not in mine
     ]
-    found += [
-        ("of another shape:", f"{key} is {stored.tensors[key].shape} there and {one.piece.shape} here")
-        for key, one in wanted.items()
-        if key in stored.tensors and stored.tensors[key].shape != one.piece.shape
+    differences += [
+        ("of another shape:", f"{key} is {stored.tensors[key].shape} there and {holding.piece.shape} here")
+        for key, holding in wanted.items()
+        if key in stored.tensors and stored.tensors[key].shape != holding.piece.shape
     ]
     kind = type(engine.optimizer).__name__
     if fields.get("optimizer_class") == kind:
-        return found + _state_differences(engine, stored, fields["optimizer"])
+        return differences + _state_differences(engine, stored, fields["optimizer"])
     other = f"{fields.get('optimizer_class')}, this run's {kind}: --init-from takes weights alone"
-    return [*found, ("its optimizer is", other)]
+    return [*differences, ("its optimizer is", other)]
 
 
 def _state_differences(engine: Engine, stored: Stored, tree: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Tensors of the optimizer's state that are not there, or not of their weight's shape."""
-    found = []
+    """Returns (difference, name) of optimizer tensors that are missing, or not of their weight's shape."""
+    differences = []
     for name, piece, _ in optimized(engine).values():
         for key, node in tree.get(name, {}).items():
             for kind, tensor in leaves(node):
                 if tensor not in stored.tensors:
-                    found.append(("of the optimizer's state it lacks", f"'{key}' of '{name}'"))
+                    differences.append(("of the optimizer's state it lacks", f"'{key}' of '{name}'"))
                 elif kind == "like" and stored.tensors[tensor].shape != piece.shape:
-                    found.append(("of the optimizer's state of another shape:", f"'{key}' of '{name}'"))
-    return found
+                    differences.append(("of the optimizer's state of another shape:", f"'{key}' of '{name}'"))
+    return differences
 
 
 def _listed(what: str, names: list[str]) -> str:
@@ -164,23 +166,23 @@ def _read(engine: Engine, stored: Stored, ema: Ema | None, chosen: Restored) -> 
     for child in engine.module.modules():
         if isinstance(child, FSDPModule):
             child.reshard()  # else the next forward would use what was gathered before
-    for one in weights(engine):
-        if one.piece.count:
-            _put(stored, one.key, one.piece, one.tensor)
+    for holding in weights(engine):
+        if holding.piece.count:
+            _put(stored, holding.key, holding.piece, holding.tensor)
     if engine.state.owners is not None:
         for index, master in engine.state.owners.masters.items():
             _put(stored, f"model/{engine.state.names[index]}", Piece.whole(master.shape), master)
-    for one in averages(engine, ema):
-        name = one.key if one.key in stored.tensors else one.key.replace("ema/", "model/", 1)
-        _put(stored, name, one.piece, one.tensor)
+    for holding in averages(engine, ema):
+        name = holding.key if holding.key in stored.tensors else holding.key.replace("ema/", "model/", 1)
+        _put(stored, name, holding.piece, holding.tensor)
     fields = chosen.manifest.fields
     _read_optimizer(engine, stored, fields["optimizer"])
     put_options(engine, fields["group_of"], fields["groups"])
-    if chosen.same_plan:
-        for one in generators(engine.rank, engine.device):
-            if one.key in stored.tensors:
-                state = tensor_of(stored, one.key, Piece.whole(stored.tensors[one.key].shape))
-                set_generator(one.key.rpartition("/")[2], state, engine.device)
+    if chosen.same_plan:  # a rank's draws belong to the share that it has under that plan
+        for holding in generators(engine.rank, engine.device):
+            if holding.key in stored.tensors:
+                state = tensor_of(stored, holding.key, Piece.whole(stored.tensors[holding.key].shape))
+                set_generator(holding.key.rpartition("/")[2], state, engine.device)
 
 
 def _read_optimizer(engine: Engine, stored: Stored, tree: Mapping[str, Mapping[str, Any]]) -> None:
@@ -188,17 +190,18 @@ def _read_optimizer(engine: Engine, stored: Stored, tree: Mapping[str, Mapping[s
         engine.optimizer.state[key] = decoded(node, None, engine.device, near=False)
     for group in engine.optimizer.param_groups:
         near = bool(group.get("capturable") or group.get("fused"))
-        known = optimized(engine)
+        pieces = optimized(engine)
         for param in group["params"]:
-            if id(param) not in known:
+            if id(param) not in pieces:
                 continue  # a frozen one
-            name, piece, master = known[id(param)]
+            name, piece, master = pieces[id(param)]
             saved = stored.tensors[f"model/{name}"].dtype
 
             def read(kind: str, key: str, piece=piece, master=master, saved=saved) -> torch.Tensor:
                 shape = stored.tensors[key].shape
                 value = tensor_of(stored, key, piece if kind == "like" else Piece.whole(shape))
                 value = value.view(master.shape if kind == "like" else shape)
+                # what had the weight's dtype follows it into this run's precision; a step counter stays as it is
                 as_weight = stored.tensors[key].dtype == saved and value.is_floating_point()
                 return value.to(master.device, master.dtype if as_weight else None)
 
@@ -210,14 +213,14 @@ def _read_optimizer(engine: Engine, stored: Stored, tree: Mapping[str, Mapping[s
 
 
 def tensor_of(stored: Stored, key: str, piece: Piece) -> torch.Tensor:
-    """The elements of a piece, flat, on the CPU."""
+    """Returns the elements of a piece, flat, on the CPU."""
     array = stored.read(key, piece)
     dtype = DTYPES[stored.tensors[key].dtype]
     return torch.from_numpy(array.view(np.uint8)).view(dtype)
 
 
 def _put(stored: Stored, key: str, piece: Piece, place: torch.Tensor) -> None:
-    """The elements of a piece into a tensor: read straight into its memory where that holds them alike."""
+    """Read the elements of a piece into a tensor: straight into its memory where that has the same layout and dtype."""
     dtype = DTYPES[stored.tensors[key].dtype]
     if place.is_cpu and place.is_contiguous() and place.dtype == dtype and place.numel() == piece.count:
         bits = place.detach().view(-1).view(torch.uint8).numpy()
@@ -231,7 +234,7 @@ def _put(stored: Stored, key: str, piece: Piece, place: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class Matched:
-    """Names of this model that were loaded, that the files lack (or have in another shape), and what is left over."""
+    """Names of this model that were loaded, those that the files lack (or have in another shape), and what is left."""
 
     loaded: list[str]
     missing: list[str]
@@ -239,22 +242,22 @@ class Matched:
 
 
 def load_weights(engine: Engine, stored: Stored, renames: Mapping[str, str] | None = None) -> Matched:
-    """Weights and buffers by name into an engine, as far as names and shapes agree. Collective.
+    """Load weights and buffers by name into an engine, as far as names and shapes agree; returns which. Collective.
 
     renames   pattern -> replacement, as `re.sub` takes them, applied to the files' names in turn
 
     Raises `InputError` where nothing agrees, or two names become one.
     """
     names = _renamed(stored, renames or {})
-    wanted = {one.key.partition("/")[2]: one for one in weights(engine)}
+    wanted = {holding.key.partition("/")[2]: holding for holding in weights(engine)}
     fits = {
-        name: one
-        for name, one in wanted.items()
-        if name in names and stored.tensors[names[name]].shape == one.piece.shape
+        name: holding
+        for name, holding in wanted.items()
+        if name in names and stored.tensors[names[name]].shape == holding.piece.shape
     }
-    told = gather_json([sorted(fits), sorted(wanted.keys() - fits.keys())], engine.mesh.world, engine.device)
-    loaded = sorted({name for own, _ in told for name in own})
-    missing = sorted({name for _, own in told for name in own} - set(loaded))
+    by_rank = gather_json([sorted(fits), sorted(wanted.keys() - fits.keys())], engine.mesh.world, engine.device)
+    loaded = sorted({name for own, _ in by_rank for name in own})
+    missing = sorted({name for _, own in by_rank for name in own} - set(loaded))
     if not loaded:
         some = ", ".join(sorted(names)[:MOST])
         raise InputError(f"{stored.folder}: no weight of this model has a name and shape in it; it has {some}, ...")
@@ -264,8 +267,8 @@ def load_weights(engine: Engine, stored: Stored, renames: Mapping[str, str] | No
         for child in engine.module.modules():
             if isinstance(child, FSDPModule):
                 child.reshard()
-        for name, one in fits.items():
-            _put(stored, names[name], one.piece, one.tensor)
+        for name, holding in fits.items():
+            _put(stored, names[name], holding.piece, holding.tensor)
         if engine.state.owners is not None:
             for index, master in engine.state.owners.masters.items():
                 if engine.state.names[index] in loaded:
@@ -277,7 +280,7 @@ def load_weights(engine: Engine, stored: Stored, renames: Mapping[str, str] | No
 
 
 def _renamed(stored: Stored, renames: Mapping[str, str]) -> dict[str, str]:
-    """Name for this model -> name in the files; of a checkpoint, the weights and buffers alone."""
+    """Returns name for this model -> name in the files; of a checkpoint, weights and buffers alone."""
     names: dict[str, str] = {}
     for key in stored.tensors:
         name = key

@@ -58,7 +58,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class File:
-    """One file's size and digest."""
+    """The size and digest of one file."""
 
     size_bytes: int
     digest: str
@@ -66,7 +66,7 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint's content. `fields` is everything beside tensors and files."""
+    """The content of a checkpoint. `fields` is everything beside tensors and files."""
 
     files: dict[str, File]
     tensors: dict[str, Tensor]
@@ -74,16 +74,16 @@ class Manifest:
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
+        """Returns how many optimizer steps are done."""
         return int(self.fields["step"])
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all files of the checkpoint but the manifest itself."""
+        """Returns the bytes of all files of the checkpoint but the manifest itself."""
         return sum(file.size_bytes for file in self.files.values())
 
     def content(self) -> dict[str, Any]:
-        """The manifest as a value that JSON holds, without its digest."""
+        """Returns the manifest as a value that JSON holds, without its digest."""
         places = {name: place for place, name in enumerate(self.files)}
         return {
             **self.fields,
@@ -100,7 +100,7 @@ class Manifest:
 
 
 def sealed(content: Mapping[str, Any]) -> bytes:
-    """Content with its digest, as the bytes of a file."""
+    """Returns the bytes of a file with this content and its digest."""
     text = canonical(content)
     return canonical(
         {"format": FORMAT, "version": VERSION, "digest": xxhash.xxh3_128_hexdigest(text), "content": json.loads(text)}
@@ -113,7 +113,7 @@ def canonical(value: Any) -> bytes:
 
 
 def unsealed(path: Path) -> dict[str, Any]:
-    """The content of a file that `sealed` wrote. `InputError` naming what is wrong with it."""
+    """Returns the content of a file that `sealed` wrote. `InputError` naming what is wrong with it."""
     try:
         size = size_of(path)
         if size > MAX_BYTES:
@@ -133,12 +133,12 @@ def unsealed(path: Path) -> dict[str, Any]:
             raise ValueError("it has other fields than a manifest")
         return content
     except (OSError, ValueError, KeyError, RecursionError) as error:
-        told = getattr(error, "strerror", None) or error
-        raise InputError(f"{path}: {told}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{path}: {reason}") from error
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a checkpoint's folder, checked against itself and against the sizes of its files."""
+    """Returns the manifest of a checkpoint's folder, checked against itself and against the sizes of its files."""
     path = folder / NAME
     content = unsealed(path)
     try:
@@ -151,7 +151,7 @@ def read(folder: Path) -> Manifest:
 
 
 def _check_size(path: Path, file: File) -> None:
-    if path.is_symlink() or not path.is_file():
+    if path.is_symlink() or not path.is_file():  # a link could lead out of the folder
         raise InputError(f"{path} is missing: it should have {file.size_bytes} bytes and digest {file.digest}")
     size = size_of(path)
     if size != file.size_bytes:
@@ -160,18 +160,18 @@ def _check_size(path: Path, file: File) -> None:
 
 def _manifest(content: dict[str, Any]) -> Manifest:
     files = {}
-    for name, found in content.pop("files").items():
+    for name, row in content.pop("files").items():
         if not _FILE.fullmatch(name):
             raise ValueError(f"{name[:40]!r} is no name of a file in this folder")
-        files[name] = File(_count(found["bytes"]), str(found["xxh3_128"]))
+        files[name] = File(_count(row["bytes"]), str(row["xxh3_128"]))
     names = list(files)
     tensors = {}
-    for name, found in content.pop("tensors").items():
-        shape, dtype = tuple(_count(size) for size in found["shape"]), found["dtype"]
+    for name, row in content.pop("tensors").items():
+        shape, dtype = tuple(_count(size) for size in row["shape"]), row["dtype"]
         if dtype not in ITEM_BYTES or len(shape) > _DIMS:
             raise ValueError(f"tensor '{name[:80]}' has dtype {str(dtype)[:20]} and {len(shape)} dims")
         parts = tuple(FilePiece(names[_count(at)], _count(begin), from_json(shape, piece))
-                      for at, begin, piece in found["parts"])  # fmt: skip
+                      for at, begin, piece in row["parts"])  # fmt: skip
         tensors[name] = Tensor(dtype, shape, parts)
         check_parts(name[:80], tensors[name], files)
     _count(content["step"])
@@ -179,25 +179,27 @@ def _manifest(content: dict[str, Any]) -> Manifest:
 
 
 def check_parts(name: str, tensor: Tensor, files: Mapping[str, File]) -> None:
-    """Raise `ValueError` unless each element of a tensor lies in exactly one part, inside its file."""
+    """Raises `ValueError` unless each element of a tensor lies in exactly one part, inside its file."""
     item = ITEM_BYTES[tensor.dtype]
     for part in tensor.parts:
         if part.begin + part.piece.count * item > files[part.file].size_bytes:
             raise ValueError(f"tensor '{name}' reaches past the end of {part.file}")
-    held, wanted = sum(part.piece.count for part in tensor.parts), math.prod(tensor.shape)
-    if held != wanted:
-        raise ValueError(f"tensor '{name}' has {wanted} elements, its pieces {held}")
+    written, wanted = sum(part.piece.count for part in tensor.parts), math.prod(tensor.shape)
+    if written != wanted:
+        raise ValueError(f"tensor '{name}' has {wanted} elements, its pieces {written}")
+    # the sum is right and none overlaps: then every element is there once. Of many pieces the sum has to do, since
+    # pairs of them cost the square
     if 1 < len(tensor.parts) <= _EXACT:
-        for one, other in overlapping([part.piece for part in tensor.parts]):
-            raise ValueError(f"pieces {one} and {other} of tensor '{name}' overlap")
+        for first, other in overlapping([part.piece for part in tensor.parts]):
+            raise ValueError(f"pieces {first} and {other} of tensor '{name}' overlap")
 
 
 def overlapping(pieces: list[Piece]) -> Iterator[tuple[int, int]]:
-    """Pairs of pieces of one tensor that have an element in common."""
+    """Yields pairs of pieces of one tensor, by their places, that have an element in common."""
     for other in range(len(pieces)):
-        for one in range(other):
-            if common_count(pieces[one], pieces[other]):
-                yield one, other
+        for first in range(other):
+            if common_count(pieces[first], pieces[other]):
+                yield first, other
 
 
 def _count(value: Any) -> int:

@@ -37,24 +37,24 @@ BESIDE = ""  # in the place of a weight's name: state that belongs to none
 
 
 class NoJson(Exception):
-    """A value that has no form here."""
+    """Raised for a value that has no node."""
 
 
 # --- out
 
 
 def state_of(engine: Engine) -> tuple[dict[str, dict[str, Node]], list[Holding]]:
-    """(weight -> state key -> node, the tensors) of what this rank's optimizer holds."""
+    """Returns (weight -> state key -> node, the tensors) of this rank's optimizer."""
     tree: dict[str, dict[str, Node]] = {}
     holdings: list[Holding] = []
-    known = optimized(engine)
+    pieces = optimized(engine)
     for param, state in engine.optimizer.state.items():
-        if id(param) not in known:
+        if id(param) not in pieces:
             if isinstance(param, torch.Tensor) and not param.numel():
                 continue  # of a weight of which this rank has no element, as a script is shown it
             tree.setdefault(BESIDE, {})[str(param)] = _beside(param, state)
             continue
-        name, piece, master = known[id(param)]
+        name, piece, master = pieces[id(param)]
         tree[name] = {
             str(key): _encoded(value, f"optimizer/{name}/{key}", piece, master, holdings)
             for key, value in state.items()
@@ -63,7 +63,7 @@ def state_of(engine: Engine) -> tuple[dict[str, dict[str, Node]], list[Holding]]
 
 
 def _beside(key: Any, value: Any) -> Node:
-    """What an optimizer keeps under a name of its own, beside the state of weights."""
+    """Returns the node of what an optimizer keeps under a name of its own, beside the state of weights."""
     try:
         if not isinstance(key, str):
             raise NoJson
@@ -76,13 +76,14 @@ def _beside(key: Any, value: Any) -> Node:
 
 
 def _encoded(value: Any, key: str, piece: Piece, master: torch.Tensor, holdings: list[Holding]) -> Node:
+    """Returns the node of a value of a weight's state; adds its tensors to `holdings`."""
     if isinstance(value, torch.Tensor):
         return _encoded_tensor(value, key, piece, master, holdings)
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
-        return [kind, [_encoded(one, f"{key}/{i}", piece, master, holdings) for i, one in enumerate(value)]]
+        return [kind, [_encoded(val, f"{key}/{i}", piece, master, holdings) for i, val in enumerate(value)]]
     if isinstance(value, dict) and all(isinstance(name, str) for name in value):
-        return ["dict", {name: _encoded(one, f"{key}/{name}", piece, master, holdings) for name, one in value.items()}]
+        return ["dict", {name: _encoded(val, f"{key}/{name}", piece, master, holdings) for name, val in value.items()}]
     try:
         return plain_node(value)
     except NoJson:
@@ -93,10 +94,13 @@ def _encoded(value: Any, key: str, piece: Piece, master: torch.Tensor, holdings:
 
 
 def _encoded_tensor(value: torch.Tensor, key: str, piece: Piece, master: torch.Tensor, holdings: list[Holding]) -> Node:
+    """Returns the node of a tensor: of the weight's shape, one number, or whole. `RefusedPlan` for one that is none."""
     if value.shape == master.shape:
         holdings.append(Holding(key, piece, value))
         return ["like", key]
     if value.numel() == 1 and not value.is_complex():
+        # a step counter on the device (fused, capturable) goes there again; beside weights on the host it lies there
+        # anyway, and the new run's options decide
         on = "device" if not on_host(value.device) else "host" if not on_host(master.device) else "any"
         number = value.item()
         return ["number", dtype_code(key, value.dtype), _exact(number), list(value.shape), on]
@@ -114,17 +118,17 @@ def _exact(number: Any) -> Any:
 
 
 def plain_node(value: Any) -> Node:
-    """The node of a value without tensors of more than one element; `NoJson` for anything else."""
+    """Returns the node of a value without tensors of more than one element; `NoJson` for anything else."""
     if isinstance(value, float):
         return ["float", value.hex()]
     if value is None or isinstance(value, bool | int | str):
         return ["plain", value]
     if isinstance(value, list | tuple):
-        return ["list" if isinstance(value, list) else "tuple", [plain_node(one) for one in value]]
+        return ["list" if isinstance(value, list) else "tuple", [plain_node(item) for item in value]]
     if isinstance(value, dict) and all(isinstance(name, str) for name in value) and not isinstance(value, Counter):
-        return ["dict", {name: plain_node(one) for name, one in value.items()}]
+        return ["dict", {name: plain_node(item) for name, item in value.items()}]
     if isinstance(value, dict):  # JSON would make text of its numbers
-        pairs = [[plain_node(name), plain_node(one)] for name, one in value.items()]
+        pairs = [[plain_node(name), plain_node(item)] for name, item in value.items()]
         return ["counter" if isinstance(value, Counter) else "pairs", pairs]
     if isinstance(value, np.generic):
         return plain_node(value.item())
@@ -134,8 +138,8 @@ def plain_node(value: Any) -> Node:
 
 
 def options_of(engine: Engine) -> Options:
-    """Options of each param group as nodes; what has no form as JSON is left out."""
-    found: Options = []
+    """Returns the options of each param group as nodes; what has no form as JSON is left out."""
+    options: Options = []
     for group in engine.optimizer.param_groups:
         own: dict[str, Any] = {}
         for key, value in group.items():
@@ -145,20 +149,21 @@ def options_of(engine: Engine) -> Options:
                 own[key] = plain_node(value)
             except NoJson:
                 continue
-        found.append(own)
-    return found
+        options.append(own)
+    return options
 
 
 def groups_of(engine: Engine, built: Options) -> tuple[dict[str, str], dict[str, Any]]:
     """Returns (weight -> group id, group id -> {"options", "built"}); equal groups are merged."""
     group_of: dict[str, str] = {}
     groups: dict[str, Any] = {}
-    known = optimized(engine)
+    pieces = optimized(engine)
     for group, now, before in zip(engine.optimizer.param_groups, options_of(engine), built, strict=True):
         entry = {"options": now, "built": before}
+        # by content: what ranks say is merged, and must be alike under one id
         number = xxhash.xxh3_64_hexdigest(canonical(entry))
         groups[number] = entry
-        group_of |= {known[id(param)][0]: number for param in group["params"] if id(param) in known}
+        group_of |= {pieces[id(param)][0]: number for param in group["params"] if id(param) in pieces}
     return group_of, groups
 
 
@@ -166,20 +171,20 @@ def groups_of(engine: Engine, built: Options) -> tuple[dict[str, str], dict[str,
 
 
 def leaves(node: Node) -> Iterator[tuple[str, str]]:
-    """("like" or "whole", key) of each tensor of a node. `InputError` for what is no node."""
+    """Yields ("like" or "whole", key) of each tensor of a node. `InputError` for what is no node."""
     try:
         kind = node[0]
         if kind in ("like", "whole"):
             yield kind, node[1]
         elif kind in ("list", "tuple"):
-            for one in node[1]:
-                yield from leaves(one)
+            for child in node[1]:
+                yield from leaves(child)
         elif kind == "dict":
-            for one in node[1].values():
-                yield from leaves(one)
+            for child in node[1].values():
+                yield from leaves(child)
         elif kind in ("pairs", "counter"):
-            for one in (each for pair in node[1] for each in pair):
-                yield from leaves(one)
+            for child in (item for pair in node[1] for item in pair):
+                yield from leaves(child)
         elif kind not in ("number", "float", "plain"):
             raise ValueError
     except (TypeError, ValueError, IndexError, AttributeError):
@@ -206,25 +211,25 @@ def decoded(node: Node, read: Callable[[str, str], torch.Tensor] | None, device:
     if kind == "plain":
         return node[1]
     if kind == "dict":
-        return {name: decoded(one, read, device, near) for name, one in node[1].items()}
+        return {name: decoded(item, read, device, near) for name, item in node[1].items()}
     if kind in ("pairs", "counter"):
         pairs = {decoded(a, read, device, near): decoded(b, read, device, near) for a, b in node[1]}
         return pairs if kind == "pairs" else Counter(pairs)
-    values = [decoded(one, read, device, near) for one in node[1]]
+    values = [decoded(item, read, device, near) for item in node[1]]
     return values if kind == "list" else tuple(values)
 
 
 def put_options(engine: Engine, group_of: dict[str, str], groups: dict[str, Any]) -> None:
-    """Put back the options of param groups that moved while the saved run went on (a counter, an estimate)."""
-    known = optimized(engine)
+    """Set the options of param groups that moved while the saved run went on (a counter, an estimate)."""
+    pieces = optimized(engine)
     for group in engine.optimizer.param_groups:
-        names = [known[id(param)][0] for param in group["params"] if id(param) in known]
+        names = [pieces[id(param)][0] for param in group["params"] if id(param) in pieces]
         numbers = {group_of[name] for name in names if name in group_of}
         moved = [_moved(groups[number]) for number in sorted(numbers)]
-        if any(one != moved[0] for one in moved[1:]):
+        if any(nodes != moved[0] for nodes in moved[1:]):
             raise InputError(
                 f"param group {group.get('name', '')!r} holds weights that were in groups with other options: "
-                f"{[sorted(one) for one in moved]}; keep the groups as they were, or start anew with --init-from"
+                f"{[sorted(nodes) for nodes in moved]}; keep the groups as they were, or start anew with --init-from"
             )
         device = group["params"][0].device if group["params"] else torch.device("cpu")
         for key, node in (moved[0] if moved else {}).items():
@@ -233,5 +238,6 @@ def put_options(engine: Engine, group_of: dict[str, str], groups: dict[str, Any]
 
 
 def _moved(group: dict[str, Any]) -> dict[str, Node]:
+    """Returns the options whose value is not the one that the group was made with."""
     built = group["built"]
     return {key: node for key, node in group["options"].items() if key in built and node != built[key]}

@@ -36,12 +36,12 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """How many indices of each dim."""
+        """Returns how many indices the box has in each dim."""
         return tuple(length(runs) for runs in self.runs)
 
     @property
     def count(self) -> int:
-        """Elements."""
+        """Returns how many elements the box has."""
         return math.prod(self.shape)
 
 
@@ -73,28 +73,28 @@ class Piece:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Piece:
-        """All of a tensor."""
+        """Returns the piece that is all of a tensor."""
         runs = tuple(((0, size),) if size else () for size in shape)
         return cls(tuple(shape), runs, 0, math.prod(shape))
 
     @property
     def share(self) -> tuple[int, ...]:
-        """The shape of the product of runs."""
+        """Returns the shape of the product of runs."""
         return tuple(length(runs) for runs in self.runs)
 
     @cached_property
     def share_count(self) -> int:
-        """Elements of the product of runs."""
+        """Returns how many elements the product of runs has."""
         return math.prod(self.share)
 
     @property
     def count(self) -> int:
-        """Elements of the piece."""
+        """Returns how many elements the piece has."""
         return self.last - self.first
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the tensor."""
+        """Returns whether the piece is all of the tensor."""
         return self.count == math.prod(self.shape)
 
     def part(self, first: int, last: int) -> Piece:
@@ -103,7 +103,7 @@ class Piece:
 
     @cached_property
     def boxes(self) -> tuple[Box, ...]:
-        """The interval as boxes in its own order: part of a row, whole rows, part of a row, for each leading dim."""
+        """Returns the interval as boxes in its order: of each leading dim, part of a row, whole rows, part of a row."""
         return tuple(
             Box(offset - self.first, tuple(narrowed(runs, *span) for runs, span in zip(self.runs, spans, strict=True)))
             for offset, spans in _interval(self.share, self.first, self.last, 0)
@@ -111,7 +111,7 @@ class Piece:
 
 
 def length(runs: Runs) -> int:
-    """How many indices the runs have."""
+    """Returns how many indices the runs have."""
     return sum(stop - start for start, stop in runs)
 
 
@@ -126,7 +126,7 @@ def runs_of(indices: Sequence[int] | np.ndarray) -> Runs:
 
 
 def narrowed(runs: Runs, first: int, last: int) -> Runs:
-    """The runs of the indices at places [first, last) among all of `runs`: a box cut out of a share."""
+    """Returns the runs of the indices at places [first, last) among all of `runs`: a box cut out of a share."""
     kept, at = [], 0
     for start, stop in runs:
         low, high = max(first - at, 0), min(last - at, stop - start)
@@ -137,7 +137,7 @@ def narrowed(runs: Runs, first: int, last: int) -> Runs:
 
 
 def _interval(shape: tuple[int, ...], first: int, last: int, base: int) -> Iterator[tuple[int, list[Run]]]:
-    """(offset, [start, stop) of each dim) of the boxes that [first, last) of a row-major tensor falls into."""
+    """Yields (offset, [start, stop) of each dim) of the boxes that make up [first, last) of a row-major tensor."""
     if first >= last:
         return
     if not shape:
@@ -157,69 +157,72 @@ def _interval(shape: tuple[int, ...], first: int, last: int, base: int) -> Itera
         yield offset, [(bottom, bottom + 1), *spans]
 
 
-def _common(one: Runs, other: Runs) -> list[tuple[int, int, int]]:
-    """(place in one, place in other, length) of each run of indices that both have, ascending."""
-    found: list[tuple[int, int, int]] = []
-    i = j = at_one = at_other = 0
-    while i < len(one) and j < len(other):
-        low, high = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
+def _common(first: Runs, second: Runs) -> list[tuple[int, int, int]]:
+    """Returns (place in first, place in second, length) of each run of indices that both have, ascending."""
+    common: list[tuple[int, int, int]] = []
+    i = j = at_first = at_second = 0
+    while i < len(first) and j < len(second):
+        low, high = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
         if low < high:
-            here, there = at_one + low - one[i][0], at_other + low - other[j][0]
-            if found and found[-1][0] + found[-1][2] == here and found[-1][1] + found[-1][2] == there:
-                found[-1] = (found[-1][0], found[-1][1], found[-1][2] + high - low)
+            here, there = at_first + low - first[i][0], at_second + low - second[j][0]
+            # runs that touch on both sides are one copy
+            if common and common[-1][0] + common[-1][2] == here and common[-1][1] + common[-1][2] == there:
+                common[-1] = (common[-1][0], common[-1][1], common[-1][2] + high - low)
             else:
-                found.append((here, there, high - low))
-        if one[i][1] <= other[j][1]:
-            at_one += one[i][1] - one[i][0]
+                common.append((here, there, high - low))
+        if first[i][1] <= second[j][1]:
+            at_first += first[i][1] - first[i][0]
             i += 1
         else:
-            at_other += other[j][1] - other[j][0]
+            at_second += second[j][1] - second[j][0]
             j += 1
-    return found
+    return common
 
 
-def common_count(one: Piece, other: Piece) -> int:
-    """How many elements two pieces of one tensor have in common."""
+def common_count(first: Piece, second: Piece) -> int:
+    """Returns how many elements two pieces of one tensor have in common."""
     return sum(
         math.prod(sum(run[2] for run in _common(a, b)) for a, b in zip(mine.runs, theirs.runs, strict=True))
-        for mine in one.boxes
-        for theirs in other.boxes
+        for mine in first.boxes
+        for theirs in second.boxes
     )
 
 
-def copy_common(source: np.ndarray, held: Piece, target: np.ndarray, wanted: Piece) -> int:
-    """Copy what both pieces have from `source` (the elements of `held`) to `target` (those of `wanted`).
+def copy_common(source: np.ndarray, source_piece: Piece, target: np.ndarray, target_piece: Piece) -> int:
+    """Copy what both pieces have from `source`, the elements of `source_piece`, to `target`, those of `target_piece`.
 
     Both arrays have one dim and contiguous elements. Returns how many elements were copied.
     """
     done = 0
-    for theirs in held.boxes:
-        for mine in wanted.boxes:
+    for theirs in source_piece.boxes:
+        for mine in target_piece.boxes:
             runs = [_common(a, b) for a, b in zip(theirs.runs, mine.runs, strict=True)]
             if all(runs):
-                given = source[theirs.offset : theirs.offset + theirs.count].reshape(theirs.shape)
-                taken = target[mine.offset : mine.offset + mine.count].reshape(mine.shape)
-                _copy(given, taken, runs)
-                done += math.prod(sum(run[2] for run in one) for one in runs)
+                source_box = source[theirs.offset : theirs.offset + theirs.count].reshape(theirs.shape)
+                target_box = target[mine.offset : mine.offset + mine.count].reshape(mine.shape)
+                _copy(source_box, target_box, runs)
+                done += math.prod(sum(run[2] for run in shared) for shared in runs)
     return done
 
 
-def _copy(given: np.ndarray, taken: np.ndarray, runs: list[list[tuple[int, int, int]]]) -> None:
+def _copy(source_box: np.ndarray, target_box: np.ndarray, runs: list[list[tuple[int, int, int]]]) -> None:
     """Copy the product of runs; a dim with many of them is copied by index."""
-    for dim, found in enumerate(runs):
-        if len(found) > FEW and sum(len(other) > 1 for other in runs) == 1:
-            theirs = [np.arange(here, here + size) for here, _, size in found]
-            mine = [np.arange(there, there + size) for _, there, size in found]
+    for dim, of_dim in enumerate(runs):
+        # interleaved shares have a run for every few indices, each a slice of its own otherwise. In one dim alone: of
+        # index arrays in two dims numpy takes pairs, not their product
+        if len(of_dim) > FEW and sum(len(other) > 1 for other in runs) == 1:
+            theirs = [np.arange(here, here + size) for here, _, size in of_dim]
+            mine = [np.arange(there, there + size) for _, there, size in of_dim]
             before = (slice(None),) * dim
             every = (slice(None), slice(None))
             rest = [_span(other[0]) if place != dim else every for place, other in enumerate(runs)]
-            source: Any = given[tuple(span[0] for span in rest)]
-            target: Any = taken[tuple(span[1] for span in rest)]
+            source: Any = source_box[tuple(span[0] for span in rest)]
+            target: Any = target_box[tuple(span[1] for span in rest)]
             target[(*before, np.concatenate(mine))] = source[(*before, np.concatenate(theirs))]
             return
     for places in _product(runs):
         spans = [_span(place) for place in places]
-        taken[tuple(span[1] for span in spans)] = given[tuple(span[0] for span in spans)]
+        target_box[tuple(span[1] for span in spans)] = source_box[tuple(span[0] for span in spans)]
 
 
 def _span(run: tuple[int, int, int]) -> tuple[slice, slice]:
@@ -240,7 +243,7 @@ def _product(runs: list[list[tuple[int, int, int]]]) -> Iterator[list[tuple[int,
 
 
 def to_json(piece: Piece) -> list[Any]:
-    """[runs of each dim, None where it has all; first, last]."""
+    """Returns [runs of each dim, None where it has all; first, last]."""
     runs = [
         None if runs == (((0, size),) if size else ()) else [list(run) for run in runs]
         for size, runs in zip(piece.shape, piece.runs, strict=True)
@@ -249,7 +252,7 @@ def to_json(piece: Piece) -> list[Any]:
 
 
 def from_json(shape: tuple[int, ...], value: Any) -> Piece:
-    """The piece that `to_json` wrote; `InputError` for anything else."""
+    """Returns the piece that `to_json` wrote; `InputError` for anything else."""
     try:
         runs, first, last = value
         dims = tuple(

@@ -39,7 +39,7 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Work:
-    """One rank's part of a checkpoint.
+    """The part of a checkpoint that one rank writes.
 
     folder    where checkpoints lie
     partial   the folder's name while it is written, the same on every rank
@@ -60,7 +60,7 @@ class Work:
 
     @property
     def at(self) -> Path:
-        """The folder that is being written."""
+        """Returns the folder that is being written."""
         return self.folder / self.partial
 
 
@@ -77,17 +77,17 @@ def write_rank(work: Work, parts: Iterable[bytes | memoryview], disk: Disk) -> N
         "tensors": work.tensors,
         "fields": work.fields,
     }
-    told = work.at / f"rank-{work.rank:05d}.json"
-    disk.small(told, manifest.sealed(content))
+    description = work.at / f"rank-{work.rank:05d}.json"
+    disk.small(description, manifest.sealed(content))
 
 
 def rank_file(rank: int) -> str:
-    """The name of a rank's file."""
+    """Returns the name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def publish(work: Work, disk: Disk, wait_s: float = 600.0, going: Callable[[], bool] = lambda: True) -> Path:
-    """On rank 0: wait for every rank's part, then make the checkpoint. Returns its folder.
+    """Wait on rank 0 for every rank's part, then make the checkpoint; returns its folder.
 
     going   asked while waiting: whether to go on
 
@@ -96,13 +96,14 @@ def publish(work: Work, disk: Disk, wait_s: float = 600.0, going: Callable[[], b
     text = manifest.sealed(joined(_collected(work, wait_s, going), work).content())
     if not is_remote(work.folder):
         disk.file(work.at / manifest.NAME, [text])
+    # before the publication: after it nothing in the folder changes
     for rank in range(work.ranks):
         disk.remove(work.at / f"rank-{rank:05d}.json")
     final = work.at
     if is_remote(work.folder):
         disk.file(work.at / manifest.NAME, [text], read_back=True)
     else:
-        disk.sync_folder(work.at)
+        disk.sync_folder(work.at)  # the names of the files last before the rename does
         final = _free_name(work.folder, work.step)
         disk.rename(work.at, final)
         disk.sync_folder(work.folder)
@@ -112,6 +113,7 @@ def publish(work: Work, disk: Disk, wait_s: float = 600.0, going: Callable[[], b
 
 
 def _collected(work: Work, wait_s: float, going: Callable[[], bool]) -> list[dict[str, Any]]:
+    """Returns what each rank says of its part, by rank; waits until all parts are there."""
     until = time.monotonic() + wait_s
     missing = set(range(work.ranks))
     contents: dict[int, dict[str, Any]] = {}
@@ -131,7 +133,7 @@ def _collected(work: Work, wait_s: float, going: Callable[[], bool]) -> list[dic
 
 
 def _arrived(path: Path) -> dict[str, Any] | None:
-    """What a rank says of its part; None before it is there, which on a store is half of it too."""
+    """Returns what a rank says of its part; None before it is there, which on a store includes half of it."""
     if not path.exists():
         return None
     try:
@@ -143,20 +145,20 @@ def _arrived(path: Path) -> dict[str, Any] | None:
 
 
 def joined(contents: list[dict[str, Any]], work: Work) -> Manifest:
-    """One manifest from all ranks' parts. Raises `RunError` where they do not add up to whole tensors."""
+    """Returns one manifest from all ranks' parts. `RunError` where they do not add up to whole tensors."""
     files: dict[str, File] = {}
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     parts: dict[str, list[FilePiece]] = {}
     for content in contents:
         name = content["file"]["name"]
         files[name] = File(content["file"]["bytes"], content["file"]["xxh3_128"])
-        for key, found in content["tensors"].items():
-            shape = tuple(found["shape"])
-            known = tensors.setdefault(key, (found["dtype"], shape))
-            if known != (found["dtype"], shape):
-                raise RunError(f"'{key}' is {known} on one rank and {(found['dtype'], shape)} on another")
+        for key, row in content["tensors"].items():
+            shape = tuple(row["shape"])
+            first = tensors.setdefault(key, (row["dtype"], shape))
+            if first != (row["dtype"], shape):
+                raise RunError(f"'{key}' is {first} on one rank and {(row['dtype'], shape)} on another")
             parts.setdefault(key, []).extend(
-                FilePiece(name, begin, from_json(shape, piece)) for begin, piece in found["parts"]
+                FilePiece(name, begin, from_json(shape, piece)) for begin, piece in row["parts"]
             )
     whole = {key: Tensor(tensors[key][0], tensors[key][1], tuple(parts[key])) for key in sorted(tensors)}
     for key, tensor in whole.items():
@@ -170,7 +172,7 @@ def joined(contents: list[dict[str, Any]], work: Work) -> Manifest:
 
 
 def merged(fields: list[dict[str, Any]]) -> dict[str, Any]:
-    """All ranks' fields as one.
+    """Returns all ranks' fields as one.
 
     "shared"   name -> value: of any rank, equal where several have one
     "listed"   name -> list: joined, equal entries once
@@ -181,18 +183,19 @@ def merged(fields: list[dict[str, Any]]) -> dict[str, Any]:
     listed: dict[str, list[Any]] = {}
     for rank, own in enumerate(fields):
         for table, values in own.get("shared", {}).items():
-            known = shared.setdefault(table, {})
+            table_values = shared.setdefault(table, {})
             for name, value in values.items():
-                if known.setdefault(name, value) != value:
-                    raise RunError(f"rank {rank} has {table} '{name}' = {value}, another rank {known[name]}")
+                if table_values.setdefault(name, value) != value:
+                    raise RunError(f"rank {rank} has {table} '{name}' = {value}, another rank {table_values[name]}")
         for name, values in own.get("listed", {}).items():
-            held = listed.setdefault(name, [])
-            held += [value for value in values if value not in held]
+            joined_values = listed.setdefault(name, [])
+            joined_values += [value for value in values if value not in joined_values]
     rest = {name: value for name, value in fields[0].items() if name not in ("shared", "listed", "own")}
     return {**rest, **shared, **listed, "own": [own.get("own") for own in fields]}
 
 
 def _free_name(folder: Path, step: int) -> Path:
+    """Returns a path for the step's checkpoint that is not taken."""
     for number in range(1, 10_000):
         path = folder / (f"step-{step:08d}" + (f"-{number}" if number > 1 else ""))
         if not os.path.lexists(path):
@@ -203,7 +206,7 @@ def _free_name(folder: Path, step: int) -> Path:
 def write_and_publish(
     work: Work, parts: Iterable[bytes | memoryview], disk: Disk, going: Callable[[], bool] = lambda: True
 ) -> Path:
-    """Write a rank's part; on rank 0 publish the checkpoint. Returns its folder (other ranks: that being written)."""
+    """Write a rank's part, on rank 0 publish the checkpoint; returns its folder (other ranks: the unfinished one)."""
     try:
         write_rank(work, parts, disk)
         return publish(work, disk, going=going) if work.rank == 0 else work.at
@@ -213,7 +216,7 @@ def write_and_publish(
 
 
 def give_up(work: Work, error: Exception, disk: Disk) -> None:
-    """Say in the folder that this rank's part will not come; rank 0 removes the folder. Never raises."""
+    """Mark in the folder that this rank's part will not come; rank 0 removes the folder. Never raises."""
     try:
         if work.rank:
             disk.folder(work.at)  # which nobody may have come to yet
@@ -229,16 +232,16 @@ def give_up(work: Work, error: Exception, disk: Disk) -> None:
 
 def scan(folder: Path) -> list[Path]:
     """Returns published checkpoints below a folder, newest first; whether each can be read is not checked."""
-    found = []
+    published = []
     for name in names_in(folder):
         match = _STEP.fullmatch(name)
         if match and _is_published(folder / name):
-            found.append((int(match[1]), int(match[2] or 1), folder / name))
-    return [path for _, _, path in sorted(found, key=lambda one: one[:2], reverse=True)]
+            published.append((int(match[1]), int(match[2] or 1), folder / name))
+    return [path for _, _, path in sorted(published, key=lambda row: row[:2], reverse=True)]
 
 
 def names_in(folder: Path) -> list[str]:
-    """What lies in a folder; nothing where it cannot be read."""
+    """Returns the names of what lies in a folder; [] where it cannot be read."""
     own = getattr(folder, "names", None)  # of a place in a store
     try:
         return os.listdir(folder) if own is None else own()
@@ -259,13 +262,13 @@ def under_way(folder: Path) -> list[Path]:
 
 
 def _is_set_aside(path: Path) -> bool:
-    """Whether a folder in a store holds a withdrawn checkpoint: its manifest has another name, its files stay."""
+    """Returns whether a folder in a store is a withdrawn checkpoint: its manifest has another name, its files stay."""
     kept = f"{manifest.NAME}."
     return any(name.startswith(kept) and not name.startswith(f"{kept}gone-") for name in names_in(path))
 
 
 def step_of(path: Path) -> int:
-    """The step in a checkpoint's name."""
+    """Returns the step in a checkpoint's name."""
     match = _STEP.fullmatch(path.name)
     if match is None:
         raise InputError(f"{path} is not named as a checkpoint is")
@@ -276,6 +279,7 @@ def retain(folder: Path, newest: Path, keep: int, disk: Disk) -> None:
     """Remove published checkpoints but `newest`, whose files were read back, and the `keep` - 1 before it."""
     others = [path for path in scan(folder) if path != newest]
     for path in others[max(keep - 1, 0) :]:
+        # renamed first: half a removed folder would still look like a checkpoint
         disk.remove(disk.withdraw(path, f"gone-{os.getpid()}"))
 
 
@@ -291,13 +295,13 @@ def set_aside(path: Path, why: str, disk: Disk) -> Path:
 
 
 def verify(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
-    """Read the files (each `parts`-th, from `part` on) and compare their digests. Returns what is wrong."""
+    """Read the files (each `parts`-th, from `part` on) and compare their digests; returns what is wrong."""
     try:
-        found = manifest.read(folder)
+        content = manifest.read(folder)
     except InputError as error:
         return [str(error)]
     wrong = []
-    for name, file in list(found.files.items())[part::parts]:
+    for name, file in list(content.files.items())[part::parts]:
         try:
             digest = digest_of(folder / name)
         except OSError as error:

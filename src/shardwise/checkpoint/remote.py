@@ -50,96 +50,96 @@ class RemotePath:
 
     @property
     def name(self) -> str:
-        """The last part."""
+        """Returns the last part of the address."""
         return self.path.rpartition("/")[2]
 
     @property
     def parent(self) -> RemotePath:
-        """What it lies in."""
+        """Returns the place that it lies in."""
         return RemotePath(self.store, self.path.rpartition("/")[0])
 
     def absolute(self) -> RemotePath:
-        """Itself."""
+        """Returns itself: an address is absolute."""
         return self
 
     def is_symlink(self) -> bool:
-        """A store has none that anybody could follow."""
+        """Returns False: a store has no links that anybody could follow."""
         return False
 
     def exists(self) -> bool:
-        """Whether it is there now, whatever was listed before."""
-        with told(self):
-            self.store.invalidate_cache()
+        """Returns whether it is there now, whatever was listed before."""
+        with naming_address(self):
+            self.store.invalidate_cache()  # fsspec keeps listings, and other ranks write here
             return bool(self.store.exists(self.path))
 
     def is_file(self) -> bool:
-        """Whether it is there and no folder."""
-        with told(self):
+        """Returns whether it is there and no folder."""
+        with naming_address(self):
             return bool(self.store.isfile(self.path))
 
     def is_dir(self) -> bool:
-        """Whether anything lies in it."""
-        with told(self):
+        """Returns whether anything lies in it."""
+        with naming_address(self):
             return bool(self.store.isdir(self.path))
 
     def size(self) -> int:
-        """Bytes of a file."""
-        with told(self):
+        """Returns the bytes of a file."""
+        with naming_address(self):
             return int(self.store.info(self.path)["size"])
 
     def names(self) -> list[str]:
-        """What lies in it; nothing where it is not there."""
-        with told(self):
+        """Returns the names of what lies in it; [] where it is not there."""
+        with naming_address(self):
             self.store.invalidate_cache()
             if not self.store.exists(self.path):
                 return []
-            return [str(found).rstrip("/").rpartition("/")[2] for found in self.store.ls(self.path, detail=False)]
+            return [str(path).rstrip("/").rpartition("/")[2] for path in self.store.ls(self.path, detail=False)]
 
     @contextmanager
     def open(self, mode: str = "rb", buffering: int = -1) -> Iterator[Any]:
-        """As a file, to be read."""
-        with told(self), self.store.open(self.path, mode) as file:
+        """Context: the file, to be read."""
+        with naming_address(self), self.store.open(self.path, mode) as file:
             yield file
 
     def read_bytes(self) -> bytes:
-        """All of it."""
-        with told(self):
+        """Returns all of the file."""
+        with naming_address(self):
             return bytes(self.store.cat_file(self.path))
 
     def write_bytes(self, data: bytes) -> None:
-        """All of it, anew."""
-        with told(self):
+        """Write the whole file, anew."""
+        with naming_address(self):
             self.store.pipe_file(self.path, data)
 
     def unlink(self) -> None:
         """Remove the file."""
-        with told(self):
+        with naming_address(self):
             self.store.rm_file(self.path)
 
     def read_text(self, encoding: str = "utf-8", errors: str = "strict") -> str:
-        """All of it, as text."""
+        """Returns all of the file, as text."""
         return self.read_bytes().decode(encoding, errors)
 
     def read_range(self, begin: int, size: int) -> bytes:
-        """At most `size` bytes from `begin` on; fewer where that is much for one request."""
-        with told(self):
+        """Returns at most `size` bytes from `begin` on; fewer where that is much for one request."""
+        with naming_address(self):
             return bytes(self.store.cat_file(self.path, start=begin, end=begin + min(size, AT_ONCE)))
 
 
 class RemoteDisk(Disk):
-    """What changes files of a store."""
+    """Changes files of a store."""
 
     def folder(self, path: Path) -> None:
-        """Where a store has folders, make one."""
+        """Make a folder, where a store has any."""
         self.reached("create", path)
-        with told(path):
+        with naming_address(path):
             path.store.makedirs(path.path, exist_ok=True)  # type: ignore[attr-defined]
 
     def file(self, path: Path, parts: Iterable[bytes | memoryview], read_back: bool = False) -> str:
-        """A new file with these bytes. Returns their digest."""
+        """Make a new file with these bytes; returns their digest."""
         self.reached("create", path)
         digest = xxhash.xxh3_128()
-        with told(path), path.store.open(path.path, "wb") as file:  # type: ignore[attr-defined]
+        with naming_address(path), path.store.open(path.path, "wb") as file:  # type: ignore[attr-defined]
             for part in parts:
                 view = memoryview(part).cast("B")
                 for start in range(0, len(view), CHUNK):
@@ -153,25 +153,26 @@ class RemoteDisk(Disk):
         return digest.hexdigest()
 
     def small(self, path: Path, data: bytes) -> None:
-        """A small file; who reads it looks at its digest."""
+        """Make a small file; who reads it looks at its digest."""
         self.file(path, [data])
 
     def replace(self, path: Path, data: bytes) -> None:
-        """The same in place of another."""
+        """Put a small file in place of another."""
         self.file(path, [data])
 
     def sync_folder(self, path: Path) -> None:
-        """Does nothing: a store has no folders whose names would have to be synced."""
+        """Do nothing: a store has no folders whose names would have to be synced."""
 
     def remove(self, path: Path) -> None:
         """Remove a file or a folder with all that is in it."""
         self.reached("remove", path)
-        with told(path):
+        with naming_address(path):
             if path.exists():
                 path.store.rm(path.path, recursive=True)  # type: ignore[attr-defined]
 
     def withdraw(self, path: Path, why: str) -> Path:
         """Rename a checkpoint's manifest, so that it is no checkpoint any more; returns its folder."""
+        # the copy first: a process that ends in between leaves the checkpoint as it was
         text = (path / "manifest.json").read_bytes()
         self.file(path / f"manifest.json.{why}", [text])
         self.remove(path / "manifest.json")
@@ -179,7 +180,7 @@ class RemoteDisk(Disk):
 
 
 @contextmanager
-def told(path: Any) -> Iterator[None]:
+def naming_address(path: Any) -> Iterator[None]:
     """Context: what a store raises becomes an `OSError` that names the address."""
     try:
         yield
@@ -191,7 +192,7 @@ def told(path: Any) -> Iterator[None]:
 
 
 def place(text: Any) -> Path:
-    """A folder, or a place in a store where the text has `://`. `InputError` where fsspec or the store's package lacks.
+    """Returns a folder, or a place in a store where the text has `://`. `InputError` where a package for it is missing.
 
     What comes back for an address is a `RemotePath`, which stands in for a `Path` in this room.
     """
@@ -213,7 +214,7 @@ def place(text: Any) -> Path:
 
 
 def is_remote(path: Path) -> bool:
-    """Whether it is a place in a store."""
+    """Returns whether the path is a place in a store."""
     return isinstance(path, RemotePath)
 
 

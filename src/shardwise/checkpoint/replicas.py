@@ -27,34 +27,34 @@ from shardwise.errors import RunError
 
 BEFORE = "before/"  # of the name of what was hashed before the update
 Hashes = dict[str, tuple[str, int]]  # name -> (piece, hash)
-Held = dict[str, dict[int, int]]  # name -> rank -> hash, of one piece
+HashesByRank = dict[str, dict[int, int]]  # name -> rank -> hash, of one piece
 
 
 class ReplicasDiffer(RunError):
-    """Ranks that should hold the same do not. Raised on all ranks alike.
+    """Raised on all ranks alike where ranks that should hold the same do not.
 
     step    steps done
-    held    of each tensor that differs, what each of its ranks has; those hashed before the update alone, where any did
+    hashes  of each tensor that differs, by rank; those taken before the update alone, where any of them differ
     rank    the one that differs from the majority; None: there is none
     """
 
-    def __init__(self, step: int, held: Held) -> None:
-        self.step, self.held = step, held
-        blamed = _blamed(held)
+    def __init__(self, step: int, hashes: HashesByRank) -> None:
+        self.step, self.hashes = step, hashes
+        blamed = _blamed(hashes)
         self.rank = blamed[0] if blamed else None
-        super().__init__(_told(held, step, blamed))
+        super().__init__(_message(hashes, step, blamed))
 
     def judged(self, blamed: list[int], why: str) -> ReplicasDiffer:
         """Returns this error with a verdict from steps taken again; `blamed` and `why` are those of `verdict`."""
-        error = ReplicasDiffer(self.step, self.held)
+        error = ReplicasDiffer(self.step, self.hashes)
         error.rank = blamed[0] if blamed else None
         said = "another rank that took the steps in its place came to what the others have"
-        error.args = (_told(self.held, self.step, blamed, said, "" if blamed else f" ({why})"),)
+        error.args = (_message(self.hashes, self.step, blamed, said, "" if blamed else f" ({why})"),)
         return error
 
 
 class ReplicaCheck:
-    """Compares what ranks hold alike. Every rank makes one and calls it at the same steps.
+    """Check that ranks which hold the same have equal bits. Every rank makes one and calls it at the same steps.
 
     every   steps between the calls: in those steps, hashes are taken before the update too
     """
@@ -66,40 +66,40 @@ class ReplicaCheck:
         self.unlike: list[str] | None = None  # buffers that differed at the first check: ranks keep their own
 
     def before_update(self) -> AbstractContextManager[None]:
-        """For `Engine.around("update", ...)`: hashes what modules compute with, in steps that are compared."""
+        """Hash what modules compute with, in steps that are compared. For `Engine.around("update", ...)`."""
         if self._every is not None and (self.engine.steps_done + 1) % self._every == 0:
             self._before = hashes(self.engine, before=True)
         return nullcontext()
 
     def taken(self) -> Hashes:
         """Returns hashes of what this rank holds now, and of what it held before the update where asked for."""
-        found, self._before = {**self._before, **hashes(self.engine)}, {}
-        return found
+        taken, self._before = {**self._before, **hashes(self.engine)}, {}
+        return taken
 
     def __call__(self) -> None:
         """Raises `ReplicasDiffer`, on all ranks, naming a tensor and the rank that has other bits. Collective."""
         engine = self.engine
         mine = self.taken()
         places: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
-        for rank, held in enumerate(gather_json(mine, engine.mesh.world, engine.device)):
-            for key, (piece, found) in held.items():
-                places[key, piece][rank] = found
-        differing = {key: held for (key, _), held in places.items() if len(set(held.values())) > 1}
-        if self.unlike is None:
+        for rank, by_name in enumerate(gather_json(mine, engine.mesh.world, engine.device)):
+            for key, (piece, value) in by_name.items():
+                places[key, piece][rank] = value
+        differing = {key: by_name for (key, _), by_name in places.items() if len(set(by_name.values())) > 1}
+        if self.unlike is None:  # buffers that are each rank's own differ from the first check on
             self.unlike = sorted({name for key in differing if (name := _plain(key)).startswith("buffer/")})
             if self.unlike:
                 names = ", ".join(self.unlike[:3])
                 engine.notices.append(f"not compared between ranks, since each had its own at the first look: {names}")
-        wrong = {key: held for key, held in differing.items() if _plain(key) not in self.unlike}
-        first = {key: held for key, held in wrong.items() if key.startswith(BEFORE)}
+        wrong = {key: by_name for key, by_name in differing.items() if _plain(key) not in self.unlike}
+        first = {key: by_name for key, by_name in wrong.items() if key.startswith(BEFORE)}
         if wrong:
             raise ReplicasDiffer(engine.steps_done, first or wrong)
 
 
 def hashes(engine: Engine, before: bool = False) -> Hashes:
     """Returns hashes of every tensor that several ranks may hold alike; `before`: of modules' own weights alone."""
-    found = _used(engine) if before else (*weights(engine), *state_of(engine)[1], *_used_beside(engine))
-    return {BEFORE * before + one.key: (str(to_json(one.piece)), bits_hash(one.flat())) for one in found}
+    holdings = _used(engine) if before else (*weights(engine), *state_of(engine)[1], *_used_beside(engine))
+    return {BEFORE * before + h.key: (str(to_json(h.piece)), bits_hash(h.flat())) for h in holdings}
 
 
 def _plain(key: str) -> str:
@@ -107,12 +107,13 @@ def _plain(key: str) -> str:
 
 
 def _used(engine: Engine) -> Iterator[Holding]:
+    """Yields what modules compute with: masters, buffers, and weights that are no masters."""
     yield from weights(engine)
     yield from _used_beside(engine)
 
 
 def _used_beside(engine: Engine) -> Iterator[Holding]:
-    """Weights as the module computes with them, where those are no masters."""
+    """Yields weights as the module computes with them, where those are no masters."""
     masters = {id(slot.master) for slot in engine.technique.slots}
     for name, param in engine.module.named_parameters():
         if name in engine.state.names and id(param) not in masters and not isinstance(param, DTensor):
@@ -120,18 +121,20 @@ def _used_beside(engine: Engine) -> Iterator[Holding]:
             yield Holding(f"used/{name}", Piece(tuple(whole), tuple(runs), 0, param.numel()), param)
 
 
-def _blamed(wrong: Held) -> list[int]:
-    """Ranks that differ from a majority, most often first."""
+def _blamed(wrong: HashesByRank) -> list[int]:
+    """Returns the ranks that differ from a majority, most often first."""
     blamed: Counter[int] = Counter()
-    for held in wrong.values():
-        common, count = Counter(held.values()).most_common(1)[0]
-        if 2 * count > len(held):
-            blamed.update(rank for rank, found in held.items() if found != common)
+    for by_rank in wrong.values():
+        common, count = Counter(by_rank.values()).most_common(1)[0]
+        if 2 * count > len(by_rank):
+            blamed.update(rank for rank, value in by_rank.items() if value != common)
     return [rank for rank, _ in blamed.most_common()]
 
 
-def _told(wrong: Held, step: int, blamed: list[int], why: str = "the other ranks agree", more: str = "") -> str:
-    """Which tensors differ, and on which rank, where that is known, and `why`; `more`: what else was found out."""
+def _message(
+    wrong: HashesByRank, step: int, blamed: list[int], why: str = "the other ranks agree", more: str = ""
+) -> str:
+    """Returns which tensors differ, on which rank where that is known, and `why`; `more`: what else was found out."""
     keys = sorted(_plain(key) for key in wrong)
     names = ", ".join(f"'{key}'" for key in keys[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
     ranks = sorted(next(iter(wrong.values())))
@@ -147,7 +150,7 @@ def _told(wrong: Held, step: int, blamed: list[int], why: str = "the other ranks
     )
 
 
-def verdict(first: Held, again: Held) -> tuple[list[int], str]:
+def verdict(first: HashesByRank, again: HashesByRank) -> tuple[list[int], str]:
     """Returns (ranks at fault, why) from hashes of steps and of the same steps taken again; ([], why not) where open.
 
     first   name -> rank -> hash
@@ -158,16 +161,17 @@ def verdict(first: Held, again: Held) -> tuple[list[int], str]:
     """
     blamed: Counter[int] = Counter()
     why = "what others come to in their place is what none of them had: it went wrong before the last step"
-    for name, held in first.items():
-        came_to: dict[int, set[int]] = {rank: {found} for rank, found in held.items()}
-        for rank, found in again.get(name, {}).items():
-            came_to.setdefault(rank, set()).add(found)
-        (best, voices), *others = Counter(found for mine in came_to.values() for found in mine).most_common()
+    for name, by_rank in first.items():
+        came_to: dict[int, set[int]] = {rank: {value} for rank, value in by_rank.items()}
+        for rank, value in again.get(name, {}).items():
+            came_to.setdefault(rank, set()).add(value)
+        (best, voices), *others = Counter(value for mine in came_to.values() for value in mine).most_common()
         if not others or voices > others[0][1]:
-            if best in held.values():
-                blamed.update(rank for rank, found in held.items() if found != best)
+            # else all of the first are wrong: what was right was lost before these steps
+            if best in by_rank.values():
+                blamed.update(rank for rank, value in by_rank.items() if value != best)
             continue
-        unsteady = [rank for rank in held if len(came_to[rank]) > 1]
+        unsteady = [rank for rank in by_rank if len(came_to[rank]) > 1]
         if len(unsteady) == 1:
             blamed.update(unsteady)
         else:

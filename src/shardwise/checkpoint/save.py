@@ -53,7 +53,7 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True)
 class _Share:
-    """What this rank writes of one tensor: elements [first, last) of what it holds, at `entry` of its file."""
+    """The part of a tensor that this rank writes: elements [first, last) of its piece, at `entry` of its file."""
 
     first: int
     last: int
@@ -107,7 +107,7 @@ class Saver:
         """
         self.finish()
         reach("save", subject=self)
-        holdings, tree = self._held()
+        holdings, tree = self._state()
         self._settle(holdings)
         self._check_space()
         work = self._work(holdings, tree, fields or {})
@@ -118,8 +118,8 @@ class Saver:
         else:
             self._agreed(lambda: publish.write_and_publish(work, self._parts(holdings), self.disk))
 
-    def _held(self) -> tuple[list[Holding], Fields]:
-        """This rank's tensors, and the optimizer's state as a tree. Raises on every rank what one has no form for."""
+    def _state(self) -> tuple[list[Holding], Fields]:
+        """Returns (this rank's tensors, the optimizer's state as a tree). `RefusedPlan` for what has no form."""
         engine, error = self.engine, ""
         holdings: list[Holding] = []
         tree: Fields = {}
@@ -131,17 +131,18 @@ class Saver:
                 _ = holding.dtype  # that it has a name
         except RefusedPlan as problem:
             error = str(problem)
-        told = gather_json(error, engine.mesh.world, engine.device)
-        if any(told):
-            raise RefusedPlan(next(word for word in told if word))
+        errors = gather_json(error, engine.mesh.world, engine.device)
+        if any(errors):
+            raise RefusedPlan(next(word for word in errors if word))
         return holdings, tree
 
     def _work(self, holdings: list[Holding], tree: Fields, fields: Fields) -> Work:
+        """Returns this rank's part of the checkpoint: tensors with their places in its file, and all other state."""
         engine = self.engine
         tensors = {}
         for holding in holdings:
             share = self._shares.get(holding.key)
-            if share is not None:
+            if share is not None:  # None: another rank that holds the same writes it
                 piece = to_json(holding.piece.part(share.first, share.last))
                 shape = list(holding.piece.shape)
                 parts = [[share.entry.begin, piece]]
@@ -169,11 +170,11 @@ class Saver:
         return Work(self.folder, partial, engine.steps_done, engine.rank, engine.world_size, tensors, whole, self.keep)
 
     def _settle(self, holdings: list[Holding]) -> None:
-        """Who writes what, where that is not known for this layout. Collective."""
+        """Deal what is written over the ranks, where that is not known for this layout. Collective."""
         engine = self.engine
-        mine = [[one.key, to_json(one.piece), one.piece.shape, one.dtype, one.alike] for one in holdings]
+        mine = [[h.key, to_json(h.piece), h.piece.shape, h.dtype, h.alike] for h in holdings]
         text = json.dumps(mine)
-        number = xxhash.xxh3_64_intdigest(text.encode()) % 2**52
+        number = xxhash.xxh3_64_intdigest(text.encode()) % 2**52  # exact in float64, in which rows travel
         rows = gather_rows(put([float(number)], engine.device), engine.mesh.world)
         layout = str(rows.view(-1).tolist())
         if layout == self._layout:
@@ -181,7 +182,7 @@ class Saver:
         everybody = gather_json(mine, engine.mesh.world, engine.device)
         shares = assigned(everybody)
         sizes = [sum((last - first) * ITEM_BYTES[dtype] for _, dtype, first, last in own) for own in shares]
-        whole = {one.key: one.piece for one in holdings if one.piece.is_whole}
+        whole = {h.key: h.piece for h in holdings if h.piece.is_whole}
         named: dict[str, tuple[str, tuple[int, ...]]] = {}
         for key, dtype, first, last in shares[engine.rank]:
             all_of_it = key in whole and last - first == whole[key].count
@@ -219,15 +220,15 @@ class Saver:
                 place.copy_(holding.flat()[share.first : share.last])
 
     def _parts(self, holdings: list[Holding]) -> Iterator[bytes | memoryview]:
-        """The bytes of this rank's file, from where they are: nothing changes before it is written."""
+        """Yields the bytes of this rank's file, from where they are: nothing changes before it is written."""
         yield self._header
-        held = {holding.key: holding for holding in holdings}
+        holding_of = {holding.key: holding for holding in holdings}
         for key, share in sorted(self._shares.items(), key=lambda item: item[1].entry.begin):
             if share.last > share.first:
-                yield held[key].flat()[share.first : share.last].cpu().contiguous().view(torch.uint8).numpy().data
+                yield holding_of[key].flat()[share.first : share.last].cpu().contiguous().view(torch.uint8).numpy().data
 
     def _check_space(self) -> None:
-        """Raise where the folder cannot be made or the disk has not the bytes, before anything is written."""
+        """Raises `RunError` where the folder cannot be made or the disk lacks the bytes. Collective."""
         free, error = 0.0, ""
         if self.engine.rank == 0:
             try:
@@ -251,11 +252,11 @@ class Saver:
 
     @property
     def _mark(self) -> str:
-        """A file that rank 0 makes for a moment, for others to see."""
+        """Returns the name of a file that rank 0 makes for a moment, for others to see."""
         return f"meeting-{self.token}"
 
     def _not_shared(self) -> str:
-        """The reason why some rank does not see what rank 0 writes into the folder; "" where all see it. Collective."""
+        """Returns why some rank does not see what rank 0 writes into the folder; "" where all see it. Collective."""
         engine, mark = self.engine, self.folder / self._mark
         until = time.monotonic() + SEEN_S
         while not (seen := mark.exists()) and time.monotonic() < until:
@@ -267,7 +268,7 @@ class Saver:
         return f"rank {blind[0]} does not see what rank 0 writes in {self.folder}: hosts share it not" if blind else ""
 
     def _free_bytes(self) -> float:
-        """What the folder's disk has left; a store does not say."""
+        """Returns what the folder's disk has left; of a store, which does not say, 2^62."""
         if is_remote(self.folder):
             return float(2**62)
         stat = os.statvfs(self.folder)
@@ -276,6 +277,7 @@ class Saver:
     # --- writing
 
     def _started(self) -> Writer:
+        """Returns the writer, started anew where it has ended."""
         if self._writer is not None and self._writer.process.poll() is not None:
             self._writer.close()  # it was killed between two saves
             self._writer = None
@@ -291,15 +293,15 @@ class Saver:
             self._started()
 
     def make_room(self) -> None:
-        """Deal what is saved over the ranks and make this rank's buffer as large as its part is now. Collective."""
-        self._settle(self._held()[0])
+        """Deal what is saved over the ranks and make this rank's buffer as large as its part. Collective."""
+        self._settle(self._state()[0])
 
     def answered(self) -> str:
-        """State of this rank's save: "" while it goes on (or there is none), "well" or "badly" once it is over."""
+        """Returns how this rank's save stands: "" while it goes on (or there is none), then "well" or "badly"."""
         return "" if self._writer is None else self._writer.answered()
 
     def finish(self) -> None:
-        """Return when no save is under way anywhere. Collective. Raises, on all ranks alike, what it failed with."""
+        """Wait until no save is under way anywhere. Collective. Raises, on all ranks alike, what it failed with."""
         if self._writer is None or self._writer.step is None:
             return
         writer = self._writer
@@ -314,17 +316,17 @@ class Saver:
         self._agreed(waited)
 
     def _agreed(self, work: Callable[[], Path]) -> None:
-        """Do this; every rank returns when all have done it, or raises what the first of them failed with."""
-        found, error = "", ""
+        """Run `work`; returns when all ranks have, or raises what the first of them failed with. Collective."""
+        path, error = "", ""
         try:
-            found = str(work())
+            path = str(work())
         except (OSError, RunError) as problem:
             error = str(problem)
-        told = gather_json([found, error], self.engine.mesh.world, self.engine.device)
-        first = next((word for _, word in told if word), "")
+        answers = gather_json([path, error], self.engine.mesh.world, self.engine.device)
+        first = next((word for _, word in answers if word), "")
         if first:
             raise RunError(first if "was not written" in first else f"no checkpoint was written: {first}")
-        self.last = place(told[0][0])
+        self.last = place(answers[0][0])
 
     def close(self) -> None:
         """Let the writer end after the save under way, whose outcome is not checked."""
@@ -337,7 +339,7 @@ class Saver:
 
 
 def _memory_file() -> int:
-    """A descriptor of memory that another process can be given; of a file without a name where there is no such."""
+    """Returns a descriptor of memory that another process can be given, or of a file without a name."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("shardwise-checkpoint", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:
@@ -345,7 +347,7 @@ def _memory_file() -> int:
 
 
 def assigned(everybody: list[list[list[Any]]]) -> list[list[tuple[str, str, int, int]]]:
-    """For each rank what it writes: (key, dtype, first, last) of elements of the piece that it holds.
+    """Returns for each rank what it writes: (key, dtype, first, last) of elements of its piece.
 
     everybody   for each rank [key, piece, shape, dtype, alike] of each tensor
     """
@@ -353,6 +355,7 @@ def assigned(everybody: list[list[list[Any]]]) -> list[list[tuple[str, str, int,
     about: dict[tuple[str, str], tuple[Piece, str, bool]] = {}
     for rank, own in enumerate(everybody):
         for key, piece, shape, dtype, alike in own:
+            # where ranks may have other values in one tensor (buffers), all of it is the first rank's
             name = (key, json.dumps(piece) if alike else "")
             holders.setdefault(name, []).append(rank)
             if name not in about:
@@ -364,6 +367,7 @@ def assigned(everybody: list[list[list[Any]]]) -> list[list[tuple[str, str, int,
         if not alike:
             shares[ranks[0]].append((key, dtype, 0, count))
         elif len(ranks) == 1 or count * ITEM_BYTES[dtype] < SPLIT_BYTES:
+            # not always the first of them: small tensors are spread by their names
             shares[ranks[zlib.crc32(key.encode()) % len(ranks)]].append((key, dtype, 0, count))
         else:
             for place, rank in enumerate(ranks):

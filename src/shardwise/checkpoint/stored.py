@@ -25,14 +25,14 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Stored:
-    """Tensors by name. `manifest` is there where the folder is a checkpoint."""
+    """Tensors by name, read from files. `manifest` is there where the folder is a checkpoint."""
 
     def __init__(self, folder: Path, tensors: dict[str, Tensor], whole: Manifest | None = None) -> None:
         self.folder, self.tensors, self.manifest = folder, tensors, whole
         self._open: dict[str, int] = {}
 
     def read(self, name: str, wanted: Piece, into: np.ndarray | None = None) -> np.ndarray:
-        """The elements of a piece, (count,), as unsigned integers of their size.
+        """Returns the elements of a piece, (count,), as unsigned integers of their size.
 
         into   an array of that shape and dtype to fill, in the place of a new one
         """
@@ -45,17 +45,17 @@ class Stored:
         return target
 
     def _read_part(self, part: FilePiece, item: int, target: np.ndarray, wanted: Piece) -> int:
-        """Read what this part has of the piece; returns how many elements."""
-        held = part.piece
-        if held.runs == wanted.runs:  # two intervals of one flattening: straight to its place
-            first, last = max(held.first, wanted.first), min(held.last, wanted.last)
+        """Read what this part has of the piece into `target`; returns how many elements."""
+        piece = part.piece
+        if piece.runs == wanted.runs:  # two intervals of one flattening: straight to its place
+            first, last = max(piece.first, wanted.first), min(piece.last, wanted.last)
             if first < last:
                 place = target[first - wanted.first : last - wanted.first]
-                self._bytes(part, (first - held.first) * item, place.view(np.uint8))
+                self._bytes(part, (first - piece.first) * item, place.view(np.uint8))
             return max(last - first, 0)
         done = 0
-        for first in range(0, held.count, AT_ONCE):
-            some = held.part(first, min(first + AT_ONCE, held.count))
+        for first in range(0, piece.count, AT_ONCE):  # a buffer of so many elements, not of the part's
+            some = piece.part(first, min(first + AT_ONCE, piece.count))
             if common_count(some, wanted):
                 source = np.empty(some.count, ITEMS[item])
                 self._bytes(part, first * item, source.view(np.uint8))
@@ -92,20 +92,20 @@ class Stored:
 
 
 def _into(view: memoryview, ranged: Callable[[int, int], bytes], at: int) -> int:
-    """Fill a view's beginning with what one request brings; how many bytes."""
-    found = ranged(at, len(view))[: len(view)]
-    view[: len(found)] = found
-    return len(found)
+    """Fill a view's beginning with what one request brings; returns how many bytes."""
+    data = ranged(at, len(view))[: len(view)]
+    view[: len(data)] = data
+    return len(data)
 
 
 def of_checkpoint(folder: Path) -> Stored:
-    """A published checkpoint. `InputError` where it is none, or damaged as far as sizes tell."""
+    """Returns the tensors of a published checkpoint. `InputError` where it is none, or damaged as far as sizes tell."""
     whole = manifest.read(folder)
     return Stored(folder, whole.tensors, whole)
 
 
 def of_safetensors(path: Path) -> Stored:
-    """A safetensors file, or a folder of them with `model.safetensors` or its index. Names are those in the files."""
+    """Returns the tensors of a file, or of a folder with `model.safetensors` or its index, by the names in them."""
     if path.is_dir():
         folder, files = path, _indexed(path)
     else:
@@ -120,6 +120,7 @@ def of_safetensors(path: Path) -> Stored:
 
 
 def _indexed(folder: Path) -> list[str]:
+    """Returns the names of the files with weights in a folder."""
     index = folder / INDEX
     if not index.exists():
         if (folder / SINGLE).exists():
@@ -143,11 +144,12 @@ def _indexed(folder: Path) -> list[str]:
 
 
 def _pickles(folder: Path) -> str:
+    """Returns a remark on a folder's pickles for an error; "" where it has none."""
     kinds = {".bin", ".pt", ".pth", ".ckpt", ".distcp"}
-    found = next((path for path in sorted(folder.glob("*")) if path.suffix in kinds), None)
-    if found is None:
+    pickled = next((path for path in sorted(folder.glob("*")) if path.suffix in kinds), None)
+    if pickled is None:
         return ""
     return (
-        f"; {found.name} may be a pickle, which runs code when it is loaded and is not read (`shardwise checkpoint "
+        f"; {pickled.name} may be a pickle, which runs code when it is loaded and is not read (`shardwise checkpoint "
         "convert --allow-pickle` takes its tensors alone)"
     )

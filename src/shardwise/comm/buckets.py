@@ -28,7 +28,7 @@ _small: ContextVar[list[int] | None] = ContextVar("small buckets", default=None)
 
 @contextmanager
 def small_buckets() -> Iterator[list[int]]:
-    """Buckets made inside hold about a third of their parameters each, so that a small model has several too.
+    """Context: buckets made inside have about a third of their parameters each, so a small model has several too.
 
     Yields how many buckets each set of parameters came to.
     """
@@ -41,7 +41,7 @@ def small_buckets() -> Iterator[list[int]]:
 
 
 def _caps(sizes: list[int], width: int, summing: int) -> tuple[int, int]:
-    """Most elements of a bucket, and of the first."""
+    """Returns the most elements of a bucket, and of the first bucket."""
     if _small.get() is not None:
         third = max(1, sum(sizes) // 3)
         return third, third
@@ -49,17 +49,17 @@ def _caps(sizes: list[int], width: int, summing: int) -> tuple[int, int]:
 
 
 def numbers_in(tensor: torch.Tensor) -> int:
-    """How many real numbers a tensor holds: two for each complex element."""
+    """Returns how many real numbers a tensor holds: two for each complex element."""
     return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
 def shaped(flat: torch.Tensor, shape: torch.Size, *, as_complex: bool) -> torch.Tensor:
-    """A view of real numbers as a tensor of this shape, pairs of them as complex elements where asked for."""
+    """Returns a view of real numbers as a tensor of this shape, pairs of them as complex elements where asked for."""
     return torch.view_as_complex(flat.view(*shape, 2)) if as_complex else flat.view(shape)
 
 
 class Bucket:
-    """One bucket's buffer and how much of it this micro-batch has filled."""
+    """One bucket's buffer, and which of its gradients this micro-batch has brought."""
 
     def __init__(self, layout: BucketLayout, params: list[nn.Parameter], dtype: torch.dtype):
         self.layout = layout
@@ -73,10 +73,10 @@ class Bucket:
         self.launched = False
 
     def ensure(self) -> torch.Tensor:
-        """The buffer, made when first needed."""
+        """Returns the buffer, made when first needed."""
         if self.buffer is None:
             self.buffer = torch.empty(self.layout.size, dtype=self.dtype, device=self.params[0].device)
-            for start, stop in self.layout.gaps:
+            for start, stop in self.layout.gaps:  # they are reduced too, and new memory may hold NaN
                 self.buffer[start:stop].zero_()
             self.views_now = [
                 shaped(self.buffer[entry.start : entry.stop], param.shape, as_complex=param.is_complex())
@@ -87,30 +87,29 @@ class Bucket:
         return self.buffer
 
     def view(self, place: int) -> torch.Tensor:
-        """The part of the buffer that is this entry's gradient, in the parameter's shape."""
+        """Returns the part of the buffer that is this entry's gradient, in the parameter's shape."""
         self.ensure()
         return self.views_now[place]
 
     def put(self, sums: torch.Tensor) -> None:
-        """Take a buffer that was reduced elsewhere."""
+        """Take over a buffer that was reduced elsewhere."""
         self.buffer = sums
         entries = zip(self.layout.entries, self.params, strict=True)
         self.views_now = [shaped(sums[e.start : e.stop], p.shape, as_complex=p.is_complex()) for e, p in entries]
         self._alone = self._holders()
 
     def start_step(self) -> None:
-        """Begin without gradients: in other memory where somebody kept one of the last step's, or gave it memory of
-        its own (`param.grad.data = x`).
-        """
+        """Drop the gradients; take new memory where somebody kept one, or gave one memory (`param.grad.data = x`)."""
         self.filled.clear()
         for param in self.params:
             param.grad = None
+        # a script that kept last step's `param.grad` must not see it change (tests/test_prepare_gradients)
         if self.buffer is not None and self.views_now and self._holders() != self._alone:
             self.buffer = None
             self.forget_views()
 
     def _holders(self) -> list[int]:
-        """How many tensors lie in the buffer's memory, and how often each gradient is held."""
+        """Returns how many tensors lie in the buffer's memory, and how often each gradient is referred to."""
         assert self.buffer is not None
         users = torch._C._storage_Use_Count(self.buffer.untyped_storage()._cdata)
         return [users, *map(sys.getrefcount, self.views_now)]
@@ -120,15 +119,15 @@ class Bucket:
         self.views_now = []
 
     def complete(self) -> torch.Tensor:
-        """The buffer with zeros where no gradient came."""
-        if len(self.filled) < len(self.params):
+        """Returns the buffer, with zeros where no gradient came."""
+        if len(self.filled) < len(self.params):  # ranks may use other parameters, and add up whole buffers
             for place in set(range(len(self.params))) - self.filled:
                 self.view(place).zero_()
         return self.ensure()
 
 
 class GradientBuckets:
-    """Hooks the parameters; `launch(bucket)` is called for each bucket, in order, when it may be reduced.
+    """Buckets that hooks on the parameters fill; `launch(bucket)` is called for each, in order, when it may be reduced.
 
     ranks   each bucket's size is a multiple of it
     summing ranks that sum a gradient: more of them are sent larger buckets, where these are there anyway (`keep`)
@@ -173,7 +172,7 @@ class GradientBuckets:
                 param.register_post_accumulate_grad_hook(self._hook(number, place))
 
     def expect_pieces(self) -> None:
-        """The next backward shows which gradients come in several pieces: nothing is launched before its end."""
+        """Watch in the next backward which gradients come in several pieces; nothing is launched before its end."""
         self._learning = True
 
     def start_step(self) -> None:
@@ -185,7 +184,7 @@ class GradientBuckets:
             bucket.start_step()
 
     def start_micro_batch(self, *, sync: bool) -> None:
-        """Before a forward; `sync`: this micro-batch's backward launches reductions."""
+        """Begin a micro-batch, before its forward; `sync`: its backward launches reductions."""
         self.sync = sync or self.order is not None
         self.used_now = set()
         self._next = 0
@@ -194,7 +193,7 @@ class GradientBuckets:
             bucket.launched = False
 
     def finish_micro_batch(self) -> None:
-        """After backward: launch what it did not complete."""
+        """Launch what the backward did not complete. Called after it."""
         self.used |= self.used_now
         self._learning = False
         if self.sync:
@@ -202,9 +201,11 @@ class GradientBuckets:
                 self._launch_next()
 
     def _hook(self, number: int, place: int) -> Callable[[nn.Parameter], None]:
-        """The hook must not hold the buckets: a parameter keeps its hooks where Python's collector does not look, so
-        that buckets, and the process groups they reduce over, would outlive the run."""
+        """Returns the hook that takes a parameter's gradient into its bucket."""
+        # no strong reference: a parameter keeps its hooks where Python's collector does not look, so that buckets, and
+        # the process groups they reduce over, would outlive the run
         owner = weakref.ref(self)
+        # looked up once, since a hook runs for every weight of every micro-batch
         bucket = self.buckets[number]
         index = bucket.layout.entries[place].index
         kept = self.keep and bucket.dtype == bucket.params[place].dtype.to_real()
@@ -213,18 +214,18 @@ class GradientBuckets:
             buckets = owner()
             if buckets is None or buckets.asleep:
                 return
-            held, used = buckets.buckets[number], buckets.used_now
-            views = held.views_now
-            if views and param.grad is views[place] and index not in used and not (buckets.sync or held.launched):
+            bucket_now, used = buckets.buckets[number], buckets.used_now
+            views = bucket_now.views_now
+            if views and param.grad is views[place] and index not in used and not (buckets.sync or bucket_now.launched):
                 used.add(index)  # autograd has accumulated in the bucket itself, of which nothing is due yet
-                held.arrived += 1
+                bucket_now.arrived += 1
             else:
                 buckets._on_gradient(param, number, place, index, kept)
 
         return on_gradient
 
     def _on_gradient(self, param: nn.Parameter, number: int, place: int, index: int, kept: bool) -> None:
-        """Once for each parameter and micro-batch: kept lean."""
+        """Take a gradient of this micro-batch into its bucket. Runs for each parameter, so it is kept lean."""
         bucket = self.buckets[number]
         if bucket.launched:
             raise RunError(
@@ -239,7 +240,7 @@ class GradientBuckets:
             if place not in bucket.filled:
                 view.copy_(gradient)
                 bucket.filled.add(place)
-            elif gradient.data_ptr() != view.data_ptr():
+            elif gradient.data_ptr() != view.data_ptr():  # the same memory under another tensor is there already
                 view.add_(gradient)
             # the next micro-batch is accumulated in the bucket, where the dtype allows
             param.grad = view if kept else None
@@ -252,8 +253,10 @@ class GradientBuckets:
             self._launch_whole()
 
     def _launch_whole(self) -> None:
+        """Launch buckets in their order, as far as they are whole."""
         while self._next < len(self.buckets):
             bucket = self.buckets[self._next]
+            # in their order, whatever backward's: ranks that launched others first would wait for each other
             if self._learning or bucket.arrived < len(bucket.params) or self._next in self.in_pieces:
                 return
             self._launch_next()
@@ -267,6 +270,6 @@ class GradientBuckets:
             self.launch(bucket)
         else:
             self.order.add(self._next - 1, bucket.ensure())
-            bucket.buffer = None
+            bucket.buffer = None  # the order's from here on: it adds other pieces into it
         if bucket.buffer is None:
             bucket.forget_views()

@@ -34,7 +34,7 @@ _DEPTHS = {name: place for place, name in enumerate((*AXES, CHUNKS))}
 
 @dataclass(frozen=True)
 class Axis:
-    """This rank's group along one mesh axis: its name, its ranks, and where this rank stands."""
+    """A group of ranks along one mesh axis: its name, its ranks, and this rank's place among them."""
 
     name: str
     size: int
@@ -50,37 +50,37 @@ class Axis:
 
     @classmethod
     def alone(cls, name: str, rank: int = 0) -> Axis:
-        """An axis of one rank."""
+        """Returns an axis of one rank."""
         return cls(name, 1, 0, None, (rank,))
 
     @cached_property
     def depth(self) -> int:
-        """Place of the axis among those of a plan, outermost first."""
+        """Returns the place of the axis among those of a plan, outermost first."""
         return _DEPTHS[self.name]
 
     @cached_property
     def positions(self) -> bool:
-        """Whether the axis cuts positions (of a sequence, of space): its ranks share samples and sum gradients."""
+        """Returns whether the axis cuts positions (of a sequence, of space): ranks share samples and sum gradients."""
         return self.name in INNER or self.name == CHUNKS
 
     @property
     def turns(self) -> bool:
-        """Whether its ranks are turns of one rank, which cannot send: a sum over it is kept as summands."""
+        """Returns whether its ranks are turns of one rank, which cannot send: a sum over it is kept as summands."""
         return self.name == CHUNKS
 
     @property
     def silent(self) -> bool:
-        """Whether collectives send nothing."""
+        """Returns whether collectives send nothing."""
         return self.size == 1 or self.rehearsal is not None
 
     def note(self, tag: str, op: str, full: torch.Tensor, received: int | None = None) -> None:
-        """In a rehearsal: what would have been sent; `received` bytes from others, where they are known."""
+        """Record in a rehearsal what would have been sent; `received` bytes from others, where they are known."""
         if self.rehearsal is not None:
             self.rehearsal.record(tag, op, self.name, full.numel() * full.element_size(), self.size, received)
 
 
 class Pending:
-    """An issued collective; `wait` returns when its result may be read."""
+    """A collective that was issued; `wait` returns when its result may be read."""
 
     def __init__(self, work: dist.Work | None):
         self.work = work
@@ -93,42 +93,42 @@ class Pending:
 
     @property
     def over(self) -> bool:
-        """Whether it is known to be complete without waiting; gloo does not tell of what it sends."""
+        """Returns whether it is complete, as far as is known without waiting; gloo does not tell of what it sends."""
         return self.work is None or self.work.is_completed()
 
 
 class _Rehearsed(Pending):
-    """One of a rehearsal, with the memory that a backend holds until somebody waits."""
+    """A collective of a rehearsal, with the memory that a backend keeps until somebody waits."""
 
-    def __init__(self, held: torch.Tensor):
+    def __init__(self, memory: torch.Tensor):
         super().__init__(None)
-        self.held: torch.Tensor | None = held
+        self.memory: torch.Tensor | None = memory
 
     def wait(self) -> None:
         """Give the memory back."""
-        self.held = None
+        self.memory = None
 
     @property
     def over(self) -> bool:
-        """Whether somebody has waited."""
-        return self.held is None
+        """Returns whether somebody has waited."""
+        return self.memory is None
 
 
 class _Passing(Pending):
-    """One of a rehearsal that is under way while other operations run: which ones is noted when it is waited for."""
+    """A collective of a rehearsal that other operations overlap: which ones is noted when it is waited for."""
 
     def __init__(self, ledger: Ledger, op: str, axis: str, came: dict[int, int]):
         super().__init__(None)
-        self.ledger, self.told, self.began = ledger, (op, axis, came), ledger.clock()
+        self.ledger, self.exchange, self.began = ledger, (op, axis, came), ledger.clock()
 
     def wait(self) -> None:
         """Note what ran meanwhile."""
         if self.ledger.clock() > self.began:
-            self.ledger.overlaps.append(Overlap(*self.told, self.began, self.ledger.clock()))
+            self.ledger.overlaps.append(Overlap(*self.exchange, self.began, self.ledger.clock()))
 
 
 class _Traced(Pending):
-    """A collective in a program that is being written down, not run: its result is copied to where it belongs."""
+    """A collective in a program that is compiled, not run: its result is copied to where it belongs."""
 
     def __init__(self, result: torch.Tensor, goal: torch.Tensor):
         super().__init__(None)
@@ -136,7 +136,7 @@ class _Traced(Pending):
         self.goal = goal
 
     def wait(self) -> None:
-        """From here on the result may be read."""
+        """Copy the result into place: from here on it may be read."""
         if self.result is not None:
             self.goal.copy_(_functional.wait_tensor(self.result))
             self.result = None
@@ -146,12 +146,12 @@ _functional = torch.ops._c10d_functional
 
 
 def _is_traced(tensor: torch.Tensor) -> bool:
-    """Whether a compiler looks at what is done to this tensor, which has no values."""
+    """Returns whether a compiler looks at what is done to this tensor, which has no values."""
     return isinstance(tensor, FunctionalTensor | FakeTensor)
 
 
 def is_written_down(axis: Axis, *tensors: torch.Tensor) -> bool:
-    """Whether operations on these tensors become a compiled program, which knows no messages between two ranks."""
+    """Returns whether operations on these tensors become a compiled program, which has no point-to-point messages."""
     return axis.rehearsal is None and any(map(_is_traced, tensors))
 
 
@@ -164,7 +164,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 
 def _stand_in(received: torch.Tensor) -> None:
-    """Zeros for what a rehearsal does not receive; a tensor without values is left alone: it is counted what runs."""
+    """Fill what a rehearsal does not receive with zeros, but a tensor without values: what runs is counted."""
     if has_values(received):
         received.zero_()
 
@@ -215,7 +215,7 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, axis: Axis, tag: str, *,
             full.view(axis.size, -1).copy_(shard.view(1, -1))  # values like a rank's own, where code reads them
         return Pending(None)
     if axis.size == 1:
-        if full.data_ptr() != shard.data_ptr():
+        if full.data_ptr() != shard.data_ptr():  # a shard may be a part of `full` already
             full.copy_(shard)
         return Pending(None)
     if _is_traced(shard):
@@ -231,10 +231,10 @@ def all_to_all(
     received: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int], axis: Axis, tag: str,
     *, wait: bool = True,
 ) -> Pending:  # fmt: skip
-    """Send `sent_sizes[j]` items of `sent` (along dim 0) to the j-th rank of the axis and receive likewise."""
+    """Send `sent_sizes[j]` rows of `sent` to the axis's j-th rank and receive likewise; returns what to wait for."""
     if axis.rehearsal is not None:
-        each = received.numel() * received.element_size() // max(received.shape[0], 1)
-        came = {rank: each * size for rank, size in enumerate(received_sizes) if size and rank != axis.index}
+        row_bytes = received.numel() * received.element_size() // max(received.shape[0], 1)
+        came = {rank: row_bytes * size for rank, size in enumerate(received_sizes) if size and rank != axis.index}
         axis.note(tag, "all_to_all", sent, sum(came.values()))
         axis.rehearsal.arrivals.update({("all_to_all", axis.name, rank): size for rank, size in came.items()})
         _stand_in(received)
@@ -258,7 +258,7 @@ def broadcast(tensor: torch.Tensor, axis: Axis, source_index: int, tag: str) -> 
 
 
 def copies_of(axis: Axis, count: int) -> list[Axis]:
-    """The axis `count` times, with groups of their own where one group's messages would wait for each other (NCCL).
+    """Returns the axis `count` times, with groups of their own where messages of one group would wait in line (NCCL).
 
     An accelerator's backend runs them one after another, in the order of their calls; gloo goes by their numbers.
     Collective over the world there: every rank's axis of this name lies in one list of groups.
@@ -270,6 +270,7 @@ def copies_of(axis: Axis, count: int) -> list[Axis]:
     table = torch.empty((dist.get_world_size(), axis.size), dtype=row.dtype, device=row.device)
     with tagged("control"):
         _all_gather(table.view(-1), row)
+    # every rank makes all groups in one order, those that it is not in too, as torch asks
     everyone = sorted({tuple(int(rank) for rank in ranks) for ranks in read(table, "groups")})
     copies = []
     for _ in range(count):
@@ -279,14 +280,14 @@ def copies_of(axis: Axis, count: int) -> list[Axis]:
 
 
 class _Staged(Pending):
-    """A message that goes through host memory, for a backend that sends nothing else."""
+    """A message through host memory, for a backend that sends nothing else."""
 
     def __init__(self, work: dist.Work | None, host: torch.Tensor, goal: torch.Tensor | None):
         super().__init__(work)
         self.host, self.goal = host, goal
 
     def wait(self) -> None:
-        """Block until it is there, and bring it to its device."""
+        """Block until it is there, and copy it to its device."""
         if self.work is not None:
             super().wait()
             if self.goal is not None:
@@ -294,10 +295,12 @@ class _Staged(Pending):
 
 
 def _needs_host(tensor: torch.Tensor, axis: Axis) -> bool:
+    """Returns whether the backend cannot send tensors of this device."""
     return not on_host(tensor.device) and backend_of(axis.group, tensor.device) in (None, "gloo")
 
 
 def _check_runs(tensor: torch.Tensor) -> None:
+    """Raises `TypeError` inside a compiled program."""
     if _is_traced(tensor):
         raise TypeError("two ranks send each other a message, of which a compiled program knows none")
 
@@ -320,7 +323,7 @@ def send(tensor: torch.Tensor, axis: Axis, to_index: int, tag: str, number: int)
 
 
 def receive(tensor: torch.Tensor, axis: Axis, from_index: int, tag: str, number: int) -> Pending:
-    """Receive into a contiguous tensor what the axis's `from_index`-th rank sends under this number."""
+    """Receive into a contiguous tensor from the axis's `from_index`-th rank, by number; returns what to wait for."""
     if axis.rehearsal is not None:
         axis.note(tag, "point_to_point", tensor)
         axis.rehearsal.arrivals["point_to_point", axis.name, from_index] += tensor.numel() * tensor.element_size()
@@ -336,14 +339,14 @@ def receive(tensor: torch.Tensor, axis: Axis, from_index: int, tag: str, number:
 
 
 def gather_rows(row: torch.Tensor, axis: Axis, tag: str = "control") -> torch.Tensor:
-    """Every rank's `row` (k,) as a table (p, k), the same on all ranks."""
+    """Returns every rank's `row` (k,) as a table (p, k), the same on all ranks."""
     table = row.new_empty((axis.size, row.numel()))
     all_gather(table.view(-1), row.contiguous(), axis, tag)
     return table
 
 
 def barrier(axis: Axis) -> None:
-    """Return when every rank of the axis is here."""
+    """Wait until every rank of the axis is here."""
     if axis.size > 1:
         with tagged("control"):
             dist.barrier(group=axis.group)
@@ -353,7 +356,7 @@ class _SumOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor: torch.Tensor, axis: Axis, tag: str) -> torch.Tensor:
         ctx.axis, ctx.tag = axis, tag
-        total = tensor.clone(memory_format=torch.contiguous_format)
+        total = tensor.clone(memory_format=torch.contiguous_format)  # an all-reduce is in place, and the input stays
         all_reduce(total, axis, tag)
         return total
 
@@ -363,12 +366,12 @@ class _SumOver(torch.autograd.Function):
 
 
 def sum_over(tensor: torch.Tensor, axis: Axis, tag: str) -> torch.Tensor:
-    """Differentiable sum over the axis; the adjoint of an all-reduce is an all-reduce."""
+    """Returns the differentiable sum over the axis; the adjoint of an all-reduce is an all-reduce."""
     return tensor if axis.size == 1 else _SumOver.apply(tensor, axis, tag)
 
 
 class _GatherSamples(torch.autograd.Function):
-    """All ranks' samples along dim 0, ranks holding unequal numbers; backward keeps this rank's rows.
+    """Gathers all ranks' samples along dim 0, ranks having unequal numbers; backward keeps this rank's rows.
 
     Every rank computes the same objective from the gathered rows, so its gradient for this rank's rows is already
     complete: nothing is summed, and the caller counts the objective once.
@@ -378,6 +381,7 @@ class _GatherSamples(torch.autograd.Function):
     def forward(ctx, local: torch.Tensor, counts: tuple[int, ...], axis: Axis, tag: str) -> torch.Tensor:
         ctx.start, ctx.count = sum(counts[: axis.index]), counts[axis.index]
         ctx.rows = local.shape[0]
+        # an all-gather takes rows of one size: each rank fills up to the largest, and the filling is cut away
         most = max(counts)
         padded = local.new_zeros((most, *local.shape[1:]))
         padded[: ctx.count] = local[: ctx.count]
@@ -394,5 +398,5 @@ class _GatherSamples(torch.autograd.Function):
 
 
 def gather_samples(local: torch.Tensor, counts: tuple[int, ...], axis: Axis, tag: str) -> torch.Tensor:
-    """Rows of every rank along dim 0: (count_r, ...) on rank r -> (sum of counts, ...) on all."""
+    """Returns the rows of every rank along dim 0: (count_r, ...) on rank r -> (sum of counts, ...) on all."""
     return _GatherSamples.apply(local, counts, axis, tag)

@@ -24,7 +24,7 @@ FACTORS = {
 
 @dataclass(frozen=True)
 class Overlap:
-    """In a rehearsal: an exchange, and the operations from `start` to `stop` that ran while it was under way.
+    """An exchange of a rehearsal that operations `start` to `stop` ran beside.
 
     came  bytes by the rank of the axis that sends them
     """
@@ -46,7 +46,7 @@ class LedgerEntry:
 
 @dataclass
 class Ledger:
-    """Sums by (tag, op, axis) since the last `clear`.
+    """Calls and bytes by (tag, op, axis) since the last `clear`.
 
     loads     in a rehearsal of one rank: how much each rank of an exchange brings; () for all alike
     arrivals  in a rehearsal: bytes by (op, axis, rank of it that they come from), where an op sends to each rank apart
@@ -69,10 +69,10 @@ class Ledger:
         entry.received_bytes += full_bytes * FACTORS[op](ranks) if received_bytes is None else received_bytes
 
     def leaving(self, tag: str, axis: str) -> None:
-        """In a rehearsal: a message is sent. Nothing is added, since whoever receives it does so."""
+        """Note in a rehearsal that a message is sent. Adds nothing, since whoever receives it does so."""
 
     def received(self, *, axis: str | None = None, control: bool = False) -> float:
-        """Bytes received, of one axis or all, with or without control traffic."""
+        """Returns the bytes received, of one axis or all, with or without control traffic."""
         return sum(
             entry.received_bytes
             for (tag, _, on), entry in self.entries.items()
@@ -80,14 +80,14 @@ class Ledger:
         )
 
     def rows(self) -> list[dict]:
-        """One dict for each (tag, op, axis), for a table or a file."""
+        """Returns one dict for each (tag, op, axis), for a table or a file."""
         return [
             {"tag": t, "op": o, "axis": a, "calls": e.calls, "received_bytes": round(e.received_bytes)}
             for (t, o, a), e in sorted(self.entries.items())
         ]
 
     def clear(self) -> None:
-        """Start again from nothing."""
+        """Drop all entries."""
         self.entries.clear()
         self.arrivals.clear()
         self.overlaps.clear()

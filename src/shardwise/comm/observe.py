@@ -23,7 +23,7 @@ _local = threading.local()
 
 @contextmanager
 def tagged(tag: str):
-    """Collectives issued inside carry this tag."""
+    """Context: collectives issued inside carry this tag."""
     before = getattr(_local, "tag", None)
     _local.tag = tag
     try:
@@ -62,6 +62,7 @@ _FUNCTIONAL = {
 
 
 def _bytes(value) -> int:
+    """Returns the bytes of a tensor, or of all in a list; 0 for anything else."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
     if isinstance(value, list | tuple):
@@ -70,7 +71,7 @@ def _bytes(value) -> int:
 
 
 class Observer(TorchDispatchMode):
-    """Writes every collective into `ledger`; `axes` maps a process group's name to its mesh axis."""
+    """Dispatch mode that adds every collective to `ledger`; `axes` maps a process group's name to its mesh axis."""
 
     def __init__(self, ledger: Ledger, axes: dict[str, str]):
         super().__init__()
@@ -107,12 +108,13 @@ class Observer(TorchDispatchMode):
 
         group = _resolve_process_group(next(arg for arg in reversed(args) if isinstance(arg, str)))
         kind = _FUNCTIONAL[name]
+        # a functional op is given the shard, not the full tensor
         size = _bytes(args[0]) * (group.size() if kind == "all_gather" else 1)
         self._record(kind, size, group)
 
 
 def _from_others(received: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> float:
-    """Bytes of an all-to-all's result that other ranks sent, by the rows that each did."""
+    """Returns the bytes of an all-to-all's result that other ranks sent, by the rows from each."""
     rows = sum(sizes)
     return _bytes(received) * (rows - sizes[group.rank()]) / rows if rows else 0.0
 

@@ -71,7 +71,7 @@ _USERS, _PACKAGE, _OURS, _SKIP = range(4)
 
 
 class _State:
-    """What is known of this process's groups and works, for the record it has now."""
+    """This process's groups and works, as the record that it has now numbers them."""
 
     def __init__(self) -> None:
         self.record: RankRecord | None = None
@@ -106,13 +106,13 @@ def begin(mine: RankRecord | None, others: dict[int, str] | None = None) -> None
 
 
 def name_axes(axes: dict[str, str]) -> None:
-    """Process group name -> axis, for reports; groups that come later."""
+    """Add names of axes by process group name, for reports; groups that come later have them too."""
     _state.axes.update(axes)
 
 
 @contextmanager
 def refusing_others(error: Callable[[str, str], Exception]) -> Iterator[None]:
-    """Inside, a collective that a module's own code issues on this thread raises `error(what it is, file:line)`."""
+    """Context: a collective that a module's own code issues on this thread raises `error(what it is, file:line)`."""
     _replace_methods()
     before = getattr(_inside, "refused", None)
     _inside.refused = error
@@ -126,6 +126,7 @@ def refusing_others(error: Callable[[str, str], Exception]) -> Iterator[None]:
 
 
 def _replace_methods() -> None:
+    """Replace torch's methods by ones that write to the record, once in a process."""
     if hasattr(dist.Work.wait, "shardwise"):
         return
     for method, (op, place) in _COLLECTIVES.items():
@@ -138,6 +139,8 @@ def _replace_methods() -> None:
 
 
 def _collective(own: Callable[..., Any], op: str, place: int | None) -> Callable[..., Any]:
+    """Returns `own`, a process group's method, with each call written to the record."""
+
     def issue(self: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(_inside, "refused", None) is not None:
             _refuse(op)
@@ -161,6 +164,8 @@ def _collective(own: Callable[..., Any], op: str, place: int | None) -> Callable
 
 
 def _message(own: Callable[..., Any], sends: bool) -> Callable[..., Any]:
+    """Returns `own`, sending or receiving between two ranks, with each call written to the record."""
+
     def pass_on(self: Any, tensors: Any, peer: int, *rest: Any, **kwargs: Any) -> Any:
         if getattr(_inside, "refused", None) is not None:
             _refuse("send" if sends else "recv")
@@ -177,6 +182,8 @@ def _message(own: Callable[..., Any], sends: bool) -> Callable[..., Any]:
 
 
 def _wait(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `Work.wait` with what the rank waits for in the record meanwhile."""
+
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
         mine, where = _state.record, _state.works.get(self)
         if mine is None or where is None:
@@ -195,7 +202,7 @@ def _wait(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _noted(group: Any, op: str, tensor: Any) -> tuple[int, int] | None:
-    """Write one collective down; (group, its number there)."""
+    """Write one collective to the record; returns (group, its number there), None for a group that is left out."""
     state = _state
     mine = state.record
     assert mine is not None
@@ -216,7 +223,7 @@ def _noted(group: Any, op: str, tensor: Any) -> tuple[int, int] | None:
 
 
 def _text(value: Any) -> int:
-    """The number of a value's text; asked for once for each value."""
+    """Returns the number of a value's text in the record, made once for each value."""
     at = _state.texts.get(value)
     if at is None:
         assert _state.record is not None
@@ -226,6 +233,7 @@ def _text(value: Any) -> int:
 
 
 def _registered(group: Any) -> int:
+    """Returns the number of a process group in the record, -1 for one that is left out."""
     state = _state
     assert state.record is not None
     ranks = dist.get_process_group_ranks(group)
@@ -233,6 +241,7 @@ def _registered(group: Any) -> int:
     if dist.get_world_size() == state.record.world:  # else a part of the ranks is a world of its own for a while
         name = group.group_name
         axis = state.axes.get(name, "world" if group is dist.group.WORLD else f"group {name}")
+        # torch gives a name again after its group has gone: the count keeps the two apart
         times = state.made[name] = state.made.get(name, 0) + 1
         key = key_of(axis, f"{name}#{times}", ranks)
         number = state.record.group(key)
@@ -242,7 +251,7 @@ def _registered(group: Any) -> int:
 
 
 def _pair(group: Any, peer: int, tag: int, sends: bool) -> tuple[int, int] | None:
-    """Count a message between two ranks."""
+    """Write a message between two ranks to the record; returns (pair, its number there), or None."""
     state = _state
     mine = state.record
     assert mine is not None
@@ -261,16 +270,16 @@ def _pair(group: Any, peer: int, tag: int, sends: bool) -> tuple[int, int] | Non
 
 
 def _place() -> int:
-    """file:line of the innermost frame of the user's code; of a package's, of ours, where there is none."""
+    """Returns the record's number for file:line of the innermost frame of the user's code, a package's, or ours."""
     frame: Any = sys._getframe(3)
     kinds, nearest, left = _state.kinds, None, _MOST_FRAMES
     best = _SKIP
     while frame is not None and left:
         code = frame.f_code
-        known = kinds.get(id(code))
-        if known is None:
-            known = kinds[id(code)] = (_kind_of(code.co_filename), code)
-        kind = known[0]
+        entry = kinds.get(id(code))
+        if entry is None:
+            entry = kinds[id(code)] = (_kind_of(code.co_filename), code)
+        kind = entry[0]
         if kind < best:
             nearest, best = frame, kind
             if kind == _USERS:
@@ -280,16 +289,16 @@ def _place() -> int:
         return 0
     code, line = nearest.f_code, nearest.f_lineno
     at = (id(code), line)
-    found = _state.places.get(at)
-    if found is None:
+    place = _state.places.get(at)
+    if place is None:
         assert _state.record is not None
         text = f"{code.co_filename}:{line} in {code.co_name}"
-        found = _state.places[at] = _state.record.text(text)
-    return found
+        place = _state.places[at] = _state.record.text(text)
+    return place
 
 
 def _refuse(op: str) -> None:
-    """Raise where neither this package nor an engine of PyTorch issues it."""
+    """Raises where neither this package nor an engine of PyTorch issues the collective."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -303,6 +312,7 @@ def _refuse(op: str) -> None:
 
 
 def _kind_of(file: str) -> int:
+    """Returns whose code a file is: the user's (our models too), a package's, ours, or one to skip."""
     if file.startswith((_COMM, "<")):
         return _SKIP
     if file.startswith(_OWN):
@@ -318,7 +328,7 @@ def _kind_of(file: str) -> int:
 
 
 def _compare(mine: RankRecord, number: int, issued: int) -> None:
-    """Raise `RunError` where another rank of the host issued something else under this number."""
+    """Raises `RunError` where another rank of the host issued something else under this number."""
     key = _state.keys[number]
     own = Reader(mine.path) if -1 not in _state.others else _state.others[-1]
     _state.others[-1] = own
@@ -328,6 +338,7 @@ def _compare(mine: RankRecord, number: int, issued: int) -> None:
     for rank in seen.groups[key].ranks:
         reader = _state.others.get(rank)
         other = reader.see() if reader is not None and rank != mine.rank else None
+        # nothing to compare: the rank is on another host, or has not come so far
         if reader is None or other is None or key not in other.groups or entry is None:
             continue
         theirs = reader.entry(other.groups[key], issued)

@@ -18,7 +18,7 @@ SHORT = 512  # bytes of a row, enough for what a step tells
 
 
 def everybody() -> Axis:
-    """All ranks of the running process group (one, where none runs)."""
+    """Returns an axis of all ranks of the running process group (one rank, where none runs)."""
     if not dist.is_initialized():
         return Axis.alone("world")
     world = dist.get_world_size()
@@ -26,7 +26,7 @@ def everybody() -> Axis:
 
 
 def gather_json(value: Any, axis: Axis, device: torch.device) -> list[Any]:
-    """Every rank's value, in rank order, on all ranks. What JSON cannot hold raises `TypeError`.
+    """Returns every rank's value, in rank order, on all ranks. `TypeError` for what JSON cannot hold.
 
     A row holds a text's length (8 bytes) and its beginning, so that short texts need one collective; where one is
     longer, longer rows follow.
@@ -41,28 +41,29 @@ def gather_json(value: Any, axis: Axis, device: torch.device) -> list[Any]:
 
 
 def of_first(compute: Callable[[], Any], axis: Axis, device: torch.device) -> Any:
-    """What `compute` returns on the axis's first rank, as JSON keeps it (tuples become lists), on all ranks.
+    """Returns on all ranks what `compute` returns on the axis's first, as JSON keeps it (tuples become lists).
 
     For what every rank would come to alike, and one can find for all. A refusal, or wrong input, is raised on all.
     """
-    told: list[Any] = [None, None, None]
+    message: list[Any] = [None, None, None]
     failure: Exception | None = None
     if axis.index == 0:
         try:
-            told[0] = compute()
+            message[0] = compute()
         except (InputError, RefusedPlan) as error:
             failure = error
-            told[1:] = ["input" if isinstance(error, InputError) else "plan", str(error)]
-    value, kind, text = json.loads(_sent(json.dumps(told).encode(), axis, device))
+            message[1:] = ["input" if isinstance(error, InputError) else "plan", str(error)]
+    value, kind, text = json.loads(_sent(json.dumps(message).encode(), axis, device))
     if kind is None:
         return value
     raise failure if failure is not None else {"input": InputError, "plan": RefusedPlan}[kind](text)
 
 
 def _sent(data: bytes, axis: Axis, device: torch.device) -> bytes:
-    """The bytes of the axis's first rank, on all ranks."""
+    """Returns the bytes of the axis's first rank, on all ranks."""
     if axis.size == 1:
         return data
+    # the length first: others do not know how much to receive
     size = torch.tensor([len(data)]).to(device)
     broadcast(size, axis, 0, "control")
     (count,) = read(size, "texts")
@@ -72,21 +73,21 @@ def _sent(data: bytes, axis: Axis, device: torch.device) -> bytes:
 
 
 def _gathered(data: bytes, size: int, axis: Axis, device: torch.device) -> list[bytes]:
-    """Every rank's bytes, filled up to one size."""
+    """Returns every rank's bytes, filled up to one size."""
     row = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
-    return [bytes(told) for told in read(gather_rows(row.to(device, non_blocking=True), axis), "texts")]
+    return [bytes(row_bytes) for row_bytes in read(gather_rows(row.to(device, non_blocking=True), axis), "texts")]
 
 
 def refuse_shared_devices(device: torch.device) -> None:
-    """Raise `InputError` on all ranks where two of them have one accelerator, and a backend that refuses it later."""
+    """Raises `InputError` on all ranks where two have one accelerator, and a backend that refuses it later."""
     world = dist.group.WORLD
     if on_host(device) or backend_of(world, device) in (None, "gloo") or backend_of(world, CPU) is None:
         return
-    held: dict[str, int] = {}
+    at: dict[str, int] = {}
     for rank, uuid in enumerate(gather_json(device_uuid(device), everybody(), CPU)):
-        if uuid is not None and held.setdefault(uuid, rank) != rank:
+        if uuid is not None and at.setdefault(uuid, rank) != rank:
             raise InputError(
-                f"ranks {held[uuid]} and {rank} have one accelerator, over which they cannot send each other anything: "
+                f"ranks {at[uuid]} and {rank} have one accelerator, over which they cannot send each other anything: "
                 "start as many ranks on each host as it has accelerators. `shardwise train` and `shardwise run` may "
                 "start more (--nproc): those meet through the host's memory"
             )

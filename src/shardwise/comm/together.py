@@ -40,19 +40,19 @@ def gathered_alone(gathering: Gathering) -> Any:
 def gathered_together(gatherings: Iterable[Gathering]) -> Iterator[Any]:
     """Yields the results of these gatherings, in order; their messages travel together. Collective."""
     begun: list[_Begun] = []
-    held = 0
+    table_bytes = 0
     for gathering in gatherings:
-        one = _Begun(gathering)
-        if begun and held + one.table_bytes > MOST_BYTES:
+        gathering_begun = _Begun(gathering)
+        if begun and table_bytes + gathering_begun.table_bytes > MOST_BYTES:
             yield from _finished(begun)
-            begun, held = [], 0
-        begun.append(one)
-        held += one.table_bytes
+            begun, table_bytes = [], 0
+        begun.append(gathering_begun)
+        table_bytes += gathering_begun.table_bytes
     yield from _finished(begun)
 
 
 class _Begun:
-    """A gathering as far as it has come: it asks for a table, or has come to a value."""
+    """A gathering that runs: it asks for a table, or has come to a value."""
 
     def __init__(self, gathering: Gathering):
         self.gathering = gathering
@@ -62,7 +62,7 @@ class _Begun:
         self.table_bytes = 0 if self.asks is None else self.asks[0].nbytes * self.asks[1].size
 
     def go_on(self, table: Any) -> None:
-        """With the table that was asked for."""
+        """Send it the table that it asked for, and take what it asks for next."""
         try:
             self.asks = self.gathering.send(table)
         except StopIteration as end:
@@ -70,18 +70,20 @@ class _Begun:
 
 
 def _finished(begun: list[_Begun]) -> Iterator[Any]:
-    while waiting := [one for one in begun if one.asks is not None]:
+    """Yields the values of these gatherings, after as many rounds of messages as they ask for. Collective."""
+    while waiting := [gathering for gathering in begun if gathering.asks is not None]:
+        # by ranks too: axes of one name may have other ranks
         over: dict[tuple[str, tuple[int, ...]], tuple[Axis, list[_Begun]]] = {}
-        for one in waiting:
-            assert one.asks is not None
-            axis = one.asks[1]
-            over.setdefault((axis.name, axis.ranks), (axis, []))[1].append(one)
+        for gathering in waiting:
+            assert gathering.asks is not None
+            axis = gathering.asks[1]
+            over.setdefault((axis.name, axis.ranks), (axis, []))[1].append(gathering)
         for axis, some in over.values():
-            rows = [one.asks[0] for one in some if one.asks is not None]
-            for one, table in zip(some, _tables(rows, axis), strict=True):
-                one.go_on(table)
-    for one in begun:
-        yield one.value
+            rows = [gathering.asks[0] for gathering in some if gathering.asks is not None]
+            for gathering, table in zip(some, _tables(rows, axis), strict=True):
+                gathering.go_on(table)
+    for gathering in begun:
+        yield gathering.value
 
 
 def _tables(rows: list[torch.Tensor], axis: Axis) -> list[torch.Tensor]:

@@ -36,7 +36,7 @@ _CONTROL_BITS = 40
 
 
 class Trail:
-    """This rank's trail and its host's. Made collectively; `events` are the names that may be passed to `mark`.
+    """This rank's trail in memory that its host's ranks share. Made collectively; `events`: names that `mark` takes.
 
     why  what to tell of ranks that differ: the reason that they may not, and what to do
     """
@@ -68,18 +68,18 @@ class Trail:
         finally:
             os.close(handle)
         barrier(self.axis)
-        if self.axis.index == together[0]:
+        if self.axis.index == together[0]:  # the file's memory lives on as long as somebody has it mapped
             path.unlink()
         barrier(self.axis)
 
     def mark(self, event: str) -> None:
-        """Write the event down; raises `RunError` where another rank of the host did something else here."""
+        """Note the event; raises `RunError` where another rank of the host did something else at this position."""
         if self._table is None:
             return
         self.position += 1
         place, number = self.position % _RING, self.number[event]
         at = 2 * (self.axis.index * _RING + place)
-        self._table[at + 1] = number
+        self._table[at + 1] = number  # before the position, by which others take the event for this one
         self._table[at] = self.position
         for other in self._others:
             at = 2 * (other * _RING + place)
@@ -87,7 +87,7 @@ class Trail:
                 self.refuse(event, other, self.events[self._table[at + 1]])
 
     def refuse(self, event: str, other: int, theirs: str) -> None:
-        """Raise `RunError`: this rank comes to `event` where the other came to `theirs`."""
+        """Raises `RunError`: this rank comes to `event` where the other came to `theirs`."""
         raise RunError(
             f"a branch differs between ranks: rank {self.axis.ranks[self.axis.index]} comes to {event} where rank "
             f'{self.axis.ranks[other]} came to {theirs}. {self.why}; if it is random, use randomness="global"'

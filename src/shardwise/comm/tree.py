@@ -20,26 +20,26 @@ from shardwise.layout.pieces import BatchPieces, Run, middle, sibling
 
 
 class TreeSum:
-    """Partial sums of one tensor over nodes of the tree; two children become their parent as soon as both are there."""
+    """Partial sums of one tensor over nodes of the tree; two siblings become their parent as soon as both are there."""
 
     def __init__(self, count: int):
         self.count = count
         self.parts: dict[Run, torch.Tensor] = {}
 
     def add(self, low: int, high: int, value: torch.Tensor) -> None:
-        """Give the sum over [low, high), which may be written to from here on."""
+        """Add the sum over [low, high), which may be written to from here on."""
         self.parts[low, high] = value
-        found = sibling(low, high, self.count)
-        while found is not None and found[0] in self.parts:
-            other, parent = found
+        neighbour = sibling(low, high, self.count)
+        while neighbour is not None and neighbour[0] in self.parts:
+            other, parent = neighbour
             left, right = sorted([other, (low, high)])
             total = self.parts.pop(left).add_(self.parts.pop(right))
             self.parts[parent] = total
             low, high = parent
-            found = sibling(low, high, self.count)
+            neighbour = sibling(low, high, self.count)
 
     def value(self, low: int, high: int) -> torch.Tensor | None:
-        """The sum over [low, high), a node of the tree; None where no piece of it was given."""
+        """Returns the sum over [low, high), a node of the tree; None where no piece of it was added."""
         if (low, high) in self.parts or high - low == 1:
             return self.parts.get((low, high))
         part = middle(low, high)
@@ -50,7 +50,7 @@ class TreeSum:
 
 
 class FixedOrder:
-    """A step's sums over pieces, by tensor (bucket, unit); collective where one is asked for.
+    """Sums of a step over pieces, by tensor (bucket, unit); collective where a sum is asked for.
 
     leaf   the piece that is running, and whether it is the rank's `last` in the step
     """
@@ -62,21 +62,21 @@ class FixedOrder:
         self._sums: dict[Hashable, TreeSum] = {}
 
     def begin(self, leaf: int, *, last: bool) -> None:
-        """Before a piece's forward."""
+        """Name the piece that runs next, before its forward."""
         self.leaf, self.last = leaf, last
 
     def start_step(self) -> None:
-        """Forget what was added."""
+        """Drop all sums."""
         self._sums.clear()
 
     def add(self, key: Hashable, value: torch.Tensor) -> None:
-        """Add the running piece's tensor, flat, of a size that the ranks divide; it is the order's from here on."""
+        """Add the running piece's tensor, flat, of a size that the ranks divide; the caller gives it away."""
         self._sum(key).add(self.leaf, self.leaf + 1, value)
 
     def add_rows(self, key: Hashable, rows: torch.Tensor) -> torch.Tensor | None:
-        """Add what every rank's running piece has, row by row; the sum over all pieces with the last of them."""
+        """Add what every rank's running piece has, row by row; with the last one, returns the sum over all pieces."""
         for rank, row in enumerate(rows):
-            leaf = self.leaf + (rank - self.axis.index) * self.pieces.each
+            leaf = self.leaf + (rank - self.axis.index) * self.pieces.per_rank
             self._sum(key).add(leaf, leaf + 1, row)
         return positive(self._sums.pop(key).value(0, self.pieces.count)) if self.last else None
 
@@ -84,7 +84,7 @@ class FixedOrder:
         return self._sums.setdefault(key, TreeSum(self.pieces.count))
 
     def shard(self, key: Hashable, like: torch.Tensor) -> torch.Tensor:
-        """This rank's N-th of the sum over all pieces. Collective.
+        """Returns this rank's N-th of the sum over all pieces. Collective.
 
         like   a tensor of the size and dtype of those that were added; it is not read
         """
@@ -93,6 +93,7 @@ class FixedOrder:
         if ranks == 1:
             return positive(mine.value(0, self.pieces.count), like)
         runs = [self.pieces.runs(rank) for rank in range(ranks)]
+        # ranks have unequal numbers of nodes, and messages of one size: what is left over stays zero, and is not read
         sent = like.new_zeros(ranks, max(map(len, runs)), like.numel() // ranks)
         for place, run in enumerate(runs[self.axis.index]):
             value = mine.value(*run)
@@ -101,13 +102,13 @@ class FixedOrder:
         received = torch.empty_like(sent)
         all_to_all(received, sent, [1] * ranks, [1] * ranks, self.axis, "gradients")
         whole = TreeSum(self.pieces.count)
-        for rank, held in enumerate(runs):
-            for place, run in enumerate(held):
+        for rank, runs_there in enumerate(runs):
+            for place, run in enumerate(runs_there):
                 whole.add(*run, received[rank, place])
         return positive(whole.value(0, self.pieces.count), like)
 
     def whole(self, key: Hashable, like: torch.Tensor) -> torch.Tensor:
-        """The sum over all pieces, on every rank. Collective."""
+        """Returns the sum over all pieces, on every rank. Collective."""
         shard = self.shard(key, like)
         if self.axis.size == 1:
             return shard
@@ -116,7 +117,7 @@ class FixedOrder:
         return full
 
     def finish_step(self) -> None:
-        """Raise `RunError` where a sum was begun and never came to its end."""
+        """Raises `RunError` where a sum was begun and never came to its end."""
         if self._sums:
             raise RunError(
                 "deterministic: a unit of zero=3 had gradients in some pieces of the batch and none in the last one, "
@@ -125,7 +126,7 @@ class FixedOrder:
 
 
 def positive(value: torch.Tensor | None, like: torch.Tensor | None = None) -> torch.Tensor:
-    """The value with 0 for each -0, which sums with and without empty pieces differ in; zeros where there is none."""
+    """Returns the value with 0 for each -0, which sums with and without empty pieces differ in; zeros for None."""
     if value is None:
         assert like is not None
         return torch.zeros_like(like)
@@ -133,7 +134,7 @@ def positive(value: torch.Tensor | None, like: torch.Tensor | None = None) -> to
 
 
 class ReduceInOrder:
-    """FSDP2's reduce-scatter of one unit: nothing until the step's last piece, and then the sum over all of them."""
+    """FSDP2's reduce-scatter of one unit: zeros until the step's last piece, then the sum over all of them."""
 
     def __init__(self, order: FixedOrder):
         self.order = order
@@ -145,12 +146,12 @@ class ReduceInOrder:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """Deal the unit's gradients of every rank's piece; a step's sum is the only one that is not zero."""
+        """Deal the unit's gradients of every rank's piece; only the step's last piece leaves a sum that is not zero."""
         ranks = self.order.axis.size
         rows = torch.empty_like(input_tensor).view(ranks, -1)
         all_to_all(rows, input_tensor.view(ranks, -1), [1] * ranks, [1] * ranks, self.order.axis, "gradients")
         total = self.order.add_rows(self, rows)
-        if total is None:
+        if total is None:  # FSDP2 accumulates what comes out over micro-batches: zeros change nothing
             output_tensor.zero_()
         else:
             output_tensor.copy_(total)

@@ -43,7 +43,7 @@ class Deadlines:
 
 @dataclass(frozen=True)
 class Finding:
-    """What hangs. `rank` is the first at fault, `reason` one of "differ", "never", "late", "wire".
+    """A hang. `rank` is the first at fault, `reason` one of "differ", "never", "late", "wire".
 
     retry  whether the same run may get further when it is started again
     """
@@ -59,21 +59,21 @@ class Finding:
         return "\n".join([*self.lines, *(self.waiting[rank] for rank in sorted(self.waiting)), again])
 
 
-def differ(one: IssuedCollective, other: IssuedCollective, places: bool = False) -> str:
+def differ(first: IssuedCollective, other: IssuedCollective, places: bool = False) -> str:
     """Returns how two collectives differ that must be the same, as text; "" where they do not."""
-    if one.op != other.op:
+    if first.op != other.op:
         return "the operation"
-    if one.dtype and other.dtype and one.dtype != other.dtype:
+    if first.dtype and other.dtype and first.dtype != other.dtype:
         return "the dtype"
-    if one.op in _EVEN and one.elements != other.elements:
+    if first.op in _EVEN and first.elements != other.elements:
         return "the shape"
-    if one.tag != other.tag:
+    if first.tag != other.tag:
         return "its purpose"
-    return "the place in the code" if places and one.place != other.place else ""
+    return "the place in the code" if places and first.place != other.place else ""
 
 
 class RankWatch:
-    """Looks at the records of ranks, again and again. `deadlines`: None where only what is certain counts."""
+    """Finds hangs in the records of ranks, look by look. `deadlines`: None where only what is certain counts."""
 
     def __init__(self, readers: Mapping[int, Reader], deadlines: Deadlines | None) -> None:
         self.readers, self.deadlines = readers, deadlines
@@ -81,22 +81,22 @@ class RankWatch:
         self._before: dict[int, tuple[int, str, int]] = {}
 
     def see(self) -> dict[int, RankSnapshot]:
-        """The ranks that have begun their records."""
-        found = {rank: reader.see() for rank, reader in self.readers.items()}
-        return {rank: seen for rank, seen in found.items() if seen is not None}
+        """Returns the snapshots of the ranks that have begun their records, by rank."""
+        seen_by_rank = {rank: reader.see() for rank, reader in self.readers.items()}
+        return {rank: seen for rank, seen in seen_by_rank.items() if seen is not None}
 
     def look(self, now: float, gone: Iterable[int] = ()) -> Finding | None:
         """Returns what hangs at this time; None where nothing does. `gone`: ranks whose processes have ended."""
         ranks, ended = self.see(), set(gone)
         # one that raised is not counted: its report, which tells why, is on its way
         ended |= {rank for rank, seen in ranks.items() if seen.state == DONE}
-        found = self._differing(ranks) or self._never(ranks, ended)
-        if found is None and self.deadlines is not None:
-            found = self._late(ranks, ended, now, self.deadlines)
-        return found
+        finding = self._differing(ranks) or self._never(ranks, ended)
+        if finding is None and self.deadlines is not None:
+            finding = self._late(ranks, ended, now, self.deadlines)
+        return finding
 
     def differing(self) -> Finding | None:
-        """The first collective in which ranks differ, if one is kept."""
+        """Returns the first collective in which ranks differ, if one is kept."""
         return self._differing(self.see())
 
     def waiting(self) -> dict[int, str]:
@@ -108,6 +108,7 @@ class RankWatch:
     # --- certain
 
     def _differing(self, ranks: Mapping[int, RankSnapshot]) -> Finding | None:
+        """Returns the first collective that ranks have issued unlike; looks at each number once."""
         for key, group in _collective_groups(ranks):
             members = [rank for rank in group.ranks if rank in ranks and key in ranks[rank].groups]
             if len(members) < 2:
@@ -122,14 +123,14 @@ class RankWatch:
                     if issued[rank] >= number
                 }
                 kept = {rank: entry for rank, entry in entries.items() if entry is not None}
-                found = _odd_one(kept, key, number, group)
-                if found is not None:
-                    return found
+                finding = _odd_one(kept, key, number, group)
+                if finding is not None:
+                    return finding
             self._compared[key] = min(last, min(issued.values()))
         return None
 
     def _never(self, ranks: Mapping[int, RankSnapshot], ended: set[int]) -> Finding | None:
-        """Ranks that wait in a circle or for one that has ended: none of them will ever go on."""
+        """Returns ranks that wait in a circle, or for one that has ended: none of them will ever go on."""
         stuck = {rank for rank, seen in ranks.items() if seen.waits_key and rank not in ended}
         missing = {rank: missing_of(ranks[rank], ranks) for rank in stuck}
         while True:
@@ -142,11 +143,12 @@ class RankWatch:
         self._before = now
         if not stuck or same != stuck:
             return None  # looked at once: a record may have been half-way
-        return self._told_never(ranks, ended, sorted(stuck), missing)
+        return self._never_finding(ranks, ended, sorted(stuck), missing)
 
-    def _told_never(
+    def _never_finding(
         self, ranks: Mapping[int, RankSnapshot], ended: set[int], stuck: list[int], missing: Mapping[int, list[int]]
     ) -> Finding:
+        """Returns the finding for ranks that never go on: those that have ended, or the circle."""
         over = sorted({other for rank in stuck for other in missing[rank] if other in ended})
         waits = {rank: self.waiting_line(ranks[rank], missing[rank]) for rank in stuck}
         lines = []
@@ -165,15 +167,15 @@ class RankWatch:
         return Finding("never", first, tuple(lines), False, waits)
 
     def parted(self, key: str, ranks: Mapping[int, RankSnapshot]) -> list[str]:
-        """Where ranks of this group came to their collectives from different places first, if that is still kept."""
+        """Returns a line on where ranks of this group first came from different places; [] where that is not kept."""
         members = {rank: seen for rank, seen in ranks.items() if key in seen.groups}
         last = min((seen.groups[key].issued for seen in members.values()), default=0)
         for number in range(max(1, last - RING + 2), last + 1):
             entries = {rank: self.readers[rank].entry(seen.groups[key], number) for rank, seen in members.items()}
             places = {rank: entry.place for rank, entry in entries.items() if entry is not None}
             if len(set(places.values())) > 1:
-                told = "; ".join(f"rank {rank} from {place}" for rank, place in sorted(places.items()))
-                return [f"they came to number {number} of that axis from different places already: {told}"]
+                words = "; ".join(f"rank {rank} from {place}" for rank, place in sorted(places.items()))
+                return [f"they came to number {number} of that axis from different places already: {words}"]
         return []
 
     # --- after a deadline
@@ -181,6 +183,7 @@ class RankWatch:
     def _late(
         self, ranks: Mapping[int, RankSnapshot], ended: set[int], now: float, deadlines: Deadlines
     ) -> Finding | None:
+        """Returns the rank that has done nothing past its deadline and waits for nobody who could be judged."""
         late = []
         for rank, seen in ranks.items():
             limit = deadlines.of(seen.phase)
@@ -188,7 +191,7 @@ class RankWatch:
                 continue
             absent = missing_of(seen, ranks) if seen.waits_key else []
             if any(other in ended for other in absent):
-                return self._told_never(ranks, ended, [rank], {rank: absent})
+                return self._never_finding(ranks, ended, [rank], {rank: absent})
             if not absent:  # else it waits for somebody, who is judged
                 late.append((bool(seen.waits_key), seen.moved, rank))
         if not late:
@@ -198,9 +201,9 @@ class RankWatch:
         phase = _deadline(seen.phase)
         age = f"for {now - seen.moved:.0f} s (the deadline of a {phase} is {deadlines.of(seen.phase):g} s)"
         waits = {
-            other: self.waiting_line(each, missing_of(each, ranks))
-            for other, each in ranks.items()
-            if each.waits_key and other not in ended and other != rank
+            other: self.waiting_line(snapshot, missing_of(snapshot, ranks))
+            for other, snapshot in ranks.items()
+            if snapshot.waits_key and other not in ended and other != rank
         }
         place = f"in step {seen.step}, {phase}" if seen.step >= 0 else f"in its {phase}"
         if in_collective:
@@ -214,7 +217,7 @@ class RankWatch:
     # --- in words
 
     def waiting_line(self, seen: RankSnapshot, absent: list[int]) -> str:
-        """Where a rank waits, and for whom."""
+        """Returns a line on where a rank waits, and for whom."""
         group = seen.groups[seen.waits_key]
         entry = self.readers[seen.rank].entry(group, seen.waits_number)
         if group.between_two:
@@ -227,43 +230,43 @@ class RankWatch:
         return f"rank {seen.rank} waits{whom} in {what}"
 
     def last_line(self, rank: int, ranks: Mapping[int, RankSnapshot]) -> str:
-        """The newest collective of a rank; "" where it had none."""
-        found = self.readers[rank].last(ranks[rank]) if rank in ranks else None
-        if found is None:
+        """Returns the newest collective of a rank in words; "" where it had none."""
+        last = self.readers[rank].last(ranks[rank]) if rank in ranks else None
+        if last is None:
             return ""
-        group, entry = found
+        group, entry = last
         return f"{entry} (number {entry.number} of axis {group.axis}), from {entry.place}"
 
 
 def missing_of(seen: RankSnapshot, ranks: Mapping[int, RankSnapshot]) -> list[int]:
-    """The ranks that have not come to the collective in which this one waits."""
+    """Returns the ranks that have not come to the collective in which this one waits."""
     group = seen.groups.get(seen.waits_key)
     if group is None:
         return []
-    found = []
+    missing = []
     for rank in group.ranks:
         other = ranks.get(rank)
         if other is None or rank == seen.rank:
             continue  # on another host, or not begun
         theirs = other.groups.get(seen.waits_key)
         if theirs is None or theirs.issued < seen.waits_number:
-            found.append(rank)
-    return found
+            missing.append(rank)
+    return missing
 
 
 def _collective_groups(ranks: Mapping[int, RankSnapshot]) -> list[tuple[str, GroupRecord]]:
-    found = {key: group for seen in ranks.values() for key, group in seen.groups.items() if not group.between_two}
-    return list(found.items())
+    groups = {key: group for seen in ranks.values() for key, group in seen.groups.items() if not group.between_two}
+    return list(groups.items())
 
 
 def _odd_one(entries: Mapping[int, IssuedCollective], key: str, number: int, group: GroupRecord) -> Finding | None:
-    """The rank whose collective is another than the majority's, if there is one."""
-    for one in sorted(entries):
+    """Returns the rank whose collective is another than the majority's, if there is one."""
+    for first in sorted(entries):
         for other in sorted(entries):
-            what = differ(entries[one], entries[other]) if one < other else ""
+            what = differ(entries[first], entries[other]) if first < other else ""
             if not what:
                 continue
-            odd = min((one, other), key=lambda rank: (_alike(entries, rank), -rank))
+            odd = min((first, other), key=lambda rank: (_alike(entries, rank), -rank))
             head = f"ranks came to different collectives ({what} differs): number {number} of axis {group.axis}"
             where = {rank: f"rank {rank}: {entry}, from {entry.place}" for rank, entry in entries.items()}
             return Finding("differ", odd, (head,), False, where)
@@ -271,11 +274,12 @@ def _odd_one(entries: Mapping[int, IssuedCollective], key: str, number: int, gro
 
 
 def _alike(entries: Mapping[int, IssuedCollective], rank: int) -> int:
-    """How many ranks issued what this one did."""
+    """Returns how many ranks issued what this one did."""
     return sum(not differ(entries[rank], entry) for entry in entries.values())
 
 
 def _why(seen: RankSnapshot, now: float) -> str:
+    """Returns why a rank does nothing, in words."""
     state = process_state(seen.pid)
     if state in ("T", "t"):
         return "its process is stopped (SIGSTOP)"
@@ -285,7 +289,7 @@ def _why(seen: RankSnapshot, now: float) -> str:
 
 
 def _deadline(phase: str) -> str:
-    """The name of the deadline that holds in a phase."""
+    """Returns the name of the deadline of a phase."""
     return PHASES[phase].deadline if phase in PHASES else "step"
 
 

@@ -21,10 +21,14 @@ VARIABLE = "SHARDWISE_AT_POINTS"
 
 @dataclass(frozen=True)
 class RunPhase:
-    """What follows a point: which deadline holds in it, and what a slow rank is told to be slow in ("": not told)."""
+    """What follows a point.
+
+    deadline  the name of its deadline
+    words     what a slow rank is slow in, for a message; "": it is not named
+    """
 
     deadline: str
-    told: str = ""
+    words: str = ""
 
 
 PHASES = {
@@ -42,7 +46,7 @@ Listener = Callable[[str, int, Any], None]
 
 
 class _Here:
-    """What this process has: its record, and who listens."""
+    """This process's record and listener."""
 
     record: RankRecord | None = None
     listener: Listener | None = None
@@ -56,7 +60,7 @@ def have(record: RankRecord | None) -> None:
 
 
 def record() -> RankRecord | None:
-    """This process's record, where somebody watches."""
+    """Returns this process's record, where somebody watches."""
     return _Here.record
 
 
@@ -70,7 +74,7 @@ def listen_as_asked() -> None:
 
 
 def reach(point: str, step: int | None = None, subject: Any = None) -> None:
-    """The rank comes to this point. `subject` is what the point is about, for a listener to look at or to change.
+    """Note that the rank comes to this point. `subject` is what it is about, for a listener to look at or to change.
 
     step   optimizer steps done; None: as at the point before
     """

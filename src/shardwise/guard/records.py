@@ -47,7 +47,7 @@ SIZE = _STRINGS_AT + STRING_BYTES
 
 @dataclass(frozen=True)
 class IssuedCollective:
-    """One collective as a rank issued it. `place`: file:line of the user's code, or of ours where none is above it."""
+    """One collective as a rank issued it. `place`: file:line of the user's code, else of ours."""
 
     number: int
     at: float
@@ -66,7 +66,7 @@ class IssuedCollective:
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """A process group in one rank's record: how many collectives it issued there."""
+    """A process group in one rank's record, with how many collectives the rank issued there."""
 
     key: str  # the same on every rank of the group
     ring: int
@@ -82,7 +82,7 @@ class GroupRecord:
 
     @property
     def between_two(self) -> bool:
-        """Whether the group carries messages from its first rank to its second, not collectives."""
+        """Returns whether the group carries messages from its first rank to its second, not collectives."""
         return self.ring < 0
 
 
@@ -110,7 +110,7 @@ class RankSnapshot:
 
 
 def memory_folder() -> str:
-    """A folder whose files lie in memory, else that for temporary files."""
+    """Returns a folder whose files lie in memory, else that for temporary files."""
     shared = "/dev/shm"
     return shared if os.access(shared, os.W_OK | os.X_OK) else tempfile.gettempdir()
 
@@ -130,20 +130,20 @@ class _Strings:
     """Texts of a record, read by their number, which is their place."""
 
     def __init__(self, memory: mmap.mmap) -> None:
-        self.memory, self.known = memory, {0: ""}
+        self.memory, self.texts = memory, {0: ""}
 
     def __getitem__(self, at: int) -> str:
-        if at not in self.known:
+        if at not in self.texts:
             start = _STRINGS_AT + at
             (size,) = _I.unpack_from(self.memory, start)
             if at > STRING_BYTES or size > STRING_BYTES:
                 return "?"
-            self.known[at] = self.memory[start + 4 : start + 4 + size].decode(errors="replace")
-        return self.known[at]
+            self.texts[at] = self.memory[start + 4 : start + 4 + size].decode(errors="replace")
+        return self.texts[at]
 
 
 class RankRecord:
-    """Writes this rank's record. `path` is a file of this rank's alone, made here where it is not there."""
+    """Writer of this rank's record. `path` is a file of this rank's alone, made here where it is not there."""
 
     def __init__(self, path: str | Path, rank: int, world: int) -> None:
         self.memory = _mapped(path)
@@ -165,7 +165,7 @@ class RankRecord:
         struct.pack_into("<qiii", self.memory, 0, os.getpid(), rank, world, RUNNING)
 
     def text(self, value: str) -> int:
-        """The number of a text; 0 where there is no more place."""
+        """Returns the number of a text; 0 where there is no more place."""
         at = self._strings.get(value)
         if at is None:
             with self._lock:
@@ -180,7 +180,7 @@ class RankRecord:
         return at
 
     def group(self, key: str, between_two: bool = False) -> int:
-        """The number of a group; -1 where there is no more place."""
+        """Returns the number of a group; -1 where there is no more place."""
         with self._lock:
             ring = -1
             if not between_two:
@@ -195,7 +195,7 @@ class RankRecord:
         return number
 
     def issue(self, group: int, op: int, elements: int, shape: int, dtype: int, tag: int, place: int) -> int:
-        """Note a collective about to be issued; its number in its group, from 1. Words are given as text numbers."""
+        """Note a collective about to be issued; returns its number in its group, from 1. Words are text numbers."""
         number = self._issued[group] + 1
         now, ring = time.monotonic(), self._ring_of[group]
         if ring >= 0:
@@ -244,14 +244,14 @@ class RankRecord:
 
 
 class Reader:
-    """Another process's view of one rank's record."""
+    """A view of one rank's record from another process."""
 
     def __init__(self, path: str | Path) -> None:
         self.memory = _mapped(path)
         self.strings = _Strings(self.memory)
 
     def see(self) -> RankSnapshot | None:
-        """The record as it is now; None before the rank has begun it."""
+        """Returns the record as it is now; None before the rank has begun it."""
         memory, strings = self.memory, self.strings
         pid, rank, _, state = struct.unpack_from("<qiii", memory, 0)
         if state == 0:
@@ -275,21 +275,21 @@ class Reader:
         return GroupRecord(self.strings[key], ring, issued)
 
     def entry(self, group: GroupRecord, number: int) -> IssuedCollective | None:
-        """A collective of a group by its number, None where it is no longer (or not yet) kept."""
+        """Returns a collective of a group by its number, None where it is no longer (or not yet) kept."""
         if group.ring < 0:
             return None
         at = _RINGS_AT + (group.ring * RING + number % RING) * _ENTRY.size
-        found, now, elements, *texts = _ENTRY.unpack_from(self.memory, at)
+        number_there, now, elements, *texts = _ENTRY.unpack_from(self.memory, at)
         (still,) = _Q.unpack_from(self.memory, at)
-        if found != number or still != number:
+        if number_there != number or still != number:
             return None
         shape, tag, place, dtype, op = (self.strings[text] for text in texts)
         return IssuedCollective(number, now, elements, shape, tag, place, dtype, op)
 
     def last(self, seen: RankSnapshot) -> tuple[GroupRecord, IssuedCollective] | None:
-        """The newest collective that the rank issued, and its group."""
-        found = [(group, self.entry(group, group.issued)) for group in seen.groups.values() if group.issued]
-        kept = [(group, entry) for group, entry in found if entry is not None]
+        """Returns (group, the newest collective that the rank issued), None where it has issued none."""
+        entries = [(group, self.entry(group, group.issued)) for group in seen.groups.values() if group.issued]
+        kept = [(group, entry) for group, entry in entries if entry is not None]
         return max(kept, key=lambda pair: pair[1].at, default=None)
 
     def close(self) -> None:
@@ -297,5 +297,5 @@ class Reader:
 
 
 def key_of(axis: str, name: str, ranks: Sequence[int]) -> str:
-    """A group's key: its axis, its name within torch, its ranks."""
+    """Returns a group's key: its axis, its name within torch, its ranks."""
     return f"{axis.replace('|', ' ')}|{name.replace('|', ' ')}|{','.join(map(str, ranks))}"

@@ -30,7 +30,7 @@ def answer_with_stacks(file: Any, crashes: Any = None) -> None:
 
 
 def crash_in(dump: str) -> str:
-    """The stack of the crash that ended a process, from what it has written; "" where there was none."""
+    """Returns the stack of the crash that ended a process, from what it has written; "" where there was none."""
     last = dump.rpartition(_CRASH)
     return "".join(last[1:]).partition(_MODULES)[0].strip() if last[1] else ""
 
@@ -77,7 +77,7 @@ def collect(pids: Mapping[int, int], dump: Callable[[int], str]) -> None:
 
 
 def wait(ranks: set[int], dump: Callable[[int], str]) -> None:
-    """Return when these ranks' dumps are complete, or for `ANSWER_S` none has grown."""
+    """Wait until these ranks' dumps are complete, or for `ANSWER_S` none has grown."""
     began = moved = time.monotonic()
     before: dict[int, str] = {}
     while time.monotonic() < min(moved + ANSWER_S, began + LONGEST_S):
@@ -90,13 +90,13 @@ def wait(ranks: set[int], dump: Callable[[int], str]) -> None:
 
 
 def complete(dump: str) -> bool:
-    """Whether the dump has the thread that answered, to its outermost frame: it is the last, since it began first."""
+    """Returns whether a dump has the thread that answered, to its outermost frame: it comes last in it."""
     last = dump.rpartition("Current thread ")[2] if "Current thread " in dump else ""
     return last.endswith("\n") and last.rstrip().endswith(("in <module>", "\n  ..."))
 
 
 def process_state(pid: int) -> str:
-    """Linux's letter for a process: "T" stopped, "Z" ended; "" where it is gone or cannot be known."""
+    """Returns Linux's letter for a process: "T" stopped, "Z" ended; "" where it is gone or cannot be known."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except (OSError, IndexError):

@@ -32,19 +32,19 @@ _PROGRAM = "import sys; from shardwise.guard.watcher import serve; serve(sys.arg
 
 def start(folder: str, deadlines: Deadlines | None) -> None:
     """Start the process for the ranks that have their records in this folder."""
-    told = json.dumps(None if deadlines is None else asdict(deadlines))
+    limits = json.dumps(None if deadlines is None else asdict(deadlines))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     subprocess.Popen(
-        [sys.executable, "-P", "-c", _PROGRAM, folder, told],
+        [sys.executable, "-P", "-c", _PROGRAM, folder, limits],
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment, start_new_session=True,
     )  # fmt: skip
 
 
-def serve(folder: str, told: str) -> None:
+def serve(folder: str, deadlines: str) -> None:
     """Run the watcher's process: look at the ranks' records until all have ended; on a hang report, then end them."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # it ends with its ranks
-    limits = json.loads(told)
+    limits = json.loads(deadlines)
     readers: dict[int, Reader] = {}
     watch = RankWatch(readers, None if limits is None else Deadlines(**limits))
     until = time.monotonic() + 60.0  # for the first rank to come
@@ -56,12 +56,12 @@ def serve(folder: str, told: str) -> None:
             alive = {rank: seen.pid for rank, seen in ranks.items() if _lives(seen.pid)}
             if not alive and (ranks or time.monotonic() > until):
                 return
-            found = watch.look(time.monotonic(), set(ranks) - set(alive))
+            finding = watch.look(time.monotonic(), set(ranks) - set(alive))
             died = {rank for rank, seen in ranks.items() if rank not in alive and seen.state != DONE}
-            if found is not None and died and not _still_there(alive):
+            if finding is not None and died and not _still_there(alive):
                 return
-            if found is not None:
-                _report(found, alive, Path(folder))
+            if finding is not None:
+                _report(finding, alive, Path(folder))
                 _end(alive)
                 return
     finally:
@@ -69,6 +69,7 @@ def serve(folder: str, told: str) -> None:
 
 
 def _add_new(folder: Path, readers: dict[int, Reader]) -> None:
+    """Open the records that have come since the last look."""
     for path in folder.glob("record-*"):
         rank = int(path.name.partition("-")[2])
         if rank not in readers:
@@ -80,7 +81,7 @@ def _lives(pid: int) -> bool:
 
 
 def _still_there(alive: dict[int, int]) -> bool:
-    """Whether any of these is there after the launcher had its time."""
+    """Returns whether any of these processes is there after the launcher had its time."""
     until = time.monotonic() + LAUNCHER_S
     while time.monotonic() < until:
         if not any(map(_lives, alive.values())):
@@ -89,15 +90,15 @@ def _still_there(alive: dict[int, int]) -> bool:
     return True
 
 
-def _report(found: Finding, alive: dict[int, int], folder: Path) -> None:
-    """One report on stderr."""
+def _report(finding: Finding, alive: dict[int, int], folder: Path) -> None:
+    """Write one report on stderr: the finding, and each rank's stack."""
     files = {rank: folder / f"stacks-{rank}" for rank in alive}
 
     def dump(rank: int) -> str:
         return files[rank].read_text(errors="replace") if files[rank].exists() else ""
 
     collect(alive, dump)
-    lines = [f"shardwise: this run hangs: {found.text()}"]
+    lines = [f"shardwise: this run hangs: {finding.text()}"]
     for rank in sorted(files):
         text = readable(dump(rank), (), ("in _beats",), ("shardwise/comm/recording.py",))
         lines.append(f"rank {rank} was here:\n{text or '(no Python stack: the rank did not answer)'}")
@@ -106,7 +107,7 @@ def _report(found: Finding, alive: dict[int, int], folder: Path) -> None:
 
 
 def _end(alive: dict[int, int]) -> None:
-    """SIGTERM, then SIGKILL, to the ranks of this host."""
+    """Send SIGTERM, then SIGKILL, to the ranks of this host."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for pid in alive.values():
             if _lives(pid):

@@ -42,7 +42,7 @@ class Checkpoint:
         return name in self.files
 
     def read(self, name: str) -> torch.Tensor:
-        """One whole tensor on the CPU."""
+        """Returns one whole tensor on the CPU."""
         file = self.files[name]
         if file not in self._open:
             self._open[file] = _opened(self.folder / file)
@@ -52,7 +52,7 @@ class Checkpoint:
             raise InputError(f"{self.folder / file} does not give '{name}': {error}") from error
 
     def outline(self, name: str) -> torch.Tensor:
-        """The tensor's shape and dtype alone, on the meta device."""
+        """Returns the tensor's shape and dtype alone, on the meta device."""
         file = self.files[name]
         if file not in self._open:
             self._open[file] = _opened(self.folder / file)
@@ -65,7 +65,7 @@ class Checkpoint:
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """Name -> file of each tensor."""
+    """Returns name -> file of each tensor."""
     if (folder / INDEX).exists():
         try:
             found = json.loads((folder / INDEX).read_bytes())["weight_map"]

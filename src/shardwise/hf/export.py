@@ -96,7 +96,7 @@ def _of_file(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 def _named(
     tensors: Iterator[tuple[str, torch.Tensor]], weights: Any, config: Any, writes: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors under the names on disk; where transformers merges or cuts some, rank 0 holds them all at once."""
+    """Yields tensors under the names on disk; where transformers merges or cuts some, rank 0 has them all at once."""
     kind = _class_of(weights, config)
     if kind is None:
         yield from tensors
@@ -114,7 +114,7 @@ def _named(
 
 
 def _class_of(weights: Any, config: Any) -> Any:
-    """The model's class: the engine's, or what the configuration names."""
+    """Returns the model's class: the engine's, or what the configuration names."""
     if isinstance(weights, Engine):
         return next((kind for kind in type(weights.module).__mro__ if "FSDP" not in kind.__name__), None)
     import transformers
@@ -124,33 +124,33 @@ def _class_of(weights: Any, config: Any) -> Any:
 
 
 class _Files:
-    """Tensors into files of at most so many bytes, named when their number is known."""
+    """Writer of tensors into files of at most so many bytes, named when their number is known."""
 
     def __init__(self, folder: Path, file_bytes: int) -> None:
         self.folder, self.file_bytes = folder, file_bytes
-        self.held: dict[str, torch.Tensor] = {}
-        self.held_bytes = self.total_bytes = 0
+        self.waiting: dict[str, torch.Tensor] = {}  # of the file that is not written yet
+        self.waiting_bytes = self.total_bytes = 0
         self.names: list[list[str]] = []  # of each file
         self.dtype: torch.dtype | None = None
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        if self.held and self.held_bytes + tensor.nbytes > self.file_bytes:
+        if self.waiting and self.waiting_bytes + tensor.nbytes > self.file_bytes:
             self._write()
-        self.held[name] = tensor
-        self.held_bytes += tensor.nbytes
+        self.waiting[name] = tensor
+        self.waiting_bytes += tensor.nbytes
         if self.dtype is None and tensor.is_floating_point():
             self.dtype = tensor.dtype
 
     def _write(self) -> None:
         from safetensors.torch import save_file
 
-        save_file(self.held, str(self.folder / f"part-{len(self.names)}"), metadata={"format": "pt"})
-        self.names.append(list(self.held))
-        self.total_bytes += self.held_bytes
-        self.held, self.held_bytes = {}, 0
+        save_file(self.waiting, str(self.folder / f"part-{len(self.names)}"), metadata={"format": "pt"})
+        self.names.append(list(self.waiting))
+        self.total_bytes += self.waiting_bytes
+        self.waiting, self.waiting_bytes = {}, 0
 
     def finish(self) -> None:
-        if self.held:
+        if self.waiting:
             self._write()
         count = len(self.names)
         weight_map: dict[str, str] = {}

@@ -19,14 +19,14 @@ from shardwise.hf.checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one tensor is made: `sources` are (name on disk, pattern), and `converter` turns them into `target`."""
+    """One tensor's making: `sources` are (name on disk, pattern), and `converter` turns them into `target`."""
 
     target: str
     sources: tuple[tuple[str, str | None], ...]
     converter: Any = None
 
     def make(self, checkpoint: Checkpoint, name: str, model: Any) -> torch.Tensor:
-        """The tensor that the model calls `name`."""
+        """Returns the tensor that the model calls `name`."""
         if self.converter is None:
             return checkpoint.read(self.sources[0][0])
         return self.convert({key: checkpoint.read(key) for key, _ in self.sources}, model)[name]
@@ -41,41 +41,41 @@ class Recipe:
 
 
 def recipes_of(model: Any, checkpoint: Checkpoint) -> dict[str, Recipe]:
-    """Name in the model -> its recipe, for every tensor of the checkpoint. `model` is on the meta device."""
+    """Returns name in the model -> recipe, for every tensor of the checkpoint. `model` is on the meta device."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
     except ImportError as error:
         raise InputError(f"this transformers does not tell how it names tensors ({error}): version 5 does") from error
     transforms = get_model_conversion_mapping(model)
-    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
-    converters = [one for one in transforms if isinstance(one, WeightConverter)]
-    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    by_pattern = {pattern: transform for transform in converters for pattern in transform.source_patterns}
     shapes, prefix = model.state_dict(), model.base_model_prefix
     groups: dict[str, list[tuple[str, str | None]]] = {}
     for key in sorted(checkpoint.files, key=dot_natural_key):
         target, pattern = rename_source_key(key, renamings, converters, prefix, shapes)
         groups.setdefault(target, []).append((key, pattern))
-    found: dict[str, Recipe] = {}
+    recipes: dict[str, Recipe] = {}
     for target, sources in groups.items():
         pattern = sources[0][1]
         recipe = Recipe(target, tuple(sources), by_pattern[pattern] if pattern is not None else None)
         names = [target]
         if recipe.converter is not None:
             names = list(recipe.convert({key: checkpoint.outline(key) for key, _ in sources}, model))
-        found |= dict.fromkeys(names, recipe)
-    return found
+        recipes |= dict.fromkeys(names, recipe)
+    return recipes
 
 
 def as_on_disk(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The names and tensors that `save_pretrained` would write."""
+    """Returns the tensors that `save_pretrained` would write, by name."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(model, tensors)
 
 
 def is_renamed(model: Any) -> bool:
-    """Whether names or tensors on disk are others than in the model."""
+    """Returns whether names or tensors on disk are others than in the model."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     return bool(get_model_conversion_mapping(model, add_legacy=False))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def task(source: Any, head: str = "causal-lm", *, new: bool = False, **fields: Any) -> Task:
-    """A task from a checkpoint folder (its weights are read) or a transformers configuration (they are drawn).
+    """Returns a task from a checkpoint folder (its weights are read) or a transformers configuration (they are drawn).
 
     source   a local folder with config.json and safetensors files, or a configuration object
     head     "causal-lm", "masked-lm", "seq2seq", "speech-seq2seq", "image-text", "token-", "sequence-", "image-" or
@@ -53,7 +53,7 @@ def _config_of(source: Any) -> Any:
 
 
 class Weights:
-    """Parameter -> its value in a checkpoint, None for one that is drawn; the `Task.weights` of a folder."""
+    """Callable: parameter -> its value in a checkpoint, None for one that is drawn; the `Task.weights` of a folder."""
 
     def __init__(self, folder: str | Path, config: Any, head: str, new: bool) -> None:
         self.folder, self.config, self.head, self.new = folder, config, head, new
@@ -96,7 +96,7 @@ class Weights:
 
 
 def _aliases(model: nn.Module) -> dict[str, list[str]]:
-    """Parameter or kept buffer -> every name it goes by; tied weights have several."""
+    """Returns parameter or kept buffer -> every name it goes by; tied weights have several."""
     names: dict[int, list[str]] = {}
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *_kept_buffers(model)):
         names.setdefault(id(tensor), []).append(name)

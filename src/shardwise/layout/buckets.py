@@ -26,7 +26,7 @@ def most_elements(width: int, ranks: int) -> int:
 
 @dataclass(frozen=True)
 class BucketEntry:
-    """One parameter in a bucket: its index in the list given, and its place [start, stop)."""
+    """A parameter in a bucket: its index in the list given, and its place [start, stop)."""
 
     index: int
     start: int
@@ -35,31 +35,31 @@ class BucketEntry:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Entries end to end but for padding, and padding up to `size`."""
+    """A bucket's parameters end to end but for padding, and padding up to `size`."""
 
     entries: tuple[BucketEntry, ...]
     size: int
 
     @cached_property
     def gaps(self) -> list[tuple[int, int]]:
-        """[start, stop) of what is padding."""
+        """Returns [start, stop) of each stretch of padding."""
         starts = [*(entry.start for entry in self.entries[1:]), self.size]
         return [(entry.stop, start) for entry, start in zip(self.entries, starts, strict=True) if entry.stop < start]
 
     def shard(self, ranks: int, rank: int) -> tuple[int, int]:
-        """[start, stop) of the bucket that this rank holds."""
-        each = self.size // ranks
-        return each * rank, each * (rank + 1)
+        """Returns [start, stop) of the bucket's elements that are this rank's."""
+        size = self.size // ranks
+        return size * rank, size * (rank + 1)
 
     def pieces(self, ranks: int, rank: int) -> list[tuple[BucketEntry, int, int]]:
-        """(entry, first, last) for each parameter that overlaps this rank's shard, in bucket coordinates."""
+        """Returns (entry, first, last) of each parameter that overlaps this rank's shard, in bucket coordinates."""
         low, high = self.shard(ranks, rank)
         overlaps = ((e, max(e.start, low), min(e.stop, high)) for e in self.entries)
         return [(entry, first, last) for entry, first, last in overlaps if first < last]
 
 
 def lay_out(sizes: list[int], cap: int, ranks: int, first_cap: int | None = None, align: int = 2) -> list[BucketLayout]:
-    """Buckets of at most `cap` elements (one larger parameter fills its own), last parameter first.
+    """Returns buckets of at most `cap` elements (one larger parameter fills its own), last parameter first.
 
     `first_cap` bounds the first bucket, so that communication starts early in backward; each parameter begins at a
     multiple of `align` elements.
@@ -71,14 +71,14 @@ def lay_out(sizes: list[int], cap: int, ranks: int, first_cap: int | None = None
     def close() -> None:
         nonlocal entries, filled
         if entries:
-            buckets.append(BucketLayout(tuple(entries), -(-filled // ranks) * ranks))
+            buckets.append(BucketLayout(tuple(entries), -(-filled // ranks) * ranks))  # equal shards
         entries, filled = [], 0
 
-    for index in reversed(range(len(sizes))):
+    for index in reversed(range(len(sizes))):  # the order in which backward makes gradients, roughly
         limit = first_cap if first_cap is not None and not buckets else cap
         start = -(-filled // align) * align
         if entries and start + sizes[index] > limit:
-            close()
+            close()  # with the entries before this one, which begins the next bucket
             start = 0
         filled = start + sizes[index]
         entries.append(BucketEntry(index, start, filled))

@@ -15,7 +15,7 @@ from shardwise.layout.plan import Plan
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's part of one micro-batch.
+    """The part of one micro-batch that this rank computes.
 
     batch  pytree, batch dim first; where `count` is 0 it holds one stand-in sample whose loss counts nothing
     count  samples that count
@@ -30,12 +30,12 @@ class Share:
 
 
 def cut(length: int, pieces: int, index: int) -> tuple[int, int]:
-    """[start, stop) of piece `index` when `length` items are cut into `pieces` that differ by at most one."""
+    """Returns [start, stop) of piece `index` when `length` items are cut into `pieces` that differ by at most one."""
     return length * index // pieces, length * (index + 1) // pieces
 
 
 def enough_samples(samples: int, plan: Plan) -> None:
-    """Raise `InputError` where there are fewer samples than ranks that they are dealt over."""
+    """Raises `InputError` where there are fewer samples than ranks that they are dealt over."""
     if samples < plan.data_ranks:
         raise InputError(
             f"more ranks than samples: plan {plan} deals each micro-batch over {plan.data_ranks} ranks, but there are "
@@ -44,7 +44,7 @@ def enough_samples(samples: int, plan: Plan) -> None:
 
 
 def micro_batches(samples: int, accumulate: int) -> list[tuple[int, int]]:
-    """[start, stop) of each micro-batch in a global batch; raises `InputError` when there are too few samples."""
+    """Returns [start, stop) of each micro-batch in a global batch; `InputError` where there are too few samples."""
     if samples < accumulate:
         raise InputError(
             f"a batch of {samples} samples cannot be split into accumulate={accumulate} micro-batches (with pp, "
@@ -54,7 +54,7 @@ def micro_batches(samples: int, accumulate: int) -> list[tuple[int, int]]:
 
 
 def deal(samples: int, accumulate: int, ranks: int, rank: int) -> list[tuple[int, int, int, int]]:
-    """For each micro-batch: (first, last, start, total), [first, last) being this rank's samples in the batch.
+    """Returns for each micro-batch (first, last, start, total), [first, last) being this rank's samples in the batch.
 
     `start` is first's place within the micro-batch and `total` the micro-batch's size. first == last means none.
     """

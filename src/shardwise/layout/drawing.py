@@ -7,17 +7,19 @@ from shardwise.layout.schedules import Schedule, Times
 
 
 def as_text(schedule: Schedule, times: Times | None = None) -> str:
-    """The table, one column for each unit of time. Lower case: a rank's second stage, then `F'` and so on."""
+    """Returns the table, one column for each unit of time. Lower case: a rank's second stage, then `F'` and so on."""
     times = times or Times()
     done = schedule.timeline(times)
     unit = min(times.forward, times.input, times.weight)
     columns = round(max(end for _, end in done.values()) / unit)
     lines = []
+    # room for the kind and the largest number, and for the prime of a rank's third stage
     wide = len(str(schedule.microbatches - 1)) + 1 + (schedule.stages > 2 * schedule.ranks)
     for rank, row in enumerate(schedule.rows):
         cells = ["." + " " * (wide - 1)] * columns
         for op in row:
             start, end = (round(t / unit) for t in done[op])
+            # an op of two units fills two cells
             cells[start:end] = [_label(schedule, op).ljust(wide)] * (end - start)
         lines.append(f"rank {rank}  " + " ".join(cells).rstrip())
     return "\n".join([*lines, "", *summary(schedule, times)])
@@ -30,7 +32,7 @@ def _label(schedule: Schedule, op: Op) -> str:
 
 
 def summary(schedule: Schedule, times: Times | None = None) -> list[str]:
-    """What is counted from the table, a line each."""
+    """Returns what is counted from the table, a line each."""
     per_rank = schedule.stages // schedule.ranks
     of = "" if per_rank == 1 else f" of 1/{per_rank} of a rank's layers each"
     return [
@@ -44,7 +46,7 @@ _COLOURS = {"F": "#9ecae1", "B": "#fdd0a2", "I": "#fdae6b", "W": "#a1d99b"}
 
 
 def as_svg(schedule: Schedule, times: Times | None = None) -> str:
-    """The same table as a picture."""
+    """Returns the same table as a picture."""
     done = schedule.timeline(times)
     end_of_all = max(end for _, end in done.values())
     wide, high, left = 26.0, 26.0, 60.0

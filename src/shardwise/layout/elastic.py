@@ -8,25 +8,25 @@ from shardwise.layout.rules import check
 
 
 def smaller(plan: Plan, ranks: int) -> Plan:
-    """The plan on at most this many ranks: as many as can be used, with dp_shard kept where it can be.
+    """Returns the plan on at most this many ranks: as many as can be used, with dp_shard kept where it can be.
 
     Samples, their order and the micro-batches stay the same, and so does what is trained, up to rounding. Raises
     `RefusedPlan` where the degrees that cannot shrink (tp, pp, cp, domain, and ep within dp_shard) need more.
     """
-    found: list[tuple[int, int, Plan]] = []
+    candidates: list[tuple[int, int, Plan]] = []
     for replicate in range(1, plan.dp_replicate + 1):
         for shard in range(1, plan.dp_shard + 1):
             try:
-                one = plan.with_(dp_replicate=replicate, dp_shard=shard)
-                check(one)
-            except (InputError, RefusedPlan):
+                candidate = plan.with_(dp_replicate=replicate, dp_shard=shard)
+                check(candidate)
+            except (InputError, RefusedPlan):  # degrees that do not go together, as a dp_shard that ep does not divide
                 continue
-            if one.world_size <= ranks:
-                found.append((one.world_size, shard, one))
-    if not found:
+            if candidate.world_size <= ranks:
+                candidates.append((candidate.world_size, shard, candidate))
+    if not candidates:
         fixed = plan.world_size // plan.data_ranks
         raise RefusedPlan(
             f"plan {plan} cannot go on with {ranks} rank(s): its degrees beside dp_replicate and dp_shard need "
             f"{fixed * plan.ep} by themselves, and weights that are cut over them cannot be cut over fewer in a run"
         )
-    return max(found, key=lambda each: each[:2])[2]
+    return max(candidates, key=lambda row: row[:2])[2]  # most ranks; of those, most shards: the least memory on each

@@ -26,7 +26,7 @@ CHUNKS = "chunks"  # of positions, which one rank computes one after the other: 
 
 
 def inner_axes(domain: tuple[int, ...], **along: int) -> tuple[tuple[str, int], ...]:
-    """(name, degree) of each axis that cuts positions, outermost first; of space as many as `domain` names."""
+    """Returns (name, degree) of each axis that cuts positions, outermost first; of space as many as `domain` names."""
     return (*zip(SPACE, domain, strict=False), *((name, along.get(name, 1)) for name in ALONG))
 
 
@@ -38,26 +38,26 @@ class Grid:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Degree of each axis, in the order of `AXES`."""
+        """Returns the degree of each axis, in the order of `AXES`."""
         tiles = dict(zip(SPACE, self.plan.domain, strict=False))
         return tuple(tiles.get(axis, 1) if axis in SPACE else getattr(self.plan, axis) for axis in AXES)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The rank's coordinate on each axis."""
-        found = {}
-        for axis, degree in zip(reversed(AXES), reversed(self.shape), strict=True):
-            rank, found[axis] = divmod(rank, degree)
-        return {axis: found[axis] for axis in AXES}
+        """Returns the rank's coordinate on each axis."""
+        coordinate = {}
+        for axis, degree in zip(reversed(AXES), reversed(self.shape), strict=True):  # the last axis varies fastest
+            rank, coordinate[axis] = divmod(rank, degree)
+        return {axis: coordinate[axis] for axis in AXES}
 
     def rank(self, coordinates: dict[str, int]) -> int:
-        """The rank at these coordinates (absent axes are 0)."""
+        """Returns the rank at these coordinates (absent axes are 0)."""
         rank = 0
         for axis, degree in zip(AXES, self.shape, strict=True):
             rank = rank * degree + coordinates.get(axis, 0)
         return rank
 
     def group(self, rank: int, axes: tuple[str, ...]) -> list[int]:
-        """The ranks that differ from `rank` on `axes` alone, `rank` among them, in rank order."""
+        """Returns the ranks that differ from `rank` on `axes` alone, `rank` among them, in rank order."""
         mine = self.coordinates(rank)
         rest = [axis for axis in AXES if axis not in axes]
         everyone = range(math.prod(self.shape))
@@ -65,7 +65,7 @@ class Grid:
 
 
 def placement(plan: Plan, devices: int) -> tuple[list[dict[str, int]], list[str]]:
-    """(rank, node, device and coordinates of each rank; axes whose groups lie on several nodes)."""
+    """Returns (rank, node, device and coordinates of each rank; axes whose groups lie on several nodes)."""
     grid = Grid(plan)
     ranks = range(math.prod(grid.shape))
     rows = [{"rank": r, "node": r // devices, "device": r % devices, **grid.coordinates(r)} for r in ranks]
@@ -77,6 +77,7 @@ def placement(plan: Plan, devices: int) -> tuple[list[dict[str, int]], list[str]
         spans = stride * (degree - 1) + 1
         if degree > 1 and (spans > devices or (devices % (stride * degree) and len(ranks) > devices)):
             leaving.append(axis)
+        # ranks of ep are neighbours on dp_shard, with its stride
         spans = stride * (plan.ep - 1) + 1
         if axis == "dp_shard" and (spans > devices or (devices % (stride * plan.ep) and len(ranks) > devices)):
             leaving += ["ep"] if plan.ep > 1 else []

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Need:
-    """What a key acts on. A plan without it that sets the key is refused, and a search leaves the key out.
+    """What a key acts on. A plan that sets the key without it is refused, and a search leaves the key out.
 
     met      whether a plan has it, or a forecast's layout
     without  a plan that has it not, in words
@@ -42,20 +42,20 @@ NEEDS = (TP, TILES, PIPELINE, GATHERED)
 
 
 def key(
-    default: Any, told: str = "", *, degree: bool = False, choices: tuple[str, ...] = (), needs: Need | None = None,
+    default: Any, line: str = "", *, degree: bool = False, choices: tuple[str, ...] = (), needs: Need | None = None,
     rounds: bool = False,
 ) -> Any:  # fmt: skip
     """Returns the field of a plan for one of its keys.
 
-    told     a line for people: in `shardwise config`, a starter file and the docs; "" for a key that nothing runs yet
+    line     for people: in `shardwise config`, a starter file and the docs; "" for a key that nothing runs yet
     degree   a whole number of at least 1
     choices  what it may be, where these are names
     rounds   it changes how numbers are rounded and nothing else, so a proof in float64 goes without it
     """
-    return field(default=default, metadata={"told": told, "degree": degree, "choices": choices, "needs": needs,
+    return field(default=default, metadata={"told": line, "degree": degree, "choices": choices, "needs": needs,
                                             "rounds": rounds})  # fmt: skip
 
 
 def keys_with(plan: type, what: str) -> dict[str, Any]:
-    """Returns name -> what is known of each key of `Plan` of which that is known (`choices`, say), in its order."""
-    return {each.name: each.metadata[what] for each in fields(plan) if each.metadata[what]}
+    """Returns name -> this entry (`choices`, say) of each key of `Plan` that has one, in its order."""
+    return {row.name: row.metadata[what] for row in fields(plan) if row.metadata[what]}

@@ -16,16 +16,16 @@ Run = tuple[int, int]  # [low, high) of leaves
 
 
 def middle(low: int, high: int) -> int:
-    """Where the node over [low, high) parts; at least two leaves."""
+    """Returns where the node over [low, high) parts; at least two leaves."""
     return (low + high) // 2
 
 
 def sibling(low: int, high: int, count: int) -> tuple[Run, Run] | None:
-    """The other child of the node whose child [low, high) is, and that node; None for the root."""
+    """Returns (the other child of [low, high)'s parent, the parent); None for the root."""
     node = (0, count)
     while node != (low, high):
         part = middle(*node)
-        inside = (node[0], part) if high <= part else (part, node[1])
+        inside = (node[0], part) if high <= part else (part, node[1])  # down towards [low, high)
         if inside == (low, high):
             return ((part, node[1]) if high <= part else (node[0], part)), node
         node = inside
@@ -34,36 +34,36 @@ def sibling(low: int, high: int, count: int) -> tuple[Run, Run] | None:
 
 @dataclass(frozen=True)
 class BatchPieces:
-    """How `count` pieces are dealt: `accumulate` micro-batches, each over `ranks`; both together divide `count`."""
+    """`count` pieces, dealt over `accumulate` micro-batches and `ranks` in each; both together divide `count`."""
 
     count: int
     accumulate: int
     ranks: int
 
     @property
-    def each(self) -> int:
-        """Pieces of one rank in one micro-batch."""
+    def per_rank(self) -> int:
+        """Returns how many pieces one rank has in one micro-batch."""
         return self.count // (self.accumulate * self.ranks)
 
     def first(self, micro_batch: int, rank: int) -> int:
-        """The leaf of a rank's first piece in a micro-batch."""
-        return (micro_batch * self.ranks + rank) * self.each
+        """Returns the leaf of a rank's first piece in a micro-batch."""
+        return (micro_batch * self.ranks + rank) * self.per_rank
 
     def samples(self, total: int, rank: int) -> list[Run]:
-        """[first, last) of each of a rank's pieces within a micro-batch of `total` samples; some may be empty."""
-        pieces = self.each * self.ranks
-        return [cut(total, pieces, rank * self.each + place) for place in range(self.each)]
+        """Returns [first, last) of each of a rank's pieces in a micro-batch of `total` samples; some may be empty."""
+        pieces = self.per_rank * self.ranks
+        return [cut(total, pieces, rank * self.per_rank + place) for place in range(self.per_rank)]
 
     def runs(self, rank: int) -> list[Run]:
-        """The largest nodes of the tree that lie within a rank's leaves, in order."""
+        """Returns the largest nodes of the tree that lie within a rank's leaves, in order."""
         firsts = [self.first(index, rank) for index in range(self.accumulate)]
-        mine = {leaf for first in firsts for leaf in range(first, first + self.each)}
+        mine = {leaf for first in firsts for leaf in range(first, first + self.per_rank)}
 
         def within(low: int, high: int) -> list[Run]:
-            held = sum(leaf in mine for leaf in range(low, high))
-            if held == high - low:
+            count = sum(leaf in mine for leaf in range(low, high))
+            if count == high - low:
                 return [(low, high)]
             part = middle(low, high)
-            return within(low, part) + within(part, high) if held else []
+            return within(low, part) + within(part, high) if count else []
 
         return within(0, self.count)

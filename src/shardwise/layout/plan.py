@@ -31,9 +31,9 @@ ALONG = ("cp", "cp_ulysses")  # axes that cut a sample's positions along one dim
 
 @dataclass(frozen=True)
 class Plan:
-    """How to spread a task: one degree for each mesh axis, plus precision, recompute and the like.
+    """The layout of a run over ranks: one degree for each mesh axis, plus precision, recompute and the like.
 
-    Each key is told beside its default. dp_replicate is the outermost axis; with dp_shard it is HYBRID_SHARD.
+    What a key does stands beside its default. dp_replicate is the outermost axis; with dp_shard it is HYBRID_SHARD.
     """
 
     dp_replicate: int = key(1, "replicas of the model (DDP)", degree=True)
@@ -96,21 +96,23 @@ class Plan:
     )
 
     def __post_init__(self) -> None:
-        self._read_pipeline()
+        self._read_pipeline()  # first: `microbatches` and `stages_per_rank` are degrees too, and -1 until it has run
         for name in DEGREES:
             value = getattr(self, name)
             if not _is_whole(value) or value < 1:
                 raise InputError(f"plan: {name} must be a whole number of at least 1, got {value!r}")
-        if isinstance(self.domain, int):
-            object.__setattr__(self, "domain", (self.domain,))
+        if isinstance(self.domain, int):  # a TOML file says domain = 2
+            object.__setattr__(self, "domain", (self.domain,))  # past the frozen dataclass, here and below
         tiles_right = isinstance(self.domain, tuple) and all(_is_whole(tiles) and tiles >= 1 for tiles in self.domain)
         if not tiles_right or not 1 <= len(self.domain) <= 3:
             raise InputError(f"plan: domain must be tiles per spatial dim such as 1x2, got {self.domain!r} (at most 3)")
+        # other libraries' names are read and not kept: plans compare, and are printed, by ours
         ours = next((name for name, row in PRECISIONS.items() if self.precision in row.also), self.precision)
         object.__setattr__(self, "precision", ours)
         for name, choices in CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
+                # torch's names, float16 and bfloat16, are far from ours to a search for spellings
                 hint = did_you_mean(str(value).replace("float", "fp").replace("bfp", "bf"), list(choices))
                 raise InputError(f"plan: {name}={value} is not one of {', '.join(choices)}{hint}")
         for name in ("wrap", "tp_whole"):
@@ -123,7 +125,7 @@ class Plan:
         for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"plan: {name} must be true or false, got {getattr(self, name)!r}")
-        if isinstance(self.deterministic, bool):
+        if isinstance(self.deterministic, bool):  # true stands for a number of pieces
             object.__setattr__(self, "deterministic", PIECES if self.deterministic else 0)
         if not _is_whole(self.deterministic) or self.deterministic < 0:
             raise InputError(f"plan: deterministic must be true or a number of pieces, got {self.deterministic!r}")
@@ -133,11 +135,11 @@ class Plan:
             raise InputError(f"plan: zero must be 0, 1, 2 or 3, got {self.zero!r}")
 
     def _read_pipeline(self) -> None:
-        """Defaults of schedule and micro-batches, and the form of `stages`."""
+        """Fill in defaults of schedule, stages and micro-batches, and read `stages` as text."""
         if self.schedule not in CHOICES["schedule"]:
             hint = did_you_mean(str(self.schedule), list(KINDS))
             raise InputError(f"plan: schedule={self.schedule} is not one of {', '.join(CHOICES['schedule'])}{hint}")
-        if not _is_whole(self.pp) or self.pp < 1:
+        if not _is_whole(self.pp) or self.pp < 1:  # before the other degrees: the defaults below are made from it
             raise InputError(f"plan: pp must be a whole number of at least 1, got {self.pp!r}")
         if isinstance(self.stages, str):
             object.__setattr__(self, "stages", tuple(filter(None, self.stages.split("|"))))
@@ -157,44 +159,44 @@ class Plan:
 
     @property
     def step_microbatches(self) -> int:
-        """Micro-batches in one optimizer step: pipelined ones times accumulated ones."""
+        """Returns the micro-batches in one optimizer step: pipelined ones times accumulated ones."""
         return self.accumulate * self.microbatches
 
     @property
     def _usual_stages(self) -> int:
-        """Stages that each rank of the pipeline runs unless a number is given."""
+        """Returns how many stages each rank of the pipeline runs unless a number is given."""
         if self.stages:
             return max(1, (len(self.stages) + 1) // self.pp)
         return KINDS[self.schedule].stages_per_rank if self.pp > 1 else 1
 
     @property
     def world_size(self) -> int:
-        """Ranks that the plan needs."""
+        """Returns how many ranks the plan needs."""
         return self.dp_replicate * self.dp_shard * self.tp * self.pp * self.cut_positions
 
     @property
     def tiles(self) -> int:
-        """Ranks over which space is cut."""
+        """Returns over how many ranks space is cut."""
         return math.prod(self.domain)
 
     @property
     def cut_positions(self) -> int:
-        """Ranks that share their samples and each hold some of the positions, of a sequence or of space."""
+        """Returns how many ranks share their samples, with some positions of a sequence or of space on each."""
         return self.tiles * math.prod(self.along.values())
 
     @property
     def along(self) -> dict[str, int]:
-        """Axis -> degree, of those that cut positions along one dim."""
+        """Returns axis -> degree, of those that cut positions along one dim."""
         return {name: getattr(self, name) for name in ALONG}
 
     @property
     def data_ranks(self) -> int:
-        """Ranks over which the samples of a micro-batch are dealt."""
+        """Returns over how many ranks the samples of a micro-batch are dealt."""
         return self.dp_replicate * self.dp_shard
 
     @classmethod
     def parse(cls, text: str | Plan) -> Plan:
-        """Read `"dp_shard=2,zero=3"`, a path ending in `.toml`, or "" / "single" for one process."""
+        """Returns the plan in `"dp_shard=2,zero=3"`, in a path ending in `.toml`, or "" / "single" for one process."""
         if isinstance(text, Plan):
             return text
         text = text.strip()
@@ -216,12 +218,12 @@ class Plan:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Plan:
-        """Build from keys and values; an unknown key raises `InputError` with the nearest known one."""
-        known = {f.name for f in fields(cls)}
-        unknown = [k for k in values if k not in known]
+        """Returns the plan of these keys and values; an unknown key raises `InputError` with the nearest one."""
+        names = {f.name for f in fields(cls)}
+        unknown = [k for k in values if k not in names]
         if unknown:
             raise InputError("; ".join(f"plan: unknown key {k!r}{nearest_key(k)}" for k in unknown))
-        values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}  # TOML and JSON have lists
         for name, value in values.items():
             if isinstance(value, str) and name in ("domain", "zero", "deterministic", *FLAGS, *DEGREES):
                 values[name] = _from_text(name, value)
@@ -229,7 +231,7 @@ class Plan:
 
     @classmethod
     def from_toml(cls, path: Path) -> Plan:
-        """Read a TOML file whose keys are the plan's fields, at top level or under `[plan]`."""
+        """Returns the plan in a TOML file whose keys are its fields, at top level or under `[plan]`."""
         try:
             data = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
         except FileNotFoundError:
@@ -241,41 +243,44 @@ class Plan:
         return cls.from_dict(data.get("plan", data))
 
     def as_dict(self, *, defaults: bool = False) -> dict[str, Any]:
-        """Fields and values, those at their default left out unless `defaults`."""
+        """Returns fields and values, those at their default left out unless `defaults`."""
         # by default as many micro-batches as this plan has stages, 1f1b, and its schedule's stages
         whole = self.pp * self.stages_per_rank if self.pp > 1 else 1
         base = Plan(dp_shard=self.dp_shard, pp=self.pp, microbatches=whole, stages_per_rank=self._usual_stages)
         items = {f.name: getattr(self, f.name) for f in fields(self)}
         if not defaults:
+            # `base` has this plan's own dp_shard and pp, from which other defaults follow
             always = [*(["dp_shard", "zero"] if self.dp_shard > 1 else []), *(["pp"] if self.pp > 1 else [])]
             items = {k: v for k, v in items.items() if k in always or v != getattr(base, k)}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in items.items()}
 
     def to_toml(self) -> str:
-        """The TOML form, every field written out."""
+        """Returns the plan as TOML, every field written out."""
         import tomli_w
 
         return tomli_w.dumps({"plan": self.as_dict(defaults=True)})
 
     def with_(self, **changes: Any) -> Plan:
-        """A copy with some fields replaced; a `zero` that is at its default follows the new `dp_shard`."""
+        """Returns a copy with some fields replaced; a `zero` that is at its default follows the new `dp_shard`."""
         by_default = self.zero == (3 if self.dp_shard > 1 else 0)
+        # a zero that was chosen goes too where one rank is left, over which a rule refuses it
         if "dp_shard" in changes and "zero" not in changes and (by_default or changes["dp_shard"] == 1):
             changes["zero"] = -1
         whole = self.pp * self.stages_per_rank if self.pp > 1 else 1
         by_default = self.microbatches == whole or changes.get("pp") == 1
+        # what was not chosen is a default of the new pipeline again
         where = {"pp", "schedule", "stages", "stages_per_rank"} & changes.keys()
         usual = self.stages_per_rank == self._usual_stages or changes.get("pp") == 1
         if where and usual and "stages_per_rank" not in changes:
             changes["stages_per_rank"] = -1
         if where and "microbatches" not in changes and by_default:
             changes["microbatches"] = -1
-        if changes.get("pp") == 1:
+        if changes.get("pp") == 1:  # a pipeline's keys without one are refused
             changes = {"schedule": "none", "stages": (), "stages_per_rank": -1, **changes}
         return replace(self, **changes)
 
     def exact(self, precision: str) -> Plan:
-        """The same layout in a precision, without the keys that round otherwise."""
+        """Returns the same layout in a precision, without the keys that change rounding alone."""
         return self.with_(precision=precision, **{name: getattr(Plan(), name) for name in keys_with(Plan, "rounds")})
 
     def __str__(self) -> str:
@@ -285,11 +290,11 @@ class Plan:
 TOLD = keys_with(Plan, "told")
 DEGREES = tuple(keys_with(Plan, "degree"))
 CHOICES = keys_with(Plan, "choices")
-FLAGS = tuple(each.name for each in fields(Plan) if isinstance(each.default, bool))
+FLAGS = tuple(row.name for row in fields(Plan) if isinstance(row.default, bool))
 
 
 def missing_comma(text: str) -> str | None:
-    """What to say of keys with a space or a semicolon between them; None where there is none."""
+    """Returns what to say of keys with a space or a semicolon between them; None where there is none."""
     between = r"(?<=[^,;\s])\s*[;\s]\s*(?=\w+\s*=)"
     if not re.search(between, text):
         return None
@@ -297,7 +302,7 @@ def missing_comma(text: str) -> str | None:
 
 
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool)  # True is an int
 
 
 def _from_text(key: str, value: str) -> Any:
@@ -329,29 +334,30 @@ def _to_text(key: str, value: Any) -> str:
 
 
 def no_pair(part: str, text: str) -> str:
-    """What to say of a part of a plan's text that is no `key=value`."""
+    """Returns what to say of a part of a plan's text that is no `key=value`."""
     if not part:
         return f"there is a comma too many in {text!r}"
-    known, number = [field.name for field in fields(Plan)], re.fullmatch(r"([a-z_]+?)_?(\d+)", part)
-    told = ""
+    # "tp4" or "tp_4"
+    names, number = [field.name for field in fields(Plan)], re.fullmatch(r"([a-z_]+?)_?(\d+)", part)
+    advice = ""
     if part == "single":
-        told = "; single stands alone: leave it out"
+        advice = "; single stands alone: leave it out"
     elif part == "auto":
-        told = "; `shardwise plan TASK --cluster ...` proposes plans"
-    elif part in known:
-        told = f"; write {part}=true" if isinstance(getattr(Plan(), part), bool) else f"; give {part} its value"
-    elif number is not None and number[1] in known:
-        told = f"; write {number[1]}={number[2]}"
-    elif part.removesuffix("=") in known:
-        told = f"; give {part.removesuffix('=')} its value"
+        advice = "; `shardwise plan TASK --cluster ...` proposes plans"
+    elif part in names:
+        advice = f"; write {part}=true" if isinstance(getattr(Plan(), part), bool) else f"; give {part} its value"
+    elif number is not None and number[1] in names:
+        advice = f"; write {number[1]}={number[2]}"
+    elif part.removesuffix("=") in names:
+        advice = f"; give {part.removesuffix('=')} its value"
     elif (key := next((name for name, choices in CHOICES.items() if part in choices), None)) is not None:
-        told = f"; write {key}={part}"
-    return f"expected key=value, got {part!r} in {text!r}{told}"
+        advice = f"; write {key}={part}"
+    return f"expected key=value, got {part!r} in {text!r}{advice}"
 
 
 def nearest_key(word: str) -> str:
-    """What follows a word that is no key: the one that is meant, or all there are."""
+    """Returns what follows a word that is no key: the one that is meant, or all there are."""
     if (ours := ELSEWHERE.get(word.lower())) is not None:
         return f"; that is {ours} here"
-    known = [field.name for field in fields(Plan)]
-    return did_you_mean(word.lower(), sorted(known)) or f" (known: {', '.join(known)})"
+    names = [field.name for field in fields(Plan)]
+    return did_you_mean(word.lower(), sorted(names)) or f" (known: {', '.join(names)})"

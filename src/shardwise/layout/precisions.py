@@ -31,12 +31,12 @@ class Dtypes:
 
     @property
     def summed(self) -> str:
-        """The dtype in which gradients are summed over ranks, unless the plan names one."""
+        """Returns the dtype in which gradients are summed over ranks, unless the plan names one."""
         return "fp64" if self.compute == "fp64" else "fp32"
 
     @property
     def products(self) -> str:
-        """The dtype at whose rate a device does its products in a forecast: "bf16" for all of 16 bits, else "fp32"."""
+        """Returns the dtype at whose rate a device does its products in a forecast: "bf16" for 16 bits, else "fp32"."""
         return "bf16" if BYTES[self.compute] == 2 else "fp32"
 
 

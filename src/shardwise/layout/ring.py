@@ -23,7 +23,7 @@ WHAT = {
     "broadcast": "every rank ends with what rank 0 had",
     "all_to_all": "each rank ends with the piece that every other had for it",
 }
-Held = tuple[tuple[frozenset[int], ...], ...]  # rank, piece -> ranks whose values it holds or sums; empty: nothing
+Contents = tuple[tuple[frozenset[int], ...], ...]  # rank, piece -> ranks whose values it has or sums; empty: nothing
 
 
 @dataclass(frozen=True)
@@ -37,52 +37,55 @@ class Send:
 
 @dataclass(frozen=True)
 class RingStep:
-    """Messages that go at the same time, and what every rank holds after them."""
+    """Messages that go at the same time, and what every rank has after them."""
 
     sends: tuple[Send, ...]
-    held: Held
+    contents: Contents
 
 
 @dataclass(frozen=True)
 class Ring:
-    """A collective over `ranks` ranks: what they hold at first, and its steps."""
+    """A collective over `ranks` ranks: what they have at first, and its steps."""
 
     op: str
     ranks: int
-    start: Held
+    start: Contents
     steps: tuple[RingStep, ...]
 
     def received(self) -> list[float]:
-        """Bytes that each rank receives, as a multiple of the tensor's."""
-        found = [0] * self.ranks
+        """Returns the bytes that each rank receives, as a multiple of the tensor's."""
+        count_by_rank = [0] * self.ranks
         for step in self.steps:
             for send in step.sends:
-                found[send.target] += 1
-        return [count / self.ranks for count in found]
+                count_by_rank[send.target] += 1
+        return [count / self.ranks for count in count_by_rank]
 
 
 def ring(op: str, ranks: int) -> Ring:
-    """The steps of a collective; `InputError` for one that is not known, or fewer than two ranks."""
+    """Returns the steps of a collective; `InputError` for one that is not known, or fewer than two ranks."""
     if op not in COLLECTIVES:
         known = ", ".join(COLLECTIVES)
         raise InputError(f"ring: no collective {op!r} (known: {known}){did_you_mean(op, list(COLLECTIVES))}")
     if ranks < 2:
         raise InputError(f"ring: a collective needs at least 2 ranks, got {ranks}")
+    # what a rank has of a piece is the set of ranks whose values are in it: sums are unions
     n, every = ranks, range(ranks)
-    held = [[frozenset(_at_first(op, rank, piece)) for piece in every] for rank in every]
-    start, steps = _frozen(held), []
+    contents = [[frozenset(_at_first(op, rank, piece)) for piece in every] for rank in every]
+    start, steps = _frozen(contents), []
     for sends in _sends(op, n):
-        arriving = [(send, held[send.source][send.piece]) for send in sends]
+        # all of it before any is written: messages of one step go at the same time
+        arriving = [(send, contents[send.source][send.piece]) for send in sends]
         for send, values in arriving:
             if op == "all_to_all":  # a column is the rank that a piece came from
-                held[send.target][send.source] = frozenset({send.source})
+                contents[send.target][send.source] = frozenset({send.source})
             else:
-                held[send.target][send.piece] = held[send.target][send.piece] | values
-        steps.append(RingStep(tuple(sends), _frozen(held)))
+                contents[send.target][send.piece] = contents[send.target][send.piece] | values
+        steps.append(RingStep(tuple(sends), _frozen(contents)))
     return Ring(op, n, start, tuple(steps))
 
 
 def _at_first(op: str, rank: int, piece: int) -> set[int]:
+    """Returns the ranks whose values of a piece this rank has before the first step."""
     if op in ("all_gather", "all_to_all"):
         return {rank} if piece == rank else set()
     if op == "broadcast":
@@ -90,12 +93,12 @@ def _at_first(op: str, rank: int, piece: int) -> set[int]:
     return {rank}
 
 
-def _frozen(held: list[list[frozenset[int]]]) -> Held:
-    return tuple(tuple(row) for row in held)
+def _frozen(contents: list[list[frozenset[int]]]) -> Contents:
+    return tuple(tuple(row) for row in contents)
 
 
 def _sends(op: str, n: int) -> list[list[Send]]:
-    """The messages of each step."""
+    """Returns the messages of each step."""
     every = range(n)
     scatter = [[Send(r, (r + 1) % n, (r - s - 1) % n) for r in every] for s in range(n - 1)]
     gather = [[Send(r, (r + 1) % n, (r - s) % n) for r in every] for s in range(n - 1)]
@@ -107,7 +110,7 @@ def _sends(op: str, n: int) -> list[list[Send]]:
 
 
 def as_text(drawn: Ring) -> str:
-    """Every step as a table: a row for each rank, a column for each piece; digits are the ranks whose values it has."""
+    """Returns every step as a table: a row for each rank, a column for each piece, the ranks whose values it has."""
     most = max(drawn.received())
     lines = [
         f"{drawn.op} over {drawn.ranks} ranks: {WHAT[drawn.op]}",
@@ -115,16 +118,17 @@ def as_text(drawn: Ring) -> str:
         *_table("at first", (), drawn.start),
     ]
     for number, step in enumerate(drawn.steps, 1):
-        lines += _table(f"step {number}", step.sends, step.held)
+        lines += _table(f"step {number}", step.sends, step.contents)
     return "\n".join(lines)
 
 
-def _table(title: str, sends: tuple[Send, ...], held: Held) -> list[str]:
-    wide = max(4, len(held) + 1)
-    told = "  ".join(f"{s.source}→{s.target}:{_letter(s.piece)}" for s in sends)
-    head = " " * 8 + "".join(f"{_letter(piece):<{wide}}" for piece in range(len(held)))
-    rows = [f"  rank {rank} " + "".join(f"{_ranks(values):<{wide}}" for values in row) for rank, row in enumerate(held)]
-    return ["", f"{title}  {told}".rstrip(), head, *rows]
+def _table(title: str, sends: tuple[Send, ...], values_of: Contents) -> list[str]:
+    wide = max(4, len(values_of) + 1)
+    messages = "  ".join(f"{s.source}→{s.target}:{_letter(s.piece)}" for s in sends)
+    head = " " * 8 + "".join(f"{_letter(piece):<{wide}}" for piece in range(len(values_of)))
+    lines = ("".join(f"{_ranks(values):<{wide}}" for values in row) for row in values_of)
+    rows = [f"  rank {rank} " + line for rank, line in enumerate(lines)]
+    return ["", f"{title}  {messages}".rstrip(), head, *rows]
 
 
 def _letter(piece: int) -> str:
@@ -141,7 +145,7 @@ BOX, GAP, TOP, SECONDS = 44, 14, 46, 1.4
 
 
 def as_svg(drawn: Ring) -> str:
-    """A picture that goes through the steps by itself, without a script; darker boxes hold the values of more ranks."""
+    """Returns a picture that goes through the steps by itself, without a script; darker: the values of more ranks."""
     n, frames = drawn.ranks, [RingStep((), drawn.start), *drawn.steps]
     wide, high = 90 + n * BOX + 150, TOP + n * (BOX + GAP) + 10
     whole = SECONDS * (len(frames) + 1)
@@ -156,14 +160,14 @@ def as_svg(drawn: Ring) -> str:
         title = "at first" if at == 0 else f"step {at} of {len(frames) - 1}"
         parts.append(f"<g visibility='{'visible' if at == 0 else 'hidden'}'>{_shown(at, last, len(frames), whole)}")
         parts.append(f"<text x='10' y='22' font-weight='bold'>{drawn.op}: {title}</text>")
-        parts += [_boxes(rank, row, n) for rank, row in enumerate(frame.held)]
+        parts += [_boxes(rank, row, n) for rank, row in enumerate(frame.contents)]
         parts += [_arrow(send, n) for send in frame.sends]
         parts.append("</g>")
     return "".join([*parts, "</svg>\n"])
 
 
 def _shown(at: int, last: bool, frames: int, whole: float) -> str:
-    """Visible during this frame's part of the round; the last one stays twice as long."""
+    """Returns the animation that shows a frame in its part of the round; the last one stays twice as long."""
     begin, end = at / (frames + 1), 1.0 if last else (at + 1) / (frames + 1)
     times = [0.0, begin, end, 1.0]
     values = "hidden;visible;hidden;hidden"
@@ -183,16 +187,16 @@ def _y(rank: int) -> int:
 
 
 def _boxes(rank: int, row: tuple[frozenset[int], ...], n: int) -> str:
-    found = []
+    boxes = []
     for piece, values in enumerate(row):
         shade = 1 - 0.75 * len(values) / n if values else 1.0
         colour = f"rgb({round(255 * shade)},{round(230 * shade + 25)},255)" if values else "#f4f4f4"
         x = 80 + piece * BOX
-        found.append(
+        boxes.append(
             f"<rect x='{x}' y='{_y(rank)}' width='{BOX - 4}' height='{BOX - 4}' fill='{colour}' stroke='#789'/>"
             f"<text x='{x + BOX / 2 - 2}' y='{_y(rank) + 25}' text-anchor='middle'>{_ranks(values)}</text>"
         )
-    return "".join(found)
+    return "".join(boxes)
 
 
 def _arrow(send: Send, n: int) -> str:

@@ -30,13 +30,14 @@ def _unbuilt(field: str, what: str, when: Callable[[Plan], bool]) -> Rule:
 
 
 def _no_schedule(plan: Plan) -> bool:
+    # stages that pp does not divide have a rule of their own
     if plan.pp == 1 or (plan.stages and (len(plan.stages) + 1) % plan.pp):
         return False
     return KINDS[plan.schedule].misfit(plan.pp, plan.microbatches, plan.stages_per_rank) is not None
 
 
 def _of_need(need: Need) -> Rule:
-    """A plan that sets keys without what they act on."""
+    """Returns the rule that refuses a plan which sets keys without what they act on."""
     keys = [name for name, needs in keys_with(Plan, "needs").items() if needs is need]
     named = f"{', '.join(keys[:-1])} or {keys[-1]}" if keys[1:] else keys[0]
     plain = Plan()
@@ -201,18 +202,18 @@ RULES: tuple[Rule, ...] = (
 
 
 def applying(plan: Plan) -> list[Rule]:
-    """The rules that refuse a plan; none for one that runs."""
+    """Returns the rules that refuse a plan; none for one that runs."""
     return [rule for rule in RULES if rule.when(plan)]
 
 
 def check(plan: Plan, kinds: tuple[str, ...] = ("not built", "illegal")) -> None:
-    """Raise `RefusedPlan` with every reason of these kinds that applies, or return."""
+    """Raises `RefusedPlan` with every reason of these kinds that applies."""
     reasons = [f"{rule.combination}: {rule.reason}" for rule in applying(plan) if rule.kind in kinds]
     if reasons:
         raise RefusedPlan(f"plan {plan} is refused: " + "; ".join(reasons))
 
 
 def as_markdown() -> str:
-    """The table as Markdown, for the documentation."""
+    """Returns the table as Markdown, for the documentation."""
     rows = "\n".join(f"| {r.combination} | {r.kind} | {r.reason} |" for r in RULES)
     return f"| combination | kind | reason |\n|---|---|---|\n{rows}\n"

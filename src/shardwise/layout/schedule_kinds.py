@@ -41,7 +41,7 @@ def _gpipe(p: int, m: int, v: int, rank: int) -> Row:
 
 
 def _in_turns(forwards: Row, backwards: Row, ahead: int, delay: int | None) -> Row:
-    """`ahead` forwards, then one forward and one backward in turns. `delay`: W comes that many backwards later."""
+    """Returns `ahead` forwards, then a forward and a backward in turns. `delay`: W comes that many backwards later."""
     row = forwards[:ahead]
     pending: Row = []
     for place, backward in enumerate(backwards):
@@ -67,25 +67,26 @@ def _1f1b(p: int, m: int, v: int, rank: int) -> Row:
 
 
 def _zbh1(p: int, m: int, v: int, rank: int) -> Row:
-    """Every rank holds p micro-batches, those of later ranks waiting for their W alone."""
+    """Returns ZB-H1's row: every rank keeps p micro-batches, those of later ranks waiting for their W alone."""
     return _one_stage(p, m, rank, p - rank - 1, rank)
 
 
 def _zbh2(p: int, m: int, v: int, rank: int) -> Row:
-    """As many forwards ahead as a gradient takes to come back: 2p - 1 micro-batches on every rank."""
+    """Returns ZB-H2's row: as many forwards ahead as a gradient takes to come back, 2p - 1 on every rank."""
     return _one_stage(p, m, rank, 2 * (p - rank) - 2, 2 * rank)
 
 
 def _rounds(p: int, m: int, v: int, rank: int, kind: str) -> Row:
-    """p micro-batches through each of the rank's stages in turn, then the next p."""
+    """Returns p micro-batches through each of the rank's stages in turn, then the next p."""
     chunks = range(v) if kind == "F" else reversed(range(v))
-    order = list(chunks)
+    order = list(chunks)  # a backward goes through the stages from the last
     return [
         Op(kind, chunk * p + rank, i) for low in range(0, m, p) for chunk in order for i in range(low, min(low + p, m))
     ]
 
 
 def _interleaved(p: int, m: int, v: int, rank: int) -> Row:
+    # two for each later rank, and p micro-batches through all of the rank's stages but the last
     ahead = min(m * v, 2 * (p - rank - 1) + (v - 1) * p)
     return _in_turns(_rounds(p, m, v, rank, "F"), _rounds(p, m, v, rank, "B"), ahead, None)
 
@@ -106,7 +107,7 @@ class _V:
         self.waiting: Row = []  # W in the order of their I
 
     def add(self, *boxes: str) -> None:
-        """Boxes such as "F0" or "I1": the next micro-batch of this kind and side. "W" is the oldest that waits."""
+        """Add boxes such as "F0" or "I1": the next micro-batch of this kind and side. "W" is the oldest that waits."""
         for box in boxes:
             if box == "W":
                 if self.waiting:
@@ -121,18 +122,18 @@ class _V:
                 continue
             batch = self.next[counter]
             self.next[counter] += 1
-            if batch < self.m:
+            if batch < self.m:  # phases are written for more micro-batches than there may be
                 self.row.append(Op(kind, self.stage[side], batch))
                 if kind == "I":
                     self.waiting.append(Op("W", self.stage[side], batch))
 
     def count(self, kind: str, side: int) -> int:
-        """How many of these were asked for."""
+        """Returns how many of these were asked for."""
         return self.next[("F" if kind == "F" else "B", side)]
 
 
 def _zbv(p: int, m: int, v: int, rank: int) -> Row:
-    """Fewer than 2p - 1 micro-batches: the row for 2p - 1 without the others."""
+    """Returns ZBV's row; for fewer than 2p - 1 micro-batches, the row for 2p - 1 without the others."""
     padded = max(m, 2 * p - 1)
     row = _V(p, m, rank)
     row.add(*["F0"] * (2 * (p - rank) - 1))
@@ -146,7 +147,7 @@ def _zbv(p: int, m: int, v: int, rank: int) -> Row:
 
 
 def _dualpipev(p: int, m: int, v: int, rank: int) -> Row:
-    """The eight phases of DualPipeV; where F and B run as a pair there, F comes first here."""
+    """Returns the eight phases of DualPipeV; where F and B run as a pair there, F comes first here."""
     row = _V(p, m, rank)
     left = p - rank - 1
     row.add(*["F0"] * (2 * left))
@@ -190,7 +191,7 @@ class Kind:
         return 1 if self.placed == "one" else 2
 
     def misfit(self, p: int, m: int, v: int) -> str | None:
-        """Why there is no such schedule for these numbers; None where there is."""
+        """Returns why there is no such schedule for these numbers; None where there is."""
         if self.placed == "v" and v != 2:
             return f"has two stages on each rank, not {v}"
         if self.placed == "around" and v < 2:
@@ -207,7 +208,7 @@ class Kind:
         return None
 
     def owners(self, p: int, v: int) -> tuple[int, ...]:
-        """The rank of each stage."""
+        """Returns the rank of each stage."""
         if self.placed == "v":
             return (*range(p), *reversed(range(p)))
         return tuple(stage % p for stage in range(p * v))
@@ -230,7 +231,7 @@ KINDS: dict[str, Kind] = {
 
 
 def in_flight(name: str, p: int, m: int, v: int, rank: int) -> float:
-    """Micro-batches that a pipeline rank keeps at once, in units of all its layers."""
+    """Returns the micro-batches that a pipeline rank keeps at once, in units of all its layers."""
     return float(min(m, KINDS[name].in_flight(p, m, v, rank))) if p > 1 else 1.0
 
 

@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Times:
-    """How long one stage takes for one micro-batch; B takes `input` + `weight`."""
+    """Seconds, in any unit, of one stage for one micro-batch; B takes `input` + `weight`."""
 
     forward: float = 1.0
     input: float = 1.0
     weight: float = 1.0
 
     def of(self, kind: str) -> float:
-        """The time of one op of this kind."""
+        """Returns the time of one op of this kind."""
         return {"F": self.forward, "I": self.input, "W": self.weight, "B": self.input + self.weight}[kind]
 
 
@@ -54,16 +54,16 @@ class Schedule:
 
     @property
     def ranks(self) -> int:
-        """Ranks of the pipeline."""
+        """Returns how many ranks the pipeline has."""
         return len(self.rows)
 
     @property
     def stages(self) -> int:
-        """Stages over all ranks."""
+        """Returns how many stages there are over all ranks."""
         return len(self.owner)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank runs, first to last."""
+        """Returns the stages that a rank runs, first to last."""
         return tuple(stage for stage, owner in enumerate(self.owner) if owner == rank)
 
     @cached_property
@@ -76,22 +76,23 @@ class Schedule:
 
         By (kind of the op that makes it: "F" or, of a gradient, "B"; sender). What a rank sends itself is no message.
         """
-        found: list[dict[tuple[str, int], list[tuple[int, int, int]]]] = [{} for _ in self.rows]
+        messages: list[dict[tuple[str, int], list[tuple[int, int, int]]]] = [{} for _ in self.rows]
         for rank, row in enumerate(self.rows):
             for op in row:
+                # I brings the gradient that a whole backward would; W's gradients stay where they are made
                 goal = op.stage + 1 if op.kind == "F" else op.stage - 1
                 if op.kind != "W" and 0 <= goal < len(self.owner) and self.owner[goal] != rank:
                     way = "F" if op.kind == "F" else "B", rank
-                    found[self.owner[goal]].setdefault(way, []).append((op.stage, goal, op.microbatch))
-        return tuple(found)
+                    messages[self.owner[goal]].setdefault(way, []).append((op.stage, goal, op.microbatch))
+        return tuple(messages)
 
     @cached_property
     def in_order(self) -> list[tuple[int, Op, int, int]]:
-        """All ops, each after what it waits for (`timing.in_order`); found once for all times that are played."""
+        """Returns all ops, each after what it waits for (`timing.in_order`); made once for all times."""
         return in_order(self)
 
     def timeline(self, times: Times | None = None) -> dict[Op, tuple[float, float]]:
-        """(start, end) of each op when every rank runs its row as early as it can.
+        """Returns (start, end) of each op when every rank runs its row as early as it can.
 
         Raises `RefusedPlan` where the rows wait for each other in a circle.
         """
@@ -101,7 +102,7 @@ class Schedule:
         return {op: (start, end) for _, op, start, end in played.ops}
 
     def validate(self) -> None:
-        """Raise `RefusedPlan` unless each stage does each micro-batch once, on its rank, in an order that can run."""
+        """Raises `RefusedPlan` unless each stage does each micro-batch once, on its rank, in an order that can run."""
         ops = [op for row in self.rows for op in row]
         if len(ops) != len(set(ops)):
             raise RefusedPlan(f"schedule {self.name}: an op stands in it twice")
@@ -117,20 +118,20 @@ class Schedule:
             for op in row:
                 if self.owner[op.stage] != rank:
                     raise RefusedPlan(f"schedule {self.name}: {op} stands on rank {rank}, not {self.owner[op.stage]}")
-        self.timeline()
+        self.timeline()  # raises where ops wait for each other in a circle
 
     def span(self, times: Times | None = None) -> float:
-        """From the first op of any rank to the last of any."""
+        """Returns the time from the first op of any rank to the last of any."""
         return max(end for _, end in self.timeline(times).values())
 
     def bubble(self, times: Times | None = None) -> float:
-        """Share of the ranks' time, until all are done, in which they wait."""
+        """Returns the share of the ranks' time, until all are done, in which they wait."""
         times = times or Times()
         busy = sum(times.of(op.kind) for row in self.rows for op in row)
         return 1.0 - busy / (self.ranks * self.span(times))
 
     def inner_bubble(self, times: Times | None = None) -> float:
-        """Longest wait of a rank between its own first and last op, in units of time (the papers' bubble size)."""
+        """Returns a rank's longest wait between its own first and last op, in units of time (papers' bubble size)."""
         times = times or Times()
         done = self.timeline(times)
         waits = []
@@ -140,27 +141,28 @@ class Schedule:
         return max(waits)
 
     def live(self) -> tuple[int, ...]:
-        """For each rank, the most forwards (of one stage and micro-batch each) that it holds for their backward."""
+        """Returns for each rank the most forwards (of one stage and micro-batch each) kept for their backward."""
         return self._live
 
     @cached_property
     def _live(self) -> tuple[int, ...]:
         most = []
         for row in self.rows:
-            held = peak = 0
+            kept = peak = 0
             for op in row:
-                held += {"F": 1, "B": -1, "W": -1, "I": 0}[op.kind]
-                peak = max(peak, held)
+                # what I leaves is kept for its W
+                kept += {"F": 1, "B": -1, "W": -1, "I": 0}[op.kind]
+                peak = max(peak, kept)
             most.append(peak)
         return tuple(most)
 
     def last_backward(self, rank: int) -> int:
-        """Place, in the rank's row, of the op after which its gradients are complete."""
+        """Returns the place, in the rank's row, of the op after which its gradients are complete."""
         return max(place for place, op in enumerate(self.rows[rank]) if op.kind in "BW")
 
 
 def make_schedule(name: str, ranks: int, microbatches: int, per_rank: int = 1, *, checked: bool = True) -> Schedule:
-    """The table of a schedule; raises `RefusedPlan` where the schedule cannot be made for these numbers.
+    """Returns the table of a schedule; `RefusedPlan` where the schedule cannot be made for these numbers.
 
     checked   every op is looked at too, which takes as long as to play it
     """
@@ -176,7 +178,7 @@ def make_schedule(name: str, ranks: int, microbatches: int, per_rank: int = 1, *
 
 
 def plain_schedule(owner: tuple[int, ...], microbatches: int) -> Schedule:
-    """For any number of micro-batches, on stages that lie anywhere: all forwards, then all backwards."""
+    """Returns all forwards, then all backwards, for any number of micro-batches, on stages that lie anywhere."""
     rows = []
     for rank in range(max(owner) + 1):
         mine = [stage for stage, at in enumerate(owner) if at == rank]
@@ -190,17 +192,17 @@ def plain_schedule(owner: tuple[int, ...], microbatches: int) -> Schedule:
 LONG = 16  # micro-batches for each model stage; more repeat what is between filling and emptying
 
 
-def few_microbatches(ranks: int, microbatches: int, chunks: int, each: int = LONG) -> int:
+def few_microbatches(ranks: int, microbatches: int, chunks: int, per_stage: int = LONG) -> int:
     """Returns the number of micro-batches, or a smaller one that shows the same filling, repeating and emptying.
 
-    each   of them for each model stage
+    per_stage   of them for each model stage
     """
-    most = each * ranks * chunks
+    most = per_stage * ranks * chunks
     return microbatches if microbatches < most + 2 * ranks else most + microbatches % ranks
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """The table that a plan asks for."""
+    """Returns the table that a plan asks for."""
     if plan.pp == 1:
         raise RefusedPlan(f"plan {plan} has no pipeline: pp is 1")
     return make_schedule(plan.schedule, plan.pp, plan.microbatches, plan.stages_per_rank)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Played:
-    """A schedule in time.
+    """The outcome of playing a schedule.
 
     seconds    from the first op to the last
     busy       seconds of work of each rank
@@ -36,18 +36,18 @@ class Played:
 
     @property
     def ops(self) -> list[tuple[int, Op, float, float]]:
-        """(rank, op, start, end) of every op, those of a rank in its order."""
+        """Returns (rank, op, start, end) of every op, those of a rank in its order."""
         spans = zip(self.table.in_order, self.starts, self.ends, strict=True)
         return [(rank, op, start, end) for (rank, op, _, _), start, end in spans]
 
     @property
     def bubble(self) -> float:
-        """Share of the time in which the busiest rank waits."""
+        """Returns the share of the time in which the busiest rank waits."""
         return 1.0 - max(self.busy) / self.seconds if self.seconds else 0.0
 
     @property
     def longest_span(self) -> float:
-        """Seconds between the first and the last op of one rank, the longest of all ranks."""
+        """Returns the seconds between the first and the last op of one rank, the longest of all ranks."""
         first: dict[int, float] = {}
         last: dict[int, float] = {}
         for rank, _, start, end in self.ops:
@@ -60,7 +60,7 @@ def play(
     table: Schedule, forward: Sequence[float], backward: Sequence[float], weight: Sequence[float],
     send: Sequence[float], *, blocking: bool = False,
 ) -> Played:  # fmt: skip
-    """Run the table: seconds of each model stage, and of a message between stages s and s + 1.
+    """Returns the table, played with the seconds of each stage, and of a message between stages s and s + 1.
 
     blocking   the sender's compute waits for each message too (send and receive in one call)
 
@@ -69,11 +69,12 @@ def play(
     """
     both = [b + w for b, w in zip(backward, weight, strict=True)]
     cost = [*forward, *both, *backward, *weight]  # by kind, then by stage, as all that follows
+    # a message comes before each forward but the first stage's, and before each backward but the last's; none before W
     into_backward, never = [*send, 0.0], [0.0] * table.stages
     received = [0.0, *send, *into_backward, *into_backward, *never]
     sent = [*send, 0.0, 0.0, *send, 0.0, *send, *never] if blocking else [0.0] * len(cost)
     order = table.in_order
-    ends = [0.0] * (len(order) + 1)  # the last: of what waits for nothing
+    ends = [0.0] * (len(order) + 1)  # the last, at place -1: of what waits for nothing
     free, busy = [0.0] * table.ranks, [0.0] * table.ranks
     starts = ends[:-1]
     for at, (rank, _, kind, need) in enumerate(order):
@@ -89,7 +90,7 @@ def play(
 
 
 def in_order(table: Schedule) -> list[tuple[int, Op, int, int]]:
-    """(rank, op, its kind and stage as a number, place of the op that it waits for or -1), each after what it needs.
+    """Returns (rank, op, its kind and stage as a number, place of the op it waits for or -1), each after what it needs.
 
     Raises `RefusedPlan` where the rows wait for each other in a circle.
     """
@@ -109,6 +110,7 @@ def in_order(table: Schedule) -> list[tuple[int, Op, int, int]]:
                     waiting.setdefault(key, []).append(rank)
                     break
                 need = there
+            # the stage before waits for the gradient, whichever op makes it
             made = "B" if op.kind == "I" else op.kind, op.stage, op.microbatch
             done[made] = len(order)
             order.append((rank, op, _KINDS.index(op.kind) * table.stages + op.stage, need))
@@ -125,7 +127,7 @@ _KINDS = "FBIW"
 
 
 def _needs(stages: int) -> tuple[list[tuple[str, int] | None], ...]:
-    """By kind and stage: (kind, stage) of what an op waits for, of its own micro-batch.
+    """Returns, by kind and stage, (kind, stage) of what an op waits for, of its own micro-batch.
 
     I counts as the backward B, and the last stage's backward waits for its own forward.
     """

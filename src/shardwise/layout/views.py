@@ -7,19 +7,20 @@ from functools import lru_cache
 
 
 class NoView(ValueError):
-    """The shapes do not hold the same number of elements."""
+    """Raised for shapes that do not hold the same number of elements."""
 
 
 def groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, range]]:
-    """Smallest runs of dims of equal product, in a view from one shape to the other. Raises `NoView`."""
+    """Returns the smallest runs of dims of equal product, in a view from one shape to the other. Raises `NoView`."""
     return list(_groups(tuple(before), tuple(after)))
 
 
 @lru_cache(maxsize=4096)
 def _groups(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[range, range], ...]:
-    found, i, j = [], 0, 0
+    runs, i, j = [], 0, 0
     while i < len(before) or j < len(after):
         start_i, start_j = i, j
+        # one list may end first, with dims of 1 left in the other
         a = before[i] if i < len(before) else 1
         b = after[j] if j < len(after) else 1
         i, j = min(i + 1, len(before)), min(j + 1, len(after))
@@ -32,5 +33,5 @@ def _groups(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[rang
                 j += 1
             else:
                 raise NoView(f"no view from {tuple(before)} to {tuple(after)}")
-        found.append((range(start_i, i), range(start_j, j)))
-    return tuple(found)
+        runs.append((range(start_i, i), range(start_j, j)))
+    return tuple(runs)

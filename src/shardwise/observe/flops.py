@@ -41,14 +41,14 @@ PEAKS: tuple[tuple[str, float, float, float], ...] = (
 
 @dataclass(frozen=True)
 class Flops:
-    """Operations of one sample, forward and backward; None where they could not be counted."""
+    """FLOPs of one sample, forward and backward; None where they could not be counted."""
 
     per_sample: float | None
     convention: str
 
 
 def count_flops(model: Callable[[], nn.Module], sample: Any, inputs: Callable, tokens_per_sample: int | None) -> Flops:
-    """The FLOPs of one sample; `sample` is a batch of one. Never fails: the convention says why there are none."""
+    """Returns the FLOPs of one sample; `sample` is a batch of one. Never fails: the convention says why not."""
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             built = model().eval()
@@ -60,7 +60,7 @@ def count_flops(model: Callable[[], nn.Module], sample: Any, inputs: Callable, t
 
 
 def _multiplied(model: nn.Module) -> int:
-    """Parameters that take part in products: all but the embedding tables that nothing else uses."""
+    """Returns how many parameters take part in products: all but embedding tables that nothing else uses."""
     users: dict[int, set[type]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -70,6 +70,7 @@ def _multiplied(model: nn.Module) -> int:
 
 
 def _forward(model: nn.Module, sample: Any, inputs: Callable) -> int:
+    """Returns the FLOPs of one forward of one sample, on shapes alone."""
     from torch.utils import _pytree as pytree
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -81,12 +82,12 @@ def _forward(model: nn.Module, sample: Any, inputs: Callable) -> int:
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Dense peak FLOP/s of the device at this precision, or None where it is not known."""
+    """Returns the dense peak FLOP/s of the device at this precision, or None where it is not known."""
     name = device_name(device)
     if name is None:
         return None
     for part, half, tf32, single in PEAKS:
-        if part in name:
+        if part in name:  # the first: longer names stand before those that they contain
             compute = PRECISIONS[precision].compute
             if BYTES[compute] == 2:
                 return half * 1e12

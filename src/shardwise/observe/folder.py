@@ -34,7 +34,7 @@ LEAST_BYTES = 2**16  # what a run writes beside its weights and metrics
 
 
 def make_folder(out: str | Path, name: str) -> Path:
-    """A new folder below `out`; a second run in the same second gets a number."""
+    """Returns a new folder below `out`; a second run in the same second gets a number."""
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     for number in range(1, 1000):
         folder = Path(out) / (f"{stamp}-{name}" + (f"-{number}" if number > 1 else ""))
@@ -56,7 +56,7 @@ def make_folder(out: str | Path, name: str) -> Path:
 
 
 def _try_writing(folder: Path) -> None:
-    """Raise `InputError` where a new folder takes no file: a run should not find out at its end."""
+    """Raises `InputError` where a new folder takes no file: a run should not find out at its end."""
     trial = folder / "config.toml"
     try:
         trial.write_bytes(bytes(LEAST_BYTES))
@@ -71,14 +71,14 @@ def _try_writing(folder: Path) -> None:
 
 
 def write_inputs(folder: Path, effective: Effective, device: str) -> None:
-    """What the run was asked for: configuration, plan and versions."""
+    """Write what the run was asked for: configuration, plan and versions."""
     (folder / "config.toml").write_text(show(effective), encoding="utf-8")
     (folder / "plan.toml").write_text(effective.plan.to_toml(), encoding="utf-8")
     write_json(folder / "versions.json", versions(device))
 
 
 def versions(device: str) -> dict[str, str]:
-    """What the run ran on."""
+    """Returns the versions and the device that the run has."""
     import torch
 
     return {
@@ -91,5 +91,5 @@ def versions(device: str) -> dict[str, str]:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """The value as indented JSON."""
+    """Write the value as indented JSON."""
     path.write_text(json.dumps(finite(value), indent=2, allow_nan=False) + "\n", encoding="utf-8")

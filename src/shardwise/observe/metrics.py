@@ -12,14 +12,14 @@ from shardwise.observe.sinks import Sink, numbers_of
 
 
 class MetricsFile:
-    """Appends records to `metrics.jsonl`, and hands their numbers to the sinks."""
+    """Writer of `metrics.jsonl`, which hands numbers to the sinks too."""
 
     def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
         self._file = path.open("a", encoding="utf-8")
         self._sinks = sinks
 
     def write(self, record: dict[str, Any]) -> None:
-        """One line. A number that is not finite becomes null, for JSON has no name for it."""
+        """Write one line. A number that is not finite becomes null, for JSON has no name for it."""
         self._file.write(json.dumps(finite(record), allow_nan=False) + "\n")
         self._file.flush()
         for sink in self._sinks:
@@ -32,7 +32,7 @@ class MetricsFile:
 
 
 def finite(value: Any) -> Any:
-    """The value with every number that is not finite replaced by None, in dicts and lists too."""
+    """Returns the value with every number that is not finite replaced by None, in dicts and lists too."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -43,7 +43,7 @@ _AS_GLOO = {"reduce_scatter": "all_reduce"}  # what gloo makes of it
 
 
 class StepProfile:
-    """Profiles the steps of a range; every rank has one."""
+    """Profiler of the steps of a range; every rank has one."""
 
     def __init__(self, steps: range, engine: Engine, folder: Path) -> None:
         self.steps, self.engine, self.folder = steps, engine, folder
@@ -54,8 +54,8 @@ class StepProfile:
         self._began = 0.0
 
     def before(self, step: int) -> None:
-        """Before a step's batch is asked for."""
-        if step != self.steps.start or not self.steps:
+        """Start the profiler where a step begins the range. Called before its batch is asked for."""
+        if step != self.steps.start or not self.steps:  # an empty range has a start too
             return
         self._profiler = profile(activities=profiler_activities(self.engine.device))
         self._profiler.__enter__()
@@ -66,7 +66,7 @@ class StepProfile:
 
     @contextmanager
     def inside(self, step: int, part: str) -> Iterator[None]:
-        """Around a step's input or the step itself."""
+        """Context around a step's input or the step itself."""
         if step not in self.steps:
             yield
             return
@@ -74,7 +74,7 @@ class StepProfile:
             yield
 
     def after(self, step: int) -> dict[str, float] | None:
-        """After a step: the table of this rank once the last one is done (empty on a GPU), else None."""
+        """Returns, after the last step, the table of this rank (empty on a GPU), else None."""
         if not self.steps or step != self.steps.stop - 1:
             return None
         self._all.__exit__(None, None, None)
@@ -103,7 +103,7 @@ class StepProfile:
 
 
 class _Ranges(Ledger):
-    """Opens a range in the trace where a ledger would count a collective."""
+    """Ledger that opens a range in the trace where it would count a collective."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class _Ranges(Ledger):
 
 
 class _Issues(Observer):
-    """Names each collective in the trace where it is issued: kind and mesh axis."""
+    """Ledger that names each collective in the trace where it is issued: kind and mesh axis."""
 
     ledger: _Ranges
 
@@ -138,7 +138,7 @@ class _Issues(Observer):
 
 
 def table_of(events: list[Any], steps: int, measured_s: float) -> dict[str, float]:
-    """Milliseconds of each part in a step, and `measured`, the step's length by another clock."""
+    """Returns milliseconds of each part in a step, and `measured`, the step's length by another clock."""
     main = next(event.thread for event in events if event.name == _STEP)
     own = [event for event in events if event.thread == main]
 
@@ -155,7 +155,7 @@ def table_of(events: list[Any], steps: int, measured_s: float) -> dict[str, floa
     background = _by_axis(events, own)
     per_step = 1e-3 / steps
     table = {"input": length(reading) * per_step, "compute": length(compute) * per_step}
-    left = waits
+    left = waits  # a moment of waiting counts for one axis: what runs over a second one then is no exposure of its own
     for axis, ran in sorted(background.items()):
         exposed = meet(left, ran)
         table[f"exposed comm, {axis}"] = length(exposed) * per_step
@@ -172,25 +172,26 @@ def table_of(events: list[Any], steps: int, measured_s: float) -> dict[str, floa
 
 
 def _by_axis(events: list[Any], own: list[Any]) -> dict[str, list[Span]]:
-    """Axis -> when its collectives ran in the background, matched to where they were issued by kind and order."""
+    """Returns axis -> spans of its collectives in the background, matched to their issue by kind and order."""
     issued: dict[str, list[str]] = {}
     for event in sorted(own, key=lambda event: event.time_range.start):
         if event.name.startswith(_ISSUE):
             _, kind, axis = event.name.split(" ", 2)
             issued.setdefault(_AS_GLOO.get(kind, kind), []).append(axis)
-    found: dict[str, list[Span]] = {}
+    spans_by_axis: dict[str, list[Span]] = {}
     ran = sorted((e for e in events if e.name in _BACKGROUND), key=lambda event: event.time_range.start)
     for kind in set(_BACKGROUND.values()):
         of_kind = [event for event in ran if _BACKGROUND[event.name] == kind]
         axes = issued.get(kind, [])
         for place, event in enumerate(of_kind):
+            # collectives are matched by order, which says nothing where the trace has more or fewer than were issued
             axis = axes[place] if len(axes) == len(of_kind) else "unknown axis"
-            found.setdefault(axis, []).append((event.time_range.start, event.time_range.end))
-    return {axis: union(spans) for axis, spans in found.items()}
+            spans_by_axis.setdefault(axis, []).append((event.time_range.start, event.time_range.end))
+    return {axis: union(spans) for axis, spans in spans_by_axis.items()}
 
 
 def union(spans: list[Span]) -> list[Span]:
-    """The same points as spans that do not overlap, in order."""
+    """Returns the same points as spans that do not overlap, in order."""
     joined: list[Span] = []
     for start, end in sorted(spans):
         if joined and start <= joined[-1][1]:
@@ -200,39 +201,39 @@ def union(spans: list[Span]) -> list[Span]:
     return joined
 
 
-def meet(one: list[Span], other: list[Span]) -> list[Span]:
+def meet(first: list[Span], other: list[Span]) -> list[Span]:
     """Returns the intersection of two unions of spans."""
-    found, at = [], 0
-    for start, end in one:
+    common, at = [], 0
+    for start, end in first:
         while at < len(other) and other[at][1] <= start:
             at += 1
         place = at
         while place < len(other) and other[place][0] < end:
-            found.append((max(start, other[place][0]), min(end, other[place][1])))
+            common.append((max(start, other[place][0]), min(end, other[place][1])))
             place += 1
-    return found
+    return common
 
 
-def minus(one: list[Span], other: list[Span]) -> list[Span]:
+def minus(first: list[Span], other: list[Span]) -> list[Span]:
     """Returns the difference of two unions of spans: what is in the first alone."""
-    found = []
-    for start, end in one:
+    rest = []
+    for start, end in first:
         for low, high in meet([(start, end)], other):
             if low > start:
-                found.append((start, low))
+                rest.append((start, low))
             start = high
         if end > start:
-            found.append((start, end))
-    return found
+            rest.append((start, end))
+    return rest
 
 
 def length(spans: list[Span]) -> float:
-    """The sum of the spans' lengths."""
+    """Returns the sum of the spans' lengths."""
     return sum(end - start for start, end in spans)
 
 
 def as_text(tables: list[dict[str, float]], steps: range) -> str:
-    """One table of all ranks, in milliseconds and percent of each rank's step."""
+    """Returns one table of all ranks, in milliseconds and percent of each rank's step."""
     names = list(dict.fromkeys(name for table in tables for name in table if name != "measured"))
     names.sort(key=lambda name: name.startswith("hidden"))
     width = max(map(len, names)) + 2

@@ -8,13 +8,13 @@ LONGEST = 20  # steps; a trace grows by megabytes in each
 
 
 def read_steps(text: str | None, steps: int) -> range:
-    """The steps of "10:12" (10 and 11); empty where nothing was asked for. Raises `InputError`."""
+    """Returns the steps of "10:12" (10 and 11); empty where nothing was asked for. Raises `InputError`."""
     if text is None:
         return range(0)
     first, _, last = text.partition(":")
-    found = range(int(first), int(last))
-    if not found or found.stop > steps:
+    profiled = range(int(first), int(last))
+    if not profiled or profiled.stop > steps:
         raise InputError(f"train.profile_steps: {text} is no part of the run's {steps} steps (0:{steps})")
-    if len(found) > LONGEST:
-        raise InputError(f"train.profile_steps: {text} is {len(found)} steps; at most {LONGEST} fit into a trace")
-    return found
+    if len(profiled) > LONGEST:
+        raise InputError(f"train.profile_steps: {text} is {len(profiled)} steps; at most {LONGEST} fit into a trace")
+    return profiled

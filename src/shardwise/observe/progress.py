@@ -21,7 +21,7 @@ BAR = 20  # columns of the bar
 
 
 class Display:
-    """Shows steps as they end. `live` None: a bar where stderr is a terminal."""
+    """Display of steps as they end. `live` None: a bar where stderr is a terminal."""
 
     def __init__(
         self, total: int, speed: Speed, log_every: int, live: bool | None = None, first: str = "first step"
@@ -42,11 +42,11 @@ class Display:
             self._bar.start()
 
     def say(self, text: str) -> None:
-        """One line of its own, above the bar."""
+        """Print one line of its own, above the bar."""
         self._console.print(text, markup=False)
 
     def step(self, record: dict[str, Any]) -> None:
-        """One optimizer step has ended."""
+        """Show one optimizer step that has ended."""
         done = record["step"] + 1
         if self._bar is not None:
             taken = len(f"step {self._total}/{self._total}") + BAR + 3
@@ -55,7 +55,7 @@ class Display:
             self.say(f"step {done}/{self._total}  {self._text(record)}")
 
     def _text(self, record: dict[str, Any], width: int | None = None) -> str:
-        """What is told of a step; where it is wider than `width`, the loss and the time left alone, then what fits."""
+        """Returns a step's numbers in words; where wider than `width`, the loss and the time left, then what fits."""
         unit = self._speed.unit
         loss = "skipped (not finite)" if record["skipped"] else f"loss {record['loss']:.4f}"
         between = []
@@ -85,7 +85,7 @@ class Display:
 
 
 def short(number: float, space: str = "") -> str:
-    """`51.2k`, `1.3M`, `12.4G`: three digits; `space` goes before the unit that follows."""
+    """Returns `51.2k`, `1.3M`, `12.4G`: three digits; `space` goes before the unit that follows."""
     for factor, suffix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= factor:
             return f"{number / factor:.3g}{space}{suffix}"
@@ -93,7 +93,7 @@ def short(number: float, space: str = "") -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in binary units: `1.3 GiB`."""
+    """Returns bytes in binary units: `1.3 GiB`."""
     for unit in ("bytes", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} bytes" if unit == "bytes" else f"{count:.1f} {unit}"

@@ -26,7 +26,7 @@ PACKAGES = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", 
 
 
 class Sink(Protocol):
-    """Takes numbers of a step."""
+    """A receiver of a step's numbers."""
 
     def write(self, step: int, numbers: dict[str, float]) -> None: ...
 
@@ -34,7 +34,7 @@ class Sink(Protocol):
 
 
 def check_sinks(names: list[str]) -> None:
-    """`InputError` where a package is not installed; before any rank starts."""
+    """Raises `InputError` where a package is not installed; before any rank starts."""
     for name in names:
         missing = [package for package in PACKAGES[name] if importlib.util.find_spec(package) is None]
         if missing:
@@ -42,7 +42,7 @@ def check_sinks(names: list[str]) -> None:
 
 
 def open_sinks(names: list[str], folder: Path, settings: dict[str, Any]) -> list[Sink]:
-    """The sinks of these names for the run in `folder`; `settings` are shown beside the numbers where there is room."""
+    """Returns the sinks of these names for the run in `folder`; `settings` are shown beside the numbers."""
     makers: dict[str, Callable[[Path, dict[str, Any]], Sink]] = {
         "tensorboard": TensorBoard,
         "mlflow": MLflow,
@@ -52,13 +52,13 @@ def open_sinks(names: list[str], folder: Path, settings: dict[str, Any]) -> list
 
 
 def numbers_of(record: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a record of `metrics.jsonl`, but for the step."""
+    """Returns the numbers of a record of `metrics.jsonl`, but for the step."""
     plain = {k: v for k, v in record.items() if k != "step" and isinstance(v, int | float) and not isinstance(v, bool)}
     return {key: float(value) for key, value in plain.items() if math.isfinite(value)}
 
 
 class TensorBoard:
-    """Event files."""
+    """Sink that writes event files."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -75,7 +75,7 @@ class TensorBoard:
 
 
 class MLflow:
-    """A run of the experiment "shardwise"."""
+    """Sink that writes a run of the experiment "shardwise"."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         logging.getLogger("mlflow").setLevel(logging.WARNING)  # making its tables is a hundred lines of news
@@ -106,7 +106,7 @@ class MLflow:
 
 
 class WandB:
-    """A run of the project "shardwise"."""
+    """Sink that writes a run of the project "shardwise"."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         import wandb

@@ -8,7 +8,7 @@ from shardwise.observe.progress import short, size
 
 
 def summary_text(summary: dict[str, Any]) -> str:
-    """`summary.json` for a reader: loss, speed, memory of each rank, where things lie, what the model wrote."""
+    """Returns `summary.json` for a reader: loss, speed, memory of each rank, where things lie, what the model wrote."""
     rows = [("run", summary["folder"]), ("task", summary["task"]), ("plan", _plan(summary))]
     rows += [("steps", _steps(summary)), ("loss", _loss(summary)), ("speed", _speed(summary))]
     rows += _memory(summary["memory"])
@@ -53,16 +53,16 @@ def _speed(summary: dict[str, Any]) -> str:
     return text
 
 
-def _forecast(found: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """Forecast beside measurement, where the run had a cluster."""
+def _forecast(forecasts: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Returns forecast beside measurement, where the run had a cluster."""
     rows: list[tuple[str, str]] = []
-    found = found or {}
-    for name, (forecast, measured) in found.get("beside", {}).items():
+    forecasts = forecasts or {}
+    for name, (forecast, measured) in forecasts.get("beside", {}).items():
         if measured:
             shown = [f"{v:.4g} s" if name.endswith("step") else size(v) for v in (forecast, measured)]
             text = f"{name}: {shown[0]} forecast, {shown[1]} measured ({forecast / measured - 1:+.1%})"
-            if name == "step" and abs(found["pace"] - 1) >= 0.01:
-                text += f"; the same work took {found['pace']:.2f} times as long as during the probe"
+            if name == "step" and abs(forecasts["pace"] - 1) >= 0.01:
+                text += f"; the same work took {forecasts['pace']:.2f} times as long as during the probe"
             rows.append(("" if rows else "forecast", text))
     return rows
 

@@ -17,19 +17,19 @@ SKIPPED = 2  # the first steps wait for whatever starts
 
 
 class InputWatch:
-    """Adds up the seconds that ranks wait for batches and work; `add` gives a warning, once, where waiting is much."""
+    """Sums of the seconds that ranks wait for batches and work; `add` gives one warning, where waiting is much."""
 
     def __init__(self, share_of_all: Callable[[float], list[float]], advice: str) -> None:
         self._share_of_all = share_of_all  # this rank's share -> every rank's; collective
         self._advice = advice
         self._steps = 0
         self._waited_s = self._worked_s = 0.0
-        self._told = False
+        self._warned = False
 
     def add(self, waited_s: float, worked_s: float) -> str | None:
-        """Count one step, on every rank alike; the warning where the run is input-bound, else None."""
+        """Count one step, on every rank alike; returns the warning where the run is input-bound, else None."""
         self._steps += 1
-        if self._told or self._steps <= SKIPPED:
+        if self._warned or self._steps <= SKIPPED:
             return None
         self._waited_s += waited_s
         self._worked_s += worked_s
@@ -42,7 +42,7 @@ class InputWatch:
         share = max(shares)
         if share < BOUND or share * mean_s < LEAST_S:
             return None
-        self._told = True
+        self._warned = True
         return (
             f"input-bound: rank {shares.index(share)} spent {share:.0%} of each step ({mean_s * 1e3:.3g} ms) waiting "
             f"for its batch: {self._advice}"

@@ -21,7 +21,8 @@ Floor = Callable[[str], float]  # of a name
 
 
 def tensor_error(a: torch.Tensor, b: torch.Tensor, floor: float) -> float:
-    """max|a - b| / max(max|b|, floor); infinite where shapes differ, or values that are not finite and the same."""
+    """Returns max|a - b| / max(max|b|, floor); infinite for unlike shapes, or unlike values that are not finite."""
+    # `==` below takes a complex tensor without imaginary parts for the real one
     if a.shape != b.shape or a.is_complex() != b.is_complex():
         return float("inf")
     if not a.numel():
@@ -34,60 +35,62 @@ def tensor_error(a: torch.Tensor, b: torch.Tensor, floor: float) -> float:
     finite = b[torch.isfinite(b)]
     largest = max(float(finite.abs().max()) if finite.numel() else 0.0, floor)
     error = float((a - b)[~same].abs().max()) / largest
-    return error if error == error else float("inf")
+    return error if error == error else float("inf")  # NaN is below any bar
 
 
 def number_error(a: float, b: float) -> float:
-    """|a - b| / |b|; infinite where one of them is not finite."""
+    """Returns |a - b| / |b|; infinite where one of them is not finite."""
     return abs(a - b) / max(abs(b), 1e-12) if math.isfinite(a) and math.isfinite(b) else float("inf")
 
 
-def compare(parity: Parity, one: Record, many: Record) -> None:
-    """Write the errors of `many` ranks against `one` process into `parity`."""
-    parity.notes += one.notices + many.notices
-    parity.differences += many.differences
+def compare(parity: Parity, single: Record, ranks: Record) -> None:
+    """Write the errors of the ranks under the plan, against the one process, into `parity`."""
+    parity.notes += single.notices + ranks.notices
+    parity.differences += ranks.differences
     parity.bars = parity.bars or dict(FLOAT64_BARS)
-    floors = _floors(one, -1)
-    _compare_named(parity, "parameter", one.initial, many.initial, floors["parameter"], -1)
-    parity.loss_error = _numbers(parity, "loss", many.losses, one.losses)
-    parity.norm_error = _numbers(parity, "norm", many.norms, one.norms)
-    for step in range(len(one.losses)):
-        floors = _floors(one, step)
+    floors = _floors(single, -1)
+    _compare_named(parity, "parameter", single.initial, ranks.initial, floors["parameter"], -1)
+    parity.loss_error = _numbers(parity, "loss", ranks.losses, single.losses)
+    parity.norm_error = _numbers(parity, "norm", ranks.norms, single.norms)
+    for step in range(len(single.losses)):
+        floors = _floors(single, step)
         for kind in KINDS:
-            if kind != "optimizer" or many.states_known:
-                _compare_named(parity, kind, one.of(kind, step), many.of(kind, step), floors[kind], step)
-    for deviation in many.deviations:
-        if deviation.kind != "optimizer" or many.states_known:
-            _compare_deviation(parity, one, deviation)
-    _look_for_nothing(parity, one, many)
+            if kind != "optimizer" or ranks.states_known:  # a notice of the ranks says why it is not known
+                _compare_named(parity, kind, single.of(kind, step), ranks.of(kind, step), floors[kind], step)
+    for deviation in ranks.deviations:
+        if deviation.kind != "optimizer" or ranks.states_known:
+            _compare_deviation(parity, single, deviation)
+    _look_for_nothing(parity, single, ranks)
 
 
-def _numbers(parity: Parity, kind: str, found: list[float], expected: list[float]) -> float:
-    errors = [number_error(a, b) for a, b in zip(found, expected, strict=True)]
+def _numbers(parity: Parity, kind: str, actual: list[float], expected: list[float]) -> float:
+    """Returns the largest error of a kind's numbers over the steps; notes the first step beyond its bar."""
+    errors = [number_error(a, b) for a, b in zip(actual, expected, strict=True)]
     beyond = [step for step, error in enumerate(errors) if error > parity.bars[kind]]
     if beyond:
         parity.exceeded[kind, ""] = beyond[0]
     return max(errors)
 
 
-def _floors(one: Record, step: int) -> dict[str, Floor]:
+def _floors(single: Record, step: int) -> dict[str, Floor]:
+    """Returns, for each kind of tensor, the function name -> floor of its error after a step."""
     if step < 0:
-        return {"parameter": lambda name: one.lr}
-    gradient = GRADIENT_FLOOR * _largest(one.gradients[step].values())
+        return {"parameter": lambda name: single.lr}
+    gradient = GRADIENT_FLOOR * _largest(single.gradients[step].values())
     by_key: dict[str, list[torch.Tensor | None]] = {}
-    for name, tensor in one.states[step].items():
+    for name, tensor in single.states[step].items():
         by_key.setdefault(_key(name), []).append(tensor)
     states = {key: GRADIENT_FLOOR * _largest(tensors) for key, tensors in by_key.items()}
     return {
         "gradient": lambda name: gradient,
-        "parameter": lambda name: one.lr,
+        "parameter": lambda name: single.lr,
         "buffer": lambda name: 1.0,
         "optimizer": lambda name: states.get(_key(name), 1.0),
     }
 
 
 def _key(name: str) -> str:
-    """The optimizer's key in "exp_avg of blocks.0.weight"."""
+    """Returns the optimizer's key in "exp_avg of blocks.0.weight"."""
     return name.partition(" of ")[0]
 
 
@@ -95,15 +98,15 @@ def _largest(tensors: Iterable[torch.Tensor | None]) -> float:
     return max((float(t.abs().max()) for t in tensors if t is not None and t.numel()), default=0.0)
 
 
-def _compare_named(parity: Parity, kind: str, expected: Tensors, found: Tensors, floor: Floor, step: int) -> None:
-    for name in sorted(expected.keys() | found.keys()):
-        _compare_one(parity, kind, name, found.get(name), expected.get(name), floor(name), step, "rank 0")
+def _compare_named(parity: Parity, kind: str, expected: Tensors, actual: Tensors, floor: Floor, step: int) -> None:
+    for name in sorted(expected.keys() | actual.keys()):
+        _compare_one(parity, kind, name, actual.get(name), expected.get(name), floor(name), step, "rank 0")
 
 
-def _compare_deviation(parity: Parity, one: Record, deviation: Deviation) -> None:
+def _compare_deviation(parity: Parity, single: Record, deviation: Deviation) -> None:
     kind, name, step = deviation.kind, deviation.name, deviation.step
-    expected = one.of(kind, step).get(name)
-    floor = _floors(one, step)[kind](name)
+    expected = single.of(kind, step).get(name)
+    floor = _floors(single, step)[kind](name)
     _compare_one(parity, kind, name, deviation.tensor, expected, floor, step, f"rank {deviation.rank}")
 
 
@@ -120,17 +123,18 @@ def _compare_one(
     if (a is None) != (b is None):
         where = "" if rank == "rank 0" else f" on {rank}"
         message = f"{kind} of '{name}' exists only in {'one process' if a is None else 'the plan'}{where}"
-        parity.differences += [message] if message not in parity.differences else []
+        parity.differences += [message] if message not in parity.differences else []  # said once, not in each step
         parity.exceeded.setdefault((kind, name), step)
         return
     if a is None or b is None:
         return
-    error = tensor_error(a, b, max(floor, 1e-300))
+    error = tensor_error(a, b, max(floor, 1e-300))  # a floor is 0 where all gradients are
     if step < 0:
         where = "" if rank == "rank 0" else f" on {rank}"
         if error > parity.bar("parameter", name):
             parity.differences.append(f"initial value of '{name}' differs by {error:.1e}{where}")
     if error > parity.bar(kind, name):
+        # deviations of other ranks come after all steps of rank 0, so an earlier step may follow a later one
         parity.exceeded[kind, name] = min(step, parity.exceeded.get((kind, name), step))
     errors = parity.errors(kind)
     if error > errors.get(name, -1.0):
@@ -138,23 +142,24 @@ def _compare_one(
         parity.worst[kind, name] = f"{rank}, step {step}" if step >= 0 else f"{rank}, before the first step"
 
 
-def _look_for_nothing(parity: Parity, one: Record, many: Record) -> None:
-    """Agreement on a run in which nothing happened proves nothing; what did not happen is told."""
-    last = one.parameters[-1]
-    still = {n for n in one.trained if (a := one.initial[n]) is not None and torch.equal(a, _there(last[n]))}
-    reached = {n for gradients in one.gradients for n, g in gradients.items() if g is not None and bool(g.any())}
-    if not one.trained & reached:
+def _look_for_nothing(parity: Parity, single: Record, ranks: Record) -> None:
+    """Note gradients and parameters in which nothing happened: agreement on them proves nothing."""
+    last = single.parameters[-1]
+    still = {n for n in single.trained if (a := single.initial[n]) is not None and torch.equal(a, _there(last[n]))}
+    reached = {n for gradients in single.gradients for n, g in gradients.items() if g is not None and bool(g.any())}
+    if not single.trained & reached:
         parity.unproven.append("every gradient is zero in one process, so that any plan would agree with it")
-    elif one.trained == still:
+    elif single.trained == still:
         parity.unproven.append("no parameter moved in one process (a learning rate of zero?), so no update was seen")
     else:
-        _tell(parity, one.trained - reached, "has a gradient of zero in every step, so that its training is not proven")
+        unreached = single.trained - reached
+        _tell(parity, unreached, "has a gradient of zero in every step, so that its training is not proven")
         _tell(parity, still & reached, "did not move, so that its update is not proven")
-    if many.buckets == 1:
+    if ranks.buckets == 1:
         parity.notes.append(
             "scope: gradients of a single parameter travel in one bucket; the order of several is not seen"
         )
-    if len(one.losses) == 1:
+    if len(single.losses) == 1:
         parity.notes.append("scope: one step; what is carried from step to step is proven from two steps on")
 
 

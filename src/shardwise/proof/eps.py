@@ -42,7 +42,7 @@ class EpsWatch:
         self._before: dict[str, torch.Tensor] = {}
 
     def begin(self) -> None:
-        """Before the update, when gradients are there."""
+        """Take over the gradients and values that the update will use. Called before it."""
         if not self.others:
             return
         for name, param in self.named:
@@ -57,7 +57,7 @@ class EpsWatch:
 
     @torch.no_grad()
     def end(self) -> None:
-        """After the update."""
+        """Update the copies with the optimizer's own eps, and note whose update differs. Called after the update."""
         if not self.others:
             return
         before = {name: other.detach().clone() for name, other in self.others.items()}
@@ -73,14 +73,14 @@ class EpsWatch:
         """Returns the notes for the user: which eps was raised, and whose update that changes."""
         if not self.raised:
             return []
-        told = f"Adam-family eps raised from {min(self.raised):g} to {LEAST_EPS:g} on both sides"
+        note = f"Adam-family eps raised from {min(self.raised):g} to {LEAST_EPS:g} on both sides"
         if self.changed:
-            told += f"; of {len(self.others)} parameters that changes the update of {_names(self.changed)} by over 10%"
+            note += f"; of {len(self.others)} parameters that changes the update of {_names(self.changed)} by over 10%"
         noise = {name for name, size in self.gradients.items() if size <= ROUNDING * self.largest}
         if not noise:
-            return [told]
+            return [note]
         return [
-            told,
+            note,
             f"the gradient of {_names(noise)} is zero but for rounding, which Adam's own eps of {min(self.raised):g} "
             "can turn into updates of up to the learning rate, other ones on one process and on N: harmless where a "
             "batch norm follows; leave the parameter out (bias=False), or give an eps of 1e-4",

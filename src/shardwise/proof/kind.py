@@ -10,15 +10,16 @@ import torch
 NEAR = 1e-6  # relative, of the largest value
 
 
-def kind_of(found: torch.Tensor, expected: torch.Tensor, shares: Sequence[torch.Tensor] = ()) -> str:
-    """Returns the kind of difference in words, "" where nothing fits. `shares`: summands of `expected`, by rank."""
-    if found.shape != expected.shape:
-        return f"of shape {tuple(found.shape)} where one process has {tuple(expected.shape)}"
-    if not bool(torch.isfinite(found).all()):
+def kind_of(actual: torch.Tensor, expected: torch.Tensor, shares: Sequence[torch.Tensor] = ()) -> str:
+    """Returns in words how `actual` differs from `expected`, "" where nothing fits. `shares`: summands by rank."""
+    if actual.shape != expected.shape:
+        return f"of shape {tuple(actual.shape)} where one process has {tuple(expected.shape)}"
+    if not bool(torch.isfinite(actual).all()):
         return "not finite"
-    a, b = found.flatten(), expected.flatten()
+    a, b = actual.flatten(), expected.flatten()
     if not bool(a.any()):
         return "zero"
+    # before a factor is tried: of two equal summands, one that is missing is a factor of 1/2 too
     for rank, share in enumerate(shares):
         for sign, words in ((-1, "lacks the share of"), (1, "counts twice the share of")):
             if _near(a, b + sign * share.flatten()):
@@ -28,6 +29,7 @@ def kind_of(found: torch.Tensor, expected: torch.Tensor, shares: Sequence[torch.
             return "conjugated"
         a, b = torch.view_as_real(a.resolve_conj()).flatten(), torch.view_as_real(b.resolve_conj()).flatten()
     norm = float((b * b).sum())
+    # the factor that fits best by least squares; it is told only where it explains every element
     factor = float((a * b).sum()) / norm if norm else 0.0
     if factor and abs(factor - 1) > NEAR and _near(a, factor * b):
         return "the sign is turned" if abs(factor + 1) < NEAR else f"a factor of {_number(factor)}"
@@ -37,7 +39,7 @@ def kind_of(found: torch.Tensor, expected: torch.Tensor, shares: Sequence[torch.
     if 0 < len(wrong) < len(a):
         first, last = int(wrong[0]), int(wrong[-1])
         place = f"from element {first} to {last}" if len(wrong) == last - first + 1 else f"the first at {first}"
-        return f"{len(wrong)} of {len(a)} {'elements' if len(a) == found.numel() else 'parts of numbers'}, {place}"
+        return f"{len(wrong)} of {len(a)} {'elements' if len(a) == actual.numel() else 'parts of numbers'}, {place}"
     return ""
 
 

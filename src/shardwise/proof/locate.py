@@ -56,82 +56,87 @@ class Located:
 
 
 def first_step(parity: Parity) -> int:
-    """The first step in which anything exceeds its bar."""
+    """Returns the first step in which anything exceeds its bar, -1 for the initial values."""
     return min(parity.exceeded.values(), default=0)
 
 
-def locate(parity: Parity, one: Record, many: Record, look: Look, traces: Sequence[CallTrace]) -> Located | None:
-    """The first difference in the step that was looked at; None where the second run does not show one."""
+def locate(parity: Parity, single: Record, ranks: Record, look: Look, traces: Sequence[CallTrace]) -> Located | None:
+    """Returns the first difference in the step that was looked at; None where the second run does not show one."""
     step = look.step
     if first_step(parity) < 0:
-        return _named(parity, one, many, "parameter", -1, "initial value of", [])
+        return _named(parity, single, ranks, "parameter", -1, "initial value of", [])
+    # ranks of one stage make the same calls: where they do not, the plan has stages
     pipelined = len({tuple(sorted(trace.forward)) for trace in traces}) > 1
-    found = _modules(step, look.trace, traces, pipelined)
-    found = found or _named(parity, one, many, "buffer", step, "buffer", [])
-    found = found or _number(parity, "loss", step, "the loss, of equal outputs", one.losses, many.losses)
-    found = found or _gradients_of_modules(step, look.trace, traces, pipelined)
-    found = found or _named(parity, one, many, "gradient", step, "gradient of", look.shares)
-    found = found or _number(parity, "norm", step, "the gradient's norm, of equal gradients", one.norms, many.norms)
-    found = found or _named(parity, one, many, "optimizer", step, "optimizer's", [])
-    return found or _named(parity, one, many, "parameter", step, "update of", [])
+    first = _modules(step, look.trace, traces, pipelined)
+    first = first or _named(parity, single, ranks, "buffer", step, "buffer", [])
+    first = first or _number(parity, "loss", step, "the loss, of equal outputs", single.losses, ranks.losses)
+    first = first or _gradients_of_modules(step, look.trace, traces, pipelined)
+    first = first or _named(parity, single, ranks, "gradient", step, "gradient of", look.shares)
+    first = first or _number(parity, "norm", step, "the gradient's norm, of equal gradients", single.norms, ranks.norms)
+    first = first or _named(parity, single, ranks, "optimizer", step, "optimizer's", [])
+    return first or _named(parity, single, ranks, "parameter", step, "update of", [])
 
 
-def _number(parity: Parity, kind: str, step: int, phase: str, one: list[float], many: list[float]) -> Located | None:
-    """The loss or the norm, where it is the first to differ."""
+def _number(
+    parity: Parity, kind: str, step: int, phase: str, single: list[float], ranks: list[float]
+) -> Located | None:
+    """Returns the difference of the loss or the norm, where that exceeds its bar in this step first."""
     if parity.exceeded.get((kind, "")) != step:
         return None
-    told = kind_of(torch.tensor([many[step]], dtype=torch.float64), torch.tensor([one[step]], dtype=torch.float64))
-    return Located(step, phase, "", "", 0, None, number_error(many[step], one[step]), told)
+    words = kind_of(torch.tensor([ranks[step]], dtype=torch.float64), torch.tensor([single[step]], dtype=torch.float64))
+    return Located(step, phase, "", "", 0, None, number_error(ranks[step], single[step]), words)
 
 
-def _modules(step: int, one: CallTrace, traces: Sequence[CallTrace], pipelined: bool) -> Located | None:
-    for key, expected in one.forward.items():
+def _modules(step: int, single: CallTrace, traces: Sequence[CallTrace], pipelined: bool) -> Located | None:
+    """Returns the first output of a module that differs, with the module that made it."""
+    for key, expected in single.forward.items():
         for rank, trace in enumerate(traces):
-            told = _difference(expected, trace.forward.get(key), pipelined)
-            if told is not None:
-                path = _maker(one, trace, key, pipelined)
-                return Located(step, "forward of", path, "", rank, key[0], *told)
+            difference = _difference(expected, trace.forward.get(key), pipelined)
+            if difference is not None:
+                path = _maker(single, trace, key, pipelined)
+                return Located(step, "forward of", path, "", rank, key[0], *difference)
     return None
 
 
-def _maker(one: CallTrace, trace: CallTrace, key: Key, pipelined: bool) -> str:
-    """The module in which a difference arose: the first, from the inside, that was given what it should be."""
-    calls = [key[:3], *one.inside.get(key, [])]
+def _maker(single: CallTrace, trace: CallTrace, key: Key, pipelined: bool) -> str:
+    """Returns the path of the module in which a difference arose: the innermost whose arguments were right."""
+    calls = [key[:3], *single.inside.get(key, [])]
     for call in calls:
-        given = [other for other in one.given if other[:3] == call]
-        if all(_difference(one.given[each], trace.given.get(each), pipelined) is None for each in given):
+        given = [other for other in single.arguments if other[:3] == call]
+        if all(_difference(single.arguments[k], trace.arguments.get(k), pipelined) is None for k in given):
             return call[1]
     return calls[-1][1]
 
 
-def _gradients_of_modules(step: int, one: CallTrace, traces: Sequence[CallTrace], pipelined: bool) -> Located | None:
-    for which, expected in one.backward.items():
+def _gradients_of_modules(step: int, single: CallTrace, traces: Sequence[CallTrace], pipelined: bool) -> Located | None:
+    """Returns the first gradient of a module's output or argument that differs."""
+    for which, expected in single.backward.items():
         for rank, trace in enumerate(traces):
             if pipelined and not _ran(trace, which[0]):
                 continue
-            told = _difference(expected, trace.backward.get(which), pipelined)
-            if told is not None:
-                return Located(step, *_maker_of_gradient(one, *which), rank, which[0][0], *told)
+            difference = _difference(expected, trace.backward.get(which), pipelined)
+            if difference is not None:
+                return Located(step, *_maker_of_gradient(single, *which), rank, which[0][0], *difference)
     return None
 
 
 def _ran(trace: CallTrace, key: Key) -> bool:
-    """Whether a rank ran this call: another stage's gives nothing there, or what is made up (NaN)."""
+    """Returns whether a rank ran this call: on ranks of other stages it has no outputs, or made-up ones (NaN)."""
     gave = [value for other, value in trace.forward.items() if other[:3] == key[:3]]
     return bool(gave) and not any(bool(torch.isnan(value.tensor).any()) for value in gave)
 
 
-def _maker_of_gradient(one: CallTrace, key: Key, argument: bool) -> tuple[str, str, str]:
-    """Phase, module and tensor: the call's own backward made its arguments' gradient, its caller's that of its output.
+def _maker_of_gradient(single: CallTrace, key: Key, argument: bool) -> tuple[str, str, str]:
+    """Returns (phase, module, tensor): an argument's gradient is made by the call itself, an output's by its caller.
 
     What its readers gave back came before, and was right.
     """
     if argument:
         return "backward of", key[1], ""
-    while key in one.outer:
-        key = one.outer[key]
+    while key in single.outer:  # a caller that returns it as its own output: the reader is further out
+        key = single.outer[key]
     path = key[1]
-    callers = one.inside.get(key, [])
+    callers = single.inside.get(key, [])
     if not callers:
         return "gradient of the output of", path, ""  # made by the loss
     caller = callers[0][1]
@@ -139,37 +144,43 @@ def _maker_of_gradient(one: CallTrace, key: Key, argument: bool) -> tuple[str, s
     return "backward of", caller, f"{whose}, at the output of '{path}'"
 
 
-def _difference(expected: SampledTensor, found: SampledTensor | None, pipelined: bool) -> tuple[float, str] | None:
-    """(error, kind) where a rank's tensor is not that of one process."""
-    if found is None or (pipelined and bool(torch.isnan(found.tensor).any())):  # made up: another stage's
+def _difference(expected: SampledTensor, actual: SampledTensor | None, pipelined: bool) -> tuple[float, str] | None:
+    """Returns (error, kind) where a rank's tensor is not that of one process, None where it is."""
+    if actual is None or (pipelined and bool(torch.isnan(actual.tensor).any())):  # made up: another stage's
         return None
-    rows = rows_of(expected, found)
+    rows = rows_of(expected, actual)
     if rows is None:
         return None
-    error = tensor_error(found.tensor, rows, 1e-300)
+    error = tensor_error(actual.tensor, rows, 1e-300)  # without a floor: what is small is looked at too
     largest = float(expected.tensor.abs().max()) if expected.tensor.numel() else 0.0
-    if error <= FAR or float((found.tensor - rows).abs().max()) <= FAR * largest:
+    if error <= FAR or float((actual.tensor - rows).abs().max()) <= FAR * largest:
         return None
-    return error, kind_of(found.tensor, rows)
+    return error, kind_of(actual.tensor, rows)
 
 
 def _named(
-    parity: Parity, one: Record, many: Record, kind: str, step: int, phase: str, shares: list[dict[str, torch.Tensor]]
+    parity: Parity,
+    single: Record,
+    ranks: Record,
+    kind: str,
+    step: int,
+    phase: str,
+    shares: list[dict[str, torch.Tensor]],
 ) -> Located | None:
-    """The first tensor of a kind that exceeds its bar in this step, and on which rank."""
+    """Returns the first tensor of a kind that exceeds its bar in this step, and on which rank."""
     exceeding = {name for (of, name), first in parity.exceeded.items() if of == kind and first == step}
-    for name in (name for name in one.of(kind, step) if name in exceeding):
-        others = [d for d in many.deviations if (d.kind, d.step, d.name) == (kind, step, name)]
-        for deviation in (Deviation(0, step, kind, name, many.of(kind, step).get(name)), *others):
-            found, expected = deviation.tensor, one.of(kind, step)[name]
-            if found is None or expected is None:
-                if (found is None) != (expected is None):
+    for name in (name for name in single.of(kind, step) if name in exceeding):
+        others = [d for d in ranks.deviations if (d.kind, d.step, d.name) == (kind, step, name)]
+        for deviation in (Deviation(0, step, kind, name, ranks.of(kind, step).get(name)), *others):
+            actual, expected = deviation.tensor, single.of(kind, step)[name]
+            if actual is None or expected is None:
+                if (actual is None) != (expected is None):
                     return _about(step, phase, name, deviation.rank, float("inf"), "on one side only")
                 continue
-            error = tensor_error(found, expected, 1e-300)
+            error = tensor_error(actual, expected, 1e-300)
             if error > FAR:
                 own = [share[name] for share in shares if name in share]
-                return _about(step, phase, name, deviation.rank, error, kind_of(found, expected, own))
+                return _about(step, phase, name, deviation.rank, error, kind_of(actual, expected, own))
     return None
 
 

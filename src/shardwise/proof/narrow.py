@@ -32,14 +32,14 @@ HALVES_AGREE = 1e-4  # of the loss: above it halves of a micro-batch are not the
 
 
 def float32_oracle(task: Task, settings: Settings, failure: Exception, parity: Parity) -> tuple[Record, Settings]:
-    """The record in float32 and its settings; bars, noise and a note go into `parity`.
+    """Returns (the record in float32, its settings); puts bars, noise and a note into `parity`.
 
     Raises the failure where float32 fails too.
     """
     narrow = replace(settings, dtype=torch.float32)
     try:
         record = run_oracle(task, narrow)
-    except Exception:
+    except Exception:  # it was not for float64 that it failed: the first failure says more
         raise failure from None
     runs = list(nudged_runs(task, narrow))
     halved = run_oracle(task, replace(narrow, halves=True))
@@ -57,12 +57,12 @@ def float32_oracle(task: Task, settings: Settings, failure: Exception, parity: P
 
 
 def bar_of(noise: float) -> float:
-    """Returns what a tensor may differ by that one process moves by `noise`."""
+    """Returns the bar of a tensor that one process moves by `noise`, between the least and the largest bar."""
     return min(max(ALLOWANCE * noise, LEAST_BAR), MOST_BAR)
 
 
 def set_noise_apart(parity: Parity) -> None:
-    """What differs by more than its bar, and by no more than one process differs from itself, is not proven."""
+    """Mark errors above their bar, but no larger than what one process differs by from itself, as not proven."""
     for (kind, name), error in errors_of(parity).items():
         noise = parity.noise.get((kind, name), 0.0)
         if parity.bar(kind, name) < error <= ALLOWANCE * noise:

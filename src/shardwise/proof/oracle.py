@@ -36,7 +36,7 @@ from shardwise.trace.state import ModuleState
 
 @dataclass
 class Look:
-    """What is asked about one step beside the record.
+    """A close look at one step, asked for beside the record.
 
     trace    every module's outputs and their gradients
     shares   summands of the gradient, by data rank of `ranks`; [] where they do not add up to it
@@ -49,7 +49,7 @@ class Look:
 
 
 def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Record:
-    """Train `settings.steps` steps in this process in float64 and record everything; `look` at one of them closely."""
+    """Returns the record of `settings.steps` steps in this process in float64; `look` takes one of them closely."""
     module = plain_module(task, settings)
     named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
     optimizer = task.optimizer(named_groups([param for _, param in named]))
@@ -87,7 +87,7 @@ def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Reco
 
             with arithmetic, default_dtype(settings.dtype):
                 optimizer.step(closure)
-            record.losses.append(losses[0])
+            record.losses.append(losses[0])  # an optimizer with a closure may call it again at moved weights
         else:
             record.losses.append(gradients())
             with arithmetic, default_dtype(settings.dtype):  # scalars of an optimizer's state follow the default
@@ -95,7 +95,7 @@ def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Reco
                 optimizer.step()
                 eps.end()
         record.norms.append(norms[0])
-        new = as_one_process(module, named)
+        new = as_one_process(module, named)  # parameters that a forward has replaced are buffers from here on
         mine = [(name, param) for name, param in named if name not in new]
         record.gradients.append({name: None if p.grad is None else kept(p.grad) for name, p in mine})
         parameters = dict(module.named_parameters())
@@ -115,6 +115,7 @@ def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Reco
 def _gradients(
     task, module, named, batch, step, settings: Settings, random: GlobalRandom, watch: ModuleWatch | None = None
 ) -> tuple[float, float]:
+    """Leaves the clipped gradients of the batch's mean loss in the parameters; returns (loss, norm before clipping)."""
     with nullcontext() if watch is None else watch.watching():
         total, weight = _sums(task, module, named, batch, step, settings, random, watch)
     if weight == 0:
@@ -122,7 +123,7 @@ def _gradients(
             "the global weight of a batch is 0 (no sample or token counts): look at what Task.loss returns as weight, "
             "and whether every target is ignored or a mask is empty"
         )
-    new = as_one_process(module, named)
+    new = as_one_process(module, named)  # what the forward has replaced gets no update, and no share of the norm
     named = [(name, param) for name, param in named if name not in new]
     gradients = [param.grad for _, param in named if param.grad is not None]
     for gradient in gradients:
@@ -134,7 +135,7 @@ def _gradients(
 
 
 def _sums(task, module, named, batch, step, settings, random, watch: ModuleWatch | None = None) -> tuple[float, float]:
-    """(sum, weight) over micro-batches; the parameters' `.grad` are the sum's."""
+    """Returns (sum of losses, sum of weights) over micro-batches; leaves the gradients of the sum in the parameters."""
     for _, param in named:
         param.grad = None
     total, weight = 0.0, 0.0
@@ -162,25 +163,26 @@ def _sums(task, module, named, batch, step, settings, random, watch: ModuleWatch
 
 
 def _shares(task, module, named, batch, step, settings, random, ranks: int) -> list[dict[str, torch.Tensor]]:
-    """Each data rank's summand of every gradient; [] where samples look at each other. The module stays as it was."""
+    """Returns each data rank's summand of every gradient; [] where samples look at each other. Restores the module."""
     state = ModuleState(module)
     _, weight = _sums(task, module, named, batch, step, settings, random)
     whole = {name: kept(param.grad) / weight for name, param in named if param.grad is not None}
-    found = []
+    shares = []
     try:
         for rank in range(ranks):
             _sums(task, module, named, batch, step, replace(settings, share=(rank, ranks)), random)
             grads = {name: param.grad for name, param in named}
             zeros = {name: torch.zeros_like(value) for name, value in whole.items()}
-            found.append({n: zeros[n] if (g := grads[n]) is None else kept(g) / weight for n in whole})
+            shares.append({n: zeros[n] if (g := grads[n]) is None else kept(g) / weight for n in whole})
     except (RuntimeError, ValueError):  # too few samples for a norm, say: then nothing is known of shares
         return []
     finally:
         state.restore()
         for _, param in named:
             param.grad = None
-    adds_up = all(torch.allclose(sum(share[name] for share in found), value) for name, value in whole.items())
-    return found if adds_up else []
+    # where samples look at each other (a batch norm), parts of a batch do not add up to the whole
+    adds_up = all(torch.allclose(sum(share[name] for share in shares), value) for name, value in whole.items())
+    return shares if adds_up else []
 
 
 def _ratio(a: float, b: float) -> float:
@@ -188,7 +190,7 @@ def _ratio(a: float, b: float) -> float:
 
 
 def _cuts(samples: int, settings: Settings):
-    """(micro-batch, first, last, samples) of each forward: one for a micro-batch, or two halves of it."""
+    """Yields (micro-batch, first, last, samples) of each forward: one for a micro-batch, or two halves of it."""
     for index, (low, high) in enumerate(micro_batches(samples, settings.accumulate)):
         middle = low + (high - low) // 2 if settings.halves else high
         parts = [(low, middle), (middle, high)]
@@ -201,12 +203,13 @@ def _cuts(samples: int, settings: Settings):
 
 
 def plain_module(task: Task, settings: Settings) -> nn.Module:
-    """The module with its replayed initial values, in the proof's dtype, on its device."""
+    """Returns the module with its replayed initial values, in the proof's dtype, on its device."""
     dtype = settings.dtype
     built = build(task.model, settings.seed)
     module = built.module
     built.value_from = task.weights
     device = pick_device(settings.device)
+    # copies: where building was not deferred, a value is the module's own tensor
     values = {id(tensor): built.value(name).clone() for name, tensor in named_tensors(module)}
     with torch.no_grad():
         for place, (_, tensor) in enumerate(named_tensors(module)):
@@ -222,7 +225,7 @@ def plain_module(task: Task, settings: Settings) -> nn.Module:
 
 
 def _nudge_inside(module: nn.Module, settings: Settings) -> None:
-    """What each module without children returns moves by an epsilon, alike in every call; gradients do not see it."""
+    """Move what each module without children returns by an epsilon, alike in every call; gradients do not see it."""
 
     def moved(place: int, output: Any) -> Any:
         def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -237,7 +240,7 @@ def _nudge_inside(module: nn.Module, settings: Settings) -> None:
 
 
 def _cast(batch: Any, settings: Settings) -> Any:
-    """Floating-point data in the proof's dtype, all of it on the proof's device."""
+    """Returns the batch with floating-point data in the proof's dtype, all of it on the proof's device."""
     device = pick_device(settings.device)
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
@@ -248,5 +251,6 @@ def _cast(batch: Any, settings: Settings) -> Any:
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether the optimizer's `step` cannot be called without a closure, as LBFGS's cannot."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty

@@ -55,16 +55,16 @@ class Parity:
 
     def errors(self, kind: str) -> dict[str, float]:
         """Returns name -> largest error, of one of `KINDS`."""
-        found: dict[str, float] = getattr(self, f"{kind}_error")
-        return found
+        errors: dict[str, float] = getattr(self, f"{kind}_error")
+        return errors
 
     def bar(self, kind: str, name: str = "") -> float:
-        """What the error of a tensor may reach."""
+        """Returns the largest error that a tensor of this kind and name may have."""
         return self.own_bars.get((kind, name), self.bars[kind])
 
     @property
     def equal(self) -> bool:
-        """Whether everything compared is within its bar."""
+        """Returns whether everything compared is within its bar."""
         if self.refused or self.error or self.differences or self.loss_error is None:
             return False
         errors = [("loss", "", self.loss_error), ("norm", "", self.norm_error or 0.0)]
@@ -73,7 +73,7 @@ class Parity:
 
     @property
     def parity(self) -> bool:
-        """Whether the plan is proven equal to one process."""
+        """Returns whether the plan is proven equal to one process."""
         return self.equal and not self.unproven and (self.second is None or self.second.parity)
 
     def as_dict(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class Parity:
         }
 
     def text(self) -> str:
-        """A few lines for a person."""
+        """Returns the outcome in a few lines for a person."""
         if self.refused:
             return f"refused: {self.refused}"
         if self.error:
@@ -121,9 +121,9 @@ class Parity:
 
     @property
     def verdict(self) -> str:
-        """The last line."""
+        """Returns the last line of the text."""
         proofs = [self] if self.second is None else [self, self.second]
-        if not all(proof.equal for proof in proofs):
+        if not all(proof.equal for proof in proofs):  # first: a difference that was seen outweighs what was not
             return "NOT EQUAL to one process"
         return "NOT PROVEN" if any(proof.unproven for proof in proofs) else "EQUAL to one process"
 

@@ -48,7 +48,12 @@ MOVE, COARSE_MOVE = 0.002, 0.01  # of the weights, in the first step; where mast
 
 @dataclass
 class Narrow:
-    """What ten steps leave: losses, norms, and weights as the optimizer has them. `rate`: the learning rate."""
+    """The outcome of ten steps in a narrow precision: of each step losses and norms, and weights in float64.
+
+    rate     the learning rate
+    initial  weights before the first step; final ones are in `weights`, as the optimizer has them
+    skipped  steps that overflowed
+    """
 
     rate: float
     losses: list[float] = field(default_factory=list)
@@ -71,26 +76,27 @@ def verify_precision(job: Any, plan: Plan, settings: Settings, on_ranks: Callabl
     try:
         reference, task = _reference(task, plan, settings)
     except Exception as failure:
-        first = str(failure).splitlines()[0] if str(failure) else ""
+        message = str(failure).splitlines()[0] if str(failure) else ""
         parity.loss_error = 0.0
-        parity.unproven.append(f"one process cannot run in {plan.precision}: {type(failure).__name__}: {first}")
+        parity.unproven.append(f"one process cannot run in {plan.precision}: {type(failure).__name__}: {message}")
         return parity
     nudges = [plain_steps(task, plan, replace(settings, nudge=n), reference.rate) for n in range(1, NUDGES + 1)]
-    exact = plan.with_(compile=False)
-    found = on_ranks(narrow_rank, plan.world_size, job, exact, settings, reference.rate)[0]
-    if found.skipped != reference.skipped:
-        parity.differences.append(f"{found.skipped} steps skipped by overflow, in one process {reference.skipped}")
+    exact = plan.with_(compile=False)  # a compiled block does not show its draws, and masks follow them
+    under_plan = on_ranks(narrow_rank, plan.world_size, job, exact, settings, reference.rate)[0]
+    if under_plan.skipped != reference.skipped:
+        parity.differences.append(f"{under_plan.skipped} steps skipped by overflow, in one process {reference.skipped}")
     of = partial(_compare_numbers, parity, plan)
-    parity.loss_error = of("loss", reference.losses, [one.losses for one in nudges], found.losses)
-    parity.norm_error = of("norm", reference.norms, [one.norms for one in nudges], found.norms)
+    parity.loss_error = of("loss", reference.losses, [run.losses for run in nudges], under_plan.losses)
+    parity.norm_error = of("norm", reference.norms, [run.norms for run in nudges], under_plan.norms)
     for name, value in reference.weights.items():
         moved = float((value - reference.initial[name]).abs().max())
-        response = max(float((one.weights[name] - value).abs().max()) for one in nudges)
+        response = max(float((run.weights[name] - value).abs().max()) for run in nudges)
         largest = float(value.abs().max()) if value.numel() else 0.0
+        # a weight that no nudge moved may still be rounded to the other side under the plan
         ulp = torch.finfo(_master(plan)).eps * 2.0 ** math.floor(math.log2(largest)) if largest else 0.0
-        unit = moved or max(largest, 1e-300)
+        unit = moved or max(largest, 1e-300)  # a weight that did not move is measured by its own size
         allowed = max(ALLOWANCE * response, ulp) / unit
-        error = float((found.weights[name] - value).abs().max()) / unit
+        error = float((under_plan.weights[name] - value).abs().max()) / unit
         parity.parameter_error[name] = error = error if error == error else math.inf
         parity.own_bars["parameter", name] = bar = min(allowed, max(MOST_BAR, ulp / unit))
         if bar < error <= allowed:
@@ -109,7 +115,7 @@ def verify_precision(job: Any, plan: Plan, settings: Settings, on_ranks: Callabl
 
 
 def _reference(task: Task, plan: Plan, settings: Settings) -> tuple[Narrow, Task]:
-    """Returns what one process does, and the task that it does it with: as it is, or met at one dtype."""
+    """Returns (what one process does, the task it does it with): the task as it is, or with inputs of one dtype."""
     try:
         return plain_steps(task, plan, settings), task
     except RuntimeError as error:
@@ -119,18 +125,18 @@ def _reference(task: Task, plan: Plan, settings: Settings) -> tuple[Narrow, Task
 
 
 def _compare_numbers(
-    parity: Parity, plan: Plan, kind: str, reference: list[float], nudges: list[list[float]], found: list[float]
+    parity: Parity, plan: Plan, kind: str, reference: list[float], nudges: list[list[float]], actual: list[float]
 ) -> float:  # fmt: skip
-    """The largest relative error of any step. The kind's bar is what one epsilon does to any step, times the allowance:
+    """Returns the largest relative error of any step; sets the kind's bar to the allowance times what one epsilon does:
 
     the rounding of one sum is chance, and may be nothing in the step in which ranks differ.
     """
     finite = [step for step, value in enumerate(reference) if math.isfinite(value)]  # others overflow: counted apart
     of = {step: max(abs(reference[step]), 1e-300) for step in finite}
-    responses = [abs(one[step] - reference[step]) / of[step] for one in nudges for step in finite]
+    responses = [abs(nudged[step] - reference[step]) / of[step] for nudged in nudges for step in finite]
     least = torch.finfo(torch.promote_types(_compute(plan), torch.float32)).eps
     parity.bars[kind] = max(ALLOWANCE * max(responses, default=0.0), least)
-    errors = [abs(found[step] - reference[step]) / of[step] for step in finite]
+    errors = [abs(actual[step] - reference[step]) / of[step] for step in finite]
     return max((error if error == error else math.inf for error in errors), default=0.0)
 
 
@@ -161,13 +167,13 @@ def narrow_rank(job: Any, plan: Plan, settings: Settings, rate: float) -> Narrow
         record.losses.append(float(result.loss))
         record.norms.append(float(result.grad_norm))
         record.skipped += bool(result.skipped)
-    held = {name: tensor.detach().double().cpu().clone() for name, tensor in engine.full_parameters()}
-    record.weights = held if engine.rank == 0 else {}
+    weights = {name: tensor.detach().double().cpu().clone() for name, tensor in engine.full_parameters()}
+    record.weights = weights if engine.rank == 0 else {}
     return record
 
 
 def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None = None) -> Narrow:
-    """The plain loop, written without the engine. `rate`: the learning rate; None: found in the first step."""
+    """Returns what one process does in the plan's precision, by a plain loop. `rate`: None, found in the first step."""
     compute, master = _compute(plan), _master(plan)
     module = plain_module(task, replace(settings, dtype=torch.promote_types(master, torch.float32), nudge=0))
     named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
@@ -189,6 +195,7 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
             with random.watching(module):
                 loss, objective = _loss(task, module, slice_samples(batch, low, high), compute, settings, step)
                 weight_here = float(loss.weight)
+                # in the first micro-batch, whose weight stands for each of the others
                 if PRECISIONS[plan.precision].scaled and not scale:  # 2^15 over the global weight
                     scale = 2.0 ** (15 - round(math.log2(max(weight_here * settings.accumulate, 1.0))))
                 (objective * (scale or 1.0)).backward()
@@ -201,7 +208,7 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
         norm = math.sqrt(sum(float(value.square().sum()) for value in gradients.values()))
         record.losses.append(total / weight)
         record.norms.append(norm)
-        if not math.isfinite(norm):
+        if not math.isfinite(norm):  # overflow in fp16: the step is skipped, as a run skips it
             scale, record.skipped = scale / 2, record.skipped + 1
             continue
         clip = min(1.0, settings.clip_norm / (norm + 1e-6)) if settings.clip_norm is not None else 1.0
@@ -216,7 +223,7 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
 
 
 def _loss(task: Task, module: Any, part: Any, compute: torch.dtype, settings: Settings, step: int) -> tuple[Any, Any]:
-    """(the loss, what is differentiated) of a part of a batch, computed in the plan's dtype."""
+    """Returns (the loss, what is differentiated) of a part of a batch, computed in the plan's dtype."""
     wide = torch.promote_types(compute, torch.float32)
 
     def narrow(tensor: torch.Tensor) -> torch.Tensor:
@@ -239,7 +246,7 @@ _NORM_WEIGHTS = {functional.batch_norm: ((3, "weight"), (4, "bias")), torch.batc
 
 
 class _WideNorms(TorchFunctionMode):
-    """Batch norms have weights in the dtype of their statistics: kernels take them beside an input of 16 bits alone."""
+    """Function mode that gives batch norms weights of 32 bits: kernels take only those beside an input of 16 bits."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         args, kwargs = list(args), dict(kwargs or {})
@@ -252,5 +259,5 @@ class _WideNorms(TorchFunctionMode):
 
 
 def _moved(tensor: torch.Tensor, settings: Settings, step: int, place: int) -> torch.Tensor:
-    """The tensor, or with `nudge` each element one epsilon up or down, otherwise in each step."""
+    """Returns the tensor; with `nudge`, each element one epsilon up or down, drawn anew in each step."""
     return nudged(tensor, settings, place + 1000 * (step + 1)) if settings.nudge else tensor

@@ -39,7 +39,7 @@ def verify(
     timeout_s: float = 600.0,
     say: Say = silent,
 ) -> Parity:
-    """Prove a plan on a task. Returns a `Parity`; a refused plan is told in its `refused`.
+    """Returns the `Parity` of a plan on a task; a refused plan has the reason in its `refused`.
 
     device of both sides: "cpu", or the type of the accelerator ("cuda", "xpu"), which ranks share where there are fewer
     shrink a small proof of a large plan: least degrees, blocks and samples that keep its structure
@@ -48,6 +48,7 @@ def verify(
     say    is told what is being done
     Raises `InputError` for a task that fails in one process too.
     """
+    # here and below imported late: `import shardwise` does not import torch
     from shardwise.device import check_device
     from shardwise.engine.samples import check_data
     from shardwise.proof.settings import Settings
@@ -73,7 +74,7 @@ def verify(
         parity.proven = str(chosen)
         parity.world_size = chosen.world_size
     settings = Settings(steps=steps, seed=seed, accumulate=chosen.step_microbatches, clip_norm=clip_norm, device=device)
-    if chosen.precision == "fp32":
+    if chosen.precision == "fp32":  # in other precisions a run casts the batch itself
         _refuse_half(resolved, settings)
     say(f"verify: {steps} steps of {resolved.name} in one process, float64")
     oracle, settings = _one_process(resolved, settings, parity)
@@ -92,7 +93,7 @@ def verify(
 def _many(
     task: Any, resolved: Task, plan: Plan, settings: Any, parity: Parity, pool: Any, timeout_s: float, say: Say
 ) -> Any:
-    """Returns the record of the plan's ranks; notes on the proof go into `parity`. Raises as the plan is refused."""
+    """Returns the record of the plan's ranks; adds notes to `parity`. Raises `RefusedPlan`."""
     from shardwise.engine.recipe import refuse
     from shardwise.proof.rank import run_rank
     from shardwise.proof.settings import global_batch
@@ -107,36 +108,36 @@ def _many(
     return _joined(_on_ranks(run_rank, (task, plan, settings), parity, pool, timeout_s))
 
 
-def _judge(parity: Parity, task: Task, settings: Any, one: Any, many: Any) -> None:
-    """Compare both records; what exceeds a bar by rounding alone is set apart."""
+def _judge(parity: Parity, task: Task, settings: Any, single: Any, ranks: Any) -> None:
+    """Compare both records into `parity`; what exceeds a bar by rounding alone is set apart."""
     from shardwise.proof.compare import compare
     from shardwise.proof.narrow import set_noise_apart
     from shardwise.proof.rounding import explain_by_rounding
     from shardwise.proof.zero_gradients import set_zero_gradients_apart
 
-    compare(parity, one, many)
+    compare(parity, single, ranks)
     if not parity.equal and parity.exceeded:
-        set_zero_gradients_apart(parity, task, settings, one, many)
-    set_noise_apart(parity)
+        set_zero_gradients_apart(parity, task, settings, single, ranks)
+    set_noise_apart(parity)  # noise is measured in float32 alone
     if not parity.equal and parity.float64 and parity.exceeded:
-        explain_by_rounding(parity, task, settings, one)
+        explain_by_rounding(parity, task, settings, single)
 
 
-def _locate(parity: Parity, one: Any, many: Any, asked: tuple[Any, Plan, Any], pool: Any, timeout_s: float) -> None:
-    """A second run of both sides, to name the first difference; where it fails, a note says so."""
+def _locate(parity: Parity, single: Any, ranks: Any, asked: tuple[Any, Plan, Any], pool: Any, timeout_s: float) -> None:
+    """Run both sides a second time and put the first difference into `parity`; where that fails, a note says so."""
     from shardwise.proof.locate import first_step, locate
     from shardwise.proof.oracle import Look, run_oracle
     from shardwise.proof.rank import trace_rank
 
     task, plan, settings = asked
-    look = Look(max(first_step(parity), 0), plan.data_ranks)
+    look = Look(max(first_step(parity), 0), plan.data_ranks)  # -1: initial values differ, which no step shows
     try:
         run_oracle(resolve_task(task), settings, look)
         traces = _on_ranks(trace_rank, (task, plan, settings, look.step), parity, pool, timeout_s)
     except ShardwiseError as error:
         parity.notes.append(f"the second run, which looks for the first difference, failed: {error}")
         return
-    parity.first = locate(parity, one, many, look, traces)
+    parity.first = locate(parity, single, ranks, look, traces)
 
 
 def _shrunk(reference: Any, task: Task, plan: Plan) -> Any:
@@ -172,7 +173,7 @@ def _oracle(task: Task, settings: Any, parity: Parity) -> Any:
 
 
 def _refuse_half(task: Task, settings: Any) -> None:
-    """Raise `InputError` for a batch of half precision on which one process fails: the proof would make it float64."""
+    """Raises `InputError` for a batch of half precision on which one process fails: the proof makes it float64."""
     import torch
     from torch.utils._pytree import tree_leaves
 
@@ -193,7 +194,7 @@ def _refuse_half(task: Task, settings: Any) -> None:
 
 
 def _blamed(task: Task, settings: Any, error: Exception) -> ShardwiseError:
-    """What to raise where the oracle fails: the task is wrong if a step in plain PyTorch fails on the batch too."""
+    """Returns what to raise where the oracle fails: `InputError` if a plain PyTorch step fails on the batch too."""
     from shardwise.device import pick_device
     from shardwise.engine.alone import cured, failure_alone, reason
     from shardwise.engine.room import is_out_of_memory
@@ -210,6 +211,7 @@ def _blamed(task: Task, settings: Any, error: Exception) -> ShardwiseError:
 
 
 def _notes(plan: Plan, float64: bool) -> list[str]:
+    """Returns what the proof leaves out of the plan, as notes."""
     notes = []
     if float64 and plan.precision != "fp64":
         notes.append(f"precision={plan.precision} is proven in float64: the layout, not the rounding")
@@ -219,7 +221,7 @@ def _notes(plan: Plan, float64: bool) -> list[str]:
 
 
 def _on_ranks(function: Any, asked: tuple, parity: Parity, pool: Any, timeout_s: float) -> list[Any]:
-    """What every rank returns of `function(task, plan, ...)`, the plan's precision being that of the proof."""
+    """Returns what every rank returns of `function(task, plan, ...)`, the plan in the proof's precision."""
     from shardwise.ranks import RankPool
 
     task, plan, settings, *rest = asked
@@ -231,7 +233,7 @@ def _on_ranks(function: Any, asked: tuple, parity: Parity, pool: Any, timeout_s:
 
 
 def _joined(records: list[Any]) -> Any:
-    """Rank 0's record with what other ranks had otherwise."""
+    """Returns rank 0's record, with what other ranks have that differs from it."""
     first, *others = records
     for rank, other in enumerate(others, 1):
         for name, mine, theirs in (("loss", first.losses, other.losses), ("norm", first.norms, other.norms)):

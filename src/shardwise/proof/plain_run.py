@@ -39,7 +39,7 @@ Numbers = dict[str, float]
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What a run's configuration comes to.
+    """The settings of a run that its configuration comes to.
 
     batch       samples of a global batch, where the task has data to be read
     accumulate  micro-batches of a step
@@ -62,7 +62,7 @@ class RunSettings:
 
 @dataclass
 class RunRecord:
-    """What a run leaves: numbers of each step and of each evaluation, weights and buffers, averages of weights."""
+    """The numbers of each step and of each evaluation of a run, its weights and buffers, and averages of weights."""
 
     steps: list[Numbers] = field(default_factory=list)
     evaluations: dict[int, Numbers] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class RunRecord:
 
 
 def plain_run(task: Task, settings: RunSettings) -> RunRecord:
-    """The run in float64 in this process. Raises `RefusedPlan` for an optimizer that needs a closure."""
+    """Returns what the run does in float64 in this process. `RefusedPlan` for an optimizer that needs a closure."""
     module = plain_module(task, Settings(seed=settings.seed))
     named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
     optimizer = task.optimizer(named_groups([param for _, param in named]))
@@ -80,7 +80,7 @@ def plain_run(task: Task, settings: RunSettings) -> RunRecord:
         raise RefusedPlan(f"a run with {type(optimizer).__name__}, which needs a closure: verify the task itself")
     rates = [group.get("lr") for group in optimizer.param_groups]
     averages = {name: param.detach().clone() for name, param in named}
-    record = RunRecord(initial=_held(module))
+    record = RunRecord(initial=_state_dict(module))
     random = GlobalRandom(BatchDims())
     for step, batch in zip(range(settings.steps), _batches(task, settings), strict=False):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -95,27 +95,28 @@ def plain_run(task: Task, settings: RunSettings) -> RunRecord:
         numbers["lr"] = float(optimizer.param_groups[0].get("lr", math.nan))
         record.steps.append(numbers)
         if _due(task, settings, step):
-            found = {f"eval_{key}": value for key, value in _evaluated(task, module, settings).items()}
+            evaluation = {f"eval_{key}": value for key, value in _evaluated(task, module, settings).items()}
             if settings.decay is not None:
                 with _replaced(named, averages):
                     of_average = _evaluated(task, module, settings)
-                of_average.pop("weight")
-                found |= {f"ema_eval_{key}": value for key, value in of_average.items()}
-            record.evaluations[step] = found
-    record.weights = _held(module)
+                of_average.pop("weight")  # a run writes none beside the average's loss
+                evaluation |= {f"ema_eval_{key}": value for key, value in of_average.items()}
+            record.evaluations[step] = evaluation
+    record.weights = _state_dict(module)
     if settings.decay is not None:
         with _replaced(named, averages):
-            record.averages = _held(module)
+            record.averages = _state_dict(module)
     return record
 
 
-def _held(module: nn.Module) -> dict[str, torch.Tensor]:
+def _state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns copies of the module's parameters and persistent buffers."""
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
 @contextmanager
 def _replaced(named: list[tuple[str, nn.Parameter]], values: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Other values in the parameters, inside."""
+    """Context: the parameters have `values`."""
     kept = [param.data for _, param in named]
     for name, param in named:
         param.data = values[name]
@@ -125,7 +126,7 @@ def _replaced(named: list[tuple[str, nn.Parameter]], values: dict[str, torch.Ten
 
 
 def _batches(task: Task, settings: RunSettings) -> Iterator[Any]:
-    """Global batches: the task's own, or the samples of shuffled epochs one after the other."""
+    """Yields global batches: the task's own, or the samples of shuffled epochs one after the other."""
     if task.batch is not None:
         yield from map(task.batch, range(settings.steps))
         return
@@ -145,11 +146,11 @@ def _gradients(
     task: Task, module: nn.Module, named: list[tuple[str, nn.Parameter]], batch: Any, step: int, settings: RunSettings,
     random: GlobalRandom,
 ) -> Numbers:  # fmt: skip
-    """The gradients of the batch's mean loss, clipped, in the parameters; returns the step's numbers."""
+    """Leaves the gradients of the batch's mean loss, clipped, in the parameters; returns the step's numbers."""
     for _, param in named:
         param.grad = None
     samples = samples_in(batch)
-    count = min(settings.accumulate, samples)
+    count = min(settings.accumulate, samples)  # the last batch of an epoch may have fewer samples than micro-batches
     sums: dict[str, list[Any]] = {}
     total = weight = 0.0
     extras: Numbers = {}
@@ -192,13 +193,14 @@ def _double(batch: Any) -> Any:
 
 
 def _due(task: Task, settings: RunSettings, step: int) -> bool:
+    """Returns whether the run evaluates after this step."""
     every, last = settings.eval_every, step + 1 == settings.steps
     return task.eval_data is not None and every != 0 and (last or bool(every and (step + 1) % every == 0))
 
 
 @torch.no_grad()
 def _evaluated(task: Task, module: nn.Module, settings: RunSettings) -> Numbers:
-    """Mean loss, its weight and the metrics on held-out samples that lie evenly over all."""
+    """Returns the mean loss, its weight and the metrics on held-out samples, taken evenly from all."""
     assert task.eval_data is not None
     length = len(task.eval_data)
     count = min(settings.eval_count, length) if settings.eval_count else length
@@ -227,12 +229,12 @@ def _add_metrics(task: Task, output: Any, part: Any, sums: dict[str, list[Any]])
 
 
 def _metrics(sums: dict[str, list[Any]]) -> Numbers:
-    """Each metric: the quotient, and what it ends with."""
+    """Returns each metric's value: total by weight, then the function that it names (a square root, say)."""
     ends: dict[Any, Callable[[float], float]] = {"sqrt": math.sqrt, "exp": math.exp}
-    found = {}
+    values = {}
     for name, (total, weight, finish) in sums.items():
         for place, value in enumerate((total / weight).reshape(-1).tolist()):
             if finish:
                 value = finish[0](value) if callable(finish[0]) else ends[finish[0]](value)
-            found[f"{name}/{place}" if total.dim() else name] = value
-    return found
+            values[f"{name}/{place}" if total.dim() else name] = value
+    return values

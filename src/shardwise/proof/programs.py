@@ -30,12 +30,12 @@ Program = tuple[Hashable, ...]
 def programs_of(
     built: Built, paths: Iterable[str], inputs: Callable[[Any], tuple[tuple, dict]], batch: Any
 ) -> dict[str, Program]:
-    """The program of each block, from one forward on shapes alone; a block that did not run has an empty one.
+    """Returns the program of each block, from one forward on shapes alone; that of a block that did not run is empty.
 
     The module is left as it was. Raises what the forward raises on tensors without values.
     """
     module = built.module
-    state, drawn = ModuleState(module), random.getstate()
+    state, drawn = ModuleState(module), random.getstate()  # a forward may draw from Python's (layers that it drops)
     recorder = _Recorder({path: _Block(built, path) for path in paths})
     handles = recorder.watch(module)
     try:
@@ -53,14 +53,15 @@ def programs_of(
 
 
 class _Block:
-    """One block while its operations are written down."""
+    """The program of one block, while its operations run."""
 
     def __init__(self, built: Built, path: str):
         module = built.module.get_submodule(path)
         self.names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-        self.held = tuple(
+        self.parameters = tuple(
             (name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()
         )
+        # their values: two blocks with unlike masks do unlike things by the same operations
         self.buffers = tuple((name, digest(built.value(f"{path}.{name}"))) for name, _ in module.named_buffers())
         self.lines: list[Hashable] = []
         self.numbers: dict[int, int] = {}
@@ -68,27 +69,27 @@ class _Block:
         self.before: set[Any] = set()  # nodes of autograd from before the block
 
     def program(self) -> Program:
-        """What was written down."""
-        return (self.held, self.buffers, *self.lines) if self.lines else ()
+        """Returns parameters, buffers, and a line for each call, operation and return; () where no call came."""
+        return (self.parameters, self.buffers, *self.lines) if self.lines else ()
 
-    def enter(self, given: Any) -> None:
-        """A call begins."""
-        self.before = {leaf.grad_fn for leaf in _tensors(given) if leaf.grad_fn is not None}
-        self.lines.append(("call", *(self.told(leaf) for leaf in tree_flatten(given)[0])))
+    def enter(self, arguments: Any) -> None:
+        """Add the line of a call of the block."""
+        self.before = {leaf.grad_fn for leaf in _tensors(arguments) if leaf.grad_fn is not None}
+        self.lines.append(("call", *(self.described(leaf) for leaf in tree_flatten(arguments)[0])))
 
     def leave(self, output: Any) -> None:
-        """A call ends."""
-        self.lines.append(("return", *(self.told(leaf) for leaf in tree_flatten(output)[0])))
+        """Add the lines of a return of the block, and of the autograd nodes that the call has made."""
+        self.lines.append(("return", *(self.described(leaf) for leaf in tree_flatten(output)[0])))
         self.lines.append(("backward", *_nodes([leaf.grad_fn for leaf in _tensors(output)], self.before)))
 
     def note(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """An operation."""
-        told = tuple(self.told(leaf) for leaf in tree_flatten((args, kwargs))[0])
-        made = tuple(self.told(leaf) for leaf in tree_flatten(output)[0])
-        self.lines.append((str(func), told, made))
+        """Add the line of an operation."""
+        arguments = tuple(self.described(leaf) for leaf in tree_flatten((args, kwargs))[0])
+        made = tuple(self.described(leaf) for leaf in tree_flatten(output)[0])
+        self.lines.append((str(func), arguments, made))
 
-    def told(self, leaf: Any) -> Hashable:
-        """A tensor by its name or number, shape and dtype; anything else as it reads."""
+    def described(self, leaf: Any) -> Hashable:
+        """Returns a tensor's name or number, shape and dtype; the `repr` of anything else."""
         if not isinstance(leaf, torch.Tensor):
             return repr(leaf)
         if id(leaf) in self.names:
@@ -100,7 +101,7 @@ class _Block:
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes operations into the blocks that are running."""
+    """Dispatch mode that adds each operation to the programs of the blocks that are running."""
 
     def __init__(self, blocks: dict[str, _Block]):
         super().__init__()
@@ -108,7 +109,7 @@ class _Recorder(TorchDispatchMode):
         self.running: list[_Block] = []
 
     def watch(self, module: nn.Module) -> list[Any]:
-        """Hooks at the blocks' calls."""
+        """Register hooks at the blocks' calls; returns their handles."""
         handles = []
         for path, block in self.blocks.items():
             child = module.get_submodule(path)
@@ -132,7 +133,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
-        for block in self.running:
+        for block in self.running:  # of nested blocks, each: an inner one's operations are the outer one's too
             block.note(func, args, kwargs or {}, output)
         return output
 
@@ -142,7 +143,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _nodes(roots: list[Any], before: set[Any]) -> list[str]:
-    """Names of autograd's nodes from the roots down to what was there before, each where it is first met."""
+    """Returns the names of autograd's nodes from the roots down to those in `before`, each where it is first met."""
     names: list[str] = []
     seen = set(before)
     stack = [root for root in reversed(roots) if root is not None]

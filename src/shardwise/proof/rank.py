@@ -33,7 +33,7 @@ Answers = Iterator[tuple[str, str, torch.Tensor | None]]  # kind, name, value
 
 
 def run_rank(task: Any, plan: Plan, settings: Settings) -> Record:
-    """Train under the plan and record; ranks but 0 keep only what differs from rank 0's. Collective."""
+    """Returns the record of training under the plan; ranks but 0 keep only what differs from rank 0's. Collective."""
     resolved = resolve_task(task)
     engine, buckets = _engine(resolved, plan, settings)
     record = Record(
@@ -60,10 +60,11 @@ def run_rank(task: Any, plan: Plan, settings: Settings) -> Record:
 
 
 def trace_rank(task: Any, plan: Plan, settings: Settings, step: int) -> CallTrace:
-    """What this rank's modules gave in one step, and the gradients of that. Collective."""
+    """Returns what this rank's modules returned in one step, and the gradients of that. Collective."""
     resolved = resolve_task(task)
     engine, _ = _engine(resolved, plan, settings)
     watch = ModuleWatch(engine.module, plain, plan.pp > 1)
+    # the generator of masks is told where each micro-batch begins, and of which samples: the watch listens there
     random = engine.state.global_random
     assert random is not None
     begin = random.begin
@@ -84,6 +85,7 @@ def trace_rank(task: Any, plan: Plan, settings: Settings, step: int) -> CallTrac
 
 def _engine(task: Task, plan: Plan, settings: Settings) -> tuple[Engine, list[int]]:
     """Returns the engine, and the number of gradient buckets of each technique in it."""
+    # small buckets, so that gradients travel in several, as those of a large model do
     with KeepDouble(), default_dtype(settings.dtype), small_buckets() as buckets:
         engine = parallelize(task, plan, **settings.of_engine)
     raise_eps(engine.optimizer)
@@ -95,6 +97,7 @@ def _named(tensors: Iterator[tuple[str, torch.Tensor | None]]) -> Tensors:
 
 
 def _states(engine: Engine, record: Record) -> Tensors:
+    """Returns the optimizer's whole state by "key of name"; a refusal is noted in the record instead. Collective."""
     states: Tensors = {}
     try:
         for name, state in engine.full_optimizer_state():
@@ -110,7 +113,7 @@ def _states(engine: Engine, record: Record) -> Tensors:
 
 
 def _answers(engine: Engine, record: Record, step: int) -> Answers:
-    """What this rank has itself. Collective."""
+    """Yields what this rank has itself after a step. Collective."""
     yield from (("gradient", name, tensor) for name, tensor in record.gradients[step].items())
     yield from (("parameter", name, tensor) for name, tensor in engine.used_parameters())
     yield from (("buffer", name, tensor) for name, tensor in engine.used_buffers())
@@ -118,7 +121,7 @@ def _answers(engine: Engine, record: Record, step: int) -> Answers:
 
 
 def _compare_ranks(engine: Engine, record: Record, step: int, answers: Answers) -> None:
-    """Keep what differs in a bit from what rank 0 recorded. Collective."""
+    """Add a deviation for what differs in a bit from what rank 0 recorded. Collective."""
     kinds = ("parameter",) if step < 0 else ("gradient", "parameter", "buffer", "optimizer")
     mine: dict[str, dict[str, str | None]] = {kind: {} for kind in kinds}
     if engine.rank == 0:
@@ -133,5 +136,6 @@ def _compare_ranks(engine: Engine, record: Record, step: int, answers: Answers) 
         value = None if tensor is None else kept(tensor)
         if (None if value is None else digest(value)) != expected[kind].get(name):
             record.deviations.append(Deviation(engine.rank, step, kind, name, value))
+    # of parameters and buffers a rank may lack those of other stages; gradients and states are gathered everywhere
     everywhere = [(kind, name) for kind in ("gradient", "optimizer") if kind in kinds for name in expected[kind]]
     record.deviations += [Deviation(engine.rank, step, *which, None) for which in everywhere if which not in seen]

@@ -12,18 +12,18 @@ Tensors = dict[str, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Deviation:
-    """What a rank has that differs in a bit from what rank 0 recorded; None: it has nothing of the name."""
+    """A rank's tensor that differs in a bit from the one that rank 0 recorded."""
 
     rank: int
     step: int  # -1: before the first
     kind: str
     name: str
-    tensor: torch.Tensor | None
+    tensor: torch.Tensor | None  # None: the rank has none of this name
 
 
 @dataclass
 class Record:
-    """Whole tensors in float64 on the CPU; the lists have one entry for each optimizer step."""
+    """A run's tensors, whole, in float64 on the CPU; the lists have one entry for each optimizer step."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)  # of the whole gradient, before clipping
@@ -42,7 +42,7 @@ class Record:
     states_known: bool = True  # False: nothing tells how the whole state is made of pieces
 
     def of(self, kind: str, step: int) -> Tensors:
-        """What was recorded of a kind after a step; -1: initial parameters."""
+        """Returns what was recorded of a kind after a step; -1: initial parameters."""
         if step < 0:
             return self.initial
         lists = {"gradient": self.gradients, "parameter": self.parameters, "buffer": self.buffers}
@@ -50,7 +50,7 @@ class Record:
 
 
 def kept(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in float64 or complex128 (integers as they are) on the CPU."""
+    """Returns a copy in float64 or complex128 (integers as they are) on the CPU."""
     tensor = tensor.detach().cpu()
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
@@ -60,8 +60,8 @@ def kept(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def kept_state(name: str, state: Any) -> dict[str, torch.Tensor]:
-    """Every tensor and number in the optimizer's state of a parameter, by "key of name", as copies."""
-    found: dict[str, torch.Tensor] = {}
+    """Returns every tensor and number in the optimizer's state of a parameter, by "key of name", as copies."""
+    values: dict[str, torch.Tensor] = {}
 
     def walk(path: str, value: Any) -> None:
         if isinstance(value, dict):
@@ -71,9 +71,9 @@ def kept_state(name: str, state: Any) -> dict[str, torch.Tensor]:
             for place, item in enumerate(value):
                 walk(f"{path}.{place}", item)
         elif isinstance(value, torch.Tensor):
-            found[f"{path} of {name}"] = kept(value)
+            values[f"{path} of {name}"] = kept(value)
         elif isinstance(value, bool | int | float):
-            found[f"{path} of {name}"] = torch.tensor(float(value), dtype=torch.float64)
+            values[f"{path} of {name}"] = torch.tensor(float(value), dtype=torch.float64)
 
     walk("", state)
-    return found
+    return values

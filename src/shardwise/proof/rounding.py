@@ -28,7 +28,7 @@ Noise = dict[tuple[str, str], float]  # (kind, name) -> relative difference; kin
 
 
 def nudged_runs(task: Task, settings: Settings, *, inside: bool = False) -> Iterable[Record]:
-    """The records of one process with weights and inputs moved by one epsilon, each element up or down.
+    """Yields the records of one process with weights and inputs moved by one epsilon, each element up or down.
 
     inside  what each module returns, too: samples that are alike (the same word twice) remain alike otherwise, where
             a plan's kernels round each of them in its own way
@@ -37,7 +37,7 @@ def nudged_runs(task: Task, settings: Settings, *, inside: bool = False) -> Iter
 
 
 def add_noise(noise: Noise, record: Record, other: Record) -> None:
-    """Take what `other` differs from `record` by into `noise`, where it is larger."""
+    """Raise `noise` to the errors of `other` against `record`, where they are larger."""
     itself = Parity("", 1)
     compare(itself, record, other)
     for which, error in errors_of(itself).items():
@@ -45,18 +45,18 @@ def add_noise(noise: Noise, record: Record, other: Record) -> None:
 
 
 def errors_of(parity: Parity) -> Noise:
-    """Every error of a proof, the loss's and the norm's among them."""
+    """Returns every error of a proof, the loss's and the norm's among them."""
     errors = {(kind, name): error for kind in KINDS for name, error in parity.errors(kind).items()}
     return errors | {("loss", ""): parity.loss_error or 0.0, ("norm", ""): parity.norm_error or 0.0}
 
 
 def explain_by_rounding(parity: Parity, task: Task, settings: Settings, record: Record) -> None:
-    """Where one process differs from itself as much as the plan does from it, the proof becomes NOT PROVEN.
+    """Make the proof NOT PROVEN where one process differs from itself as much as the plan differs from it.
 
     Called where a float64 proof found errors beyond their bars. Compared kind by kind: which tensor a choice among
     equals reaches is chance.
     """
-    if parity.differences:
+    if parity.differences:  # a tensor that exists on one side alone is no rounding
         return
     errors = errors_of(parity)
     beyond = {which for which, error in errors.items() if error > parity.bar(*which)}

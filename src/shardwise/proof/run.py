@@ -47,7 +47,7 @@ NUMBER_BAR = 1e-9  # of what a run writes: losses, norms, learning rates, metric
 
 @dataclass(frozen=True)
 class First:
-    """A source's samples, evenly spread, as many as a proof reads in an epoch, drawn as by a task in float32."""
+    """As many samples of a source as a proof reads in an epoch, evenly spread, drawn as by a task in float32."""
 
     source: Source
     count: int
@@ -57,19 +57,19 @@ class First:
         return self.count
 
     def read(self, indices: list[int], region: Any = None) -> Any:
-        """Those samples of the source."""
+        """Returns those samples of the source."""
         with as_written(), default_dtype(torch.float32):
             return self.source.read([cut(len(self.source), self.count, index)[0] for index in indices], region)
 
 
 @dataclass(frozen=True)
 class Proving:
-    """What a proof changes in a run's task, the same on both sides. `samples` of an epoch; 0: all."""
+    """The changes that a proof makes to a run's task, the same on both sides. `samples` of an epoch; 0: all."""
 
     samples: int
 
     def task(self, task: Task) -> Task:
-        """Fewer samples, and an optimizer whose eps is not below that of proofs; batches as the task draws them."""
+        """Returns the task with fewer samples and an eps not below that of proofs; batches as the task draws them."""
         if task.data is not None:
             task = task.with_(data=First(task.data, self.samples or len(task.data)))
         if task.eval_data is not None:
@@ -80,14 +80,14 @@ class Proving:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Around the steps of a rank: float64 stays float64."""
+        """Context around the steps of a rank, in which float64 stays float64."""
         with KeepDouble(), default_dtype(torch.float64):
             yield
 
 
 @dataclass(frozen=True)
 class _AsDrawn:
-    """A task's batches, which draw other numbers where tensors are float64 unless they say otherwise."""
+    """Callable that gives a task's batches as float32 draws them: other numbers come where tensors are float64."""
 
     batch: Callable[[int], Any]
 
@@ -110,7 +110,7 @@ def verify_run(
     effective: Effective, task: Task | Callable[[], Task] | None = None, *, steps: int | None = None, pool: Any = None,
     timeout_s: float = 600.0,
 ) -> Parity:  # fmt: skip
-    """Prove what `train` does with a configuration. Returns a `Parity`; weights and averages are its parameters.
+    """Returns the `Parity` of what `train` does with a configuration; weights and averages are its parameters.
 
     steps   to run; by default 5, across an epoch's end where the task has data to be read
     pool    a `RankPool` to run in; one is made (and closed) where none is given
@@ -120,19 +120,19 @@ def verify_run(
         check(effective.plan)
         job = make_job(effective, task)
         small, settings = _small(job, steps or STEPS, parity)
-        one = plain_run(small.build_task(), settings)
+        single = plain_run(small.build_task(), settings)
         with _ranks(pool, timeout_s) as on_ranks:
-            many = _run(small, on_ranks)
+            ranks = _run(small, on_ranks)
             parity.second = _second(job, settings, on_ranks)
     except RefusedPlan as refusal:
         parity.refused = str(refusal)
         return parity
-    _compare(parity, one, many)
+    _compare(parity, single, ranks)
     return parity
 
 
 def _small(job: Job, steps: int, parity: Parity) -> tuple[Job, RunSettings]:
-    """The job of a few steps in float64, and the plain loop's settings for it."""
+    """Returns the job of a few steps in float64, and the plain loop's settings for it."""
     effective, train = job.effective, job.effective.config.train
     task = job.build_task()
     if train.init_from is not None:
@@ -149,7 +149,7 @@ def _small(job: Job, steps: int, parity: Parity) -> tuple[Job, RunSettings]:
     }  # fmt: skip
     config = effective.config.model_copy(update={"train": train.model_copy(update=changed)})
     plan = effective.plan.exact("fp64")
-    total = max(job.steps, steps)
+    total = max(job.steps, steps)  # the run's own schedule, not one squeezed into a few steps
     small = job.with_(
         effective=replace(effective, config=config, plan=plan), steps=steps, scheduled=total, proof=Proving(samples)
     )
@@ -172,7 +172,7 @@ def _raised(task: Task) -> list[float]:
 
 @contextmanager
 def _ranks(pool: Any, timeout_s: float) -> Iterator[OnRanks]:
-    """(function, world size, *args) -> what every rank returns of it, in the pool or in one of this proof's own."""
+    """Context: a function that runs (function, world size, *args) on ranks of the pool, or on its own ones."""
     from shardwise.ranks import RankPool
 
     if pool is not None:
@@ -189,11 +189,11 @@ def _run(job: Job, on_ranks: OnRanks) -> RunRecord:
 
 
 def _second(job: Job, settings: RunSettings, on_ranks: OnRanks) -> Parity | None:
-    """The proof in the plan's own precision, where that is not float64's."""
+    """Returns the proof in the plan's own precision, None where that is float64."""
     plan = job.effective.plan
     if plan.precision == "fp64":
         return None
-    samples = job.batch_samples if job.build_task().batch is None else 0
+    samples = job.batch_samples if job.build_task().batch is None else 0  # a task's own batches have their own size
     own = Settings(
         steps=STEPS, seed=settings.seed, accumulate=settings.accumulate, clip_norm=settings.clip_norm,
         batch_samples=samples or 1,
@@ -202,62 +202,64 @@ def _second(job: Job, settings: RunSettings, on_ranks: OnRanks) -> Parity | None
 
 
 def prove_rank(job: Job) -> None:
-    """The training loop of one rank."""
+    """Run the training loop of one rank."""
     with KeepDouble():
         run_rank(job)
 
 
 def _read(folder: Path) -> RunRecord:
-    """What the run has written."""
+    """Returns what the run has written into its folder."""
     from safetensors.torch import load_file
 
     record = RunRecord()
     for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        told = {key: math.nan if value is None else value for key, value in json.loads(line).items()}
-        step = int(told.pop("step"))
-        if "eval_loss" in told:
-            record.evaluations[step] = told
+        numbers = {key: math.nan if value is None else value for key, value in json.loads(line).items()}
+        step = int(numbers.pop("step"))
+        if "eval_loss" in numbers:
+            record.evaluations[step] = numbers
         else:
-            record.steps.append(told)
+            record.steps.append(numbers)
     record.weights = load_file(folder / WEIGHTS)
     if (folder / EMA_WEIGHTS).exists():
         record.averages = load_file(folder / EMA_WEIGHTS)
     return record
 
 
-def _compare(parity: Parity, one: RunRecord, many: RunRecord) -> None:
-    if len(one.steps) != len(many.steps):
-        parity.differences.append(f"the run took {len(many.steps)} steps, the plain loop {len(one.steps)}")
-    if sorted(one.evaluations) != sorted(many.evaluations):
-        after = [sorted(step + 1 for step in record.evaluations) for record in (many, one)]
+def _compare(parity: Parity, single: RunRecord, ranks: RunRecord) -> None:
+    if len(single.steps) != len(ranks.steps):
+        parity.differences.append(f"the run took {len(ranks.steps)} steps, the plain loop {len(single.steps)}")
+    if sorted(single.evaluations) != sorted(ranks.evaluations):
+        after = [sorted(step + 1 for step in record.evaluations) for record in (ranks, single)]
         parity.differences.append(f"the run evaluated after steps {after[0]}, the plain loop after {after[1]}")
     parity.loss_error, parity.norm_error = 0.0, 0.0
-    for step, (mine, theirs) in enumerate(zip(one.steps, many.steps, strict=False)):
+    for step, (mine, theirs) in enumerate(zip(single.steps, ranks.steps, strict=False)):
         parity.loss_error = max(parity.loss_error, number_error(theirs["loss"], mine["loss"]))
         parity.norm_error = max(parity.norm_error, number_error(theirs["grad_norm"], mine["grad_norm"]))
         _compare_numbers(parity, f"step {step}", mine, theirs)
-    for step in sorted(one.evaluations.keys() & many.evaluations.keys()):
-        _compare_numbers(parity, f"the evaluation after step {step}", one.evaluations[step], many.evaluations[step])
-    rate = max((abs(numbers["lr"]) for numbers in one.steps), default=0.0)
-    for prefix, ours, runs in (("", one.weights, many.weights), ("average of ", one.averages, many.averages)):
+    for step in sorted(single.evaluations.keys() & ranks.evaluations.keys()):
+        _compare_numbers(parity, f"the evaluation after step {step}", single.evaluations[step], ranks.evaluations[step])
+    rate = max((abs(numbers["lr"]) for numbers in single.steps), default=0.0)
+    both = (("", single.weights, ranks.weights), ("average of ", single.averages, ranks.averages))
+    for prefix, ours, runs in both:
         for name in sorted(ours.keys() | runs.keys()):
             if name not in ours or name not in runs:
                 where = "plain loop" if name in ours else "run"
                 parity.differences.append(f"{prefix}'{name}' exists only in the {where}")
                 continue
-            found, value = runs[name], ours[name]
-            parity.parameter_error[f"{prefix}{name}"] = tensor_error(found.to(value.dtype), value, max(rate, 1e-300))
-    moved = [name for name, value in one.initial.items() if not torch.equal(value, one.weights[name])]
+            actual, value = runs[name], ours[name]
+            parity.parameter_error[f"{prefix}{name}"] = tensor_error(actual.to(value.dtype), value, max(rate, 1e-300))
+    moved = [name for name, value in single.initial.items() if not torch.equal(value, single.weights[name])]
     if not moved:
         parity.unproven.append("no weight moved in one process, so no update was seen")
+    rows = (*single.steps, *single.evaluations.values())
     parity.notes.append(
-        f"compared: {', '.join(sorted({key for each in (*one.steps, *one.evaluations.values()) for key in each}))}; "
-        f"weights at the end{' and their averages' if one.averages else ''}"
+        f"compared: {', '.join(sorted({key for row in rows for key in row}))}; "
+        f"weights at the end{' and their averages' if single.averages else ''}"
     )
 
 
 def _compare_numbers(parity: Parity, where: str, mine: dict[str, float], theirs: dict[str, float]) -> None:
     for key, value in mine.items():
-        found = theirs.get(key, math.nan)
-        if abs(found - value) > NUMBER_BAR * max(abs(value), 1e-12) or found != found:
-            parity.differences.append(f"{key} of {where}: {found:.9g} in the run, {value:.9g} in the plain loop")
+        actual = theirs.get(key, math.nan)
+        if abs(actual - value) > NUMBER_BAR * max(abs(value), 1e-12) or actual != actual:
+            parity.differences.append(f"{key} of {where}: {actual:.9g} in the run, {value:.9g} in the plain loop")

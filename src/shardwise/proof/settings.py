@@ -36,7 +36,7 @@ class Settings:
 
 
 def global_batch(task: Task, settings: Settings, step: int) -> Any:
-    """The global batch of a step, the same on both sides."""
+    """Returns the global batch of a step, the same on both sides."""
     if task.batch is not None:
         return task.batch(step)
     assert task.data is not None
@@ -58,9 +58,10 @@ def raise_eps(optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 def nudged(tensor: torch.Tensor, settings: Settings, place: int) -> torch.Tensor:
-    """The tensor, or with `nudge` one whose elements moved by an epsilon up or down; `place` tells tensors apart."""
+    """Returns the tensor; with `nudge`, each element moved by an epsilon up or down. `place` tells tensors apart."""
     if not settings.nudge or not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
+    # of its own, on the CPU: the nudges draw nothing from the task's generators, and are alike on any device
     generator = torch.Generator().manual_seed(1000003 * settings.nudge + place)
     signs = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor.dtype) * 2 - 1
     signs = signs.to(tensor.device)

@@ -48,7 +48,7 @@ Corner = tuple[tuple[tuple[int, int], ...], ...]  # of each leaf of a batch: (di
 
 @dataclass(frozen=True)
 class Shrunk:
-    """What was made smaller, and what the small proof shows of the large plan."""
+    """A small plan and task, and notes on what the small proof shows of the large plan."""
 
     plan: Plan
     task: Any  # a zero-argument callable, for the ranks
@@ -57,7 +57,7 @@ class Shrunk:
 
 @dataclass(frozen=True)
 class _SmallTask:
-    """Makes the small task on each rank from the original reference."""
+    """Callable that makes the small task on each rank from the original reference."""
 
     reference: Any
     samples: int
@@ -100,7 +100,7 @@ class _Corner:
 
 
 def _corner_of(batch: Any, corner: Corner) -> Any:
-    """A batch whose fields have the first cells alone."""
+    """Returns a batch whose fields have the first cells alone."""
     leaves, spec = tree_flatten(batch)
     for place, extents in enumerate(corner):
         for dim, size in extents:
@@ -123,31 +123,31 @@ class _Shallow:
 def _cut(module: nn.Module, kept: Kept) -> None:
     for path, indices in kept.items():
         container: Any = module.get_submodule(path)
-        for index in reversed(range(len(container))):
+        for index in reversed(range(len(container))):  # from the end: deleting moves those behind
             if index not in indices:
                 del container[index]
 
 
 @dataclass
 class _Depth:
-    """Which blocks stay, and what to say of it."""
+    """The blocks that stay, and what to say of it."""
 
     kept: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    told: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
 
 def shrink(reference: Any, task: Task, plan: Plan) -> Shrunk:
-    """The small plan and task, with notes on what they keep and what they leave out."""
+    """Returns the small plan and task, with notes on what they keep and what they leave out."""
     built = build(task.model, 0)
     batch = global_batch(task, Settings(), 0)
     small = _small_plan(plan, built.module).with_(domain=_small_tiles(task, plan, batch))
     uneven = samples_in(batch) % (plan.data_ranks * plan.step_microbatches) != 0
     samples = min(2 * small.data_ranks * small.step_microbatches + uneven, samples_in(batch))
-    depth = _Depth(told=["depth was kept: stages= names blocks"]) if plan.stages else _depth(built, task, small, batch)
-    corner, field_told = _small_field(task, small, slice_samples(batch, 0, 1), depth)
-    told = f"{samples} samples{' (uneven, as in the plan)' if uneven else ''}"
-    notes = [f"shrunk: plan {plan} -> {small}; {told}", *(f"shrunk: {what}" for what in [*field_told, *depth.told])]
+    depth = _Depth(notes=["depth was kept: stages= names blocks"]) if plan.stages else _depth(built, task, small, batch)
+    corner, field_notes = _small_field(task, small, slice_samples(batch, 0, 1), depth)
+    count = f"{samples} samples{' (uneven, as in the plan)' if uneven else ''}"
+    notes = [f"shrunk: plan {plan} -> {small}; {count}", *(f"shrunk: {what}" for what in [*field_notes, *depth.notes])]
     notes.append(_scope(plan, small, samples, samples_in(batch), depth))
     return Shrunk(small, _SmallTask(reference, samples, depth.kept, corner), tuple(notes))
 
@@ -156,7 +156,8 @@ def shrink(reference: Any, task: Task, plan: Plan) -> Shrunk:
 
 
 def _small_plan(plan: Plan, module: nn.Module) -> Plan:
-    ep = next(n for n in range(2, plan.ep + 1) if plan.ep % n == 0) if plan.ep > 1 else 1  # the experts' number allows
+    # the least divisor of ep above 1: ranks of ep have the same number of experts each
+    ep = next(n for n in range(2, plan.ep + 1) if plan.ep % n == 0) if plan.ep > 1 else 1
     shard = _small_degree(plan, "dp_shard", _has_uneven_cut(module, plan))
     small = plan.with_(
         dp_replicate=_small_degree(plan, "dp_replicate", False),
@@ -169,7 +170,7 @@ def _small_plan(plan: Plan, module: nn.Module) -> Plan:
 
 
 def _small_tiles(task: Task, plan: Plan, batch: Any) -> tuple[int, ...]:
-    """Tiles along each dim: both edges, one inside, and as uneven as the plan's."""
+    """Returns the tiles along each dim: both edges, one inside, and as uneven as the plan's."""
     sizes = tiled_sizes(task, plan, batch) if plan.tiles > 1 else ()
     small = list(plan.domain)
     for place, (tiles, size) in enumerate(zip(plan.domain, sizes, strict=False)):
@@ -179,7 +180,7 @@ def _small_tiles(task: Task, plan: Plan, batch: Any) -> tuple[int, ...]:
 
 
 def _small_field(task: Task, small: Plan, batch: Any, depth: _Depth) -> tuple[Corner, list[str]]:
-    """The cells that stay of each field of a batch, and what to say of it. Adds to what is left out."""
+    """Returns (the cells that stay of each field of a batch, notes); adds to what `depth` leaves out."""
     dims = field_dims(task, batch) if small.tiles > 1 else ()
     leaves = tree_flatten(batch)[0]
     sizes = next((tuple(leaf.shape[d] for d in along) for leaf, along in zip(leaves, dims, strict=False) if along), ())
@@ -187,7 +188,8 @@ def _small_field(task: Task, small: Plan, batch: Any, depth: _Depth) -> tuple[Co
     if few == sizes:
         return (), []
     corner = tuple(tuple(zip(along, few, strict=True)) if along else () for along in dims)
-    named, smaller = (" x ".join(map(str, each)) for each in (sizes, few))
+    named, smaller = (" x ".join(map(str, extents)) for extents in (sizes, few))
+    # a module may ask for its own number of cells (weights for each of them)
     if not runs(task, build(task.model, 0), _corner_of(batch, corner)):
         return (), [f"the field was kept: the module and its loss do not run on {smaller} cells of {named}"]
     depth.left_out.append(f"fields of {named}")
@@ -195,13 +197,13 @@ def _small_field(task: Task, small: Plan, batch: Any, depth: _Depth) -> tuple[Co
 
 
 def _small_extent(size: int, tiles: int) -> int:
-    """The least number of cells, `TILE` for each tile or more, that leaves the same remainders as `size`."""
+    """Returns the least number of cells, `TILE` for each tile or more, that leaves the same remainders as `size`."""
     step, least = math.lcm(TILE, tiles), TILE * tiles
     return size - (size - least) // step * step if size > least else size
 
 
 def _small_pipeline(plan: Plan) -> Plan:
-    """At most three ranks, and the fewest micro-batches above the number of stages that the schedule bears."""
+    """Returns the plan with at most three pipeline ranks and the fewest micro-batches that its schedule takes."""
     pp = min(plan.pp, MOST_STAGES)
     for microbatches in range(min(pp * plan.stages_per_rank + 1, plan.microbatches), plan.microbatches + 1):
         small = plan.with_(pp=pp, microbatches=microbatches)
@@ -221,7 +223,7 @@ def _small_degree(plan: Plan, axis: str, uneven: bool) -> int:
 
 
 def _has_uneven_cut(module: nn.Module, plan: Plan) -> bool:
-    """Whether a parameter has no dim that dp_shard divides, so that ZeRO-3 cuts it unevenly."""
+    """Returns whether a parameter has no dim that dp_shard divides, so that ZeRO-3 cuts it unevenly."""
     return plan.zero == 3 and any(
         not any(size and size % plan.dp_shard == 0 for size in param.shape) for param in module.parameters()
     )
@@ -231,7 +233,7 @@ def _has_uneven_cut(module: nn.Module, plan: Plan) -> bool:
 
 
 def _depth(built: Built, task: Task, small: Plan, batch: Any) -> _Depth:
-    """The blocks that stay: of each program the first two, and as many as there are stages."""
+    """Returns the blocks that stay: of each program the first two, and as many as there are stages."""
     module = built.module
     lists = _lists(module)
     if not lists:
@@ -241,8 +243,9 @@ def _depth(built: Built, task: Task, small: Plan, batch: Any) -> _Depth:
         programs = programs_of(built, paths, task.inputs, slice_samples(batch, 0, min(2, samples_in(batch))))
     except Exception as error:  # whatever a forward cannot do without values
         first = first_line(error)
-        return _Depth(told=[f"depth was kept: the forward cannot be followed on shapes alone ({first})"])
+        return _Depth(notes=[f"depth was kept: the forward cannot be followed on shapes alone ({first})"])
     stages = small.pp * small.stages_per_rank
+    # one more where the blocks do not divide over the stages, so that the small plan's stages are uneven too
     depth = _Depth()
     for path, count in lists.items():
         of = [programs[f"{path}.{index}" if path else str(index)] for index in range(count)]
@@ -250,30 +253,30 @@ def _depth(built: Built, task: Task, small: Plan, batch: Any) -> _Depth:
         indices = _stay(of, wanted)
         if len(indices) < count:
             depth.kept[path] = indices
-            depth.told.append(_told(path, of, indices))
+            depth.notes.append(_blocks_note(path, of, indices))
             depth.left_out.append(f"more than {len(indices)} blocks of '{path}'")
         elif len(set(of)) > 1:
-            depth.told.append(f"{path}: all {count} blocks are kept, of {len(set(of))} programs")
+            depth.notes.append(f"{path}: all {count} blocks are kept, of {len(set(of))} programs")
     if depth.kept and not _runs(build(_Shallow(task.model, depth.kept), 0).module, task, slice_samples(batch, 0, 1)):
-        return _Depth(told=["depth was kept: the module does not run with fewer blocks"])
+        return _Depth(notes=["depth was kept: the module does not run with fewer blocks"])
     return depth
 
 
 def _lists(module: nn.Module) -> dict[str, int]:
-    """Lists that hold nothing but blocks, with their lengths."""
+    """Returns the lists that hold nothing but blocks, by path, with their lengths."""
     blocks = set(find_blocks(module).paths)
-    found = {}
+    lengths = {}
     for parent in dict.fromkeys(path.rpartition(".")[0] for path in blocks):
         container = module.get_submodule(parent)
         if isinstance(container, nn.ModuleList | nn.Sequential):
             children = [f"{parent}.{name}" if parent else name for name, _ in container.named_children()]
             if blocks.issuperset(children):
-                found[parent] = len(container)
-    return found
+                lengths[parent] = len(container)
+    return lengths
 
 
 def _stay(programs: list[Any], wanted: int) -> tuple[int, ...]:
-    """Of each program the first two; then the first ones until there are as many as wanted."""
+    """Returns the indices that stay: the first two of each program; then the first until there are `wanted`."""
     met: Counter = Counter()
     stay = set()
     for index, program in enumerate(programs):
@@ -287,15 +290,15 @@ def _stay(programs: list[Any], wanted: int) -> tuple[int, ...]:
     return tuple(sorted(stay))
 
 
-def _told(path: str, programs: list[Any], indices: tuple[int, ...]) -> str:
+def _blocks_note(path: str, programs: list[Any], indices: tuple[int, ...]) -> str:
     kinds = len(set(programs))
     of = "which all do the same" if kinds == 1 else f"of {kinds} programs"
     return f"{path}: {len(programs)} blocks, {of} -> {len(indices)} ({', '.join(map(str, indices))})"
 
 
 def _runs(module: nn.Module, task: Task, batch: Any) -> bool:
-    """Whether the shallow module runs, on shapes alone."""
-    meta = module.to("meta")
+    """Returns whether the shallow module runs, on shapes alone."""
+    meta = module.to("meta")  # also what a constructor did not leave to be made later
     moved = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), batch)
     args, kwargs = task.inputs(moved)
     try:
@@ -310,7 +313,7 @@ def _runs(module: nn.Module, task: Task, batch: Any) -> bool:
 
 
 def _scope(plan: Plan, small: Plan, samples: int, of: int, depth: _Depth) -> str:
-    """What the small proof has of the plan, and what it has not."""
+    """Returns the note on what the small proof covers of the plan, and what not."""
     has, not_has = [], []
     if small.pp > 1:
         stages = small.pp * small.stages_per_rank

@@ -26,7 +26,7 @@ Key = tuple[int, str, tuple[int, ...], int]  # a call, and the place among its o
 
 @dataclass
 class SampledTensor:
-    """One tensor and which samples of the micro-batch it holds: [start, start + count) of `total`."""
+    """One tensor and the samples of the micro-batch in it: [start, start + count) of `total`."""
 
     tensor: torch.Tensor
     start: int
@@ -36,18 +36,18 @@ class SampledTensor:
 
 @dataclass
 class CallTrace:
-    """What was seen, in the order in which it came."""
+    """Tensors of a step's calls, in the order in which they came."""
 
     forward: dict[Key, SampledTensor] = field(default_factory=dict)
-    given: dict[Key, SampledTensor] = field(default_factory=dict)  # arguments, by their place
+    arguments: dict[Key, SampledTensor] = field(default_factory=dict)  # by their place
     inside: dict[Key, list[Call]] = field(default_factory=dict)  # the calls around one, innermost first
-    outer: dict[Key, Key] = field(default_factory=dict)  # of an output that a call around gave as its own
+    outer: dict[Key, Key] = field(default_factory=dict)  # output -> that of the call around that returned it
     # gradients of outputs, and of arguments (True) for their part that goes through this call alone, as they came
     backward: dict[tuple[Key, bool], SampledTensor] = field(default_factory=dict)
 
 
 class ModuleWatch:
-    """Records a module's calls between `begin`s.
+    """Records the outputs, arguments and gradients of a module's calls between `begin`s.
 
     whole   makes a tensor that ranks hold shares of whole
     stages  the module runs a stage of its forward: calls before it, which are left out without gradients, are counted
@@ -62,26 +62,28 @@ class ModuleWatch:
         self._open: list[Call] = []
 
     def begin(self, micro_batch: int, start: int, count: int, total: int) -> None:
-        """A micro-batch's forward begins; a stand-in has a count of 0 and is left out."""
+        """Begin a micro-batch's forward; a stand-in has a count of 0 and is left out."""
         self._samples = (micro_batch, start, count, total) if count else None
         self._made.clear()
         self._open.clear()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Hooks in place, inside."""
+        """Context: hooks at every module record its calls."""
         handles = []
         for path, child in self.module.named_modules():
-            handles.append(child.register_forward_pre_hook(self._given(path), with_kwargs=True))
-            handles.append(child.register_forward_hook(self._gave(path)))
+            handles.append(child.register_forward_pre_hook(self._before_call(path), with_kwargs=True))
+            handles.append(child.register_forward_hook(self._after_call(path)))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _given(self, path: str) -> Callable:
-        def given(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    def _before_call(self, path: str) -> Callable:
+        def before_call(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+            # calls without gradients are not compared; those that replay what lies before a stage are counted,
+            # so that later calls of the module have the numbers that they have in one process
             if self._samples is None or not (torch.is_grad_enabled() or self.stages):
                 return None
             micro_batch, *samples = self._samples
@@ -93,16 +95,16 @@ class ModuleWatch:
                 return None
             leaves, spec = tree_flatten((args, kwargs))
             for place, leaf in self._tensors(leaves):
-                self.trace.given[*call, place] = SampledTensor(kept(self.whole(leaf.detach())), *samples)
+                self.trace.arguments[*call, place] = SampledTensor(kept(self.whole(leaf.detach())), *samples)
                 if leaf.requires_grad and not isinstance(leaf, nn.Parameter):
                     leaves[place] = leaf.view_as(leaf)  # whose gradient is that of no other reader
                     leaves[place].register_hook(self._gradient((*call, place), True, *samples))
             return tree_unflatten(leaves, spec)
 
-        return given
+        return before_call
 
-    def _gave(self, path: str) -> Callable:
-        def gave(module: nn.Module, args: tuple, output: Any) -> None:
+    def _after_call(self, path: str) -> Callable:
+        def after_call(module: nn.Module, args: tuple, output: Any) -> None:
             if self._samples is None or all(call[1] != path for call in self._open):
                 return
             call = self._open.pop()
@@ -119,11 +121,11 @@ class ModuleWatch:
                 before = self._made.get(id(leaf))
                 if before is not None and before[0] is leaf:
                     self.trace.outer[before[1]] = key
-                self._made[id(leaf)] = (leaf, key)
+                self._made[id(leaf)] = (leaf, key)  # with the tensor itself, or another one would get its id
                 if leaf.requires_grad:
                     leaf.register_hook(self._gradient(key, False, start, count, total))
 
-        return gave
+        return after_call
 
     @staticmethod
     def _tensors(leaves: list[Any]) -> list[tuple[int, torch.Tensor]]:
@@ -131,25 +133,26 @@ class ModuleWatch:
         return [(place, leaf) for place, leaf in floats if leaf.is_floating_point()]
 
     def _gradient(self, key: Key, argument: bool, start: int, count: int, total: int) -> Callable:
-        def gradient(found: torch.Tensor) -> None:
-            if (key, argument) not in self.trace.backward:
-                value = kept(self.whole(found.detach()))
+        def gradient(grad: torch.Tensor) -> None:
+            if (key, argument) not in self.trace.backward:  # a second backward through one graph calls the hook again
+                value = kept(self.whole(grad.detach()))
                 self.trace.backward[key, argument] = SampledTensor(value, start, count, total)
 
         return gradient
 
 
-def rows_of(expected: SampledTensor, found: SampledTensor) -> torch.Tensor | None:
-    """Returns the samples of one process's tensor that a rank's tensor holds; None where they are not known."""
-    a, b = found.tensor, expected.tensor
-    if found.count == found.total or (
-        a.shape == b.shape and found.count != found.total and not _has_rows(b, found.total)
+def rows_of(expected: SampledTensor, actual: SampledTensor) -> torch.Tensor | None:
+    """Returns the rows of one process's tensor for the samples in a rank's tensor; None where they are not known."""
+    a, b = actual.tensor, expected.tensor
+    # a tensor without a dim of samples (a mean over positions, say) is whole on every rank
+    if actual.count == actual.total or (
+        a.shape == b.shape and actual.count != actual.total and not _has_rows(b, actual.total)
     ):
         return b if a.shape == b.shape else None
-    if not a.dim() or a.dim() != b.dim() or a.shape[1:] != b.shape[1:] or not _has_rows(b, found.total):
+    if not a.dim() or a.dim() != b.dim() or a.shape[1:] != b.shape[1:] or not _has_rows(b, actual.total):
         return None
-    each = b.shape[0] // found.total
-    return b[found.start * each : (found.start + found.count) * each] if a.shape[0] == found.count * each else None
+    size = b.shape[0] // actual.total
+    return b[actual.start * size : (actual.start + actual.count) * size] if a.shape[0] == actual.count * size else None
 
 
 def _has_rows(tensor: torch.Tensor, samples: int) -> bool:

@@ -27,17 +27,18 @@ from shardwise.task import Task
 from shardwise.trace.double import KeepDouble, default_dtype
 
 
-def set_zero_gradients_apart(parity: Parity, task: Task, settings: Settings, one: Record, many: Record) -> None:
-    """Take what rounding explains of parameters without a gradient out of a proof's errors, with a note."""
+def set_zero_gradients_apart(parity: Parity, task: Task, settings: Settings, single: Record, ranks: Record) -> None:
+    """Replace errors that rounding explains in parameters whose gradient is zero, and note them in `parity`."""
     asked = {name.rpartition(" of ")[2] for _, name in parity.exceeded}
     kinds = {kind for kind, _ in parity.exceeded}
-    deviating = {deviation.name.rpartition(" of ")[2] for deviation in many.deviations}
+    deviating = {deviation.name.rpartition(" of ")[2] for deviation in ranks.deviations}
+    # a loss, norm or buffer beyond its bar, or a rank unlike rank 0, has another cause than these parameters
     if parity.differences or not kinds <= {"gradient", "parameter", "optimizer"} or asked & deviating:
         return
-    bounds = _bounds(task, settings, one, asked)
-    if any(_size(many, name) > bounds.get(name, -1.0) or _size(one, name) > bounds[name] for name in asked):
+    bounds = _bounds(task, settings, single, asked)
+    if any(_size(ranks, name) > bounds.get(name, -1.0) or _size(single, name) > bounds[name] for name in asked):
         return
-    errors = _of_the_same_gradients(task, settings, one, many, asked)
+    errors = _of_the_same_gradients(task, settings, single, ranks, asked)
     if errors is None or any(error > parity.bar(*which) for which, error in errors.items()):
         return
     for (kind, name), error in errors.items():
@@ -46,57 +47,59 @@ def set_zero_gradients_apart(parity: Parity, task: Task, settings: Settings, one
         if name in parity.gradient_error:
             parity.own_bars["gradient", name] = max(parity.bar("gradient"), parity.gradient_error[name])
         parity.notes.append(
-            f"the gradient of '{name}' is zero but for rounding: {_size(one, name):.1e} in one process and "
-            f"{_size(many, name):.1e} under the plan, where one epsilon changes it by {bounds[name] / ALLOWANCE:.1e}, "
-            f"of {_largest(one):.1e}, the largest; its update is what one process makes of the plan's gradient"
+            f"the gradient of '{name}' is zero but for rounding: {_size(single, name):.1e} in one process and "
+            f"{_size(ranks, name):.1e} under the plan, where one epsilon changes it by "
+            f"{bounds[name] / ALLOWANCE:.1e}, of {_largest(single):.1e}, the largest; its update is what one "
+            "process makes of the plan's gradient"
         )
     parity.exceeded = {which: step for which, step in parity.exceeded.items() if which[1] not in asked
                        and which not in errors}  # fmt: skip
 
 
-def _bounds(task: Task, settings: Settings, one: Record, names: set[str]) -> dict[str, float]:
-    """What a gradient may be and count as rounding, of those names for which that is little enough to be told apart."""
+def _bounds(task: Task, settings: Settings, single: Record, names: set[str]) -> dict[str, float]:
+    """Returns the size up to which each gradient counts as rounding, where that is small beside the largest."""
     noise = dict.fromkeys(names, 0.0)
     for other in nudged_runs(task, settings):
         for name in names:
-            for mine, theirs in zip(one.gradients, other.gradients, strict=True):
+            for mine, theirs in zip(single.gradients, other.gradients, strict=True):
                 a, b = mine.get(name), theirs.get(name)
                 if a is None or b is None:
                     return {}
                 noise[name] = max(noise[name], float((a - b).abs().max()) if a.numel() else 0.0)
-    most = (GRADIENT_BAR if settings.dtype is torch.float64 else ALLOWANCE * LEAST_BAR) * _largest(one)
+    most = (GRADIENT_BAR if settings.dtype is torch.float64 else ALLOWANCE * LEAST_BAR) * _largest(single)
     return {name: ALLOWANCE * size for name, size in noise.items() if ALLOWANCE * size <= most}
 
 
 def _size(record: Record, name: str) -> float:
-    """The largest element of a gradient over all steps."""
-    found = [gradients.get(name) for gradients in record.gradients]
-    return max((float(g.abs().max()) for g in found if g is not None and g.numel()), default=0.0)
+    """Returns the largest element of a gradient over all steps."""
+    of_steps = [gradients.get(name) for gradients in record.gradients]
+    return max((float(g.abs().max()) for g in of_steps if g is not None and g.numel()), default=0.0)
 
 
 def _largest(record: Record) -> float:
+    """Returns the model's largest gradient element, of the step where that is least."""
     return min(max((float(g.abs().max()) for g in gradients.values() if g is not None and g.numel()), default=0.0)
                for gradients in record.gradients)  # fmt: skip
 
 
 def _of_the_same_gradients(
-    task: Task, settings: Settings, one: Record, many: Record, names: set[str]
+    task: Task, settings: Settings, single: Record, ranks: Record, names: set[str]
 ) -> dict[tuple[str, str], float] | None:  # fmt: skip
-    """Errors of values and states against one process's optimizer on the plan's gradients; None: it cannot be asked."""
+    """Returns errors of values and states against one process's optimizer on the plan's gradients, or None."""
     named = [(name, p) for name, p in plain_module(task, settings).named_parameters() if p.requires_grad]
     optimizer = task.optimizer(named_groups([param for _, param in named]))
-    if needs_closure(optimizer):
+    if needs_closure(optimizer):  # it computes gradients itself, so it cannot be given the plan's
         return None
     raise_eps(optimizer)
     errors: dict[tuple[str, str], float] = {}
 
-    def compare(kind: str, found: Tensors, expected: dict[str, torch.Tensor], floor: float) -> None:
+    def compare(kind: str, actual: Tensors, expected: dict[str, torch.Tensor], floor: float) -> None:
         for name, value in expected.items():
-            other = found.get(name)
+            other = actual.get(name)
             error = float("inf") if other is None else tensor_error(other, value, floor)
             errors[kind, name] = max(error, errors.get((kind, name), 0.0))
 
-    for step, gradients in enumerate(many.gradients):
+    for step, gradients in enumerate(ranks.gradients):
         for name, param in named:
             gradient = gradients.get(name)
             param.grad = None if gradient is None else gradient.to(param)
@@ -105,10 +108,10 @@ def _of_the_same_gradients(
         for name, param in named:
             if name not in names:
                 continue
-            compare("parameter", many.parameters[step], {name: kept(param)}, one.lr)
-            if many.states_known:
+            compare("parameter", ranks.parameters[step], {name: kept(param)}, single.lr)
+            if ranks.states_known:
                 for key, value in kept_state(name, optimizer.state.get(param, {})).items():
-                    like = [t for other, t in one.states[step].items() if other.startswith(key.partition(" of ")[0])]
+                    like = [t for other, t in single.states[step].items() if other.startswith(key.partition(" of ")[0])]
                     largest = max((float(t.abs().max()) for t in like if t is not None and t.numel()), default=0.0)
-                    compare("optimizer", many.states[step], {key: value}, max(GRADIENT_FLOOR * largest, 1e-300))
+                    compare("optimizer", ranks.states[step], {key: value}, max(GRADIENT_FLOOR * largest, 1e-300))
     return errors

@@ -17,7 +17,7 @@ CHOSEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_",
 
 
 def keep_freed_memory() -> bool:
-    """Have malloc keep what this rank frees, where ranks compute on CPUs under glibc; whether it will.
+    """Have malloc keep what this rank frees, where ranks compute on CPUs under glibc; returns whether it will.
 
     What somebody chose by glibc's own variables is left alone. The process group must be open.
     """

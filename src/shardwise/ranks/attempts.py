@@ -23,17 +23,17 @@ _agent: Any = None  # the store, once `agent_store` has found it
 
 
 def has_agent() -> bool:
-    """Whether torchrun's agent holds the store of this job, so that it outlives the ranks."""
+    """Returns whether torchrun's agent holds the store of this job, so that it outlives the ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def began() -> bool:
-    """Whether the ranks' group lies in a part of the agent's store that is this attempt's own."""
+    """Returns whether the ranks' group lies in a part of the agent's store that is this attempt's own."""
     return _agent is not None
 
 
 def agent_store(rank: int, world_size: int) -> Any:
-    """The store of torchrun's agent, as the environment tells."""
+    """Returns the store of torchrun's agent, by the addresses in the environment."""
     global _agent
     if _agent is None:
         from torch.distributed.rendezvous import rendezvous
@@ -43,7 +43,7 @@ def agent_store(rank: int, world_size: int) -> Any:
 
 
 def fresh(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
-    """A part of a store that no attempt before has used, the same on every rank. Collective over the store alone.
+    """Returns a part of a store that no attempt before has used, the same on every rank. Collective over the store.
 
         rank r   asks under its number, by a word of its own (what a rank r before it has asked may lie there)
         rank 0   answers each word that it finds with the part's name, until all have come
@@ -88,12 +88,12 @@ def _answer(store: Any, name: str, world_size: int, until: float) -> None:
 
 
 def remember(name: str, text: str) -> None:
-    """Leave word for the attempts of this job that come after this one, where there is a place for it."""
+    """Keep a text for the attempts of this job that come after this one, where there is an agent's store."""
     if _agent is not None:
         _agent.set(f"{_AT}/kept/{name}", text)
 
 
 def remembered(name: str) -> str | None:
-    """What an attempt before has left under this name."""
+    """Returns what an attempt before has kept under this name, or None."""
     key = f"{_AT}/kept/{name}"
     return _agent.get(key).decode() if _agent is not None and _agent.check([key]) else None

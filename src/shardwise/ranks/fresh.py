@@ -47,7 +47,7 @@ def reset_process(threads: int) -> None:
 
 
 def _leave_modes() -> None:
-    """Those of functions and of operations, entered and never left."""
+    """Leave modes of functions and of operations that a job has entered and never left."""
     import torch
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -59,12 +59,12 @@ def _leave_modes() -> None:
 
 
 def _forget_hooks() -> None:
-    """On every module, and on what backward saves."""
+    """Remove the hooks on every module, and those on what backward saves."""
     import torch
     from torch.nn.modules import module
 
-    for name, held in vars(module).items():
-        if name.startswith("_global_") and isinstance(held, dict):
-            held.clear()
+    for name, hooks in vars(module).items():
+        if name.startswith("_global_") and isinstance(hooks, dict):
+            hooks.clear()
     while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         torch._C._autograd._pop_saved_tensors_default_hooks()

@@ -26,7 +26,7 @@ from shardwise.ranks.watching import be_watched
 def join(
     timeout_s: float | None = None, *, meet_s: float = MEET_S, deadlines: Deadlines | None = None
 ) -> tuple[int, int]:
-    """Have a process group and return (rank, world size).
+    """Make sure that there is a process group; returns (rank, world size).
 
     An initialised group is kept. Otherwise the launcher's environment decides: gloo for CPU tensors, and NCCL for
     CUDA tensors where there is a CUDA device. Without a launcher this process is the only rank.
@@ -83,7 +83,7 @@ def _meet(place: LaunchedPlace, options: dict[str, Any], meet_s: float) -> None:
 
 
 def _be_alone(options: dict[str, Any]) -> None:
-    """A group of one rank, for which no other process needs to find a store, a file or a port."""
+    """Open a group of one rank, for which no other process needs to find a store, a file or a port."""
     import torch.distributed as dist
 
     _stay_home()
@@ -91,12 +91,12 @@ def _be_alone(options: dict[str, Any]) -> None:
 
 
 def _stay_home() -> None:
-    """gloo listens on loopback unless the user chose an interface."""
+    """Have gloo listen on loopback unless the user chose an interface."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
 
 def _backend(local_rank: int) -> str:
-    """gloo, and the accelerator's own beside it; each rank takes the device of its local rank."""
+    """Returns gloo, with the accelerator's own backend beside it; this rank takes the device of its local rank."""
     from shardwise.device import group_backend, take
 
     take(local_rank)

@@ -23,7 +23,7 @@ GRACE_S = 2.0  # after a first failure: time for the true cause to show, before 
 
 @dataclass(frozen=True)
 class RankEvent:
-    """Something happened to a rank: `started`, `finished` or `failed`. `text` is the failure in one line."""
+    """An event of a rank: `started`, `finished` or `failed`. `text` is the failure in one line."""
 
     kind: str
     rank: int
@@ -90,7 +90,7 @@ def launch(
 
 
 def _open_logs(world_size: int, log_dir: str | os.PathLike[str] | None) -> dict[int, int]:
-    """File descriptors for the logs of ranks 1 and up; a log that exists is continued."""
+    """Returns file descriptors for the logs of ranks 1 and up; a log that exists is continued."""
     if log_dir is None:
         return {}
     folder = Path(log_dir)
@@ -106,7 +106,7 @@ def _start_all(
     on_event: Callable[[RankEvent], None] | None,
     imports: str,
 ) -> None:
-    """Fill `ranks`, in place: whatever goes wrong on the way, the caller can end those already started."""
+    """Start the ranks into `ranks`, in place: whatever goes wrong on the way, the caller can end those that run."""
     for rank in range(world_size):
         ranks[rank] = RankProcess(f"shardwise-rank-{rank}", logs.get(rank, 1), logs.get(rank, 2), imports=imports)
     until = time.monotonic() + START_LIMIT_S
@@ -125,6 +125,8 @@ def _supervise(
     asked: _Asked,
     deadlines: Deadlines | None,
 ) -> Outcome:
+    """Run the call on all ranks; returns their outcome."""
+
     def notice(kind: str, rank: int, text: str) -> None:
         if on_event:
             on_event(RankEvent(kind, rank, ranks[rank].pid, text))
@@ -143,7 +145,7 @@ def _supervise(
 
 
 def _threads(world_size: int) -> int:
-    """The user's OMP_NUM_THREADS, else an equal share of the CPUs this process may use."""
+    """Returns the user's OMP_NUM_THREADS, else an equal share of the CPUs this process may use."""
     wished = os.environ.get("OMP_NUM_THREADS", "")
     if wished.isdecimal() and int(wished) > 0:
         return int(wished)
@@ -171,8 +173,11 @@ _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class _Asked(threading.Event):
-    """Set where ranks are asked to stop. `begun`: whether one of them has begun a step; `early`: at a SIGTERM,
-    none had."""
+    """The event that ranks are asked to stop.
+
+    begun  () -> whether one of them has begun a step
+    early  whether none had at a SIGTERM
+    """
 
     early = False
 
@@ -189,7 +194,7 @@ def _end_early(asked: _Asked) -> None:
 
 @contextmanager
 def _asking_first(on_stop: Callable[[str], None] | None) -> Iterator[_Asked]:
-    """An event that a first signal sets, so that ranks are asked to stop; a second one does what it did before."""
+    """Context: an event that a first signal sets, so that ranks are asked to stop; a second one acts as before."""
     asked = _Asked()
     if on_stop is None or threading.current_thread() is not threading.main_thread():
         yield asked
@@ -219,7 +224,7 @@ def _asking_first(on_stop: Callable[[str], None] | None) -> Iterator[_Asked]:
 
 
 class _Terminated(BaseException):
-    """SIGTERM arrived."""
+    """Raised where SIGTERM has arrived."""
 
 
 @contextmanager

@@ -29,7 +29,7 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # batch scripts and interactive shells have st
 
 @dataclass(frozen=True)
 class LauncherVariables:
-    """A launcher's names for four numbers, the most telling first, and for what identifies its job.
+    """The variables of a launcher: names of four numbers, the most telling first, and of what identifies its job.
 
     mpi  its ranks are those of MPI too; else a rank whose MPI is a world of its own is believed
     """
@@ -44,7 +44,7 @@ class LauncherVariables:
 
     @property
     def numbers(self) -> tuple[str, ...]:
-        """The names of all its numbers."""
+        """Returns the names of all its numbers."""
         return (*self.rank, *self.size, *self.local_rank, *self.local_size)
 
 
@@ -103,12 +103,12 @@ class LaunchedPlace:
 
     @property
     def named(self) -> str:
-        """The launcher as its user calls it."""
+        """Returns the launcher's name as its user calls it."""
         return self.by or self.launcher
 
 
 def find(environ: Mapping[str, str]) -> LaunchedPlace | None:
-    """This process's place, or None where it was started alone (or as the only rank of an MPI or Slurm launch).
+    """Returns this process's place, or None where it was started alone (or as the only rank of an MPI or Slurm launch).
 
     Raises `InputError`, naming the variables, where the environment holds part of a set or contradicts itself.
     """
@@ -124,7 +124,7 @@ def find(environ: Mapping[str, str]) -> LaunchedPlace | None:
 
 
 def local_rank(environ: Mapping[str, str]) -> int | None:
-    """This process's rank on its host, as a launcher or shardwise itself set it; None where nothing tells."""
+    """Returns this process's rank on its host, as a launcher or shardwise itself set it; None where nothing tells."""
     if environ.get("LOCAL_RANK"):
         return _number(environ, "LOCAL_RANK")
     if rank_without_size(environ):
@@ -134,14 +134,14 @@ def local_rank(environ: Mapping[str, str]) -> int | None:
 
 
 def own_device(requested: Any = None) -> Any:
-    """This rank's torch.device: as requested, else the accelerator of its local rank, else the CPU."""
+    """Returns this rank's torch.device: as requested, else the accelerator of its local rank, else the CPU."""
     from shardwise.device import pick_device
 
     return pick_device(requested, local_rank(os.environ))
 
 
 def local_size(environ: Mapping[str, str]) -> int | None:
-    """Ranks on this host, as a launcher told; None where nothing tells."""
+    """Returns how many ranks are on this host, as a launcher told; None where nothing tells."""
     if environ.get("LOCAL_WORLD_SIZE"):
         return _number(environ, "LOCAL_WORLD_SIZE")
     if rank_without_size(environ) or (environ.get("RANK") and not environ.get("MASTER_ADDR")):
@@ -151,7 +151,7 @@ def local_size(environ: Mapping[str, str]) -> int | None:
 
 
 def _is_one_process(environ: Mapping[str, str], by_hand: list[str]) -> bool:
-    """Whether no variable tells of other ranks; `accelerate launch` gives one process a master's address as well."""
+    """Returns whether no variable tells of other ranks; `accelerate launch` gives one process a master's address."""
     return not by_hand or (set(by_hand) <= set(MASTER) and bool(_with_variables_of_torchrun(environ)))
 
 
@@ -178,14 +178,14 @@ def _torchrun(environ: Mapping[str, str]) -> LaunchedPlace:
 
 
 def _with_variables_of_torchrun(environ: Mapping[str, str]) -> str:
-    """Accelerate's and DeepSpeed's launchers, which give their ranks torchrun's variables and some of their own."""
+    """Returns which launcher it is that gives torchrun's variables and some of its own; "" for torchrun."""
     if any(name.startswith("ACCELERATE_") for name in environ):
         return "accelerate launch"
     return "deepspeed" if "CROSS_RANK" in environ and "LOCAL_SIZE" in environ else ""
 
 
 def _of_launcher(environ: Mapping[str, str]) -> LaunchedPlace | None:
-    """MPI's place, else Slurm's: mpirun starts its helpers as Slurm steps, whose names its ranks inherit."""
+    """Returns MPI's place, else Slurm's: mpirun starts its helpers as Slurm steps, whose names its ranks inherit."""
     open_mpi, pmi, slurm = _of_family(OPENMPI, environ), _of_family(PMI, environ), _of_slurm(environ)
     if open_mpi is not None and pmi is not None:
         _same(open_mpi, pmi)
@@ -201,13 +201,13 @@ def _of_launcher(environ: Mapping[str, str]) -> LaunchedPlace | None:
 
 
 def rank_without_size(environ: Mapping[str, str]) -> bool:
-    """PMIx alone: a rank is named, the number of ranks is not."""
+    """Returns whether the environment is PMIx's alone: it names a rank, and not the number of ranks."""
     others = (*OPENMPI.size, *PMI.rank, *PMI.size, *SLURM.rank, *TORCHRUN[:2])
     return bool(environ.get("PMIX_RANK")) and not any(environ.get(name) for name in others)
 
 
 def _of_slurm(environ: Mapping[str, str]) -> LaunchedPlace | None:
-    """Only inside a step of srun: a batch script has the same names, and is one process."""
+    """Returns Slurm's place inside a step of srun, else None: a batch script has the same names, and is one process."""
     step = environ.get("SLURM_STEP_ID", "")
     if not step:
         return None
@@ -234,37 +234,37 @@ def _slurm_job(environ: Mapping[str, str]) -> str | None:
 
 
 def _tasks_here(environ: Mapping[str, str]) -> int | None:
-    """This node's part of SLURM_STEP_TASKS_PER_NODE, such as 4(x3),2."""
+    """Returns this node's part of SLURM_STEP_TASKS_PER_NODE, such as 4(x3),2; None where it does not say."""
     counts: list[int] = []
     for piece in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", piece)
-        if found is None:
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", piece)
+        if match is None:
             return None
-        counts += [int(found[1])] * int(found[2] or 1)
+        counts += [int(match[1])] * int(match[2] or 1)
     node = environ.get("SLURM_NODEID", "")
     return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else None
 
 
 def _of_family(family: LauncherVariables, environ: Mapping[str, str]) -> LaunchedPlace | None:
-    """The place that these names give; None where none of them is set."""
+    """Returns the place that these names give; None where none of them is set."""
     kinds = {kind: getattr(family, kind) for kind in ("rank", "size", "local_rank", "local_size")}
-    given = {kind: [name for name in names if environ.get(name)] for kind, names in kinds.items()}
-    if family is OPENMPI and given["rank"] == ["PMIX_RANK"] and not given["size"]:
+    named = {kind: [name for name in names if environ.get(name)] for kind, names in kinds.items()}
+    if family is OPENMPI and named["rank"] == ["PMIX_RANK"] and not named["size"]:
         return None  # PMIx alone names no size; whoever else set it (srun) does, or the caller refuses
-    if family is SLURM and not given["rank"]:
+    if family is SLURM and not named["rank"]:
         return None
-    if not any(given.values()):
+    if not any(named.values()):
         return None
     for kind in ("rank", "size"):
-        if not given[kind]:
-            present = ", ".join(name for names in given.values() for name in names)
+        if not named[kind]:
+            present = ", ".join(name for names in named.values() for name in names)
             raise InputError(
                 f"the environment sets {present} but none of {', '.join(kinds[kind])}: this is part of what "
                 f"{family.launcher} sets; start the ranks with its launcher, or unset them to run as one process"
             )
-    numbers = {kind: _agreed(environ, names) for kind, names in given.items() if family is not SLURM or kind != "size"}
+    numbers = {kind: _agreed(environ, names) for kind, names in named.items() if family is not SLURM or kind != "size"}
     if family is SLURM:  # the step's own number; SLURM_NTASKS may be that of the allocation
-        numbers["size"] = _number(environ, given["size"][0])
+        numbers["size"] = _number(environ, named["size"][0])
     rank, size = numbers["rank"], numbers["size"]
     assert rank is not None and size is not None
     place = LaunchedPlace(
@@ -275,7 +275,7 @@ def _of_family(family: LauncherVariables, environ: Mapping[str, str]) -> Launche
         local_size=numbers["local_size"],
         job=_job(family, environ),
         one_host=numbers["local_size"] == size,
-        names=(given["rank"][0], given["size"][0]),
+        names=(named["rank"][0], named["size"][0]),
         mpi=family.mpi,
     )
     _check(place)
@@ -288,7 +288,7 @@ def _job(family: LauncherVariables, environ: Mapping[str, str]) -> str | None:
 
 
 def _agreed(environ: Mapping[str, str], names: list[str]) -> int | None:
-    """The number that all of these give."""
+    """Returns the number that all of these give, None without names. `InputError` where they differ."""
     if not names:
         return None
     first = _number(environ, names[0])
@@ -301,25 +301,26 @@ def _agreed(environ: Mapping[str, str], names: list[str]) -> int | None:
     return first
 
 
-def _same(one: LaunchedPlace, other: LaunchedPlace) -> None:
-    if (one.rank, one.world_size) != (other.rank, other.world_size):
+def _same(first: LaunchedPlace, other: LaunchedPlace) -> None:
+    if (first.rank, first.world_size) != (other.rank, other.world_size):
         raise InputError(
-            f"the environment contradicts itself: {_told(one)} but {_told(other)}; one of them is left over from "
+            f"the environment contradicts itself: {_shown(first)} but {_shown(other)}; one of them is left over from "
             "another launch: unset it"
         )
 
 
-def _told(place: LaunchedPlace) -> str:
+def _shown(place: LaunchedPlace) -> str:
+    """Returns a place's rank and size by the variables that they came from."""
     rank, size = place.names
     return f"{rank}={place.rank}, {size}={place.world_size}"
 
 
 def _check_by_hand(environ: Mapping[str, str], place: LaunchedPlace) -> None:
-    """RANK and WORLD_SIZE beside a launcher that is not torchrun: exported for other programs, or left over."""
-    for name, own, told in zip(("RANK", "WORLD_SIZE"), (place.rank, place.world_size), place.names, strict=True):
+    """Raises `InputError` where RANK and WORLD_SIZE, set by hand or left over, differ from the launcher's."""
+    for name, own, its in zip(("RANK", "WORLD_SIZE"), (place.rank, place.world_size), place.names, strict=True):
         if environ.get(name) and _number(environ, name) != own:
             raise InputError(
-                f"the environment contradicts itself: {name}={environ[name]} but {told}={own} ({place.launcher}); "
+                f"the environment contradicts itself: {name}={environ[name]} but {its}={own} ({place.launcher}); "
                 f"unset {name}, which {place.launcher} does not need"
             )
 

@@ -45,7 +45,7 @@ _STORE_S = 60.0
 
 @dataclass(frozen=True)
 class Address:
-    """Where rank 0 listens: candidates, tried in order, and a token that its store must show."""
+    """The address of rank 0: hosts, tried in order, a port, and a token that its store must show."""
 
     hosts: tuple[str, ...]
     port: int
@@ -59,14 +59,14 @@ class Address:
 
     @classmethod
     def unpack(cls, word: str) -> Address:
-        """The address; `ValueError` where this is not one."""
+        """Returns the address that `pack` wrote; `ValueError` where this is not one."""
         hosts, port, token = json.loads(zlib.decompress(base64.urlsafe_b64decode(word)))
         return cls(tuple(hosts), int(port), str(token))
 
 
 @dataclass(frozen=True)
 class Met:
-    """The store that all ranks share, and what each said of itself."""
+    """The store that all ranks share, and this rank's place on its host."""
 
     store: Any
     local_rank: int
@@ -74,7 +74,7 @@ class Met:
 
 
 def meet(place: LaunchedPlace, timeout_s: float = MEET_S) -> Met:
-    """Find the other ranks. Collective; `RunError` names the ranks that did not come within `timeout_s`."""
+    """Find the other ranks; returns the store. Collective; `RunError` names the ranks that did not come in time."""
     until = time.monotonic() + timeout_s
     if place.master is not None:
         store = _at_master(place, until)
@@ -131,7 +131,7 @@ def await_listener(place: LaunchedPlace, until: float) -> None:
 
 
 def not_met(place: LaunchedPlace, error: Exception, remedy: str) -> RunError:
-    """What to raise where this rank's store cannot be had at the place that the environment tells."""
+    """Returns the error for a store that cannot be had at the place that the environment tells."""
     host, port = place.master or (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
     what = "listen on" if place.rank == 0 else "reach"
     return RunError(
@@ -141,12 +141,12 @@ def not_met(place: LaunchedPlace, error: Exception, remedy: str) -> RunError:
 
 def _exchanged(place: LaunchedPlace, until: float, exchange: Callable[[str], str]) -> Any:
     store, address = _listen(place, until) if place.rank == 0 else (None, None)
-    given = Address.unpack(exchange(address.pack() if address is not None else ""))
-    return store if store is not None else _connect_until(given, place, until)
+    shared = Address.unpack(exchange(address.pack() if address is not None else ""))
+    return store if store is not None else _connect_until(shared, place, until)
 
 
 def _listen(place: LaunchedPlace, until: float) -> tuple[Any, Address]:
-    """Rank 0's store on a free port: on loopback where all ranks are on this host, else on every interface."""
+    """Returns (rank 0's store on a free port, its address): on loopback where all are on this host, else anywhere."""
     import torch.distributed as dist
 
     listener = socket.create_server(("127.0.0.1" if place.one_host else "0.0.0.0", 0), backlog=1024)
@@ -160,22 +160,22 @@ def _listen(place: LaunchedPlace, until: float) -> tuple[Any, Address]:
 
 
 def _own_addresses() -> tuple[str, ...]:
-    """What other hosts may know this one by: the number of its default route, those behind its name, the name.
+    """Returns how other hosts may reach this one: its default route's number, those behind its name, the name.
 
     Numbers come first: where names are not resolved, asking takes longer than trying.
     """
-    found: list[str] = []
+    hosts: list[str] = []
     with suppress(OSError):  # a host that does not know its own name
-        found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
+        hosts += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):  # no route out of this host
         probe.connect(("192.0.2.1", 9))  # documentation's own network: nothing is sent
-        found.insert(0, probe.getsockname()[0])
-    far = [host for host in found if not host.startswith("127.")]
+        hosts.insert(0, probe.getsockname()[0])
+    far = [host for host in hosts if not host.startswith("127.")]
     return tuple(dict.fromkeys([*far, socket.gethostname(), "127.0.0.1"]))
 
 
 def _connect(address: Address, until: float) -> Any | None:
-    """Rank 0's store, or None where nobody, or somebody else, listens there now."""
+    """Returns rank 0's store, or None where nobody, or somebody else, listens there now."""
     import torch.distributed as dist
 
     for host in address.hosts:
@@ -232,7 +232,7 @@ def _file(place: LaunchedPlace) -> Path:
 
 
 def _private_folder() -> Path:
-    """A folder of this user's alone, below the host's folder for temporary files."""
+    """Returns a folder of this user's alone, below the host's folder for temporary files."""
     folder = Path(tempfile.gettempdir()) / f"shardwise-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     info = folder.lstat()
@@ -276,7 +276,7 @@ def _say_hello(place: LaunchedPlace, store: Any) -> None:
 
 
 def _hear(place: LaunchedPlace, store: Any, until: float) -> None:
-    """Rank 0: say hello, wait for everybody's, and tell them whether all came."""
+    """Say hello as rank 0, wait for everybody's hello, and tell them whether all came."""
     _say_hello(place, store)
     waiting = list(range(place.world_size))
     while waiting and time.monotonic() < until:
@@ -297,7 +297,7 @@ def _hear(place: LaunchedPlace, store: Any, until: float) -> None:
 
 
 def _everybody(place: LaunchedPlace, store: Any, until: float) -> Met:
-    """Wait for the last rank, then see from what all said who shares this host and these CPUs."""
+    """Wait for the last rank; returns the store, this rank's local rank and its share of the CPUs."""
     if not store.check([_hello(place.rank)]):
         _hear(place, store, until) if place.rank == 0 else _say_hello(place, store)
     try:
@@ -310,10 +310,10 @@ def _everybody(place: LaunchedPlace, store: Any, until: float) -> Met:
         raise RunError(f"rank {place.rank} lost rank 0 while the others were joining: {_first_line(error)}") from error
     if refusal:
         raise RunError(refusal)
-    told = [json.loads(value) for value in store.multi_get([_hello(rank) for rank in range(place.world_size)])]
-    mine = told[place.rank]
-    below = [rank for rank in range(place.rank) if told[rank][0] == mine[0]]
-    sharing = sum(1 for each in told if each == mine)
+    greetings = [json.loads(value) for value in store.multi_get([_hello(rank) for rank in range(place.world_size)])]
+    mine = greetings[place.rank]
+    below = [rank for rank in range(place.rank) if greetings[rank][0] == mine[0]]
+    sharing = sum(1 for greeting in greetings if greeting == mine)
     local_rank = len(below) if place.local_rank is None else place.local_rank
     return Met(store, local_rank, max(1, len(mine[1]) // sharing))
 

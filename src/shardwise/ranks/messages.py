@@ -36,7 +36,7 @@ class RankCall:
 
 @dataclass(frozen=True)
 class Failure:
-    """One rank's end without a result: an exception, or the death of its process."""
+    """The end of one rank without a result: an exception, or the death of its process."""
 
     rank: int
     at: float  # seconds of the monotonic clock, which all processes of a machine share
@@ -49,7 +49,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank sends when its function has ended: a pickled result, or a failure."""
+    """The message of a rank whose function has ended: a pickled result, or a failure."""
 
     result: bytes | None
     failure: Failure | None
@@ -57,7 +57,7 @@ class Report:
 
 
 class _ByValue(pickle.Pickler):
-    """Copies tensors: only the elements in view, and onto the CPU, so no memory or device is shared."""
+    """Pickler that copies tensors: only the elements in view, and onto the CPU, so no memory or device is shared."""
 
     def reducer_override(self, value: Any) -> Any:
         torch = sys.modules.get("torch")
@@ -77,14 +77,14 @@ class _ByValue(pickle.Pickler):
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle by value. torch.multiprocessing's own way shares file descriptors, which die with the rank."""
+    """Returns a value pickled by value: torch.multiprocessing shares file descriptors, which die with the rank."""
     stream = io.BytesIO()
     _ByValue(stream, pickle.HIGHEST_PROTOCOL).dump(value)
     return stream.getvalue()
 
 
 def pack_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """The call as bytes; a function that the ranks could not find by name is refused here, before they start."""
+    """Returns the call as bytes; `InputError` for a function that the ranks could not find by name."""
     main = sys.modules.get("__main__")
     if getattr(function, "__module__", None) == "__main__" and not hasattr(main, "__file__"):
         raise InputError(

@@ -13,7 +13,7 @@ from shardwise.ranks.launchers import LaunchedPlace, find, rank_without_size
 
 
 def here() -> LaunchedPlace | None:
-    """This process's place by mpi4py and the environment, which must agree; None where it was started alone.
+    """Returns this process's place by mpi4py and the environment, which must agree; None where it was started alone.
 
     A rank that shardwise itself started (`launch`, `RankPool`) has its place too, while its group is up.
     """
@@ -23,27 +23,27 @@ def here() -> LaunchedPlace | None:
     world = world_communicator()
     if world is None:
         return find(os.environ)
-    found = None if rank_without_size(os.environ) else find(os.environ)
+    place = None if rank_without_size(os.environ) else find(os.environ)
     rank, size = world.Get_rank(), world.Get_size()
-    if found is None:
+    if place is None:
         return (
             LaunchedPlace("mpi4py", rank, size, names=("the rank in COMM_WORLD", "size of COMM_WORLD"))
             if size > 1
             else None
         )
-    if (rank, size) == (found.rank, found.world_size):
-        return found
-    if size == 1 and not found.mpi:
-        return found  # a process that its launcher gave no MPI: alone in a world of its own
+    if (rank, size) == (place.rank, place.world_size):
+        return place
+    if size == 1 and not place.mpi:
+        return place  # a process that its launcher gave no MPI: alone in a world of its own
     raise InputError(
-        f"mpi4py says rank {rank} of {size}, but the environment sets {found.names[0]}={found.rank} and "
-        f"{found.names[1]}={found.world_size}: mpi4py runs on another MPI than the launcher's; install the one that "
+        f"mpi4py says rank {rank} of {size}, but the environment sets {place.names[0]}={place.rank} and "
+        f"{place.names[1]}={place.world_size}: mpi4py runs on another MPI than the launcher's; install the one that "
         "belongs to it (pip install --no-binary mpi4py mpi4py), or do not import mpi4py"
     )
 
 
 def _started_here() -> LaunchedPlace | None:
-    """The place of a rank of `launch` or `RankPool`: its group is up, and no address was needed to make it."""
+    """Returns the place of a rank of `launch` or `RankPool`: its group is up, and needed no address."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or os.environ.get("MASTER_ADDR") or not os.environ.get("LOCAL_WORLD_SIZE"):
         return None
@@ -56,7 +56,7 @@ def _started_here() -> LaunchedPlace | None:
 
 
 def world_communicator() -> Any | None:
-    """mpi4py's COMM_WORLD, where MPI is running in this process (or must be asked); else None."""
+    """Returns mpi4py's COMM_WORLD, where MPI is running in this process (or must be asked); else None."""
     if "mpi4py.MPI" not in sys.modules:
         if not rank_without_size(os.environ) or importlib.util.find_spec("mpi4py") is None:
             return None

@@ -22,20 +22,21 @@ from shardwise.ranks.scheduling import take_turns
 _TIMES = count()  # every rank parts as often as the others
 
 
-def nodes_of(told: Sequence[tuple[str, int | None]]) -> list[list[int]]:
-    """The ranks of each node, of what each rank tells: its host's name, and its local rank where the launcher says.
+def nodes_of(hosts: Sequence[tuple[str, int | None]]) -> list[list[int]]:
+    """Returns the ranks of each node, from each rank's (host name, local rank or None).
 
     Local ranks decide where all have one. Raises `InputError`, with what to do, where the nodes have unequal numbers
     of ranks, or where a node's ranks do not follow each other.
     """
-    known = all(local is not None for _, local in told)
-    first = [local == 0 if known else rank == 0 or told[rank - 1][0] != host for rank, (host, local) in enumerate(told)]
+    by_local = all(local is not None for _, local in hosts)
+    rows = enumerate(hosts)
+    first = [local == 0 if by_local else rank == 0 or hosts[rank - 1][0] != host for rank, (host, local) in rows]
     starts = [rank for rank, begins in enumerate(first) if begins]
-    nodes = [list(range(a, b)) for a, b in zip(starts, [*starts[1:], len(told)], strict=True)]
-    if known:
-        in_order = [rank - node[0] for node in nodes for rank in node] == [local for _, local in told]
+    nodes = [list(range(a, b)) for a, b in zip(starts, [*starts[1:], len(hosts)], strict=True)]
+    if by_local:
+        in_order = [rank - node[0] for node in nodes for rank in node] == [local for _, local in hosts]
     else:
-        in_order = len({told[node[0]][0] for node in nodes}) == len(nodes)
+        in_order = len({hosts[node[0]][0] for node in nodes}) == len(nodes)
     if not in_order:
         raise InputError(
             "ranks of one host do not follow each other, as plans lay them out: deal them host by host "
@@ -74,7 +75,7 @@ def apart(ranks: Sequence[int], timeout_s: float) -> Iterator[None]:
         take_turns()
 
     def end(which: str) -> None:
-        """A group may close when no rank has anything under way in it, which the store alone can tell."""
+        """Close the group once no rank has anything under way in it, which the store alone can tell."""
         store.set(f"{name}/{which}/{rank}", "")
         store.wait([f"{name}/{which}/{other}" for other in range(size)], timeout)
         dist.destroy_process_group()
@@ -87,7 +88,7 @@ def apart(ranks: Sequence[int], timeout_s: float) -> Iterator[None]:
 
 
 def _own_backend() -> Any:
-    """That of `join`, on the device this rank has."""
+    """Returns the backend of `join`, on the device this rank has."""
     from shardwise.device import current_device
 
     return _backend(current_device().index or 0)

@@ -20,7 +20,7 @@ _KEY = "shardwise"
 
 
 def served(fd_text: str) -> bool:
-    """Whether PMI_FD is an open socket: a wrapper between mpirun and this process may have closed it."""
+    """Returns whether PMI_FD is an open socket: a wrapper between mpirun and this process may have closed it."""
     try:
         return stat.S_ISSOCK(os.fstat(int(fd_text)).st_mode)
     except (ValueError, OSError):
@@ -28,7 +28,7 @@ def served(fd_text: str) -> bool:
 
 
 def exchange(fd_text: str, rank: int, mine: str, timeout_s: float) -> str:
-    """Rank 0's `mine` (printable, without spaces, below 1000 characters), on every rank. Collective."""
+    """Returns rank 0's `mine` (printable, without spaces, below 1000 characters), on every rank. Collective."""
     with socket.socket(fileno=os.dup(int(fd_text))) as wire:
         wire.settimeout(timeout_s)
         try:
@@ -48,12 +48,13 @@ def _talk(wire: socket.socket, rank: int, mine: str) -> str:
     if rank == 0:
         _ask(wire, f"cmd=put kvsname={space} key={_KEY} value={mine}", "put_result")
     _ask(wire, "cmd=barrier_in", "barrier_out")
-    found = _ask(wire, f"cmd=get kvsname={space} key={_KEY}", "get_result")
+    answer = _ask(wire, f"cmd=get kvsname={space} key={_KEY}", "get_result")
     _ask(wire, "cmd=finalize", "finalize_ack")
-    return found["value"]
+    return answer["value"]
 
 
 def _ask(wire: socket.socket, words: str, expected: str) -> dict[str, str]:
+    """Send one command; returns the fields of its answer. `InputError` for another answer than `expected`."""
     wire.sendall(f"{words}\n".encode())
     answer = b""
     while not answer.endswith(b"\n"):

@@ -40,11 +40,11 @@ class RankPool:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the ranks that wait for work, in rank order of the next run."""
+        """Returns the process ids of the ranks that wait for work, in rank order of the next run."""
         return [process.pid for process in self._idle]
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
-        """Call `function(*args)` on every rank and return the results in rank order.
+        """Call `function(*args)` on every rank; returns the results in rank order.
 
         The function is found by name in the ranks, so it must stand at the top level of a module. An error on a rank
         is raised here: shardwise's own errors as they are, all others as RunError; both carry `rank` and

@@ -71,15 +71,15 @@ class RankProcess:
         return self.channel
 
     def is_usable(self) -> bool:
-        """Alive and silent: an idle process has nothing to say, so a readable channel is its end."""
+        """Returns whether the idle process is alive: it has nothing to say, so a readable channel is its end."""
         return not self.channel.poll() and self.process.exitcode is None
 
     def wait_ready(self, until: float) -> bool:
-        """True when the process is up and says so, False when it died or took too long."""
+        """Returns True when the process is up and says so, False when it died or took too long."""
         return self._expect(READY, until)
 
     def wait_idle(self, until: float) -> bool:
-        """True when the last job is cleaned away, False when the process is of no more use."""
+        """Returns True when the last job is cleaned away, False when the process is of no more use."""
         return self._expect(IDLE, until)
 
     def _expect(self, word: bytes, until: float) -> bool:
@@ -92,26 +92,26 @@ class RankProcess:
         self.say(pickle.dumps(job))
 
     def say(self, message: bytes) -> None:
-        """Send; a rank that is gone is noticed by whoever waits for its answer."""
+        """Send a message; a rank that is gone is noticed by whoever waits for its answer."""
         try:
             self.channel.send_bytes(message)
         except (BrokenPipeError, ConnectionResetError):
             return
 
     def read_report(self) -> Report | None:
-        """The report that is waiting in the channel, None when the process ended instead of sending one."""
+        """Returns the report that waits in the channel, None when the process ended instead of sending one."""
         try:
             return pickle.loads(self.channel.recv_bytes())
         except (EOFError, ConnectionResetError):
             return None
 
     def exit_code(self, wait_s: float = 0.0) -> int | None:
-        """Exit code, negative for a signal, None while alive."""
+        """Returns the exit code, negative for a signal, None while the process is alive."""
         self.process.join(wait_s)
         return self.process.exitcode
 
     def dump(self) -> str:
-        """What this process has written when it was asked for its stacks, whole."""
+        """Returns all that this process has written when it was asked for its stacks."""
         size = os.fstat(self._stacks.fileno()).st_size
         return os.pread(self._stacks.fileno(), size, 0).decode(errors="replace")
 
@@ -120,7 +120,7 @@ class RankProcess:
         return readable(self.dump(), (_WORKER_FILE,), ("in _end_with_caller",), ("shardwise/comm/recording.py",))
 
     def crash(self) -> str:
-        """Where a crash (a segmentation fault, an abort) met this process; "" where it ended otherwise."""
+        """Returns the stack of this process's crash (a segmentation fault, an abort); "" where it ended otherwise."""
         return readable(crash_in(self.dump()), (_WORKER_FILE,))
 
     def ask_to_stop(self) -> None:
@@ -167,7 +167,7 @@ def _start_fork_server() -> None:
 
 
 def refuse_beyond_memory(ranks: int) -> None:
-    """Say so before more ranks are started than this machine could hold with nothing in them."""
+    """Raises `InputError` before more ranks are started than this machine could hold with nothing in them."""
     here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if ranks * LEAST_RANK_BYTES > here:
         raise InputError(
@@ -194,7 +194,7 @@ def allow_files(ranks: int) -> None:
 
 
 def _hidden() -> str:
-    """Which files beside the user's hide modules of Python from those that are imported there; empty if none does."""
+    """Returns which files beside the user's hide modules of Python from those that are imported there; "" for none."""
     folders = {Path(each or ".").resolve() for each in sys.path if not each.startswith((sys.prefix, sys.base_prefix))}
     files = [file for folder in sorted(folders) for file in sorted(folder.glob("*.py"))]
     hiding = [str(file) for file in files if file.stem in sys.stdlib_module_names]
@@ -202,7 +202,7 @@ def _hidden() -> str:
 
 
 def refuse_where_impossible() -> None:
-    """Say plainly where ranks cannot be started: in a rank that imports its script, and without a fork server."""
+    """Raises `InputError` where ranks cannot be started: in a rank that imports its script, without a fork server."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         os._exit(STARTED_BY_IMPORT)  # the process that started this one tells, once
     if "forkserver" not in multiprocessing.get_all_start_methods():

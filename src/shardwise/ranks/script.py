@@ -44,7 +44,7 @@ def run_script(path: str, arguments: Sequence[str], shown: bool) -> None:
 
 
 def of_script(trace: str, path: str) -> str:
-    """A rank's traceback from the script's first frame on: what started the script is left out.
+    """Returns a rank's traceback from the script's first frame on: what started the script is left out.
 
     Nothing where an error of ours was raised beside the script, or names the script's line in its message.
     """
@@ -59,13 +59,13 @@ def of_script(trace: str, path: str) -> str:
 
 
 def cause_of(trace: str) -> str:
-    """The last line of a rank's traceback; of an error of ours its message alone."""
+    """Returns the last line of a rank's traceback; of an error of ours its message alone."""
     last = trace.rstrip().splitlines()[-1]
     return last.partition(": ")[2] if last.startswith(_OURS) else last
 
 
 def stacks_first(message: str) -> tuple[str, str]:
-    """(where ranks were, what happened) of the message of a hang, so that the cause can be told last."""
+    """Returns (where ranks were, what happened) of the message of a hang, so that the cause can be told last."""
     lines = message.splitlines()
     start = next((at for at, line in enumerate(lines) if re.fullmatch(r"rank \d+ was here:", line)), len(lines))
     return "\n".join(lines[start:]), "\n".join(lines[:start])

@@ -36,7 +36,7 @@ Notice = Callable[[str, int, str], None]
 
 @dataclass
 class Outcome:
-    """How a run ended: results by rank, failures in the order they came, stacks of ranks that had not ended.
+    """The end of a run: results by rank, failures in the order they came, stacks of ranks that had not ended.
 
     finding   what the ranks' records told: a hang, or what the first failure came from
     steps     of each rank, the last step that it began; -1 before the first
@@ -53,7 +53,7 @@ class Outcome:
 
 @contextmanager
 def meeting_place() -> Iterator[str]:
-    """A folder for the ranks' store, fresh for each run."""
+    """Context: a folder for the ranks' store, fresh for each run."""
     with tempfile.TemporaryDirectory(prefix="shardwise-", ignore_cleanup_errors=True) as folder:
         yield folder
 
@@ -74,7 +74,7 @@ def records_of(world_size: int) -> Iterator[tuple[str, dict[int, Reader]]]:
 
 
 def make_job(rank: int, world_size: int, call: bytes, store: str, **choices: Any) -> RankCall:
-    """A job that carries the caller's directory, search path and environment."""
+    """Returns a job that carries the caller's directory, search path and environment."""
     path = [os.path.abspath(entry or os.getcwd()) for entry in sys.path]
     return RankCall(
         rank, world_size, store, search_path=path, directory=os.getcwd(),
@@ -90,7 +90,7 @@ def watch(
     stop: threading.Event | None = None,
     records: RankWatch | None = None,
 ) -> Outcome:
-    """Collect reports. After a first failure the others get `grace_s`; whoever is left then is stacked and named.
+    """Collect reports; returns the outcome. After a first failure the others get `grace_s`; the rest is named.
 
     stop      once it is set, ranks are asked to end by themselves, again and again: one may not listen yet
     records   the ranks' own, in which a hang is seen: it ends the run
@@ -129,7 +129,7 @@ def watch(
 
 
 def _ended(number: int, process: RankProcess, outcome: Outcome, notice: Notice | None) -> bool:
-    """Add this rank's report or exit to the outcome, if it has ended."""
+    """Add this rank's report or exit to the outcome; returns whether it has ended."""
     if process.connection.poll():
         report = process.read_report()
         failure = _death(number, process) if report is None else report.failure
@@ -147,6 +147,7 @@ def _ended(number: int, process: RankProcess, outcome: Outcome, notice: Notice |
 
 
 def _death(number: int, process: RankProcess) -> Failure:
+    """Returns the failure of a process that ended without a report."""
     text = describe_exit(process.exit_code(wait_s=5.0))
     crash = process.crash()
     place = f"rank {number} was here:\n{crash}" if crash else ""
@@ -154,7 +155,7 @@ def _death(number: int, process: RankProcess) -> Failure:
 
 
 def describe_exit(code: int | None) -> str:
-    """A process's end in words: `died of SIGKILL (...)`, `left with exit code 3`."""
+    """Returns a process's end in words: `died of SIGKILL (...)`, `left with exit code 3`."""
     if code is None:
         return "closed its channel without a report"
     if code >= 0:
@@ -169,7 +170,7 @@ def describe_exit(code: int | None) -> str:
 
 
 def start_error(number: int, code: int | None) -> ShardwiseError:
-    """The error for a rank that ended, or said nothing, before it could take a job."""
+    """Returns the error for a rank that ended, or said nothing, before it could take a job."""
     if code == STARTED_BY_IMPORT:
         return InputError(
             "ranks import this script, and importing it starts ranks: put what it runs under "
@@ -184,6 +185,7 @@ def start_error(number: int, code: int | None) -> ShardwiseError:
 
 
 def _take_stacks(pending: Mapping[int, RankProcess], outcome: Outcome) -> None:
+    """Put the stacks of ranks that have not ended into the outcome."""
     running = {number: process for number, process in pending.items() if process.exit_code() is None}
     collect({number: process.pid for number, process in running.items()}, lambda number: running[number].dump())
     for number, process in pending.items():
@@ -191,7 +193,7 @@ def _take_stacks(pending: Mapping[int, RankProcess], outcome: Outcome) -> None:
 
 
 def unpack(outcome: Outcome, world_size: int, what: str, timeout_s: float | None) -> list[Any]:
-    """Results in rank order; raises the one error that tells what happened where the run failed."""
+    """Returns results in rank order; raises the one error that tells what happened where the run failed."""
     if outcome.failures or outcome.stacks or outcome.finding:
         raise make_error(outcome, world_size, what, timeout_s)
     results = []
@@ -204,9 +206,9 @@ def unpack(outcome: Outcome, world_size: int, what: str, timeout_s: float | None
 
 
 def make_error(outcome: Outcome, world_size: int, what: str, timeout_s: float | None) -> ShardwiseError:
-    """The first cause: the earliest failure that is not merely an echo of a peer's end."""
+    """Returns the error of the first cause: the earliest failure that is not merely an echo of a peer's end."""
     if outcome.finding is not None and not any(failure.own_class for failure in outcome.failures):
-        return _found(outcome, outcome.finding, world_size, what)
+        return _hang_error(outcome, outcome.finding, world_size, what)
     if not outcome.failures:
         late = {rank: text for rank, text in outcome.stacks.items() if rank not in outcome.waits} or outcome.stacks
         head = f"`{what}` on {world_size} ranks passed its deadline of {timeout_s:g} s; {_names(late)} had not finished"
@@ -227,9 +229,9 @@ def make_error(outcome: Outcome, world_size: int, what: str, timeout_s: float | 
     return _finish(RunError(f"`{what}` failed on {world_size} ranks. {text}"), guilty, outcome, first)
 
 
-def _found(outcome: Outcome, finding: Finding, world_size: int, what: str) -> ShardwiseError:
-    """The error for what the ranks' records told, and what followed from it."""
-    followed = [f"what followed: rank {each.rank}: {each.headline}" for each in outcome.failures]
+def _hang_error(outcome: Outcome, finding: Finding, world_size: int, what: str) -> ShardwiseError:
+    """Returns the error for what the ranks' records told, and what followed from it."""
+    followed = [f"what followed: rank {failure.rank}: {failure.headline}" for failure in outcome.failures]
     parts = [f"`{what}` hangs on {world_size} ranks: {finding.text()}", *followed, _stack_text(outcome)]
     if outcome.failures:
         parts[0] = f"`{what}` failed on {world_size} ranks: {finding.text()}"
@@ -249,14 +251,15 @@ def _class_of(failure: Failure) -> type[ShardwiseError] | None:
 def _finish(error: Any, rank: int, outcome: Outcome, first: Failure | None = None) -> Any:
     error.rank, error.steps = rank, outcome.steps
     error.reason = "late" if first is None else "died" if first.died else "raised"
-    for each in outcome.failures if first is not None else ():
-        if each is not first:
-            error.add_note(f"what followed: rank {each.rank}: {each.headline.splitlines()[0][:200]}")
+    for failure in outcome.failures if first is not None else ():
+        if failure is not first:
+            error.add_note(f"what followed: rank {failure.rank}: {failure.headline.splitlines()[0][:200]}")
     error.remote_traceback = _stack_text(outcome) if first is None else "" if first.died else first.traceback
     return error
 
 
 def _is_echo(failure: Failure) -> bool:
+    """Returns whether a rank failed because a peer had gone or never came."""
     return bool(_ECHO.search(failure.traceback))
 
 

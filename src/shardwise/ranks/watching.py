@@ -57,7 +57,7 @@ _files: list[Any] = []
 
 
 def _kept(path: Path) -> Any:
-    """A file that stays open as long as the process, for faulthandler knows its number alone."""
+    """Returns a file that stays open as long as the process, for faulthandler knows its number alone."""
     _files.append(path.open("w"))
     return _files[-1]
 

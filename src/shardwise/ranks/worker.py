@@ -47,7 +47,7 @@ def _receive_fd(handle: Any) -> HandedFd:
 
 
 def serve(channel: Connection, stacks: HandedFd, output: HandedFd, errors: HandedFd) -> None:
-    """Body of a rank's process: settle, say ready, then one job after another until told to leave."""
+    """Run a rank's process: settle, say ready, then one job after another until told to leave."""
     code = 1
     try:
         _settle(stacks.fd, output.fd, errors.fd)
@@ -92,7 +92,7 @@ def _end_with_caller() -> None:
 
 
 def _serve_one(channel: Connection) -> bool:
-    """Run one job; False when it was the last. The group goes only when every rank has reported.
+    """Run one job; returns False when it was the last. The group goes only when every rank has reported.
 
     A rank that failed drops its group at once: its peers notice the closed connections instead of waiting.
     """
@@ -109,6 +109,7 @@ def _serve_one(channel: Connection) -> bool:
 
 
 def _perform(job: RankCall) -> Report:
+    """Returns the report of a job: the function's result, or its failure."""
     opened, record = False, None
     try:
         _look_like_caller(job)
@@ -129,7 +130,7 @@ def _perform(job: RankCall) -> Report:
 
 
 def _watched(job: RankCall) -> RankRecord | None:
-    """Begin this rank's record, for the caller to watch it."""
+    """Begin this rank's record, for the caller to watch it; returns it, None where nobody watches."""
     from shardwise.comm import recording
 
     record = RankRecord(f"{job.record}{job.rank}", job.rank, job.world_size) if job.record else None
@@ -146,7 +147,7 @@ def _pack_result(result: Any) -> bytes:
 
 
 def _look_like_caller(job: RankCall) -> None:
-    """The caller's directory, module search path and environment, plus the variables every launcher sets."""
+    """Take the caller's directory, module search path and environment, plus the variables every launcher sets."""
     os.chdir(job.directory)
     sys.path[:] = job.search_path
     loopback = "lo0" if sys.platform == "darwin" else "lo"
@@ -174,7 +175,7 @@ def _open_group(job: RankCall) -> None:
 
 
 def _backend_for(job: RankCall) -> str:
-    """gloo, joined by the accelerator's own where each rank can have a device to itself."""
+    """Returns gloo, joined by the accelerator's own where each rank can have a device to itself."""
     from shardwise.device import group_backend, take
 
     take(job.rank)
@@ -182,7 +183,7 @@ def _backend_for(job: RankCall) -> str:
 
 
 def _clean() -> bool:
-    """Leave nothing of a job behind that the next one could notice; False where that cannot be."""
+    """Remove what the next job could notice of this one; returns False where that cannot be."""
     import torch.distributed as dist
 
     from shardwise.device import current_device, synchronize
@@ -203,7 +204,7 @@ def _clean() -> bool:
 
 
 def _is_crowded() -> bool:
-    """Whether groups that a job left behind still have their threads here: each of them would slow every later job."""
+    """Returns whether groups that a job left still have their threads here, each of which slows every later job."""
     try:
         return len(os.listdir("/proc/self/task")) > MOST_THREADS
     except OSError:  # not Linux
@@ -214,7 +215,7 @@ _imported = 0  # modules, when what they made was last set aside
 
 
 def _freeze_imports() -> None:
-    """What a job imported stays: setting it aside makes the collection after each later job ten times shorter."""
+    """Set what a job imported aside: the collection after each later job is ten times shorter."""
     global _imported
     if len(sys.modules) > _imported:  # gc.get_freeze_count() walks all that is set aside: 30 ms
         _imported = len(sys.modules)
@@ -252,7 +253,7 @@ def _describe(rank: int, error: BaseException) -> Failure:
 
 
 def _own_class(error: BaseException) -> bytes | None:
-    """The class of one of shardwise's errors, for the caller to raise again; None for all other errors."""
+    """Returns the pickled class of one of shardwise's errors, for the caller to raise again; None for all others."""
     if not isinstance(error, ShardwiseError):
         return None
     try:

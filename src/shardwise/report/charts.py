@@ -14,18 +14,18 @@ Points = list[tuple[float, float]]
 
 
 def thinned(points: Points) -> Points:
-    """At most `POINTS` means of neighbours."""
+    """Returns at most `POINTS` means of neighbours."""
     if len(points) <= POINTS:
         return points
-    found = []
+    means = []
     for at in range(POINTS):
         part = points[len(points) * at // POINTS : len(points) * (at + 1) // POINTS]
-        found.append((part[-1][0], sum(value for _, value in part) / len(part)))
-    return found
+        means.append((part[-1][0], sum(value for _, value in part) / len(part)))
+    return means
 
 
 def number(value: float) -> str:
-    """`1.25k`, `0.0312`: three digits."""
+    """Returns a number in three digits: `1.25k`, `0.0312`."""
     for factor, suffix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= factor:
             return f"{value / factor:.3g}{suffix}"
@@ -33,7 +33,7 @@ def number(value: float) -> str:
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers from `low` to `high`."""
+    """Returns round numbers from `low` to `high`."""
     if not high > low:
         return [low]
     raw = (high - low) / count
@@ -44,7 +44,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def lines(series: Sequence[tuple[int, str, Points]], what: str, *, dots: bool = False) -> str:
-    """A chart of several lines over steps: (colour, name, points); empty text where nothing can be drawn."""
+    """Returns a chart of several lines over steps, (colour, name, points); "" where nothing can be drawn."""
     drawn = [(colour, name, thinned(points)) for colour, name, points in series if points]
     xs = [x for _, _, points in drawn for x, _ in points]
     ys = sorted(y for _, _, points in drawn for _, y in points if math.isfinite(y))
@@ -52,7 +52,7 @@ def lines(series: Sequence[tuple[int, str, Points]], what: str, *, dots: bool = 
         return ""
     left, right = min(xs), max(max(xs), min(xs) + 1)
     low, high = ys[0], ys[-1]
-    if low > 0 and low < high / 3:
+    if low > 0 and low < high / 3:  # from 0 on where that takes less than a third of the height
         low = 0.0
     pad = 0.04 * (high - low) or abs(high) * 0.1 or 1.0
     low, high = (low - pad if low else 0.0), high + pad
@@ -84,7 +84,7 @@ def lines(series: Sequence[tuple[int, str, Points]], what: str, *, dots: bool = 
 
 
 def bars(rows: Sequence[tuple[str, dict[str, float]]], what: str, unit: str, colours: dict[str, int]) -> str:
-    """Horizontal bars on one scale, each dealt to named parts; empty text where all are 0."""
+    """Returns horizontal bars on one scale, each dealt to named parts; "" where all are 0."""
     most = max((sum(parts.values()) for _, parts in rows), default=0.0)
     if most <= 0:
         return ""

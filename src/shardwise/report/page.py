@@ -18,7 +18,7 @@ MEMORY = ("parameters", "gradients", "optimizer")
 
 
 def style() -> str:
-    """Both looks, wide and narrow, and paper."""
+    """Returns the style sheet: both looks, wide and narrow, and paper."""
 
     def colours(chosen: Sequence[str]) -> str:
         return "".join(f"--c{index}:{colour};" for index, colour in enumerate(chosen))
@@ -52,7 +52,7 @@ def style() -> str:
 
 
 def page(runs: Sequence[RunFiles]) -> str:
-    """One HTML page that holds all it needs."""
+    """Returns one HTML page that holds all it needs."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     body = [
         f"<h1>{_text(title)}</h1>",
@@ -81,12 +81,12 @@ def _section(title: str, content: str) -> str:
 
 
 def _pair(parts: Iterable[str]) -> str:
-    found = [part for part in parts if part]
-    return f"<div class='pair'>{''.join(found)}</div>" if found else ""
+    charts = [part for part in parts if part]
+    return f"<div class='pair'>{''.join(charts)}</div>" if charts else ""
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: int = 0) -> str:
-    """Cells are HTML; the last `numbers` columns are aligned to the right."""
+    """Returns a table of cells in HTML; the last `numbers` columns are aligned to the right."""
     if not rows:
         return ""
     first = len(head) - numbers
@@ -136,7 +136,7 @@ def _held_out(runs: Sequence[RunFiles]) -> str:
 
 
 def _speed(runs: Sequence[RunFiles]) -> list[str]:
-    """A chart for each unit that runs are counted in."""
+    """Returns a chart for each unit that runs are counted in."""
     units = list(dict.fromkeys(run.unit for run in runs))
     series = [(at % COLOURS, run.name, run.column(f"{run.unit}_per_s")[1:]) for at, run in enumerate(runs)]
     pairs = list(zip(runs, series, strict=True))
@@ -144,7 +144,7 @@ def _speed(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def _where(runs: Sequence[RunFiles]) -> str:
-    """Milliseconds of a step by kind: of profiled steps where there are some, else waiting for input and the rest."""
+    """Returns milliseconds of a step by kind: of profiled steps where there are some, else waiting and the rest."""
     rows: list[tuple[str, dict[str, float]]] = []
     for run, name in zip(runs, _short(runs), strict=True):
         tables = run.profile.get("ranks", [])
@@ -172,7 +172,7 @@ def _memory(runs: Sequence[RunFiles]) -> str:
 
 
 def _short(runs: Sequence[RunFiles]) -> list[str]:
-    """The names of runs without the parts with which all begin (the date); of one too long, its end."""
+    """Returns the names of runs without the parts with which all begin (the date); of one too long, its end."""
     parts = [run.name.split("-") for run in runs]
     alike = next((at for at, each in enumerate(zip(*parts, strict=False)) if len(set(each)) > 1), 0)
     names = ["-".join(each[alike:]) or "-".join(each) for each in parts]
@@ -180,12 +180,12 @@ def _short(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def _broken(name: Any) -> str:
-    """A name, which a narrow page may break behind an underscore; behind a hyphen it does so by itself."""
+    """Returns a name that a narrow page may break behind an underscore; behind a hyphen it does so by itself."""
     return _text(name).replace("_", "_<wbr>")
 
 
 def _key(name: str) -> str:
-    """A setting's name, which a narrow page may break behind a dot."""
+    """Returns a setting's name that a narrow page may break behind a dot."""
     return f"<code>{_text(name).replace('.', '.<wbr>')}</code>"
 
 
@@ -225,21 +225,21 @@ def _wire(runs: Sequence[RunFiles]) -> str:
 
 
 def _settings(runs: Sequence[RunFiles]) -> str:
-    """What runs do not have alike first, then every setting of each with its origin."""
+    """Returns what runs do not have alike first, then every setting of each with its origin."""
     keys = list(dict.fromkeys(key for run in runs for key in run.settings))
     apart = [key for key in keys if len({run.settings.get(key, ("", ""))[0] for run in runs}) > 1]
-    found = ""
+    tables = ""
     if len(runs) > 1:
         rows = [(_key(key), *[_setting(run, key) for run in runs]) for key in apart]
-        found += "<p>Settings that are not alike:</p>" + (_table(["", *_named(runs)], rows) or "<p>none</p>")
+        tables += "<p>Settings that are not alike:</p>" + (_table(["", *_named(runs)], rows) or "<p>none</p>")
     for run, name in zip(runs, _named(runs), strict=True):
         rows = [
             (_key(key), f"<code>{_text(value)}</code>", f"<span class=soft>{_text(source)}</span>")
             for key, (value, source) in run.settings.items()
         ]
         head = f"every setting of {name}, and where it came from"
-        found += f"<details><summary>{head}</summary>{_table(['key', 'value', 'from'], rows)}</details>"
-    return found
+        tables += f"<details><summary>{head}</summary>{_table(['key', 'value', 'from'], rows)}</details>"
+    return tables
 
 
 def _setting(run: RunFiles, key: str) -> str:

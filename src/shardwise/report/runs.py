@@ -14,7 +14,7 @@ from shardwise.layout import Plan
 
 @dataclass
 class RunFiles:
-    """The files of one run folder.
+    """The content of one run folder.
 
     plan       what was asked for, of a run that has not ended
     steps      a record for each optimizer step
@@ -37,21 +37,21 @@ class RunFiles:
 
     @property
     def task(self) -> str:
-        """Its task's name."""
+        """Returns its task's name."""
         return str(self.summary.get("task") or self.settings.get("task.name", ('""', ""))[0].strip('"'))
 
     @property
     def unit(self) -> str:
-        """What its speed counts."""
+        """Returns what its speed counts."""
         return "tokens" if self.steps and "tokens_per_s" in self.steps[0] else "samples"
 
     def column(self, name: str) -> list[tuple[float, float]]:
-        """(step, value) of a field of the steps' records, where there is one."""
+        """Returns (step, value) of a field of the steps' records, where there is one."""
         return [(row["step"] + 1, row[name]) for row in self.steps if isinstance(row.get(name), int | float)]
 
 
 def read_run(folder: Path) -> RunFiles:
-    """The files of a run folder; `InputError` where it is none, or has no step yet."""
+    """Returns the files of a run folder; `InputError` where it is none, or has no step yet."""
     if not folder.is_dir():
         is_file = f"{folder} is a file; give the run's folder"
         raise InputError(f"report: {is_file if folder.exists() else f'there is no folder {folder}'}")
@@ -89,11 +89,11 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def settings(text: str) -> dict[str, tuple[str, str]]:
-    """Key -> (value, source) of an effective configuration, whose lines read `key = value  # source`."""
-    found, table = {}, ""
+    """Returns key -> (value, source) of an effective configuration, whose lines read `key = value  # source`."""
+    values, table = {}, ""
     for line in text.splitlines():
         if head := re.fullmatch(r"\[([\w.]+)\]\s*(#.*)?", line.strip()):
             table = f"{head[1]}."
         elif pair := re.fullmatch(r"([\w.]+) = (.*?)(?:\s+# (.*))?", line.strip()):
-            found[table + pair[1]] = (pair[2], pair[3] or "default")
-    return found
+            values[table + pair[1]] = (pair[2], pair[3] or "default")
+    return values

@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.checkpoint import publish
-from shardwise.checkpoint.replicas import Hashes, Held, ReplicaCheck, ReplicasDiffer, verdict
+from shardwise.checkpoint.replicas import Hashes, HashesByRank, ReplicaCheck, ReplicasDiffer, verdict
 from shardwise.comm import everybody, gather_json
 from shardwise.comm.recording import begin as record_into
 from shardwise.engine.engine import Engine
@@ -64,7 +64,7 @@ def _judged(job: Job, engine: Engine, differ: ReplicasDiffer) -> ReplicasDiffer:
     """The same error, with what the others came to in the places of those that differ."""
     newest = next(iter(publish.scan(home_of(job.effective, job.folder))), None)
     source = gather_json(None if newest is None else str(newest), engine.mesh.world, engine.device)[0] or job.resume
-    suspects = {rank for held in differ.held.values() for rank in held}
+    suspects = {rank for held in differ.hashes.values() for rank in held}
     order, rank = places(engine.world_size, suspects), engine.rank
     if rank == 0:
         begins = f"from {source}" if source else "from the beginning"
@@ -74,12 +74,12 @@ def _judged(job: Job, engine: Engine, differ: ReplicasDiffer) -> ReplicasDiffer:
     with apart(order, TIMEOUT_S):
         mine = _again(job.with_(resume=source, effective=_quiet(job)), differ.step)
         table = gather_json([rank, mine], everybody(), engine.device)
-    found: Held = {}
-    for name, held in differ.held.items():
+    found: HashesByRank = {}
+    for name, held in differ.hashes.items():
         for place in held:
             who, theirs = table[place]
             found.setdefault(name, {})[who] = theirs[name][1]
-    return differ.judged(*verdict(differ.held, found))
+    return differ.judged(*verdict(differ.hashes, found))
 
 
 def _again(job: Job, steps: int) -> Hashes:

@@ -16,7 +16,7 @@ TIMES = 2.0  # the median
 LOOKS = 5  # in a row
 LEAST_S = 0.005  # a step: below it, what a host does besides decides
 # of a step, as `guard.points` names them, each until the next one begins
-TOLD = {name: phase.told for name, phase in PHASES.items() if phase.told}
+TOLD = {name: phase.words for name, phase in PHASES.items() if phase.words}
 
 
 class Stragglers:
