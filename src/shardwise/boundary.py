@@ -42,8 +42,8 @@ _here = threading.local()  # .mode: the one that is entered on this thread
 
 def each(value: Sizes, dims: int) -> list[int]:
     """The sizes as a list of one for each spatial dim; a single number stands for all of them."""
-    found = [value] if isinstance(value, int) else list(value)
-    return found * dims if len(found) == 1 else found
+    sizes = [value] if isinstance(value, int) else list(value)
+    return sizes * dims if len(sizes) == 1 else sizes
 
 
 def paddings(padding: Sizes | str, kernel: Sequence[int], dilations: list[int]) -> tuple[list[int], list[int]]:

@@ -142,7 +142,7 @@ def memory_bytes(device: torch.device) -> int | None:
     if not on_host(device):
         tell = getattr(torch.get_device_module(device), "get_device_properties", None)
         return None if tell is None else tell(device).total_memory
-    found = []
+    sizes = []
     for path, unit in (("/proc/meminfo", 1024), ("/sys/fs/cgroup/memory.max", 1)):
         try:
             words = Path(path).read_text().split()
@@ -150,8 +150,8 @@ def memory_bytes(device: torch.device) -> int | None:
             continue
         number = words[words.index("MemTotal:") + 1] if "MemTotal:" in words else words[0]
         if number.isdecimal():
-            found.append(int(number) * unit)
-    return min(found, default=None)
+            sizes.append(int(number) * unit)
+    return min(sizes, default=None)
 
 
 def synchronize(device: torch.device) -> None:

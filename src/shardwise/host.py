@@ -56,18 +56,18 @@ def can_read(tensor: torch.Tensor) -> bool:
     return has_values(tensor) or (bool(_answers) and _answers[-1][1](tensor))
 
 
-def require(held: torch.Tensor, error: Callable[[], Exception]) -> None:
-    """Raise `error()` unless the one value of `held` is true.
+def require(condition: torch.Tensor, error: Callable[[], Exception]) -> None:
+    """Raises `error()` unless the single value of the tensor `condition` is true.
 
     On an accelerator the device asserts it later, and nothing waits; tensors without values pass.
     """
-    if not has_values(held):
+    if not has_values(condition):
         return
-    if not on_host(held.device):
-        torch._assert_async(held)
+    if not on_host(condition.device):
+        torch._assert_async(condition)
         return
     with _named():
-        if not held.item():
+        if not condition.item():
             raise error()
 
 

@@ -164,15 +164,15 @@ def _grouped(
     name: str, plan: Plan, grid: Grid, rank: int, over: tuple[str, ...], key: Callable[[dict[str, int]], tuple]
 ) -> Axis:
     """The ranks that differ on the axes `over` alone and have the same key. Collective over the world."""
-    found: dict[tuple, list[int]] = {}
+    groups: dict[tuple, list[int]] = {}
     for other in range(plan.world_size):
         at = grid.coordinates(other)
         rest = tuple(at[axis] for axis in AXES if axis not in over)
-        found.setdefault((rest, key(at)), []).append(other)
-    ranks = next(tuple(group) for group in found.values() if rank in group)
+        groups.setdefault((rest, key(at)), []).append(other)
+    ranks = next(tuple(group) for group in groups.values() if rank in group)
     if len(ranks) == 1:
         return Axis.alone(name, rank)
-    mine, _ = dist.new_subgroups_by_enumeration(list(found.values()))
+    mine, _ = dist.new_subgroups_by_enumeration(list(groups.values()))
     return Axis(name, len(ranks), ranks.index(rank), mine, ranks)
 
 

@@ -52,7 +52,7 @@ class Precision:
         """The dtype of floating-point buffers, never 16 bits: statistics and tables would lose too much."""
         return torch.float64 if self.compute == torch.float64 else torch.float32
 
-    def held(self, tensor: torch.Tensor) -> torch.dtype:
+    def dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
         """The dtype that a parameter or buffer of a module has under this precision."""
         wide = self.compute if isinstance(tensor, nn.Parameter) else self.buffers
         if tensor.is_complex():
@@ -147,13 +147,15 @@ class _OneDtype(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
-            found = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if _is_float(leaf)}
+            dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if _is_float(leaf)}
             given_out = kwargs.get("out") is not None  # a copy of it would be written into, and lost
-            if len(found) < 2 or given_out or not _ABOUT_DTYPES.search(str(error)):
+            if len(dtypes) < 2 or given_out or not _ABOUT_DTYPES.search(str(error)):
                 raise
         name = getattr(func, "__name__", "")
         writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        dtype = args[0].dtype if writes else max(found, key=lambda one: one.itemsize) if func in _KEEP else self.dtype
+        dtype = (
+            args[0].dtype if writes else max(dtypes, key=lambda dtype: dtype.itemsize) if func in _KEEP else self.dtype
+        )
 
         def cast(leaf: torch.Tensor) -> torch.Tensor:
             return leaf.to(dtype) if _is_float(leaf) else leaf

@@ -89,13 +89,13 @@ def which_task(name: str) -> str:
     if Path(name).is_dir():
         return f"it is a folder: give a file in it with its task, as {Path(name) / 'file.py'}:task"
     if ":" not in name.removesuffix(":") and path.is_file():
-        found = tasks_in(path)
-        if not found:
+        tasks = tasks_in(path)
+        if not tasks:
             return f"{path} has no function that takes nothing and returns a Task; write one and give {path}:its_name"
-        more = f" and {len(found) - FEW} more" if len(found) > FEW else ""
-        return f"say which task of {path}: " + ", ".join(f"{path}:{task}" for task in found[:FEW]) + more
+        more = f" and {len(tasks) - FEW} more" if len(tasks) > FEW else ""
+        return f"say which task of {path}: " + ", ".join(f"{path}:{task}" for task in tasks[:FEW]) + more
     if name.endswith(".py"):
-        near = did_you_mean(path.name, sorted(each.name for each in path.parent.glob("*.py")))
+        near = did_you_mean(path.name, sorted(module.name for module in path.parent.glob("*.py")))
         return f"there is no file {name}{near}"
     if name.endswith((".yaml", ".yml", ".json")):
         return "a configuration is TOML: shardwise config --starter > my.toml writes one"
@@ -103,5 +103,5 @@ def which_task(name: str) -> str:
     beside = Path(before.replace(".", "/") + ".py")
     if dot and before and beside.is_file() and task in tasks_in(beside):
         return f"a colon stands before the task: {beside}:{task}"
-    known = [*BUILTIN, *(each.name for each in sorted(Path().glob("*.py")))]
+    known = [*BUILTIN, *(module.name for module in sorted(Path().glob("*.py")))]
     return f"expected {', '.join(BUILTIN)}, file.py:task or module:task{did_you_mean(name, known)}"

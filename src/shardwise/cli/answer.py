@@ -90,7 +90,7 @@ class Answer:
     def fail(self, error: BaseException) -> None:
         """Set code and message from what ended the command, and tell it on stderr."""
         self.clear()
-        self.code, message = _told(error, self.command)
+        self.code, message = _code_and_message(error, self.command)
         if isinstance(error, RefusedPlan) and "refused" in self.fields:
             self.fields["refused"] = message
         else:
@@ -129,7 +129,7 @@ class Ended(BaseException):
     raised: Callable[[], Ended | None] = staticmethod(lambda: None)
 
 
-def _told(error: BaseException, command: str) -> tuple[int, str]:
+def _code_and_message(error: BaseException, command: str) -> tuple[int, str]:
     """Exit code and message of what ended a command."""
     left = {"train": "; nothing was saved that is not in a checkpoint", "run": "; its ranks are ended too"}.get(
         command, ", before there was an answer"

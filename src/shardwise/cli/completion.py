@@ -75,7 +75,7 @@ def answer_shell(main: click.Group) -> None:
 
 def _words(text: str) -> list[str]:
     """The words of an unfinished line; the last is empty after a space, and quotes need not be closed."""
-    found: list[str] = []
+    words: list[str] = []
     word, quote = "", ""
     for letter in text:
         if quote:
@@ -83,10 +83,10 @@ def _words(text: str) -> list[str]:
         elif letter in "\"'":
             quote = letter
         elif letter.isspace():
-            found, word = [*found, word] if word else found, ""
+            words, word = [*words, word] if word else words, ""
         else:
             word += letter
-    return [*found, word]
+    return [*words, word]
 
 
 def candidates(main: click.Group, words: list[str]) -> list[str]:
@@ -95,31 +95,34 @@ def candidates(main: click.Group, words: list[str]) -> list[str]:
     *before, word = words or [""]
     option: click.Parameter | None = None
     taken = 0  # arguments
-    for each in before:
+    for done in before:
         if option is not None:
             option = None
-        elif each.startswith("-"):
-            option = next((one for one in command.params if each in one.opts and not getattr(one, "is_flag", 0)), None)
+        elif done.startswith("-"):
+            option = next(
+                (param for param in command.params if done in param.opts and not getattr(param, "is_flag", 0)),
+                None,
+            )
         elif isinstance(command, click.Group):
-            command = command.commands.get(each, click.Command(None))
+            command = command.commands.get(done, click.Command(None))
             taken = 0
         else:
             taken += 1
     if option is not None:
         return _values(option, word)
     if word.startswith("-"):
-        names = [name for one in command.params for name in (*one.opts, *one.secondary_opts)] + ["--help"]
+        names = [name for param in command.params for name in (*param.opts, *param.secondary_opts)] + ["--help"]
         return sorted(name for name in names if name.startswith(word) and name.startswith("--"))
     if isinstance(command, click.Group):
         return sorted(name for name in command.commands if name.startswith(word))
-    arguments = [one for one in command.params if isinstance(one, click.Argument)]
+    arguments = [param for param in command.params if isinstance(param, click.Argument)]
     return _values(arguments[min(taken, len(arguments) - 1)], word) if arguments else []
 
 
 def _values(parameter: click.Parameter, word: str) -> list[str]:
     """What an option or argument takes, by its name; a choice has its own."""
     if isinstance(parameter.type, click.Choice):
-        return [str(each) for each in parameter.type.choices if str(each).startswith(word)]
+        return [str(choice) for choice in parameter.type.choices if str(choice).startswith(word)]
     name = parameter.name or ""
     metavar = parameter.metavar or ""
     if name in ("plan", "plan_text", "plans", "fix"):
@@ -131,7 +134,7 @@ def _values(parameter: click.Parameter, word: str) -> list[str]:
     if name == "software":
         from shardwise.costs.software import SOFTWARE
 
-        return sorted(each for each in SOFTWARE if each.startswith(word))
+        return sorted(choice for choice in SOFTWARE if choice.startswith(word))
     if name == "precision":
         return _plan_values("precision", word)
     if name == "task" and metavar == "TASK":
@@ -158,16 +161,16 @@ def plan_words(text: str) -> list[str]:
 def _plan_values(key: str, value: str) -> list[str]:
     from shardwise.layout.plan import CHOICES, DEGREES, FLAGS
 
-    known: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
     if key in CHOICES:
-        known = CHOICES[key]
+        choices = CHOICES[key]
     elif key in FLAGS:
-        known = ("true", "false")
+        choices = ("true", "false")
     elif key == "zero":
-        known = ("0", "1", "2", "3")
+        choices = ("0", "1", "2", "3")
     elif key in DEGREES:
-        known = ("2", "4", "8", "16", "32", "64")
-    return [each for each in known if each.startswith(value)]
+        choices = ("2", "4", "8", "16", "32", "64")
+    return [choice for choice in choices if choice.startswith(value)]
 
 
 def _override(word: str) -> list[str]:

@@ -97,13 +97,13 @@ def redacted(text: str) -> str:
 
 
 def _versions() -> Iterator[Check]:
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in ("torch", "shardwise", "numpy", "safetensors", "transformers"):
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    yield Check("versions", ", ".join(f"{name} {version}" for name, version in found.items()))
+    yield Check("versions", ", ".join(f"{name} {version}" for name, version in versions.items()))
     yield Check("platform", f"{platform.platform()}, glibc {platform.libc_ver()[1] or 'unknown'}")
 
 

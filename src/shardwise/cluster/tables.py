@@ -102,34 +102,34 @@ class BetweenTable:
 
     times: dict[str, dict[int, dict[int, tuple[tuple[int, float], ...]]]]
 
-    def seconds(self, op: str, nodes: int, each: int, size_bytes: float) -> float:
-        """Time over `each` ranks of each of `nodes` nodes.
+    def seconds(self, op: str, nodes: int, per_node: int, size_bytes: float) -> float:
+        """Returns seconds of a collective over `per_node` ranks of each of `nodes` nodes.
 
         Read between what was measured, in the logarithm of bytes, nodes and ranks. Beyond it the nearest is scaled:
         what the smallest message takes by the hops of a tree (all-reduce) or a ring, the rest by the bytes on a link.
         """
-        total, by_each = 0.0, self.times[op]
-        for e, share in _around(tuple(sorted(by_each)), each):
-            for n, part in _around(tuple(sorted(by_each[e])), nodes):
-                points = by_each[e][n]
-                wanted = (_outside(by_each[e], nodes, n), _outside(by_each, each, e))
+        total, by_per_node = 0.0, self.times[op]
+        for e, share in _around(tuple(sorted(by_per_node)), per_node):
+            for n, part in _around(tuple(sorted(by_per_node[e])), nodes):
+                points = by_per_node[e][n]
+                wanted = (_outside(by_per_node[e], nodes, n), _outside(by_per_node, per_node, e))
                 us = _over(op, _read(points, size_bytes), points[0][1], (n, e), wanted)
                 total += share * part * math.log(us)
         return math.exp(total) * 1e-6
 
-    def near(self, op: str, nodes: int, each: int) -> str:
+    def near(self, op: str, nodes: int, per_node: int) -> str:
         """From which measurements a figure is read, "" where that very group was measured."""
-        told = []
-        grid_each = tuple(sorted(self.times[op]))
-        beside = [near for near, share in _around(grid_each, each) if share > 0]
+        remarks = []
+        grid_per_node = tuple(sorted(self.times[op]))
+        beside = [near for near, share in _around(grid_per_node, per_node) if share > 0]
         grid_nodes = tuple(sorted(self.times[op][beside[0]]))
-        for wanted, grid, unit in ((nodes, grid_nodes, "nodes"), (each, grid_each, "rank(s) a node")):
-            found = [near for near, share in _around(grid, wanted) if share > 0]
-            if len(found) == 2:
-                told.append(f"read between {found[0]} and {found[1]} {unit}")
-            elif found[0] != wanted:
-                told.append(f"scaled from {found[0]} {unit}")
-        return ", ".join(told)
+        for wanted, grid, unit in ((nodes, grid_nodes, "nodes"), (per_node, grid_per_node, "rank(s) a node")):
+            measured = [near for near, share in _around(grid, wanted) if share > 0]
+            if len(measured) == 2:
+                remarks.append(f"read between {measured[0]} and {measured[1]} {unit}")
+            elif measured[0] != wanted:
+                remarks.append(f"scaled from {measured[0]} {unit}")
+        return ", ".join(remarks)
 
 
 def _outside(grid: Iterable[int], value: int, near: int) -> int:
@@ -143,7 +143,7 @@ def _over(op: str, us: float, least: float, measured: tuple[int, int], wanted: t
         return us
     wait = min(least, us)
     hops = [math.log2(nodes) if op == "all_reduce" else nodes - 1.0 for nodes, _ in (wanted, measured)]
-    factors = [bus_factor(op, nodes * each) for nodes, each in (wanted, measured)]
+    factors = [bus_factor(op, nodes * per_node) for nodes, per_node in (wanted, measured)]
     return wait * hops[0] / hops[1] + (us - wait) * factors[0] / factors[1]
 
 
@@ -203,11 +203,11 @@ def measured_collectives(rows: tuple[tuple[str, int, int, float], ...]) -> Colle
 def measured_between(rows: tuple[tuple[str, int, int, int, float], ...]) -> BetweenTable | None:
     """The table between nodes that a cluster file brings, or None."""
     points: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
-    for op, nodes, each, size, us in rows:
-        points.setdefault((op, each, nodes), []).append((size, us))
+    for op, nodes, per_node, size, us in rows:
+        points.setdefault((op, per_node, nodes), []).append((size, us))
     times: dict[str, dict[int, dict[int, tuple[tuple[int, float], ...]]]] = {}
-    for (op, each, nodes), found in points.items():
-        times.setdefault(op, {}).setdefault(each, {})[nodes] = tuple(sorted(found))
+    for (op, per_node, nodes), sizes in points.items():
+        times.setdefault(op, {}).setdefault(per_node, {})[nodes] = tuple(sorted(sizes))
     return BetweenTable(times) if times else None
 
 

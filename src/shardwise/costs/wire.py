@@ -247,12 +247,12 @@ def _worst(wire: Wire, came: tuple[tuple[int, float], ...], group: RankGroup) ->
     best: dict[int, float] = {}
     longest = -1.0
     for first, place in product(firsts, range(group.size)):
-        found: dict[int, float] = {}
+        by_tier: dict[int, float] = {}
         for distance, size in came:
             if 0 <= place + distance < group.size:
                 tier = wire.crosses(first + place * group.stride, first + (place + distance) * group.stride)
-                found[tier] = found.get(tier, 0.0) + size
-        seconds = max((size / wire._rate(tier) for tier, size in found.items()), default=-1.0)
+                by_tier[tier] = by_tier.get(tier, 0.0) + size
+        seconds = max((size / wire._rate(tier) for tier, size in by_tier.items()), default=-1.0)
         if seconds > longest:
-            best, longest = found, seconds
+            best, longest = by_tier, seconds
     return best

@@ -138,16 +138,16 @@ class FieldSource:
         space: dict[str, tuple[int, ...]] = {}
         steps: dict[str, int] = {}
         for name in dict.fromkeys(n for group in ("inputs", "targets", "forcing") for n in self.groups[group]):
-            held = self.grid.find(name)
-            if len(held.dims) < 3 or held.dims[0] != self.time:
+            variable = self.grid.find(name)
+            if len(variable.dims) < 3 or variable.dims[0] != self.time:
                 raise InputError(
-                    f"FieldSource: {name} has the dims {held.dims}; a field is ({self.time!r}, ..., y, x). Name "
+                    f"FieldSource: {name} has the dims {variable.dims}; a field is ({self.time!r}, ..., y, x). Name "
                     "another first dim by time=, or what has no time as static="
                 )
-            space[name], steps[name] = held.shape[-2:], sum(self.grid.lengths(name))
-        for what, found in (("size of grid", space), ("number of times", steps)):
-            if len(set(found.values())) > 1:
-                raise InputError(f"FieldSource: variables differ in {what}: {found}")
+            space[name], steps[name] = variable.shape[-2:], sum(self.grid.lengths(name))
+        for what, by_name in (("size of grid", space), ("number of times", steps)):
+            if len(set(by_name.values())) > 1:
+                raise InputError(f"FieldSource: variables differ in {what}: {by_name}")
         first = self.groups["inputs"][0]
         self._plane = self.grid.find(first).dims[-2:]
         size = self.grid.find(first).shape[-2:]
@@ -166,32 +166,32 @@ class FieldSource:
         return np.stack([self._plane_of(name)[window] for name in self.groups["static"]])
 
     def _plane_of(self, name: str) -> np.ndarray:
-        held = self.grid.find(name)
+        field = self.grid.find(name)
         values = self.grid.whole(name)
-        if held.dims == self._plane:
+        if field.dims == self._plane:
             return values
-        if len(held.dims) == 1 and held.dims[0] in self._plane:
-            column = values[:, None] if held.dims[0] == self._plane[0] else values[None]
+        if len(field.dims) == 1 and field.dims[0] in self._plane:
+            column = values[:, None] if field.dims[0] == self._plane[0] else values[None]
             return np.broadcast_to(column, self.space)
-        raise InputError(f"FieldSource: static {name} has the dims {held.dims}; expected {self._plane} or one of them")
+        raise InputError(f"FieldSource: static {name} has the dims {field.dims}; expected {self._plane} or one of them")
 
     # --- time
 
     def _clock(self) -> tuple[np.ndarray | None, float, float]:
         """Days of each step since the first date (None without a time), its place in its year, the year's length."""
-        if self.time not in self.grid.held:
+        if self.time not in self.grid.variables:
             if self.cycles:
                 raise InputError(f"FieldSource: cycles= need the coordinate {self.time!r}, which no file has")
             return None, 0.0, 0.0
-        carriers = [number for number, _ in self.grid.held[self.groups["inputs"][0]]]
-        held = [(place, one) for place, (number, one) in enumerate(self.grid.held[self.time]) if number in carriers]
+        carriers = [number for number, _ in self.grid.variables[self.groups["inputs"][0]]]
+        times = [(place, var) for place, (file, var) in enumerate(self.grid.variables[self.time]) if file in carriers]
         values, origin = [], None
-        for place, one in held:
-            dates, origin = _days(self.grid.whole(self.time, place), one.attributes, origin)
+        for place, var in times:
+            dates, origin = _days(self.grid.whole(self.time, place), var.attributes, origin)
             values.append(dates)
         days = np.concatenate(values)
         if len(days) != self.steps:
-            raise InputError(f"FieldSource: {len(days)} times for {self.steps} steps in {self.grid.told()}")
+            raise InputError(f"FieldSource: {len(days)} times for {self.steps} steps in {self.grid.files_text()}")
         if (np.diff(days) <= 0).any():
             back = int(np.argmax(np.diff(days) <= 0))
             raise InputError(f"FieldSource: time does not go forward at step {back + 1}: give the files in their order")
@@ -231,16 +231,16 @@ class FieldSource:
 
     def _forcing(self, steps: list[int], window: tuple[slice, slice]) -> torch.Tensor:
         size = [part.stop - part.start for part in window]
-        found = []
+        channels = []
         if self.groups["forcing"]:
-            known = np.stack([self._state("forcing", t, window) for t in steps])
-            found.append(self._filled("forcing", known, steps)[0])
+            forcing = np.stack([self._state("forcing", t, window) for t in steps])
+            channels.append(self._filled("forcing", forcing, steps)[0])
         for cycle in self.cycles:
             assert self.days is not None
             angle = 2 * np.pi * (self.days[steps] + self.first_day) / (self.year if cycle == "year" else 1.0)
             waves = torch.from_numpy(np.stack([np.sin(angle), np.cos(angle)], 1)).float()  # (B, 2)
-            found.append(waves[:, :, None, None].expand(-1, -1, *size))
-        return torch.cat(found, 1)
+            channels.append(waves[:, :, None, None].expand(-1, -1, *size))
+        return torch.cat(channels, 1)
 
     def _filled(self, group: str, values: np.ndarray, steps: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Normalised values (B, C, y, x), and where there are any."""

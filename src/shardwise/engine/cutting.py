@@ -115,7 +115,7 @@ def _runs(task: Task, precision: Precision, built: Built, sample: Any, counts: t
     try:
         for count in counts:
             part = slice_samples(sample, 0, count)
-            trace_forward(built, output_alone(task, precision), part, 0, precision.held)
+            trace_forward(built, output_alone(task, precision), part, 0, precision.dtype_of)
     except Exception:
         return False
     return True
@@ -126,7 +126,7 @@ def _traced(
 ) -> tuple[Flow, str]:  # fmt: skip
     built.module.train()
     try:
-        return trace_forward(built, output_alone(task, precision), sample, seed, precision.held)
+        return trace_forward(built, output_alone(task, precision), sample, seed, precision.dtype_of)
     except ShardwiseError:
         raise
     except Exception as error:

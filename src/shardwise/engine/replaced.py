@@ -95,7 +95,7 @@ def hold_replaced(task: Task, precision: Precision, built: Built, sample: Any) -
     """
     found = dict[tuple[int, str], Replaced]()
     with suppress(Exception), replacements(lambda module, leaf: found.update({(id(module), leaf): (module, leaf)})):
-        trace_forward(built, output_alone(task, precision), sample, 0, precision.held)
+        trace_forward(built, output_alone(task, precision), sample, 0, precision.dtype_of)
     names = []
     for path, child in built.module.named_modules():
         names += [f"{path}.{leaf}" if path else leaf for module, leaf in found.values() if module is child]

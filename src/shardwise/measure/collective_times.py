@@ -52,14 +52,14 @@ def of_size(
 ) -> list[Message]:  # fmt: skip
     """Each collective of the axis with a tensor of so many bytes, at one pace; `halo`: that between neighbours too."""
     device, ranks = pace.device, axis.size
-    each = max(1, size_bytes // 4 // ranks)
-    full, other = (torch.zeros(each * ranks, device=device) for _ in range(2))
-    part = torch.zeros(each, device=device)
+    chunk = max(1, size_bytes // 4 // ranks)
+    full, other = (torch.zeros(chunk * ranks, device=device) for _ in range(2))
+    part = torch.zeros(chunk, device=device)
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": partial(all_reduce, full, axis, "probe"),
         "all_gather": partial(all_gather, full, part, axis, "probe"),
         "reduce_scatter": partial(reduce_scatter, part, full, axis, "probe"),
-        "all_to_all": partial(all_to_all, other, full, [each] * ranks, [each] * ranks, axis, "probe"),
+        "all_to_all": partial(all_to_all, other, full, [chunk] * ranks, [chunk] * ranks, axis, "probe"),
     }
     if halo:
         beside = [full.numel() // 2 if abs(rank - axis.index) == 1 else 0 for rank in range(ranks)]

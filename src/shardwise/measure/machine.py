@@ -81,27 +81,27 @@ def measure(say: Say, budget: Budget) -> dict[str, Any]:
     budget = budget.part(FIGURES, device)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     say = _of_rank_zero(say)
-    found: dict[str, Any] = {"ranks": ranks, "kind": device.type, "threads": torch.get_num_threads()}
-    found["name"] = device_name(device) or platform.machine() + "-cpu"
-    found["memory"] = _memory_bytes(device) / (ranks if on_host(device) else 1)
+    figures: dict[str, Any] = {"ranks": ranks, "kind": device.type, "threads": torch.get_num_threads()}
+    figures["name"] = device_name(device) or platform.machine() + "-cpu"
+    figures["memory"] = _memory_bytes(device) / (ranks if on_host(device) else 1)
     own = pace_us(device)
     pace = Pace(device, None if own is None else over_ranks(own))
-    found["pace"] = pace.reference
+    figures["pace"] = pace.reference
     say("probe: products and convolutions by shape")
-    found["products"] = _products(pace, budget.part(PRODUCTS, device))
+    figures["products"] = _products(pace, budget.part(PRODUCTS, device))
     say("probe: bandwidth of the memory")
-    found["stream"] = _stream(device)
+    figures["stream"] = _stream(device)
     say("probe: what an op costs besides its work")
-    found["op"] = pace.seconds(partial(_op, device, found))
+    figures["op"] = pace.seconds(partial(_op, device, figures))
     if on_host(device):  # where the host computes the ops itself
         say("probe: other ops by size")
-        found["ops"] = op_times(pace, budget.part(OPS, device))
+        figures["ops"] = op_times(pace, budget.part(OPS, device))
     say(f"probe: collectives of {ranks} ranks by size")
-    found["collectives"] = collective_times(device, ranks, pace, budget.part(COLLECTIVES, device))
-    found["host"] = _host(device)
+    figures["collectives"] = collective_times(device, ranks, pace, budget.part(COLLECTIVES, device))
+    figures["host"] = _host(device)
     say("probe: the disk")
-    found["disk"] = _disk() if not dist.is_initialized() or dist.get_rank() == 0 else None
-    return found
+    figures["disk"] = _disk() if not dist.is_initialized() or dist.get_rank() == 0 else None
+    return figures
 
 
 def _of_rank_zero(say: Say) -> Say:

@@ -58,14 +58,14 @@ def run_alone(make: Callable[[], Task], plan_text: str, rank: int, randomness: R
         began = time.perf_counter()
         engine.step(batch)
         times.append(time.perf_counter() - began)
-    held = {name: count for name, count in engine.memory().items() if count is not None}
+    memory = {name: count for name, count in engine.memory().items() if count is not None}
     return {
         "rank": rank,
         "peak_live": peak,
         "rest_live": rest,
         "seconds": min(times[1:]),
         "threads": torch.get_num_threads(),
-        **held,
+        **memory,
     }
 
 

@@ -236,7 +236,7 @@ def product_times(sides: Sequence[int], pace: Pace, budget: Budget) -> list[Prod
             lambda m=m, n=n, k=k: (torch.randn(m, k), torch.randn(k, n)),
             lambda m=m, n=n, k=k: (torch.randn(k, m).t(), torch.randn(k, n)),
         )
-        took = [pace.seconds(partial(_one, way, min(BUDGET_S, may_s) / 3)) for way in ways]
+        took = [pace.seconds(partial(_product_seconds, way, min(BUDGET_S, may_s) / 3)) for way in ways]
         return ("fp32", m, n, k, 1e6 * sum(took) / 3)
 
     ends = {sides[0], sides[-1]}
@@ -244,7 +244,7 @@ def product_times(sides: Sequence[int], pace: Pace, budget: Budget) -> list[Prod
     return sorted(within(budget, [partial(figure, *shape) for shape in shapes], 2**3))
 
 
-def _one(way: Callable[[], Made], budget_s: float) -> float:
+def _product_seconds(way: Callable[[], Made], budget_s: float) -> float:
     _, round_of, count = held(way, ATEN.mm)
     return typical(round_of, budget_s) / count
 

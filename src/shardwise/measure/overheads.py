@@ -56,15 +56,15 @@ def plans(ranks: int, quick: bool = False) -> dict[str, list[str]]:
 
     quick   without those of `ALIKE`, and draws followed under replicas alone
     """
-    found = {BASE: f"dp_replicate={ranks}"}
+    texts = {BASE: f"dp_replicate={ranks}"}
     if ranks > 1:
-        found |= {f"zero{stage}": f"dp_shard={ranks},zero={stage}" for stage in (1, 2, 3)}
+        texts |= {f"zero{stage}": f"dp_shard={ranks},zero={stage}" for stage in (1, 2, 3)}
     if ranks % 2 == 0:
         rest = f",dp_replicate={ranks // 2}" if ranks > 2 else ""
-        found |= {"tp": f"tp=2{rest}", "sp": f"tp=2,sp=true{rest}", "pp": f"pp=2{rest}"}
-    found = {name: plan for name, plan in found.items() if not (quick and name in ALIKE)}
-    found |= {name + DRAWS: found[name] for name in (DRAWN[:1] if quick else DRAWN) if name in found}
-    return {name: [_busier(name, plan, at) for at in range(len(REFERENCES))] for name, plan in found.items()}
+        texts |= {"tp": f"tp=2{rest}", "sp": f"tp=2,sp=true{rest}", "pp": f"pp=2{rest}"}
+    texts = {name: plan for name, plan in texts.items() if not (quick and name in ALIKE)}
+    texts |= {name + DRAWS: texts[name] for name in (DRAWN[:1] if quick else DRAWN) if name in texts}
+    return {name: [_busier(name, plan, at) for at in range(len(REFERENCES))] for name, plan in texts.items()}
 
 
 def _busier(name: str, plan: str, reference: int) -> str:
@@ -87,32 +87,32 @@ def step_times(
     """
     budget = budget or Budget(math.inf)
     of = plans(ranks, quick)
-    tiny = {(name, at): (reference_task(*sizes, 4 * ranks), plan, name.endswith(DRAWS)) for name, each in of.items()
-            for at, (plan, sizes) in enumerate(zip(each, REFERENCES, strict=True))}  # fmt: skip
+    tiny = {(name, at): (reference_task(*sizes, 4 * ranks), plan, name.endswith(DRAWS)) for name, texts in of.items()
+            for at, (plan, sizes) in enumerate(zip(texts, REFERENCES, strict=True))}  # fmt: skip
     large = {(kind, name): (task, of[name][0], False) for kind, task in large_tasks(ranks).items()
              for name in LARGE[kind] if name in of}  # fmt: skip
     work = [*tiny.values(), *large.values()]
-    found: list[list[float]] = [[] for _ in work]
+    measured: list[list[float]] = [[] for _ in work]
     took = [0.0] * len(work)
     rounds = 1 if quick else PASSES + 1
     for turn in range(rounds):
-        for at, ((task, plan, follows), seen) in enumerate(zip(work, found, strict=True)):
+        for at, ((task, plan, follows), seen) in enumerate(zip(work, measured, strict=True)):
             left = budget.left_s()
             if turn and took[at] > left:
                 continue
             apart = max(seen) / min(seen) if seen else 1.0
             if turn == PASSES and over_ranks(apart) < AGREE:
                 continue
-            say(_told(turn, rounds, at, len(work), plan, left))
+            say(_progress_text(turn, rounds, at, len(work), plan, left))
             seen.append(_seconds(task, plan, pace, left / (len(work) - at), follows))
             took[at] = left - budget.left_s()
-    times = [median(seen) for seen in found]
+    times = [median(seen) for seen in measured]
     of_tiny = dict(zip(tiny, times, strict=False))
     steps = {name: [of_tiny[name, at] for at in range(len(REFERENCES))] for name in of}
     return steps, dict(zip(large, times[len(tiny) :], strict=True))
 
 
-def _told(turn: int, rounds: int, at: int, count: int, plan: str, left_s: float) -> str:
+def _progress_text(turn: int, rounds: int, at: int, count: int, plan: str, left_s: float) -> str:
     """What is measured now, and for how long at most."""
     more = ", the fewest steps, since time is up" if left_s <= 0 else ""
     if left_s > 0 and math.isfinite(left_s):

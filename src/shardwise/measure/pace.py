@@ -53,13 +53,13 @@ def within(
 
     Each is told how many seconds it may take: an equal share of those that are left.
     """
-    found: list[Found] = []
+    results: list[Found] = []
     for at, figure in enumerate(figures):
         left = budget.left_s(device)
         if at >= least and left <= 0:
             break
-        found.append(figure(max(0.0, left) / (len(figures) - at)))
-    return found
+        results.append(figure(max(0.0, left) / (len(figures) - at)))
+    return results
 
 
 def ends_first(sizes: Sequence[int]) -> list[int]:

@@ -28,14 +28,15 @@ def least_seconds(
     A cut makes products narrower by as much as it gives a rank more samples, starts as many ops, and in a pipeline
     deals them over more micro-batches: it computes no faster for the same work.
     """
-    if not same_ops(model.one, model.two):
+    if not same_ops(model.small, model.large):
         return 0.0
     kernels, _ = kernels_of(cluster, Layout(), software, PRECISIONS[precision].products)
-    own = max(model.one.samples, -(-batch // world))  # samples of a rank
+    own = max(model.small.samples, -(-batch // world))  # samples of a rank
     sizes = {own, *(2**place for place in range(own.bit_length()))}
-    each = [between(model.one, model.two, n, kernels, software) / n for n in sizes if n >= model.one.samples]
+    small, large = model.small, model.large
+    seconds_per_sample = [between(small, large, n, kernels, software) / n for n in sizes if n >= small.samples]
     correction = cluster.device.correction.value if cluster.device.correction is not None else 1.0
-    return min(each) * batch / world * correction * (1.0 if cluster.device.kind == "cpu" else GAPS)
+    return min(seconds_per_sample) * batch / world * correction * (1.0 if cluster.device.kind == "cpu" else GAPS)
 
 
 SLOWER = 1.05  # times as long as the fastest without it, from which an axis is behind
@@ -79,7 +80,7 @@ class Slower:
     def __init__(self, fastest: float, least: float):
         self.fastest, self.least = fastest, least
         self.alone: dict[tuple[str, int], _Alone] = {}
-        self.told: dict[str, str] = {}  # by axis, a remark on what was not looked at
+        self.remarks: dict[str, str] = {}  # by axis, a remark on what was not looked at
 
     def note(self, layout: Layout, forecast: Forecast | None) -> None:
         """Remember what a layout takes; None where it does not fit."""
@@ -102,7 +103,7 @@ class Slower:
                 continue
             behind = seen.hopes > self.fastest if same else seen.seconds > SLOWER * self.fastest
             if behind and (not same or layout.sp):  # sp deals what tp repeats, and sends as much
-                self.told.setdefault(axis, self._why(axis, degree, seen))
+                self.remarks.setdefault(axis, self._why(axis, degree, seen))
                 return True
         return False
 

@@ -99,8 +99,8 @@ def divisors(n: int) -> list[int]:
 def micro_batches(samples: int, most: int | None = None) -> list[int]:
     """Sizes of micro-batch to look at, where a rank is dealt so many samples: all of them at once among them."""
     powers = samples > FEW
-    found = [d for d in divisors(samples) if d == samples or not (powers and d & (d - 1))]
-    return [d for d in found if most is None or d <= most]
+    sizes = [d for d in divisors(samples) if d == samples or not (powers and d & (d - 1))]
+    return [d for d in sizes if most is None or d <= most]
 
 
 def decoder_layouts(
@@ -269,15 +269,15 @@ def _dealt_over(batch: int, dp: int) -> list[tuple[int, int]]:
     """(samples of the largest micro-batch, micro-batches) of a rank."""
     if batch % dp == 0:
         return [(micro, batch // dp // micro) for micro in micro_batches(batch // dp)]
-    found = []
+    splits = []
     most = -(-batch // dp)
     powers = [2**place for place in range(most.bit_length())]
     for micro in sorted({*powers, *([3] if most >= 3 else []), most}):
         n_micro = -(-batch // (dp * micro))
         fits = -(-batch // (dp * n_micro)) == micro  # else the same number of them is smaller ones
         if fits and batch // n_micro >= dp:
-            found.append((micro, n_micro))
-    return found
+            splits.append((micro, n_micro))
+    return splits
 
 
 def cut_layouts(
@@ -367,13 +367,13 @@ def spread_layouts(
 
 def tile_grids(world: int, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Grids of tiles for a field, few tiles first; of as many tiles those whose tiles have the smallest borders."""
-    found: list[tuple[int, ...]] = []
+    chosen: list[tuple[int, ...]] = []
     for tiles in divisors(world):
         if 1 < tiles <= MOST_TILES:
             every = product(*(divisors(tiles) for _ in sizes))
             grids = [g for g in every if math.prod(g) == tiles and all(n <= s for n, s in zip(g, sizes, strict=True))]
-            found += sorted(grids, key=lambda grid: _border(grid, sizes))[:GRIDS]
-    return [_grid(grid) for grid in found]
+            chosen += sorted(grids, key=lambda grid: _border(grid, sizes))[:GRIDS]
+    return [_grid(grid) for grid in chosen]
 
 
 def _border(grid: tuple[int, ...], sizes: tuple[int, ...]) -> float:
@@ -383,9 +383,9 @@ def _border(grid: tuple[int, ...], sizes: tuple[int, ...]) -> float:
 
 
 def _grid(written: tuple[int, ...]) -> tuple[int, ...]:
-    found = _written(written)
-    assert isinstance(found, tuple)
-    return found
+    grid = _written(written)
+    assert isinstance(grid, tuple)
+    return grid
 
 
 def expert_layouts(layouts: Iterable[Layout], node: int, constraints: Constraints) -> Iterator[Layout]:

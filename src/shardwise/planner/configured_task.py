@@ -57,7 +57,7 @@ class MadeUp:
 
     def read(self, indices: list[int], region: Any = None) -> Sample:
         """Returns the made-up sample, expanded to one row for each index."""
-        return {name: one.expand(len(indices), *one.shape[1:]) for name, one in self.sample.items()}
+        return {name: tensor.expand(len(indices), *tensor.shape[1:]) for name, tensor in self.sample.items()}
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,11 @@ def configured(path: str, seq: int | None) -> Configured:
         fields = {**settings_of_base(config), "model": partial(build_base, config)}
     else:
         fields = {**settings(config, head), "model": partial(build_model, config, head)}
-    given = list(samples(config, kind, labels, seq, path, notes))
-    tasks = tuple(Task(data=MadeUp(each), **fields) for each in given)
-    sound = seq is not None and "input_ids" not in given[0] and labels != "decoder"
+    examples = list(samples(config, kind, labels, seq, path, notes))
+    tasks = tuple(Task(data=MadeUp(example), **fields) for example in examples)
+    sound = seq is not None and "input_ids" not in examples[0] and labels != "decoder"
     hint = "; without --seq it is given the length that it names itself, if any" if sound else ""
-    return Configured(tasks, tuple(map(sizes_of, given)), head, tuple(notes), hint)
+    return Configured(tasks, tuple(map(sizes_of, examples)), head, tuple(notes), hint)
 
 
 def head_of(config: Any, path: str) -> tuple[str, list[str]]:
@@ -129,7 +129,7 @@ def _usual_first(config: Any, able: list[str]) -> list[str]:
 
 def sizes_of(sample: Sample) -> str:
     """A sample in words."""
-    return ", ".join(f"{name} {' x '.join(map(str, one.shape[1:])) or '1'}" for name, one in sample.items())
+    return ", ".join(f"{name} {' x '.join(map(str, tensor.shape[1:])) or '1'}" for name, tensor in sample.items())
 
 
 def differs(path: str, shape: Shape) -> tuple[list[str], bool]:
@@ -174,16 +174,16 @@ def samples(
             raise InputError(f"{path} ({kind.__name__}) reads tokens: give --seq")
         ids = tokens(config, seq)
     if reads_text:
-        found: list[Sample] = [{main: ids}]
+        examples: list[Sample] = [{main: ids}]
         beside = {name: torch.full_like(ids, value) for name, value in COMPANIONS.items() if name in takes}
-        found += [{main: ids, **beside}] if beside else []
+        examples += [{main: ids, **beside}] if beside else []
         if not labels and "pixel_values" in takes:  # of texts and pictures, both of which its own loss compares
-            found += [{**each, "pixel_values": torch.zeros(1, *_picture(config, path, notes))} for each in found]
+            examples += [{**text, "pixel_values": torch.zeros(1, *_picture(config, path, notes))} for text in examples]
     elif main == "pixel_values":
-        found = [{main: torch.zeros(1, *_picture(config, path, notes))}]
+        examples = [{main: torch.zeros(1, *_picture(config, path, notes))}]
     elif main in ("input_values", "input_features"):
         free = seq if labels != "decoder" else None
-        found = [{main: torch.zeros(1, *shape)} for shape in _sounds(config, free)]
+        examples = [{main: torch.zeros(1, *shape)} for shape in _sounds(config, free)]
     else:
         raise InputError(f"task: {path}: {kind.__name__} is given {main}, of which no sample is made up here; {OWN}")
     if not reads_text and labels not in ("classes", "decoder", ""):
@@ -191,16 +191,17 @@ def samples(
             f"task: {path}: {kind.__name__} is given {main} and labels for tokens, of which no sample is made up here; "
             f"{OWN}"
         )
-    if not found:
+    if not examples:
         raise InputError(f"{path} ({kind.__name__}) reads a waveform: give --seq, its values (16000 for a second)")
     if seq is not None and main == "pixel_values" and labels != "decoder":
-        raise InputError(f"--seq: {path} ({kind.__name__}) reads {sizes_of(found[0])}, as it says itself: leave it out")
+        sizes = sizes_of(examples[0])
+        raise InputError(f"--seq: {path} ({kind.__name__}) reads {sizes}, as it says itself: leave it out")
     if not labels:
         later = {"decoder_input_ids": torch.zeros(1, seq or 1, dtype=torch.long)}
-        yield from ({**one, **(later if "decoder_input_ids" in takes else {})} for one in found)
+        yield from ({**example, **(later if "decoder_input_ids" in takes else {})} for example in examples)
         return
     target = torch.zeros(1, dtype=torch.long) if labels == "classes" else ids
-    yield from ({**one, "labels": target} for one in found)
+    yield from ({**example, "labels": target} for example in examples)
 
 
 def tokens(config: Any, count: int) -> torch.Tensor:
@@ -235,10 +236,10 @@ def _preprocessed(path: str) -> Any:
     """The size of images that the processor beside a configuration makes."""
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     try:
-        told = json.loads((folder / "preprocessor_config.json").read_text(encoding="utf-8"))
+        processor = json.loads((folder / "preprocessor_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return told.get("crop_size") or told.get("size")
+    return processor.get("crop_size") or processor.get("size")
 
 
 def _sounds(config: Any, seq: int | None) -> list[tuple[int, ...]]:

@@ -142,15 +142,15 @@ class _Where:
 
         if samples is None:
             raise InputError(f"{path} is a model without data of its own: give --global-batch")
-        found = configured(path, length)
-        told: list[InputError] = []
-        for task, sample in zip(found.tasks, found.samples, strict=True):
+        made = configured(path, length)
+        errors: list[InputError] = []
+        for task, sample in zip(made.tasks, made.samples, strict=True):
             try:
-                subject = self.traced(task, samples, (*remarks, *found.notes))
-                return replace(subject, sample=sample, head=found.head, reading=None)
+                subject = self.traced(task, samples, (*remarks, *made.notes))
+                return replace(subject, sample=sample, head=made.head, reading=None)
             except InputError as error:
-                told.append(error)
-        raise InputError(f"{path} ({found.tasks[0].name}) on {found.samples[0]}: {told[0]}{found.hint}") from told[0]
+                errors.append(error)
+        raise InputError(f"{path} ({made.tasks[0].name}) on {made.samples[0]}: {errors[0]}{made.hint}") from errors[0]
 
 
 def plan_for(task: str | Task | Callable[[], Task], plan: str | Plan) -> Plan:

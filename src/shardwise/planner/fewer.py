@@ -38,8 +38,8 @@ def counts_that_do(subject: Subject, cluster: Cluster, constraints: Constraints)
     power = 1 << (world - 1).bit_length() - 1
     least = power if first_devices(cluster, power).world_size == power else power // 2
     whole = range((world - 1) // node * node, least, -node)
-    found: list[int] = []
+    counts: list[int] = []
     for count in whole:
-        if len(found) < MOST_COUNTS and has_any(count):
-            found.append(count)
-    return [*found, *([power] if power < world and has_any(power) else [])]
+        if len(counts) < MOST_COUNTS and has_any(count):
+            counts.append(count)
+    return [*counts, *([power] if power < world and has_any(power) else [])]

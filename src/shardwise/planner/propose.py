@@ -114,7 +114,7 @@ def _on_part(
     """Returns the best search on the most devices that there are plans for; raises `InputError` where there is none."""
     why = nothing(subject, cluster, constraints)
     counts = counts_that_do(subject, cluster, constraints)
-    found: list[tuple[float, Search]] = []
+    results: list[tuple[float, Search]] = []
     for count in counts:
         part = first_devices(cluster, count)
         try:
@@ -123,16 +123,16 @@ def _on_part(
             why = f"{why}; on {count} devices: {error}"
             continue
         result.cluster = part
-        found.append((result.best.forecast.step_s, result))
+        results.append((result.best.forecast.step_s, result))
         show = None
-    if not found:
+    if not results:
         raise InputError(why)
-    best = min(found, key=lambda item: item[0])[1]
+    best = min(results, key=lambda item: item[0])[1]
     assert best.cluster is not None
     others = ", ".join(
-        f"{each.cluster.world_size} take {seconds_text(seconds)}"
-        for seconds, each in found
-        if each is not best and each.cluster is not None
+        f"{other.cluster.world_size} take {seconds_text(seconds)}"
+        for seconds, other in results
+        if other is not best and other.cluster is not None
     )
     beside = f" ({others})" if others else ""
     best.notes.insert(0, f"planned on {best.cluster.world_size} of {cluster.world_size} devices{beside}: {why}")
@@ -140,10 +140,10 @@ def _on_part(
 
 
 def _half_as_good(
-    subject: Subject, cluster: Cluster, constraints: Constraints, found: Search, capacity: float
+    subject: Subject, cluster: Cluster, constraints: Constraints, result: Search, capacity: float
 ) -> list[str]:
     """A note where half of the devices are as fast; asked of a model by its numbers that waits for much of its step."""
-    best, half = found.best, cluster.world_size // 2
+    best, half = result.best, cluster.world_size // 2
     forecast = best.forecast
     waits = sum(s for name, s in forecast.parts.items() if "communication" in name or "bubble" in name)
     if subject.own or cluster.world_size % 2 or waits < WAITING * forecast.step_s or constraints.fixed:
@@ -189,19 +189,19 @@ def _look(
     show: Callable[[Sequence[Proposal], int], None] | None = None,
 ) -> _Looked:  # fmt: skip
     """Estimate every layout and keep those that fit; ends early where it is interrupted and some fit."""
-    found, told, best = _Looked(), time.monotonic(), math.inf
-    began, leader = told, ""
+    looked, last_line_at, best = _Looked(), time.monotonic(), math.inf
+    began, leader = last_line_at, ""
     shown = show is None
 
     def show_first(ahead: float = math.inf) -> None:
         nonlocal shown
         if shown or time.process_time() + ahead < SOON_S:
             return
-        run = _chosen(sorted(found.fits, key=_seconds), precision)[0]
+        run = _chosen(sorted(looked.fits, key=_seconds), precision)[0]
         if run and show is not None:
             shown = True
             few = [_proposal(subject.simulate, layout, precision) for layout in run[:FIRST_ROWS]]
-            show(_sorted(few, capacity), found.considered)
+            show(_sorted(few, capacity), looked.considered)
 
     if subject.when_long is not None:
         subject.when_long(show_first)
@@ -211,27 +211,27 @@ def _look(
                 continue
             if constraints.check is not None and not _passes(constraints.check, plan_of(layout, precision)):
                 continue
-            found.considered += 1
+            looked.considered += 1
             name = family(layout)
             needed = subject.memory(layout).reserved + CONTEXT_BYTES
-            if name not in found.tightest or needed < found.tightest[name][0]:
-                found.tightest[name] = (needed, layout)
+            if name not in looked.tightest or needed < looked.tightest[name][0]:
+                looked.tightest[name] = (needed, layout)
             if needed <= capacity:
                 seconds = subject.estimate(layout).seconds
-                found.fits.append((seconds, layout))
+                looked.fits.append((seconds, layout))
                 if seconds < best:
                     best, leader = seconds, f"; best so far {seconds_text(seconds)}, {name}"
             if not shown and time.monotonic() - began > FIRST_S:
                 show_first()
-            if time.monotonic() - told > EVERY_S:
-                told = time.monotonic()
-                say(f"{found.considered:,} plans looked at, {len(found.fits):,} fit{leader} (ctrl-C ends with it)")
+            if time.monotonic() - last_line_at > EVERY_S:
+                last_line_at = time.monotonic()
+                say(f"{looked.considered:,} plans looked at, {len(looked.fits):,} fit{leader} (ctrl-C ends with it)")
     except KeyboardInterrupt:
-        if not found.fits:
+        if not looked.fits:
             raise
-        found.stopped = True
-    found.fits.sort(key=_seconds)
-    return found
+        looked.stopped = True
+    looked.fits.sort(key=_seconds)
+    return looked
 
 
 def _seconds(item: tuple[float, Layout]) -> float:

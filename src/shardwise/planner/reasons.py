@@ -23,10 +23,10 @@ LOOKED_AT = 200  # layouts of each other batch
 MOST_TOLD, FEW_VALUES = 20_000, 12  # layouts, and values of a field, for a message on what there is
 
 
-def notes(subject: Subject, cluster: Cluster, found: Search, capacity: float) -> list[str]:
+def notes(subject: Subject, cluster: Cluster, result: Search, capacity: float) -> list[str]:
     """When not to distribute, and what to try first."""
     out = list(subject.remarks)
-    best = found.best
+    best = result.best
     parts = best.forecast.parts
     reads = subject.reading() if subject.reading is not None else None
     if reads is not None and (wait := reads.wait(best.layout, subject.global_batch)) > best.forecast.step_s:
@@ -77,7 +77,7 @@ def _input_bound(reads: Reading, wait: float, best: Proposal) -> str:
 
 def _alone(subject: Subject, like: Layout, capacity: float) -> tuple[Layout, float] | None:
     """The fastest way to run on one device that fits, and the bytes it needs."""
-    found: list[tuple[float, Layout, float]] = []
+    fits: list[tuple[float, Layout, float]] = []
     for micro in micro_batches(subject.global_batch):
         layout = like.with_(
             tp=1, sp=False, cp=1, ulysses=1, others=(), domain=(1,), domain_overlap="auto", domain_depth=1, pp=1, ep=1,
@@ -87,10 +87,10 @@ def _alone(subject: Subject, like: Layout, capacity: float) -> tuple[Layout, flo
         )  # fmt: skip
         needed = subject.memory(layout).reserved + CONTEXT_BYTES
         if needed <= capacity:
-            found.append((subject.estimate(layout).seconds, layout, needed))
-    if not found:
+            fits.append((subject.estimate(layout).seconds, layout, needed))
+    if not fits:
         return None
-    _, layout, needed = min(found, key=lambda item: item[0])
+    _, layout, needed = min(fits, key=lambda item: item[0])
     return layout, needed
 
 
@@ -104,15 +104,15 @@ def never(subject: Subject, cluster: Cluster, seen: dict[str, tuple[float, Layou
 
 
 def lost(
-    found: Search, tightest: dict[str, tuple[float, Layout]], capacity: float, precision: str
+    result: Search, tightest: dict[str, tuple[float, Layout]], capacity: float, precision: str
 ) -> dict[str, str]:  # fmt: skip
     """Returns, for each kind of plan but the winner's, one line on why it lost."""
-    best = found.best
+    best = result.best
     out = {}
     for name, (needed, layout) in sorted(tightest.items()):
         if name == best.family:
             continue
-        mine = [p for p in found.proposals if p.family == name]
+        mine = [p for p in result.proposals if p.family == name]
         if mine:
             out[name] = _slower(min(mine, key=lambda p: p.forecast.step_s), best)
         elif needed > capacity:
@@ -198,14 +198,14 @@ def _not_among(subject: Subject, world: int, constraints: Constraints) -> str:
     plans = [plan_of(layout, _asked(constraints)) for layout in islice(subject.layouts(world, limits), MOST_TOLD)]
     if not plans:
         return ""
-    told = []
+    problems = []
     for name, value in constraints.fixed:
         values = {getattr(plan, name) for plan in plans}
         if value not in values:
-            known = ", ".join(map(shown, sorted(values, key=lambda each: (str(type(each)), each))[:FEW_VALUES]))
-            told.append(f"no plan that is looked at has {name}={shown(value)}; there are {name}={known}")
+            choices = ", ".join(map(shown, sorted(values, key=lambda choice: (str(type(choice)), choice))[:FEW_VALUES]))
+            problems.append(f"no plan that is looked at has {name}={shown(value)}; there are {name}={choices}")
     both = " and ".join(f"{name}={shown(value)}" for name, value in constraints.fixed)
-    return "; ".join(told) or f"no plan that is looked at has {both} together: leave one of them out"
+    return "; ".join(problems) or f"no plan that is looked at has {both} together: leave one of them out"
 
 
 def shown(value: object) -> str:

@@ -50,7 +50,7 @@ class TracedLayouts:
     def __init__(self, traced: Traced, batch: int, recomputes: list[str]):
         self.traced, self.batch, self.recomputes = traced, batch, recomputes
 
-    def found(self, world: int, constraints: Constraints) -> Iterable[Layout]:
+    def candidates(self, world: int, constraints: Constraints) -> Iterable[Layout]:
         """Data ranks alone; then cuts of positions, and cuts of weights where these could be faster."""
         traced, batch, cuts = self.traced, self.batch, self.traced.cuts
         own = [*filter(traced.can_run, data_layouts(world, batch, traced.node, self.recomputes))]
@@ -79,7 +79,7 @@ class TracedLayouts:
                 fastest = min(fastest, traced.simulate(layout, batch).step_s)
         if cuts and self._are_worth_cutting(fastest, world, constraints):
             cut = [*filter(traced.can_run, cut_layouts(world, batch, traced.node, self.recomputes, constraints))]
-            few, many = (expert_layouts(each if traced.routed else (), traced.node, constraints) for each in (own, cut))
+            few, many = (expert_layouts(some if traced.routed else (), traced.node, constraints) for some in (own, cut))
             yield from self._while_faster(chain(few, cut, many), Slower(fastest, self._least(world)), constraints)
 
     def _takes_long(self, layout: Layout) -> bool:
@@ -134,9 +134,9 @@ class TracedLayouts:
                 return False
             if layout.zero > 1 and constraints.value("zero") is None and plain.with_(zero=1) in fitted:
                 return False
-            if any(one.cut_positions < layout.cut_positions and one.world_size == layout.world_size for one in fitted):
+            if any(fit.cut_positions < layout.cut_positions and fit.world_size == layout.world_size for fit in fitted):
                 return False  # more shares of what fits only have more borders
-            if self.traced.spent > MOST_OPS and not asked and not self.traced.known(layout, self.batch):
+            if self.traced.spent > MOST_OPS and not asked and not self.traced.is_rehearsed(layout, self.batch):
                 left[degrees_text(plain.with_(sp=False))] = None
                 return False
             if not self.traced.can_cut(layout, self.batch):
@@ -154,11 +154,11 @@ class TracedLayouts:
     ) -> Iterator[Layout]:  # fmt: skip
         """Those of the layouts that can be cut, and of an axis no degrees beyond one that is slower already."""
         traced, asked = self.traced, any(constraints.value(name) is not None for name in CUTS)
-        for layout in self._cut_within((each for each in layouts if asked or not slower.beyond(each)), constraints):
+        for layout in self._cut_within((lay for lay in layouts if asked or not slower.beyond(lay)), constraints):
             yield layout
             fits = traced.fits(layout, self.batch, constraints)
             slower.note(layout, traced.simulate(layout, self.batch) if fits else None)
-        for text in slower.told.values():
+        for text in slower.remarks.values():
             traced.remark(text)
 
     def _are_worth_cutting(self, fastest: float, world: int, constraints: Constraints) -> bool:
@@ -177,8 +177,8 @@ class TracedLayouts:
 
     def _least(self, world: int) -> float:
         """Seconds that computing a step takes at least."""
-        one = self.traced
-        return least_seconds(one.model("none"), self.batch, world, one.cluster, one.software, one.precision)
+        traced = self.traced
+        return least_seconds(traced.model("none"), self.batch, world, traced.cluster, traced.software, traced.precision)
 
     def _chunked(self, own: Sequence[Layout], world: int, constraints: Constraints) -> list[Layout]:
         """Of data ranks that hold the least, with wide tensors in chunks, where one sample does not fit; a remark."""
@@ -244,14 +244,14 @@ class TracedLayouts:
     @cached_property
     def space(self) -> tuple[int, ...]:
         """Sizes of the task's fields along each dim of space that tiles may cut; () where there is no field."""
-        found: tuple[int, ...] = ()
+        space: tuple[int, ...] = ()
         for dims in range(1, MOST_DIMS + 1):
             try:
                 sizes = tiled_sizes(self.traced.task, Plan(domain=(2,) * dims), self.traced.looks.few)
             except RefusedPlan:  # more dims than the task names
                 break
-            found = sizes or found
-        return found
+            space = sizes or space
+        return space
 
     def _wall(self, world: int, constraints: Constraints) -> str:
         """What stands against whole fields: one sample does not fit on a device, or there are fewer than devices."""
@@ -263,11 +263,11 @@ class TracedLayouts:
         """Why one sample at a time does not fit on a device, where it is the sample that takes the room."""
         room = self.traced.cluster.device.memory_bytes * (1 - constraints.headroom) - CONTEXT_BYTES
         data = max(d for d in divisors(world) if self.batch % d == 0)
-        one = Layout(shard=data, zero=3 if data > 1 else 0, micro_batch=1, n_micro=self.batch // data, seq=1)
-        if self.traced.can_hold(one, self.batch) and (ledger := self.traced.memory(one, self.batch)).reserved > room:
-            held = sum(ledger.terms.get(name, 0.0) for name in ("micro-batch", "inputs", "global batch"))
-            if held > ledger.allocated / 2:
-                needed = f"{bytes_text(ledger.reserved)} on a device (zero={one.zero} over {data}, remat=none)"
-                share = f"{held / ledger.allocated:.0%} of it for that sample"
+        solo = Layout(shard=data, zero=3 if data > 1 else 0, micro_batch=1, n_micro=self.batch // data, seq=1)
+        if self.traced.can_hold(solo, self.batch) and (ledger := self.traced.memory(solo, self.batch)).reserved > room:
+            sample_bytes = sum(ledger.terms.get(name, 0.0) for name in ("micro-batch", "inputs", "global batch"))
+            if sample_bytes > ledger.allocated / 2:
+                needed = f"{bytes_text(ledger.reserved)} on a device (zero={solo.zero} over {data}, remat=none)"
+                share = f"{sample_bytes / ledger.allocated:.0%} of it for that sample"
                 return f"one sample at a time needs {needed}, {share}, and there are {bytes_text(room)}"
         return ""

@@ -124,11 +124,11 @@ class Traced:
         layouts = TracedLayouts(self, batch, recomputes)
 
         def estimate(layout: Layout) -> Quick:
-            found = self.simulate(layout, batch)
-            return Quick(found.step_s, found.worst)
+            forecast = self.simulate(layout, batch)
+            return Quick(forecast.step_s, forecast.worst)
 
         return Subject(
-            self.task.name, units, batch, 1, layouts.found, estimate, lambda layout: self.memory(layout, batch),
+            self.task.name, units, batch, 1, layouts.candidates, estimate, lambda layout: self.memory(layout, batch),
             lambda layout: self.simulate(layout, batch), self.remarks, own=True,
             with_batch=lambda count: self.subject(count, wanted), reading=lambda: self.reading,
             exact=lambda layout: self.of_micro_batch(layout.micro_batch).simulate(layout, batch),
@@ -158,10 +158,10 @@ class Traced:
         )  # fmt: skip
         return own.simulate(plain, batch).step_s, fast.simulate(plain, batch).step_s
 
-    def _remark_on(self, one: StepTrace) -> None:
-        if one.idle:
-            self.remark(f"no gradient reaches {one.idle:,} of {one.parameters:,} parameters on such samples")
-        if one.drawn:
+    def _remark_on(self, first: StepTrace) -> None:
+        if first.idle:
+            self.remark(f"no gradient reaches {first.idle:,} of {first.parameters:,} parameters on such samples")
+        if first.drawn:
             self.remark("a single random number is taken as 0.5: what it decides (layerdrop) goes the likelier way")
 
     @cached_property
@@ -169,7 +169,7 @@ class Traced:
         """The trace of the smaller of the two micro-batches, without recompute."""
         began = process_time()
         try:
-            found = self._trace(self.samples[0], "none", 0)
+            smaller = self._trace(self.samples[0], "none", 0)
         except InputError as error:
             plan = Plan(precision=self.precision)
             if (met := met_at(self.task, plan, error)) is None:
@@ -177,9 +177,9 @@ class Traced:
             self.task, self.looks = met, Looks(met, self.sample)
             self._traces.clear()  # which remember what failed, too
             self.remark(told_met(plan))
-            found = self._trace(self.samples[0], "none", 0)
+            smaller = self._trace(self.samples[0], "none", 0)
         self._first_trace_s = process_time() - began
-        return found
+        return smaller
 
     @property
     def second_trace_s(self) -> float:
@@ -189,8 +189,8 @@ class Traced:
     @property
     def routed(self) -> bool:
         """Whether the module chooses among experts."""
-        one = self.first
-        return one.balanced or (one.chose and self.looks.holds_experts)
+        first = self.first
+        return first.balanced or (first.chose and self.looks.holds_experts)
 
     def model(
         self, recompute: str, data_ranks: int = 1, micro: int | None = None, wrap: tuple[str, ...] = ()
@@ -203,9 +203,9 @@ class Traced:
         return self._model_of(recompute, self.joined(recompute, data_ranks), micro, wrap)
 
     def _model_of(self, recompute: str, joined: int, micro: int | None = None, wrap: tuple[str, ...] = ()) -> Model:
-        found = self._model_at(recompute, joined, self._sizes(micro), wrap)
-        if micro is None or same_ops(found.one, found.two):
-            return found
+        model = self._model_at(recompute, joined, self._sizes(micro), wrap)
+        if micro is None or same_ops(model.small, model.large):
+            return model
         return self._model_at(recompute, joined, (micro, micro), wrap)
 
     def _model_at(self, recompute: str, joined: int, sizes: tuple[int, int], wrap: tuple[str, ...]) -> Model:
@@ -241,9 +241,9 @@ class Traced:
         return replace(Cuts.of(layout, self.precision, gloo=self.on_cpu), joined=joined, fused=not self.on_cpu,
                        follow=self.follow)  # fmt: skip
 
-    def _model(self, one: StepTrace, two: StepTrace) -> Model:
+    def _model(self, small: StepTrace, large: StepTrace) -> Model:
         update = replace(self.seen, whole=self.nature.whole)
-        return Model(one, two, update, self.task.name, self.whole, self.on_cpu)
+        return Model(small, large, update, self.task.name, self.whole, self.on_cpu)
 
     @cached_property
     def nature(self) -> Nature:
@@ -299,30 +299,30 @@ class Traced:
         self.say(f"{self.task.name}: deriving the cuts of {key.plan}")
         shares = Shares(self.looks, key)
         if key.zero == 3:
-            self.looks.enclosed.setdefault(key.wrap, set(self.model("none").one.enclosed))
-        found = []
+            self.looks.enclosed.setdefault(key.wrap, set(self.model("none").small.enclosed))
+        models = []
         all_places = shares.places if self.samples[0] == self.samples[1] else shares.telling_places
         for at, tp, pp in shares.ranks(all_places if place is None else [place]):
             tile = f"share {'x'.join(map(str, at))} of positions, " if key.cut_positions > 1 else ""
             self.say(f"{self.task.name}: rehearsing {key.plan}, {tile}rank {tp} of tp, stage {pp}")
-            self.spent += len(sizes) * self.model("none").one.kernels
-            traces = [shares.trace(tp, pp, each, beside, at) for each in sizes]
-            found.append(self._model(traces[0], traces[-1]))
-        return found
+            self.spent += len(sizes) * self.model("none").small.kernels
+            traces = [shares.trace(tp, pp, counts, beside, at) for counts in sizes]
+            models.append(self._model(traces[0], traces[-1]))
+        return models
 
     def cut(self, layout: Layout, batch: int) -> list[Model]:
         """The ranks of a layout, as its fullest data rank has them; `RefusedPlan` as in a run."""
         key, sizes, beside = self._key(layout, batch)
         rows = self._first_of_two if self._has_more(key, layout, batch) else self.ranks
-        found = rows(key, sizes, beside)
-        if len(sizes) == 1 or all(same_row(rank.one, rank.two) for rank in found):
-            return found
+        models = rows(key, sizes, beside)
+        if len(sizes) == 1 or all(same_row(rank.small, rank.large) for rank in models):
+            return models
         return rows(key, ((layout.micro_batch,),), beside)
 
     def _first_of_two(self, key: Cuts, sizes: Sizes, beside: Beside) -> list[Model]:
         """The ranks with one micro-batch, as rows of two of them say: those are rehearsed once for both."""
         return once(self._ranks, (key, sizes, beside, None), lambda: [
-            replace(rank, one=cast(RankTrace, rank.one).of_one, two=cast(RankTrace, rank.two).of_one)
+            replace(rank, small=cast(RankTrace, rank.small).of_one, large=cast(RankTrace, rank.large).of_one)
             for rank in self.ranks(replace(key, microbatches=2), sizes, beside)
         ])  # fmt: skip
 
@@ -363,10 +363,10 @@ class Traced:
 
     def _exactly(self, recompute: str, joined: int, count: int) -> Model:
         """The whole module's trace at one number of samples."""
-        one = self._trace(count, recompute, joined)
-        return self._model(one, one)
+        exact = self._trace(count, recompute, joined)
+        return self._model(exact, exact)
 
-    def known(self, layout: Layout, batch: int) -> bool:
+    def is_rehearsed(self, layout: Layout, batch: int) -> bool:
         """Returns whether a layout's ranks were rehearsed already."""
         return (*self._key(layout, batch), None) in self._ranks
 
@@ -378,7 +378,7 @@ class Traced:
 
     def _refuse(self, layout: Layout) -> None:
         """Raise `RefusedPlan` for compiled draws, and where the optimizer finds too little, or is not, on a rank."""
-        if layout.compile and self.model("none").one.follows:
+        if layout.compile and self.model("none").small.follows:
             raise RefusedPlan(f"the model draws random numbers, {HIDDEN}")
         if layout.offload != "none":
             raise RefusedPlan(f"offload={layout.offload} is forecast for decoders by their numbers alone")
@@ -399,30 +399,30 @@ class Traced:
 
     def memory(self, layout: Layout, batch: int) -> MemoryLedger:
         """Bytes of the fullest rank."""
-        return max(self.ledgers(layout, batch), key=lambda found: found.allocated)
+        return max(self.ledgers(layout, batch), key=lambda ledger: ledger.allocated)
 
     def ledgers(self, layout: Layout, batch: int) -> list[MemoryLedger]:
         """Bytes of the fullest data rank of each rank of tp and pp that differs."""
         differ = self._cuts(layout).differ
-        found = self.cut(layout, batch) if differ else [self.model(layout.recompute, layout.dp, layout.micro_batch)]
-        return [memory(rank, layout, self.precision, batch) for rank in found]
+        ranks = self.cut(layout, batch) if differ else [self.model(layout.recompute, layout.dp, layout.micro_batch)]
+        return [memory(rank, layout, self.precision, batch) for rank in ranks]
 
     def simulate(self, layout: Layout, batch: int) -> Forecast:
         """Returns the forecast of one optimizer step of `batch` samples under a layout."""
         self._refuse(layout)
         soft = as_planned(self.software, layout)
-        held, where = self.ledgers(layout, batch), (self.cluster, soft, self.precision)
+        ledgers, where = self.ledgers(layout, batch), (self.cluster, soft, self.precision)
         if layout.tp * layout.pp * layout.ep * layout.cut_positions * layout.position_chunks > 1:
-            found = simulate_cut(self.cut(layout, batch), layout, *where, held)
+            forecast = simulate_cut(self.cut(layout, batch), layout, *where, ledgers)
         else:
             model = self.model(layout.recompute, layout.dp, layout.micro_batch, layout.wrap)
             if self._cuts(layout).zero == 3:
-                model = replace(model, gathered=tuple(self.cut(layout, batch)[0].one.units))
-            found = simulate_traced(model, layout, *where, held)
+                model = replace(model, gathered=tuple(self.cut(layout, batch)[0].small.units))
+            forecast = simulate_traced(model, layout, *where, ledgers)
         uneven = 0 < layout.global_batch - batch < layout.dp * layout.n_micro * layout.rounds
-        found.samples = batch if uneven else layout.global_batch
+        forecast.samples = batch if uneven else layout.global_batch
         # the model's, not what ranks do twice; of the smaller micro-batch by its own trace, which may be the only one
         alone = layout.micro_batch if layout.micro_batch == self.samples[0] else None
-        found.flops = self.model("none", micro=alone).flops(found.samples)
-        found.basis |= switches(layout, eager=bool(self.cluster.device.ops))
-        return found
+        forecast.flops = self.model("none", micro=alone).flops(forecast.samples)
+        forecast.basis |= switches(layout, eager=bool(self.cluster.device.ops))
+        return forecast

@@ -75,11 +75,11 @@ class JobCost:
 
 
 def jobs(
-    subject: Subject, cluster: Cluster, found: Search, constraints: Constraints, precision: str,
+    subject: Subject, cluster: Cluster, result: Search, constraints: Constraints, precision: str,
     asked: AskedJob,
 ) -> list[JobCost]:  # fmt: skip
     """The job on all devices, then on fewer where it fits; nothing where no job was given."""
-    forecast, price = found.best.forecast, asked.price
+    forecast, price = result.best.forecast, asked.price
     if asked.tokens is not None:
         if forecast.tokens is None:
             raise InputError("--tokens: samples of this task are not known to be of tokens; give its time as --job 20m")
@@ -88,7 +88,7 @@ def jobs(
         steps = asked.seconds / forecast.step_s
     else:
         return []
-    every = [JobCost(found.best, cluster.world_size, steps, price)]
+    every = [JobCost(result.best, cluster.world_size, steps, price)]
     constraints = replace(constraints, offload=False)
     for count in _fewer(cluster.world_size):
         try:

@@ -140,7 +140,7 @@ class Rehearsal:
                     raise
         self.outside = reads.units if reads is not None else set()
         self.found.final = self.arrivals.final
-        rests_here = base + self.found.held_gradients
+        rests_here = base + self.found.shard_gradient_bytes
         self.found.peak, self.found.first = live.peak - rests_here, self.found.first - rests_here
         routed.tell(self.found)
         self.found.follows = draws is not None and draws.met
@@ -329,7 +329,8 @@ class Rehearsal:
             spread = {name for name in held if name in self.experts.experts}
             with silent_mesh(self.shares.plan, cuts.shard_ranks) as mesh:
                 sharded = FakeFullShard(model, units, mesh, self.precision, absent, spread, self.fake, copies=cuts.gloo)
-            found.held, found.rows, found.held_gradients = sharded.held, sharded.rows, sharded.held_gradients
+            found.shard_elements, found.shard_gradient_bytes = sharded.held, sharded.held_gradients
+            found.rows = sharded.rows
             found.units = sharded.sizes
             found.rest = found.parameters - sum(found.units)
             techniques.append(sharded)
@@ -359,7 +360,7 @@ class Rehearsal:
 
         vars(flat.buckets)["_on_gradient"] = on_gradient
         elements = sum(part.high - part.low for part in flat.shards)
-        self.found.held_gradients += elements * self.precision.reduce.itemsize
+        self.found.shard_gradient_bytes += elements * self.precision.reduce.itemsize
         return flat
 
     @contextmanager

@@ -47,9 +47,9 @@ APART = ("all_to_all", "point_to_point")  # what sends to each rank apart
 RING = ("cp", "point_to_point")  # blocks of keys and values, and sums of their gradients, on their way
 
 
-def same_row(one: StepTrace, two: StepTrace) -> bool:
+def same_row(small: StepTrace, large: StepTrace) -> bool:
     """Whether two rehearsals of a rank ran the same operations and collectives in each part of its row."""
-    first, second = cast(RankTrace, one), cast(RankTrace, two)
+    first, second = cast(RankTrace, small), cast(RankTrace, large)
     if first.ops.keys() != second.ops.keys():
         return False
     return all(
@@ -80,11 +80,11 @@ def simulate_cut(
     cluster: Cluster,
     software: Software,
     precision: str,
-    held: Sequence[MemoryLedger],
+    ledgers: Sequence[MemoryLedger],
 ) -> Forecast:
     """The forecast of one optimizer step. `ranks`: models whose traces are `RankTrace`s; `held`: their memory."""
     dtype = PRECISIONS[precision].products
-    follows = any(rank.one.follows for rank in ranks)
+    follows = any(rank.small.follows for rank in ranks)
     kernels, added = kernels_of(cluster, layout, software, dtype, follows=follows)
     wire, states = Wire(cluster, layout.world_size), policy(precision, ranks[0].update.state_elements, layout)
     rounds = _rounds(ranks, layout, _ops(ranks, layout, kernels, software, wire), wire, states)
@@ -98,10 +98,10 @@ def simulate_cut(
         parts["slowest device, clocks and gaps"] = (GAPS - 1) * sum(parts.values())
     correction = cluster.device.correction.value if cluster.device.correction is not None else 1.0
     parts = {name: value * correction for name, value in parts.items() if value or name != HALOS}
-    each = layout.tp * layout.pp * layout.cut_positions / len(ranks)
+    ranks_alike = layout.tp * layout.pp * layout.cut_positions / len(ranks)
     forecast = Forecast(
-        step_s=sum(parts.values()), parts=parts, memory=list(held),
-        flops=each * sum(rank.flops(layout.global_batch) for rank in ranks),
+        step_s=sum(parts.values()), parts=parts, memory=list(ledgers),
+        flops=ranks_alike * sum(rank.flops(layout.global_batch) for rank in ranks),
         world_size=layout.world_size, samples=layout.global_batch, peak_tflops=peak_tflops(cluster.device, dtype),
         best_tflops=kernels.best_tflops / min(1.0, correction),
         convention="counted", exposed={"tensor": parts[TALK], **({"tiles": parts[HALOS]} if HALOS in parts else {}),
@@ -110,7 +110,7 @@ def simulate_cut(
     if layout.tiles > 1:
         forecast.halos = halo_bytes(ranks, layout, wire)
     forecast.basis = _basis(ranks, layout, kernels, wire)
-    ops = max(rank.linear(rank.one.kernels, rank.two.kernels, layout.micro_batch) for rank in ranks)
+    ops = max(rank.linear(rank.small.kernels, rank.large.kernels, layout.micro_batch) for rank in ranks)
     forecast.basis |= taken(ranks) | host_basis(kernels, ops, rounds.busy_s)
     return forecast
 
@@ -120,9 +120,9 @@ def _rounds(
 ) -> _Rounds:
     """The micro-batches of a step. `seconds`: of each op's work, its collectives, and those of them between tiles."""
     work, sent, of_tiles = seconds
-    busy, talk, tiled = (max(_of_rank(rank, each) for rank in ranks) for each in (work, sent, of_tiles))
+    busy, talk, tiled = (max(_of_rank(rank, by_op) for rank in ranks) for by_op in (work, sent, of_tiles))
     if layout.pp > 1:
-        share = sum(rank.trained for rank in ranks) / max(1, sum(rank.one.parameters for rank in ranks))
+        share = sum(rank.trained for rank in ranks) / max(1, sum(rank.small.parameters for rank in ranks))
         link = Sharded(wire, states, RankGroup(layout.shard_ranks, layout.tp), share)
         waits = _gathers(ranks, {key: work[key] + sent[key] for key in work}, link)
         gathered = max(_of_rank(rank, waits) for rank in ranks)
@@ -143,10 +143,10 @@ def _rounds(
 
 def _played(ranks: Sequence[Model], layout: Layout, seconds: Sequence[Seconds], wire: Wire) -> Played:
     """The schedule's table, played with what each stage's ops take in all."""
-    last = max(stage for each in seconds for _, stage in each)
+    last = max(stage for by_op in seconds for _, stage in by_op)
 
     def of_stages(kind: str) -> list[float]:
-        return [sum(each.get((kind, stage), 0.0) for each in seconds) for stage in range(last + 1)]
+        return [sum(by_op.get((kind, stage), 0.0) for by_op in seconds) for stage in range(last + 1)]
 
     whole, first, second = of_stages("B"), of_stages("I"), of_stages("W")
     inputs = [b or i for b, i in zip(whole, first, strict=True)]
@@ -196,9 +196,9 @@ def _ops(
     of_tiles: Seconds = {}
     talk = _Talk(layout, kernels, software, wire, groups_of(layout))
     for rank in ranks:
-        one, two = _seen(rank)
-        for key in one.ops:
-            seconds = between(one.ops[key], two.ops[key], layout.micro_batch, kernels, software)
+        small, large = _seen(rank)
+        for key in small.ops:
+            seconds = between(small.ops[key], large.ops[key], layout.micro_batch, kernels, software)
             work[key] = max(work.get(key, 0.0), seconds)
             among = talk.between_positions(rank, key, SPACE.__contains__)
             of_tiles[key] = max(of_tiles.get(key, 0.0), among)
@@ -241,19 +241,20 @@ class _Talk:
 
     def _hidden(self, rank: Model, key: OpKey, passing: tuple[str, str]) -> float:
         """Of exchanges that pass while operations run which do not need them."""
-        one, two = _seen(rank)
+        small, large = _seen(rank)
         micro = self.layout.micro_batch
         if passing == RING:  # the next block comes while that at hand is computed, the last one beside none
-            busy = attention_seconds(one.ops[key], two.ops[key], micro, self.kernels, self.software)
+            busy = attention_seconds(small.ops[key], large.ops[key], micro, self.kernels, self.software)
             return busy * (1 - 1 / self.layout.cp)
         group = self.groups[passing[0]]
         if on_cores(self.wire) and self.wire.tier(group) == 0:
             return 0.0
         seconds = 0.0
-        for (*told, came, start, stop), (_, _, more, *_) in zip(one.overlaps[key], two.overlaps[key], strict=True):
-            if tuple(told) == passing:
+        both = zip(small.overlaps[key], large.overlaps[key], strict=True)
+        for (axis, op, came, start, stop), (_, _, more, *_) in both:
+            if (axis, op) == passing:
                 at = {far: rank.linear(low, more[far], micro) for far, low in came.items()}
-                span = one.ops[key], two.ops[key], micro, slice(start, stop)
+                span = small.ops[key], large.ops[key], micro, slice(start, stop)
                 busy = span_seconds(*span, self.kernels, self.software)
                 seconds += min(busy, self.wire.exchange(at, group, 1))
         return seconds
@@ -262,11 +263,11 @@ class _Talk:
 def _arrivals(rank: Model, key: OpKey, layout: Layout) -> dict[tuple[str, str], dict[int, float]]:
     """Returns, by (axis, op), the bytes that a tile receives from the rank at each distance, in one part of its row."""
     first, second = (trace.arrivals[key] for trace in _seen(rank))
-    found: dict[tuple[str, str], dict[int, float]] = {}
+    by_call: dict[tuple[str, str], dict[int, float]] = {}
     for (axis, op, distance), low in first.items():
         high = second.get((axis, op, distance), low)
-        found.setdefault((axis, op), {})[distance] = rank.linear(low, high, layout.micro_batch)
-    return found
+        by_call.setdefault((axis, op), {})[distance] = rank.linear(low, high, layout.micro_batch)
+    return by_call
 
 
 def halo_bytes(ranks: Sequence[Model], layout: Layout, wire: Wire) -> dict[str, float]:
@@ -277,29 +278,29 @@ def halo_bytes(ranks: Sequence[Model], layout: Layout, wire: Wire) -> dict[str, 
     groups, tiers = groups_of(layout), wire.cluster.tiers
     totals: list[dict[str, float]] = []
     for rank in ranks:
-        found: dict[str, float] = {}
+        by_link: dict[str, float] = {}
         for key in _seen(rank)[0].ops:
             for (axis, _), came in _arrivals(rank, key, layout).items():
                 for tier, size in wire.by_tier(came, groups[axis]).items():
                     times = layout.n_micro * layout.rounds
-                    found[tiers[tier].name] = found.get(tiers[tier].name, 0.0) + times * size
-        totals.append(found)
-    return max(totals, key=lambda found: sum(found.values()))
+                    by_link[tiers[tier].name] = by_link.get(tiers[tier].name, 0.0) + times * size
+        totals.append(by_link)
+    return max(totals, key=lambda by_link: sum(by_link.values()))
 
 
 def _seen(rank: Model) -> tuple[RankTrace, RankTrace]:
     """Its rehearsals at two sizes of micro-batch."""
-    return cast(RankTrace, rank.one), cast(RankTrace, rank.two)
+    return cast(RankTrace, rank.small), cast(RankTrace, rank.large)
 
 
 def _gathers(ranks: Sequence[Model], busy: Mapping[OpKey, float], link: Sharded) -> dict[OpKey, float]:
     """Seconds by which each op's work waits for weights that are gathered and gradients that are scattered."""
-    found: dict[OpKey, float] = {}
+    waits: dict[OpKey, float] = {}
     for rank in ranks:
         for key, units in _seen(rank)[0].gathers.items():
             whole = link.op_seconds(units, busy[key], back=key[0] == "B")
-            found[key] = max(found.get(key, 0.0), whole - busy[key])
-    return {key: found.get(key, 0.0) for key in busy}
+            waits[key] = max(waits.get(key, 0.0), whole - busy[key])
+    return {key: waits.get(key, 0.0) for key in busy}
 
 
 def _of_rank(rank: Model, work: Mapping[OpKey, float]) -> float:
@@ -311,7 +312,7 @@ def _messages(ranks: Sequence[Model], layout: Layout, wire: Wire, last: int) -> 
     apart = layout.tp * layout.shard_ranks  # ranks from one stage to the next
     out = [0.0] * max(1, last)
     for rank in ranks:
-        one, two = _seen(rank)
-        for stage, size in one.messages.items():
-            out[stage] = wire.send(rank.linear(size, two.messages[stage], layout.micro_batch), 0, apart)
+        small, large = _seen(rank)
+        for stage, size in small.messages.items():
+            out[stage] = wire.send(rank.linear(size, large.messages[stage], layout.micro_batch), 0, apart)
     return out

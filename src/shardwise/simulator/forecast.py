@@ -80,12 +80,12 @@ class Forecast:
     @property
     def impossible(self) -> str:
         """Why no device can be as fast as this says; empty for a forecast that may be told."""
-        each = self.flops / self.step_s / self.world_size / 1e12
-        if each <= self.best_tflops * ROUNDING:
+        tflops = self.flops / self.step_s / self.world_size / 1e12
+        if tflops <= self.best_tflops * ROUNDING:
             return ""
         return (
-            f"a step of {self.step_s:.3g} s would compute {each:.4g} TFLOP/s on each device, whose best known product "
-            f"computes {self.best_tflops:.4g}: a defect of shardwise's forecast, please report it with the task"
+            f"a step of {self.step_s:.3g} s would compute {tflops:.4g} TFLOP/s on each device, whose best known "
+            f"product computes {self.best_tflops:.4g}: a defect of shardwise's forecast, please report it with the task"
         )
 
     def cost_per_million(self, price: float) -> tuple[float, str]:

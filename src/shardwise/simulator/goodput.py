@@ -47,13 +47,13 @@ def stall_of(run: str | Path) -> tuple[float, float]:
     path = Path(run) / "summary.json"
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
-        told = summary["checkpoints"]
-        stall, each = float(told["stall_s"]), float(told["bytes"]) / int(summary["world_size"])
+        checkpoints = summary["checkpoints"]
+        stall, rank_bytes = float(checkpoints["stall_s"]), float(checkpoints["bytes"]) / int(summary["world_size"])
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise InputError(f"{path} does not tell what a checkpoint cost: give a run that saved twice or more") from error
-    if each <= 0:
+    if rank_bytes <= 0:
         raise InputError(f"{path} does not tell what a checkpoint cost: its ranks wrote no bytes")
-    return stall, each
+    return stall, rank_bytes
 
 
 def writing_s(saved: float, writers: int, disk_gbps: float | None) -> float | None:
@@ -99,19 +99,19 @@ def _simulated(interval: float, stall: float, written: float, restart: float, mt
     return progress / total
 
 
-def lines(found: dict[str, Any]) -> list[str]:
+def lines(result: dict[str, Any]) -> list[str]:
     """Returns the goodput as lines of text."""
-    why = "Young-Daly" if found["bound_by"] == "failures" else "as long as the disk takes to write one"
-    write = found["write_s"]
+    why = "Young-Daly" if result["bound_by"] == "failures" else "as long as the disk takes to write one"
+    write = result["write_s"]
     disk = (
         "how long the disk takes is not known of this cluster (disk_gbps), and not counted"
         if write is None
         else f"it is on the disk {write:.3g} s later"
     )
     return [
-        f"a failure every {found['mtbf_s'] / 3600:.2f} hours; a checkpoint every {found['checkpoint_every_s']:.0f} s "
-        f"({found['checkpoint_every_steps']} steps, {why}), which stops a step for {found['checkpoint_s']:.2g} s; "
+        f"a failure every {result['mtbf_s'] / 3600:.2f} hours; a checkpoint every {result['checkpoint_every_s']:.0f} s "
+        f"({result['checkpoint_every_steps']} steps, {why}), which stops a step for {result['checkpoint_s']:.2g} s; "
         f"{disk}",
-        f"  progress {found['share_by_formula']:.1%} of the time by formula, {found['share_by_simulation']:.1%} by "
+        f"  progress {result['share_by_formula']:.1%} of the time by formula, {result['share_by_simulation']:.1%} by "
         f"{SIMULATED_FAILURES} drawn failures",
     ]

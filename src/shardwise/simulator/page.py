@@ -22,7 +22,7 @@ COLOURS = {"F": "#4c78a8", "B": "#f58518", "I": "#e45756", "W": "#72b7b2", "g": 
 PARTS = ("#4c78a8", "#f58518", "#e45756", "#72b7b2", "#54a24b", "#eeca3b", "#b279a2", "#9d755d", "#bab0ac")
 NAMES = {"F": "forward", "B": "backward", "I": "backward of the input", "W": "backward of the weights"}
 # terms of a ledger that come and go with micro-batches; those of an optimizer's step come when all are done
-HELD = ("activations", "embedding output", "head input", "micro-batch")
+COMES_AND_GOES = ("activations", "embedding output", "head input", "micro-batch")
 LATE = ("optimizer's temporaries",)
 FORWARD = 1 / 3  # of a micro-batch without a pipeline
 Curve = list[tuple[float, float]]  # (seconds, bytes)
@@ -137,37 +137,37 @@ def memory_over_time(forecast: Forecast) -> list[tuple[str, Curve]]:
 
 def _split(ledger: MemoryLedger) -> tuple[float, float, float, float]:
     """Bytes that rest, that come and go with micro-batches, of the moment of the peak, and of the optimizer."""
-    held = sum(size for name, size in ledger.terms.items() if name in HELD)
+    activations = sum(size for name, size in ledger.terms.items() if name in COMES_AND_GOES)
     late = sum(size for name, size in ledger.terms.items() if name in LATE)
     moment = sum(size for name, size in ledger.terms.items() if name.startswith("peak: "))
-    return ledger.allocated - held - late - moment, held, moment, late
+    return ledger.allocated - activations - late - moment, activations, moment, late
 
 
 def _of_row(ops: Sequence[tuple[str, float, float]], ledger: MemoryLedger) -> Curve:
-    rests, held, moment, _ = _split(ledger)
+    rests, activations, moment, _ = _split(ledger)
     ordered = sorted(ops, key=lambda op: op[1])
     last = {"F": 1, "B": -1, "W": -1}
     flying = most = 0
     for kind, _, _ in ordered:
         flying += last.get(kind, 0)
         most = max(most, flying)
-    each, now = held / max(1, most), rests
+    per_micro_batch, now = activations / max(1, most), rests
     curve: Curve = [(0.0, rests)]
     for kind, start, stop in ordered:
         extra = moment if kind != "F" else 0.0
         curve += [(start, now), (start, now + extra)]
-        now += each * last.get(kind, 0)
+        now += per_micro_batch * last.get(kind, 0)
         curve += [(stop, now + extra), (stop, now)]
     return curve
 
 
 def _of_one(forecast: Forecast, ledger: MemoryLedger) -> Curve:
     """Its last micro-batch and the optimizer's step: seconds are those of all that computes."""
-    rests, held, moment, late = _split(ledger)
+    rests, activations, moment, late = _split(ledger)
     optimizer = forecast.parts.get("optimizer", 0.0)
     work = max(forecast.step_s - optimizer, 1e-12)
     turn = FORWARD * work
-    top = rests + held + moment
+    top = rests + activations + moment
     return [(0.0, rests), (turn, top), (work, rests), (work, rests + late), (work + optimizer, rests + late)]
 
 
@@ -193,11 +193,11 @@ def _over_time(forecast: Forecast, capacity: float | None) -> str:
             y = floor - CHART * capacity / top
             parts.append(f"<path d='M{LEFT} {y:.1f}H{LEFT + WIDTH}' stroke='#c00' stroke-dasharray='4'/>")
     high = len(curves) * (CHART + 6)
-    told = f"; the broken line is a device's {capacity / 1e9:.4g} GB" if capacity else ""
+    line_note = f"; the broken line is a device's {capacity / 1e9:.4g} GB" if capacity else ""
     note = "" if len(curves) > 1 else ", as if the step were one micro-batch"
     return (
         f"<p>allocated bytes of each rank that differs: what rests, and activations as micro-batches come and go{note}"
-        f"{told}</p><svg width='{LEFT + WIDTH + 10}' height='{high + 16}'>{''.join(parts)}{_axis(end, high)}</svg>"
+        f"{line_note}</p><svg width='{LEFT + WIDTH + 10}' height='{high + 16}'>{''.join(parts)}{_axis(end, high)}</svg>"
     )
 
 

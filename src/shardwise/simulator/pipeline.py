@@ -51,12 +51,12 @@ def play_all(
     def of(count: int) -> Played:
         return play(schedule(name, ranks, count, chunks), forward, backward, weight, send, blocking=blocking)
 
-    for each in (SETTLED, LONG):
-        few = few_microbatches(ranks, micro_batches, chunks, each)
+    for settled in (SETTLED, LONG):
+        few = few_microbatches(ranks, micro_batches, chunks, settled)
         if few == micro_batches:
             return of(few)
-        one, two, three = of(few), of(few + ranks), of(few + 2 * ranks)
-        added = [b.seconds - a.seconds for a, b in ((one, two), (two, three))]
+        first, second, third = of(few), of(few + ranks), of(few + 2 * ranks)
+        added = [b.seconds - a.seconds for a, b in ((first, second), (second, third))]
         if abs(added[1] - added[0]) <= 1e-9 * added[0]:
             break
     times = (micro_batches - few - ranks) / ranks
@@ -64,7 +64,7 @@ def play_all(
     def grown(a: float, b: float) -> float:
         return a + (b - a) * times
 
-    busy = [grown(a, b) for a, b in zip(two.busy, three.busy, strict=True)]
-    kept = [round(grown(a, b)) for a, b in zip(two.in_flight, three.in_flight, strict=True)]
+    busy = [grown(a, b) for a, b in zip(second.busy, third.busy, strict=True)]
+    kept = [round(grown(a, b)) for a, b in zip(second.in_flight, third.in_flight, strict=True)]
     # no rank ends before its own work: a slower path may come to the fore later than it was played
-    return replace(one, seconds=max(grown(two.seconds, three.seconds), *busy), busy=busy, in_flight=kept)
+    return replace(first, seconds=max(grown(second.seconds, third.seconds), *busy), busy=busy, in_flight=kept)

@@ -21,9 +21,9 @@ def data_seconds(
 
     What sending in buckets adds is among what a probe measures of this package.
     """
-    count, inside = model.trained - model.one.experts, layout.tp  # ranks of tp lie inside
+    count, inside = model.trained - model.small.experts, layout.tp  # ranks of tp lie inside
     alike = RankGroup(layout.gradient_ranks // layout.ep, inside * layout.ep)  # ranks that hold the same experts
-    experts_s = wire.collective("all_reduce", alike, model.one.experts * states.on_wire)
+    experts_s = wire.collective("all_reduce", alike, model.small.experts * states.on_wire)
     shard, replicas = (
         RankGroup(layout.shard_ranks, inside),
         RankGroup(layout.replicas, layout.shard_ranks * layout.pp * inside),
@@ -63,9 +63,9 @@ def _gathered(
 
     What lies in no unit is gathered before the first of them in forward and in backward, and scattered after the last.
     """
-    units = model.units or [model.one.parameters]
-    rest = max(0, model.one.parameters - sum(units))
-    link = Sharded(wire, states, shard, model.trained / max(1, model.one.parameters))
+    units = model.units or [model.small.parameters]
+    rest = max(0, model.small.parameters - sum(units))
+    link = Sharded(wire, states, shard, model.trained / max(1, model.small.parameters))
     times = min(2, layout.n_micro)
     ops: list[StreamOp] = []
     for _ in range(times):

@@ -40,9 +40,9 @@ def stage_layers(shape: Shape, layout: Layout) -> list[float]:
     stages = layout.pp * layout.chunks
     if layout.stage_layers:
         return [float(n) for n in layout.stage_layers]
-    each, rest = divmod(shape.layers + shape.ahead, stages)
+    even, rest = divmod(shape.layers + shape.ahead, stages)
     start = (stages - rest) // 2
-    dealt = [float(each + (1 if start <= index < start + rest else 0)) for index in range(stages)]
+    dealt = [float(even + (1 if start <= index < start + rest else 0)) for index in range(stages)]
     return [*dealt[:-1], max(0.0, dealt[-1] - shape.ahead)]
 
 
@@ -62,10 +62,10 @@ def pipelined(step: StepContext, times: LayerTimes) -> Forecast:
     layers = stage_layers(shape, lay)
     stages = len(layers)
     dense = dense_of(shape, layers)
-    each = [times.of(n, front) for n, front in zip(layers, dense, strict=True)]
-    each[0], each[-1] = each[0].plus(times.first), each[-1].plus(times.last)
+    by_stage = [times.of(n, front) for n, front in zip(layers, dense, strict=True)]
+    by_stage[0], by_stage[-1] = by_stage[0].plus(times.first), by_stage[-1].plus(times.last)
     forward, backward, weight, exposed = (
-        [getattr(stage, name) for stage in each] for name in ("forward", "backward", "weight", "exposed")
+        [getattr(stage, name) for stage in by_stage] for name in ("forward", "backward", "weight", "exposed")
     )
     waits = _data_waits(step, layers, dense, forward, backward, weight)
     message = lay.tokens * shape.hidden * 2 / (lay.tp if lay.sp or step.software.split_sends else 1)
@@ -80,16 +80,16 @@ def pipelined(step: StepContext, times: LayerTimes) -> Forecast:
     live = live_layers(played, layers, lay.pp) if any(unlike) else []
     for rank in range(lay.pp):
         mine = mine_of[rank]
-        held, front = (sum(of[stage] for stage in mine) for of in (layers, dense))
+        layers_here, front = (sum(of[stage] for stage in mine) for of in (layers, dense))
         first, last = 0 in mine, stages - 1 in mine
         memory.append(
             rank_memory(
-                shape, lay, step.software, layers=held, dense=front, first=first, last=last,
-                in_flight=live[rank] / held if unlike[rank] else played.in_flight[rank] / lay.chunks,
+                shape, lay, step.software, layers=layers_here, dense=front, first=first, last=last,
+                in_flight=live[rank] / layers_here if unlike[rank] else played.in_flight[rank] / lay.chunks,
             )
         )  # fmt: skip
-        parameters = stage_parameters(shape, lay, held, first=first, last=last, dense=front)
-        data = _once(step, parameters, held, backward[mine[0]] + weight[mine[0]], forward[mine[0]])
+        parameters = stage_parameters(shape, lay, layers_here, first=first, last=last, dense=front)
+        data = _once(step, parameters, layers_here, backward[mine[0]] + weight[mine[0]], forward[mine[0]])
         if shape.tied and lay.pp > 1 and (first or last):
             data += step.wire.collective(
                 "all_reduce", RankGroup(2, distance * (lay.pp - 1)), shape.vocab * shape.hidden * 4 / lay.tp
@@ -124,15 +124,15 @@ def _data_waits(
     if lay.zero < 2 or lay.shard_ranks == 1 or whole_in_pipeline(soft, lay):
         return waits
     inner = replace(step, layout=lay.with_(replicas=1))  # replicas are summed once
-    for stage, (held, front) in enumerate(zip(layers, dense, strict=True)):
-        own = stage_parameters(shape, lay, 1.0, first=False, last=False, dense=front / held if held else 0.0)
+    for stage, (count, front) in enumerate(zip(layers, dense, strict=True)):
+        own = stage_parameters(shape, lay, 1.0, first=False, last=False, dense=front / count if count else 0.0)
         scatter, gather = reduction_seconds(inner, own, 1.0)
         ends = stage_parameters(shape, lay, 0.0, first=stage == 0, last=stage == len(layers) - 1)
         end_scatter, end_gather = reduction_seconds(inner, ends, 1.0)
-        units = max(1, round(held))
+        units = max(1, round(count))
         if lay.zero == 2:
             window = weight[stage] if KINDS[lay.schedule].split else backward[stage] + weight[stage]
-            waits[stage] = beside(window, held * scatter + end_scatter, units, soft.overlap_dp)
+            waits[stage] = beside(window, count * scatter + end_scatter, units, soft.overlap_dp)
             weight[stage] += waits[stage]
             continue
         back = backward[stage] + weight[stage]

@@ -133,9 +133,9 @@ class _UnitLinks:
 
     def gather(self, counts: dict[str, float]) -> float:
         """Seconds until all ranks have the unit whole."""
-        each = ((group, count * self.whole / self.pieces) for group, count in self._by_group(counts).items())
+        sizes = ((group, count * self.whole / self.pieces) for group, count in self._by_group(counts).items())
         return self.copies + self.pieces * sum(
-            self.step.wire.collective("all_gather", group, size) for group, size in each
+            self.step.wire.collective("all_gather", group, size) for group, size in sizes
         )
 
     def scatter(self, counts: dict[str, float], last_micro: bool) -> float:
@@ -152,10 +152,10 @@ class _UnitLinks:
         return _Unit(self.gather(counts), (self.scatter(counts, False), self.scatter(counts, True)))
 
     def _by_group(self, counts: dict[str, float]) -> dict[RankGroup, float]:
-        found: dict[RankGroup, float] = {}
+        by_group: dict[RankGroup, float] = {}
         for kind, count in counts.items():
-            found[sharing(self.step, kind)] = found.get(sharing(self.step, kind), 0.0) + count
-        return found
+            by_group[sharing(self.step, kind)] = by_group.get(sharing(self.step, kind), 0.0) + count
+        return by_group
 
 
 class _Zero3:

@@ -38,14 +38,14 @@ def scaling(simulate: Callable[[Layout], Forecast], layout: Layout) -> list[dict
                 continue
             changed = layout.with_(**{name: int(degree), "n_micro": int(n_micro)})
             try:
-                found = simulate(changed)
+                forecast = simulate(changed)
             except ShardwiseError:
                 continue
             rows.append(
                 {
                     "kind": kind, "devices": changed.world_size, "global_batch": changed.global_batch,
-                    "step_s": found.step_s, f"{found.rate[1]}_per_s": found.rate[0], "mfu": found.mfu,
-                    "rate": f"{found.rate[0]:.4g} {found.rate[1]}/s",
+                    "step_s": forecast.step_s, f"{forecast.rate[1]}_per_s": forecast.rate[0], "mfu": forecast.mfu,
+                    "rate": f"{forecast.rate[0]:.4g} {forecast.rate[1]}/s",
                 }
             )  # fmt: skip
     return rows

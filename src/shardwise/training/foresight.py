@@ -70,10 +70,10 @@ def refine(cluster: Cluster, run: Path) -> Cluster:
         summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"--refine: no summary.json in {run}: name the folder of a finished run") from None
-    found = summary.get("forecast")
-    if not found or not summary.get("step_s"):
+    forecast = summary.get("forecast")
+    if not forecast or not summary.get("step_s"):
         raise InputError(f"--refine: the run in {run} had no forecast, or too few steps to time: train with --cluster")
-    factor = summary["step_s"] / (found["step_s"] * found["pace"] / found["correction"])
+    factor = summary["step_s"] / (forecast["step_s"] * forecast["pace"] / forecast["correction"])
     source = f"step time of {run.name}, measured over forecast"
     return replace(
         cluster, device=replace(cluster.device, correction=Figure(float(f"{factor:.4g}"), "measured", source))

@@ -13,7 +13,7 @@ from pathlib import Path
 from shardwise.errors import InputError
 
 LOCK = "running.lock"  # names the process while the run goes on
-_HELD: set[int] = set()  # open files, which processes that are forked off (a loader's workers) must not keep
+_LOCKED_FILES: set[int] = set()  # open files, which processes that are forked off (a loader's workers) must not keep
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -25,21 +25,21 @@ def held(folder: Path) -> Iterator[list[str]]:
     """
     path = folder / LOCK
     file, notes = _taken(path)
-    _HELD.add(file)
+    _LOCKED_FILES.add(file)
     try:
         yield notes
     finally:
         with suppress(FileNotFoundError):  # with its folder, of a run that was refused before it began
             path.unlink()
-        _HELD.discard(file)
+        _LOCKED_FILES.discard(file)
         os.close(file)
 
 
 def _let_go() -> None:
     """In a process that was forked off: its parent alone has the lock, and ends with it."""
-    for file in _HELD:
+    for file in _LOCKED_FILES:
         os.close(file)
-    _HELD.clear()
+    _LOCKED_FILES.clear()
 
 
 os.register_at_fork(after_in_child=_let_go)

@@ -67,18 +67,18 @@ class Job:
         return replace(self, **changes)
 
 
-def find_task(effective: Effective, given: Task | Callable[[], Task] | None) -> Task:
+def find_task(effective: Effective, passed: Task | Callable[[], Task] | None) -> Task:
     """The task that was given, or the one that the configuration names."""
     section = effective.config.task
-    return resolve_task(section.name, section) if given is None else call_task(section.name, given)
+    return resolve_task(section.name, section) if passed is None else call_task(section.name, passed)
 
 
-def make_job(effective: Effective, given: Task | Callable[[], Task] | None = None, *, keep: bool = False) -> Job:
+def make_job(effective: Effective, passed: Task | Callable[[], Task] | None = None, *, keep: bool = False) -> Job:
     """Settle what the run does; `InputError` where the configuration does not fit the task.
 
     keep   the ranks run in this process, so the task that was built here is theirs
     """
-    task = find_task(effective, given)
+    task = find_task(effective, passed)
     _check_device(effective.config.train.device)
     _check_options(effective, task)
     check_sinks(list(effective.config.train.sinks))
@@ -96,7 +96,7 @@ def make_job(effective: Effective, given: Task | Callable[[], Task] | None = Non
     tokens = effective.config.task.seq_len if effective.config.task.name == "text" else None
     return Job(
         effective=effective,
-        task=task if keep else given,
+        task=task if keep else passed,
         name=effective.config.train.name or task.name,
         steps=steps,
         batch_samples=batch,
@@ -133,7 +133,7 @@ def _check_options(effective: Effective, task: Task) -> None:
 def _chosen(effective: Effective, key: str) -> bool:
     """Whether a key of [train] was set to another value than its default: a run's own config.toml has every key."""
     train, name = effective.config.train, key.removeprefix("train.")
-    return effective.given(key) and getattr(train, name) != type(train).model_fields[name].default
+    return effective.is_set(key) and getattr(train, name) != type(train).model_fields[name].default
 
 
 def _batch_samples(effective: Effective, task: Task) -> int:

@@ -149,11 +149,11 @@ class Keeper:
         self.best = self._best_of((fields.get("run") or {}).get("best"))
         if self.check is not None and restored.same_plan:
             self.check.unlike = fields.get("unlike")
-        told = [*restored.notices, f"goes on from {restored.folder}, after step {self.first}"]
-        told += changes(fields.get("settings") or {}, settings_of(self.job.effective))
+        notices = [*restored.notices, f"goes on from {restored.folder}, after step {self.first}"]
+        notices += changes(fields.get("settings") or {}, settings_of(self.job.effective))
         if not restored.same_plan:
-            told.append("another plan than the checkpoint's: the same samples in the same order, sums in another")
-        self.engine.notices.extend(told)
+            notices.append("another plan than the checkpoint's: the same samples in the same order, sums in another")
+        self.engine.notices.extend(notices)
         if self.engine.rank == 0:
             self._set_aside(restored)
 
@@ -194,7 +194,7 @@ class Keeper:
         renames = self.job.effective.config.train.init_rename
         with opened(source) as stored:
             self._refuse_damage(stored)
-            matched = load_weights(self.engine, stored, dict(one.split("=", 1) for one in renames))
+            matched = load_weights(self.engine, stored, dict(pair.split("=", 1) for pair in renames))
         every = len(matched.loaded) + len(matched.missing)
         self.engine.notices.append(
             f"weights from {stored.folder}: {len(matched.loaded)} of {every} tensors"

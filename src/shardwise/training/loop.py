@@ -129,7 +129,7 @@ class _Rank:
         self.profile = StepProfile(steps, engine, job.folder)
         self.watch = InputWatch(self._of_all_ranks, self._input_advice())
         self.losses: list[float] = []
-        self.told = len(engine.notices)  # notices that were shown at the start
+        self.shown_notices = len(engine.notices)  # notices that were shown at the start
         self.first_loss = self.keeper.first_loss
         self.skipped = engine.state.skipped_steps
         self.peak_bytes = 0
@@ -186,8 +186,8 @@ class _Rank:
         """The summary of a run that was asked to stop."""
         saver = self.keeper.saver
         assert saver is not None
-        told = {"step": step + 1, "checkpoint": str(saver.last), "loss": self.losses[-1]}
-        return {"folder": str(self.job.folder), "stopped": told, "notices": list(self.engine.notices)}
+        stopped = {"step": step + 1, "checkpoint": str(saver.last), "loss": self.losses[-1]}
+        return {"folder": str(self.job.folder), "stopped": stopped, "notices": list(self.engine.notices)}
 
     def _announce(self) -> None:
         if self.display is None:
@@ -278,9 +278,9 @@ class _Rank:
     def _tell(self) -> None:
         """Show the notices that were not shown yet."""
         if self.display is not None and self.engine.rank == 0:
-            for note in self.engine.notices[self.told :]:
+            for note in self.engine.notices[self.shown_notices :]:
                 self.display.say(note)
-        self.told = len(self.engine.notices)
+        self.shown_notices = len(self.engine.notices)
 
     def _profiled(self, step: int) -> None:
         """After the last profiled step: the table of all ranks, shown and kept."""
@@ -334,8 +334,8 @@ class _Rank:
         if self.metrics is not None:
             self.metrics.write({"step": step, "eval_loss": self.eval_loss, "eval_weight": weight, **own})
         if self.display is not None and self.engine.rank == 0:
-            told = "".join(f"  {name} {value:.4g}" for name, value in self.eval_metrics.items())
-            self.display.say(f"step {step + 1}/{self.job.steps}  held-out loss {self.eval_loss:.4f}{told}")
+            metrics = "".join(f"  {name} {value:.4g}" for name, value in self.eval_metrics.items())
+            self.display.say(f"step {step + 1}/{self.job.steps}  held-out loss {self.eval_loss:.4f}{metrics}")
 
     def _keep_best(self, steps: int) -> None:
         """Write the weights where the held-out loss is the smallest so far, if that is asked for. Collective."""

@@ -38,7 +38,7 @@ TIMEOUT_S = 1800.0
 def places(world: int, suspects: set[int]) -> list[int]:
     """For each place the rank that takes it: none its own, and a suspect's none of the suspects where others do."""
     shifts = range(1, world)
-    apart_ones = [by for by in shifts if not any((one + by) % world in suspects for one in suspects)]
+    apart_ones = [by for by in shifts if not any((suspect + by) % world in suspects for suspect in suspects)]
     by = next(iter(apart_ones), 1)
     return [(place + by) % world for place in range(world)]
 
@@ -64,7 +64,7 @@ def _judged(job: Job, engine: Engine, differ: ReplicasDiffer) -> ReplicasDiffer:
     """The same error, with what the others came to in the places of those that differ."""
     newest = next(iter(publish.scan(home_of(job.effective, job.folder))), None)
     source = gather_json(None if newest is None else str(newest), engine.mesh.world, engine.device)[0] or job.resume
-    suspects = {rank for held in differ.held.values() for rank in held}
+    suspects = {rank for by_rank in differ.held.values() for rank in by_rank}
     order, rank = places(engine.world_size, suspects), engine.rank
     if rank == 0:
         begins = f"from {source}" if source else "from the beginning"
@@ -74,12 +74,12 @@ def _judged(job: Job, engine: Engine, differ: ReplicasDiffer) -> ReplicasDiffer:
     with apart(order, TIMEOUT_S):
         mine = _again(job.with_(resume=source, effective=_quiet(job)), differ.step)
         table = gather_json([rank, mine], everybody(), engine.device)
-    found: Held = {}
-    for name, held in differ.held.items():
-        for place in held:
+    retaken: Held = {}
+    for name, by_rank in differ.held.items():
+        for place in by_rank:
             who, theirs = table[place]
-            found.setdefault(name, {})[who] = theirs[name][1]
-    return differ.judged(*verdict(differ.held, found))
+            retaken.setdefault(name, {})[who] = theirs[name][1]
+    return differ.judged(*verdict(differ.held, retaken))
 
 
 def _again(job: Job, steps: int) -> Hashes:

@@ -63,14 +63,14 @@ def until_done(job: Job, launch: Launch) -> dict[str, Any]:
                 return attempts.stopped()
         else:
             attempts.write(attempts.entry(began, from_step, None))
-            return attempts.told_in(summary)
+            return attempts.with_attempts(summary)
 
 
 class _Attempts:
     """What the attempts of one run came to."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.given_resume = job, job.resume
+        self.job, self.first_resume = job, job.resume
         self.home = home_of(job.effective, job.folder)
         self.budget: int = job.effective.config.train.restarts
         self.began = time.monotonic()
@@ -85,7 +85,7 @@ class _Attempts:
 
     def source(self) -> str | None:
         """What the next attempt goes on from."""
-        return source_of(self.home, self.given_resume, self._ahead)
+        return source_of(self.home, self.first_resume, self._ahead)
 
     def let_writers_end(self) -> None:
         """Wait for a checkpoint that the dead ranks' writers are about to publish, or give up."""
@@ -151,12 +151,12 @@ class _Attempts:
 
     def _without_progress(self, entry: dict[str, Any]) -> list[dict[str, Any]]:
         """Attempts right before this one that ended with the same checkpoint."""
-        found = []
+        barren = []
         for before in reversed(self.entries):
             if before["saved_step"] != entry["saved_step"]:
                 break
-            found.append(before)
-        return found
+            barren.append(before)
+        return barren
 
     def _shrink(self, entry: dict[str, Any]) -> None:
         """After a rank was lost twice without progress: fewer ranks, where the run may have fewer."""
@@ -195,39 +195,39 @@ class _Attempts:
         newest = self.checkpoint()
         if newest is None:
             raise KeyboardInterrupt
-        told = {"step": publish.step_of(newest), "checkpoint": str(newest), "loss": None}
-        return {"folder": str(self.job.folder), "stopped": told, "notices": []}
+        state = {"step": publish.step_of(newest), "checkpoint": str(newest), "loss": None}
+        return {"folder": str(self.job.folder), "stopped": state, "notices": []}
 
-    def told_in(self, summary: dict[str, Any]) -> dict[str, Any]:
+    def with_attempts(self, summary: dict[str, Any]) -> dict[str, Any]:
         """The summary with attempts, lost steps and goodput, in the run's folder too."""
         if summary.get("stopped") is not None:
             return summary
         kept = _seconds_of_steps(self.job.folder / METRICS, 0, self.job.steps)
-        told = {
+        added = {
             "attempts": len(self.entries),
             "lost_steps": sum(entry["lost_steps"] for entry in self.entries),
-            "goodput": min(1.0, kept / max(time.monotonic() - self.began, 1e-9)) if self.given_resume is None else None,
+            "goodput": min(1.0, kept / max(time.monotonic() - self.began, 1e-9)) if self.first_resume is None else None,
         }
-        summary = {**summary, **told}
+        summary = {**summary, **added}
         write_json(self.job.folder / "summary.json", summary)
         return summary
 
 
-def ahead_of(home: Path, given: str | None) -> set[tuple[str, int]]:
+def ahead_of(home: Path, resume: str | None) -> set[tuple[str, int]]:
     """Checkpoints of a run that are newer than the one to go on from: of steps that are taken again."""
-    if given is None or place(given).parent.absolute() != home.absolute():
+    if resume is None or place(resume).parent.absolute() != home.absolute():
         return set()
-    first = int(manifest.read(place(given)).fields["step"])
+    first = int(manifest.read(place(resume)).fields["step"])
     return {_identity(path) for path in publish.scan(home) if publish.step_of(path) > first}
 
 
-def source_of(home: Path, given: str | None, ahead: set[tuple[str, int]]) -> str | None:
+def source_of(home: Path, resume: str | None, ahead: set[tuple[str, int]]) -> str | None:
     """What an attempt after the first goes on from: the run's newest checkpoint, once it has one of its own.
 
     given   what the first was to go on from, which stands until those `ahead` of it were set aside
     """
     there = {_identity(path) for path in publish.scan(home)}
-    return given if _newest(home, ahead) is None or there & ahead else str(home)
+    return resume if _newest(home, ahead) is None or there & ahead else str(home)
 
 
 def _newest(home: Path, ahead: set[tuple[str, int]]) -> Path | None:

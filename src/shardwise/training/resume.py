@@ -25,23 +25,30 @@ _NO_ARRAY = ("", "undefined", "0")
 
 def settings_of(effective: Effective) -> dict[str, Any]:
     """Every value of a configuration by its dotted key; the plan; which job of an array this is, where it is one."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
 
     def walk(prefix: str, value: Any) -> None:
         if isinstance(value, dict):
-            for key, one in value.items():
-                walk(f"{prefix}.{key}" if prefix else key, one)
+            for key, inner in value.items():
+                walk(f"{prefix}.{key}" if prefix else key, inner)
         else:
-            found[prefix] = value
+            settings[prefix] = value
 
     walk("", effective.config.model_dump(mode="json"))
-    return found | {"plan": str(effective.plan)} | _array_task()
+    return settings | {"plan": str(effective.plan)} | _array_task()
 
 
 def _array_task() -> dict[str, str]:
     """Jobs of an array may have one configuration, and each goes on with its own run."""
-    told = [f"{name}={os.environ[name]}" for name in _ARRAY_VARIABLES if name in os.environ]
-    mine = next((one for one in told if one.startswith("SLURM") or one.partition("=")[2] not in _NO_ARRAY), None)
+    variables = [f"{name}={os.environ[name]}" for name in _ARRAY_VARIABLES if name in os.environ]
+    mine = next(
+        (
+            variable
+            for variable in variables
+            if variable.startswith("SLURM") or variable.partition("=")[2] not in _NO_ARRAY
+        ),
+        None,
+    )
     return {} if mine is None else {ARRAY_TASK: mine}
 
 
@@ -115,9 +122,9 @@ def _runs(effective: Effective, name: str) -> list[Path]:
     """Run folders of this name that have a checkpoint, newest first."""
     out = Path(effective.config.train.out)
     kind = re.compile(r"\d{8}-\d{6}-" + re.escape(name) + r"(-\d+)?")
-    found = [path for path in (out.iterdir() if out.is_dir() else ()) if kind.fullmatch(path.name)]
-    found = [path for path in found if publish.scan(home_of(effective, path))]
-    return sorted(found, key=lambda path: (path.name[:15], len(path.name), path.name), reverse=True)
+    runs = [path for path in (out.iterdir() if out.is_dir() else ()) if kind.fullmatch(path.name)]
+    runs = [path for path in runs if publish.scan(home_of(effective, path))]
+    return sorted(runs, key=lambda path: (path.name[:15], len(path.name), path.name), reverse=True)
 
 
 def _stopped_like(effective: Effective, runs: list[Path]) -> Path | None:

@@ -85,13 +85,13 @@ def train(
 
     With more than one rank, a `Task` is sent to the ranks by pickle: one with lambdas is better given by name.
     """
-    given = task if not isinstance(task, str) else None
+    task_or_function = task if not isinstance(task, str) else None
     values = [*_from_config(config), Given("task.name", _name_of(task), "the task")]
     if plan is not None:
         values.append(Given("plan", plan, "the plan"))
     values += _from_overrides(overrides)
     path = config if isinstance(config, str | Path) else None
-    return execute(load(path, values=values), given, nproc, None if resume is None else str(resume))
+    return execute(load(path, values=values), task_or_function, nproc, None if resume is None else str(resume))
 
 
 def _name_of(task: Any) -> str:
@@ -233,18 +233,18 @@ def _here(job: Job) -> dict[str, Any]:
 
 def _deadlines(config: TrainSection) -> Deadlines:
     return Deadlines(**{
-        each.name: getattr(config, f"{each.name.removesuffix('_s')}_deadline") for each in fields(Deadlines)
+        deadline.name: getattr(config, f"{deadline.name.removesuffix('_s')}_deadline") for deadline in fields(Deadlines)
     })  # fmt: skip
 
 
 def _launched(job: Job) -> dict[str, Any]:
     from shardwise.ranks import launch
 
-    def told(name: str) -> None:
+    def announce(name: str) -> None:
         sys.stderr.write(f"\n{name}: the step under way is finished and saved; a second signal ends the run at once\n")
 
     config, world = job.effective.config.train, job.effective.plan.world_size
-    asked = told if config.checkpoint_every != 0 else None
+    asked = announce if config.checkpoint_every != 0 else None
     if sys.stderr.isatty():
         line(f"train: starting {world} ranks")
     results: Sequence[Any] = launch(
@@ -283,8 +283,10 @@ def _joined(job: Job, forecast: dict[str, Any] | None, resume: str | None) -> Ru
             except InputError as problem:
                 error = str(problem)
         notes = list(placed.effective.notes)
-        told = gather_json([str(placed.folder), placed.resume, placed.again, notes, error], everybody(), device)[0]
-        folder, source, again, notes, error = told
+        from_rank_0 = gather_json([str(placed.folder), placed.resume, placed.again, notes, error], everybody(), device)[
+            0
+        ]
+        folder, source, again, notes, error = from_rank_0
         if error:
             raise InputError(error)
         effective = replace(job.effective, notes=tuple(notes))
@@ -299,10 +301,10 @@ def _placed_in_turn(job: Job, resume: str | None) -> Job:
     """As `_placed`; in an attempt after the first of a launcher's job, the first one's folder and what it saved."""
     before = remembered(RUN)
     if before is not None and Path(json.loads(before)["folder"]).is_dir():
-        told = json.loads(before)
-        folder = Path(told["folder"])
+        first_run = json.loads(before)
+        folder = Path(first_run["folder"])
         home = home_of(job.effective, folder)
-        source = source_of(home, told["resume"], {(name, inode) for name, inode in told["ahead"]})
+        source = source_of(home, first_run["resume"], {(name, inode) for name, inode in first_run["ahead"]})
         note = f"the launcher started this run again: it goes on in {folder}"
         return _with_notes(job.with_(folder=folder, resume=source, again=True), [note])
     placed = _placed(job, resume)
