@@ -35,7 +35,7 @@ class Source(Protocol):
 
 
 def default_inputs(batch: Any) -> tuple[tuple, dict]:
-    """A mapping becomes keyword arguments, a tuple or list positional ones, anything else the one argument."""
+    """Returns (args, kwargs): a mapping as keywords, a tuple or list as positional, anything else as one argument."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
     if isinstance(batch, tuple | list):
@@ -59,7 +59,7 @@ CALLED_WITH = {  # what each function of a task is called with
 
 
 def _takes(field: str, function: Any, arguments: tuple[str, ...]) -> None:
-    """Raise `InputError` for a function of one's own that cannot be called with what it is given."""
+    """Raises `InputError` where a user's function cannot be called with the arguments that it will get."""
     if not inspect.isfunction(function):
         return
     try:
@@ -69,7 +69,7 @@ def _takes(field: str, function: Any, arguments: tuple[str, ...]) -> None:
 
 
 def call_arguments(task: Task, batch: Any) -> tuple[tuple, dict]:
-    """What the model is called with for a batch; `InputError` where Task.inputs gives something else."""
+    """Returns the model's (args, kwargs) for a batch; raises `InputError` where Task.inputs returns anything else."""
     call = task.inputs(batch)
     if not (isinstance(call, tuple | list) and len(call) == 2 and isinstance(call[1], dict)):
         raise InputError(
@@ -116,13 +116,13 @@ class Domain:
 
     @property
     def edges(self) -> tuple[tuple[str, str], ...]:
-        """(name, boundary) of each dim, in the order in which they lie in a tensor; () where all are zeros."""
+        """Returns (name, boundary) of each dim, in the order in which they lie in a tensor; () where all are zeros."""
         names = [name for _, name in sorted(zip(self.dims, self.names, strict=False))]
         found = tuple((name, self.boundary.get(name, "zeros")) for name in names)
         return found if any(kind != "zeros" for _, kind in found) else ()
 
     def as_text(self) -> str:
-        """For people: "lat (-2), lon (-1)"."""
+        """Returns the dims as text: "lat (-2), lon (-1)"."""
         names = self.names or tuple("dim" for _ in self.dims)
         return ", ".join(f"{name} ({dim})" for name, dim in zip(names, self.dims, strict=True))
 

@@ -55,7 +55,7 @@ def calls_prepare(path: str | Path) -> bool:
 
 
 def _may_be_a_task(function: ast.FunctionDef) -> bool:
-    """A public function that takes nothing it has no default for, and returns a value."""
+    """Whether this is a public function that can be called without arguments and returns a value."""
     taken = function.args
     needed = len(taken.posonlyargs) + len(taken.args) - len(taken.defaults) + taken.kw_defaults.count(None)
     own = [node for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
@@ -75,7 +75,7 @@ def _calls(call: ast.Call, names: set[str]) -> bool:
 
 
 def which_task(name: str) -> str:
-    """What to say of a task given without its name: `mine.py` or `mine` in the place of `mine.py:task`."""
+    """Returns a hint for a task that cannot be resolved, such as `mine.py` in the place of `mine.py:task`."""
     stem = name.removesuffix(":").removesuffix(".py")
     path = Path(f"{stem}.py")
     if not name.strip():

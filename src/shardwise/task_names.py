@@ -34,7 +34,7 @@ MOST_CHARACTERS = 500  # of an exception's own message in one of ours
 
 
 def resolve_task(named: Task | str | Callable[[], Task], section: TaskSection | None = None) -> Task:
-    """The `Task` that was given, by itself, by a function or by its name; `section` holds the sizes of a built-in one.
+    """Returns the `Task` of an object, a function or a name; `section`: the sizes of a built-in one.
 
     Raises `InputError` for a name that is not found, code that fails where it is imported or called, and results that
     are no `Task`.
@@ -109,7 +109,7 @@ def _attribute(task: str, module: ModuleType, path: str) -> Any:
 
 
 def call_task(task: str, value: Any) -> Task:
-    """The task itself, or what the function returns, named after it (after its module where it is called `task`).
+    """Returns a `Task` as it is, or what a function returns, named after it (after its module if called `task`).
 
     `task` is its name in messages.
     """
@@ -140,13 +140,13 @@ def call_task(task: str, value: Any) -> Task:
 
 
 def _stem(module: str) -> str:
-    """The last name of a module; of the program itself, its file's."""
+    """Returns the last part of a module's name; for `__main__` the stem of its file."""
     file = getattr(sys.modules.get("__main__"), "__file__", None) if module == "__main__" else None
     return Path(file).stem if file else module.rpartition(".")[2]
 
 
 def _arguments(function: Any) -> list[str]:
-    """The arguments that a call could not do without."""
+    """Returns the names of the arguments without a default."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -156,14 +156,14 @@ def _arguments(function: Any) -> list[str]:
 
 
 def _task_error(task: str, what: str, error: BaseException) -> ShardwiseError:
-    """Our own errors keep their class; any other becomes one line."""
+    """Returns the error to raise for a failing task: shardwise's own keep their class, others become one line."""
     if isinstance(error, ShardwiseError):
         return type(error)(f"task {task!r}: {error}")
     return InputError(f"task {task!r}: {what}: {where(error)}{_meant(error)}")
 
 
 def _meant(error: BaseException) -> str:
-    """The field of a `Task` that a misspelt keyword is nearest to."""
+    """Returns a hint at the field of `Task` that a misspelt keyword is nearest to, or ""."""
     found = re.search(r"^Task\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
     names = [field.name for field in fields(Task)]
     return (did_you_mean(found[1], names) or f" (known: {', '.join(names)})") if found else ""
@@ -186,7 +186,7 @@ def where(error: BaseException, *, own_alone: bool = False) -> str:
 
 
 def inputs_hint(error: BaseException) -> str:
-    """What to give where a batch of several tensors seems to be taken for the model's arguments; else nothing."""
+    """Returns a hint at `Task.inputs` where a batch's tensors seem to be taken for the model's arguments; else ""."""
     if isinstance(error, TypeError) and "argument" in str(error) and "numpy" not in str(error):
         return (
             ". If the batch holds more than the model's arguments, give Task.inputs (batch -> args, kwargs), "

@@ -70,7 +70,7 @@ def compare(answer: Answer, task: str, plans: str, **words: Any) -> None:
 
 
 def _forecast_row(task: str, cluster: Cluster, plan: Plan, words: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """Cells and fields of one plan's forecast, or why there is none."""
+    """Returns (table cells, JSON fields) of one plan's forecast, or why there is none."""
     from shardwise.errors import ShardwiseError
     from shardwise.planner.door import check_plan, layout_of, possible
     from shardwise.planner.units import bytes_text, seconds_text
@@ -102,7 +102,7 @@ def _can_be_measured(task: str, words: dict[str, Any]) -> None:
 
 
 def _measured_row(task: str, plan: Plan, forecast: dict[str, Any], randomness: Any) -> tuple[list[str], dict[str, Any]]:
-    """Cells and fields of one plan as it ran here, or why it did not."""
+    """Returns (table cells, JSON fields) of one plan as it ran here, or why it did not."""
     from shardwise.errors import RefusedPlan
     from shardwise.measure.plan_here import measure_here
     from shardwise.planner.units import seconds_text

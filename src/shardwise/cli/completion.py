@@ -74,7 +74,7 @@ def answer_shell(main: click.Group) -> None:
 
 
 def _words(text: str) -> list[str]:
-    """The words of an unfinished line; the last is empty after a space, and quotes need not be closed."""
+    """Returns the words of an unfinished line; the last is "" after a space, and quotes need not be closed."""
     words: list[str] = []
     word, quote = "", ""
     for letter in text:
@@ -90,7 +90,7 @@ def _words(text: str) -> list[str]:
 
 
 def candidates(main: click.Group, words: list[str]) -> list[str]:
-    """What the last of these words may become; the words before it say which command and option it is of."""
+    """Returns completions of the last word; the words before it say which command and option it belongs to."""
     command: click.Command = main
     *before, word = words or [""]
     option: click.Parameter | None = None
@@ -120,7 +120,7 @@ def candidates(main: click.Group, words: list[str]) -> list[str]:
 
 
 def _values(parameter: click.Parameter, word: str) -> list[str]:
-    """What an option or argument takes, by its name; a choice has its own."""
+    """Returns values that an option or argument takes and that begin with `word`."""
     if isinstance(parameter.type, click.Choice):
         return [str(choice) for choice in parameter.type.choices if str(choice).startswith(word)]
     name = parameter.name or ""
@@ -145,7 +145,7 @@ def _values(parameter: click.Parameter, word: str) -> list[str]:
 
 
 def plan_words(text: str) -> list[str]:
-    """The keys that may follow in a plan's text, each with its `=`, or the values of the one that is being written."""
+    """Returns the keys that may follow in a plan's text, each with its `=`, or the values of the key being written."""
     from shardwise.layout.plan import Plan
 
     head, part = text[: text.rfind(",") + 1], text[text.rfind(",") + 1 :]
@@ -180,7 +180,7 @@ def _override(word: str) -> list[str]:
 
 
 def _cluster(word: str) -> list[str]:
-    """Files, and devices of the catalogue behind the number of nodes: "16x8 h100-sxm-80gb"."""
+    """Returns files, and devices of the catalogue behind a count: "16x8 h100-sxm-80gb"."""
     from shardwise.cluster.catalogue import device_names
 
     nodes, space, device = word.partition(" ")
@@ -196,7 +196,7 @@ def _models(word: str) -> list[str]:
 
 
 def _tasks(word: str, suffixes: tuple[str, ...]) -> list[str]:
-    """Built-in tasks, files, and the tasks of a file once it is written out: `mine.py:` or `mine:`."""
+    """Returns built-in tasks, files, and the tasks of a file that is written out: `mine.py:` or `mine:`."""
     from shardwise.task_files import BUILTIN, tasks_in
 
     file, colon, task = word.rpartition(":")
@@ -208,7 +208,7 @@ def _tasks(word: str, suffixes: tuple[str, ...]) -> list[str]:
 
 
 def _files(word: str, suffixes: tuple[str, ...]) -> list[str]:
-    """Files and folders that begin so, those with one of the suffixes where some are given; folders end in a slash."""
+    """Returns files and folders that begin with `word`, with one of the suffixes if given; folders end in a slash."""
     folder, _, start = word.rpartition("/")
     base = Path(folder + "/") if "/" in word else Path()
     try:

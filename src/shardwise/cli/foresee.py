@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def _goodput(
     words: dict[str, Any], forecast: Any, subject: Any, plan: Any, cluster: Cluster
 ) -> tuple[dict[str, Any], list[str]]:
-    """How much of the time is progress when devices fail, and the same as lines."""
+    """Returns (share of time that is progress when devices fail, with intervals; the same as lines of text)."""
     from shardwise.planner.door import layout_of
     from shardwise.simulator import goodput
 
@@ -234,7 +234,7 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
 
 
 def _how_to_train(path: str, head: str) -> str:
-    """How a configuration becomes the task that the command names."""
+    """Returns a hint at how to write the task that the command names, for a model built from a configuration."""
     if head == "base":
         return (
             f"MODULE:TASK is a task of your own with your head, loss and data around AutoModel.from_config("
@@ -266,7 +266,7 @@ def _idle(ranks: int, devices: int) -> list[str]:
 
 
 def _measured(answer: Answer, task: str, plan: Plan, words: dict[str, Any], forecast: Forecast) -> list[str]:
-    """One rank run alone, with the simulated communication added."""
+    """Runs one rank alone; returns lines on its time, with simulated communication added, and its memory."""
     from shardwise.measure.one_rank import measure_rank
     from shardwise.planner.door import is_shape
     from shardwise.planner.units import bytes_text, seconds_text

@@ -53,12 +53,12 @@ class GemmTable:
         return rate * small  # below the grid the time stays: the product is bound by its latency
 
     def seconds(self, m: float, n: float, k: float) -> float:
-        """Time of one product."""
+        """Returns seconds of one product."""
         return 2.0 * m * n * k / (self.tflops(m, n, k) * 1e12)
 
 
 def _around(grid: tuple[int, ...], value: float) -> list[tuple[int, float]]:
-    """The grid points beside `value` with their weights, in the logarithm."""
+    """Returns the grid points next to `value` with their interpolation weights, linear in the logarithm."""
     if value <= grid[0]:
         return [(grid[0], 1.0)]
     if value >= grid[-1]:
@@ -78,7 +78,7 @@ class CollectiveTable:
     times: dict[str, dict[int, tuple[tuple[int, float], ...]]]
 
     def seconds(self, op: str, ranks: int, size_bytes: float) -> float:
-        """Time of one collective; for another number of ranks, the bus bandwidth of the nearest measured one."""
+        """Returns seconds of one collective; other numbers of ranks have the nearest measured one's bus bandwidth."""
         by_ranks = self.times[op]
         near = min(by_ranks, key=lambda p: (abs(math.log(p / ranks)), -p))
         scale = bus_factor(op, ranks) / bus_factor(op, near)
@@ -86,7 +86,7 @@ class CollectiveTable:
 
 
 def bus_factor(op: str, ranks: int) -> float:
-    """Bytes on a rank's link for each byte of the tensor (nccl-tests, PERFORMANCE.md), or of what a halo brings it."""
+    """Returns bytes on a rank's link per byte of the tensor (nccl-tests, PERFORMANCE.md), or per byte of a halo."""
     if op == "halo":
         return 1.0
     share = (ranks - 1) / ranks
@@ -118,7 +118,7 @@ class BetweenTable:
         return math.exp(total) * 1e-6
 
     def near(self, op: str, nodes: int, per_node: int) -> str:
-        """From which measurements a figure is read, "" where that very group was measured."""
+        """Returns which measurements a figure is interpolated or scaled from, "" where that very group was measured."""
         remarks = []
         grid_per_node = tuple(sorted(self.times[op]))
         beside = [near for near, share in _around(grid_per_node, per_node) if share > 0]
@@ -133,7 +133,7 @@ class BetweenTable:
 
 
 def _outside(grid: Iterable[int], value: int, near: int) -> int:
-    """What a figure of `near` is scaled to: the value beyond the grid; inside it, figures are mixed as they are."""
+    """Returns what a figure at grid point `near` is scaled to: `value` beyond the grid, else `near` itself."""
     return near if min(grid) <= value <= max(grid) else value
 
 
@@ -176,7 +176,7 @@ class OpTable:
     times: dict[str, tuple[tuple[float, float], ...]]
 
     def seconds(self, name: str, amount: float) -> float:
-        """Time of one op; one that was not measured takes that of an addition which moves the same bytes."""
+        """Returns seconds of one op; one that was not measured takes those of an addition of the same bytes."""
         return _read(self.times.get(name) or self.times["add"], amount) * 1e-6
 
 

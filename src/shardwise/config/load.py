@@ -58,7 +58,7 @@ class Effective:
         return not self.builtin and not any(key.startswith("optimizer.") for key in self.sources)
 
     def source(self, key: str) -> str:
-        """Where the key's value came from: a file, an option, or `default`."""
+        """Returns where the key's value came from: a file, an option, or `default`."""
         return self.sources.get(key, DEFAULT)
 
     def is_set(self, key: str) -> bool:
@@ -93,7 +93,7 @@ def _in_plan(given: Given) -> bool:
 
 
 def _not_twice(values: Sequence[Given], overrides: list[Given], problems: list[str]) -> list[Given]:
-    """A key told by two options of one command line is a mistake, not a matter of strength."""
+    """Returns the overrides; a key that an option of the command sets too becomes a problem."""
     told = {value.key: value.source for value in values}
     for item in overrides:
         if item.key in told:
@@ -113,7 +113,7 @@ def _sources(given: list[Given]) -> dict[str, str]:
 
 
 def _validate(items: list[Given], problems: list[str]) -> tuple[Config | None, list[str], list[Given]]:
-    """The checked sections, notes for the user, and the values but those that a stronger source made idle."""
+    """Returns (checked sections or None, notes, values without those that a stronger source made idle)."""
     config = _parse(items, problems)
     notes: list[str] = []
     while config is not None and (idle := _overruled(config, items)):
@@ -149,7 +149,7 @@ def _parse(given: list[Given], problems: list[str]) -> Config | None:
 
 
 def _overruled(config: Config, items: list[Given]) -> dict[str, str]:
-    """Keys left without effect by a stronger source (`--set schedule.name=constant` over a file's decay)."""
+    """Returns notes by key that a stronger source leaves without effect (`--set schedule.name=constant`)."""
     sources = _sources(items)
     strength = {source: place for place, source in enumerate(dict.fromkeys(item.source for item in items))}
     notes = {}
@@ -168,7 +168,7 @@ def _builtin_defaults(name: Any, sources: dict[str, str]) -> list[Given]:
 
 
 def _tree(given: list[Given], problems: list[str]) -> dict[str, Any]:
-    """The values as nested tables."""
+    """Returns the values as nested tables."""
     tree: dict[str, Any] = {}
     for item in given:
         *tables, leaf = item.key.split(".")
@@ -207,7 +207,7 @@ def _expected(key: str, mistake: dict[str, Any]) -> str:
 
 
 def _nearest(key: str, value: Any) -> str:
-    """The key that was meant: a like one in the same table, else the same or a like one in another.
+    """Returns a hint at the key that was meant: a similar one in the same table, else in another.
 
     value   of the key: a table of one key where a point stands for another sign (`checkpoint.every`)
     """
@@ -229,7 +229,7 @@ def _nearest(key: str, value: Any) -> str:
 
 
 def keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
-    """Every dotted key of the configuration and of the plan, tables among them."""
+    """Returns every dotted key of the configuration and of the plan, tables among them."""
     found = [] if prefix else ["extends", "plan", *(f"plan.{name}" for name in plans.KNOWN)]
     for name, field in model.model_fields.items():
         found.append(prefix + name)
@@ -246,7 +246,7 @@ def _at(config: Config, key: str) -> Any:
 
 
 def _inconsistent(config: Config, from_toml: Path | None) -> list[tuple[str, str]]:
-    """(key, what is wrong) for values that are right alone and wrong together; `from_toml` names the task, or None."""
+    """Returns (key, problem) for values that contradict each other. `from_toml`: the file that names the task."""
     task, optimizer, train = config.task, config.optimizer, config.train
     problems = _inconsistent_model(task.name, task.model)
     if (task.name not in BUILTINS and not all(task.name.rpartition(":"))) or "::" in task.name:

@@ -34,7 +34,7 @@ def problem(source: str, key: str, value: Any, text: str) -> str:
 
 
 def to_toml(value: Any) -> str:
-    """A value as TOML on one line."""
+    """Returns a value as TOML on one line."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{k} = {to_toml(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -53,7 +53,7 @@ def shorten(text: str, width: int = 60) -> str:
 
 
 def from_file(path: Path, problems: list[str], seen: tuple[Path, ...] = ()) -> list[Given]:
-    """The values of a TOML file, those of the file it extends first."""
+    """Returns the values of a TOML file, those of the file it extends first."""
     data = _read(path, problems, seen)
     base = data.pop("extends", None)
     inherited: list[Given] = []
@@ -77,7 +77,7 @@ def located(item: Given) -> Given:
 
 
 def _beside(item: Given) -> Given:
-    """A task in a .py file that lies beside the configuration that names it; else it is sought from here."""
+    """Returns the value with the path of a task's .py file that lies beside the configuration; others unchanged."""
     if not isinstance(item.value, str) or item.folder == Path():
         return item
     file, colon, task = item.value.rpartition(":")
@@ -112,7 +112,7 @@ def _nearby(path: Path) -> str:
 
 
 def from_table(table: Mapping[str, Any], source: str, folder: Path = Path()) -> list[Given]:
-    """The values of nested tables, one `Given` for each leaf."""
+    """Returns the values of nested tables, one `Given` for each leaf."""
     return [Given(key, value, source, folder) for key, value in _leaves(table)]
 
 
@@ -152,7 +152,7 @@ def _append_override(items: list[Given], problems: list[str], key: str, text: st
 
 
 def _value(text: str) -> Any:
-    """The TOML value, or the text itself where it does not look like TOML that went wrong."""
+    """Returns the TOML value, or the text itself where it is one bare word."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError as error:

@@ -101,14 +101,14 @@ class FieldSource:
         return y1 - y0, x1 - x0
 
     def over(self, start: int, stop: int) -> FieldSource:
-        """The same fields with the same statistics over the steps [start, stop): for held-out data."""
+        """Returns a source of the same fields and statistics over the steps [start, stop): for held-out data."""
         other = copy.copy(self)
         other.times = self._checked((start, stop))
         other.starts = self._pairs(other.times)
         return other
 
     def read(self, indices: list[int], region: Region | None = None) -> dict[str, torch.Tensor]:
-        """The pairs at `indices`; `region` lies within the source's own."""
+        """Returns the pairs at `indices`; `region`: (start, stop) of rows and columns within the source's own."""
         window = self._window(region)
         starts = [self.starts[index] for index in indices]
         later = [start + self.lead for start in starts]
@@ -126,7 +126,7 @@ class FieldSource:
         return batch
 
     def physical(self, group: str, values: torch.Tensor) -> torch.Tensor:
-        """Normalised values (..., C, y, x) of a group in the units of the files."""
+        """Returns normalised values (..., C, y, x) of a group in the units of the files."""
         mean, std = self._figures(group)
         like = {"dtype": values.dtype, "device": values.device}
         return values * torch.as_tensor(std, **like) + torch.as_tensor(mean, **like)
@@ -134,7 +134,7 @@ class FieldSource:
     # --- what the files hold
 
     def _agreed(self) -> tuple[tuple[int, int], int]:
-        """The grid's size and the number of steps, which all variables share."""
+        """Returns ((rows, columns), steps) of all variables; raises `InputError` where these differ."""
         space: dict[str, tuple[int, ...]] = {}
         steps: dict[str, int] = {}
         for name in dict.fromkeys(n for group in ("inputs", "targets", "forcing") for n in self.groups[group]):
@@ -158,7 +158,7 @@ class FieldSource:
         return [name] if levels == 1 else [f"{name}/{level}" for level in range(levels)]
 
     def _state(self, group: str, step: int, window: tuple[slice, slice]) -> np.ndarray:
-        """(C, y, x) of a group at one step."""
+        """Returns the values (C, y, x) of a group at one step."""
         fields = [self.grid.at(name, step, window) for name in self.groups[group]]
         return np.concatenate([field.reshape(-1, *field.shape[-2:]) for field in fields])
 
@@ -178,7 +178,7 @@ class FieldSource:
     # --- time
 
     def _clock(self) -> tuple[np.ndarray | None, float, float]:
-        """Days of each step since the first date (None without a time), its place in its year, the year's length."""
+        """Returns (days of each step since the first date or None, first date's day of its year, days of a year)."""
         if self.time not in self.grid.variables:
             if self.cycles:
                 raise InputError(f"FieldSource: cycles= need the coordinate {self.time!r}, which no file has")
@@ -205,7 +205,7 @@ class FieldSource:
         return days, origin.dayofyr - 1 + minutes / 1440, YEARS.get(origin.calendar, 365.2425)
 
     def _pairs(self, times: tuple[int, int]) -> list[int]:
-        """The steps t of which t + lead is there too."""
+        """Returns the steps t for which t + lead is in the files too."""
         starts = list(range(times[0], times[1] - self.lead))
         if self.days is not None and starts:
             steps = np.diff(self.days)
@@ -243,7 +243,7 @@ class FieldSource:
         return torch.cat(channels, 1)
 
     def _filled(self, group: str, values: np.ndarray, steps: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalised values (B, C, y, x), and where there are any."""
+        """Returns normalised values (B, C, y, x), and a mask of where values exist."""
         there = ~np.isnan(values)
         if not there.all() and (self.missing == "refuse" or group in ("forcing", "static")):
             sample, channel = (int(i) for i in np.argwhere(~there)[0][:2])
@@ -263,7 +263,7 @@ class FieldSource:
         return mean, std
 
     def _origin(self) -> dict[str, Any]:
-        """What the statistics depend on."""
+        """Returns what the statistics depend on, which is kept beside them in their file."""
         sizes = [file.stat().st_size if file.is_file() else None for file in self.grid.files]
         names = {name for group in self.groups.values() for name in group}
         return {"files": [[file.name, size] for file, size in zip(self.grid.files, sizes, strict=True)],
@@ -306,7 +306,7 @@ def _inside(region: Region | None, size: tuple[int, int], whole: str) -> Region:
 
 
 def _days(values: np.ndarray, attributes: dict[str, Any], origin: Any) -> tuple[np.ndarray, Any]:
-    """Days since `origin`, by default the first date there is; plain numbers where the units are no date."""
+    """Returns (days since `origin`, origin), by default the first date; plain numbers where the units are no date."""
     units, calendar = str(attributes.get("units", "")), str(attributes.get("calendar", "standard"))
     if " since " not in units:
         return values.astype(np.float64), origin

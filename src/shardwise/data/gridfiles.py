@@ -67,7 +67,7 @@ class GridFiles:
         return str(self.files[0]) + (f" and {len(self.files) - 1} more" if len(self.files) > 1 else "")
 
     def lengths(self, name: str) -> list[int]:
-        """How many times of a variable each of its files has."""
+        """Returns, by file, how many times of a variable it has."""
         first = self.find(name)
         for number, var in self.variables[name]:
             if var.dims != first.dims or var.shape[1:] != first.shape[1:]:
@@ -78,7 +78,7 @@ class GridFiles:
         return [var.shape[0] for _, var in self.variables[name]]
 
     def at(self, name: str, time: int, window: tuple[slice, slice]) -> np.ndarray:
-        """The field of one time over all files, (..., y, x) within the window, NaN where missing."""
+        """Returns the field at one time, counted over all files: (..., y, x) within the window, NaN where missing."""
         ends = np.cumsum(self.lengths(name)).tolist()
         place = bisect_right(ends, time)
         number, variable = self.variables[name][place]
@@ -86,7 +86,7 @@ class GridFiles:
         return self._read(number, name, variable, index)
 
     def whole(self, name: str, place: int = 0) -> np.ndarray:
-        """All values of a variable in one of its files."""
+        """Returns all values of a variable in one of its files."""
         number, variable = self.variables[name][place]
         return self._read(number, name, variable, (slice(None),) * len(variable.dims))
 
@@ -159,7 +159,7 @@ def _zarr_held(file: Path, name: str, array: Any) -> FileVariable:
 
 
 def _unpacked(values: np.ndarray, attributes: dict[str, Any]) -> np.ndarray:
-    """Stored values as numbers: missing ones are NaN, then scale and offset."""
+    """Returns stored values as float64: missing ones NaN, scale and offset applied."""
     missing = np.zeros(values.shape, bool)
     for key in ("_FillValue", "missing_value"):
         for mark in np.atleast_1d(_mark(attributes.get(key), values.dtype)):

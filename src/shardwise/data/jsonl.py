@@ -107,7 +107,7 @@ class JsonlSource:
 
 
 def packed(lengths: list[int], room: int) -> list[list[int]]:
-    """Documents of each row, in order: a row takes the next while they fit."""
+    """Returns the documents of each row, in order: a row takes the next while they fit in `room` tokens."""
     rows: list[list[int]] = []
     left = -1
     for document, length in enumerate(lengths):
@@ -143,7 +143,7 @@ def _object(where: str, line: bytes) -> dict[str, Any]:
 
 
 def _pieces(where: str, line: dict[str, Any]) -> list[tuple[str, bool]]:
-    """(text, whether it is learnt) of a line."""
+    """Returns pairs (text, whether it is trained on) of a line."""
     if "completion" in line:
         pieces = [(line.get("prompt", ""), False), (line["completion"], True)]
     elif "messages" in line and isinstance(line["messages"], list):

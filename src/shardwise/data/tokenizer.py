@@ -44,7 +44,7 @@ class Tokenizer:
 
 
 def read_tokenizer(spec: Any) -> Tokenizer:
-    """A folder with tokenizer.json, such a file, an object with `encode`, a function, or None: UTF-8 bytes."""
+    """Returns the tokenizer in a folder or file, of an object with `encode`, or of a function; None: UTF-8 bytes."""
     if spec is None:
         return Tokenizer(lambda text: list(text.encode()), _from_bytes, None, BYTES, "bytes")
     if isinstance(spec, str | Path):
@@ -57,7 +57,7 @@ def read_tokenizer(spec: Any) -> Tokenizer:
 
 
 def _plain(call: Callable) -> Callable[[str], list[int]]:
-    """Without special tokens, where the function has that option; ids of an `Encoding`, or the list itself."""
+    """Returns text -> ids without special tokens, for a function that gives an `Encoding` or a list."""
 
     def encode(text: str) -> list[int]:
         try:
@@ -103,7 +103,7 @@ def _from_folder(path: Path) -> Tokenizer:
 
 
 def _told_end(folder: Path, tokenizer: Any) -> int | None:
-    """The end of a text by the files beside tokenizer.json."""
+    """Returns the id of the end-of-text token that the files beside tokenizer.json name, or None."""
     token = _entry(folder / "tokenizer_config.json", "eos_token")
     if isinstance(token, dict):  # an AddedToken, written out
         token = token.get("content")

@@ -26,7 +26,7 @@ Message = tuple[str, int, int, float]
 
 
 def collective_times(device: torch.device, ranks: int, pace: Pace, budget: Budget) -> list[Message]:
-    """(op, ranks, bytes of the whole tensor, microseconds), sizes ascending. Collective.
+    """Returns rows (op, ranks, bytes of the whole tensor, microseconds), sizes ascending. Collective.
 
     Of a "halo", an all-to-all between neighbours alone, the bytes are those that a rank between two others is sent.
 
@@ -50,7 +50,7 @@ def collective_times(device: torch.device, ranks: int, pace: Pace, budget: Budge
 def of_size(
     pace: Pace, axis: Axis, size_bytes: int, may_s: float = math.inf, *, halo: bool = False
 ) -> list[Message]:  # fmt: skip
-    """Each collective of the axis with a tensor of so many bytes, at one pace; `halo`: that between neighbours too."""
+    """Returns rows of each collective with a tensor of `size_bytes`; `halo`: an exchange between neighbours too."""
     device, ranks = pace.device, axis.size
     chunk = max(1, size_bytes // 4 // ranks)
     full, other = (torch.zeros(chunk * ranks, device=device) for _ in range(2))
@@ -79,7 +79,7 @@ def of_size(
 
 
 def after_work(call: Callable[[], Any], device: torch.device, times: int) -> float:
-    """Seconds of a call for which ranks come from computing, as in a step: those that come late are waited for.
+    """Returns seconds of a call that ranks reach from computing, as in a step: late ranks are waited for.
 
     A step has many, and their sum tends to a multiple of the mean, which the slowest tenth is left out of.
     """

@@ -23,7 +23,7 @@ from shardwise.simulator.traced import between, kernels_of, same_ops
 def least_seconds(
     model: Model, batch: int, world: int, cluster: Cluster, software: Software, precision: str
 ) -> float:  # fmt: skip
-    """Seconds of computing where each rank has its samples whole, at the best micro-batch; 0 where it cannot be told.
+    """Returns the least seconds that computing one step takes without cutting the module; 0.0 where traces do not tell.
 
     A cut makes products narrower by as much as it gives a rank more samples, starts as many ops, and in a pipeline
     deals them over more micro-batches: it computes no faster for the same work.
@@ -45,7 +45,7 @@ EVEN = 1.02  # micro-batches of half the size take as long within this: a larger
 
 @dataclass
 class _Alone:
-    """One degree of tp or pp beside data ranks, as far as it was looked at without recompute, zero=2 and 3.
+    """Step times seen for one degree of tp or pp beside data ranks (without recompute, and with zero 0 or 1).
 
     fits   the fastest step by samples of a micro-batch
     whole  whether all sizes of micro-batch fit
@@ -62,7 +62,7 @@ class _Alone:
 
     @property
     def free(self) -> bool:
-        """Whether more memory would not make it faster."""
+        """Whether the best time here is not limited by memory: a larger micro-batch would not be faster."""
         if self.whole or not self.fits:
             return self.whole
         largest = max(self.fits)
@@ -71,7 +71,7 @@ class _Alone:
 
 
 class Slower:
-    """Degrees of tp and pp that are behind, from those that were looked at alone; of which larger ones need no look.
+    """Prunes larger degrees of tp and pp, once a smaller one alone was slower than the plan without it.
 
     fastest  seconds of the fastest step without either
     least    seconds that computing takes at least
@@ -83,7 +83,7 @@ class Slower:
         self.remarks: dict[str, str] = {}  # by axis, a remark on what was not looked at
 
     def note(self, layout: Layout, forecast: Forecast | None) -> None:
-        """Remember what a layout takes; None where it does not fit."""
+        """Records the forecast of a layout that uses tp or pp alone; `forecast` is None where it does not fit."""
         key = _axis(layout)
         if key is None or layout.recompute != "none" or layout.zero > 1:
             return
@@ -96,7 +96,7 @@ class Slower:
         seen.hopes = min(seen.hopes, seconds - max(0.0, forecast.parts["compute"] - self.least))
 
     def beyond(self, layout: Layout) -> bool:
-        """Whether a smaller degree of one of its axes, where memory limits nothing, is behind already."""
+        """Whether to skip a layout: a smaller degree of its tp or pp was already slower, and not for lack of memory."""
         for (axis, degree), seen in self.alone.items():
             same = _axis(layout) == (axis, degree)
             if getattr(layout, axis) < degree or not seen.fits or not seen.free:

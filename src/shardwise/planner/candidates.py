@@ -83,7 +83,7 @@ class Constraints:
 
 
 def _written(value: object) -> object:
-    """A grid of tiles without dims of one tile at its end: 2x1 is 2."""
+    """Returns a grid of tiles without trailing dims of one tile ((2, 1) becomes (2,)); other values as they are."""
     while isinstance(value, tuple) and len(value) > 1 and value[-1] == 1:
         value = value[:-1]
     return value
@@ -97,7 +97,7 @@ def divisors(n: int) -> list[int]:
 
 @cache
 def micro_batches(samples: int, most: int | None = None) -> list[int]:
-    """Sizes of micro-batch to look at, where a rank is dealt so many samples: all of them at once among them."""
+    """Returns sizes of micro-batch to try, ascending, for a rank of `samples` samples a step, all at once included."""
     powers = samples > FEW
     sizes = [d for d in divisors(samples) if d == samples or not (powers and d & (d - 1))]
     return [d for d in sizes if most is None or d <= most]
@@ -106,7 +106,7 @@ def micro_batches(samples: int, most: int | None = None) -> list[int]:
 def decoder_layouts(
     shape: Shape, world: int, global_batch: int, seq: int, node: int, constraints: Constraints
 ) -> Iterator[Layout]:
-    """Layouts of a decoder."""
+    """Yields the layouts of a decoder over `world` devices, `node` of them in a node. `global_batch`: samples."""
     for tp in _limit(divisors(world), constraints.limit("tp", 2 * node), constraints.value("tp")):
         uneven = any(wide % tp for wide in (shape.heads, shape.ffn, shape.dense_ffn))
         if (uneven and tp > shape.kv_heads) or (node % tp and (uneven or tp % node)):
@@ -125,7 +125,7 @@ def decoder_layouts(
 def _sequence(
     shape: Shape, seq: int, tp: int, ranks: int, node: int, constraints: Constraints
 ) -> Iterator[tuple[int, int]]:  # fmt: skip
-    """(cp, cp_ulysses): a ring, or heads dealt inside a node, or both where both are asked for.
+    """Yields pairs (cp, cp_ulysses): a ring, or heads dealt inside a node; both together only where asked for.
 
     Heads are dealt beyond a node where that is asked for, and where sequences are so long that attention outweighs it.
     """
@@ -162,7 +162,7 @@ def _data(shape: Shape, base: Layout, dp: int, per_rank: int, node: int, constra
 
 
 def _experts(shape: Shape, base: Layout, shard: int, node: int, constraints: Constraints) -> list[int]:
-    """Degrees of ep that divide the experts, inside dp_shard, and a node or over whole ones; not with tp or cp."""
+    """Returns degrees of ep that divide experts and dp_shard, in a node or over whole nodes; [1] beside tp or cp."""
     if not shape.experts or base.tp * base.split_sequence > 1:
         return [1]
     asked = constraints.value("ep")
@@ -173,7 +173,7 @@ def _experts(shape: Shape, base: Layout, shard: int, node: int, constraints: Con
 
 
 def _sharding(base: Layout, dp: int, node: int, asked: object) -> Iterator[tuple[int, int]]:
-    """(zero, dp_shard), of dp data ranks; zero shards over those that cut a sequence too. `asked`: what is fixed."""
+    """Yields pairs (zero, dp_shard) for `dp` data ranks. `asked`: the fixed value of zero, or None."""
     yield 0, 1
     if dp * base.split_sequence == 1:
         return
@@ -187,7 +187,7 @@ def _sharding(base: Layout, dp: int, node: int, asked: object) -> Iterator[tuple
 def _schedules(
     shape: Shape, pp: int, n_micro: int, recompute: str, constraints: Constraints
 ) -> Iterator[tuple[str, int]]:  # fmt: skip
-    """(name, stages on each rank); a backward in two parts does not go with recompute (layout/rules)."""
+    """Yields pairs (schedule, stages on each rank) that the pipeline can run with so many micro-batches."""
     if pp == 1:
         yield "1f1b", 1
         return
@@ -246,7 +246,7 @@ def axes(layout: Layout) -> int:
 
 
 def data_layouts(world: int, batch: int, node: int, recomputes: list[str]) -> Iterator[Layout]:
-    """Replicas and ZeRO 1 to 3 over all ranks, and ZeRO-3 inside a node.
+    """Yields layouts of data parallelism alone: replicas, ZeRO 1 to 3 over all ranks, ZeRO-3 inside a node.
 
     A batch that does not divide over all ranks is dealt unevenly, as a run deals it; beside that, it is dealt evenly
     over the most ranks that it does divide over, of one node or of whole ones, and over the largest even part of all.
@@ -266,7 +266,7 @@ def data_layouts(world: int, batch: int, node: int, recomputes: list[str]) -> It
 
 
 def _dealt_over(batch: int, dp: int) -> list[tuple[int, int]]:
-    """(samples of the largest micro-batch, micro-batches) of a rank."""
+    """Returns pairs (samples of the largest micro-batch, number of micro-batches) for one data rank's share."""
     if batch % dp == 0:
         return [(micro, batch // dp // micro) for micro in micro_batches(batch // dp)]
     splits = []
@@ -283,7 +283,7 @@ def _dealt_over(batch: int, dp: int) -> list[tuple[int, int]]:
 def cut_layouts(
     world: int, batch: int, node: int, recomputes: list[str], constraints: Constraints
 ) -> Iterator[Layout]:  # fmt: skip
-    """Layouts with tp (inside a node), pp, or both; over what is left replicas, ZeRO-1 or 3, and ZeRO-2 if asked for.
+    """Yields layouts with tp (inside a node), pp, or both, times replicas, ZeRO-1 or 3 (ZeRO-2 if asked for).
 
     Of small degrees first, and no more stages than `MOST_STAGES`: every rank that differs is rehearsed.
     """
@@ -318,7 +318,7 @@ def cut_layouts(
 
 
 def tile_layouts(world: int, sizes: tuple[int, ...], constraints: Constraints) -> Iterator[Layout]:
-    """Layouts whose fields are cut into tiles, few first.
+    """Yields layouts that cut fields into tiles (`domain`), those with few tiles first; the other degrees are 1.
 
     sizes  of the field, along each dim of space
     """
@@ -328,7 +328,7 @@ def tile_layouts(world: int, sizes: tuple[int, ...], constraints: Constraints) -
 
 
 def sequence_layouts(world: int, node: int, constraints: Constraints) -> Iterator[Layout]:
-    """Layouts that cut sequences over few ranks first: a ring, or heads dealt inside a node; both where asked for."""
+    """Yields layouts that cut sequences, small degrees first: a ring, heads dealt inside a node, both if asked for."""
     most = constraints.limit("cp", MOST_SHARES)
     rings, heads = (constraints.value(name) for name in ("cp", "cp_ulysses"))
     asked = {name: int(str(constraints.value(name) or 1)) for name in ALONG if name not in ("cp", "cp_ulysses")}
@@ -346,7 +346,7 @@ def sequence_layouts(world: int, node: int, constraints: Constraints) -> Iterato
 def spread_layouts(
     bases: Iterable[Layout], world: int, batch: int, recomputes: list[str], constraints: Constraints
 ) -> Iterator[Layout]:  # fmt: skip
-    """Layouts that cut positions as `bases` do; over what is left replicas, ZeRO-1 or 3, and 2 if asked for.
+    """Yields each of `bases` times replicas, ZeRO-1 or 3 (ZeRO-2 if asked for) over the ranks that it leaves.
 
     Data ranks are as many as the batch divides over; zero shards over the ranks that cut positions too.
     """
@@ -366,7 +366,7 @@ def spread_layouts(
 
 
 def tile_grids(world: int, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Grids of tiles for a field, few tiles first; of as many tiles those whose tiles have the smallest borders."""
+    """Returns grids of tiles for a field, few tiles first; for each number of tiles those with the shortest borders."""
     chosen: list[tuple[int, ...]] = []
     for tiles in divisors(world):
         if 1 < tiles <= MOST_TILES:
@@ -377,7 +377,7 @@ def tile_grids(world: int, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def _border(grid: tuple[int, ...], sizes: tuple[int, ...]) -> float:
-    """Cells along the borders that a tile inside shares with others."""
+    """Returns the number of cells along the borders that an inner tile shares with its neighbours."""
     tile = [size / n for n, size in zip(grid, sizes, strict=True)]
     return sum(min(2, n - 1) * math.prod(tile) / side for n, side in zip(grid, tile, strict=True))
 
@@ -389,7 +389,7 @@ def _grid(written: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def expert_layouts(layouts: Iterable[Layout], node: int, constraints: Constraints) -> Iterator[Layout]:
-    """The same layouts with experts dealt over ranks of dp_shard, inside a node and up to `MOST_SHARES`."""
+    """Yields the layouts with ep over ranks of dp_shard, for each degree inside a node and up to `MOST_SHARES`."""
     asked = constraints.value("ep")
     for layout in layouts:
         for degree in divisors(layout.shard):

@@ -101,7 +101,7 @@ def configured(path: str, seq: int | None) -> Configured:
 
 
 def head_of(config: Any, path: str) -> tuple[str, list[str]]:
-    """The head that a configuration means, and what to know about the choice."""
+    """Returns (name of the head that a configuration means, remarks on the choice)."""
     able = _usual_first(config, heads_of(config))
     named, base = getattr(config, "architectures", None) or (), base_class(config)
     for head in able:
@@ -120,7 +120,7 @@ def head_of(config: Any, path: str) -> tuple[str, list[str]]:
 
 
 def _usual_first(config: Any, able: list[str]) -> list[str]:
-    """Encoders are trained on masked tokens, those with a decoder on its tokens, whatever else can be made of them."""
+    """Returns the heads with the usual ones first: masked-lm for encoders, seq2seq for encoder-decoders."""
     first = ["masked-lm"] if not getattr(config, "is_decoder", False) else []
     if getattr(config, "is_encoder_decoder", False):
         first = ["seq2seq", "speech-seq2seq"]
@@ -128,12 +128,12 @@ def _usual_first(config: Any, able: list[str]) -> list[str]:
 
 
 def sizes_of(sample: Sample) -> str:
-    """A sample in words."""
+    """Returns a one-line description of a sample's fields and their shapes, without the batch dim."""
     return ", ".join(f"{name} {' x '.join(map(str, tensor.shape[1:])) or '1'}" for name, tensor in sample.items())
 
 
 def differs(path: str, shape: Shape) -> tuple[list[str], bool]:
-    """Whether transformers' own model has other parameters than its numbers say, and what to know about that."""
+    """Returns (remarks, whether transformers' own model has another number of parameters than `shape`)."""
     try:
         config = copy.deepcopy(read_config(path))
         with torch.device("meta"):
@@ -151,7 +151,7 @@ def differs(path: str, shape: Shape) -> tuple[list[str], bool]:
 
 
 def _read_by(config: Any, head: str) -> tuple[Any, str]:
-    """The class of the model, and what its labels are; "" where it has none."""
+    """Returns (class of the model, kind of its labels as in `labels_of`, "" where it has none)."""
     return (base_class(config), "") if head == BASE else (model_class(config, head), labels_of(config, head))
 
 
@@ -166,7 +166,7 @@ def _refuse_absent(kind: Any, path: str) -> None:
 def samples(
     config: Any, kind: Any, labels: str, seq: int | None, path: str, notes: list[str]
 ) -> Iterator[Sample]:  # fmt: skip
-    """Batches of one that the model may take, likeliest first."""
+    """Yields batches of one sample that the model may accept, likeliest first."""
     takes, main = tuple(inspect.signature(kind.forward).parameters), main_input(kind)
     reads_text = main == "input_ids"
     if reads_text or labels == "decoder":
@@ -205,7 +205,7 @@ def samples(
 
 
 def tokens(config: Any, count: int) -> torch.Tensor:
-    """One row of a token that means nothing in particular, and the end of a sequence where there is such a token."""
+    """Returns token ids (1, count): a token without special meaning, the eos token at the end where there is one."""
     named = [pair for part in parts_of(config) for pair in vars(part).items()]
     special = {value for name, value in named if name.endswith(("token_id", "token_index")) and isinstance(value, int)}
     ids = torch.full((1, count), next(index for index in range(len(special) + 1) if index not in special))
@@ -216,7 +216,7 @@ def tokens(config: Any, count: int) -> torch.Tensor:
 
 
 def _picture(config: Any, path: str, notes: list[str]) -> tuple[int, int, int]:
-    """Channels, height and width."""
+    """Returns (channels, height, width) of the model's images."""
     channels = _find(config, "num_channels", "in_channels", "in_chans")
     size = _find(config, "image_size", "img_size")
     if size is None:
@@ -233,7 +233,7 @@ def _picture(config: Any, path: str, notes: list[str]) -> tuple[int, int, int]:
 
 
 def _preprocessed(path: str) -> Any:
-    """The size of images that the processor beside a configuration makes."""
+    """Returns the image size in the preprocessor_config.json beside a configuration; None without such a file."""
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     try:
         processor = json.loads((folder / "preprocessor_config.json").read_text(encoding="utf-8"))
@@ -243,7 +243,7 @@ def _preprocessed(path: str) -> Any:
 
 
 def _sounds(config: Any, seq: int | None) -> list[tuple[int, ...]]:
-    """A waveform, or a spectrogram with its columns first or last; none where a length is missing."""
+    """Returns possible shapes of a sound (no batch dim): a spectrogram in both orders, or a waveform; [] if unknown."""
     width, places = _find(config, *WIDTHS), _find(config, "max_source_positions")
     own = 2 * places if isinstance(places, int) else _find(config, "max_length")
     length = seq if seq is not None else own if isinstance(own, int) else None
@@ -253,6 +253,6 @@ def _sounds(config: Any, seq: int | None) -> list[tuple[int, ...]]:
 
 
 def _find(config: Any, *words: str) -> Any:
-    """The first value of one of these names that a configuration, or one inside it, has."""
+    """Returns the first value that is not None under one of these names, in a configuration or those inside it."""
     values = (getattr(part, word, None) for part in parts_of(config) for word in words)
     return next((value for value in values if value is not None), None)

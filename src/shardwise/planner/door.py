@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def is_shape(task: str | Task | Callable[[], Task]) -> bool:
-    """Whether a task is a word for a model without data: a catalogue name or a transformers configuration."""
+    """Whether `task` names a model without data: a catalogue name or a transformers configuration."""
     if not isinstance(task, str) or task in BUILTINS or task.endswith((".toml", ".py")):
         return False
     return task.endswith(".json") or Path(task).is_dir() or ":" not in task
@@ -49,7 +49,7 @@ def subject_of(
     say: Say = silent,
     randomness: Randomness = "global",
 ) -> Subject:
-    """What a search needs to know about a task: a catalogue name, a `config.json`, or any task, which is traced.
+    """Returns the `Subject` of a catalogue name, a `config.json`, or any other task, which is traced.
 
     A configuration that widths and heads do not describe is built by transformers, without weights, and traced too.
 
@@ -82,7 +82,7 @@ def subject_of(
 
 @dataclass(frozen=True)
 class _Where:
-    """What a forecast is asked for beside the task, and the three kinds of subject."""
+    """A forecast's arguments beside the task; makes a `Subject` by numbers, by tracing, or from a configuration."""
 
     cluster: Cluster
     software: Software
@@ -92,7 +92,7 @@ class _Where:
     randomness: Randomness
 
     def by_numbers(self, name: str, shape: Shape, samples: int | None, length: int | None) -> Subject:
-        """A decoder of which the numbers tell all."""
+        """Returns the subject of a decoder that is forecast from its numbers alone."""
         if self.randomness != "global":
             raise InputError(f"--randomness: {name} is a decoder by its numbers, without dropout: leave it out")
         if length is None or samples is None:
@@ -100,7 +100,7 @@ class _Where:
         return decoder(shape, self.cluster, self.software, samples, length, self.precision)
 
     def traced(self, task: Task, samples: int | None, remarks: tuple[str, ...] = ()) -> Subject:
-        """Any task: its module is traced."""
+        """Returns the subject of a task whose module is traced."""
         from shardwise.planner.traced_task import default_samples, traced_subject
 
         if self.software.fp8:
@@ -116,7 +116,7 @@ class _Where:
         )
 
     def of_file(self, path: str, samples: int | None, length: int | None) -> Subject:
-        """A configuration: by its numbers where they tell all of transformers' model, else that model is traced."""
+        """Returns a configuration's subject: by its numbers where they describe transformers' model, else traced."""
         named = decoders.read_file(path)[0].get("model_type")
         try:
             shape = decoders.decoder_from_config(path)
@@ -137,7 +137,7 @@ class _Where:
         return replace(self.by_numbers(path, shape, samples, length), remarks=tuple(remarks))
 
     def _built(self, path: str, samples: int | None, length: int | None, *remarks: str) -> Subject:
-        """The model that transformers builds, traced on the first kind of sample that it takes."""
+        """Returns the subject of transformers' model, traced on the first made-up sample that it accepts."""
         from shardwise.planner.configured_task import configured
 
         if samples is None:
@@ -154,7 +154,7 @@ class _Where:
 
 
 def plan_for(task: str | Task | Callable[[], Task], plan: str | Plan) -> Plan:
-    """The plan; of a text that names no precision, for a model by name or configuration, in bf16 as `plan` searches."""
+    """Returns the parsed plan; bf16 where `plan` is a text without a precision and `task` a model without data."""
     parsed = Plan.parse(plan)
     if isinstance(plan, Plan) or not is_shape(task):
         return parsed
@@ -170,7 +170,7 @@ def check_plan(plan: Plan, cluster: Cluster) -> None:
 
 
 def layout_of(plan: Plan, subject: Subject) -> Layout:
-    """The plan with the subject's batch dealt; a task's own batch may be dealt unevenly, as a run deals it."""
+    """Returns the plan's layout for the subject's global batch; dealt unevenly only for a task of one's own."""
     return of_plan(plan, global_batch=subject.global_batch, seq=subject.seq, uneven=subject.own)
 
 
@@ -185,7 +185,7 @@ def plan(
     randomness: Randomness = "global",
     constraints: Constraints | None = None,
 ) -> Search:
-    """Every plan that fits, fastest first, and why the other families lost; nothing is run.
+    """Returns every plan that fits, fastest first, and why the other families lost; nothing is run.
 
     task          a catalogue name ("llama3-8b"), a transformers `config.json`, or a task as `train` finds it
     cluster       "16x8 h100-sxm-80gb, ib-400", a .toml file, or a `Cluster`
@@ -214,7 +214,7 @@ def simulate(
     software: str = "shardwise",
     randomness: Randomness = "global",
 ) -> Forecast:
-    """One step of one plan: time by part, memory by stage, timeline, and what each figure rests on."""
+    """Returns the forecast of one step of one plan: time by part, memory by stage, timeline, basis of each figure."""
     where, parsed = Cluster.parse(cluster), plan_for(task, plan)
     check_plan(parsed, where)
     subject = subject_of(
@@ -225,7 +225,7 @@ def simulate(
 
 
 def possible(forecast: Forecast) -> Forecast:
-    """The forecast; raises where it is faster than any device computes, which is a defect of ours."""
+    """Returns the forecast; raises `ShardwiseError` where it is faster than the devices can be, a defect of ours."""
     if forecast.impossible:
         raise ShardwiseError(forecast.impossible)
     return forecast

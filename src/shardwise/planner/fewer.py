@@ -12,7 +12,7 @@ MOST_COUNTS = 2  # of the largest that do, beside the largest power of two
 
 
 def first_devices(cluster: Cluster, count: int) -> Cluster:
-    """The first so many devices of a cluster."""
+    """Returns the cluster made of the first `count` devices (rounded up to whole units of a tier)."""
     tiers, left = [], count
     for tier in cluster.tiers:
         size = min(tier.count, left)

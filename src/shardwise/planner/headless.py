@@ -25,7 +25,7 @@ MADE_UP = "with a made-up loss, the sum of squares of its outputs: a task of you
 
 
 def base_class(config: Any) -> Any:
-    """transformers' class of the model without a head; None where it has none for such a configuration."""
+    """Returns transformers' class of the model without a head; None where it has none for such a configuration."""
     import transformers
 
     mapping = transformers.AutoModel._model_mapping
@@ -36,7 +36,7 @@ def base_class(config: Any) -> Any:
 
 
 def build_base(config: Any) -> nn.Module:
-    """The model in float32, without a cache of keys and values."""
+    """Builds the model without a head in float32, without a cache of keys and values."""
     import transformers
 
     for part in parts_of(config):
@@ -46,7 +46,7 @@ def build_base(config: Any) -> nn.Module:
 
 
 def made_up_loss(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    """Sum of squares of every tensor in floating point that the model gives and a gradient goes through, and rows."""
+    """Returns (sum of squares of the differentiable outputs, samples of the batch)."""
     leaves = tree_leaves(list(output.values()) if isinstance(output, Mapping) else output)
     floats = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
     squares = [leaf.float().square().sum() for leaf in floats if leaf.requires_grad] or [floats[0].float().sum()]
@@ -54,12 +54,12 @@ def made_up_loss(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
 
 
 def settings_of_base(config: Any) -> dict[str, Any]:
-    """The fields of a `Task` beside its model."""
+    """Returns the fields of a `Task` beside its model and data."""
     return {"inputs": inputs, "loss": made_up_loss, "name": config.model_type}
 
 
 def main_input(kind: Any) -> str:
-    """The name of what the model is given first: what its class says, where its forward takes that."""
+    """Returns the name of the model's main input: what its class says, where the forward has such an argument."""
     takes = tuple(inspect.signature(kind.forward).parameters)[1:]
     said = getattr(kind, "main_input_name", "input_ids")
     usual = ("pixel_values", "input_ids", "input_features", "input_values")

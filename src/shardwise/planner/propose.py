@@ -43,7 +43,7 @@ ROOMY, CLASSES = 0.5, 10  # plans that fill less than half of a device need as l
 
 @dataclass
 class _Looked:
-    """What was looked at: layouts that fit with their estimated seconds, the tightest of each family."""
+    """Result of `_look`: layouts that fit, with estimated seconds; the smallest memory of each family, in bytes."""
 
     fits: list[tuple[float, Layout]] = field(default_factory=list)
     tightest: dict[str, tuple[float, Layout]] = field(default_factory=dict)
@@ -142,7 +142,7 @@ def _on_part(
 def _half_as_good(
     subject: Subject, cluster: Cluster, constraints: Constraints, result: Search, capacity: float
 ) -> list[str]:
-    """A note where half of the devices are as fast; asked of a model by its numbers that waits for much of its step."""
+    """Returns a note where half of the devices are nearly as fast, else []; only for a model by its numbers."""
     best, half = result.best, cluster.world_size // 2
     forecast = best.forecast
     waits = sum(s for name, s in forecast.parts.items() if "communication" in name or "bubble" in name)
@@ -162,7 +162,7 @@ def _half_as_good(
 
 
 def _on_fewer(subject: Subject, world: int, constraints: Constraints, precision: str, capacity: float) -> str:
-    """A plan that fits on fewer devices, as many as a power of two, by which more divides; "" where none is known.
+    """Returns one sentence naming a plan that fits on the next lower power of two devices; "" where none is known.
 
     Asked of a model by its numbers alone: a task that is traced would be rehearsed again.
     """
@@ -176,7 +176,7 @@ def _on_fewer(subject: Subject, world: int, constraints: Constraints, precision:
 
 
 def _kept_free(cluster: Cluster, constraints: Constraints) -> str:
-    """One sentence on how much of a device's memory is kept free, and why."""
+    """Returns one sentence on how much of a device's memory is kept free, and why."""
     memory = cluster.device.memory_gb
     return (
         f"{cluster.device.name} offers {bytes_text(memory.value * 1e9)} ({memory.kind}: {memory.source}), of which "
@@ -188,7 +188,7 @@ def _look(
     subject: Subject, world: int, constraints: Constraints, precision: str, capacity: float, say: Say,
     show: Callable[[Sequence[Proposal], int], None] | None = None,
 ) -> _Looked:  # fmt: skip
-    """Estimate every layout and keep those that fit; ends early where it is interrupted and some fit."""
+    """Estimates every layout and keeps those that fit; an interrupt (ctrl-C) ends it early once some do."""
     looked, last_line_at, best = _Looked(), time.monotonic(), math.inf
     began, leader = last_line_at, ""
     shown = show is None
@@ -247,7 +247,7 @@ def _passes(test: Callable[[Plan], None], candidate: Plan) -> bool:
 
 
 def _chosen(fits: list[tuple[float, Layout]], precision: str) -> tuple[list[Layout], list[Layout]]:
-    """The layouts to simulate, the best by estimate and of each family, and the best of those that are not built."""
+    """Returns (layouts to simulate: the best by estimate and of each family; the best that this version cannot run)."""
     run: list[Layout] = []
     later: dict[str, Layout] = {}
     seen: set[str] = set()
@@ -266,7 +266,7 @@ def _chosen(fits: list[tuple[float, Layout]], precision: str) -> tuple[list[Layo
 
 
 def _ranked(subject: Subject, looked: _Looked, precision: str, capacity: float, say: Say) -> Search:
-    """Simulate the best layouts by estimate and the best of each family; sorted."""
+    """Simulates the layouts of `_chosen` and returns them as a sorted `Search`."""
     run, later = _chosen(looked.fits, precision)
     if not run:
         run, later = [layout for _, layout in looked.fits[:SIMULATED]], []
@@ -295,7 +295,7 @@ def _ranked(subject: Subject, looked: _Looked, precision: str, capacity: float, 
 
 
 def _none_fits(proposals: list[Proposal], capacity: float) -> InputError:
-    """The error that says what the nearest of these needs."""
+    """Returns the error for proposals none of which fits, with what the nearest needs."""
     needed = min(p.forecast.needed_bytes for p in proposals)
     return InputError(f"no plan fits: the nearest needs {bytes_text(needed)} of {bytes_text(capacity)}")
 
@@ -303,7 +303,7 @@ def _none_fits(proposals: list[Proposal], capacity: float) -> InputError:
 def _exact(
     subject: Subject, proposals: list[Proposal], precision: str, capacity: float, say: Say
 ) -> list[Proposal]:  # fmt: skip
-    """The proposals with those in front forecast again, from a trace of each one's own micro-batch."""
+    """Returns the proposals sorted anew, the first `EXACT` forecast again from traces of their own micro-batch."""
     assert subject.exact is not None
     out, done = proposals, set[Layout]()
     while rough := [p for p in out[:EXACT] if p.layout not in done]:
@@ -322,14 +322,14 @@ def _proposal(simulate: Callable[[Layout], Forecast], layout: Layout, precision:
 
 
 def _possible(proposals: list[Proposal]) -> None:
-    """Raise where a forecast is faster than its devices can be: then no figure of the search is right."""
+    """Raises `ShardwiseError` where a forecast is faster than devices can be: no figure of the search is right then."""
     for proposal in proposals:
         if proposal.forecast.impossible:
             raise ShardwiseError(f"plan {proposal.plan}: {proposal.forecast.impossible}")
 
 
 def _sorted(proposals: list[Proposal], capacity: float) -> list[Proposal]:
-    """Best first; of those within 3% of the fastest, the one that needs least memory, then the one with fewest axes."""
+    """Returns proposals best first: within 3% of the fastest by tenths of a device's memory, then number of axes."""
     fastest = min((p.forecast.step_s for p in proposals), default=0.0)
 
     def order(p: Proposal) -> tuple[float, ...]:

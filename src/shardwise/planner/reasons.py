@@ -24,7 +24,7 @@ MOST_TOLD, FEW_VALUES = 20_000, 12  # layouts, and values of a field, for a mess
 
 
 def notes(subject: Subject, cluster: Cluster, result: Search, capacity: float) -> list[str]:
-    """When not to distribute, and what to try first."""
+    """Returns lines of advice: when not to distribute, what limits the best plan, what to try first."""
     out = list(subject.remarks)
     best = result.best
     parts = best.forecast.parts
@@ -61,7 +61,7 @@ def notes(subject: Subject, cluster: Cluster, result: Search, capacity: float) -
 
 
 def _input_bound(reads: Reading, wait: float, best: Proposal) -> str:
-    """One line on input that is slower than the step."""
+    """Returns one line on input that takes longer than the step, and the remedy."""
     step = best.forecast.step_s
     what = "every rank makes the global batch" if reads.whole else "a rank reads its samples"
     cure = (
@@ -76,7 +76,7 @@ def _input_bound(reads: Reading, wait: float, best: Proposal) -> str:
 
 
 def _alone(subject: Subject, like: Layout, capacity: float) -> tuple[Layout, float] | None:
-    """The fastest way to run on one device that fits, and the bytes it needs."""
+    """Returns (fastest layout on one device that fits, bytes it needs), or None."""
     fits: list[tuple[float, Layout, float]] = []
     for micro in micro_batches(subject.global_batch):
         layout = like.with_(
@@ -131,7 +131,7 @@ def _short(layout: Layout) -> str:
 
 
 def _slower(rival: Proposal, best: Proposal) -> str:
-    """What of its step costs more than the winner's."""
+    """Returns one line on which part of the rival's step costs most more than the winner's."""
     slower = rival.forecast.step_s / best.forecast.step_s - 1
     names = set(rival.forecast.parts) | set(best.forecast.parts)
     more = {n: rival.forecast.parts.get(n, 0.0) - best.forecast.parts.get(n, 0.0) for n in names}
@@ -144,7 +144,7 @@ def _slower(rival: Proposal, best: Proposal) -> str:
 
 
 def _recomputes(proposal: Proposal) -> int:
-    """How much of a forward runs again, in rank order."""
+    """Returns the place of the recompute policy in `RECOMPUTES`, from least to most recomputed."""
     return RECOMPUTES.index(proposal.layout.recompute)
 
 
@@ -193,7 +193,7 @@ def contradiction(world: int, constraints: Constraints) -> str:
 
 
 def _not_among(subject: Subject, world: int, constraints: Constraints) -> str:
-    """Which of the fixed fields no plan has that is looked at; empty where there is no plan without them either."""
+    """Returns which fixed fields no searched plan has, and their possible values; "" where there is no plan at all."""
     limits = replace(constraints, fixed=(), check=None)
     plans = [plan_of(layout, _asked(constraints)) for layout in islice(subject.layouts(world, limits), MOST_TOLD)]
     if not plans:
@@ -214,7 +214,7 @@ def shown(value: object) -> str:
 
 
 def _has_any(subject: Subject, world: int, constraints: Constraints) -> bool:
-    """Whether there is a layout as asked for, among the first many."""
+    """Whether one of the first `LOOKED_AT` layouts meets the constraints."""
     some = islice(subject.layouts(world, constraints), LOOKED_AT)
     return any(not constraints.fixed or constraints.allows(plan_of(layout, _asked(constraints))) for layout in some)
 

@@ -65,7 +65,7 @@ def traced_subject(
     remarks: tuple[str, ...] = (),
     randomness: Randomness = "global",
 ) -> Subject:
-    """The subject of a task: replicas, ZeRO 1 to 3, hybrid sharding, micro-batches, tp or pp, the recompute wanted.
+    """Returns the `Subject` of a task: replicas, ZeRO 1 to 3, hybrid sharding, micro-batches, tp, pp, recompute.
 
     cuts     whether a search looks at tp and pp
     samples  the two sizes of micro-batch that are traced, or the only one, twice; larger ones are on the line through
@@ -112,11 +112,11 @@ class Traced:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether ranks hold the global batch, and reduce copies."""
+        """Whether the cluster's ranks are CPU ranks: they hold the whole global batch, and gloo reduces copies."""
         return self.cluster.device.kind == "cpu"
 
     def subject(self, batch: int, wanted: tuple[str, ...]) -> Subject:
-        """What a search needs to know, for one global batch."""
+        """Returns the `Subject` for one global batch (samples). `wanted`: recompute policies to try beside "none"."""
         units = len(self.first.units)
         self._remark_on(self.first)
         recomputes = [*dict.fromkeys(("none", *wanted))] if units else ["none"]
@@ -136,13 +136,13 @@ class Traced:
         )  # fmt: skip
 
     def of_micro_batch(self, micro: int) -> Traced:
-        """The same task, all of it told by traces of one size of micro-batch; traces are shared."""
+        """Returns a copy that forecasts from a trace of exactly `micro` samples; traces already made are shared."""
         other = copy(self)
         other.samples = (micro, micro)
         return other
 
     def draws(self, layout: Layout, batch: int) -> tuple[float, float] | None:
-        """Seconds of a step of replicas with draws of one process, and with those of a GPU's own generator.
+        """Returns seconds of a step of replicas (with randomness="global", with "fast"), or None.
 
         None on a CPU, and where the module draws nothing.
         """
@@ -188,7 +188,7 @@ class Traced:
 
     @property
     def routed(self) -> bool:
-        """Whether the module chooses among experts."""
+        """Whether the module routes tokens to experts."""
         first = self.first
         return first.balanced or (first.chose and self.looks.holds_experts)
 
@@ -233,7 +233,7 @@ class Traced:
         return min(2, data_ranks) if self.first.batch_norms else 0
 
     def can_run(self, layout: Layout) -> bool:
-        """Whether batch norms find more than one value in a micro-batch."""
+        """Whether batch norms have more than one value to normalise in a micro-batch."""
         return layout.dp * layout.micro_batch > 1 or not self.first.alone
 
     def _cuts(self, layout: Layout) -> Cuts:
@@ -254,7 +254,7 @@ class Traced:
         return try_out(self.task.optimizer, *map(list, zip(*trained, strict=True)))
 
     def fits(self, layout: Layout, batch: int, constraints: Constraints) -> bool:
-        """Whether the fullest rank of a layout has room."""
+        """Whether a layout's fullest rank fits in the device's memory."""
         room = self.cluster.device.memory_bytes * (1 - constraints.headroom) - CONTEXT_BYTES
         return self.memory(layout, batch).reserved <= room
 
@@ -270,7 +270,7 @@ class Traced:
         return True
 
     def _left_out(self, what: str, why: str) -> None:
-        """One remark for all that have a reason in common."""
+        """Adds `what` to the remark that ends in the reason `why`; a new remark where there is none."""
         for at, text in enumerate(self.remarks):
             if text.endswith(why):
                 named = text.removesuffix(why).split("; ")
@@ -279,7 +279,7 @@ class Traced:
         self.remark(what + why)
 
     def remark(self, text: str) -> None:
-        """Tell this once, beside what the search finds."""
+        """Adds a remark to the search's result, once."""
         if text not in self.remarks:
             self.remarks.append(text)
 
@@ -311,7 +311,7 @@ class Traced:
         return models
 
     def cut(self, layout: Layout, batch: int) -> list[Model]:
-        """The ranks of a layout, as its fullest data rank has them; `RefusedPlan` as in a run."""
+        """Returns a `Model` of each rank that differs, on the fullest data rank; raises `RefusedPlan` as a run does."""
         key, sizes, beside = self._key(layout, batch)
         rows = self._first_of_two if self._has_more(key, layout, batch) else self.ranks
         models = rows(key, sizes, beside)
@@ -320,20 +320,20 @@ class Traced:
         return rows(key, ((layout.micro_batch,),), beside)
 
     def _first_of_two(self, key: Cuts, sizes: Sizes, beside: Beside) -> list[Model]:
-        """The ranks with one micro-batch, as rows of two of them say: those are rehearsed once for both."""
+        """Returns the ranks with one micro-batch, derived from a rehearsal of two, which the search needs as well."""
         return once(self._ranks, (key, sizes, beside, None), lambda: [
             replace(rank, small=cast(RankTrace, rank.small).of_one, large=cast(RankTrace, rank.large).of_one)
             for rank in self.ranks(replace(key, microbatches=2), sizes, beside)
         ])  # fmt: skip
 
     def _has_more(self, key: Cuts, layout: Layout, batch: int) -> bool:
-        """Whether a search that asks for one micro-batch of data ranks under zero=3 asks for several as well."""
+        """Whether a search will also need this layout under zero=3 with several micro-batches."""
         data = layout.world_size == layout.dp and layout.ep == 1
         even = layout.global_batch == batch > layout.dp
         return key.zero == 3 and key.microbatches == 1 and data and even and self.samples[0] < self.samples[1]
 
     def _key(self, layout: Layout, batch: int) -> tuple[Cuts, Sizes, Beside]:
-        """What cuts the module, and the micro-batches to rehearse: each tuple is one rehearsal of a rank.
+        """Returns (cuts of the module, micro-batch sizes of each rehearsal, those of the ep group beside them).
 
         Micro-batches of one sample are on the line too: whether such a plan leads is settled by traces of its own.
         """
@@ -343,7 +343,7 @@ class Traced:
         return key, *played(key, layout, batch, layout.dp - 1)
 
     def every_rank(self, layout: Layout, batch: int) -> list[MemoryLedger]:
-        """Bytes of each rank of the grid, its own share of the batch considered: every one that differs is traced."""
+        """Returns the memory of every rank of the grid in rank order, each with its own share of the batch."""
         key = self._cuts(layout)
         alike = Shares(self.looks, key).alike if layout.tp > 1 else [0]
         kinds = list(dict.fromkeys(alike))
@@ -362,7 +362,7 @@ class Traced:
         return ledgers
 
     def _exactly(self, recompute: str, joined: int, count: int) -> Model:
-        """The whole module's trace at one number of samples."""
+        """Returns the whole module's model from a trace of exactly `count` samples."""
         exact = self._trace(count, recompute, joined)
         return self._model(exact, exact)
 
@@ -371,13 +371,13 @@ class Traced:
         return (*self._key(layout, batch), None) in self._ranks
 
     def can_hold(self, layout: Layout, batch: int) -> bool:
-        """Whether a search may have a layout of data ranks alone."""
+        """Whether a layout of data ranks alone can be traced; a remark says why not."""
         if self._cuts(layout).differ or layout.zero:
             return self.can_cut(layout, batch) and self.can_recompute(layout.recompute)
         return self.can_recompute(layout.recompute)
 
     def _refuse(self, layout: Layout) -> None:
-        """Raise `RefusedPlan` for compiled draws, and where the optimizer finds too little, or is not, on a rank."""
+        """Raises `RefusedPlan` for compiled draws, offload, and optimizers that cannot update what a rank holds."""
         if layout.compile and self.model("none").small.follows:
             raise RefusedPlan(f"the model draws random numbers, {HIDDEN}")
         if layout.offload != "none":
@@ -398,11 +398,11 @@ class Traced:
         return True
 
     def memory(self, layout: Layout, batch: int) -> MemoryLedger:
-        """Bytes of the fullest rank."""
+        """Returns the memory of the rank that needs most."""
         return max(self.ledgers(layout, batch), key=lambda ledger: ledger.allocated)
 
     def ledgers(self, layout: Layout, batch: int) -> list[MemoryLedger]:
-        """Bytes of the fullest data rank of each rank of tp and pp that differs."""
+        """Returns the memory of each rank of tp and pp that differs, on the fullest data rank."""
         differ = self._cuts(layout).differ
         ranks = self.cut(layout, batch) if differ else [self.model(layout.recompute, layout.dp, layout.micro_batch)]
         return [memory(rank, layout, self.precision, batch) for rank in ranks]

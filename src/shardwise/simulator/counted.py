@@ -16,7 +16,7 @@ Entry = tuple[str, tuple[float, ...], int]
 
 @dataclass(eq=False)
 class StepTrace:
-    """One forward and backward of `samples` samples.
+    """What one forward and backward of `samples` samples did: ops, FLOPs, bytes moved, the peak of live bytes.
 
     order        (kind, shape, times) of every op but views, as they ran; see `Entry`
     products     (m, n, k) -> how often
@@ -90,7 +90,7 @@ class StepTrace:
 
     @property
     def flops(self) -> float:
-        """Products, convolutions and attention; of a causal kernel the half that it computes."""
+        """Returns FLOPs of products, convolutions and attention; of a causal kernel the half that it computes."""
         products = sum(2.0 * m * n * k * times for (m, n, k), times in self.products.items())
         scores = sum(
             4.0 * b * q * k * d * (2.5 if back else 1.0) * (0.5 if causal else 1.0) * times
@@ -106,7 +106,7 @@ Passed = tuple[str, str, dict[int, int], int, int]
 
 @dataclass
 class RankTrace(StepTrace):
-    """The trace of one rank's whole row: `peak` is that of the row, products and bytes those of one micro-batch.
+    """The trace of one rank's pipeline row: `peak` is of the whole row, products and bytes are of one micro-batch.
 
     ops       (kind, stage) -> what one such op does
     wire      (kind, stage) -> what it sends over tp, ep and axes of positions, and over data ranks for batch norms:
@@ -134,7 +134,7 @@ class RankTrace(StepTrace):
 
 @dataclass(frozen=True)
 class Update:
-    """An optimizer's step for one tensor: elements of state it keeps and ops it runs, for each element of the tensor.
+    """Cost of an optimizer's step on one tensor: state that it keeps and ops that it runs, per element of the tensor.
 
     work       (op, bytes it moves for each element of float32)
     calls      ops, views among them
@@ -165,23 +165,23 @@ class Model:
 
     @property
     def units(self) -> Sequence[int]:
-        """Parameters of each unit of zero=3, or of each repeated block."""
+        """Returns the number of parameters of each unit of zero=3, or of each repeated block."""
         return self.small.units if self.gathered is None else self.gathered
 
     @property
     def trained(self) -> int:
-        """Elements of the weights that are trained: of those alone there are gradients, and pieces to publish."""
+        """Returns the elements of trained weights, which alone have gradients and are gathered after an update."""
         return sum(size * count for size, count in self.small.sizes.items())
 
     def linear(self, first: float, second: float, samples: float) -> float:
-        """The line through what was seen at one number of samples and at another; flat where both are the same."""
+        """Returns a figure at `samples`, on the line through `first` (of `small`) and `second` (of `large`)."""
         low, high = self.small.samples, self.large.samples
         if low == high:
             return first * samples / low
         return max(0.0, first + (second - first) * (samples - low) / (high - low))
 
     def peak(self, samples: int) -> float:
-        """Live bytes of a micro-batch beyond what rests."""
+        """Returns the most live bytes of a micro-batch beyond what rests between steps."""
         return self.linear(self.small.peak, self.large.peak, samples)
 
     def flops(self, samples: float) -> float:

@@ -58,13 +58,13 @@ def same_row(small: StepTrace, large: StepTrace) -> bool:
 
 
 def _calls(trace: RankTrace, key: OpKey) -> list[tuple[str, str, int]]:
-    """(axis, operation, times) of the collectives of one part, those of one size together, in order."""
+    """Returns (axis, operation, times) of one part's collectives in order, those of one size together."""
     return [(axis, op, times) for (axis, op, _), times in trace.wire[key].items()]
 
 
 @dataclass
 class _Rounds:
-    """The micro-batches of a step, by parts, and what else is known of them."""
+    """Seconds of a step's micro-batches by part, and figures that the other parts need."""
 
     parts: dict[str, float]
     micro_s: float  # of one micro-batch, for what overlaps with it
@@ -82,7 +82,7 @@ def simulate_cut(
     precision: str,
     ledgers: Sequence[MemoryLedger],
 ) -> Forecast:
-    """The forecast of one optimizer step. `ranks`: models whose traces are `RankTrace`s; `held`: their memory."""
+    """Returns the forecast of one step. `ranks`: models whose traces are `RankTrace`s; `ledgers`: their memory."""
     dtype = PRECISIONS[precision].products
     follows = any(rank.small.follows for rank in ranks)
     kernels, added = kernels_of(cluster, layout, software, dtype, follows=follows)
@@ -118,7 +118,7 @@ def simulate_cut(
 def _rounds(
     ranks: Sequence[Model], layout: Layout, seconds: tuple[Seconds, Seconds, Seconds], wire: Wire, states: States
 ) -> _Rounds:
-    """The micro-batches of a step. `seconds`: of each op's work, its collectives, and those of them between tiles."""
+    """Returns a step's micro-batches. `seconds`: by op, of its work, of its collectives, of those between tiles."""
     work, sent, of_tiles = seconds
     busy, talk, tiled = (max(_of_rank(rank, by_op) for rank in ranks) for by_op in (work, sent, of_tiles))
     if layout.pp > 1:
@@ -142,7 +142,7 @@ def _rounds(
 
 
 def _played(ranks: Sequence[Model], layout: Layout, seconds: Sequence[Seconds], wire: Wire) -> Played:
-    """The schedule's table, played with what each stage's ops take in all."""
+    """Plays the pipeline's schedule with the seconds of each stage's ops, waits included."""
     last = max(stage for by_op in seconds for _, stage in by_op)
 
     def of_stages(kind: str) -> list[float]:
@@ -157,7 +157,7 @@ def _played(ranks: Sequence[Model], layout: Layout, seconds: Sequence[Seconds], 
 
 
 def _basis(ranks: Sequence[Model], layout: Layout, kernels: Kernels, wire: Wire) -> dict[str, str]:
-    """What each kind of figure in the forecast rests on, as text."""
+    """Returns, by kind of figure, one line on what it rests on (measured, formula, assumed)."""
     basis = {
         "products": kernels.basis,
         "tensor parallel": wire.basis("all_reduce", RankGroup(layout.tp, 1)),
@@ -177,7 +177,7 @@ def _basis(ranks: Sequence[Model], layout: Layout, kernels: Kernels, wire: Wire)
 
 
 def groups_of(layout: Layout) -> dict[str, RankGroup]:
-    """The ranks of each axis over which a micro-batch talks."""
+    """Returns, by axis, the group of ranks over which a micro-batch communicates."""
     inner = layout.tp * layout.cut_positions
     groups = {"tp": RankGroup(layout.tp, 1), "ep": RankGroup(layout.ep, inner), "data": RankGroup(layout.dp, inner)}
     stride = layout.tp
@@ -190,7 +190,7 @@ def groups_of(layout: Layout) -> dict[str, RankGroup]:
 def _ops(
     ranks: Sequence[Model], layout: Layout, kernels: Kernels, software: Software, wire: Wire
 ) -> tuple[Seconds, Seconds, Seconds]:
-    """Seconds of each op's work, of its collectives, and of those between tiles, on the slowest rank that runs it."""
+    """Returns seconds by op (of work, of all collectives, of those between tiles), on the slowest rank that runs it."""
     work: Seconds = {}
     sent: Seconds = {}
     of_tiles: Seconds = {}
@@ -210,7 +210,7 @@ def _ops(
 
 @dataclass
 class _Talk:
-    """Seconds that an op of a rank waits for others, over the axes that are asked for."""
+    """Computes the seconds that an op of a rank waits for other ranks, over chosen axes."""
 
     layout: Layout
     kernels: Kernels
@@ -240,7 +240,7 @@ class _Talk:
         return seconds
 
     def _hidden(self, rank: Model, key: OpKey, passing: tuple[str, str]) -> float:
-        """Of exchanges that pass while operations run which do not need them."""
+        """Returns the seconds of an exchange that are hidden behind operations that do not need its result."""
         small, large = _seen(rank)
         micro = self.layout.micro_batch
         if passing == RING:  # the next block comes while that at hand is computed, the last one beside none
@@ -271,7 +271,7 @@ def _arrivals(rank: Model, key: OpKey, layout: Layout) -> dict[tuple[str, str], 
 
 
 def halo_bytes(ranks: Sequence[Model], layout: Layout, wire: Wire) -> dict[str, float]:
-    """Bytes that a tile is sent by others in a step, by the link over which they come; of the tile with most of them.
+    """Returns, by name of the link, the bytes that the tile with most of them receives from others in a step.
 
     Which of its neighbours lie beyond a node hangs on where a tile lies; here as for the one that waits longest.
     """
@@ -289,12 +289,12 @@ def halo_bytes(ranks: Sequence[Model], layout: Layout, wire: Wire) -> dict[str, 
 
 
 def _seen(rank: Model) -> tuple[RankTrace, RankTrace]:
-    """Its rehearsals at two sizes of micro-batch."""
+    """Returns a rank's two rehearsals, of the smaller and the larger micro-batch."""
     return cast(RankTrace, rank.small), cast(RankTrace, rank.large)
 
 
 def _gathers(ranks: Sequence[Model], busy: Mapping[OpKey, float], link: Sharded) -> dict[OpKey, float]:
-    """Seconds by which each op's work waits for weights that are gathered and gradients that are scattered."""
+    """Returns, by op, the seconds that it waits for gathered weights and scattered gradients (zero=3)."""
     waits: dict[OpKey, float] = {}
     for rank in ranks:
         for key, units in _seen(rank)[0].gathers.items():
@@ -308,7 +308,7 @@ def _of_rank(rank: Model, work: Mapping[OpKey, float]) -> float:
 
 
 def _messages(ranks: Sequence[Model], layout: Layout, wire: Wire, last: int) -> list[float]:
-    """Seconds of the message from each stage to the next."""
+    """Returns the seconds of the message from each stage to the next."""
     apart = layout.tp * layout.shard_ranks  # ranks from one stage to the next
     out = [0.0] * max(1, last)
     for rank in ranks:

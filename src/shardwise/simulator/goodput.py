@@ -28,7 +28,7 @@ COPY_BYTES_PER_S = 2.8e9
 
 
 def saved_bytes(memory: list[MemoryLedger], layout: Layout) -> float:
-    """Bytes that a rank of the fullest stage writes: masters and optimizer state, each element once over all ranks."""
+    """Returns the bytes that a rank of the fullest stage writes: masters and optimizer state, each element once."""
 
     def written(ledger: MemoryLedger) -> float:
         sharded = layout.shard_ranks if layout.zero >= 1 else 1
@@ -40,7 +40,7 @@ def saved_bytes(memory: list[MemoryLedger], layout: Layout) -> float:
 
 
 def stall_of(run: str | Path) -> tuple[float, float]:
-    """(seconds that a checkpoint stopped a step of a run, bytes that each of its ranks wrote), from its summary.
+    """Returns (seconds that a checkpoint stopped a step, bytes that each rank wrote) from a run's summary.
 
     Raises `InputError` where it says nothing of them.
     """
@@ -57,7 +57,7 @@ def stall_of(run: str | Path) -> tuple[float, float]:
 
 
 def writing_s(saved: float, writers: int, disk_gbps: float | None) -> float | None:
-    """Seconds until a checkpoint is on disk: `saved` bytes of each of the ranks that share one. None: not known."""
+    """Returns seconds until a checkpoint is on disk: `saved` bytes of each of `writers` ranks of one; None: unknown."""
     return None if disk_gbps is None else saved * writers / (disk_gbps * 1e9)
 
 
@@ -70,7 +70,7 @@ def goodput(
     seed: int = 0,
     write_s: float | None = None,
 ) -> dict[str, Any]:
-    """Young-Daly's interval and the share of time that is progress, by formula and by drawing failures.
+    """Returns Young-Daly's interval and the share of time that is progress, by formula and by drawing failures.
 
     checkpoint_s   that a save stops a step for
     write_s        until it is on the disk; no shorter interval is proposed. None: not known, and not counted
@@ -89,7 +89,7 @@ def goodput(
 
 
 def _simulated(interval: float, stall: float, written: float, restart: float, mtbf: float, rng: random.Random) -> float:
-    """Progress over time for failures drawn from an exponential distribution; what is not on the disk is lost."""
+    """Returns progress over time for exponentially distributed failures; work that is not on the disk is lost."""
     progress = total = 0.0
     for _ in range(SIMULATED_FAILURES):
         until = rng.expovariate(1 / mtbf)

@@ -24,7 +24,7 @@ IN_FLIGHT_BYTES = 2 * BUCKET_BYTES  # of gradients: two buckets, as comm/buckets
 
 
 def policy(precision: str, state_elements: float, layout: Layout) -> States:
-    """Bytes for one parameter under a precision of this package, for the optimizer that the task has.
+    """Returns the bytes per parameter (weight, gradient, master, optimizer state) under a precision.
 
     Replicas and ZeRO 1 and 2 sum gradients in buckets of the dtype that they are sent in, and give the optimizer
     copies where it wants another; FSDP2's shards have the masters' dtype.
@@ -41,7 +41,7 @@ def policy(precision: str, state_elements: float, layout: Layout) -> States:
 def memory(
     model: Model, layout: Layout, precision: str, samples: int | None = None, shard_rank: int | None = None
 ) -> MemoryLedger:  # fmt: skip
-    """Bytes of one rank by term: what rests between steps, and the peak within one.
+    """Returns the memory of one rank by term: what rests between steps, and the peak within one.
 
     samples     of the global batch, where a rank holds all of it
     shard_rank  whose shard of those that zero has, where the ranks do not divide a weight; the fullest's by default
@@ -79,7 +79,7 @@ def memory(
 
 
 def _owned(model: Model, layout: Layout, shard_rank: int | None) -> int | None:
-    """Elements of the weights that a rank updates whole; None where it updates what it holds."""
+    """Returns the elements of the weights that a rank updates whole; None where it updates its shards."""
     if not (model.update.whole and layout.zero and layout.shard_ranks > 1):
         return None
     sizes, load = [*model.small.in_order.values()], [0] * layout.shard_ranks
@@ -89,7 +89,7 @@ def _owned(model: Model, layout: Layout, shard_rank: int | None) -> int | None:
 
 
 def _gradients(trace: StepTrace, layout: Layout, states: States, rest: float, of_experts: float) -> float:
-    """Bytes of gradients at rest: those that were played, and whole buckets of the others."""
+    """Returns bytes of gradients at rest: those that a rehearsal counted, else whole buckets."""
     shared = layout.zero >= 2 and of_experts < 1
     if trace.shard_gradient_bytes:
         return trace.shard_gradient_bytes + (0 if shared else trace.experts * states.gradient)
@@ -97,7 +97,7 @@ def _gradients(trace: StepTrace, layout: Layout, states: States, rest: float, of
 
 
 def _cut(trace: StepTrace, ranks: int, rank: int) -> int:
-    """Elements that a rank of zero=3 updates: its part of each weight, without what pads it."""
+    """Returns the elements that a rank of zero=3 updates: its rows of each weight, padding left out."""
     updated = 0
     for (rows, elements), times in trace.rows.items():
         shard_rows = -(-rows // ranks)
@@ -108,7 +108,7 @@ def _cut(trace: StepTrace, ranks: int, rank: int) -> int:
 def _peaks(
     model: Model, layout: Layout, states: States, updated: float, reduced: float, owned: int | None
 ) -> dict[str, float]:
-    """What comes and goes in a step beside what rests, each at its own time: the largest makes the peak.
+    """Returns bytes of each transient of a step, by name; they exclude each other, so the largest makes the peak.
 
     updated, reduced   elements that the optimizer updates here, and whose gradients are summed over dp_shard
     owned              elements of the weights that it updates whole, if it does
@@ -130,7 +130,7 @@ def _peaks(
 
 
 def _temporaries(model: Model, layout: Layout, states: States, updated: float) -> float:
-    """Elements that live only while the optimizer runs: on a CPU it goes from tensor to tensor.
+    """Returns the most elements that live only while the optimizer runs: of all tensors, on a CPU of one at a time.
 
     There the one before leaves some behind.
     """
@@ -146,7 +146,7 @@ def _temporaries(model: Model, layout: Layout, states: States, updated: float) -
 
 
 def _updated_sizes(trace: StepTrace, layout: Layout, states: States, updated: float) -> list[list[float]]:
-    """Elements of each tensor that an optimizer updates, in its order: what any rank may have.
+    """Returns, for each rank that differs, the elements of each tensor that its optimizer updates, in its order.
 
     Under ZeRO 1 and 2 a rank has pieces, by the borders of its shards of the buckets.
     """

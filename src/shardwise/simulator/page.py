@@ -29,7 +29,7 @@ Curve = list[tuple[float, float]]  # (seconds, bytes)
 
 
 def page(forecast: Forecast, title: str, capacity: float | None = None) -> str:
-    """The page. `capacity`: bytes of a device, drawn as a line."""
+    """Returns the HTML page. `capacity`: bytes of a device, drawn as a line."""
     return (
         "<!doctype html><meta charset='utf-8'><title>" + html.escape(title) + "</title>"
         "<style>body{font:14px sans-serif;margin:2em}td{padding:2px 12px}svg{border:1px solid #ddd}"
@@ -43,7 +43,7 @@ def page(forecast: Forecast, title: str, capacity: float | None = None) -> str:
 
 
 def _misfit(forecast: Forecast, capacity: float | None) -> str:
-    """A line where the plan does not fit."""
+    """Returns a warning where the plan does not fit in `capacity` bytes, else ""."""
     if capacity is None or forecast.fits(capacity):
         return ""
     needed, there = (_readable(size / 1e9, "GB") for size in (forecast.needed_bytes, capacity))
@@ -51,7 +51,7 @@ def _misfit(forecast: Forecast, capacity: float | None) -> str:
 
 
 def _readable(value: float, unit: str) -> str:
-    """Three digits; seconds as s, ms or us, and GB as GB or MB."""
+    """Returns a number with three digits and a fitting unit: s, ms or us; GB, MB or kB."""
     smaller = {"s": ("ms", "us"), "GB": ("MB", "kB")}.get(unit, ())
     for less in smaller:
         if value >= 1 or not value:
@@ -61,7 +61,7 @@ def _readable(value: float, unit: str) -> str:
 
 
 def _stacked(parts: dict[str, float]) -> str:
-    """One bar as long as the step."""
+    """Returns an SVG bar of the step's time, dealt to its parts."""
     whole, x, boxes = sum(parts.values()) or 1.0, 0.0, []
     for colour, (name, value) in zip(_colours(len(parts)), parts.items(), strict=True):
         wide = WIDTH * value / whole
@@ -117,7 +117,7 @@ def _legend(boxes: Sequence[tuple[str, str, float, float]]) -> str:
 
 
 def _axis(end: float, y: float) -> str:
-    """Seconds below a picture."""
+    """Returns SVG labels of a time axis, in seconds, below a picture."""
     return "".join(
         f"<text x='{LEFT + WIDTH * tick / 4 - (24 if tick else 0):.0f}' y='{y + 12:.0f}'>{end * tick / 4:.3g} s</text>"
         for tick in range(5)
@@ -125,7 +125,7 @@ def _axis(end: float, y: float) -> str:
 
 
 def memory_over_time(forecast: Forecast) -> list[tuple[str, Curve]]:
-    """(rank or stage, its allocated bytes over seconds): a rank of a pipeline by its lane, else one micro-batch."""
+    """Returns (rank, curve of its allocated bytes over seconds) by rank of a pipeline, else of one micro-batch."""
     lanes: dict[str, list[tuple[str, float, float]]] = {}
     for lane, name, start, stop in forecast.timeline:
         if re.match(r"[FBIW]\d", name):
@@ -136,7 +136,7 @@ def memory_over_time(forecast: Forecast) -> list[tuple[str, Curve]]:
 
 
 def _split(ledger: MemoryLedger) -> tuple[float, float, float, float]:
-    """Bytes that rest, that come and go with micro-batches, of the moment of the peak, and of the optimizer."""
+    """Returns bytes (at rest, of activations, at the moment of the peak alone, of the optimizer's temporaries)."""
     activations = sum(size for name, size in ledger.terms.items() if name in COMES_AND_GOES)
     late = sum(size for name, size in ledger.terms.items() if name in LATE)
     moment = sum(size for name, size in ledger.terms.items() if name.startswith("peak: "))
@@ -162,7 +162,7 @@ def _of_row(ops: Sequence[tuple[str, float, float]], ledger: MemoryLedger) -> Cu
 
 
 def _of_one(forecast: Forecast, ledger: MemoryLedger) -> Curve:
-    """Its last micro-batch and the optimizer's step: seconds are those of all that computes."""
+    """Returns the curve of a step without a pipeline, drawn as one micro-batch and the optimizer's step."""
     rests, activations, moment, late = _split(ledger)
     optimizer = forecast.parts.get("optimizer", 0.0)
     work = max(forecast.step_s - optimizer, 1e-12)

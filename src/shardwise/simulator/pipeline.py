@@ -15,12 +15,12 @@ SETTLED = 4  # micro-batches for each model stage after which most schedules rep
 
 @lru_cache(maxsize=64)
 def schedule(name: str, ranks: int, micro_batches: int, chunks: int) -> Schedule:
-    """The table by name; made once."""
+    """Returns the schedule's table of ops by rank; cached."""
     return make_schedule(name, ranks, micro_batches, chunks, checked=False)  # `play` meets what waits for itself
 
 
 def live_layers(played: Played, layers: Sequence[float], ranks: int) -> list[float]:
-    """The most layers of micro-batches whose activations each rank keeps at once: stages may have unlike numbers."""
+    """Returns, by rank, the most layers (times micro-batches) whose activations it keeps at once."""
     kept, most = [0.0] * ranks, [0.0] * ranks
     for rank, row in enumerate(played.table.rows):
         for op in row:
@@ -33,7 +33,7 @@ def live_layers(played: Played, layers: Sequence[float], ranks: int) -> list[flo
 
 
 def stages_of(name: str, ranks: int, chunks: int) -> list[tuple[int, ...]]:
-    """The model stages of each rank of a schedule, first to last."""
+    """Returns, by rank, the model stages that a schedule gives it, ascending."""
     owner = KINDS[name].owners(ranks, chunks)
     return [tuple(stage for stage, at in enumerate(owner) if at == rank) for rank in range(ranks)]
 
@@ -42,7 +42,7 @@ def play_all(
     name: str, ranks: int, micro_batches: int, chunks: int, forward: Sequence[float], backward: Sequence[float],
     weight: Sequence[float], send: Sequence[float], *, blocking: bool = False,
 ) -> Played:  # fmt: skip
-    """`play` for a schedule by name, in a time that does not grow with very many micro-batches.
+    """Plays a schedule by name, at a cost that does not grow with very many micro-batches.
 
     Those are played for a few, for as many more as there are ranks, and once more: where that adds as much both times,
     the rest does too; else more are played first. `ops` are those of the few.

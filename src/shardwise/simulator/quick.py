@@ -29,7 +29,7 @@ class Quick:
 
 
 class Estimator:
-    """Estimates for one model on one cluster; the parts that layouts share are computed once."""
+    """Estimates layouts of one model on one cluster; what layouts have in common is computed once."""
 
     def __init__(self, shape: Shape, cluster: Cluster, software: Software) -> None:
         self.shape, self.cluster, self.software = shape, cluster, software

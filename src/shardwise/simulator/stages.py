@@ -33,7 +33,7 @@ BLOCKED_US = 400.0  # (assumed)
 
 
 def stage_layers(shape: Shape, layout: Layout) -> list[float]:
-    """Layers of each model stage: as given, or even; what does not divide goes to the stages in the middle.
+    """Returns the layers of each model stage: as given, or even; the remainder goes to the stages in the middle.
 
     Those that predict further ahead stand on the last one, and count there.
     """
@@ -47,7 +47,7 @@ def stage_layers(shape: Shape, layout: Layout) -> list[float]:
 
 
 def dense_of(shape: Shape, layers: list[float]) -> list[float]:
-    """How many of each stage's layers are the dense ones in front of those with experts."""
+    """Returns, by stage, how many of its layers are dense ones in front of those with experts."""
     before = [sum(layers[:index]) for index in range(len(layers))]
     return [max(0.0, min(n, shape.dense_layers - b)) for n, b in zip(layers, before, strict=True)]
 
@@ -146,7 +146,7 @@ def _data_waits(
 
 
 def _gathered(seconds: float, units: int, gather: float, scatter: float, *, ahead: bool) -> float:
-    """What a forward or backward of so many units takes beyond its `seconds` where each is gathered and scattered."""
+    """Returns the seconds that gathering and scattering `units` units add to a forward or backward of `seconds`."""
     if not ahead:
         return units * (gather + scatter)
     ops: list[StreamOp] = []
@@ -155,7 +155,7 @@ def _gathered(seconds: float, units: int, gather: float, scatter: float, *, ahea
 
 
 def _once(step: StepContext, parameters: dict[str, float], layers: float, backward: float, forward: float) -> float:
-    """Exposed seconds of what a stage's data ranks do once in a step, beside one backward and one forward."""
+    """Returns exposed seconds of what data ranks send once in a step, hidden behind one backward and one forward."""
     lay, overlap = step.layout, step.software.overlap_dp
     reduce_s, gather_s = reduction_seconds(step, parameters, layers)
     buckets = sent_beside(step, parameters, layers)

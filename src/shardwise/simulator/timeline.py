@@ -12,7 +12,7 @@ from shardwise.simulator.forecast import Forecast
 
 
 def chrome(forecast: Forecast, title: str) -> str:
-    """JSON for chrome://tracing and ui.perfetto.dev; microseconds."""
+    """Returns the timeline as JSON for chrome://tracing and ui.perfetto.dev, in microseconds."""
     lanes = list(dict.fromkeys(lane for lane, *_ in forecast.laid_out))
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 0, "tid": i, "name": "thread_name", "args": {"name": lane}} for i, lane in enumerate(lanes)
@@ -26,7 +26,7 @@ def chrome(forecast: Forecast, title: str) -> str:
 
 
 def scaling(simulate: Callable[[Layout], Forecast], layout: Layout) -> list[dict[str, Any]]:
-    """More and fewer data ranks with the same work for each (weak), and the same batch (strong)."""
+    """Returns forecasts on more and fewer data ranks, with equal work for each (weak) or an equal batch (strong)."""
     rows: list[dict[str, Any]] = []
     for factor in (0.25, 0.5, 1, 2, 4):
         name = "replicas" if layout.shard == 1 or layout.replicas > 1 else "shard"

@@ -36,7 +36,7 @@ SCORES = (
 
 
 def taken(ranks: Sequence[Model]) -> dict[str, str]:
-    """Returns the assumptions that were made where a forward's course depends on values, by name."""
+    """Returns, by name, the assumptions made where a forward depends on the values of its inputs."""
     seen = {
         "routing": (BALANCED, any(rank.small.balanced for rank in ranks)),
         "batch": (BY_BATCH, any(rank.small.by_batch for rank in ranks)),
@@ -48,7 +48,7 @@ def taken(ranks: Sequence[Model]) -> dict[str, str]:
 def attention_seconds(
     small: StepTrace, large: StepTrace, samples: float, kernels: Kernels, software: Software
 ) -> float:
-    """Seconds of fused attention alone at a number of samples, as `between` has those of all operations."""
+    """Returns seconds of fused attention alone at a number of samples, interpolated as in `between`."""
     share = (samples - small.samples) / max(1, large.samples - small.samples)
     ops = ((shape, times, other, often, count) for (kind, shape, times, other, often), count
              in _pairs(small, large).items() if kind == "attention")  # fmt: skip
@@ -62,7 +62,7 @@ def attention_seconds(
 def span_seconds(
     small: StepTrace, large: StepTrace, samples: float, span: slice, kernels: Kernels, software: Software
 ) -> float:  # fmt: skip
-    """Seconds of some of the operations at a number of samples, those at these places of their order."""
+    """Returns seconds of the operations `order[span]` at a number of samples, interpolated as in `between`."""
     share = (samples - small.samples) / max(1, large.samples - small.samples)
     return sum(
         op_seconds(kind, [a + (b - a) * share for a, b in zip(shape, other, strict=True)],
@@ -72,7 +72,7 @@ def span_seconds(
 
 
 def between(small: StepTrace, large: StepTrace, samples: float, kernels: Kernels, software: Software) -> float:
-    """Seconds at a number of samples, from what was counted at two that ran the same operations.
+    """Returns seconds of all operations at a number of samples, interpolated between two traces of the same operations.
 
     Shapes are on the line through the two, not times: a large product runs at a better rate than small ones promise.
     The host's time to start the operations is a lower bound of the whole, taken last.
@@ -94,18 +94,18 @@ def between(small: StepTrace, large: StepTrace, samples: float, kernels: Kernels
 
 @lru_cache(maxsize=1024)
 def same_ops(small: StepTrace, large: StepTrace) -> bool:
-    """Whether two traces ran the same operations, so that shapes at other numbers of samples lie on a line."""
+    """Whether two traces ran the same operations in order, so that shapes can be interpolated over samples."""
     return [kind for kind, _, _ in small.order] == [kind for kind, _, _ in large.order]
 
 
 @lru_cache(maxsize=256)
 def _pairs(small: StepTrace, large: StepTrace) -> Counter[tuple[str, tuple[float, ...], int, tuple[float, ...], int]]:
-    """Each op of both traces with its two shapes, and how often: layers repeat."""
+    """Counts (kind, small shape, small times, large shape, large times) over the ops of two traces: layers repeat."""
     return Counter((a[0], a[1], a[2], b[1], b[2]) for a, b in zip(small.order, large.order, strict=True))
 
 
 def host_calls(trace: StepTrace, kernels: Kernels) -> float:
-    """Seconds in which the host starts the operations of a trace, where it also computes them."""
+    """Returns the seconds that Python takes to start a trace's operations, where the host computes them itself."""
     return trace.calls * kernels.call_s + trace.cut_calls * kernels.cut_s
 
 
@@ -125,7 +125,7 @@ def simulate_traced(
     precision: str,
     ledgers: Sequence[MemoryLedger] = (),
 ) -> Forecast:
-    """Returns the forecast of a step over replicas and ZeRO shards. `held`: the memory, where it is known already."""
+    """Returns the forecast of a step over replicas and ZeRO shards. `ledgers`: the memory, where already computed."""
     dtype = PRECISIONS[precision].products
     kernels, added = kernels_of(cluster, layout, software, dtype, follows=model.small.follows)
     wire = Wire(cluster, layout.world_size)
@@ -165,7 +165,7 @@ def simulate_traced(
 def kernels_of(
     cluster: Cluster, layout: Layout, software: Software, dtype: str, *, follows: bool = False
 ) -> tuple[Kernels, Overhead]:
-    """Kernels on the cluster's device, and what the host adds under the layout's techniques.
+    """Returns (kernels of the cluster's device, what the host adds under the layout's techniques).
 
     follows   draws are those of one process, so that each operation passes through Python
     """
@@ -179,14 +179,14 @@ def kernels_of(
 
 
 def engine_seconds(model: Model, layout: Layout, added: Overhead, compute: float) -> dict[str, float]:
-    """What a step costs beyond its ops, by name; nothing where it was not measured."""
+    """Returns seconds of a step beyond its ops, by name; {} on a device that was not probed for them."""
     seconds = added.step + added.event * events(layout, len(model.units))
     by_name = {"engine": seconds, "waiting for the slower rank": added.wait * compute}
     return {name: value for name, value in by_name.items() if value}
 
 
 def optimizer_seconds(model: Model, layout: Layout, kernels: Kernels, states: States) -> float:
-    """Returns seconds of the update of what this rank holds."""
+    """Returns seconds of the optimizer's update on one rank, copies and scaling of gradients included."""
     over, work = layout.shard_ranks if layout.zero else 1, model.update.work
     elements = sum(size * times for size, times in model.small.sizes.items())
     into = 2 * states.gradient * elements if layout.zero < 3 else 0.0  # gradients into their buckets, copied

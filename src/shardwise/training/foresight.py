@@ -33,7 +33,7 @@ def foresee(job: Job) -> dict[str, Any]:
     forecast = subject.simulate(layout)
 
     def most(*names: str) -> float:
-        """Of all ranks: the fullest of one kind need not be the fullest of another."""
+        """Returns the largest sum of these memory terms of any rank: each kind may have another fullest rank."""
         return max(sum(rank.terms.get(name, 0.0) for name in names) for rank in forecast.memory)
 
     return {
@@ -51,7 +51,7 @@ def foresee(job: Job) -> dict[str, Any]:
 
 
 def beside(forecast: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:
-    """The forecast with `beside`: what -> (forecast, measured on the rank that holds most).
+    """Returns the forecast with `beside`: name of a figure -> (forecast, measured on the rank that has most).
 
     `pace`: how much longer the same work took beside the run's steps than while the cluster was probed; the step's
     forecast is multiplied by it.
@@ -65,7 +65,7 @@ def beside(forecast: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def refine(cluster: Cluster, run: Path) -> Cluster:
-    """The cluster with its correction taken from a run that was forecast on it."""
+    """Returns the cluster with `correction` set to measured over forecast step time of a finished run."""
     try:
         summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -19,7 +19,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 @contextmanager
 def held(folder: Path) -> Iterator[list[str]]:
-    """Keep a run's folder for this process; yields what should be said.
+    """Context: locks a run's folder for this process; yields notices for the user.
 
     Raises `InputError` where another process is in that run, or its folder cannot be written.
     """
@@ -36,7 +36,7 @@ def held(folder: Path) -> Iterator[list[str]]:
 
 
 def _let_go() -> None:
-    """In a process that was forked off: its parent alone has the lock, and ends with it."""
+    """Closes the lock files in a forked process, so that a lock ends with the process that took it."""
     for file in _LOCKED_FILES:
         os.close(file)
     _LOCKED_FILES.clear()
@@ -46,7 +46,7 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 def _taken(path: Path) -> tuple[int, list[str]]:
-    """An open file that this process alone has locked, and what should be said."""
+    """Returns (descriptor of the lock file that this process has locked, notices for the user)."""
     while True:
         try:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -68,7 +68,7 @@ def _taken(path: Path) -> tuple[int, list[str]]:
 
 
 def _left(holder: str, path: Path) -> list[str]:
-    """What to say of a holder that did not remove the file: on another host it may be alive, where locks are local."""
+    """Returns a notice on a holder of another host that left the file: where locks are local it may be alive."""
     _, _, host = holder.partition(" on ")
     if not host or host == socket.gethostname():
         return []  # it was killed, and the system let go of its lock
@@ -79,7 +79,7 @@ def _left(holder: str, path: Path) -> list[str]:
 
 
 def _locked(file: int, path: Path) -> list[str]:
-    """Lock an open file. Raises `InputError` where another process has it."""
+    """Locks an open file and returns notices for the user. Raises `InputError` where another process has it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -30,7 +30,7 @@ BATCH_SAMPLES = 32
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank of a run is told; can be pickled when the task can."""
+    """The settled run that is sent to every rank; can be pickled when the task can."""
 
     effective: Effective
     task: Task | Callable[[], Task] | None  # None: found by its name on each rank
@@ -48,7 +48,7 @@ class Job:
 
     @property
     def randomness(self) -> Literal["global", "fast"]:
-        """As the configuration says; a deterministic plan seeds draws by the piece, alike on any ranks: "fast"."""
+        """Returns the configured value; "fast" for a deterministic plan, whose draws are seeded alike on any ranks."""
         return (
             "fast"
             if self.effective.plan.deterministic and self.proof is None
@@ -56,7 +56,7 @@ class Job:
         )
 
     def build_task(self) -> Task:
-        """The task, with the optimizer that the configuration asks for."""
+        """Returns the task with the optimizer that the configuration asks for."""
         task = find_task(self.effective, self.task)
         if self.lr is not None:
             task = task.with_(optimizer=make_optimizer(self.effective.config.optimizer, self.lr))
@@ -68,13 +68,13 @@ class Job:
 
 
 def find_task(effective: Effective, passed: Task | Callable[[], Task] | None) -> Task:
-    """The task that was given, or the one that the configuration names."""
+    """Returns the task that was passed, or the one that the configuration names."""
     section = effective.config.task
     return resolve_task(section.name, section) if passed is None else call_task(section.name, passed)
 
 
 def make_job(effective: Effective, passed: Task | Callable[[], Task] | None = None, *, keep: bool = False) -> Job:
-    """Settle what the run does; `InputError` where the configuration does not fit the task.
+    """Returns the `Job` of a run; raises `InputError` where the configuration does not fit the task.
 
     keep   the ranks run in this process, so the task that was built here is theirs
     """
@@ -137,7 +137,7 @@ def _chosen(effective: Effective, key: str) -> bool:
 
 
 def _batch_samples(effective: Effective, task: Task) -> int:
-    """Samples of a global batch."""
+    """Returns the samples of a global batch."""
     train = effective.config.train
     if task.batch is not None:
         from shardwise.step.batching import samples_in
@@ -153,7 +153,7 @@ def _batch_samples(effective: Effective, task: Task) -> int:
 
 
 def batch_of(task: Task, step: int) -> Any:
-    """The task's batch of a step; what the user's code raises is told in one line."""
+    """Returns the task's batch of a step; an error of the user's code becomes a one-line `InputError`."""
     assert task.batch is not None
     try:
         return task.batch(step)
@@ -176,7 +176,7 @@ def _steps(effective: Effective, task: Task, batch: int) -> int:
 
 
 def _lr(effective: Effective, batch: int) -> float | None:
-    """The base learning rate of the configured optimizer."""
+    """Returns the learning rate for this batch size; None where the task's own optimizer runs."""
     if effective.own_optimizer:
         return None
     optimizer, tokens = effective.config.optimizer, effective.config.train.batch_tokens

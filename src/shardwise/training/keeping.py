@@ -49,7 +49,7 @@ _ANSWERS = ["", "well", "badly"]
 
 
 class Stopping:
-    """Hears the signals that ask a run to end. The second one does what it did before.
+    """Handler of the signals that ask a run to end; a second signal gets the handler that was there before.
 
     starts   no step has begun: Ctrl-C ends the run at once, since there is nothing to save
     """
@@ -62,7 +62,7 @@ class Stopping:
         self._before: dict[int, Any] = {}
 
     def start(self) -> None:
-        """Listen from now on, where this is the main thread."""
+        """Installs the handlers; does nothing outside of the main thread."""
         if threading.current_thread() is not threading.main_thread():
             return
         numbers = (*self._numbers, signal.SIGTERM) if self._launched else self._numbers
@@ -82,7 +82,7 @@ class Stopping:
             self.stop()
 
     def stop(self) -> None:
-        """Leave signals to whoever heard them before."""
+        """Puts the previous handlers back."""
         before, self._before = self._before, {}
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -122,7 +122,7 @@ class Keeper:
     # --- before the first step
 
     def begin(self) -> int:
-        """Go on from a checkpoint, or from weights alone, or from nothing; returns the first step. Collective."""
+        """Loads a checkpoint or weights where the job names one; returns the first step. Collective."""
         if self.job.resume is not None:
             self._resume(place(self.job.resume))
         elif self.job.effective.config.train.init_from is not None:
@@ -158,7 +158,7 @@ class Keeper:
             self._set_aside(restored)
 
     def _best_of(self, best: dict[str, Any] | None) -> dict[str, Any] | None:
-        """What the checkpoint says of the best weights, where their file is still theirs. Collective.
+        """Returns the checkpoint's record of the best weights where their file is still of that step. Collective.
 
         One of another step was written after the checkpoint: that step is taken again, and the file is renamed, as is
         one that cannot be read.
@@ -179,7 +179,7 @@ class Keeper:
         return None
 
     def _set_aside(self, restored: Restored) -> None:
-        """Take what is damaged, or is about steps that are taken again, out of the way of later scans."""
+        """Renames checkpoints that are damaged, or of steps that are taken again, so that later scans skip them."""
         own = home_of(self.job.effective, self.job.folder)
         if restored.folder.parent.absolute() != own.absolute():
             return
@@ -204,7 +204,7 @@ class Keeper:
             self.ema.restart()
 
     def _refuse_damage(self, stored: Stored) -> None:
-        """Raise on every rank where a file of a checkpoint has not its digest; other safetensors have none."""
+        """Raises `InputError` on every rank where a file of a checkpoint differs from its digest. Collective."""
         rank, ranks = self.engine.rank, self.engine.world_size
         mine = publish.verify(stored.folder, rank, ranks) if stored.manifest is not None else []
         wrong = [word for own in gather_json(mine, self.engine.mesh.world, self.engine.device) for word in own]
@@ -214,7 +214,7 @@ class Keeper:
     # --- after each step
 
     def after(self, step: int, first_loss: float | None) -> bool:
-        """Save when it is time; whether the run is to stop here. Collective."""
+        """Saves when it is time; returns whether the run is to stop after this step. Collective."""
         done = step + 1
         if self.check is None and (done == self.job.steps or self._alike.is_due(done)):
             self._alike(done)
@@ -237,7 +237,7 @@ class Keeper:
         return False
 
     def _look(self, done: int) -> tuple[bool, bool]:
-        """(whether any rank was asked to stop, whether a save is due by time); takes in a save that is over."""
+        """Returns (any rank was asked to stop, a save is due by time); finishes a save that all ranks have written."""
         assert self.saver is not None
         now = time.monotonic()
         seconds = (now - self._looked) / max(done - self._looked_after, 1)
@@ -282,7 +282,7 @@ class Keeper:
             self.saver = None
 
     def _finish_save(self, final: bool = False) -> None:
-        """Wait for the save under way; a failure is told, the second in a row (or the last save's) is raised."""
+        """Waits for the save under way; a failure becomes a notice, the second in a row (or a final one) is raised."""
         assert self.saver is not None
         if self._waited_for:
             return
@@ -303,7 +303,7 @@ class Keeper:
         self.engine.notices.append(f"{error}; the run goes on, and the next save that fails will end it")
 
     def end(self, first_loss: float | None, weights: Path) -> None:
-        """After the last step, with its weights written: a last checkpoint, where there were others. Collective."""
+        """Writes a last checkpoint, where there were others; called once the weights are written. Collective."""
         if self.first >= self.job.steps:
             return  # an attempt before has made it
         self._weights = weights
@@ -313,12 +313,12 @@ class Keeper:
                 self._finish_save(final=True)
 
     def settle(self) -> None:
-        """Wait for the save under way. Collective."""
+        """Waits for the save under way. Collective."""
         if self.saver is not None:
             self._finish_save()
 
     def cost(self) -> dict[str, Any] | None:
-        """What checkpoints cost: saves, seconds that one stopped a step (the first makes buffers), bytes written."""
+        """Returns saves, seconds that one stopped a step (the first makes buffers), bytes; None below two saves."""
         if len(self.stalls_s) < 2 or self.saver is None:
             return None
         return {
@@ -329,7 +329,7 @@ class Keeper:
         }
 
     def close(self) -> None:
-        """Let go of signals and of the writer."""
+        """Puts signal handlers back and ends the writer."""
         self.stopping.stop()
         self._hooked.close()
         if self.saver is not None:
@@ -337,7 +337,7 @@ class Keeper:
 
 
 def _step_in(path: Path) -> int | None:
-    """The step that a file of weights is of; None where there is no file, -1 where it cannot be read."""
+    """Returns the step in the metadata of a file of weights; None without a file, -1 where it cannot be read."""
     if not path.exists():
         return None
     try:

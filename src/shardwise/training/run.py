@@ -109,7 +109,7 @@ def _from_config(config: Any) -> list[Given]:
 
 
 def _from_overrides(overrides: Mapping[str, Any]) -> list[Given]:
-    """Keywords as values: a section's dict, a dotted key, or a field of [train]."""
+    """Returns keywords as values: a section's dict, a dotted key, or a field of [train]."""
     nested: dict[str, Any] = {}
     for key, value in overrides.items():
         in_train = key in TrainSection.model_fields and key not in Config.model_fields
@@ -146,7 +146,7 @@ def execute(
 
 
 def _placed(job: Job, resume: str | None) -> Job:
-    """The job with its folder: a new one, or that of the run it goes on with."""
+    """Returns the job with its folder: a new one, or that of the run it goes on with."""
     folder, source, said = find_run(resume, job.effective, job.name)
     if source is None:
         job = job.with_(folder=_new_folder(job))
@@ -160,7 +160,7 @@ def _with_notes(job: Job, said: Sequence[str]) -> Job:
 
 
 def _raise_stopped(job: Job, summary: dict[str, Any]) -> None:
-    """Raise `Stopped` where the run was asked to stop, and leave word for the next start."""
+    """Raises `Stopped` where the run was asked to stop, and writes stopped.json for the next start."""
     stopped = summary.get("stopped")
     if stopped is None:
         return
@@ -177,7 +177,7 @@ def _raise_stopped(job: Job, summary: dict[str, Any]) -> None:
 
 
 def _forecast(job: Job) -> dict[str, Any] | None:
-    """What the run should take, where its configuration names a cluster."""
+    """Returns the forecast of the run, or None where its configuration names no cluster."""
     if job.effective.config.train.cluster is None:
         return None
     from shardwise.training.foresight import foresee
@@ -186,7 +186,7 @@ def _forecast(job: Job) -> dict[str, Any] | None:
 
 
 def _beside(job: Job, forecast: dict[str, Any] | None, summary: dict[str, Any]) -> dict[str, Any]:
-    """The summary with the forecast beside what was measured, in the run's folder too."""
+    """Returns the summary with forecast and measurement side by side, and writes it into the run's folder."""
     if forecast is None:
         return summary
     from shardwise.observe import write_json
@@ -209,7 +209,7 @@ def _check_ranks(effective: Effective, nproc: int | None, place: LaunchedPlace |
 
 
 def _for_ranks(effective: Effective, ranks: int | None) -> Effective:
-    """The configuration under a plan for the ranks that are there, where the run may have fewer than it asks for."""
+    """Returns the configuration with a smaller plan where fewer ranks are there and train.min_ranks allows it."""
     least, plan = effective.config.train.min_ranks, effective.plan
     if ranks is None or least is None or not least <= ranks < plan.world_size:
         return effective
@@ -265,7 +265,7 @@ def train_rank(job: Job) -> dict[str, Any]:
 
 
 def _joined(job: Job, forecast: dict[str, Any] | None, resume: str | None) -> Run:
-    """One rank of a world that a launcher started: rank 0 makes the folder and tells the others."""
+    """Runs one rank of a world that a launcher started: rank 0 makes the folder and broadcasts it."""
     from shardwise.comm import everybody, gather_json, refuse_shared_devices
     from shardwise.ranks import join
     from shardwise.ranks.launchers import own_device
@@ -298,7 +298,7 @@ def _joined(job: Job, forecast: dict[str, Any] | None, resume: str | None) -> Ru
 
 
 def _placed_in_turn(job: Job, resume: str | None) -> Job:
-    """As `_placed`; in an attempt after the first of a launcher's job, the first one's folder and what it saved."""
+    """As `_placed`; where a launcher started the job again, returns the first attempt's folder and its checkpoint."""
     before = remembered(RUN)
     if before is not None and Path(json.loads(before)["folder"]).is_dir():
         first_run = json.loads(before)
@@ -315,7 +315,7 @@ def _placed_in_turn(job: Job, resume: str | None) -> Job:
 
 @contextmanager
 def _kept_errors(job: Job, name: str) -> Iterator[None]:
-    """Write what ends a run into its folder. A new run that was refused before its first step leaves no folder."""
+    """Context: writes an error that ends the run into its folder; removes the folder of a run refused at its start."""
     folder = job.folder
     new = set(os.listdir(folder)) <= {LOCK}
     try:

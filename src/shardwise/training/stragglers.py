@@ -20,7 +20,7 @@ PHASE_NAMES = {name: phase.told for name, phase in PHASES.items() if phase.told}
 
 
 class Stragglers:
-    """One on each rank. Every rank gives its row and sees all of them."""
+    """Finds slow ranks from the rows of all ranks; each rank has one and sees the same rows."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -29,7 +29,7 @@ class Stragglers:
         self.named: set[int] = set()
 
     def row(self, steps: int) -> list[float]:
-        """(stage, seconds of this rank's own work for each step, phase by phase) since the last time."""
+        """Returns [pipeline stage, seconds of own work per step by phase of `PHASE_NAMES`] since the last call."""
         mine = record()
         now = {phase: mine.own_s.get(phase, 0.0) if mine is not None else 0.0 for phase in PHASE_NAMES}
         own = [max(0.0, now[phase] - self._own_s[phase]) / max(steps, 1) for phase in PHASE_NAMES]
@@ -37,7 +37,7 @@ class Stragglers:
         return [float(self.engine.mesh.pp.index), *own]
 
     def look(self, rows: list[list[float]]) -> None:
-        """Every rank's row, in rank order: whoever is slow `LOOKS` times in a row is told in the notices."""
+        """Takes every rank's row, in rank order; adds a notice on a rank that was slow `LOOKS` times in a row."""
         stages: dict[float, list[list[float]]] = defaultdict(list)
         for stage, *own in rows:
             stages[stage].append([*own, sum(own)])
