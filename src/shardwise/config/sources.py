@@ -152,7 +152,7 @@ def _append_override(items: list[Given], problems: list[str], key: str, text: st
 
 
 def _value(text: str) -> Any:
-    """Returns the TOML value, or the text itself where it is one bare word."""
+    """Returns the TOML value; the text itself where it is no TOML (a bare word) or a date."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError as error:

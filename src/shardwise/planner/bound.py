@@ -28,10 +28,12 @@ def least_seconds(
     A cut makes products narrower by as much as it gives a rank more samples, starts as many ops, and in a pipeline
     deals them over more micro-batches: it computes no faster for the same work.
     """
+    # traces of different operations cannot be interpolated; a bound of 0 prunes nothing
     if not same_ops(model.small, model.large):
         return 0.0
     kernels, _ = kernels_of(cluster, Layout(), software, PRECISIONS[precision].products)
     own = max(model.small.samples, -(-batch // world))  # samples of a rank
+    # a layout may take any of these micro-batches, so the bound is the best of them
     sizes = {own, *(2**place for place in range(own.bit_length()))}
     small, large = model.small, model.large
     seconds_per_sample = [between(small, large, n, kernels, software) / n for n in sizes if n >= small.samples]
@@ -85,6 +87,7 @@ class Slower:
     def note(self, layout: Layout, forecast: Forecast | None) -> None:
         """Records the forecast of a layout that uses tp or pp alone; `forecast` is None where it does not fit."""
         key = _axis(layout)
+        # recompute and zero 2 and 3 cost time of their own, which would hide what the axis costs
         if key is None or layout.recompute != "none" or layout.zero > 1:
             return
         seen = self.alone.setdefault(key, _Alone())
@@ -93,12 +96,15 @@ class Slower:
             return
         size, seconds = layout.micro_batch, forecast.step_s
         seen.fits[size] = min(seconds, seen.fits.get(size, seconds))
+        # its time if computing were as fast as the bound: messages and bubbles of the axis remain
         seen.hopes = min(seen.hopes, seconds - max(0.0, forecast.parts["compute"] - self.least))
 
     def beyond(self, layout: Layout) -> bool:
         """Whether to skip a layout: a smaller degree of its tp or pp was already slower, and not for lack of memory."""
         for (axis, degree), seen in self.alone.items():
             same = _axis(layout) == (axis, degree)
+            # where memory limited the smaller degree, a larger one may still be faster:
+            # test_an_axis_that_memory_holds_back_is_looked_at_further
             if getattr(layout, axis) < degree or not seen.fits or not seen.free:
                 continue
             behind = seen.hopes > self.fastest if same else seen.seconds > SLOWER * self.fastest

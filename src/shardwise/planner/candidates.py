@@ -62,11 +62,13 @@ class Constraints:
 
     def allows(self, plan: Plan) -> bool:
         """Whether a plan has the fixed fields."""
+        # domain=2x1 and domain=2 are the same grid
         return all(_written(getattr(plan, name)) == _written(value) for name, value in self.fixed)
 
     def applied(self, layout: Layout) -> Layout:
         """Returns the layout with the fixed values of keys that the search does not vary (`SWITCHES`)."""
         values = {name: value for name, value in self.fixed if name in SWITCHES}
+        # a key without what it needs (such as domain_depth without tiles) would make the plan invalid
         idle = {name for name, need in keys_with(Plan, "needs").items() if not need.met(layout)}
         return layout.with_(**{name: value for name, value in values.items() if name not in idle})
 
@@ -111,6 +113,7 @@ def decoder_layouts(
         uneven = any(wide % tp for wide in (shape.heads, shape.ffn, shape.dense_ffn))
         if (uneven and tp > shape.kv_heads) or (node % tp and (uneven or tp % node)):
             continue  # inside a node, beside data ranks and with keys for each, heads and widths may be dealt unevenly
+        # every stage needs at least one layer
         for pp in _limit(
             divisors(world // tp), min(constraints.limit("pp", 64), shape.layers), constraints.value("pp")
         ):
@@ -134,6 +137,7 @@ def _sequence(
         for ulysses in _limit(divisors(ranks // cp), most, asked):
             if cp > 1 and ulysses > 1 and asked is None:
                 continue
+            # a causal ring deals each rank one block from either end of the sequence, so it cuts it in 2 cp blocks
             over = cp * ulysses
             if seq % ((2 if cp > 1 else 1) * over) or (over > 1 and 2 * seq < over * CONTEXT_FROM):
                 continue
@@ -146,6 +150,8 @@ def _sequence(
 def _limit(values: list[int], most: int, fixed: object | None) -> list[int]:
     if fixed is not None:
         return [value for value in values if value == fixed]
+    # from 8 on only powers of two, and multiples of three for nodes of six devices:
+    # test_nodes_of_six_are_cut_by_six_and_part_of_them_is_what_there_is
     return [value for value in values if value <= most and (value & (value - 1) == 0 or value % 3 == 0 or value < 8)]
 
 
@@ -177,9 +183,11 @@ def _sharding(base: Layout, dp: int, node: int, asked: object) -> Iterator[tuple
     yield 0, 1
     if dp * base.split_sequence == 1:
         return
+    # beside a pipeline, zero 2 and 3 communicate for every micro-batch: only where asked for
     for zero in (1, 2, 3) if base.pp == 1 or asked is not None else (1,):
         yield zero, dp
     inside = max((d for d in divisors(dp) if d * base.tp * base.split_sequence <= node), default=1)
+    # hybrid sharding: weights are gathered within a node, gradients are summed over replicas across nodes
     if inside < dp and inside * base.split_sequence > 1 and base.pp == 1:
         yield 3, inside
 
@@ -213,6 +221,7 @@ def plan_of(layout: Layout, precision: str) -> Plan:
         if layout.chunks > 1:
             values["stages_per_rank"] = layout.chunks
     else:
+        # without a pipeline, micro-batches are gradient accumulation
         values["accumulate"] = layout.n_micro
     return Plan.from_dict(values)
 
@@ -296,6 +305,7 @@ def cut_layouts(
         for pp in (1, *pps)
         if tp * pp > 1
     ]
+    # small degrees and single axes first: from their times `bound.Slower` prunes larger and combined ones
     for tp, sp, pp in sorted(degrees, key=lambda d: (d[0] > 1 and d[2] > 1, d[0] * d[2], d[1], d)):
         dp, left_over = divmod(world, tp * pp)
         if (
@@ -354,6 +364,7 @@ def spread_layouts(
         ranks, left_over = divmod(world, base.cut_positions)
         if left_over or base.cut_positions == 1:
             continue
+        # ranks that the batch does not divide over stay idle
         dp = max(d for d in divisors(ranks) if batch % d == 0)
         stages = (1, 3) if constraints.value("zero") is None else (1, 2, 3)
         for micro in micro_batches(batch // dp):

@@ -83,6 +83,7 @@ def configured(path: str, seq: int | None) -> Configured:
 
     Raises `InputError` where transformers cannot read it, offers none of the heads, or a size is missing or too much.
     """
+    # a copy, since fields of it are set below
     config = copy.deepcopy(read_config(path))
     head, notes = head_of(config, path)
     kind, labels = _read_by(config, head)
@@ -107,6 +108,7 @@ def head_of(config: Any, path: str) -> tuple[str, list[str]]:
     for head in able:
         if model_class(config, head).__name__ in named:
             return head, []
+    # `architectures` may name the model without a head even where models with a head exist
     if base is not None and (not able or base.__name__ in named):
         return BASE, [f"{path}: planned as {base.__name__}, {MADE_UP}"]
     if not able:
@@ -206,6 +208,7 @@ def samples(
 
 def tokens(config: Any, count: int) -> torch.Tensor:
     """Returns token ids (1, count): a token without special meaning, the eos token at the end where there is one."""
+    # special ids (padding, placeholders of pictures) are avoided, since a forward treats them differently
     named = [pair for part in parts_of(config) for pair in vars(part).items()]
     special = {value for name, value in named if name.endswith(("token_id", "token_index")) and isinstance(value, int)}
     ids = torch.full((1, count), next(index for index in range(len(special) + 1) if index not in special))
@@ -245,6 +248,7 @@ def _preprocessed(path: str) -> Any:
 def _sounds(config: Any, seq: int | None) -> list[tuple[int, ...]]:
     """Returns possible shapes of a sound (no batch dim): a spectrogram in both orders, or a waveform; [] if unknown."""
     width, places = _find(config, *WIDTHS), _find(config, "max_source_positions")
+    # positions are counted after a convolution of stride 2 (Whisper)
     own = 2 * places if isinstance(places, int) else _find(config, "max_length")
     length = seq if seq is not None else own if isinstance(own, int) else None
     if length is None:

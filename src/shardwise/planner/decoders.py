@@ -136,6 +136,7 @@ def _shape(config: Mapping[str, Any], numbers: Mapping[str, int], family: Decode
     )
     if wrong := _contradiction(shape):
         raise InputError(f"task: {where}: {wrong}")
+    # `Shape` counts shared experts in widths of a routed one
     if experts and numbers["shared_ffn"] % ffn:
         shared = f"shared_expert_intermediate_size={numbers['shared_ffn']} is not a multiple of the experts' {ffn}"
         raise NotByNumbers(_not_described(where, shared))
@@ -181,6 +182,7 @@ def _number(config: Mapping[str, Any], words: tuple[str, ...], where: str) -> in
         value = config.get(word)
         if value is None:
             continue
+        # JSON's true and false are ints in Python, but not counts
         if not isinstance(value, int) or isinstance(value, bool) or value < 0 or (value == 0 and word in NOT_ZERO):
             raise InputError(f"task: {where}: {word} is a whole number above 0, not {value!r}")
         return value

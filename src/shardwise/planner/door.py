@@ -110,6 +110,7 @@ class _Where:
         if self.plan is None:
             return traced_subject(task, *where, say=self.say, remarks=remarks, randomness=self.randomness)
         layout = of_plan(self.plan, global_batch=samples or default_samples(task), seq=1, uneven=True)
+        # a single plan has a single size of micro-batch, which is traced itself instead of interpolated
         micro = (layout.micro_batch, layout.micro_batch)
         return traced_subject(
             task, *where, (self.plan.remat,), micro, say=self.say, remarks=remarks, randomness=self.randomness
@@ -128,6 +129,8 @@ class _Where:
                 raise InputError(f"{why}; {install}") from why
             return self._built(path, samples, length)
         remarks: list[str] = []
+        # a family's modules may have parameters that the numbers miss: transformers' own count decides
+        # (test_numbers_that_are_not_those_of_the_model_give_way_to_a_trace)
         if named and find_spec("transformers") is not None:
             from shardwise.planner.configured_task import differs
 
@@ -147,8 +150,10 @@ class _Where:
         for task, sample in zip(made.tasks, made.samples, strict=True):
             try:
                 subject = self.traced(task, samples, (*remarks, *made.notes))
+                # reading=None: made-up samples say nothing about the cost of reading real ones
                 return replace(subject, sample=sample, head=made.head, reading=None)
             except InputError as error:
+                # the model may accept the next kind of sample; where it accepts none, the first error is raised
                 errors.append(error)
         raise InputError(f"{path} ({made.tasks[0].name}) on {made.samples[0]}: {errors[0]}{made.hint}") from errors[0]
 

@@ -17,6 +17,7 @@ def first_devices(cluster: Cluster, count: int) -> Cluster:
     for tier in cluster.tiers:
         size = min(tier.count, left)
         tiers.append(replace(tier, count=size))
+        # the number of units of the next tier that these devices fill
         left = -(-left // size)
     return replace(cluster, tiers=tuple(tiers), name=f"{count} of {cluster}")
 

@@ -24,6 +24,7 @@ def played(key: Cuts, layout: Layout, batch: int, data_rank: int) -> tuple[Sizes
     group = [dealt(layout, batch, data_rank - place + other) for other in range(layout.ep)]
     chosen = _chosen(key, layout, place, group)
     sizes = (tuple(group[place][index] for index in chosen),)
+    # without ep a rank receives no rows of other ranks' micro-batches
     if layout.ep == 1:
         return sizes, ALIKE
     return sizes, (place, tuple(tuple(other[index] for other in group) for index in chosen))

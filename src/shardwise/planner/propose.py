@@ -73,6 +73,7 @@ def search(
         raise InputError(against)
     capacity = cluster.device.memory_bytes * (1 - constraints.headroom)
     looked = _look(subject, cluster.world_size, constraints, precision, capacity, say, show)
+    # no layout exists (rather than none that fits): the batch may divide over fewer devices
     if not looked.considered:
         return _on_part(subject, cluster, constraints, precision, say, show)
     offloaded = not looked.fits and subject.offloads and constraints.offload and constraints.value("offload") is None
@@ -80,6 +81,7 @@ def search(
         nearest = looked.tightest
         asked = replace(constraints, fixed=(*constraints.fixed, ("offload", "optimizer")))
         looked = _look(subject, cluster.world_size, asked, precision, capacity, say)
+        # keeps the families without offload, so that `lost` says that they need too much memory
         looked.tightest |= nearest
     if not looked.fits:
         needed, layout = min(looked.tightest.values(), key=lambda item: item[0])
@@ -124,6 +126,7 @@ def _on_part(
             continue
         result.cluster = part
         results.append((result.best.forecast.step_s, result))
+        # the first table is shown once, by the first of several searches
         show = None
     if not results:
         raise InputError(why)
@@ -146,6 +149,7 @@ def _half_as_good(
     best, half = result.best, cluster.world_size // 2
     forecast = best.forecast
     waits = sum(s for name, s in forecast.parts.items() if "communication" in name or "bubble" in name)
+    # a task would have to be rehearsed again for the other number of devices
     if subject.own or cluster.world_size % 2 or waits < WAITING * forecast.step_s or constraints.fixed:
         return []
     looked = _look(subject, half, constraints, best.plan.precision, capacity, silent)
@@ -195,6 +199,7 @@ def _look(
 
     def show_first(ahead: float = math.inf) -> None:
         nonlocal shown
+        # a search that ends before SOON_S shows only its final table
         if shown or time.process_time() + ahead < SOON_S:
             return
         run = _chosen(sorted(looked.fits, key=_seconds), precision)[0]
@@ -253,6 +258,7 @@ def _chosen(fits: list[tuple[float, Layout]], precision: str) -> tuple[list[Layo
     seen: set[str] = set()
     for _, layout in fits:
         name = family(layout)
+        # beyond the best few, one of each family is still simulated, so that `lost` can compare its parts
         if len(run) >= SIMULATED and (name in seen or name in later):
             continue
         candidate = plan_of(layout, precision)
@@ -306,6 +312,7 @@ def _exact(
     """Returns the proposals sorted anew, the first `EXACT` forecast again from traces of their own micro-batch."""
     assert subject.exact is not None
     out, done = proposals, set[Layout]()
+    # an exact forecast may be slower and move a rough one to the front: repeat until all in front are exact
     while rough := [p for p in out[:EXACT] if p.layout not in done]:
         say(f"looking closely at {rough[0].plan}")
         better = [_proposal(subject.exact, p.layout, precision) for p in rough]
@@ -335,6 +342,8 @@ def _sorted(proposals: list[Proposal], capacity: float) -> list[Proposal]:
     def order(p: Proposal) -> tuple[float, ...]:
         if p.forecast.step_s > WITHIN * fastest:
             return 1, p.forecast.step_s
+        # in tenths of a device, and alike below half of one: nobody needs the memory that more axes would save there
+        # (test_of_plans_as_fast_the_leaner_comes_before_the_simpler)
         filled = max(ROOMY, p.forecast.needed_bytes / capacity)
         return 0, math.ceil(CLASSES * filled), axes(p.layout), p.forecast.step_s
 

@@ -79,6 +79,7 @@ def _alone(subject: Subject, like: Layout, capacity: float) -> tuple[Layout, flo
     """Returns (fastest layout on one device that fits, bytes it needs), or None."""
     fits: list[tuple[float, Layout, float]] = []
     for micro in micro_batches(subject.global_batch):
+        # each micro-batch is tried: test_one_device_is_compared_at_its_own_best_micro_batch
         layout = like.with_(
             tp=1, sp=False, cp=1, ulysses=1, others=(), domain=(1,), domain_overlap="auto", domain_depth=1, pp=1, ep=1,
             shard=1, replicas=1,
@@ -156,6 +157,7 @@ def nothing(subject: Subject, cluster: Cluster, constraints: Constraints) -> str
     why = "no plan has the degrees asked for: the devices, the batch, the heads or the layers do not divide by them"
     world, batch = cluster.world_size, subject.global_batch
     other = subject.with_batch
+    # a multiple of `world`, which divides over all data ranks, is at most this far away
     for away in range(1, min(world, MOST_AWAY) + 1) if other is not None else ():
         near = [
             count

@@ -88,6 +88,7 @@ class TracedLayouts:
 
     def _can_hold(self, layout: Layout, _: set[Layout]) -> bool:
         if self._takes_long(layout):
+            # a search shows its first table before this: test_a_first_table_is_there_before_anything_is_rehearsed
             self.traced.before_long(inf)
         elif layout.micro_batch != self.traced.samples[0]:
             self.traced.before_long(self.traced.second_trace_s)
@@ -130,8 +131,10 @@ class TracedLayouts:
 
         def can(layout: Layout, fitted: set[Layout]) -> bool:
             plain = layout.with_(recompute="none")
+            # if the cut fails without zero it fails with it; layouts with ep have no counterpart without zero
             if layout.ep == 1 and plain.with_(zero=0, shard=1, replicas=layout.dp) in refused:
                 return False
+            # where zero=1 fits, zero 2 and 3 only add messages
             if layout.zero > 1 and constraints.value("zero") is None and plain.with_(zero=1) in fitted:
                 return False
             if any(fit.cut_positions < layout.cut_positions and fit.world_size == layout.world_size for fit in fitted):
@@ -182,6 +185,7 @@ class TracedLayouts:
 
     def _chunked(self, own: Sequence[Layout], world: int, constraints: Constraints) -> list[Layout]:
         """Returns the leanest data-parallel layouts with position_chunks, where one sample does not fit; else []."""
+        # position_chunks does not run beside compile (layout/rules)
         asked = constraints.value("position_chunks") is not None or bool(constraints.value("compile"))
         wall = "" if asked else self._memory_wall(world, constraints)
         if not wall:
@@ -229,6 +233,7 @@ class TracedLayouts:
             return []
         asked = [constraints.value(name) is not None for name in ("domain_overlap", "domain_depth")]
         beside = [] if any(asked) else [best.with_(domain_overlap="always")]
+        # domain_depth does not run beside compile (layout/rules)
         deep = [] if any(asked) or best.compile else [best.with_(domain_depth=depth) for depth in DEPTHS]
         return beside + deep
 
@@ -263,6 +268,7 @@ class TracedLayouts:
         """Returns why one sample does not fit on a device, where most of the memory is that sample's; else ""."""
         room = self.traced.cluster.device.memory_bytes * (1 - constraints.headroom) - CONTEXT_BYTES
         data = max(d for d in divisors(world) if self.batch % d == 0)
+        # weights, gradients and optimizer state are sharded as far as possible: the rest is due to the sample
         solo = Layout(shard=data, zero=3 if data > 1 else 0, micro_batch=1, n_micro=self.batch // data, seq=1)
         if self.traced.can_hold(solo, self.batch) and (ledger := self.traced.memory(solo, self.batch)).reserved > room:
             sample_bytes = sum(ledger.terms.get(name, 0.0) for name in ("micro-batch", "inputs", "global batch"))

@@ -97,6 +97,8 @@ class Traced:
         began = perf_counter()
         self.sample = one_sample(task)
         self._first_read_s = perf_counter() - began
+        # on a GPU an optimizer updates all tensors at once, so its temporaries are as large as all of them:
+        # test_an_optimizer_on_a_gpu_goes_over_all_tensors_at_once
         self.seen = update_of(task, at_once=not self.on_cpu)
         # a CPU's ranks make the global batch; to a GPU, a micro-batch is copied wherever it comes from
         self.whole = batch_bytes(self.sample) if task.batch is not None or not self.on_cpu else 0.0
@@ -119,6 +121,7 @@ class Traced:
         """Returns the `Subject` for one global batch (samples). `wanted`: recompute policies to try beside "none"."""
         units = len(self.first.units)
         self._remark_on(self.first)
+        # recompute applies to repeated blocks, and this module has none
         recomputes = [*dict.fromkeys(("none", *wanted))] if units else ["none"]
 
         layouts = TracedLayouts(self, batch, recomputes)
@@ -150,6 +153,7 @@ class Traced:
             return None
         own = self.of_micro_batch(layout.micro_batch)
         fast = copy(own)
+        # separate caches, since the keys of traces do not include `follow`
         fast.follow, fast._models, fast._traces, fast._ranks = False, {}, {}, {}
         rows = layout.micro_batch * layout.n_micro * layout.rounds
         plain = Layout(
@@ -172,6 +176,7 @@ class Traced:
             smaller = self._trace(self.samples[0], "none", 0)
         except InputError as error:
             plan = Plan(precision=self.precision)
+            # as in a run, operations that refuse mixed dtypes run in one dtype, and a remark says so
             if (met := met_at(self.task, plan, error)) is None:
                 raise
             self.task, self.looks = met, Looks(met, self.sample)
@@ -204,6 +209,8 @@ class Traced:
 
     def _model_of(self, recompute: str, joined: int, micro: int | None = None, wrap: tuple[str, ...] = ()) -> Model:
         model = self._model_at(recompute, joined, self._sizes(micro), wrap)
+        # traces of different operations cannot be interpolated: exactly this size is traced
+        # (test_two_traces_that_differ_are_never_put_on_a_line)
         if micro is None or same_ops(model.small, model.large):
             return model
         return self._model_at(recompute, joined, (micro, micro), wrap)
@@ -224,6 +231,7 @@ class Traced:
             return trace(self.task, count, self.precision, recompute, self.sample, joined, fused=not self.on_cpu,
                          follow=self.follow, wrap=wrap)  # fmt: skip
 
+        # refusals are cached too, so that what cannot be traced is not tried again
         return once(self._traces, (count, recompute, joined, wrap), made)
 
     def joined(self, recompute: str, data_ranks: int) -> int:
@@ -298,9 +306,11 @@ class Traced:
     def _rehearsed(self, key: Cuts, sizes: Sizes, beside: Beside, place: Place | None) -> list[Model]:
         self.say(f"{self.task.name}: deriving the cuts of {key.plan}")
         shares = Shares(self.looks, key)
+        # which modules cannot be units of zero=3 (they write into their inputs, say) is known from the whole trace
         if key.zero == 3:
             self.looks.enclosed.setdefault(key.wrap, set(self.model("none").small.enclosed))
         models = []
+        # a search rehearses only the most demanding tile or sequence share, the forecast of one plan all of them
         all_places = shares.places if self.samples[0] == self.samples[1] else shares.telling_places
         for at, tp, pp in shares.ranks(all_places if place is None else [place]):
             tile = f"share {'x'.join(map(str, at))} of positions, " if key.cut_positions > 1 else ""
@@ -315,6 +325,7 @@ class Traced:
         key, sizes, beside = self._key(layout, batch)
         rows = self._first_of_two if self._has_more(key, layout, batch) else self.ranks
         models = rows(key, sizes, beside)
+        # otherwise the two sizes ran different operations or collectives: the exact micro-batch is rehearsed
         if len(sizes) == 1 or all(same_row(rank.small, rank.large) for rank in models):
             return models
         return rows(key, ((layout.micro_batch,),), beside)
@@ -338,6 +349,7 @@ class Traced:
         Micro-batches of one sample are on the line too: whether such a plan leads is settled by traces of its own.
         """
         key = self._cuts(layout)
+        # an uneven batch has micro-batches of several sizes, which are rehearsed themselves, not interpolated
         if not 0 < layout.global_batch - batch < layout.dp * layout.n_micro * layout.rounds:
             return key, tuple((count,) for count in dict.fromkeys(self.samples)), ALIKE
         return key, *played(key, layout, batch, layout.dp - 1)
@@ -417,6 +429,7 @@ class Traced:
         else:
             model = self.model(layout.recompute, layout.dp, layout.micro_batch, layout.wrap)
             if self._cuts(layout).zero == 3:
+                # zero=3 gathers the engine's units, which need not be the repeated blocks
                 model = replace(model, gathered=tuple(self.cut(layout, batch)[0].small.units))
             forecast = simulate_traced(model, layout, *where, ledgers)
         uneven = 0 < layout.global_batch - batch < layout.dp * layout.n_micro * layout.rounds

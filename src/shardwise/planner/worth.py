@@ -89,6 +89,7 @@ def jobs(
     else:
         return []
     every = [JobCost(result.best, cluster.world_size, steps, price)]
+    # fewer devices are compared only where the job fits in their memory without offload
     constraints = replace(constraints, offload=False)
     for count in _fewer(cluster.world_size):
         try:

@@ -97,7 +97,9 @@ def simulate_cut(
     if cluster.device.kind != "cpu":
         parts["slowest device, clocks and gaps"] = (GAPS - 1) * sum(parts.values())
     correction = cluster.device.correction.value if cluster.device.correction is not None else 1.0
+    # only plans with tiles get a line for halos; other parts are listed even at 0
     parts = {name: value * correction for name, value in parts.items() if value or name != HALOS}
+    # each rehearsed rank stands for those that do not differ from it
     ranks_alike = layout.tp * layout.pp * layout.cut_positions / len(ranks)
     forecast = Forecast(
         step_s=sum(parts.values()), parts=parts, memory=list(ledgers),
@@ -149,6 +151,7 @@ def _played(ranks: Sequence[Model], layout: Layout, seconds: Sequence[Seconds], 
         return [sum(by_op.get((kind, stage), 0.0) for by_op in seconds) for stage in range(last + 1)]
 
     whole, first, second = of_stages("B"), of_stages("I"), of_stages("W")
+    # a schedule has whole backwards (B), or splits each into input (I) and weights (W)
     inputs = [b or i for b, i in zip(whole, first, strict=True)]
     return play_all(
         layout.schedule, layout.pp, layout.n_micro, layout.chunks, of_stages("F"), inputs, second,
@@ -220,6 +223,7 @@ class _Talk:
 
     def of_whole(self, rank: Model, key: OpKey, axes: Callable[[str], bool]) -> float:
         """Returns seconds of collectives in which all ranks send alike; interpolates sizes, not times, over samples."""
+        # APART operations over positions are counted by what arrives (`between_positions`): ranks send unequal amounts
         ends = [trace.wire[key].items() for trace in _seen(rank)]
         return sum(
             calls * self.wire.collective(op, self.groups[axis], rank.linear(low, high, self.layout.micro_batch))
@@ -247,6 +251,7 @@ class _Talk:
             busy = attention_seconds(small.ops[key], large.ops[key], micro, self.kernels, self.software)
             return busy * (1 - 1 / self.layout.cp)
         group = self.groups[passing[0]]
+        # the cores that copy the halo are the ones that compute, so nothing is hidden
         if on_cores(self.wire) and self.wire.tier(group) == 0:
             return 0.0
         seconds = 0.0

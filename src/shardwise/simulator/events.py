@@ -53,6 +53,7 @@ def run(ops: list[StreamOp], contention: float = CONTENTION) -> float:
         now += step
         for stream, (index, work) in list(running.items()):
             remaining = work - step * speed[stream]
+            # a remainder this small is rounding error, not work
             if remaining <= 1e-12:
                 ops[index].end, done[index] = now, True
                 del running[stream]

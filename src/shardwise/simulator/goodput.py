@@ -77,6 +77,7 @@ def goodput(
     """
     mtbf, written = device_mtbf_s / devices, max(write_s or 0.0, checkpoint_s)
     young = math.sqrt(2 * max(checkpoint_s, 1e-9) * mtbf)
+    # the next checkpoint waits until this one is on the disk
     interval = max(step_s, young, written)
     steps = max(1, round(interval / step_s), math.ceil(written / step_s))
     formula = 1.0 / ((1 + checkpoint_s / interval) * (1 + (interval / 2 + written + restart_s) / mtbf))
@@ -93,6 +94,7 @@ def _simulated(interval: float, stall: float, written: float, restart: float, mt
     progress = total = 0.0
     for _ in range(SIMULATED_FAILURES):
         until = rng.expovariate(1 / mtbf)
+        # intervals whose checkpoint had reached the disk before the failure
         whole = max(0, math.floor((until - written + stall) / (interval + stall)))
         progress += whole * interval
         total += until + restart

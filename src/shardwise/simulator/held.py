@@ -51,6 +51,7 @@ def memory(
     of_experts = 1.0 / max(1, layout.shard_ranks // layout.ep)  # of the ranks that hold the same ones
     rest = sum(size * count for size, count in trace.sizes.items()) - trace.experts
     gathered = zero >= 3 and layout.shard_ranks > 1
+    # zero=3 pads rows to equal shards; padding takes memory but is not updated
     updated = _cut(trace, layout.shard_ranks, shard_rank or 0) if gathered else rest * (share if zero else 1.0)
     owned = _owned(model, layout, shard_rank)
     experts = trace.experts * (of_experts if zero else 1.0)
@@ -80,6 +81,7 @@ def memory(
 
 def _owned(model: Model, layout: Layout, shard_rank: int | None) -> int | None:
     """Returns the elements of the weights that a rank updates whole; None where it updates its shards."""
+    # without shards every rank has whole tensors anyway, and updates all of them
     if not (model.update.whole and layout.zero and layout.shard_ranks > 1):
         return None
     sizes, load = [*model.small.in_order.values()], [0] * layout.shard_ranks

@@ -130,6 +130,7 @@ def memory_over_time(forecast: Forecast) -> list[tuple[str, Curve]]:
     for lane, name, start, stop in forecast.timeline:
         if re.match(r"[FBIW]\d", name):
             lanes.setdefault(lane, []).append((name[0], start, stop))
+    # then the lanes are streams of one rank, not ranks of a pipeline
     if len(lanes) != len(forecast.memory) or len(lanes) < 2:
         return [("a rank", _of_one(forecast, forecast.worst))]
     return [(lane, _of_row(ops, ledger)) for (lane, ops), ledger in zip(lanes.items(), forecast.memory, strict=True)]
@@ -146,6 +147,7 @@ def _split(ledger: MemoryLedger) -> tuple[float, float, float, float]:
 def _of_row(ops: Sequence[tuple[str, float, float]], ledger: MemoryLedger) -> Curve:
     rests, activations, moment, _ = _split(ledger)
     ordered = sorted(ops, key=lambda op: op[1])
+    # I frees nothing: the weights' part of the backward still reads the activations
     last = {"F": 1, "B": -1, "W": -1}
     flying = most = 0
     for kind, _, _ in ordered:

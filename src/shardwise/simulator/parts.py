@@ -74,6 +74,7 @@ def layer_times(step: StepContext) -> LayerTimes:
     front = replace(block, shape=step.shape.in_front) if step.shape.dense_layers else None
     dense = step.timed(front.layer()) if front else layer
     last = head = step.timed(block.head())
+    # each prediction further ahead has a layer and a head of its own
     if step.shape.ahead:
         last = head.plus(layer.plus(step.timed(block.joined())).plus(head).times(step.shape.ahead))
     return LayerTimes(layer, dense, step.timed(block.embedding()), last)
@@ -120,6 +121,7 @@ class StepContext:
             share = (group.size - 1) / group.size * message.size_bytes
             far = (group.size - 1) * group.stride  # the slowest link of the ring is the one that closes it
             return self.wire.send(share, 0, far) + (group.size - 2) * self.wire.send(0, 0, far)
+        # one hop over the slowest link, as in a ring
         if message.op == "pass":
             return self.wire.send(message.size_bytes, 0, (group.size - 1) * group.stride)
         if message.axis == "ep" and self.software.rows_per_node:
@@ -141,6 +143,8 @@ class StepContext:
         if self.software.overlap_ep:
             times = self._beside_experts(times)
         waits, slowed = self.exposed(times.forward_messages, times.attention_forward or times.forward)
+        # the next layer waits for the gradient of the input, so only the weights' products hide messages;
+        # messages of a ring also hide behind attention's backward
         hide = times.backward_weight if self.layout.cp == 1 else times.backward_weight + times.attention_backward
         back_waits, back_slowed = self.exposed(times.backward_messages, hide)
         again, again_slowed = self.exposed(times.recompute_messages, times.attention_forward)
@@ -209,6 +213,7 @@ def updated(step: StepContext, parameters: dict[str, float]) -> float:
     total = 0.0
     for kind, count in parameters.items():
         ranks = float(step.layout.shard_ranks) if step.layout.zero else 1.0
+        # ep deals experts over data and tp ranks, so fewer of these hold the same ones
         if kind == "experts" and step.layout.ep > 1:
             ranks = max(1.0, ranks * step.layout.tp / step.layout.ep)
         total += count / ranks
@@ -292,6 +297,7 @@ def beside(window: float, seconds: float, buckets: int, overlap: bool) -> float:
     """Returns the exposed seconds of communication that follows `window` seconds of compute bucket by bucket."""
     if seconds <= 0:
         return 0.0
+    # a single bucket is full only when backward ends
     if not overlap or buckets < 2:
         return seconds
     ops: list[StreamOp] = []

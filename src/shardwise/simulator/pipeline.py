@@ -27,6 +27,7 @@ def live_layers(played: Played, layers: Sequence[float], ranks: int) -> list[flo
             if op.kind == "F":
                 kept[rank] += layers[op.stage]
                 most[rank] = max(most[rank], kept[rank])
+            # a backward of the input alone keeps the activations for that of the weights
             elif op.kind != "I":
                 kept[rank] -= layers[op.stage]
     return most

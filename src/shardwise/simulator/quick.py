@@ -59,6 +59,7 @@ class Estimator:
         """Returns the estimated seconds of a step and bytes of a rank under a layout."""
         step = StepContext(self.shape, layout, self.cluster, self.software)
         many = 2 if layout.n_micro * layout.rounds > 1 else 1
+        # fields that do not change a layer's time are reset, so that layouts share the cached parts
         key = layout.with_(
             pp=1, chunks=1, shard=1 if layout.zero < 3 else 2, replicas=1, zero=max(1, layout.zero), n_micro=many,
             rounds=1, schedule="1f1b", stage_layers=(),

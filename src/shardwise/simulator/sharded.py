@@ -36,6 +36,7 @@ def data_seconds(
         total, timeline = _gathered(model, layout, micro, wire, states, shard, replicas)
         return experts_s + max(0.0, total - layout.n_micro * micro), timeline
     n, pieces = 1, max(1, len(model.units))
+    # on a probed device the cost of single messages is among the overheads
     if not wire.cluster.device.overheads:
         n = software.pieces(count, layout.gradient_ranks, pieces, zero=layout.zero)
         pieces = min(n, pieces)
@@ -48,6 +49,7 @@ def data_seconds(
         reduce_s, gather_s = wire.pieces("all_reduce", alike, count * states.on_wire, n), 0.0
     hidden = 1 - FORWARD_SHARE if software.overlap_dp and not on_cores(wire) else 0.0
     times = layout.n_micro * layout.rounds if layout.zero == 2 else 1  # ZeRO-2 reduces after every micro-batch
+    # the last bucket is complete only when backward ends, so it is never hidden
     return times * max(reduce_s / pieces, reduce_s - hidden * micro) + gather_s + experts_s, []
 
 
@@ -66,6 +68,7 @@ def _gathered(
     units = model.units or [model.small.parameters]
     rest = max(0, model.small.parameters - sum(units))
     link = Sharded(wire, states, shard, model.trained / max(1, model.small.parameters))
+    # two micro-batches are played and scaled to all
     times = min(2, layout.n_micro)
     ops: list[StreamOp] = []
     for _ in range(times):

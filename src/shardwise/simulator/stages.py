@@ -54,6 +54,7 @@ def dense_of(shape: Shape, layers: list[float]) -> list[float]:
 
 def pipelined(step: StepContext, times: LayerTimes) -> Forecast:
     lay, shape = step.layout, step.shape
+    # some schedules (a V) have several stages on each rank by definition
     if lay.chunks == 1:
         step = replace(step, layout=lay.with_(chunks=KINDS[lay.schedule].stages_per_rank))
         lay = step.layout
@@ -76,6 +77,7 @@ def pipelined(step: StepContext, times: LayerTimes) -> Forecast:
     send = [step.wire.send(message, home[s], home[s + 1]) + blocked for s in range(stages - 1)]
     played = play_all(name, lay.pp, lay.n_micro, lay.chunks, forward, backward, weight, send, blocking=blocking)
     memory, tails = [], []
+    # with unequal stages, the number of micro-batches in flight does not determine the bytes
     unlike = [len({layers[stage] for stage in mine}) > 1 for mine in mine_of]
     live = live_layers(played, layers, lay.pp) if any(unlike) else []
     for rank in range(lay.pp):
@@ -90,6 +92,7 @@ def pipelined(step: StepContext, times: LayerTimes) -> Forecast:
         )  # fmt: skip
         parameters = stage_parameters(shape, lay, layers_here, first=first, last=last, dense=front)
         data = _once(step, parameters, layers_here, backward[mine[0]] + weight[mine[0]], forward[mine[0]])
+        # the tied matrix lies on the first and the last stage, which sum its gradients
         if shape.tied and lay.pp > 1 and (first or last):
             data += step.wire.collective(
                 "all_reduce", RankGroup(2, distance * (lay.pp - 1)), shape.vocab * shape.hidden * 4 / lay.tp

@@ -103,6 +103,7 @@ def _gathered(step: StepContext, times: LayerTimes) -> tuple[float, list[tuple[s
     ops = _zero3_ops(step, times, played)
     seconds = run(ops)
     if lay.n_micro > played:
+        # the difference is one steady micro-batch, without the start of the first and the end of the last
         shorter = run(_zero3_ops(step, times, played - 1))
         seconds += (lay.n_micro - played) * (seconds - shorter)
     return seconds, [(op.stream, op.name, op.start, op.end) for op in ops]
@@ -178,6 +179,7 @@ class _Zero3:
 
     def forward(self, micro: int) -> None:
         """Add the forward of a micro-batch, its head and loss included."""
+        # without prefetch a gather waits for everything before it
         before = len(self.ops) - 1 if self.ops and self._prefetch == "none" else None
         self._computed = []
         root = self._add(f"gather root {micro}", "data", self._root.gather, before)
@@ -195,6 +197,7 @@ class _Zero3:
     def backward(self, micro: int, *, last_micro: bool) -> None:
         """Add the backward of a micro-batch."""
         lay, last = self._step.layout, self._last
+        # for the recomputed forward, and again for backward where the software frees the weights in between
         gathers = 2 if lay.recompute == "full" and self._step.software.gathers_again else 1
         here: int | None = None  # the last layer is still whole
         for index in reversed(range(self._step.shape.layers)):

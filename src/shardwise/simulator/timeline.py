@@ -39,6 +39,7 @@ def scaling(simulate: Callable[[Layout], Forecast], layout: Layout) -> list[dict
             changed = layout.with_(**{name: int(degree), "n_micro": int(n_micro)})
             try:
                 forecast = simulate(changed)
+            # degrees that cannot be simulated get no row
             except ShardwiseError:
                 continue
             rows.append(

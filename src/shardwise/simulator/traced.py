@@ -147,6 +147,7 @@ def simulate_traced(
     forecast = Forecast(
         step_s=sum(parts.values()), parts=parts, memory=list(ledgers) or [memory(model, layout, precision)],
         flops=model.flops(samples), world_size=layout.world_size, samples=samples,
+        # a correction below 1 means that runs beat the tables, so the bound in `impossible` is raised with it
         peak_tflops=peak_tflops(cluster.device, dtype), best_tflops=kernels.best_tflops / min(1.0, correction),
         convention="counted", exposed={"data": data}, timeline=timeline,
     )  # fmt: skip

@@ -23,6 +23,7 @@ def told_plainly(folder: Path) -> Iterator[None]:
     """Context: a full disk or memory that has run out becomes a `RunError` that says what to do."""
     try:
         yield
+    # shardwise's own errors already say what to do
     except ShardwiseError:
         raise
     except Exception as error:

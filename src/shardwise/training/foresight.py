@@ -25,6 +25,7 @@ def foresee(job: Job) -> dict[str, Any]:
             f"train.cluster: plan {plan} needs {plan.world_size} ranks; {cluster} has {cluster.world_size}"
         )
     layout = of_plan(plan, global_batch=job.batch_samples, seq=1, uneven=True)
+    # a run has one size of micro-batch, which is traced itself
     micro = (layout.micro_batch, layout.micro_batch)
     subject = traced_subject(
         job.build_task(), cluster, software("shardwise"), job.batch_samples, plan.precision, (plan.remat,), micro,

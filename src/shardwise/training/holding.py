@@ -30,6 +30,7 @@ def held(folder: Path) -> Iterator[list[str]]:
         yield notes
     finally:
         with suppress(FileNotFoundError):  # with its folder, of a run that was refused before it began
+            # before the lock is released: afterwards the file may belong to the next holder
             path.unlink()
         _LOCKED_FILES.discard(file)
         os.close(file)
@@ -49,6 +50,8 @@ def _taken(path: Path) -> tuple[int, list[str]]:
     """Returns (descriptor of the lock file that this process has locked, notices for the user)."""
     while True:
         try:
+            # the holder may remove the file between open and lock, and the lock would be on a file nobody else opens:
+            # test_a_lock_that_its_holder_removes_meanwhile_is_taken_anew
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise InputError(

@@ -83,10 +83,12 @@ def make_job(effective: Effective, passed: Task | Callable[[], Task] | None = No
     _check_options(effective, task)
     check_sinks(list(effective.config.train.sinks))
     asked = _batch_samples(effective, task)
+    # a batch larger than the data would take samples twice in one step
     batch = asked if task.data is None else min(asked, max(len(task.data), 1))
     if batch < asked:
         said = f"the data have {batch} samples, fewer than a batch of {asked}: every step takes all {batch}"
         effective = replace(effective, notes=(*effective.notes, said))
+    # what follows is checked here, before any rank is started
     steps = _steps(effective, task, batch)
     check_data(task)
     enough_samples(batch if task.data is None else len(task.data), effective.plan)

@@ -63,6 +63,7 @@ class Stopping:
 
     def start(self) -> None:
         """Installs the handlers; does nothing outside of the main thread."""
+        # Python allows only the main thread to set signal handlers
         if threading.current_thread() is not threading.main_thread():
             return
         numbers = (*self._numbers, signal.SIGTERM) if self._launched else self._numbers
@@ -75,9 +76,11 @@ class Stopping:
     def _hear(self, number: int, frame: Any) -> None:
         if self.starts and number == signal.SIGINT:
             self.stop()
+            # raise the signal again for the handler that was there before
             os.kill(os.getpid(), number)
             return
         self.asked = signal.Signals(number).name
+        # the parent of a launched rank counts the signals, and ends its ranks at the second one
         if not self._launched:
             self.stop()
 
@@ -147,6 +150,7 @@ class Keeper:
             self.loader.load_state_dict(fields["data"])
         self.first_loss = (fields.get("run") or {}).get("first_loss")
         self.best = self._best_of((fields.get("run") or {}).get("best"))
+        # under another plan other ranks are replicas: the first check finds anew which buffers differ by design
         if self.check is not None and restored.same_plan:
             self.check.unlike = fields.get("unlike")
         notices = [*restored.notices, f"goes on from {restored.folder}, after step {self.first}"]
@@ -206,6 +210,7 @@ class Keeper:
     def _refuse_damage(self, stored: Stored) -> None:
         """Raises `InputError` on every rank where a file of a checkpoint differs from its digest. Collective."""
         rank, ranks = self.engine.rank, self.engine.world_size
+        # each rank reads some of the files, and all raise together: one that raised alone would leave others waiting
         mine = publish.verify(stored.folder, rank, ranks) if stored.manifest is not None else []
         wrong = [word for own in gather_json(mine, self.engine.mesh.world, self.engine.device) for word in own]
         if wrong:
@@ -216,10 +221,12 @@ class Keeper:
     def after(self, step: int, first_loss: float | None) -> bool:
         """Saves when it is time; returns whether the run is to stop after this step. Collective."""
         done = step + 1
+        # without train.check_replicas, ranks compare what they hold alike after steps 1, 2, 4, ... and the last
         if self.check is None and (done == self.job.steps or self._alike.is_due(done)):
             self._alike(done)
         if self.check is not None and self.check_every is not None and done % self.check_every == 0:
             self.check()
+        # the last step is saved by `end`, once its weights are written
         if self.saver is None or done == self.job.steps:
             return False
         due = bool(self.every) and done % int(self.every or 1) == 0
@@ -231,6 +238,7 @@ class Keeper:
             self._save(first_loss)
         elif self.every and done == self.first + 1:
             self.saver.make_room()  # before the first save: the optimizer has its state now
+        # `_save` sets the saver to None where the state cannot be saved
         if stop and self.saver is not None:
             self._finish_save(final=True)
             return True
@@ -248,9 +256,12 @@ class Keeper:
         slowest = max(row[3] for row in table)
         self.stragglers.look([row[4:] for row in table])
         self._looked, self._looked_after = now, done
+        # the next look is collective, so its step is computed from the slowest rank's seconds, alike on all ranks
         self._look_at = done + max(1, min(MOST_STEPS, int(LOOK_S / max(slowest, 1e-9))))
+        # a save is finished once every rank has written its part, or one has failed
         if all(row[2] for row in table) or any(row[2] == _ANSWERS.index("badly") for row in table):
             self._finish_save()
+        # rank 0's clock decides whether a save is due: saving is collective, and ranks' clocks differ
         return any(row[0] for row in table), bool(table[0][1])
 
     def _save(self, first_loss: float | None) -> None:
@@ -274,6 +285,8 @@ class Keeper:
         except RunError as error:
             self._failed(error)
         except RefusedPlan as error:
+            # train.checkpoint_every asked for checkpoints; by default a run goes on without them, with a notice
+            # (test_state_that_has_no_place_is_told_by_default_and_ends_a_run_that_asked_for_checkpoints)
             if self.every:
                 raise
             self.engine.notices.append(f"no checkpoints are made: {error}")
@@ -295,6 +308,7 @@ class Keeper:
 
     def _failed(self, error: RunError, final: bool = False) -> None:
         self._failures += 1
+        # every step is done and the weights are written: a last checkpoint that fails is no failure of the run
         if self._weights is not None:
             self.engine.notices.append(f"{error}; every step is done, and the weights are in {self._weights}")
             return

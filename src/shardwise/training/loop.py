@@ -69,6 +69,7 @@ def _run_rank(job: Job) -> dict[str, Any]:
     say = sayer(_rank() == 0 and sys.stderr.isatty())
     say("train: building the task and its data")
     task = job.build_task()
+    # only rank 0 reports FLOPs, so only it counts them
     flops = _flops(job, task) if _rank() == 0 else Flops(None, "")
     say(f"train: placing weights under plan {job.effective.plan}, then a look at a few samples")
     engine = engine_of(job, task)
@@ -131,6 +132,7 @@ class _Rank:
         self.losses: list[float] = []
         self.shown_notices = len(engine.notices)  # notices that were shown at the start
         self.first_loss = self.keeper.first_loss
+        # a resumed run counts on from its checkpoint's number
         self.skipped = engine.state.skipped_steps
         self.peak_bytes = 0
         self.weights = job.folder / WEIGHTS
@@ -145,6 +147,7 @@ class _Rank:
         """Runs every step and the end; returns the summary."""
         started = time.monotonic()
         self._announce()
+        # an earlier attempt did every step, so no step here sets the losses that the summary needs
         if self.first >= self.job.steps:
             self._as_written()
         for step in range(self.first, self.job.steps):
@@ -218,6 +221,7 @@ class _Rank:
     def _step(self, step: int) -> None:
         taken = step - self.first  # by this process: those of a run that goes on were taken by another
         if self.beat is not None:
+            # the mean over ranks, since all ranks have to measure the pace before the same steps
             if taken == PACED and self.beat.us:
                 self.beat.spread(over_ranks(self.step_times[-1][1]))
             self.beat.before(step)
@@ -237,6 +241,7 @@ class _Rank:
         self.losses.append(float(result.loss))
         self.first_loss = self.losses[0] if self.first_loss is None else self.first_loss
         self.skipped += bool(result.skipped)
+        # the first step allocates and the observed one counts messages: neither is timed unless there is no other
         if taken > OBSERVED or (taken > 0 and self.job.steps - self.first <= OBSERVED + 1):
             self.timed[0] += result.samples
             self.timed[1] += seconds
@@ -317,6 +322,7 @@ class _Rank:
         assert self.task.eval_data is not None
         source = Spread(own_tile(self.task.eval_data, self.engine), self.job.effective.config.train.eval_samples)
         ranks = self.engine.data_ranks
+        # at least one sample for each data rank
         batch = max(self.job.batch_samples // self.job.effective.plan.step_microbatches, ranks)
 
         def measured() -> tuple[float, float, dict[str, float]]:
@@ -379,4 +385,5 @@ class _Rank:
             "notices": [*self.job.effective.notes, *self.engine.notices],
             "text": text,
         }
+        # rank 0's summary, so that every rank returns the same
         return gather_json(finite(summary), everybody(), self.engine.device)[0]

@@ -29,6 +29,7 @@ def make_optimizer(section: OptimizerSection, lr: float) -> Callable[[list[dict]
     for key in OPTIMIZER_OPTIONS[section.name]:
         value = getattr(section, key)
         if value is not None:
+            # TOML has no tuples, such as torch's betas
             options[key] = tuple(value) if isinstance(value, list) else value
     return partial(_build, CLASSES[section.name], {"lr": lr, **options})
 

@@ -49,8 +49,10 @@ def judging(job: Job, engine: Engine, keeper: Keeper) -> Iterator[None]:
     try:
         yield
     except ReplicasDiffer as differ:
+        # a majority of the replicas has already shown which rank is wrong
         if differ.rank is not None or engine.world_size < 2:
             raise
+        # the checkpoint being written may be the newest, and the steps are taken again from the newest
         keeper.settle()
         try:
             error = _judged(job, engine, differ)
@@ -63,12 +65,14 @@ def judging(job: Job, engine: Engine, keeper: Keeper) -> Iterator[None]:
 def _judged(job: Job, engine: Engine, differ: ReplicasDiffer) -> ReplicasDiffer:
     """Returns the error with a verdict, from the hashes that other ranks computed in the differing ranks' places."""
     newest = next(iter(publish.scan(home_of(job.effective, job.folder))), None)
+    # rank 0's answer, since all ranks have to resume from the same checkpoint
     source = gather_json(None if newest is None else str(newest), engine.mesh.world, engine.device)[0] or job.resume
     suspects = {rank for by_rank in differ.held.values() for rank in by_rank}
     order, rank = places(engine.world_size, suspects), engine.rank
     if rank == 0:
         begins = f"from {source}" if source else "from the beginning"
         sys.stderr.write(f"\n{differ}\nthe steps {begins} are taken again, each rank in another one's place\n")
+    # freed before the second engine is built, which needs the same memory
     _let_go(engine)
     record_into(None)  # its ranks are not the places
     with apart(order, TIMEOUT_S):

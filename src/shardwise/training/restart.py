@@ -50,6 +50,7 @@ def until_done(job: Job, launch: Launch) -> dict[str, Any]:
         try:
             summary = launch(attempts.job)
         except RunError as error:
+            # otherwise the steps up to a checkpoint that is about to be published would be lost
             attempts.let_writers_end()
             entry = attempts.entry(began, from_step, error)
             why_not = attempts.why_not(entry, error)
@@ -102,6 +103,7 @@ class _Attempts:
         """Returns the journal's entry of the attempt that ended now. `error`: None where it was done."""
         steps = getattr(error, "steps", {})
         saved = self.saved_step()
+        # the step of the rank that got furthest, of those that recorded one
         reached = self.job.steps if error is None else max(from_step, *steps.values(), 0) if steps else from_step
         seconds = time.monotonic() - began
         kept = _seconds_of_steps(self.job.folder / METRICS, from_step, reached if error is None else saved)
@@ -146,6 +148,7 @@ class _Attempts:
         log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
         self.job = self.job.with_(resume=self.source(), again=True)
         barren = 1 + len(self._without_progress(entry))
+        # doubles with each attempt that saved nothing new
         entry["wait_s"] = min(MOST_WAIT_S, FIRST_WAIT_S * 2 ** (barren - 1))
         self._shrink(entry)
 
@@ -163,6 +166,7 @@ class _Attempts:
         least = self.job.effective.config.train.min_ranks
         lost = entry["reason"] in ("died", "start", "late")
         again = [before for before in self._without_progress(entry)[:1] if before["rank"] == entry["rank"]]
+        # one loss may be chance; the same rank lost twice without a checkpoint in between points at its device or host
         if least is None or not lost or not again:
             return
         plan = self.job.effective.plan
@@ -193,6 +197,7 @@ class _Attempts:
     def stopped(self) -> dict[str, Any]:
         """Returns the summary of a run that was asked to end between two attempts."""
         newest = self.checkpoint()
+        # without a checkpoint there is nothing that the same command could resume
         if newest is None:
             raise KeyboardInterrupt
         state = {"step": publish.step_of(newest), "checkpoint": str(newest), "loss": None}

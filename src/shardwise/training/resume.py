@@ -92,6 +92,7 @@ def find_run(asked: str | None, effective: Effective, name: str) -> tuple[Path |
             )
         return last, home_of(effective, last), []
     path = place(asked)
+    # checkpoints lie in the run's folder, or where train.checkpoint_folder puts them
     for home in () if is_remote(path) else (path / CHECKPOINTS, home_of(effective, path)):
         if publish.scan(home):
             return path, home, []
@@ -108,6 +109,7 @@ def find_run(asked: str | None, effective: Effective, name: str) -> tuple[Path |
     if is_remote(path):
         return None, path, []
     run = next((above for above in (path.parent, path.parent.parent) if (above / CHECKPOINTS).is_dir()), None)
+    # a checkpoint outside of a run's folder starts a new run folder
     inside = run is not None and (run / "config.toml").exists()
     return (run if inside else None), path, []
 
@@ -167,6 +169,7 @@ def trim_metrics(path: Path, first: int) -> None:
                 kept.append(line)
         except (ValueError, KeyError, TypeError):
             continue
+    # an atomic replacement: a rank killed here leaves either the old records or the new ones
     partial = path.with_name(path.name + ".partial")
     partial.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     partial.replace(path)

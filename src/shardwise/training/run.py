@@ -167,6 +167,7 @@ def _raise_stopped(job: Job, summary: dict[str, Any]) -> None:
     from shardwise.ranks import here
 
     place = here()
+    # of a launcher's ranks only one writes the file
     if place is None or place.rank == 0:
         mark_stopped(job.folder, job.effective, stopped)
     error = Stopped(
@@ -211,6 +212,7 @@ def _check_ranks(effective: Effective, nproc: int | None, place: LaunchedPlace |
 def _for_ranks(effective: Effective, ranks: int | None) -> Effective:
     """Returns the configuration with a smaller plan where fewer ranks are there and train.min_ranks allows it."""
     least, plan = effective.config.train.min_ranks, effective.plan
+    # without train.min_ranks a wrong number of ranks is a mistake, which `_check_ranks` names
     if ranks is None or least is None or not least <= ranks < plan.world_size:
         return effective
     check(plan)
@@ -280,6 +282,7 @@ def _joined(job: Job, forecast: dict[str, Any] | None, resume: str | None) -> Ru
             try:
                 placed = _placed_in_turn(job, resume)
                 placed = _with_notes(placed, stack.enter_context(held(placed.folder)))
+            # sent to all ranks and raised there: otherwise they would wait for the folder
             except InputError as problem:
                 error = str(problem)
         notes = list(placed.effective.notes)
@@ -317,6 +320,7 @@ def _placed_in_turn(job: Job, resume: str | None) -> Job:
 def _kept_errors(job: Job, name: str) -> Iterator[None]:
     """Context: writes an error that ends the run into its folder; removes the folder of a run refused at its start."""
     folder = job.folder
+    # a folder with other files belongs to a run that is resumed, and is never removed
     new = set(os.listdir(folder)) <= {LOCK}
     try:
         yield
@@ -326,6 +330,7 @@ def _kept_errors(job: Job, name: str) -> Iterator[None]:
         metrics = folder / "metrics.jsonl"
         begun = metrics.exists() and metrics.stat().st_size > 0
         refused = isinstance(error, InputError | RefusedPlan)
+        # nothing was trained, so nothing is left: test_a_plan_that_the_ranks_refuse_leaves_no_folder
         if refused and new and not begun:
             shutil.rmtree(folder, ignore_errors=True)
         elif new or not refused:

@@ -39,6 +39,7 @@ class Stragglers:
     def look(self, rows: list[list[float]]) -> None:
         """Takes every rank's row, in rank order; adds a notice on a rank that was slow `LOOKS` times in a row."""
         stages: dict[float, list[list[float]]] = defaultdict(list)
+        # pipeline stages have unequal work, so a rank is compared only with ranks of its own stage
         for stage, *own in rows:
             stages[stage].append([*own, sum(own)])
         for rank, (stage, *own) in enumerate(rows):

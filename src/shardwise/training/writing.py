@@ -19,10 +19,12 @@ def written_text(engine: Engine, task: Task, config: Config) -> str | None:
     if not config.train.generate:
         return None
     full = engine.full_parameters()
+    # gathering the parameters is collective, so every rank has to iterate over them
     if engine.rank != 0:
         for _ in full:
             pass
         return None
+    # building the model draws weights, which would advance the run's generator
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = task.model()
         own = dict(model.named_parameters())
