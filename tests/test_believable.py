@@ -78,7 +78,7 @@ def test_two_traces_that_differ_are_never_put_on_a_line() -> None:
     """Planted: the pair that a search used, of one and two samples, is found to differ, and traced at its own size."""
     made = Traced(odd(), NODE, software("shardwise"), "bf16", (1, 2), False)
     model = made.model("none", 8, 64)
-    assert model.one.samples == model.two.samples == 64
+    assert model.small.samples == model.large.samples == 64
 
 
 def test_what_no_device_computes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

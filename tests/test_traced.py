@@ -395,7 +395,7 @@ def check_wire(pool, name: str, text: str) -> None:
     for place, measured in zip(along, pool.run(wire_in_a_run, plan.world_size, name, text), strict=False):
         (model,) = traced.ranks(key, sizes, beside, place)
         calls, size = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-        for part in model.one.wire.values():
+        for part in model.small.wire.values():
             for (axis, op, whole), times in ((sent, n) for sent, n in part.items() if sent[0] in degrees):
                 calls[axis, op] += layout.n_micro * times
                 size[axis, op] += layout.n_micro * times * FACTORS[op](degrees[axis]) * whole
@@ -406,7 +406,7 @@ def check_wire(pool, name: str, text: str) -> None:
             if each[1] != "point_to_point":  # of which a run counts both ends
                 assert forecast[each][0] == measured[each][0], (place, each)
         for op in ("all_to_all", "point_to_point"):  # told apart by where they come from, as well
-            came = sum(b for part in model.one.arrivals.values() for (_, o, _), b in part.items() if o == op)
+            came = sum(b for part in model.small.arrivals.values() for (_, o, _), b in part.items() if o == op)
             assert came * layout.n_micro == pytest.approx(sum(size[axis, o] for axis, o in size if o == op))
 
 

@@ -158,7 +158,7 @@ def test_the_work_of_a_rank_is_what_its_mask_leaves() -> None:
             traced = Traced(task, HERE, software("shardwise"), "fp32", (1, 1), cuts=True)
             layout = of_plan(plan, global_batch=1, seq=1)
             ranks = traced.cut(layout, 1) if plan.cp > 1 else [traced.model("none", 1, 1)]
-            scores[plan.cp] = [_pairs(rank.one) for rank in ranks]
+            scores[plan.cp] = [_pairs(rank.small) for rank in ranks]
         whole = scores[1][0]
         for ranks in (2, 4):
             assert max(scores[ranks]) == min(scores[ranks]) == pytest.approx(whole / ranks, rel=0.01), (causal, ranks)

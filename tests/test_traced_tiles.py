@@ -89,7 +89,7 @@ def test_halos_of_a_tile_inside_are_those_of_the_formula() -> None:
     key, sizes, beside = traced._key(of_plan(plan, global_batch=2, seq=1), 2)
     (model,) = traced.ranks(key, sizes, beside, (1, 1))
     one = 2 * channels * 4 * (2 * radius * b + 2 * radius * a + 4 * radius**2)
-    came = {kind: sum(part.values()) for (kind, _), part in model.one.arrivals.items()}
+    came = {kind: sum(part.values()) for (kind, _), part in model.small.arrivals.items()}
     assert came == {"F": 2 * one, "B": one}
 
 
@@ -102,8 +102,8 @@ def test_a_deep_halo_is_one_exchange_of_as_many_bytes() -> None:
     for depth in (1, 2):
         key, sizes, beside = traced._key(of_plan(Plan(domain=(3, 3), domain_depth=depth), global_batch=2, seq=1), 2)
         (model,) = traced.ranks(key, sizes, beside, (1, 1))
-        calls[depth] = sum(n for (_, op, _), n in model.one.wire["F", 0].items() if op == "all_to_all")
-        sent[depth] = sum(model.one.arrivals["F", 0].values())
+        calls[depth] = sum(n for (_, op, _), n in model.small.wire["F", 0].items() if op == "all_to_all")
+        sent[depth] = sum(model.small.arrivals["F", 0].values())
     assert calls == {1: 4, 2: 2}
     strips = 2 * channels * 4 * 2 * (2 * radius * (a + b))
     assert sent == {

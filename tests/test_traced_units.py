@@ -101,7 +101,7 @@ def rehearsed(name: str, text: str):
     layout = of_plan(plan, global_batch=samples, seq=1, uneven=True)
     traced = Traced(task, HERE, software("shardwise"), plan.precision, (layout.micro_batch,) * 2, cuts=True)
     ledgers = traced.every_rank(layout, samples)
-    return [ledger.allocated for ledger in ledgers], traced.cut(layout, samples)[0].one
+    return [ledger.allocated for ledger in ledgers], traced.cut(layout, samples)[0].small
 
 
 def on_rank(name: str, text: str) -> tuple[int, tuple[int, float], list[float]]:

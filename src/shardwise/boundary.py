@@ -41,13 +41,13 @@ _here = threading.local()  # .mode: the one that is entered on this thread
 
 
 def each(value: Sizes, dims: int) -> list[int]:
-    """The sizes as a list of one for each spatial dim; a single number stands for all of them."""
-    found = [value] if isinstance(value, int) else list(value)
-    return found * dims if len(found) == 1 else found
+    """Returns a list with one size for each spatial dim; a single number stands for all of them."""
+    sizes = [value] if isinstance(value, int) else list(value)
+    return sizes * dims if len(sizes) == 1 else sizes
 
 
 def paddings(padding: Sizes | str, kernel: Sequence[int], dilations: list[int]) -> tuple[list[int], list[int]]:
-    """Cells that a convolution pads with in front of and behind each dim."""
+    """Returns (front, behind): the cells that a convolution pads with along each dim."""
     if padding == "valid":
         padding = 0
     if padding == "same":
@@ -67,7 +67,7 @@ class Edges:
     kinds: tuple[str, ...]
 
     def padded(self, input: torch.Tensor, widths: Mapping[int, tuple[int, int]], dims: int, what: str) -> torch.Tensor:
-        """The tensor with (front, behind) cells of the boundary around declared dims; `widths` by spatial dim."""
+        """Returns the tensor padded with (front, behind) cells of the boundary along declared dims; `widths` by dim."""
         first = input.dim() - dims
         for d, (front, behind) in widths.items():
             self._fits(d - dims, max(front, behind), input.shape[first + d], what)
@@ -82,7 +82,7 @@ class Edges:
         return input
 
     def declared(self, dims: int, widths: list[tuple[int, int]], what: str) -> dict[int, tuple[int, int]]:
-        """The widths of the spatial dims that have a boundary other than zeros and are padded."""
+        """Returns, by spatial dim, the widths of padded dims whose boundary is not zeros."""
         if dims < len(self.kinds) and any(map(any, widths)):
             raise InputError(
                 f"{what} pads {dims} dim(s), and Task.spatial declares the boundary of {len(self.kinds)}: which of "
@@ -101,7 +101,7 @@ class Edges:
             )
 
     def _turned(self, input: torch.Tensor, dim: int, front: int, behind: int, what: str) -> torch.Tensor:
-        """Rows beyond the poles: mirrored, and half way around the periodic dim."""
+        """Returns the input with rows beyond the poles: mirrored, and shifted half way around the periodic dim."""
         around, n = input.dim() - len(self.kinds) + self.kinds.index("periodic"), input.shape[dim]
         name = self.names[self.kinds.index("periodic")]
         if input.shape[around] % 2:
@@ -147,7 +147,7 @@ class _Beyond(TorchFunctionMode):
 
 
 def bounded(model: Callable[[], nn.Module], edges: Sequence[tuple[str, str]]) -> Callable[[], nn.Module]:
-    """The constructor of the same module with this boundary, (name, kind) of each dim, and no other."""
+    """Returns a constructor of the same module with this boundary; `edges`: (name, kind) of each dim."""
     model = model.model if isinstance(model, Bounded) else model
     names, kinds = tuple(name for name, _ in edges), tuple(kind for _, kind in edges)
     return Bounded(model, Edges(names, kinds)) if edges else model
@@ -206,7 +206,7 @@ def _transposed(plain: Callable, dims: int) -> Callable:
         edges: Edges, what: str, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
         stride: Sizes = 1, padding: Sizes = 0, output_padding: Sizes = 0, groups: int = 1, dilation: Sizes = 1,
     ) -> torch.Tensor:  # fmt: skip
-        """What inputs beyond the field would add to its outputs is added: the boundary's cells, their outputs cut."""
+        """Runs a transposed convolution on the input padded by the boundary, and crops the outputs to the field."""
         strides, dilations, kernel = each(stride, dims), each(dilation, dims), weight.shape[2:]
         pads, more = each(padding, dims), each(output_padding, dims)
         reads = []

@@ -19,7 +19,7 @@ from shardwise.task import Source
 
 
 class Seeds(Protocol):
-    """Who reads, told what comes next: a sample, or what is given several of them."""
+    """The reader's seeds: told which sample is read next, or that several are joined."""
 
     def sample(self, index: int) -> None: ...
     def samples(self) -> None: ...
@@ -74,7 +74,7 @@ class DatasetSource:
             ) from error
 
     def _compare(self, indices: list[int], samples: list) -> None:
-        """Name the sample and the field that are of another shape or dtype than the first sample read."""
+        """Raises `InputError` naming a sample whose shape or dtype differs from the first sample's."""
         for index, sample in zip(indices, samples, strict=True):
             fields = _fields(sample)
             if self._first is None:
@@ -91,7 +91,7 @@ class DatasetSource:
 
 
 def _fields(sample: Any) -> dict[str, str]:
-    """Path -> dtype and shape of each tensor or array; the type of anything else."""
+    """Returns, by path, dtype and shape of each tensor or array, the type of anything else."""
     from torch.utils import _pytree as pytree
 
     found = {}
@@ -103,12 +103,12 @@ def _fields(sample: Any) -> dict[str, str]:
 
 
 def name_of(source: Any) -> str:
-    """The class a user knows: that of the dataset, where a source wraps one."""
+    """Returns the name of the class that a user knows: that of the dataset where a source wraps one."""
     return type(source.dataset if isinstance(source, DatasetSource) else source).__name__
 
 
 def as_source(dataset: Any, collate: Callable[[list], Any] | None = None) -> Source:
-    """`dataset` as a `Source`; a source is returned as it is.
+    """Returns `dataset` as a `Source`; a source is returned unchanged.
 
     Raises `InputError` for what has no samples by index.
     """

@@ -82,7 +82,7 @@ def describe() -> str:
 
 
 def on_host(device: torch.device) -> bool:
-    """Whether the host computes what lies on this device itself."""
+    """Whether ops on this device run on the host's own cores (a CPU)."""
     return device.type == "cpu"
 
 
@@ -125,7 +125,7 @@ def device_name(device: torch.device) -> str | None:
 
 
 def device_uuid(device: torch.device) -> str | None:
-    """What tells this device from every other one, as its driver has it; None where none tells."""
+    """Returns the device's UUID by its driver; None where the driver has none."""
     tell = None if on_host(device) else getattr(torch.get_device_module(device), "get_device_properties", None)
     uuid = None if tell is None else getattr(tell(device), "uuid", None)
     return None if uuid is None else str(uuid)
@@ -142,7 +142,7 @@ def memory_bytes(device: torch.device) -> int | None:
     if not on_host(device):
         tell = getattr(torch.get_device_module(device), "get_device_properties", None)
         return None if tell is None else tell(device).total_memory
-    found = []
+    sizes = []
     for path, unit in (("/proc/meminfo", 1024), ("/sys/fs/cgroup/memory.max", 1)):
         try:
             words = Path(path).read_text().split()
@@ -150,8 +150,8 @@ def memory_bytes(device: torch.device) -> int | None:
             continue
         number = words[words.index("MemTotal:") + 1] if "MemTotal:" in words else words[0]
         if number.isdecimal():
-            found.append(int(number) * unit)
-    return min(found, default=None)
+            sizes.append(int(number) * unit)
+    return min(sizes, default=None)
 
 
 def synchronize(device: torch.device) -> None:
@@ -194,7 +194,7 @@ WARM_ROUNDS = 2  # of the fixed work, since caches hold what ran before
 
 @cache
 def _fixed_work() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Made once: what is allocated anew would be slow for reasons of its own."""
+    """Returns the tensors of `pace_us`, cached: allocating them would add a varying time of its own."""
     return torch.ones(256, 256), torch.ones(256, 256), torch.ones(8)
 
 
@@ -251,7 +251,7 @@ def generators(device: torch.device) -> list[bytes]:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Inside, draws from torch's generators, the CPU's and the current device's, do not move them."""
+    """Context: puts the states of torch's generators, the CPU's and the current device's, back at the end."""
     device = current_device()
     state, own = torch.default_generator.get_state(), generator_state(device)
     try:

@@ -35,7 +35,7 @@ HEADS: dict[str, tuple[str, str]] = {
 
 
 def read_config(source: Any) -> Any:
-    """transformers' configuration of a folder, of a file, or the object itself."""
+    """Returns transformers' configuration of a folder, of a file, or the object itself."""
     try:
         from transformers import AutoConfig, PretrainedConfig
     except ImportError as error:
@@ -61,7 +61,7 @@ def parts_of(config: Any) -> list[Any]:
 
 
 def settings(config: Any, head: str) -> dict[str, Any]:
-    """The fields of a `Task` that follow from a head: inputs, loss, metrics and name."""
+    """Returns the fields of a `Task` that follow from a head: inputs, loss, metrics and name."""
     labels = labels_of(config, head)
     return {
         "inputs": partial(decoder_inputs, _start(config), _pad(config)) if labels == "decoder" else inputs,
@@ -72,7 +72,7 @@ def settings(config: Any, head: str) -> dict[str, Any]:
 
 
 def labels_of(config: Any, head: str) -> str:
-    """What the labels of a head are: "next", "tokens", "decoder" or "classes".
+    """Returns the kind of a head's labels: "next", "tokens", "decoder" or "classes".
 
     Some of transformers' models from a sequence to a sequence are decoders: these are given no tokens beside the input.
     """
@@ -82,13 +82,13 @@ def labels_of(config: Any, head: str) -> str:
 
 
 def arguments_of(config: Any, head: str) -> tuple[str, ...]:
-    """Names of what the forward of the model with this head takes."""
+    """Returns the names of the arguments of the forward of the model with this head."""
     kind = model_class(config, head)
     return tuple(inspect.signature(kind.forward).parameters) if kind is not None else ()
 
 
 def model_class(config: Any, head: str) -> Any:
-    """transformers' class of a head; None where it has none for such a configuration."""
+    """Returns transformers' class of a head; None where it has none for such a configuration."""
     import transformers
 
     mapping = getattr(transformers, HEADS[head][0])._model_mapping
@@ -106,7 +106,7 @@ def heads_of(config: Any) -> list[str]:
 
 
 def build_model(config: Any, head: str) -> nn.Module:
-    """The model in float32 with this head, without a cache of keys and values."""
+    """Builds the model in float32 with this head, without a cache of keys and values."""
     import transformers
 
     kind = HEADS[head][0]
@@ -133,7 +133,7 @@ def inputs(batch: dict[str, Tensor]) -> tuple[tuple, dict]:
 
 
 def decoder_inputs(start: int, pad: int, batch: dict[str, Tensor]) -> tuple[tuple, dict]:
-    """The decoder sees the labels, one place later."""
+    """Returns the model's arguments for a batch, with the labels shifted right as the decoder's input."""
     labels = batch["labels"]
     shifted = torch.cat([labels.new_full((len(labels), 1), start), labels[:, :-1]], 1)
     return (), {**inputs(batch)[1], "decoder_input_ids": shifted.masked_fill(shifted == IGNORED, pad)}
@@ -152,22 +152,22 @@ def _pad(config: Any) -> int:
 
 
 def next_token_loss(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Cross entropy of each next token, and how many have a label."""
+    """Returns (summed cross entropy of each next token, number of tokens with a label)."""
     return _summed(output.logits, _next(batch["labels"]))
 
 
 def _next(labels: Tensor) -> Tensor:
-    """The label of each place is the next one's, of the last none: logits, which are far larger, are not copied."""
+    """Returns labels shifted left by one, the last ignored: shifting the far larger logits would copy them."""
     return pad(labels, (0, 1), value=IGNORED)[:, 1:]
 
 
 def token_loss(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Cross entropy at each place with a label."""
+    """Returns (summed cross entropy at each place with a label, number of these places)."""
     return _summed(output.logits, batch["labels"])
 
 
 def class_loss(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    """Cross entropy of each sample's class."""
+    """Returns (summed cross entropy of each sample's class, number of samples)."""
     return cross_entropy(output.logits, batch["labels"], reduction="sum"), len(batch["labels"])
 
 
@@ -177,7 +177,7 @@ def _summed(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def token_metrics(output: Any, batch: dict[str, Tensor], *, shift: bool) -> dict[str, tuple]:
-    """Perplexity, and the share of labels that the model puts first."""
+    """Returns perplexity, and the share of labels that the model ranks first."""
     logits, labels = output.logits, batch["labels"]
     labels = _next(labels) if shift else labels
     total, weight = _summed(logits, labels)
@@ -185,6 +185,6 @@ def token_metrics(output: Any, batch: dict[str, Tensor], *, shift: bool) -> dict
 
 
 def class_metrics(output: Any, batch: dict[str, Tensor]) -> dict[str, tuple]:
-    """The share of samples whose class the model puts first."""
+    """Returns the share of samples whose class the model ranks first."""
     labels = batch["labels"]
     return {"accuracy": ((output.logits.argmax(-1) == labels).sum(), len(labels))}

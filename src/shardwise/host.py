@@ -34,7 +34,7 @@ _counting: list[HostReads] = []
 
 
 def read(tensor: torch.Tensor, what: str) -> Any:
-    """The values of a tensor as Python numbers: one, or lists of them as `tolist` nests them. Waits for the device.
+    """Returns a tensor's values as Python numbers, nested as by `tolist`. Waits for the device.
 
     what   names the read, for counts and for a rehearsal that answers it
     """
@@ -56,23 +56,23 @@ def can_read(tensor: torch.Tensor) -> bool:
     return has_values(tensor) or (bool(_answers) and _answers[-1][1](tensor))
 
 
-def require(held: torch.Tensor, error: Callable[[], Exception]) -> None:
-    """Raise `error()` unless the one value of `held` is true.
+def require(condition: torch.Tensor, error: Callable[[], Exception]) -> None:
+    """Raises `error()` unless the single value of the tensor `condition` is true.
 
     On an accelerator the device asserts it later, and nothing waits; tensors without values pass.
     """
-    if not has_values(held):
+    if not has_values(condition):
         return
-    if not on_host(held.device):
-        torch._assert_async(held)
+    if not on_host(condition.device):
+        torch._assert_async(condition)
         return
     with _named():
-        if not held.item():
+        if not condition.item():
             raise error()
 
 
 def to_device(values: Any, device: torch.device) -> torch.Tensor:
-    """A numpy array, or a tensor on the CPU, on the device: the host does not wait until it is there.
+    """Copies a numpy array or CPU tensor to the device without making the host wait.
 
     On the CPU it is the same memory. A plain `.to(device)` waits until the device has done all that it was given.
     """
@@ -81,7 +81,7 @@ def to_device(values: Any, device: torch.device) -> torch.Tensor:
 
 
 def put(values: list[float], device: torch.device) -> torch.Tensor:
-    """Numbers as a float64 tensor on the device (n,), without waiting for it."""
+    """Returns n numbers as a float64 tensor (n,) on the device, without waiting for it."""
     return torch.tensor(values, dtype=torch.float64).to(device, non_blocking=True)
 
 
@@ -96,7 +96,7 @@ def row_of(values: Sequence[torch.Tensor | float], device: torch.device) -> torc
 
 @contextmanager
 def answered(answer: Answer, knows: Knows = lambda tensor: True) -> Iterator[None]:
-    """Inside, `read` returns what `answer` does, and looks at no tensor; `knows` says for which there is an answer."""
+    """Context: `read` returns what `answer` does instead of a tensor's values; `knows`: whether there is an answer."""
     _answers.append((answer, knows))
     try:
         yield
@@ -106,7 +106,7 @@ def answered(answer: Answer, knows: Knows = lambda tensor: True) -> Iterator[Non
 
 @contextmanager
 def _named() -> Iterator[None]:
-    """Inside, what looks at values has been counted by its name, or does not wait for an accelerator."""
+    """Context: reads of values inside are not counted again, since they were counted by name or do not wait."""
     for counting in _counting:
         counting.paused += 1
     try:
@@ -117,7 +117,7 @@ def _named() -> Iterator[None]:
 
 
 class HostReads(TorchDispatchMode):
-    """Counts reads by the host inside: `named` those of `read`, `others` operations that look at values or copy.
+    """Context that counts the host's reads: `named` by `read`, `others` by operations that look at values or copy.
 
     Others are whatever torch marks as depending on values (a scalar taken out, `nonzero`, a mask as an index), and
     copies between an accelerator and the CPU, either way, for which the host waits (indices on the CPU among them).
@@ -151,7 +151,7 @@ class HostReads(TorchDispatchMode):
 
 @cache
 def _composed(func: Any) -> bool:
-    """Whether an operation is other operations on every device."""
+    """Whether an operation is a composite of other operations on every device."""
     if func.namespace != "aten" or not func._can_decompose():
         return False
     return not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CPU")
@@ -162,7 +162,7 @@ _MASKED = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_
 
 
 def _hangs_on_values(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether what an operation does hangs on values, so that the host has to know them."""
+    """Whether what an operation does depends on tensors' values, so that the host has to wait for them."""
     if func.overloadpacket in _MASKED:
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     if func is torch.ops.aten.repeat_interleave.Tensor:

@@ -34,7 +34,7 @@ from shardwise.layout.grid import AXES, INNER, SPACE
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place and its groups: one `Axis` for each mesh axis in use, `data` and `world`."""
+    """This rank's coordinates and groups: one `Axis` for each mesh axis in use, `data` and `world`."""
 
     plan: Plan
     rank: int
@@ -55,12 +55,12 @@ class Mesh:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank counts what the ranks of the inner axes have alike: losses, weights, samples."""
+        """Whether this rank contributes what all ranks of the inner axes have alike: losses, weights, samples."""
         return all(axis.index == 0 for axis in self.inner)
 
     @property
     def expert_axes(self) -> tuple[Axis, Axis, Axis]:
-        """ep, expert_shard, expert_data."""
+        """Returns the axes ep, expert_shard, expert_data."""
         return self.ep, self.expert_shard, self.expert_data
 
     @property
@@ -71,7 +71,7 @@ class Mesh:
         return {axis.group.group_name: axis.name for axis in axes if axis.group is not None}
 
     def close(self) -> None:
-        """End its groups, each of which has threads and connections of its own. No collective may be under way."""
+        """Destroys its groups, each of which has threads and connections. No collective may be under way."""
         for group in self.made:
             dist.destroy_process_group(group)
 
@@ -86,7 +86,7 @@ def overlap_from(plan: Plan, host: bool) -> float:
 
 
 def build_mesh(plan: Plan, device: torch.device) -> Mesh:
-    """Make this rank's groups. Collective when the plan has more than one rank."""
+    """Makes this rank's groups. Collective when the plan has more than one rank."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
     if world != plan.world_size:
@@ -128,7 +128,7 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
 def _rows(
     mesh: DeviceMesh, replicate: Axis, shard: Axis, gradients: Axis, inner: tuple[Axis, ...]
 ) -> DeviceMesh | None:
-    """(dp_replicate, dp_shard) as FSDP2 takes it; `shard` has the inner axes in it."""
+    """Returns the device mesh (dp_replicate, dp_shard) that FSDP2 takes; `shard` includes the inner axes."""
     if gradients.size == 1:
         return None
     if not inner:
@@ -142,13 +142,13 @@ def _rows(
 
 
 def _made(mesh: DeviceMesh, *axes: Axis) -> tuple[dist.ProcessGroup, ...]:
-    """The groups of a device mesh and of axes, but the world's."""
+    """Returns the process groups of the axes and the device mesh, without the world's."""
     groups = [*mesh.get_all_groups(), *(axis.group for axis in axes if axis.group is not None)]
     return tuple({id(group): group for group in groups if group is not dist.group.WORLD}.values())
 
 
 def _experts(plan: Plan, grid: Grid, rank: int, shard: Axis, data: Axis) -> tuple[Axis, Axis, Axis]:
-    """ep, and the ranks that hold the same experts: within dp_shard and the inner axes, and with all replicas."""
+    """Returns the axes (ep, ranks with the same experts in dp_shard and inner axes, the same over all replicas)."""
     if plan.ep == 1:
         return Axis.alone("ep", rank), shard, data
     samples = ("dp_replicate", "dp_shard")
@@ -163,21 +163,21 @@ def _experts(plan: Plan, grid: Grid, rank: int, shard: Axis, data: Axis) -> tupl
 def _grouped(
     name: str, plan: Plan, grid: Grid, rank: int, over: tuple[str, ...], key: Callable[[dict[str, int]], tuple]
 ) -> Axis:
-    """The ranks that differ on the axes `over` alone and have the same key. Collective over the world."""
-    found: dict[tuple, list[int]] = {}
+    """Returns an axis over the ranks that differ only on axes `over` and have the same key. Collective (world)."""
+    groups: dict[tuple, list[int]] = {}
     for other in range(plan.world_size):
         at = grid.coordinates(other)
         rest = tuple(at[axis] for axis in AXES if axis not in over)
-        found.setdefault((rest, key(at)), []).append(other)
-    ranks = next(tuple(group) for group in found.values() if rank in group)
+        groups.setdefault((rest, key(at)), []).append(other)
+    ranks = next(tuple(group) for group in groups.values() if rank in group)
     if len(ranks) == 1:
         return Axis.alone(name, rank)
-    mine, _ = dist.new_subgroups_by_enumeration(list(found.values()))
+    mine, _ = dist.new_subgroups_by_enumeration(list(groups.values()))
     return Axis(name, len(ranks), ranks.index(rank), mine, ranks)
 
 
 def _together(name: str, names: tuple[str, ...], axes: dict[str, Axis], grid: Grid, world: Axis) -> Axis:
-    """Several axes as one: that of them which is in use, the world, or a group of its own. Collective."""
+    """Returns one axis over several: the one that is in use, the world, or a new group. Collective."""
     used = [axes[each] for each in names if axes[each].size > 1]
     if len(used) <= 1:
         return used[0] if used else axes[names[0]]

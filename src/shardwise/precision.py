@@ -37,7 +37,7 @@ class Precision:
 
     @classmethod
     def of(cls, plan: Plan) -> Precision:
-        """The dtypes that a plan asks for."""
+        """Returns the dtypes that a plan asks for."""
         row = PRECISIONS[plan.precision]
         reduce = row.summed if plan.reduce_dtype == "auto" else plan.reduce_dtype
         return cls(dtype(row.compute), dtype(row.master), dtype(reduce), row.scaled)
@@ -49,22 +49,22 @@ class Precision:
 
     @property
     def buffers(self) -> torch.dtype:
-        """The dtype of floating-point buffers, never 16 bits: statistics and tables would lose too much."""
+        """Returns the dtype of floating-point buffers, never 16 bits: statistics and tables would lose too much."""
         return torch.float64 if self.compute == torch.float64 else torch.float32
 
-    def held(self, tensor: torch.Tensor) -> torch.dtype:
-        """The dtype that a parameter or buffer of a module has under this precision."""
+    def dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
+        """Returns the dtype that a parameter or buffer of a module has under this precision."""
         wide = self.compute if isinstance(tensor, nn.Parameter) else self.buffers
         if tensor.is_complex():
             return wide.to_complex()
         return wide if tensor.is_floating_point() else tensor.dtype
 
     def cast_inputs(self, tree):
-        """Floating-point tensors of a pytree in the compute dtype."""
+        """Returns a pytree with its floating-point tensors in the compute dtype."""
         return tree_map_only(torch.Tensor, lambda t: t.to(self.compute) if t.is_floating_point() else t, tree)
 
     def cast_outputs(self, tree):
-        """Floating-point outputs in at least float32, so that the loss is summed in it."""
+        """Returns a pytree with its floating-point tensors in at least float32, in which the loss is summed."""
         wide = torch.promote_types(self.compute, torch.float32)
         if type(tree) is torch.Tensor and tree.dtype == wide:
             return tree
@@ -99,7 +99,7 @@ def met(task: Task, plan: Plan) -> Task | None:
 
 
 def told_met(plan: Plan) -> str:
-    """Returns what is told of a task that runs as `met_at` gives it."""
+    """Returns the notice on a task that runs as `met_at` gives it."""
     return (
         f"precision={plan.precision}: the module has or makes tensors of other dtypes beside its weights; operations "
         "that refuse them are given all in 16 bits, as under torch.autocast"
@@ -147,13 +147,15 @@ class _OneDtype(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
-            found = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if _is_float(leaf)}
+            dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if _is_float(leaf)}
             given_out = kwargs.get("out") is not None  # a copy of it would be written into, and lost
-            if len(found) < 2 or given_out or not _ABOUT_DTYPES.search(str(error)):
+            if len(dtypes) < 2 or given_out or not _ABOUT_DTYPES.search(str(error)):
                 raise
         name = getattr(func, "__name__", "")
         writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        dtype = args[0].dtype if writes else max(found, key=lambda one: one.itemsize) if func in _KEEP else self.dtype
+        dtype = (
+            args[0].dtype if writes else max(dtypes, key=lambda dtype: dtype.itemsize) if func in _KEEP else self.dtype
+        )
 
         def cast(leaf: torch.Tensor) -> torch.Tensor:
             return leaf.to(dtype) if _is_float(leaf) else leaf

@@ -29,7 +29,7 @@ def _itself(output: Any, batch: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Steps:
-    """How a batch of K steps is taken apart into batches of one."""
+    """Cuts a batch of K steps into batches of one step."""
 
     task: Task  # of one step
     state: str
@@ -40,7 +40,7 @@ class _Steps:
     recompute: bool
 
     def count(self, batch: Mapping[str, Any]) -> int:
-        """K of a batch."""
+        """Returns K, the number of steps in a batch."""
         missing = [name for name in (self.state, self.targets, *self.forcings) if name not in batch]
         if missing:
             raise InputError(f"rollout: the batch has no {', '.join(missing)}; it has {', '.join(batch)}")
@@ -56,11 +56,11 @@ class _Steps:
         return steps
 
     def factors(self, count: int) -> tuple[float, ...]:
-        """The weight of each step's loss."""
+        """Returns the weight of each step's loss."""
         return self.weights[:count] or (1.0,) * count
 
     def at(self, batch: Mapping[str, Any], k: int, state: Any) -> dict[str, Any]:
-        """The batch of step k, which starts at this state."""
+        """Returns the batch of step k, which starts at `state`."""
         forced = {name: batch[name].select(1, k).detach() for name in self.forcings}
         return {**batch, **forced, self.state: state, self.targets: batch[self.targets].select(1, k)}
 
@@ -98,7 +98,7 @@ class _Loss:
     steps: _Steps
 
     def __call__(self, outputs: tuple[Any, ...], batch: Mapping[str, Any]) -> tuple:
-        """Sums over steps, weighted."""
+        """Returns the loss and its weight, summed over steps by the steps' weights."""
         total, weight, state = 0.0, 0.0, batch[self.steps.state]
         for k, (output, factor) in enumerate(zip(outputs, self.steps.factors(len(outputs)), strict=True)):
             now = self.steps.at(batch, k, state)

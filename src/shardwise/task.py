@@ -35,7 +35,7 @@ class Source(Protocol):
 
 
 def default_inputs(batch: Any) -> tuple[tuple, dict]:
-    """A mapping becomes keyword arguments, a tuple or list positional ones, anything else the one argument."""
+    """Returns (args, kwargs): a mapping as keywords, a tuple or list as positional, anything else as one argument."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
     if isinstance(batch, tuple | list):
@@ -53,30 +53,30 @@ def default_optimizer(groups: list[dict]) -> Optimizer:
 BOUNDARIES = ("zeros", "periodic", "reflect", "replicate", "pole")
 
 
-GIVEN = {  # what each function of a task is called with
+CALLED_WITH = {  # what each function of a task is called with
     "batch": ("step",), "inputs": ("batch",), "loss": ("output", "batch"), "optimizer": ("groups of parameters",),
 }  # fmt: skip
 
 
-def _takes(field: str, function: Any, given: tuple[str, ...]) -> None:
-    """Raise `InputError` for a function of one's own that cannot be called with what it is given."""
+def _takes(field: str, function: Any, arguments: tuple[str, ...]) -> None:
+    """Raises `InputError` where a user's function cannot be called with the arguments that it will get."""
     if not inspect.isfunction(function):
         return
     try:
-        inspect.signature(function).bind(*given)
+        inspect.signature(function).bind(*arguments)
     except TypeError as error:
-        raise InputError(f"Task.{field} is called with ({', '.join(given)}): {error}") from None
+        raise InputError(f"Task.{field} is called with ({', '.join(arguments)}): {error}") from None
 
 
 def call_arguments(task: Task, batch: Any) -> tuple[tuple, dict]:
-    """What the model is called with for a batch; `InputError` where Task.inputs gives something else."""
-    found = task.inputs(batch)
-    if not (isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[1], dict)):
+    """Returns the model's (args, kwargs) for a batch; raises `InputError` where Task.inputs returns anything else."""
+    call = task.inputs(batch)
+    if not (isinstance(call, tuple | list) and len(call) == 2 and isinstance(call[1], dict)):
         raise InputError(
-            f"Task.inputs must return what the model is called with, as (args, kwargs), got {type(found).__name__}: "
+            f"Task.inputs must return what the model is called with, as (args, kwargs), got {type(call).__name__}: "
             'such as lambda batch: ((batch["x"],), {})'
         )
-    return found[0], found[1]
+    return call[0], call[1]
 
 
 @dataclass(frozen=True)
@@ -116,13 +116,13 @@ class Domain:
 
     @property
     def edges(self) -> tuple[tuple[str, str], ...]:
-        """(name, boundary) of each dim, in the order in which they lie in a tensor; () where all are zeros."""
+        """Returns (name, boundary) of each dim, in the order in which they lie in a tensor; () where all are zeros."""
         names = [name for _, name in sorted(zip(self.dims, self.names, strict=False))]
         found = tuple((name, self.boundary.get(name, "zeros")) for name in names)
         return found if any(kind != "zeros" for _, kind in found) else ()
 
-    def told(self) -> str:
-        """For people: "lat (-2), lon (-1)"."""
+    def as_text(self) -> str:
+        """Returns the dims as text: "lat (-2), lon (-1)"."""
         names = self.names or tuple("dim" for _ in self.dims)
         return ", ".join(f"{name} ({dim})" for name, dim in zip(names, self.dims, strict=True))
 
@@ -174,8 +174,8 @@ class Task:
                 kind = type(getattr(self, field)).__name__
                 made = f": give optimizer=lambda groups: {kind}(groups, ...)" if field == "optimizer" else ""
                 raise InputError(f"Task.{field} must be callable, got {kind}{made}")
-        for field, given in GIVEN.items():
-            _takes(field, getattr(self, field), given)
+        for field, arguments in CALLED_WITH.items():
+            _takes(field, getattr(self, field), arguments)
         if not isinstance(self.model, type) and hasattr(self.model, "named_parameters"):
             raise InputError(
                 "Task.model is a module: give its class or a function that builds it (model=Net, not model=Net()), so "
@@ -186,11 +186,11 @@ class Task:
         if self.batch is not None and self.data is not None:
             raise InputError("Task has both `batch` and `data`: give one of them")
         for field in ("data", "eval_data"):
-            given = getattr(self, field)
-            if given is not None and not isinstance(given, Source):
+            data = getattr(self, field)
+            if data is not None and not isinstance(data, Source):
                 from shardwise.dataset import as_source
 
-                object.__setattr__(self, field, as_source(given))
+                object.__setattr__(self, field, as_source(data))
         if self.loss_scope not in ("sample", "global", "model"):
             raise InputError(f"Task.loss_scope is 'sample', 'global' or 'model', got {self.loss_scope!r}")
         if self.branches not in ("same", "per_sample"):

@@ -55,7 +55,7 @@ def calls_prepare(path: str | Path) -> bool:
 
 
 def _may_be_a_task(function: ast.FunctionDef) -> bool:
-    """A public function that takes nothing it has no default for, and returns a value."""
+    """Whether this is a public function that can be called without arguments and returns a value."""
     taken = function.args
     needed = len(taken.posonlyargs) + len(taken.args) - len(taken.defaults) + taken.kw_defaults.count(None)
     own = [node for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
@@ -75,7 +75,7 @@ def _calls(call: ast.Call, names: set[str]) -> bool:
 
 
 def which_task(name: str) -> str:
-    """What to say of a task given without its name: `mine.py` or `mine` in the place of `mine.py:task`."""
+    """Returns a hint for a task that cannot be resolved, such as `mine.py` in the place of `mine.py:task`."""
     stem = name.removesuffix(":").removesuffix(".py")
     path = Path(f"{stem}.py")
     if not name.strip():
@@ -89,13 +89,13 @@ def which_task(name: str) -> str:
     if Path(name).is_dir():
         return f"it is a folder: give a file in it with its task, as {Path(name) / 'file.py'}:task"
     if ":" not in name.removesuffix(":") and path.is_file():
-        found = tasks_in(path)
-        if not found:
+        tasks = tasks_in(path)
+        if not tasks:
             return f"{path} has no function that takes nothing and returns a Task; write one and give {path}:its_name"
-        more = f" and {len(found) - FEW} more" if len(found) > FEW else ""
-        return f"say which task of {path}: " + ", ".join(f"{path}:{task}" for task in found[:FEW]) + more
+        more = f" and {len(tasks) - FEW} more" if len(tasks) > FEW else ""
+        return f"say which task of {path}: " + ", ".join(f"{path}:{task}" for task in tasks[:FEW]) + more
     if name.endswith(".py"):
-        near = did_you_mean(path.name, sorted(each.name for each in path.parent.glob("*.py")))
+        near = did_you_mean(path.name, sorted(module.name for module in path.parent.glob("*.py")))
         return f"there is no file {name}{near}"
     if name.endswith((".yaml", ".yml", ".json")):
         return "a configuration is TOML: shardwise config --starter > my.toml writes one"
@@ -103,5 +103,5 @@ def which_task(name: str) -> str:
     beside = Path(before.replace(".", "/") + ".py")
     if dot and before and beside.is_file() and task in tasks_in(beside):
         return f"a colon stands before the task: {beside}:{task}"
-    known = [*BUILTIN, *(each.name for each in sorted(Path().glob("*.py")))]
+    known = [*BUILTIN, *(module.name for module in sorted(Path().glob("*.py")))]
     return f"expected {', '.join(BUILTIN)}, file.py:task or module:task{did_you_mean(name, known)}"

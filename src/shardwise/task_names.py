@@ -33,22 +33,22 @@ from shardwise.task_files import which_task
 MOST_CHARACTERS = 500  # of an exception's own message in one of ours
 
 
-def resolve_task(given: Task | str | Callable[[], Task], section: TaskSection | None = None) -> Task:
-    """The `Task` that was given, by itself, by a function or by its name; `section` holds the sizes of a built-in one.
+def resolve_task(named: Task | str | Callable[[], Task], section: TaskSection | None = None) -> Task:
+    """Returns the `Task` of an object, a function or a name; `section`: the sizes of a built-in one.
 
     Raises `InputError` for a name that is not found, code that fails where it is imported or called, and results that
     are no `Task`.
     """
-    if not isinstance(given, str):
-        return call_task(getattr(given, "__name__", type(given).__name__), given)
-    if given.endswith(".toml"):
-        section = load(given).config.task
-        given = section.name
-    if given in BUILTINS:
-        section = section or TaskSection.model_validate({"name": given, **BUILTIN_DEFAULTS[given]["task"]})
-        module_name, _, attribute = BUILTINS[given].rpartition(":")
+    if not isinstance(named, str):
+        return call_task(getattr(named, "__name__", type(named).__name__), named)
+    if named.endswith(".toml"):
+        section = load(named).config.task
+        named = section.name
+    if named in BUILTINS:
+        section = section or TaskSection.model_validate({"name": named, **BUILTIN_DEFAULTS[named]["task"]})
+        module_name, _, attribute = BUILTINS[named].rpartition(":")
         return getattr(importlib.import_module(module_name), attribute)(section)
-    return _of_module(given)
+    return _of_module(named)
 
 
 def _of_module(name: str) -> Task:
@@ -83,7 +83,7 @@ def _import(task: str, name: str) -> ModuleType:
             raise InputError(f"task {task!r}: there is no module {missing!r}{_like_modules(missing)}") from None
         raise InputError(f"task {task!r}: {where(error)}") from error
     except (Exception, SystemExit) as error:
-        raise _told(task, "importing it failed", error) from error
+        raise _task_error(task, "importing it failed", error) from error
     found = getattr(module, "__file__", None)
     if file is not None and (found is None or not file.samefile(found)):
         of = f" ({found})" if found else ""
@@ -98,55 +98,55 @@ def _like_modules(name: str) -> str:
 
 
 def _attribute(task: str, module: ModuleType, path: str) -> Any:
-    found: Any = module
+    value: Any = module
     for name in path.split("."):
         try:
-            found = getattr(found, name)
+            value = getattr(value, name)
         except AttributeError:
-            near = did_you_mean(name, [known for known in dir(found) if not known.startswith("_")])
+            near = did_you_mean(name, [other for other in dir(value) if not other.startswith("_")])
             raise InputError(f"task {task!r}: {module.__name__} has no {name!r}{near}") from None
-    return found
+    return value
 
 
-def call_task(task: str, found: Any) -> Task:
-    """The task itself, or what the function returns, named after it (after its module where it is called `task`).
+def call_task(task: str, value: Any) -> Task:
+    """Returns a `Task` as it is, or what a function returns, named after it (after its module if called `task`).
 
     `task` is its name in messages.
     """
-    if isinstance(found, Task):
-        return found
-    if inspect.isclass(found) and not issubclass(found, Task):
+    if isinstance(value, Task):
+        return value
+    if inspect.isclass(value) and not issubclass(value, Task):
         raise InputError(
-            f"task {task!r}: is a class; write a function that returns Task(model={found.__name__}, ...) and give that"
+            f"task {task!r}: is a class; write a function that returns Task(model={value.__name__}, ...) and give that"
         )
-    if not callable(found):
+    if not callable(value):
         raise InputError(
-            f"task {task!r}: is of type {type(found).__name__}; expected a Task, or a function that takes "
+            f"task {task!r}: is of type {type(value).__name__}; expected a Task, or a function that takes "
             "nothing and returns one"
         )
-    needs = _arguments(found)
+    needs = _arguments(value)
     if needs:
         raise InputError(f"task {task!r}: takes {', '.join(needs)}; it is called with nothing: give them defaults")
     try:
-        made = found()
+        made = value()
     except (Exception, SystemExit) as error:
-        raise _told(task, "calling it failed", error) from error
+        raise _task_error(task, "calling it failed", error) from error
     if not isinstance(made, Task):
         raise InputError(f"task {task!r}: returned {type(made).__name__}, not a shardwise.Task")
-    name = getattr(found, "__name__", "task")
+    name = getattr(value, "__name__", "task")
     if name == "task":  # as most are called: the module says more
-        name = _stem(getattr(found, "__module__", "")) or name
+        name = _stem(getattr(value, "__module__", "")) or name
     return made.with_(name=name) if made.name == "task" and name.isidentifier() else made
 
 
 def _stem(module: str) -> str:
-    """The last name of a module; of the program itself, its file's."""
+    """Returns the last part of a module's name; for `__main__` the stem of its file."""
     file = getattr(sys.modules.get("__main__"), "__file__", None) if module == "__main__" else None
     return Path(file).stem if file else module.rpartition(".")[2]
 
 
 def _arguments(function: Any) -> list[str]:
-    """The arguments that a call could not do without."""
+    """Returns the names of the arguments without a default."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -155,15 +155,15 @@ def _arguments(function: Any) -> list[str]:
     return [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
 
 
-def _told(task: str, what: str, error: BaseException) -> ShardwiseError:
-    """Our own errors keep their class; any other becomes one line."""
+def _task_error(task: str, what: str, error: BaseException) -> ShardwiseError:
+    """Returns the error to raise for a failing task: shardwise's own keep their class, others become one line."""
     if isinstance(error, ShardwiseError):
         return rebuilt(type(error), f"task {task!r}: {error}")
     return InputError(f"task {task!r}: {what}: {where(error)}{_meant(error)}")
 
 
 def _meant(error: BaseException) -> str:
-    """The field of a `Task` that a misspelt keyword is nearest to."""
+    """Returns a hint at the field of `Task` that a misspelt keyword is nearest to, or ""."""
     found = re.search(r"^Task\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
     names = [field.name for field in fields(Task)]
     return (did_you_mean(found[1], names) or f" (known: {', '.join(names)})") if found else ""
@@ -186,7 +186,7 @@ def where(error: BaseException, *, own_alone: bool = False) -> str:
 
 
 def inputs_hint(error: BaseException) -> str:
-    """What to give where a batch of several tensors seems to be taken for the model's arguments; else nothing."""
+    """Returns a hint at `Task.inputs` where a batch's tensors seem to be taken for the model's arguments; else ""."""
     if isinstance(error, TypeError) and "argument" in str(error) and "numpy" not in str(error):
         return (
             ". If the batch holds more than the model's arguments, give Task.inputs (batch -> args, kwargs), "

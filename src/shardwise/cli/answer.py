@@ -90,7 +90,7 @@ class Answer:
     def fail(self, error: BaseException) -> None:
         """Set code and message from what ended the command, and tell it on stderr."""
         self.clear()
-        self.code, message = _told(error, self.command)
+        self.code, message = _code_and_message(error, self.command)
         if isinstance(error, RefusedPlan) and "refused" in self.fields:
             self.fields["refused"] = message
         else:
@@ -103,7 +103,7 @@ class Answer:
             click.echo(_whole(error), err=True)
 
     def output(self) -> str:
-        """What goes to stdout."""
+        """Returns the text for stdout: JSON or the answer."""
         return json.dumps(self.fields, allow_nan=False, default=str) if self.as_json else self.text
 
 
@@ -129,8 +129,8 @@ class Ended(BaseException):
     raised: Callable[[], Ended | None] = staticmethod(lambda: None)
 
 
-def _told(error: BaseException, command: str) -> tuple[int, str]:
-    """Exit code and message of what ended a command."""
+def _code_and_message(error: BaseException, command: str) -> tuple[int, str]:
+    """Returns (exit code, message) for the exception that ended a command."""
     left = {"train": "; nothing was saved that is not in a checkpoint", "run": "; its ranks are ended too"}.get(
         command, ", before there was an answer"
     )
@@ -158,7 +158,7 @@ def _told(error: BaseException, command: str) -> tuple[int, str]:
 
 
 def _usage(error: click.ClickException) -> str:
-    """What is wrong with the words of a command line, and what to do; click's own words where they say both."""
+    """Returns what is wrong with a command line and what to do; click's own message where it says both."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError) and error.ctx is not None:
         return _say_which(error.ctx)
     message = " ".join(error.format_message().split()).rstrip(".")
@@ -177,7 +177,7 @@ def _usage(error: click.ClickException) -> str:
 
 
 def _as_a_key(error: click.NoSuchOption) -> str:
-    """How an option that a command lacks is given as a key of the plan or of the configuration; empty if it is none."""
+    """Returns how to set an unknown option as a key of the plan or configuration; "" where it is none."""
     taken = {param.name for param in error.ctx.command.params} if error.ctx is not None else set()
     name = error.option_name.lstrip("-").replace("-", "_")
     if "plan" in taken and name in Plan.__dataclass_fields__:

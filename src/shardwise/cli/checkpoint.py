@@ -34,21 +34,21 @@ def inspect(answer: Answer, path: str, tensors: bool) -> None:
     """
     from shardwise.checkpoint.inspect import summary
 
-    found = summary(path)
-    answer.fields.update(found)
+    info = summary(path)
+    answer.fields.update(info)
     lines = [
-        f"{found['checkpoint']}: step {found['step']} of {found['task']}, {found['bytes'] / 1e6:,.1f} MB in "
-        f"{len(found['files'])} files",
-        f"written by {found['world_size']} ranks under {found['plan']}, optimizer {found['optimizer_class']}, "
-        f"data {found['data'] and found['data'].get('position')}, "
-        + ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
+        f"{info['checkpoint']}: step {info['step']} of {info['task']}, {info['bytes'] / 1e6:,.1f} MB in "
+        f"{len(info['files'])} files",
+        f"written by {info['world_size']} ranks under {info['plan']}, optimizer {info['optimizer_class']}, "
+        f"data {info['data'] and info['data'].get('position')}, "
+        + ", ".join(f"{name} {version}" for name, version in info["versions"].items()),
         f"{'kind':<10}{'tensors':>9}{'elements':>16}{'MB':>12}{'pieces':>9}",
     ]
-    for kind, row in sorted(found["kinds"].items()):
+    for kind, row in sorted(info["kinds"].items()):
         numbers = f"{row['tensors']:>9,}{row['elements']:>16,}{row['bytes'] / 1e6:>12,.2f}{row['pieces']:>9,}"
         lines.append(f"{kind:<10}{numbers}")
     if tensors:
-        for name, row in found["weights"].items():
+        for name, row in info["weights"].items():
             lines.append(f"{name:<60} {row['dtype']:<5} {tuple(row['shape'])}")
     answer.text = "\n".join(lines)
 
@@ -133,11 +133,11 @@ def _read_foreign(path: Path, key: str | None, folder: Path) -> Path:
 
 
 @checkpoint.command()
-@click.argument("one", metavar=WHERE)
+@click.argument("first", metavar=WHERE)
 @click.argument("other", metavar=WHERE)
 @common
 @click.pass_obj
-def diff(answer: Answer, one: str, other: str) -> None:
+def diff(answer: Answer, first: str, other: str) -> None:
     """What two checkpoints do not have alike, to the bit; either may be safetensors. Exit code 1 where there is any.
 
     \b
@@ -145,11 +145,11 @@ def diff(answer: Answer, one: str, other: str) -> None:
     """
     from shardwise.checkpoint.inspect import diff as compare
 
-    rows = compare(one, other)
-    answer.fields.update(checkpoint=one, other=other, differences=rows)
+    rows = compare(first, other)
+    answer.fields.update(checkpoint=first, other=other, differences=rows)
     answer.code = 1 if rows else 0
-    told = [
+    lines = [
         f"{row['name']}: {row['what']}" + ("" if row["largest"] is None else f", by at most {row['largest']:.3g}")
         for row in rows
     ]
-    answer.text = "\n".join(told) or "the same, to the bit"
+    answer.text = "\n".join(lines) or "the same, to the bit"

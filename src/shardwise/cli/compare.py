@@ -45,7 +45,7 @@ def compare(answer: Answer, task: str, plans: str, **words: Any) -> None:
     if words["measure"]:
         _can_be_measured(task, words)
     rows: list[list[str]] = []
-    found: list[dict[str, Any]] = []
+    by_plan: list[dict[str, Any]] = []
     texts = [text for part in plans.split(";") if (text := part.strip())]
     with timing(not answer.as_json) as say:
         for number, text in enumerate(texts, 1):
@@ -57,20 +57,20 @@ def compare(answer: Answer, task: str, plans: str, **words: Any) -> None:
                 more, measured = _measured_row(task, parsed, fields, words["randomness"])
                 cells, fields = [*cells, *more], {**fields, "measured": measured}
             rows.append([text, *cells])
-            found.append({"plan": str(parsed), **fields})
+            by_plan.append({"plan": str(parsed), **fields})
     if not rows:
         raise InputError('--plans: no plan given; write them as "dp_replicate=8;dp_shard=8,zero=3"')
-    if all("error" in fields for fields in found):
-        raise InputError(f"compare: none of the plans can be forecast: {found[0]['error']}")
+    if all("error" in fields for fields in by_plan):
+        raise InputError(f"compare: none of the plans can be forecast: {by_plan[0]['error']}")
     head = ["plan", "step", "MFU", "memory", "fits", "largest beside compute"]
     if words["measure"]:
         head += ["measured step", "live bytes, forecast", "measured", "received a step", "loss"]
-    answer.fields.update(plans=found)
+    answer.fields.update(plans=by_plan)
     answer.text = "\n".join(table(head, rows))
 
 
 def _forecast_row(task: str, cluster: Cluster, plan: Plan, words: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """Cells and fields of one plan's forecast, or why there is none."""
+    """Returns (table cells, JSON fields) of one plan's forecast, or why there is none."""
     from shardwise.errors import ShardwiseError
     from shardwise.planner.door import check_plan, layout_of, possible
     from shardwise.planner.units import bytes_text, seconds_text
@@ -102,7 +102,7 @@ def _can_be_measured(task: str, words: dict[str, Any]) -> None:
 
 
 def _measured_row(task: str, plan: Plan, forecast: dict[str, Any], randomness: Any) -> tuple[list[str], dict[str, Any]]:
-    """Cells and fields of one plan as it ran here, or why it did not."""
+    """Returns (table cells, JSON fields) of one plan as it ran here, or why it did not."""
     from shardwise.errors import RefusedPlan
     from shardwise.measure.plan_here import measure_here
     from shardwise.planner.units import seconds_text
@@ -110,14 +110,14 @@ def _measured_row(task: str, plan: Plan, forecast: dict[str, Any], randomness: A
 
     expected = "-" if "memory" not in forecast else _mib(max(m["allocated"] for m in forecast["memory"]))
     try:
-        found = measure_here(partial(resolve_task, task), plan, randomness=randomness)
+        measured = measure_here(partial(resolve_task, task), plan, randomness=randomness)
     except RefusedPlan as refused:
         return [str(refused), expected, "-", "-", "-"], {"refused": str(refused)}
     cells = [
-        seconds_text(found["step_s"]), expected, _mib(found["peak_live"]), _mib(found["received_bytes"]),
-        f"{found['loss']:.6g}",
+        seconds_text(measured["step_s"]), expected, _mib(measured["peak_live"]), _mib(measured["received_bytes"]),
+        f"{measured['loss']:.6g}",
     ]  # fmt: skip
-    return cells, found
+    return cells, measured
 
 
 def _mib(size: float) -> str:

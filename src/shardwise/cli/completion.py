@@ -74,8 +74,8 @@ def answer_shell(main: click.Group) -> None:
 
 
 def _words(text: str) -> list[str]:
-    """The words of an unfinished line; the last is empty after a space, and quotes need not be closed."""
-    found: list[str] = []
+    """Returns the words of an unfinished line; the last is "" after a space, and quotes need not be closed."""
+    words: list[str] = []
     word, quote = "", ""
     for letter in text:
         if quote:
@@ -83,43 +83,46 @@ def _words(text: str) -> list[str]:
         elif letter in "\"'":
             quote = letter
         elif letter.isspace():
-            found, word = [*found, word] if word else found, ""
+            words, word = [*words, word] if word else words, ""
         else:
             word += letter
-    return [*found, word]
+    return [*words, word]
 
 
 def candidates(main: click.Group, words: list[str]) -> list[str]:
-    """What the last of these words may become; the words before it say which command and option it is of."""
+    """Returns completions of the last word; the words before it say which command and option it belongs to."""
     command: click.Command = main
     *before, word = words or [""]
     option: click.Parameter | None = None
     taken = 0  # arguments
-    for each in before:
+    for done in before:
         if option is not None:
             option = None
-        elif each.startswith("-"):
-            option = next((one for one in command.params if each in one.opts and not getattr(one, "is_flag", 0)), None)
+        elif done.startswith("-"):
+            option = next(
+                (param for param in command.params if done in param.opts and not getattr(param, "is_flag", 0)),
+                None,
+            )
         elif isinstance(command, click.Group):
-            command = command.commands.get(each, click.Command(None))
+            command = command.commands.get(done, click.Command(None))
             taken = 0
         else:
             taken += 1
     if option is not None:
         return _values(option, word)
     if word.startswith("-"):
-        names = [name for one in command.params for name in (*one.opts, *one.secondary_opts)] + ["--help"]
+        names = [name for param in command.params for name in (*param.opts, *param.secondary_opts)] + ["--help"]
         return sorted(name for name in names if name.startswith(word) and name.startswith("--"))
     if isinstance(command, click.Group):
         return sorted(name for name in command.commands if name.startswith(word))
-    arguments = [one for one in command.params if isinstance(one, click.Argument)]
+    arguments = [param for param in command.params if isinstance(param, click.Argument)]
     return _values(arguments[min(taken, len(arguments) - 1)], word) if arguments else []
 
 
 def _values(parameter: click.Parameter, word: str) -> list[str]:
-    """What an option or argument takes, by its name; a choice has its own."""
+    """Returns values that an option or argument takes and that begin with `word`."""
     if isinstance(parameter.type, click.Choice):
-        return [str(each) for each in parameter.type.choices if str(each).startswith(word)]
+        return [str(choice) for choice in parameter.type.choices if str(choice).startswith(word)]
     name = parameter.name or ""
     metavar = parameter.metavar or ""
     if name in ("plan", "plan_text", "plans", "fix"):
@@ -131,7 +134,7 @@ def _values(parameter: click.Parameter, word: str) -> list[str]:
     if name == "software":
         from shardwise.costs.software import SOFTWARE
 
-        return sorted(each for each in SOFTWARE if each.startswith(word))
+        return sorted(choice for choice in SOFTWARE if choice.startswith(word))
     if name == "precision":
         return _plan_values("precision", word)
     if name == "task" and metavar == "TASK":
@@ -142,7 +145,7 @@ def _values(parameter: click.Parameter, word: str) -> list[str]:
 
 
 def plan_words(text: str) -> list[str]:
-    """The keys that may follow in a plan's text, each with its `=`, or the values of the one that is being written."""
+    """Returns the keys that may follow in a plan's text, each with its `=`, or the values of the key being written."""
     from shardwise.layout.plan import Plan
 
     head, part = text[: text.rfind(",") + 1], text[text.rfind(",") + 1 :]
@@ -158,16 +161,16 @@ def plan_words(text: str) -> list[str]:
 def _plan_values(key: str, value: str) -> list[str]:
     from shardwise.layout.plan import CHOICES, DEGREES, FLAGS
 
-    known: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
     if key in CHOICES:
-        known = CHOICES[key]
+        choices = CHOICES[key]
     elif key in FLAGS:
-        known = ("true", "false")
+        choices = ("true", "false")
     elif key == "zero":
-        known = ("0", "1", "2", "3")
+        choices = ("0", "1", "2", "3")
     elif key in DEGREES:
-        known = ("2", "4", "8", "16", "32", "64")
-    return [each for each in known if each.startswith(value)]
+        choices = ("2", "4", "8", "16", "32", "64")
+    return [choice for choice in choices if choice.startswith(value)]
 
 
 def _override(word: str) -> list[str]:
@@ -177,7 +180,7 @@ def _override(word: str) -> list[str]:
 
 
 def _cluster(word: str) -> list[str]:
-    """Files, and devices of the catalogue behind the number of nodes: "16x8 h100-sxm-80gb"."""
+    """Returns files, and devices of the catalogue behind a count: "16x8 h100-sxm-80gb"."""
     from shardwise.cluster.catalogue import device_names
 
     nodes, space, device = word.partition(" ")
@@ -193,7 +196,7 @@ def _models(word: str) -> list[str]:
 
 
 def _tasks(word: str, suffixes: tuple[str, ...]) -> list[str]:
-    """Built-in tasks, files, and the tasks of a file once it is written out: `mine.py:` or `mine:`."""
+    """Returns built-in tasks, files, and the tasks of a file that is written out: `mine.py:` or `mine:`."""
     from shardwise.task_files import BUILTIN, tasks_in
 
     file, colon, task = word.rpartition(":")
@@ -205,7 +208,7 @@ def _tasks(word: str, suffixes: tuple[str, ...]) -> list[str]:
 
 
 def _files(word: str, suffixes: tuple[str, ...]) -> list[str]:
-    """Files and folders that begin so, those with one of the suffixes where some are given; folders end in a slash."""
+    """Returns files and folders that begin with `word`, with one of the suffixes if given; folders end in a slash."""
     folder, _, start = word.rpartition("/")
     base = Path(folder + "/") if "/" in word else Path()
     try:

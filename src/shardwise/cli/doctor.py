@@ -68,7 +68,7 @@ def doctor(answer: Answer, folder: str) -> None:
 
 
 def look(folder: Path, say: Say = silent) -> Iterator[Check]:
-    """Every check, in turn; `say` is told which. What one of them raises is its finding."""
+    """Yields every check in turn; an error of one becomes its finding. `say` reports which one runs."""
     checks: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
         ("versions", _versions),
         ("environment", _environment),
@@ -90,20 +90,20 @@ def look(folder: Path, say: Say = silent) -> Iterator[Check]:
 
 
 def redacted(text: str) -> str:
-    """The text without what stands before an @ in an address, and with the home folder as ~."""
+    """Returns the text without user names and passwords in addresses, and with the home folder as ~."""
     home = os.path.expanduser("~")
     text = _IN_URL.sub("***@", text)
     return text.replace(home, "~") if len(home) > 1 else text
 
 
 def _versions() -> Iterator[Check]:
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in ("torch", "shardwise", "numpy", "safetensors", "transformers"):
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    yield Check("versions", ", ".join(f"{name} {version}" for name, version in found.items()))
+    yield Check("versions", ", ".join(f"{name} {version}" for name, version in versions.items()))
     yield Check("platform", f"{platform.platform()}, glibc {platform.libc_ver()[1] or 'unknown'}")
 
 
@@ -237,7 +237,7 @@ def _two_ranks() -> Iterator[Check]:
 
 
 def talk() -> dict[str, float]:
-    """On a rank: a sum, the time of a small all-reduce, the rate of a large one."""
+    """Runs on a rank: returns a sum, the time of a small all-reduce, the rate of a large one."""
     import torch
     import torch.distributed as dist
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def _goodput(
     words: dict[str, Any], forecast: Any, subject: Any, plan: Any, cluster: Cluster
 ) -> tuple[dict[str, Any], list[str]]:
-    """How much of the time is progress when devices fail, and the same as lines."""
+    """Returns (share of time that is progress when devices fail, with intervals; the same as lines of text)."""
     from shardwise.planner.door import layout_of
     from shardwise.simulator import goodput
 
@@ -103,12 +103,12 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
     precision = constraints.precision(words["precision"])
     with timing(not answer.as_json) as say:
         subject, batch = subject_and_batch(task, cluster, words, precision, say=say)
-        found = search_plans(
+        result = search_plans(
             subject, cluster, constraints, precision=precision, say=say,
             show=None if answer.as_json else lambda first, looked_at: block(first_text(first, looked_at)),
         )  # fmt: skip
-        job = jobs(subject, cluster, found, constraints, precision, asked)
-    best, cluster = found.best, found.cluster or cluster
+        job = jobs(subject, cluster, result, constraints, precision, asked)
+    best, cluster = result.best, result.cluster or cluster
     named = task if subject.own and not subject.head else "MODULE:TASK"  # a shape or a configuration has no data
     written = str(best.plan)
     if words["output"]:
@@ -125,19 +125,19 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
         plan=str(best.plan),
         world_size=best.plan.world_size,
         cluster=cluster.as_dict(),
-        proposals=[proposal_dict(p) for p in found.proposals],
-        later=[proposal_dict(p) for p in found.later],
-        stopped=found.stopped,
-        lost=found.lost,
-        notes=found.notes,
-        considered=found.considered,
-        fitted=found.fitted,
+        proposals=[proposal_dict(p) for p in result.proposals],
+        later=[proposal_dict(p) for p in result.later],
+        stopped=result.stopped,
+        lost=result.lost,
+        notes=result.notes,
+        considered=result.considered,
+        fitted=result.fitted,
         command=command,
     )
     if subject.head:
         command += f"\n{_how_to_train(task, subject.head)}"
-    answer.fields["job"] = [each.as_dict() for each in job]
-    table = search_text(found, cluster, subject.name, batch, command, words["top"])
+    answer.fields["job"] = [cost.as_dict() for cost in job]
+    table = search_text(result, cluster, subject.name, batch, command, words["top"])
     answer.text = "\n".join([table, *job_lines(job), *lines])
 
 
@@ -234,7 +234,7 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
 
 
 def _how_to_train(path: str, head: str) -> str:
-    """How a configuration becomes the task that the command names."""
+    """Returns a hint at how to write the task that the command names, for a model built from a configuration."""
     if head == "base":
         return (
             f"MODULE:TASK is a task of your own with your head, loss and data around AutoModel.from_config("
@@ -266,7 +266,7 @@ def _idle(ranks: int, devices: int) -> list[str]:
 
 
 def _measured(answer: Answer, task: str, plan: Plan, words: dict[str, Any], forecast: Forecast) -> list[str]:
-    """One rank run alone, with the simulated communication added."""
+    """Runs one rank alone; returns lines on its time, with simulated communication added, and its memory."""
     from shardwise.measure.one_rank import measure_rank
     from shardwise.planner.door import is_shape
     from shardwise.planner.units import bytes_text, seconds_text
@@ -275,11 +275,11 @@ def _measured(answer: Answer, task: str, plan: Plan, words: dict[str, Any], fore
     if is_shape(task):
         raise InputError(f"--measure-rank: {task} is a shape, not a model that can be run; give module:name")
     rank = words["measure_rank"]
-    found = measure_rank(partial(resolve_task, task), plan, rank, words["randomness"])
+    measured = measure_rank(partial(resolve_task, task), plan, rank, words["randomness"])
     waits = sum(seconds for name, seconds in forecast.parts.items() if "communication" in name)
-    answer.fields["measured_rank"] = {**found, "with_communication_s": found["seconds"] + waits}
+    answer.fields["measured_rank"] = {**measured, "with_communication_s": measured["seconds"] + waits}
     return [
-        f"rank {rank} run alone on this machine: {seconds_text(found['seconds'])} of compute a step, "
-        f"{seconds_text(found['seconds'] + waits)} with the simulated communication",
-        f"  peak of live tensor bytes {bytes_text(found['peak_live'])}, at rest {bytes_text(found['rest_live'])}",
+        f"rank {rank} run alone on this machine: {seconds_text(measured['seconds'])} of compute a step, "
+        f"{seconds_text(measured['seconds'] + waits)} with the simulated communication",
+        f"  peak of live tensor bytes {bytes_text(measured['peak_live'])}, at rest {bytes_text(measured['rest_live'])}",
     ]

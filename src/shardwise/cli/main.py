@@ -181,7 +181,7 @@ def config(answer: Answer, path: str | None, overrides: tuple[str, ...], starter
 
 
 def _of_run(resume: str) -> str | None:
-    """The configuration that a run's folder keeps; a checkpoint's is that of the run it lies in."""
+    """Returns the config.toml of a run's folder, or of the run that a checkpoint lies in; None without one."""
     from pathlib import Path
 
     above = (Path(resume), *list(Path(resume).parents)[:2])
@@ -189,7 +189,7 @@ def _of_run(resume: str) -> str | None:
 
 
 def _effective(target: str | None, overrides: tuple[str, ...], plan: str | None, steps: int | None) -> Any:
-    """The configuration that the words of a command line ask for."""
+    """Returns the `Effective` configuration of a command line."""
     from shardwise.config import Given, load
 
     values = []
@@ -235,7 +235,7 @@ def end(number: int, frame: Any) -> None:
 
 
 def _importing(frame: Any) -> bool:
-    """Whether a frame, or one that called it, is of Python's import."""
+    """Whether a frame, or one of its callers, belongs to Python's import."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True
@@ -272,7 +272,7 @@ def _stand_somewhere() -> None:
 
 
 def _open_streams() -> None:
-    """Streams that were closed (`>&-`) go nowhere: files opened later would take their numbers."""
+    """Opens closed standard streams (`>&-`) on /dev/null, so that files opened later do not take their numbers."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             nowhere = os.open(os.devnull, os.O_RDWR)

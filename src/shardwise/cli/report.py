@@ -34,11 +34,11 @@ def report(answer: Answer, runs: tuple[str, ...], output: str | None) -> None:
     """
     from shardwise.report import page, read_run
 
-    found = [read_run(Path(run)) for run in runs]
+    read = [read_run(Path(run)) for run in runs]
     target = Path(output) if output else Path(runs[0]) / "report.html"
     try:
-        target.write_text(page(found), encoding="utf-8")
+        target.write_text(page(read), encoding="utf-8")
     except OSError as error:
         raise InputError(f"cannot write {target}: {error.strerror}") from None
-    answer.fields.update(file=str(target), runs=[run.name for run in found])
-    answer.text = f"wrote {target}: {len(found)} run(s), {target.stat().st_size / 1024:.0f} KiB"
+    answer.fields.update(file=str(target), runs=[run.name for run in read])
+    answer.text = f"wrote {target}: {len(read)} run(s), {target.stat().st_size / 1024:.0f} KiB"

@@ -35,13 +35,13 @@ def device_names() -> list[str]:
 
 def device(name: str) -> tuple[Device, Tier]:
     """A device of the catalogue and its own link as a tier (`count`: how many it joins)."""
-    known = _devices()
+    rows = _devices()
     key = name.lower()
-    if key not in known:
-        near = [full for full in known if full.startswith(key)]
-        hint = f"; did you mean '{near[0]}'?" if near else did_you_mean(key, list(known))
-        raise InputError(f"cluster: no device {name!r} in the catalogue{hint} (known: {', '.join(known)})")
-    row = known[key]
+    if key not in rows:
+        near = [full for full in rows if full.startswith(key)]
+        hint = f"; did you mean '{near[0]}'?" if near else did_you_mean(key, list(rows))
+        raise InputError(f"cluster: no device {name!r} in the catalogue{hint} (known: {', '.join(rows)})")
+    row = rows[key]
     kind = "assumed" if "uncertain" in row["notes"] else "published"
 
     def figure(column: str) -> Figure | None:
@@ -50,7 +50,7 @@ def device(name: str) -> tuple[Device, Tier]:
     values = {c: figure(c) for c in ("bf16_tflops", "memory_gb", "memory_bandwidth_gbps", "fp8_tflops")}
     if (seen := _capacities().get(key)) is not None:  # what is sold as 80 GB is neither 80 * 10^9 bytes nor 80 GiB
         values["memory_gb"] = Figure(float(seen["seen_gib"]) * 2**30 / 1e9, "published", seen["source"])
-    found = Device(
+    described = Device(
         name=key,
         sustained_bf16_tflops=figure("sustained_bf16_tflops"),
         fp32_tflops=figure("fp32_tflops"),
@@ -63,7 +63,7 @@ def device(name: str) -> tuple[Device, Tier]:
     own = Figure(float(row["link_gbps"]), kind, row["source"])
     joined = max(int(row["link_domain"]), 8 if row["link_domain"] == "1" else 1)  # PCIe: as many as a host has
     latency = Figure(3.0, "assumed", "one message inside a node, where no table is packaged")
-    return found, Tier("pcie" if row["link_domain"] == "1" else "nvlink", joined, own, latency)
+    return described, Tier("pcie" if row["link_domain"] == "1" else "nvlink", joined, own, latency)
 
 
 @cache
@@ -78,15 +78,15 @@ def link(name: str, count: int, below: int, own: Tier) -> Tier:
     devices share; `nvlink-72` is a domain of up to 72 devices at
     the rate of the device's own link. Raises `InputError` for unknown names, and for domains of more devices.
     """
-    known = _links()
-    found = re.fullmatch(r"([a-z]+)-(\d+(?:\.\d+)?)(?:x(\d+))?", name.lower())
-    if not found or found[1] not in known:
-        hint = did_you_mean(name.split("-")[0].lower(), list(known))
+    rows = _links()
+    match = re.fullmatch(r"([a-z]+)-(\d+(?:\.\d+)?)(?:x(\d+))?", name.lower())
+    if not match or match[1] not in rows:
+        hint = did_you_mean(name.split("-")[0].lower(), list(rows))
         raise InputError(
             f"cluster: no link {name!r}{hint}; a link is ib-400, roce-200, efa-400 or eth-100 (Gb/s for each device), "
             "ib-400x4 (4 ports that the devices of a node share), or nvlink-72 (a rack-scale domain)"
         )
-    row, number = known[found[1]], float(found[2])
+    row, number = rows[match[1]], float(match[2])
     if number <= 0:
         raise InputError(f"cluster: link {name!r} needs a rate above 0")
     if row["number"] == "devices":
@@ -98,14 +98,14 @@ def link(name: str, count: int, below: int, own: Tier) -> Tier:
         return Tier(name.lower(), count, own.gbps, own.latency_us)
     share = float(row["line_share"])
     source = f"{number:g} Gb/s line rate x {share} for large messages: a formula, not a measurement"
-    each = 1.0
-    if found[3]:
-        each = min(1.0, int(found[3]) / below)
-        source = f"{found[3]} ports of {source}, shared by {below} devices"
+    port_share = 1.0
+    if match[3]:
+        port_share = min(1.0, int(match[3]) / below)
+        source = f"{match[3]} ports of {source}, shared by {below} devices"
     return Tier(
         name.lower(),
         count,
-        Figure(number / 8 * share * each, "formula", source),
+        Figure(number / 8 * share * port_share, "formula", source),
         Figure(float(row["hop_us"]), "assumed", "a common value of the field"),
     )
 
@@ -131,12 +131,12 @@ def model_names() -> list[str]:
 
 def model(name: str) -> dict[str, str]:
     """A row of the model catalogue; an unknown name raises `InputError` with the nearest known one."""
-    known = _models()
-    if name.lower() in known:
-        return known[name.lower()]
-    for full, row in known.items():
+    rows = _models()
+    if name.lower() in rows:
+        return rows[name.lower()]
+    for full, row in rows.items():
         if key_of(full) == key_of(name):
             return row
     raise InputError(
-        f"no model {name!r} in the catalogue{did_you_mean(name.lower(), list(known))} (known: {', '.join(known)})"
+        f"no model {name!r} in the catalogue{did_you_mean(name.lower(), list(rows))} (known: {', '.join(rows)})"
     )

@@ -53,12 +53,12 @@ class GemmTable:
         return rate * small  # below the grid the time stays: the product is bound by its latency
 
     def seconds(self, m: float, n: float, k: float) -> float:
-        """Time of one product."""
+        """Returns seconds of one product."""
         return 2.0 * m * n * k / (self.tflops(m, n, k) * 1e12)
 
 
 def _around(grid: tuple[int, ...], value: float) -> list[tuple[int, float]]:
-    """The grid points beside `value` with their weights, in the logarithm."""
+    """Returns the grid points next to `value` with their interpolation weights, linear in the logarithm."""
     if value <= grid[0]:
         return [(grid[0], 1.0)]
     if value >= grid[-1]:
@@ -78,7 +78,7 @@ class CollectiveTable:
     times: dict[str, dict[int, tuple[tuple[int, float], ...]]]
 
     def seconds(self, op: str, ranks: int, size_bytes: float) -> float:
-        """Time of one collective; for another number of ranks, the bus bandwidth of the nearest measured one."""
+        """Returns seconds of one collective; other numbers of ranks have the nearest measured one's bus bandwidth."""
         by_ranks = self.times[op]
         near = min(by_ranks, key=lambda p: (abs(math.log(p / ranks)), -p))
         scale = bus_factor(op, ranks) / bus_factor(op, near)
@@ -86,7 +86,7 @@ class CollectiveTable:
 
 
 def bus_factor(op: str, ranks: int) -> float:
-    """Bytes on a rank's link for each byte of the tensor (nccl-tests, PERFORMANCE.md), or of what a halo brings it."""
+    """Returns bytes on a rank's link per byte of the tensor (nccl-tests, PERFORMANCE.md), or per byte of a halo."""
     if op == "halo":
         return 1.0
     share = (ranks - 1) / ranks
@@ -102,38 +102,38 @@ class BetweenTable:
 
     times: dict[str, dict[int, dict[int, tuple[tuple[int, float], ...]]]]
 
-    def seconds(self, op: str, nodes: int, each: int, size_bytes: float) -> float:
-        """Time over `each` ranks of each of `nodes` nodes.
+    def seconds(self, op: str, nodes: int, per_node: int, size_bytes: float) -> float:
+        """Returns seconds of a collective over `per_node` ranks of each of `nodes` nodes.
 
         Read between what was measured, in the logarithm of bytes, nodes and ranks. Beyond it the nearest is scaled:
         what the smallest message takes by the hops of a tree (all-reduce) or a ring, the rest by the bytes on a link.
         """
-        total, by_each = 0.0, self.times[op]
-        for e, share in _around(tuple(sorted(by_each)), each):
-            for n, part in _around(tuple(sorted(by_each[e])), nodes):
-                points = by_each[e][n]
-                wanted = (_outside(by_each[e], nodes, n), _outside(by_each, each, e))
+        total, by_per_node = 0.0, self.times[op]
+        for e, share in _around(tuple(sorted(by_per_node)), per_node):
+            for n, part in _around(tuple(sorted(by_per_node[e])), nodes):
+                points = by_per_node[e][n]
+                wanted = (_outside(by_per_node[e], nodes, n), _outside(by_per_node, per_node, e))
                 us = _over(op, _read(points, size_bytes), points[0][1], (n, e), wanted)
                 total += share * part * math.log(us)
         return math.exp(total) * 1e-6
 
-    def near(self, op: str, nodes: int, each: int) -> str:
-        """From which measurements a figure is read, "" where that very group was measured."""
-        told = []
-        grid_each = tuple(sorted(self.times[op]))
-        beside = [near for near, share in _around(grid_each, each) if share > 0]
+    def near(self, op: str, nodes: int, per_node: int) -> str:
+        """Returns which measurements a figure is interpolated or scaled from, "" where that very group was measured."""
+        remarks = []
+        grid_per_node = tuple(sorted(self.times[op]))
+        beside = [near for near, share in _around(grid_per_node, per_node) if share > 0]
         grid_nodes = tuple(sorted(self.times[op][beside[0]]))
-        for wanted, grid, unit in ((nodes, grid_nodes, "nodes"), (each, grid_each, "rank(s) a node")):
-            found = [near for near, share in _around(grid, wanted) if share > 0]
-            if len(found) == 2:
-                told.append(f"read between {found[0]} and {found[1]} {unit}")
-            elif found[0] != wanted:
-                told.append(f"scaled from {found[0]} {unit}")
-        return ", ".join(told)
+        for wanted, grid, unit in ((nodes, grid_nodes, "nodes"), (per_node, grid_per_node, "rank(s) a node")):
+            measured = [near for near, share in _around(grid, wanted) if share > 0]
+            if len(measured) == 2:
+                remarks.append(f"read between {measured[0]} and {measured[1]} {unit}")
+            elif measured[0] != wanted:
+                remarks.append(f"scaled from {measured[0]} {unit}")
+        return ", ".join(remarks)
 
 
 def _outside(grid: Iterable[int], value: int, near: int) -> int:
-    """What a figure of `near` is scaled to: the value beyond the grid; inside it, figures are mixed as they are."""
+    """Returns what a figure at grid point `near` is scaled to: `value` beyond the grid, else `near` itself."""
     return near if min(grid) <= value <= max(grid) else value
 
 
@@ -143,7 +143,7 @@ def _over(op: str, us: float, least: float, measured: tuple[int, int], wanted: t
         return us
     wait = min(least, us)
     hops = [math.log2(nodes) if op == "all_reduce" else nodes - 1.0 for nodes, _ in (wanted, measured)]
-    factors = [bus_factor(op, nodes * each) for nodes, each in (wanted, measured)]
+    factors = [bus_factor(op, nodes * per_node) for nodes, per_node in (wanted, measured)]
     return wait * hops[0] / hops[1] + (us - wait) * factors[0] / factors[1]
 
 
@@ -176,7 +176,7 @@ class OpTable:
     times: dict[str, tuple[tuple[float, float], ...]]
 
     def seconds(self, name: str, amount: float) -> float:
-        """Time of one op; one that was not measured takes that of an addition which moves the same bytes."""
+        """Returns seconds of one op; one that was not measured takes those of an addition of the same bytes."""
         return _read(self.times.get(name) or self.times["add"], amount) * 1e-6
 
 
@@ -203,11 +203,11 @@ def measured_collectives(rows: tuple[tuple[str, int, int, float], ...]) -> Colle
 def measured_between(rows: tuple[tuple[str, int, int, int, float], ...]) -> BetweenTable | None:
     """The table between nodes that a cluster file brings, or None."""
     points: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
-    for op, nodes, each, size, us in rows:
-        points.setdefault((op, each, nodes), []).append((size, us))
+    for op, nodes, per_node, size, us in rows:
+        points.setdefault((op, per_node, nodes), []).append((size, us))
     times: dict[str, dict[int, dict[int, tuple[tuple[int, float], ...]]]] = {}
-    for (op, each, nodes), found in points.items():
-        times.setdefault(op, {}).setdefault(each, {})[nodes] = tuple(sorted(found))
+    for (op, per_node, nodes), sizes in points.items():
+        times.setdefault(op, {}).setdefault(per_node, {})[nodes] = tuple(sorted(sizes))
     return BetweenTable(times) if times else None
 
 

@@ -26,7 +26,7 @@ def parse(text: str) -> Cluster:
         raise InputError(f"cluster: {prod(counts):,} devices; up to {MOST:,} are planned for")
     while len(counts) > 1 and counts[-1] == 1 and len(links) < len(counts) - 1:
         counts.pop()  # one node has no neighbour to be linked to
-    found, own = device(words[1])
+    hardware, own = device(words[1])
     if len(links) != len(counts) - 1:
         needed = [*links, *["ib-400"] * len(counts)][: len(counts) - 1]
         raise InputError(
@@ -38,12 +38,12 @@ def parse(text: str) -> Cluster:
     tiers = [Tier(own.name, counts[0], own.gbps, own.latency_us)]
     if counts[0] > domain:
         raise InputError(
-            f"cluster: {counts[0]} {found.name} in the innermost tier, but its own link ({own.name}) joins {domain}; "
-            f"write {math_split(counts[0], domain)} and name the link between them"
+            f"cluster: {counts[0]} {hardware.name} in the innermost tier, but its own link ({own.name}) joins "
+            f"{domain}; write {math_split(counts[0], domain)} and name the link between them"
         )
     for level, name in enumerate(links, start=1):
         tiers.append(link(name, counts[level], prod(counts[:level]), own))
-    return Cluster(found, tuple(tiers), text)
+    return Cluster(hardware, tuple(tiers), text)
 
 
 def math_split(count: int, domain: int) -> str:

@@ -58,10 +58,10 @@ class Effective:
         return not self.builtin and not any(key.startswith("optimizer.") for key in self.sources)
 
     def source(self, key: str) -> str:
-        """Where the key's value came from: a file, an option, or `default`."""
+        """Returns where the key's value came from: a file, an option, or `default`."""
         return self.sources.get(key, DEFAULT)
 
-    def given(self, key: str) -> bool:
+    def is_set(self, key: str) -> bool:
         """Whether the key was set anywhere."""
         return key in self.sources
 
@@ -74,18 +74,18 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = (), values: 
     values     what the door was told by options of its own
     """
     problems: list[str] = []
-    given = from_file(Path(path), problems) if path is not None else []
+    items = from_file(Path(path), problems) if path is not None else []
     broken_file = bool(problems)
-    given += values
-    given += _not_twice(values, from_overrides(overrides, problems), problems)
+    items += values
+    items += _not_twice(values, from_overrides(overrides, problems), problems)
     if broken_file:
         _raise(problems)
-    plan, plan_sources = plans.merge([g for g in given if _in_plan(g)], problems)
-    given = [located(g) for g in given if not _in_plan(g)]
-    config, notes, given = _validate(given, problems)
+    plan, plan_sources = plans.merge([g for g in items if _in_plan(g)], problems)
+    items = [located(g) for g in items if not _in_plan(g)]
+    config, notes, items = _validate(items, problems)
     _raise(problems)
     assert config is not None
-    return Effective(config, plan, _sources(given) | plan_sources, tuple(notes))
+    return Effective(config, plan, _sources(items) | plan_sources, tuple(notes))
 
 
 def _in_plan(given: Given) -> bool:
@@ -93,7 +93,7 @@ def _in_plan(given: Given) -> bool:
 
 
 def _not_twice(values: Sequence[Given], overrides: list[Given], problems: list[str]) -> list[Given]:
-    """A key told by two options of one command line is a mistake, not a matter of strength."""
+    """Returns the overrides; a key that an option of the command sets too becomes a problem."""
     told = {value.key: value.source for value in values}
     for item in overrides:
         if item.key in told:
@@ -112,19 +112,19 @@ def _sources(given: list[Given]) -> dict[str, str]:
     return {item.key: item.source for item in given}
 
 
-def _validate(given: list[Given], problems: list[str]) -> tuple[Config | None, list[str], list[Given]]:
-    """The checked sections, notes for the user, and the values but those that a stronger source made idle."""
-    config = _parse(given, problems)
+def _validate(items: list[Given], problems: list[str]) -> tuple[Config | None, list[str], list[Given]]:
+    """Returns (checked sections or None, notes, values without those that a stronger source made idle)."""
+    config = _parse(items, problems)
     notes: list[str] = []
-    while config is not None and (idle := _overruled(config, given)):
+    while config is not None and (idle := _overruled(config, items)):
         notes += idle.values()
-        given = [item for item in given if item.key not in idle]
-        config = _parse(given, problems)
+        items = [item for item in items if item.key not in idle]
+        config = _parse(items, problems)
     if config is None:
-        return None, notes, given
-    sources = _sources(given)
+        return None, notes, items
+    sources = _sources(items)
     unused = without_effect(config, set(sources))
-    for key, item in {item.key: item for item in given}.items():
+    for key, item in {item.key: item for item in items}.items():
         if key in unused:
             text = f"would have no effect: {unused[key].reason}"
             problems.append(problem(item.source, key, item.value, text))
@@ -132,7 +132,7 @@ def _validate(given: list[Given], problems: list[str]) -> tuple[Config | None, l
     for key, text in _inconsistent(config, Path(named_in) if named_in.endswith(".toml") else None):
         value, source = _at(config, key), sources.get(key, DEFAULT)
         problems.append(f"{key} {text}" if value is None else problem(source, key, value, text))
-    return config, notes, given
+    return config, notes, items
 
 
 def _parse(given: list[Given], problems: list[str]) -> Config | None:
@@ -148,17 +148,17 @@ def _parse(given: list[Given], problems: list[str]) -> Config | None:
         return None
 
 
-def _overruled(config: Config, given: list[Given]) -> dict[str, str]:
-    """Keys left without effect by a stronger source (`--set schedule.name=constant` over a file's decay)."""
-    sources = _sources(given)
-    strength = {source: place for place, source in enumerate(dict.fromkeys(item.source for item in given))}
-    found = {}
+def _overruled(config: Config, items: list[Given]) -> dict[str, str]:
+    """Returns notes by key that a stronger source leaves without effect (`--set schedule.name=constant`)."""
+    sources = _sources(items)
+    strength = {source: place for place, source in enumerate(dict.fromkeys(item.source for item in items))}
+    notes = {}
     for key, (reason, decided_by) in without_effect(config, set(sources)).items():
         mine, other = sources.get(key), sources.get(decided_by)
         one_line = (mine or "").startswith("--") and (other or "").startswith("--")  # of a command: a mistake
         if mine and other and strength[other] > strength[mine] and not one_line:
-            found[key] = f"{mine}: {key} has no effect: {reason} ({decided_by} from {other})"
-    return found
+            notes[key] = f"{mine}: {key} has no effect: {reason} ({decided_by} from {other})"
+    return notes
 
 
 def _builtin_defaults(name: Any, sources: dict[str, str]) -> list[Given]:
@@ -168,7 +168,7 @@ def _builtin_defaults(name: Any, sources: dict[str, str]) -> list[Given]:
 
 
 def _tree(given: list[Given], problems: list[str]) -> dict[str, Any]:
-    """The values as nested tables."""
+    """Returns the values as nested tables."""
     tree: dict[str, Any] = {}
     for item in given:
         *tables, leaf = item.key.split(".")
@@ -207,20 +207,20 @@ def _expected(key: str, mistake: dict[str, Any]) -> str:
 
 
 def _nearest(key: str, value: Any) -> str:
-    """The key that was meant: a like one in the same table, else the same or a like one in another.
+    """Returns a hint at the key that was meant: a similar one in the same table, else in another.
 
     value   of the key: a table of one key where a point stands for another sign (`checkpoint.every`)
     """
     table, _, leaf = key.rpartition(".")
     by_leaf: dict[str, str] = {}
-    for known in keys():
-        its_table, _, its_leaf = known.rpartition(".")
+    for name in keys():
+        its_table, _, its_leaf = name.rpartition(".")
         if its_leaf not in by_leaf or its_table == table:
-            by_leaf[its_leaf] = known
+            by_leaf[its_leaf] = name
     inner = next(iter(value)) if isinstance(value, dict) and len(value) == 1 else ""
     if (joined := f"{key}_{inner}".replace(".", "_")) in by_leaf:
         return f"; did you mean '{by_leaf[joined]}'?"
-    siblings = [known for known, full in by_leaf.items() if full.rpartition(".")[0] == table]
+    siblings = [name for name, full in by_leaf.items() if full.rpartition(".")[0] == table]
     candidates = siblings if not by_leaf.get(leaf) else [leaf]
     near = nearest(leaf, candidates) or nearest(leaf, by_leaf)
     if near:
@@ -229,7 +229,7 @@ def _nearest(key: str, value: Any) -> str:
 
 
 def keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
-    """Every dotted key of the configuration and of the plan, tables among them."""
+    """Returns every dotted key of the configuration and of the plan, tables among them."""
     found = [] if prefix else ["extends", "plan", *(f"plan.{name}" for name in plans.KNOWN)]
     for name, field in model.model_fields.items():
         found.append(prefix + name)
@@ -246,32 +246,32 @@ def _at(config: Config, key: str) -> Any:
 
 
 def _inconsistent(config: Config, from_toml: Path | None) -> list[tuple[str, str]]:
-    """(key, what is wrong) for values that are right alone and wrong together; `from_toml` names the task, or None."""
+    """Returns (key, problem) for values that contradict each other. `from_toml`: the file that names the task."""
     task, optimizer, train = config.task, config.optimizer, config.train
-    found = _inconsistent_model(task.name, task.model)
+    problems = _inconsistent_model(task.name, task.model)
     if (task.name not in BUILTINS and not all(task.name.rpartition(":"))) or "::" in task.name:
-        found.append(("task.name", which_task(task.name)))
+        problems.append(("task.name", which_task(task.name)))
     file, _, _ = task.name.rpartition(":")
     if file.endswith(".py") and not Path(file).is_file() and from_toml is not None:
         near = did_you_mean(Path(file).name, sorted(path.name for path in from_toml.parent.glob("*.py")))
         moved = f"; where it was moved or renamed: --set task.name=FILE.py:{task.name.rpartition(':')[2]}"
-        found.append(("task.name", f"there is no file {file}, here or beside {from_toml}{near}{moved}"))
+        problems.append(("task.name", f"there is no file {file}, here or beside {from_toml}{near}{moved}"))
     if train.batch_tokens and task.seq_len and train.batch_tokens % task.seq_len:
-        found.append(("train.batch_tokens", f"expected a multiple of task.seq_len = {task.seq_len}"))
+        problems.append(("train.batch_tokens", f"expected a multiple of task.seq_len = {task.seq_len}"))
     if optimizer.scale_lr != "none" and optimizer.base_batch is None:
         text = f"is not set: optimizer.scale_lr = {optimizer.scale_lr} needs the batch that lr was chosen for"
-        found.append(("optimizer.base_batch", text))
-    return found
+        problems.append(("optimizer.base_batch", text))
+    return problems
 
 
 def _inconsistent_model(task: str, model: ModelSizes) -> list[tuple[str, str]]:
-    found = []
+    problems = []
     if model.hidden and model.heads and model.hidden % model.heads:
-        found.append(("task.model.hidden", f"expected a multiple of task.model.heads = {model.heads}"))
+        problems.append(("task.model.hidden", f"expected a multiple of task.model.heads = {model.heads}"))
     elif task == "text" and model.hidden and model.heads and model.hidden // model.heads % 2:
-        found.append(("task.model.hidden", f"expected an even width for each of {model.heads} heads"))
+        problems.append(("task.model.hidden", f"expected an even width for each of {model.heads} heads"))
     if model.kv_heads and model.heads and model.heads % model.kv_heads:
-        found.append(("task.model.kv_heads", f"expected a divisor of task.model.heads = {model.heads}"))
+        problems.append(("task.model.kv_heads", f"expected a divisor of task.model.heads = {model.heads}"))
     if model.patch and 8 % model.patch:
-        found.append(("task.model.patch", "expected a divisor of 8, the width of the digits"))
-    return found
+        problems.append(("task.model.patch", "expected a divisor of 8, the width of the digits"))
+    return problems

@@ -15,7 +15,7 @@ KNOWN = tuple(field.name for field in fields(Plan))
 
 
 def merge(given: Sequence[Given], problems: list[str]) -> tuple[Plan, dict[str, str]]:
-    """The plan and the source of each key; a text replaces all that came before, a table adds to it."""
+    """Returns (plan, source of each key); a text replaces all that came before, a table adds to it."""
     values: dict[str, Given] = {}
     for item in given:
         if item.key == "plan":
@@ -33,7 +33,7 @@ def merge(given: Sequence[Given], problems: list[str]) -> tuple[Plan, dict[str, 
 
 
 def _from_text(item: Given, problems: list[str]) -> Iterator[Given]:
-    """The keys of `dp_shard=2,zero=3`, of a plan file, or of a `Plan`."""
+    """Yields the keys of `dp_shard=2,zero=3`, of a plan file, or of a `Plan`."""
     text = item.value
     if isinstance(text, Plan):
         for key, value in text.as_dict().items():
@@ -74,7 +74,7 @@ def _from_pairs(text: str, source: str, problems: list[str]) -> Iterator[Given]:
 
 
 def _typed(key: str, text: str) -> Any:
-    """The value that the text stands for; the text itself where that fails, for `_complaint` to tell."""
+    """Returns the value that the text stands for; the text itself where that fails, for `_complaint` to report."""
     try:
         return getattr(Plan.parse(f"{key}={text}"), key)
     except InputError:
@@ -94,7 +94,7 @@ def _complaint(key: str, value: Any) -> str | None:
 
 
 def _expected(key: str, value: Any) -> str | None:
-    """What the key's value should have been, or None where its type is right."""
+    """Returns what type the key's value should have, or None where it is right."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     if key in DEGREES and not (whole and value >= 1):
         return "expected a whole number of at least 1"

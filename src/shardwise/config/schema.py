@@ -266,39 +266,39 @@ class Unused(NamedTuple):
     decided_by: str
 
 
-def without_effect(config: Config, given: set[str]) -> dict[str, Unused]:
-    """The keys that this configuration would not use; `given` are the keys that were set."""
+def without_effect(config: Config, set_keys: set[str]) -> dict[str, Unused]:
+    """Returns the keys that this configuration would not use, and why. `set_keys`: the keys that were set."""
     by_task = _task_without_effect(config.task.name)
     if not config.task.files:
         by_task.setdefault("task.tokenizer", "task.files is not set")
-    found = {key: Unused(reason, "task.name") for key, reason in by_task.items()}
+    unused = {key: Unused(reason, "task.name") for key, reason in by_task.items()}
     optimizer, schedule, train = config.optimizer, config.schedule, config.train
     for key in {option for options in OPTIMIZER_OPTIONS.values() for option in options}:
         if key not in OPTIMIZER_OPTIONS[optimizer.name]:
-            found[f"optimizer.{key}"] = Unused(f"{optimizer.name} does not read it", "optimizer.name")
+            unused[f"optimizer.{key}"] = Unused(f"{optimizer.name} does not read it", "optimizer.name")
     if optimizer.scale_lr == "none":
-        found["optimizer.base_batch"] = Unused("optimizer.scale_lr is none", "optimizer.scale_lr")
+        unused["optimizer.base_batch"] = Unused("optimizer.scale_lr is none", "optimizer.scale_lr")
     for key in _DECAY if schedule.name == "constant" else ():
-        found[key] = Unused("the constant schedule does not decay", "schedule.name")
+        unused[key] = Unused("the constant schedule does not decay", "schedule.name")
     for key in _DECAY[1:] if schedule.name in ("cosine", "linear") else ():
-        found[key] = Unused(f"{schedule.name} decays over all steps after the warm-up", "schedule.name")
+        unused[key] = Unused(f"{schedule.name} decays over all steps after the warm-up", "schedule.name")
     if train.checkpoint_every is not None:
-        found["train.checkpoint_minutes"] = Unused("train.checkpoint_every is set", "train.checkpoint_every")
+        unused["train.checkpoint_minutes"] = Unused("train.checkpoint_every is set", "train.checkpoint_every")
     if train.checkpoint_every == 0:
         for key in ("train.checkpoint_keep", "train.checkpoint_background"):
-            found[key] = Unused("train.checkpoint_every is 0", "train.checkpoint_every")
+            unused[key] = Unused("train.checkpoint_every is 0", "train.checkpoint_every")
     if train.init_from is None:
-        found["train.init_rename"] = Unused("train.init_from is not set", "train.init_from")
+        unused["train.init_rename"] = Unused("train.init_from is not set", "train.init_from")
     if train.eval_every == 0:
         for key in ("train.eval_samples", "train.keep_best"):
-            found[key] = Unused("train.eval_every is 0", "train.eval_every")
+            unused[key] = Unused("train.eval_every is 0", "train.eval_every")
     for key, other in EXCLUSIVE:
-        if {key, other} <= given:
-            found[key] = Unused(f"{other} is set too: give one of them", other)
-            found[other] = Unused(f"{key} is set too: give one of them", key)
-        elif other in given:
-            found[key] = Unused(f"{other} is set", other)
-    return found
+        if {key, other} <= set_keys:
+            unused[key] = Unused(f"{other} is set too: give one of them", other)
+            unused[other] = Unused(f"{key} is set too: give one of them", key)
+        elif other in set_keys:
+            unused[key] = Unused(f"{other} is set", other)
+    return unused
 
 
 EXCLUSIVE = (

@@ -34,7 +34,7 @@ def problem(source: str, key: str, value: Any, text: str) -> str:
 
 
 def to_toml(value: Any) -> str:
-    """A value as TOML on one line."""
+    """Returns a value as TOML on one line."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{k} = {to_toml(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -53,7 +53,7 @@ def shorten(text: str, width: int = 60) -> str:
 
 
 def from_file(path: Path, problems: list[str], seen: tuple[Path, ...] = ()) -> list[Given]:
-    """The values of a TOML file, those of the file it extends first."""
+    """Returns the values of a TOML file, those of the file it extends first."""
     data = _read(path, problems, seen)
     base = data.pop("extends", None)
     inherited: list[Given] = []
@@ -64,25 +64,25 @@ def from_file(path: Path, problems: list[str], seen: tuple[Path, ...] = ()) -> l
     return inherited + from_table(data, str(path), path.parent)
 
 
-def located(given: Given) -> Given:
+def located(item: Given) -> Given:
     """Returns a value with its paths made absolute: in a file they are relative to that file."""
-    if given.key == "task.name":
-        return _beside(given)
-    if given.key not in PATHS:
-        return given
-    folder = given.folder.absolute()
-    if isinstance(given.value, list):
-        return given._replace(value=[str(folder / v) if isinstance(v, str) else v for v in given.value])
-    return given._replace(value=str(folder / given.value)) if isinstance(given.value, str) else given
+    if item.key == "task.name":
+        return _beside(item)
+    if item.key not in PATHS:
+        return item
+    folder = item.folder.absolute()
+    if isinstance(item.value, list):
+        return item._replace(value=[str(folder / v) if isinstance(v, str) else v for v in item.value])
+    return item._replace(value=str(folder / item.value)) if isinstance(item.value, str) else item
 
 
-def _beside(given: Given) -> Given:
-    """A task in a .py file that lies beside the configuration that names it; else it is sought from here."""
-    if not isinstance(given.value, str) or given.folder == Path():
-        return given
-    file, colon, task = given.value.rpartition(":")
-    beside = (given.folder / file).absolute()
-    return given._replace(value=f"{beside}:{task}") if colon and file.endswith(".py") and beside.is_file() else given
+def _beside(item: Given) -> Given:
+    """Returns the value with the path of a task's .py file that lies beside the configuration; others unchanged."""
+    if not isinstance(item.value, str) or item.folder == Path():
+        return item
+    file, colon, task = item.value.rpartition(":")
+    beside = (item.folder / file).absolute()
+    return item._replace(value=f"{beside}:{task}") if colon and file.endswith(".py") and beside.is_file() else item
 
 
 def _read(path: Path, problems: list[str], seen: tuple[Path, ...]) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def _nearby(path: Path) -> str:
 
 
 def from_table(table: Mapping[str, Any], source: str, folder: Path = Path()) -> list[Given]:
-    """The values of nested tables, one `Given` for each leaf."""
+    """Returns the values of nested tables, one `Given` for each leaf."""
     return [Given(key, value, source, folder) for key, value in _leaves(table)]
 
 
@@ -127,32 +127,32 @@ def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 def from_overrides(overrides: Sequence[str], problems: list[str]) -> list[Given]:
     """`--set key=value`, each value read as TOML, or as text where it is one bare word."""
-    found: list[Given] = []
+    items: list[Given] = []
     for text in overrides:
         key, equals, value = (piece.strip() for piece in text.partition("="))
         if not key or not equals or not value:
             problems.append(f"--set {shorten(text)}: expected key=value, such as optimizer.lr=3e-4")
         elif not all(key.split(".")):
             problems.append(f"--set {shorten(text)}: {key!r} has an empty part between its dots")
-        elif key in [given.key for given in found]:
+        elif key in [item.key for item in items]:
             problems.append(f"--set {shorten(text)}: {key} is set twice")
         else:
-            _append_override(found, problems, key, value)
-    return found
+            _append_override(items, problems, key, value)
+    return items
 
 
-def _append_override(found: list[Given], problems: list[str], key: str, text: str) -> None:
+def _append_override(items: list[Given], problems: list[str], key: str, text: str) -> None:
     try:
         value = _value(text)
     except ValueError as error:
         problems.append(f"--set {key}={shorten(text)}: {error}")
         return
     table = {key: value} if not isinstance(value, Mapping) else {f"{key}.{k}": v for k, v in value.items()}
-    found.extend(from_table(table, "--set"))
+    items.extend(from_table(table, "--set"))
 
 
 def _value(text: str) -> Any:
-    """The TOML value, or the text itself where it does not look like TOML that went wrong."""
+    """Returns the TOML value; the text itself where it is no TOML (a bare word) or a date."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError as error:

@@ -119,7 +119,7 @@ class BlockCosts:
         return times
 
     def _selected(self, attention: tuple[float, float, float], streams: float) -> float:
-        """Seconds of what the selective policy computes again in a layer, as its software has it."""
+        """Returns seconds of what the software's selective policy recomputes in a layer."""
         if self.software.selective == "attention":
             return attention[2]
         again = streams + attention[0] - attention[2]  # the rotary part of attention is elementwise
@@ -136,14 +136,14 @@ class BlockCosts:
 
     @property
     def started(self) -> tuple[int, int]:
-        """Ops that the host starts in a layer's forward and backward, which take no less than that does."""
+        """Returns the ops that the host starts in a layer's (forward, backward): a lower bound on their time."""
         more = CASTS if self.software.fp8 else (0, 0)
         return LAYER_OPS[0] + more[0], LAYER_OPS[1] + more[1]
 
     # --- products
 
     def _products(self) -> tuple[float, float, float]:
-        """Seconds of all matrix products: forward, for the input, for the weights."""
+        """Returns seconds of all matrix products: (forward, gradient of the input, gradient of the weights)."""
         tokens = self.layout.tokens
         out = [0.0, 0.0, 0.0]
 
@@ -175,13 +175,13 @@ class BlockCosts:
         return out[0], out[1], out[2]
 
     def _handled(self, weights: float) -> float:
-        """Seconds that a micro-batch spends on so many weights beside their products."""
+        """Returns the seconds that a micro-batch spends on `weights` weights beside their products."""
         return weights * handled_bytes(self.software, self.layout) / self.kernels.bandwidth
 
     # --- attention
 
     def _attention(self) -> tuple[float, float, float]:
-        """Seconds of attention without its projections: forward, backward, recompute of the selective policy."""
+        """Returns seconds of attention without its projections: (forward, backward, selective recompute)."""
         s, lay = self.shape, self.layout
         heads = s.heads_of(lay.tp * lay.ulysses)
         queries, keys = lay.seq / lay.cp, lay.seq
@@ -203,7 +203,7 @@ class BlockCosts:
         return forward + rope[0], backward + rope[1], forward
 
     def _fused(self, heads: float, queries: float, keys: float, *, backward: bool) -> float:
-        """Seconds of a fused kernel in the mean layer: some may see a window of positions alone."""
+        """Returns seconds of a fused kernel in the mean layer: some layers may see a window of positions only."""
         s, lay = self.shape, self.layout
         wide = s.attention_width / s.heads
 
@@ -218,11 +218,11 @@ class BlockCosts:
 
     @property
     def is_written_ring(self) -> bool:
-        """Whether attention goes around a ring whose blocks' scores are written."""
+        """Whether attention runs around a ring of cp and writes its scores to memory."""
         return self.layout.cp > 1 and self.software.ring == "written" and self.kernels.device.kind != "cpu"
 
     def _written_ring(self, rows: float) -> tuple[float, float]:
-        """A rank's seconds of (forward, backward): of two blocks of queries, one from either end, against all before.
+        """Returns a rank's seconds of (forward, backward): a block of queries from either end, against all before.
 
         Blocks on the causal diagonal are computed whole.
         Passes over the scores, in float32: 8 forward (scaled, summed, subtracted, exponents), 14 backward.
@@ -238,7 +238,7 @@ class BlockCosts:
         )
 
     def _unfused(self, rows: float, queries: float, keys: float) -> tuple[float, float]:
-        """Scores written and read: batched products bound by memory, softmax with mask, dropout (1 byte of mask)."""
+        """Returns seconds of (forward, backward) of attention that writes its scores: products, softmax, dropout."""
         scores = rows * queries * keys
         d = self.shape.attention_width / self.shape.heads
         into, out_of = self.kernels.batched(rows, queries, keys, d), self.kernels.batched(rows, queries, d, keys)
@@ -253,13 +253,13 @@ class BlockCosts:
         return self.kernels.stream(size_bytes, kernels * (1 if self.software.fused else 2))
 
     def _moved(self, elements: Mapping[str, float]) -> tuple[float, float]:
-        """Bytes that forward and backward move, of so many elements by what is done with them."""
+        """Returns the bytes that (forward, backward) move; `elements`: element counts by what is done with them."""
         each = {name: MOVED[name][0 if self.software.fused else 1] for name in elements}
         forward, backward = (sum(each[name][way] * count for name, count in elements.items()) for way in (0, 1))
         return forward, backward
 
     def _norms(self) -> tuple[float, float]:
-        """Norms and two residual additions (with dropout where there is one), norms of latents and of heads."""
+        """Returns seconds of norms and of two residual additions, with dropout where there is one."""
         s, lay = self.shape, self.layout
         whole = lay.tokens / (lay.tp if lay.sp else 1) * s.hidden
         latent = lay.tokens * (s.q_latent + s.kv_latent)
@@ -276,7 +276,7 @@ class BlockCosts:
         return self._stream(forward, 4 + more), self._stream(backward, 6 + more)
 
     def _rotary(self) -> tuple[float, float]:
-        """Queries and keys turned by their positions; keys and values repeated where the software does that."""
+        """Returns seconds of rotary embeddings, and of repeating keys and values where the software does that."""
         s, lay = self.shape, self.layout
         turned = 0.0 if s.learned_positions else s.query_width + s.kv_heads * s.head_dim
         copied = s.query_width + s.output_width if self.software.repeats_keys and s.kv_heads < s.heads else 0.0
@@ -298,7 +298,7 @@ class BlockCosts:
         return self._stream(forward + permute, 1), self._stream(backward + permute, 2)
 
     def _reorders(self) -> tuple[float, float]:
-        """Copies that put gathered shares of several samples in order, and sums before they are scattered."""
+        """Returns seconds of copies that reorder gathered shares of several samples."""
         lay = self.layout
         if not (self.software.reorders and lay.sp and lay.tp > 1 and lay.micro_batch > 1):
             return 0.0, 0.0
@@ -359,7 +359,7 @@ class BlockCosts:
     # --- the two ends
 
     def joined(self) -> BlockTimes:
-        """What a layer that predicts further ahead has in front: two normed streams, joined by a matrix."""
+        """Returns the times of the two norms and the matrix in front of a layer that predicts further ahead."""
         s, tokens = self.shape, self.layout.tokens
         k, wide = self.kernels, s.hidden / self.layout.tp
         forward, backward = self._moved({"layer_norm" if s.layer_norm else "rms_norm": 2 * tokens * s.hidden})
@@ -370,7 +370,7 @@ class BlockCosts:
         )
 
     def embedding(self) -> BlockTimes:
-        """The lookup: a gather of rows, and a scatter into float32 in backward."""
+        """Returns the times of the embedding: a gather of rows, and a scatter into float32 in backward."""
         lay = self.layout
         moved = lay.tokens * self.shape.hidden * ACT_BYTES
         table = self._handled(self.shape.vocab * self.shape.hidden / lay.tp)
@@ -380,7 +380,7 @@ class BlockCosts:
         return times
 
     def head(self) -> BlockTimes:
-        """Last norm, output matrix and cross-entropy over logits cut along the vocabulary."""
+        """Returns the times of the last norm, output matrix and cross-entropy over logits cut along the vocabulary."""
         s, lay, k = self.shape, self.layout, self.kernels
         tokens, vocab = lay.tokens, s.vocab / lay.tp
         logits = tokens * vocab

@@ -44,7 +44,7 @@ KINDS = ("products", "convolutions", "rest")
 
 @cache
 def sustained(device: str, what: str) -> float | None:
-    """A packaged share of sustained.csv, or None."""
+    """Returns a device's share of its peak from sustained.csv, or None."""
     for row in read("sustained.csv"):
         if row["device"] == device and row["what"] == what:
             return float(row["value"])
@@ -53,7 +53,7 @@ def sustained(device: str, what: str) -> float | None:
 
 @cache
 def _attention_rates(device: str, kernel: str, direction: str) -> dict[int, tuple[tuple[int, float], ...]]:
-    """head_dim -> ((sequence length, TFLOP/s), ...)"""
+    """Returns, by head_dim, pairs (sequence length, TFLOP/s) of a packaged attention kernel."""
     out = {}
     for row in read("attention.csv"):
         if (row["device"], row["kernel"], row["direction"]) == (device, kernel, direction):
@@ -75,7 +75,7 @@ def _own_rates(
 
 
 def peak_tflops(device: Device, dtype: str) -> float:
-    """The data sheet's rate for a dtype."""
+    """Returns the data sheet's TFLOP/s for a dtype."""
     if dtype != "fp32":
         return device.bf16_tflops.value
     own = [each.value for each in (device.fp32_tflops, device.tf32_tflops) if each is not None]
@@ -83,7 +83,7 @@ def peak_tflops(device: Device, dtype: str) -> float:
 
 
 def wide_rate(device: Device) -> float:
-    """TFLOP/s of large products of float32 as torch takes them by default: not on tensor cores."""
+    """Returns TFLOP/s of large float32 products by torch's default: not on tensor cores."""
     if device.fp32_tflops is None:
         return device.bf16_tflops.value * WIDE_SHARE * WIDE_REACHED
     return device.fp32_tflops.value * (1.0 if device.fp32_tflops.kind == "measured" else WIDE_REACHED)
@@ -124,7 +124,7 @@ class Kernels:
 
     @property
     def share(self) -> float:
-        """What long runs hold of the rates in the table: as measured in runs, else this device's rate over its best."""
+        """Returns the share of the table's rates that long runs sustain: measured, else this device's over its best."""
         table = self.table
         if table is None or self.device.products:
             return 1.0
@@ -135,7 +135,7 @@ class Kernels:
 
     @property
     def best_tflops(self) -> float:
-        """The best product measured on such a device, else the data sheet's rate: no step computes faster."""
+        """Returns TFLOP/s of the best product measured on such a device, else the data sheet's: no step is faster."""
         deeper = self.deeper if self.fp8 else 1.0
         if self.table is None:
             return peak_tflops(self.device, self.dtype) * deeper
@@ -147,7 +147,7 @@ class Kernels:
 
     @property
     def basis(self) -> str:
-        """One line on where the product times come from."""
+        """Returns one line on where the times of products come from."""
         if self.table is not None:
             if self.device.products:
                 return f"products measured on {self.table.name}"
@@ -158,7 +158,7 @@ class Kernels:
 
     @property
     def peak_tflops(self) -> float:
-        """The rate of large products without a table."""
+        """Returns TFLOP/s of large products on a device without a table."""
         d = self.device
         if self.dtype == "fp32":
             return wide_rate(d)
@@ -167,17 +167,17 @@ class Kernels:
 
     @property
     def element(self) -> float:
-        """Bytes of a number."""
+        """Returns the bytes of one element."""
         return 4.0 if self.dtype == "fp32" else 2.0
 
     @property
     def large_convolutions_tflops(self) -> float:
-        """The rate of products inside large convolutions, of which torch lets tensor cores round float32."""
+        """Returns TFLOP/s of products inside large convolutions, in which torch lets tensor cores round float32."""
         wide = self.device.tf32_tflops if self.dtype == "fp32" else None
         return self.peak_tflops if wide is None else wide.value * ROOFLINE_SHARE
 
     def product(self, m: float, n: float, k: float, *, accumulate: bool = False) -> float:
-        """(m, k) x (k, n). `accumulate`: the result is added into a float32 matrix."""
+        """Returns seconds of (m, k) x (k, n). `accumulate`: the result is added into a float32 matrix."""
         if m <= 0 or n <= 0 or k <= 0:
             return 0.0
         table = self.table
@@ -198,7 +198,7 @@ class Kernels:
         return self.device.fp8_tflops.value / self.device.bf16_tflops.value
 
     def layer_product(self, m: float, n: float, k: float, *, accumulate: bool = False) -> float:
-        """A product inside a layer, in FP8 where the layers' are.
+        """Returns seconds of a product inside a layer, in FP8 where the software's layers are.
 
         An instruction takes twice the elements at half the bytes each: (m, k) x (k, n) then takes what k / 2 takes in
         bf16. cuBLASLt's products of 8192 on H200 reach 0.81 of the data sheet so, and 0.80 to 0.84 in bf16.
@@ -207,13 +207,13 @@ class Kernels:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second that a streaming kernel moves."""
+        """Returns the bytes per second that a streaming kernel moves."""
         rate = self.device.memory_bandwidth_gbps
         share = sustained(self.device.table, "stream") or STREAM_SHARE
         return rate.value * 1e9 * (1.0 if rate.kind == "measured" or self.device.kind == "cpu" else share)
 
     def stream(self, size_bytes: float, kernels: int = 1) -> float:
-        """`kernels` launches that move `size_bytes` between them."""
+        """Returns seconds of `kernels` launches that together move `size_bytes`."""
         return size_bytes / self.bandwidth + kernels * self.launch_us * 1e-6
 
     def by_planes(self, size_bytes: float, channels: float) -> float:
@@ -229,7 +229,7 @@ class Kernels:
         return size_bytes / (self.device.memory_bandwidth_gbps.value * 1e9 * TURNED)
 
     def convolution(self, kind: str, cells: float, out: float, deep: float) -> float | None:
-        """A "conv" or "conv_backward" by the measured table of this very device, None without one.
+        """Returns seconds of a "conv" or "conv_backward" by the device's own measured table, None without one.
 
         cells: samples times positions; out: channels; deep: inputs of one output, channels times the kernel's area.
         """
@@ -237,16 +237,16 @@ class Kernels:
         return table.seconds(cells, out, deep) if table is not None and cells > 0 else None
 
     def factor(self, kind: str) -> float:
-        """Measured over computed time of ops of this kind (of `KINDS`), inside a step of this very device."""
+        """Returns measured over computed time of a kind of op (of `KINDS`) inside steps of this very device."""
         return next((value for name, value in self.device.factors if name == kind), 1.0)
 
     @property
     def ops(self) -> OpTable | None:
-        """Ops measured one by one on this very device."""
+        """Returns the table of ops measured one by one on this device, or None."""
         return measured_ops(self.device.ops)
 
     def batched(self, batch: float, m: float, n: float, k: float) -> float:
-        """`batch` products with a short k: bound by the device's rate or by the bytes that they write."""
+        """Returns seconds of `batch` products with a short k: bound by the device's rate or by the bytes written."""
         table = self.table
         best = table.best * self.share if table else self.peak_tflops
         moved = self.element * batch * (m * k + k * n + m * n)
@@ -254,7 +254,7 @@ class Kernels:
         return max(2.0 * batch * m * n * k / rate, moved / self.bandwidth) + self.launch_us * 1e-6
 
     def wide_product(self, batch: float, m: float, n: float, k: float) -> float:
-        """`batch` products in float32 as PyTorch does them by default: not on tensor cores."""
+        """Returns seconds of `batch` float32 products by torch's default: not on tensor cores."""
         rate = wide_rate(self.device) * 1e12
         moved = 4.0 * batch * (m * k + k * n + m * n)
         return max(2.0 * batch * m * n * k / rate, moved / self.bandwidth) + self.launch_us * 1e-6
@@ -262,12 +262,12 @@ class Kernels:
     def attention(
         self, kernel: str, batch: float, heads: float, queries: float, keys: float, head_dim: float, *, backward: bool
     ) -> float:
-        """A causal attention kernel; FLOPs count the half that is not masked, backward 2.5 times forward."""
+        """Returns seconds of a causal attention kernel; FLOPs count the unmasked half, backward 2.5 times forward."""
         work = 2.0 * batch * heads * queries * keys * head_dim * (2.5 if backward else 1.0)
         return work / (self.attention_tflops(kernel, keys, head_dim, backward) * 1e12) + self.launch_us * 1e-6
 
     def attention_tflops(self, kernel: str, seq: float, head_dim: float, backward: bool) -> float:
-        """Rate of a fused attention kernel, TFLOP/s."""
+        """Returns TFLOP/s of a fused attention kernel."""
         direction = "backward" if backward else "forward"
         own = _own_rates(self.device.products, "attention_backward" if backward else "attention")
         rates, scale = own or _attention_rates(self.device.table, kernel, direction), 1.0
@@ -281,7 +281,7 @@ class Kernels:
 
     @property
     def _slower(self) -> float:
-        """Float32's rate over that of the dtypes which attention kernels were measured in."""
+        """Returns float32's rate over that of the dtypes that attention kernels were measured in."""
         if self.dtype != "fp32":
             return 1.0
         wide = self.device.fp32_tflops

@@ -14,7 +14,7 @@ RECOMPUTES = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees, and how many samples a rank meets at a time.
+    """The degrees of a plan's axes, and the samples, micro-batches and rounds of a rank's step.
 
     micro_batch   samples of one micro-batch on one data rank
     n_micro       micro-batches of a step (accumulation, or those of the pipeline)
@@ -144,7 +144,7 @@ SAME_KEYS = tuple(
 
 
 def of_plan(plan: Plan, *, global_batch: int, seq: int, uneven: bool = False) -> Layout:
-    """The layout of a plan for a global batch in samples; one that does not divide raises `InputError`.
+    """Returns the layout of a plan for a global batch in samples; raises `InputError` where that does not divide.
 
     `uneven`: it is rounded up to the rank that is dealt most. Raises `RefusedPlan` for what is not forecast:
     deterministic plans.

@@ -45,7 +45,7 @@ class MemoryLedger:
 def stage_parameters(
     shape: Shape, layout: Layout, layers: float, *, first: bool, last: bool, dense: float = 0.0
 ) -> dict[str, float]:
-    """Parameters of a pipeline stage on one rank: those replicated over the data ranks, and the experts.
+    """Returns a stage's parameters on one rank, by kind: "dense" (replicated over data ranks) and "experts".
 
     dense  how many of its layers are the dense ones in front of those with experts
     """
@@ -106,7 +106,7 @@ def states(parameters: dict[str, float], layout: Layout, software: Software, pre
 
 
 def layer_activations(shape: Shape, layout: Layout, software: Software) -> dict[str, float]:
-    """Bytes that backward of one layer reads, by name, for one micro-batch."""
+    """Returns, by name, the bytes that one layer keeps for its backward, for one micro-batch."""
     s, lay = shape, layout
     tokens, t = lay.tokens, lay.tp
     stream = tokens * s.hidden * ACT_BYTES / (t if lay.sp else 1)
@@ -177,7 +177,7 @@ def _feed_forward(shape: Shape, layout: Layout, software: Software) -> dict[str,
 
 
 def logits(shape: Shape, layout: Layout, software: Software) -> float:
-    """Bytes alive at the output matrix: the logits while the loss is made, or their gradient beside the matrix's own.
+    """Returns the bytes alive at the output matrix: logits during the loss, or their gradient beside the matrix's own.
 
     The matrix's gradient is made in float32 before it is added to the buffer.
     """
@@ -199,7 +199,7 @@ def rank_memory(
     precision: str = "",
     dense: float = 0.0,
 ) -> MemoryLedger:
-    """All terms for one rank of a stage that keeps `in_flight` micro-batches (in units of the whole stage).
+    """Returns the memory of one rank of a stage that keeps `in_flight` micro-batches (in units of the whole stage).
 
     dense  how many of its layers are the dense ones in front of those with experts
     """
@@ -271,7 +271,7 @@ def ring_block(shape: Shape, layout: Layout) -> float:
 
 
 def buffers(shape: Shape, layout: Layout, software: Software, layers: float, parameters: dict[str, float]) -> float:
-    """Communication buffers: under ZeRO-3 two gathered layers and one layer's whole gradients."""
+    """Returns bytes of communication buffers: under ZeRO-3 two gathered layers and one layer's whole gradients."""
     if layout.zero < 3 or layout.shard_ranks == 1:
         return 0.0
     policy = STATES[software.states]

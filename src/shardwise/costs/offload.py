@@ -53,7 +53,7 @@ def offloaded(count: float, states: States, layout: Layout, cluster: Cluster) ->
 
 
 def refuse(layout: Layout) -> None:
-    """Raise `RefusedPlan` for what is not forecast."""
+    """Raises `RefusedPlan` for layouts whose offload is not forecast."""
     if layout.offload not in ("none", "optimizer"):
         raise RefusedPlan(
             f"offload={layout.offload} is not forecast: what weights or activations that come and go with every layer "

@@ -20,7 +20,7 @@ def op_seconds(kind: str, shape: Sequence[float], times: float, kernels: Kernels
 
 
 def _streamed(name: str, shape: Sequence[float], kernels: Kernels, software: Software) -> float:
-    """Any other op, which takes as long as the bytes that it reads and writes; of a batch norm by planes, longer."""
+    """Returns seconds of any other op from the bytes that it reads and writes; a batch norm by planes takes longer."""
     moved, *channels = shape
     if kernels.ops is not None:
         return kernels.ops.seconds(name, moved)
@@ -39,7 +39,7 @@ def _product(shape: Sequence[float], times: float, kernels: Kernels, software: S
 
 
 def _recurrence(shape: Sequence[float], times: float, kernels: Kernels, software: Software) -> float:
-    """A step is a product and what is done to its result: two kernels that wait for each other."""
+    """Returns seconds of a recurrence, each step of which is a product and an elementwise kernel in sequence."""
     m, n, k = shape
     return times * (kernels.product(m, n, k) + kernels.launch_us * 1e-6)
 
@@ -68,7 +68,7 @@ def _convolution_backward(shape: Sequence[float], times: float, kernels: Kernels
 
 
 def _of_large(flops: float, moved: float, turned: float, kernels: Kernels) -> float:
-    """A convolution where none was measured: at a share of the rate of large products.
+    """Returns seconds of a convolution without measurements, at a share of the rate of large products.
 
     turned  1.0 where its tensors are brought into channels_last and back, for kernels that read no other layout
     """

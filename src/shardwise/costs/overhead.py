@@ -23,7 +23,7 @@ DRAWS = " draws"  # behind the name of a technique: of modules that draw random 
 
 @dataclass(frozen=True)
 class Overhead:
-    """Seconds; `wait` is a share of the seconds that a rank computes."""
+    """Seconds that Python and the engine add; `wait` is a share of the seconds that a rank computes."""
 
     step: float = 0.0
     call: float = 0.0
@@ -33,7 +33,7 @@ class Overhead:
 
 
 def techniques(layout: Layout) -> list[str]:
-    """The rows of a probe that a layout draws on."""
+    """Returns the names of a probe's rows whose overheads a layout has."""
     found = [f"zero{layout.zero}" if layout.zero and layout.shard_ranks > 1 else BASE]
     if layout.tp > 1:
         found.append("sp" if layout.sp else "tp")
@@ -43,7 +43,7 @@ def techniques(layout: Layout) -> list[str]:
 
 
 def overhead_of(device: Device, layout: Layout, follows: bool = False) -> Overhead:
-    """The sum of what the layout's techniques add; nothing on a device that was not probed for it.
+    """Returns the summed overheads of the layout's techniques; zeros on a device that was not probed for them.
 
     follows   random numbers are those of one process; a technique that was not measured so adds what it adds without
     """
@@ -60,7 +60,7 @@ def overhead_of(device: Device, layout: Layout, follows: bool = False) -> Overhe
 
 
 def events(layout: Layout, units: int) -> int:
-    """Units gathered, or micro-batches passed on, in a step."""
+    """Returns how many units are gathered, or micro-batches passed on, in a step."""
     if layout.pp > 1:
         return layout.n_micro * layout.rounds
     return layout.n_micro * (units + 1) if layout.zero >= 3 and layout.shard_ranks > 1 else 0

@@ -45,7 +45,7 @@ class Message:
 
 
 def gathered_keys(shape: Shape, layout: Layout, software: Software) -> float:
-    """Bytes of the keys and values of a sample's positions that a rank meets in one layer."""
+    """Returns bytes of the keys and values of all positions that a rank computes with in one layer."""
     s, ranks = shape, layout.tp * layout.ulysses
     wide = max(s.kv_width / ranks, s.kv_width / s.kv_heads)
     if software.repeats_keys:
@@ -54,7 +54,7 @@ def gathered_keys(shape: Shape, layout: Layout, software: Software) -> float:
 
 
 def ring_messages(shape: Shape, layout: Layout, software: Software) -> tuple[list[Message], list[Message]]:
-    """What a layer's (forward, backward) sends around the ring."""
+    """Returns the messages that a layer's (forward, backward) sends around the ring."""
     kv = gathered_keys(shape, layout, software)
     if software.ring == "merged":
         hidden, share = not software.waits, 1 / layout.cp
@@ -68,7 +68,7 @@ def ring_messages(shape: Shape, layout: Layout, software: Software) -> tuple[lis
 
 
 def merged_bytes(shape: Shape, layout: Layout, software: Software) -> tuple[float, float]:
-    """Bytes that merging the blocks of a ring moves in a layer: forward, backward."""
+    """Returns the bytes that merging a ring's blocks moves in a layer: (forward, backward)."""
     blocks = (layout.cp - 1) * layout.tokens * shape.output_width / layout.tp
     forward, backward = MERGED[0 if software.fused else 1]
     return forward * blocks, backward * blocks

@@ -25,7 +25,7 @@ OF_SOME = (
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder. Widths in elements.
+    """A decoder's sizes: layers, heads, and widths in elements.
 
     gated             the feed-forward has three matrices (SwiGLU) and not two
     bias              the matrices have biases
@@ -118,7 +118,7 @@ class Shape:
 
     @property
     def kv_width(self) -> int:
-        """Keys and values of one token, all heads, as attention reads them."""
+        """Returns the width of one token's keys and values, all heads, as attention reads them."""
         return self.kv_heads * (self.head_dim + self.value_width)
 
     @property
@@ -128,21 +128,21 @@ class Shape:
 
     @property
     def output_width(self) -> int:
-        """What attention gives: all heads' values."""
+        """Returns the width of attention's output: all heads' values."""
         return self.heads * self.value_width
 
     @property
     def attention_width(self) -> float:
-        """Mean width of the two products of attention, all heads."""
+        """Returns the mean width of attention's two products, all heads."""
         return (self.query_width + self.output_width) / 2
 
     def heads_of(self, ranks: int) -> int:
-        """Query heads of the rank that has most: dealt whole, with those that read the same keys while these last."""
+        """Returns the query heads of the rank that has most; heads that share keys stay together while these last."""
         together = self.heads // self.kv_heads if ranks <= self.kv_heads else 1
         return math.ceil(self.heads / together / ranks) * together
 
     def projections(self, tp: int = 1) -> list[tuple[float, float]]:
-        """(out, in) of the matrices of attention on the fullest of `tp` ranks.
+        """Returns (out, in) of each of attention's matrices on the fullest of `tp` ranks.
 
         Keys and values are kept whole beyond the kv heads, and so are the matrices that make latents.
         """
@@ -155,13 +155,13 @@ class Shape:
         return [*self.latents, *queries, (made, float(self.kv_latent)), *out_of]
 
     def window_keys(self, seq: float) -> float:
-        """Length of a causal sequence whose queries see as many positions in the mean as through a window."""
+        """Returns the length of a causal sequence whose queries see, in the mean, as many positions as the window."""
         window = min(float(self.window or seq), seq)
         return 2 * window - window * window / seq
 
     @property
     def latents(self) -> list[tuple[float, float]]:
-        """(out, in) of the matrices that make latents, and the rotary part of the keys."""
+        """Returns (out, in) of the matrices that make latents, and of the keys' rotary part."""
         if not self.kv_latent:
             return []
         queries = [(float(self.q_latent), float(self.hidden))] if self.q_latent else []
@@ -169,11 +169,11 @@ class Shape:
 
     @property
     def attention_parameters(self) -> int:
-        """q, k, v and the output projection of one layer, biases and norms of latents included."""
+        """Returns parameters of one layer's q, k, v and output projections, biases and norms of latents included."""
         return round(self.attention_share())
 
     def attention_share(self, tp: int = 1) -> float:
-        """The same on one of `tp` ranks."""
+        """Returns attention's parameters on one of `tp` ranks."""
         matrices = sum(out * deep for out, deep in self.projections(tp))
         wide = self.query_width + self.kv_width
         biases = (wide if self.bias or self.qkv_bias else 0) + (self.hidden if self.bias else 0)
@@ -198,7 +198,7 @@ class Shape:
 
     @property
     def norms(self) -> int:
-        """Norms of the stream in one layer: one in front of attention, one of the feed-forward, or one for both."""
+        """Returns the norms in one layer: one before attention and one before the feed-forward, or one for both."""
         return self.parallel or 2
 
     @property
@@ -209,7 +209,7 @@ class Shape:
 
     @property
     def joined_parameters(self) -> int:
-        """What a layer that predicts further ahead has beside: the matrix that joins two streams, and three norms."""
+        """Returns extra parameters of a layer that predicts further ahead: a matrix that joins streams, three norms."""
         return 2 * self.hidden**2 + 3 * self.norm_parameters
 
     @cached_property
@@ -222,7 +222,7 @@ class Shape:
 
     @property
     def layers_parameters(self) -> int:
-        """All layers, those that predict further ahead among them."""
+        """Returns parameters of all layers, those that predict further ahead among them."""
         ahead = self.ahead * (self.layer_parameters + self.joined_parameters)
         more = self.dense_layers * (self.in_front.layer_parameters - self.layer_parameters) if self.dense_layers else 0
         return self.layers * self.layer_parameters + more + ahead
@@ -233,12 +233,12 @@ class Shape:
 
     @property
     def head_parameters(self) -> int:
-        """The output matrix, 0 where it is the embedding's."""
+        """Returns parameters of the output matrix, 0 where it is the embedding's."""
         return 0 if self.tied else self.vocab * self.hidden
 
     @property
     def parameters(self) -> int:
-        """All of them."""
+        """Returns all parameters of the model."""
         return self.layers_parameters + self.embedding_parameters + self.head_parameters + self.norm_parameters
 
     @property

@@ -62,7 +62,7 @@ STATES: dict[str, States] = {
 
 @dataclass(frozen=True)
 class Software:
-    """One implementation.
+    """How one implementation runs a decoder: dtypes, kernels, fusions and overlaps.
 
     attention        "unfused" (scores are written), or a kernel of attention.csv
     fused            norms, activations, dropout and residuals each read and write their tensors once
@@ -145,7 +145,7 @@ class Software:
     source: str = ""
 
     def pieces(self, elements: float, ranks: int, layers: float, *, zero: int) -> int:
-        """In how many messages so many weights of so many layers are summed over data ranks, or gathered."""
+        """Returns the number of messages in which `elements` weights of `layers` layers are reduced or gathered."""
         if self.by_unit or zero >= 3:
             return max(1, round(layers))
         grown = self.bucket[1] * ranks if zero < 2 else 0.0  # where whole gradients stay, no memory speaks against it
@@ -407,7 +407,7 @@ FP8: dict[str, Fp8] = {
 
 
 def software(name: str) -> Software:
-    """By name, "torchtitan-fp8" with the products of its layers in FP8 (`FP8`); an unknown one raises `InputError`."""
+    """Returns an implementation by name; the ending "-fp8" has its layers' products in FP8. `InputError` if unknown."""
     for recipe, fp8 in FP8.items():
         if name.removesuffix(fp8.suffix) in SOFTWARE and name.endswith(fp8.suffix):
             plain = SOFTWARE[name.removesuffix(fp8.suffix)]
@@ -425,7 +425,7 @@ def software(name: str) -> Software:
 
 
 def as_planned(software: Software, layout: Layout) -> Software:
-    """What a plan turns on: fused elementwise ops (compile), sums of tp that begin early, narrower gradients sent."""
+    """Returns the software with a plan's switches: fused elementwise ops (compile), early sums of tp, reduce_dtype."""
     return replace(
         software,
         fused=software.fused or layout.compile,

@@ -39,7 +39,7 @@ INSIDE_SHARE = 0.75  # of the link's rate that large collectives reach, without 
 
 @dataclass(frozen=True)
 class RankGroup:
-    """`size` ranks, `stride` apart."""
+    """A group of `size` ranks whose numbers are `stride` apart."""
 
     size: int
     stride: int = 1
@@ -51,7 +51,7 @@ class RankGroup:
 
 @lru_cache(maxsize=4096)
 def _lies(group: RankGroup, unit: int, ranks: int) -> tuple[bool, int]:
-    """(whether each group of an axis lies in one unit of so many ranks, the fewest ranks of a group in one of them)."""
+    """Returns (whether each group of an axis lies in one unit of `unit` ranks, the fewest ranks of a group in one)."""
     if unit % group.span == 0:
         return True, group.size
     if unit % group.stride == 0 and group.span % unit == 0:
@@ -83,7 +83,7 @@ class Wire:
         return collective_table(self.cluster.device.table) if self.cluster.device.table else None
 
     def between(self, op: str, tier: int) -> BetweenTable | None:
-        """What was measured between units of the innermost tier, where it has this op."""
+        """Returns the table measured between units of the innermost tier, or None where it lacks this op."""
         found = measured_between(self.cluster.between) if tier == 1 else None
         return found if found is not None and op in found.times else None
 
@@ -104,7 +104,7 @@ class Wire:
         return _lies(group, self.cluster.sizes[0], self.ranks or self.cluster.world_size)[1]
 
     def collective(self, op: str, group: RankGroup, size_bytes: float) -> float:
-        """all_reduce, all_gather, reduce_scatter or all_to_all of a tensor of `size_bytes`."""
+        """Returns seconds of an all_reduce, all_gather, reduce_scatter or all_to_all of a tensor of `size_bytes`."""
         if group.size <= 1 or size_bytes <= 0:
             return 0.0
         tier = self.tier(group)
@@ -130,7 +130,7 @@ class Wire:
         return base + (nodes - 1) * hop + (group.size - nodes) * near + on_link / rate
 
     def pieces(self, op: str, group: RankGroup, size_bytes: float, pieces: int) -> float:
-        """The same in so many pieces of one size, one after the other: each waits for all its hops."""
+        """Returns seconds of a collective in `pieces` equal messages, one after the other, each with all its hops."""
         return pieces * self.collective(op, group, size_bytes / pieces)
 
     def rows(self, group: RankGroup, size_bytes: float, copies: int) -> float:
@@ -151,7 +151,7 @@ class Wire:
         return max(far, near)
 
     def _one_domain(self, group: RankGroup) -> bool:
-        """Rack-scale tiers have the rate of the innermost one: one domain."""
+        """Whether a group lies in one domain: rack-scale tiers have the rate of the innermost one."""
         return all(t.name.startswith("nvlink") for t in self.cluster.tiers[: self.tier(group) + 1])
 
     def _inside(self, op: str, ranks: int, size_bytes: float) -> float:
@@ -191,7 +191,7 @@ class Wire:
         return f"formula: {self.cluster.tiers[tier].name}, ring between {domains} domains"
 
     def skew(self, ranks: int) -> float:
-        """Seconds that a collective inside a step waits for its slowest rank, for the ranks of one domain."""
+        """Returns the seconds that a collective inside a step waits for its slowest rank, by ranks of one domain."""
         return SKEW_US * 1e-6 * (min(ranks, self.cluster.sizes[0]) - 1)
 
     def exchange(self, came: Mapping[int, float], group: RankGroup, calls: float) -> float:
@@ -229,7 +229,7 @@ class Wire:
         return len(self.cluster.tiers) - 1
 
     def send(self, size_bytes: float, first: int, second: int) -> float:
-        """Point to point between two ranks."""
+        """Returns seconds of a message between two ranks."""
         index = self.crosses(first, second)
         measured = self.between("send", index)
         if measured is not None:
@@ -247,12 +247,12 @@ def _worst(wire: Wire, came: tuple[tuple[int, float], ...], group: RankGroup) ->
     best: dict[int, float] = {}
     longest = -1.0
     for first, place in product(firsts, range(group.size)):
-        found: dict[int, float] = {}
+        by_tier: dict[int, float] = {}
         for distance, size in came:
             if 0 <= place + distance < group.size:
                 tier = wire.crosses(first + place * group.stride, first + (place + distance) * group.stride)
-                found[tier] = found.get(tier, 0.0) + size
-        seconds = max((size / wire._rate(tier) for tier, size in found.items()), default=-1.0)
+                by_tier[tier] = by_tier.get(tier, 0.0) + size
+        seconds = max((size / wire._rate(tier) for tier, size in by_tier.items()), default=-1.0)
         if seconds > longest:
-            best, longest = found, seconds
+            best, longest = by_tier, seconds
     return best

@@ -24,12 +24,12 @@ class ArraySource:
     ) -> None:  # fmt: skip
         if not arrays:
             raise InputError("ArraySource: give at least one array")
-        self.given = dict(arrays)
+        self.sources = dict(arrays)
         self.global_shape = None if global_shape is None else tuple(global_shape)
         self._open()
 
     def _open(self) -> None:
-        self.arrays = {name: _opened(name, array) for name, array in self.given.items()}
+        self.arrays = {name: _opened(name, array) for name, array in self.sources.items()}
         lengths = {name: len(array) for name, array in self.arrays.items()}
         if len(set(lengths.values())) > 1:
             told = ", ".join(f"{name} has {length}" for name, length in lengths.items())
@@ -47,18 +47,18 @@ class ArraySource:
 
     def read(self, indices: list[int], region: Any = None) -> dict[str, torch.Tensor]:
         """The samples at `indices`; `region`: (start, stop) along each dim of `global_shape`, read of fields alone."""
-        found = {}
+        tensors = {}
         for name, array in self.arrays.items():
             if region is None or not self._has_space(array):
                 values = array[indices]
             else:
                 inside = (..., *(slice(start, stop) for start, stop in region))
                 values = np.stack([array[index][inside] for index in indices])
-            found[name] = torch.from_numpy(np.ascontiguousarray(values))
-        return found
+            tensors[name] = torch.from_numpy(np.ascontiguousarray(values))
+        return tensors
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"given": self.given, "global_shape": self.global_shape}
+        return {"given": self.sources, "global_shape": self.global_shape}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

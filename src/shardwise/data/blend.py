@@ -56,7 +56,7 @@ class Blend:
         return sum(self.lengths)
 
     def order(self, seed: int) -> BlendOrder:
-        """The order in which a loader reads this blend."""
+        """Returns the order in which a loader reads this blend."""
         return BlendOrder(len(self), seed, weights=self.weights, lengths=self.lengths, names=self.names)
 
     def read(self, indices: list[int], region: Any = None) -> Any:
@@ -72,7 +72,7 @@ class Blend:
 
 
 def _joined(batches: list[Any], places: list[int], names: list[str]) -> Any:
-    """Batches of several sources as one, each row in its place."""
+    """Returns the batches of several sources joined into one, each row at its place."""
     if len(batches) == 1:
         return batches[0]
     flat = [pytree.tree_flatten_with_path(batch) for batch in batches]
@@ -108,7 +108,7 @@ def shares(weights: Sequence[float]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)
 def _dealt(seed: int, block: int, counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """For each place of a block: its source, and how many of that source's places lie before it in the block."""
+    """Returns, for each place of a block, its source and how many places of that source precede it."""
     places = permuted(np.arange(BLOCK, dtype=np.uint64), BLOCK, epoch_keys(seed, block)).astype(np.int64)
     source = np.searchsorted(np.cumsum(counts), places, side="right")
     before = np.empty(BLOCK, dtype=np.int64)
@@ -129,7 +129,7 @@ class BlendOrder(Order):
     origin: int = 0
 
     def indices(self, start: int, stop: int) -> np.ndarray:
-        """The samples at positions [start, stop): numbers in all sources, one after another."""
+        """Returns the samples at positions [start, stop), numbered over all sources one after another."""
         if start < self.origin:
             raise InputError(f"this blend continues from position {self.origin}, {start} lies before it")
         offsets = np.cumsum((0, *self.lengths))
@@ -143,7 +143,7 @@ class BlendOrder(Order):
         return out
 
     def _own(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Source of each position, and which of that source's samples (counted from 0, over epochs) stands there."""
+        """Returns, by position, its source and the number of that source's sample there (from 0, over epochs)."""
         counts = shares(self.weights)
         source, number = np.empty_like(positions), np.empty_like(positions)
         blocks, places = np.divmod(positions - self.origin, BLOCK)
@@ -163,13 +163,13 @@ class BlendOrder(Order):
         return own.indices(low, int(numbers.max()) + 1)[numbers - low]
 
     def state(self, position: int) -> dict[str, Any]:
-        """What a run needs to continue from `position`, with these weights or with others."""
+        """Returns the state to continue from `position`, with these weights or with others."""
         drawn = dict(zip(self.names, self.drawn or (0,) * len(self.names), strict=True))
         own = {"weights": dict(zip(self.names, self.weights, strict=True)), "drawn": drawn, "origin": self.origin}
         return own | {"positions": self.positions(position)}
 
     def continued(self, state: dict[str, Any] | None, position: int) -> BlendOrder:
-        """This order from `position` on, each source where the saved run left it."""
+        """Returns this order from `position` on, with each source where the saved run left it."""
         if state is None or set(state["positions"]) != set(self.names):
             saved = ", ".join(state["positions"]) if state else "no blend"
             raise InputError(f"the saved run read {saved}, this one {', '.join(self.names)}: blend the same sources")
@@ -179,7 +179,7 @@ class BlendOrder(Order):
         return replace(self, drawn=tuple(int(counts[name]) for name in self.names), origin=origin)
 
     def positions(self, position: int) -> dict[str, int]:
-        """Samples of each source that stand before `position`."""
+        """Returns, by source, how many of its samples stand before `position`."""
         counts, base = shares(self.weights), self.drawn or (0,) * len(self.lengths)
         block, place = divmod(position - self.origin, BLOCK)
         dealt, _ = _dealt(self.seed, block + self.origin, counts)
@@ -188,5 +188,5 @@ class BlendOrder(Order):
 
 
 def hash_of(seed: int, name: str) -> int:
-    """A source's own seed."""
+    """Returns the seed of one source of a blend."""
     return int.from_bytes(hashlib.blake2b(f"blend/{seed}/{name}".encode(), digest_size=7).digest(), "little")

@@ -124,13 +124,13 @@ def split(corpus: Corpus, seq_len: int, held_out: float = 0.05) -> tuple[BytesSo
         raise InputError(f"seq_len must be at least 1, got {seq_len}")
     width = seq_len + 1
     windows = len(corpus) // width
-    held = max(1, round(windows * held_out))
-    if windows - held < 1:
+    held_windows = max(1, round(windows * held_out))
+    if windows - held_windows < 1:
         raise InputError(
             f"{corpus.folder} has {len(corpus)} bytes, {windows} windows of seq_len {seq_len} + 1: too "
-            f"few to train on some and hold out {held}; give more text or a shorter seq_len"
+            f"few to train on some and hold out {held_windows}; give more text or a shorter seq_len"
         )
-    border = (windows - held) * width
+    border = (windows - held_windows) * width
     return BytesSource(corpus, seq_len, 0, border), BytesSource(corpus, seq_len, border, windows * width)
 
 

@@ -17,7 +17,7 @@ from shardwise.task import Source
 
 
 def evaluation_parts(source: Source, batch_size: int, data_rank: int = 0, data_ranks: int = 1) -> Iterator[list[Share]]:
-    """The steps of one pass over `source`, in batches of `batch_size` samples over all ranks."""
+    """Yields this rank's parts of each step of one pass over `source`, in batches of `batch_size` over all ranks."""
     length = length_of(source)
     order = Order(length, shuffle=False)
     steps = Steps(source, order, batch_size, data_rank=data_rank, data_ranks=data_ranks)

@@ -101,14 +101,14 @@ class FieldSource:
         return y1 - y0, x1 - x0
 
     def over(self, start: int, stop: int) -> FieldSource:
-        """The same fields with the same statistics over the steps [start, stop): for held-out data."""
+        """Returns a source of the same fields and statistics over the steps [start, stop): for held-out data."""
         other = copy.copy(self)
         other.times = self._checked((start, stop))
         other.starts = self._pairs(other.times)
         return other
 
     def read(self, indices: list[int], region: Region | None = None) -> dict[str, torch.Tensor]:
-        """The pairs at `indices`; `region` lies within the source's own."""
+        """Returns the pairs at `indices`; `region`: (start, stop) of rows and columns within the source's own."""
         window = self._window(region)
         starts = [self.starts[index] for index in indices]
         later = [start + self.lead for start in starts]
@@ -126,7 +126,7 @@ class FieldSource:
         return batch
 
     def physical(self, group: str, values: torch.Tensor) -> torch.Tensor:
-        """Normalised values (..., C, y, x) of a group in the units of the files."""
+        """Returns normalised values (..., C, y, x) of a group in the units of the files."""
         mean, std = self._figures(group)
         like = {"dtype": values.dtype, "device": values.device}
         return values * torch.as_tensor(std, **like) + torch.as_tensor(mean, **like)
@@ -134,20 +134,20 @@ class FieldSource:
     # --- what the files hold
 
     def _agreed(self) -> tuple[tuple[int, int], int]:
-        """The grid's size and the number of steps, which all variables share."""
+        """Returns ((rows, columns), steps) of all variables; raises `InputError` where these differ."""
         space: dict[str, tuple[int, ...]] = {}
         steps: dict[str, int] = {}
         for name in dict.fromkeys(n for group in ("inputs", "targets", "forcing") for n in self.groups[group]):
-            held = self.grid.find(name)
-            if len(held.dims) < 3 or held.dims[0] != self.time:
+            variable = self.grid.find(name)
+            if len(variable.dims) < 3 or variable.dims[0] != self.time:
                 raise InputError(
-                    f"FieldSource: {name} has the dims {held.dims}; a field is ({self.time!r}, ..., y, x). Name "
+                    f"FieldSource: {name} has the dims {variable.dims}; a field is ({self.time!r}, ..., y, x). Name "
                     "another first dim by time=, or what has no time as static="
                 )
-            space[name], steps[name] = held.shape[-2:], sum(self.grid.lengths(name))
-        for what, found in (("size of grid", space), ("number of times", steps)):
-            if len(set(found.values())) > 1:
-                raise InputError(f"FieldSource: variables differ in {what}: {found}")
+            space[name], steps[name] = variable.shape[-2:], sum(self.grid.lengths(name))
+        for what, by_name in (("size of grid", space), ("number of times", steps)):
+            if len(set(by_name.values())) > 1:
+                raise InputError(f"FieldSource: variables differ in {what}: {by_name}")
         first = self.groups["inputs"][0]
         self._plane = self.grid.find(first).dims[-2:]
         size = self.grid.find(first).shape[-2:]
@@ -158,7 +158,7 @@ class FieldSource:
         return [name] if levels == 1 else [f"{name}/{level}" for level in range(levels)]
 
     def _state(self, group: str, step: int, window: tuple[slice, slice]) -> np.ndarray:
-        """(C, y, x) of a group at one step."""
+        """Returns the values (C, y, x) of a group at one step."""
         fields = [self.grid.at(name, step, window) for name in self.groups[group]]
         return np.concatenate([field.reshape(-1, *field.shape[-2:]) for field in fields])
 
@@ -166,32 +166,32 @@ class FieldSource:
         return np.stack([self._plane_of(name)[window] for name in self.groups["static"]])
 
     def _plane_of(self, name: str) -> np.ndarray:
-        held = self.grid.find(name)
+        field = self.grid.find(name)
         values = self.grid.whole(name)
-        if held.dims == self._plane:
+        if field.dims == self._plane:
             return values
-        if len(held.dims) == 1 and held.dims[0] in self._plane:
-            column = values[:, None] if held.dims[0] == self._plane[0] else values[None]
+        if len(field.dims) == 1 and field.dims[0] in self._plane:
+            column = values[:, None] if field.dims[0] == self._plane[0] else values[None]
             return np.broadcast_to(column, self.space)
-        raise InputError(f"FieldSource: static {name} has the dims {held.dims}; expected {self._plane} or one of them")
+        raise InputError(f"FieldSource: static {name} has the dims {field.dims}; expected {self._plane} or one of them")
 
     # --- time
 
     def _clock(self) -> tuple[np.ndarray | None, float, float]:
-        """Days of each step since the first date (None without a time), its place in its year, the year's length."""
-        if self.time not in self.grid.held:
+        """Returns (days of each step since the first date or None, first date's day of its year, days of a year)."""
+        if self.time not in self.grid.variables:
             if self.cycles:
                 raise InputError(f"FieldSource: cycles= need the coordinate {self.time!r}, which no file has")
             return None, 0.0, 0.0
-        carriers = [number for number, _ in self.grid.held[self.groups["inputs"][0]]]
-        held = [(place, one) for place, (number, one) in enumerate(self.grid.held[self.time]) if number in carriers]
+        carriers = [number for number, _ in self.grid.variables[self.groups["inputs"][0]]]
+        times = [(place, var) for place, (file, var) in enumerate(self.grid.variables[self.time]) if file in carriers]
         values, origin = [], None
-        for place, one in held:
-            dates, origin = _days(self.grid.whole(self.time, place), one.attributes, origin)
+        for place, var in times:
+            dates, origin = _days(self.grid.whole(self.time, place), var.attributes, origin)
             values.append(dates)
         days = np.concatenate(values)
         if len(days) != self.steps:
-            raise InputError(f"FieldSource: {len(days)} times for {self.steps} steps in {self.grid.told()}")
+            raise InputError(f"FieldSource: {len(days)} times for {self.steps} steps in {self.grid.files_text()}")
         if (np.diff(days) <= 0).any():
             back = int(np.argmax(np.diff(days) <= 0))
             raise InputError(f"FieldSource: time does not go forward at step {back + 1}: give the files in their order")
@@ -205,7 +205,7 @@ class FieldSource:
         return days, origin.dayofyr - 1 + minutes / 1440, YEARS.get(origin.calendar, 365.2425)
 
     def _pairs(self, times: tuple[int, int]) -> list[int]:
-        """The steps t of which t + lead is there too."""
+        """Returns the steps t for which t + lead is in the files too."""
         starts = list(range(times[0], times[1] - self.lead))
         if self.days is not None and starts:
             steps = np.diff(self.days)
@@ -231,19 +231,19 @@ class FieldSource:
 
     def _forcing(self, steps: list[int], window: tuple[slice, slice]) -> torch.Tensor:
         size = [part.stop - part.start for part in window]
-        found = []
+        channels = []
         if self.groups["forcing"]:
-            known = np.stack([self._state("forcing", t, window) for t in steps])
-            found.append(self._filled("forcing", known, steps)[0])
+            forcing = np.stack([self._state("forcing", t, window) for t in steps])
+            channels.append(self._filled("forcing", forcing, steps)[0])
         for cycle in self.cycles:
             assert self.days is not None
             angle = 2 * np.pi * (self.days[steps] + self.first_day) / (self.year if cycle == "year" else 1.0)
             waves = torch.from_numpy(np.stack([np.sin(angle), np.cos(angle)], 1)).float()  # (B, 2)
-            found.append(waves[:, :, None, None].expand(-1, -1, *size))
-        return torch.cat(found, 1)
+            channels.append(waves[:, :, None, None].expand(-1, -1, *size))
+        return torch.cat(channels, 1)
 
     def _filled(self, group: str, values: np.ndarray, steps: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalised values (B, C, y, x), and where there are any."""
+        """Returns normalised values (B, C, y, x), and a mask of where values exist."""
         there = ~np.isnan(values)
         if not there.all() and (self.missing == "refuse" or group in ("forcing", "static")):
             sample, channel = (int(i) for i in np.argwhere(~there)[0][:2])
@@ -263,7 +263,7 @@ class FieldSource:
         return mean, std
 
     def _origin(self) -> dict[str, Any]:
-        """What the statistics depend on."""
+        """Returns what the statistics depend on, which is kept beside them in their file."""
         sizes = [file.stat().st_size if file.is_file() else None for file in self.grid.files]
         names = {name for group in self.groups.values() for name in group}
         return {"files": [[file.name, size] for file, size in zip(self.grid.files, sizes, strict=True)],
@@ -306,7 +306,7 @@ def _inside(region: Region | None, size: tuple[int, int], whole: str) -> Region:
 
 
 def _days(values: np.ndarray, attributes: dict[str, Any], origin: Any) -> tuple[np.ndarray, Any]:
-    """Days since `origin`, by default the first date there is; plain numbers where the units are no date."""
+    """Returns (days since `origin`, origin), by default the first date; plain numbers where the units are no date."""
     units, calendar = str(attributes.get("units", "")), str(attributes.get("calendar", "standard"))
     if " since " not in units:
         return values.astype(np.float64), origin

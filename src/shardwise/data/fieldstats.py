@@ -48,7 +48,7 @@ class Moments:
 
 def computed(names: dict[str, list[str]], fields: Callable[[str], Iterable[np.ndarray]]) -> dict[str, dict[str, float]]:
     """Channel -> {"mean", "std", "count"}; `names` gives the channels of each variable, `fields` its values."""
-    found: dict[str, dict[str, float]] = {}
+    stats: dict[str, dict[str, float]] = {}
     for variable, channels in names.items():
         moments = Moments(len(channels))
         for field in fields(variable):
@@ -59,8 +59,8 @@ def computed(names: dict[str, list[str]], fields: Callable[[str], Iterable[np.nd
             if not std > 0:
                 why = "has no value at all" if not count else f"is {moments.mean[index]:g} everywhere"
                 raise InputError(f"FieldSource: {channel} {why} in these times: it cannot be normalised; leave it out")
-            found[channel] = {"mean": float(moments.mean[index]), "std": std, "count": count}
-    return found
+            stats[channel] = {"mean": float(moments.mean[index]), "std": std, "count": count}
+    return stats
 
 
 def load_or_compute(

@@ -45,52 +45,52 @@ class GridFiles:
             raise InputError("FieldSource: give at least one netCDF file or zarr store")
         self.files = [Path(file) for file in files]
         self._open_files: OrderedDict[Path, Any] = OrderedDict()
-        self.held: dict[str, list[tuple[int, FileVariable]]] = {}  # variable -> (file, what it is there)
+        self.variables: dict[str, list[tuple[int, FileVariable]]] = {}  # variable -> (file, what it is there)
         for number, file in enumerate(self.files):
-            for name, held in self._list(file).items():
-                self.held.setdefault(name, []).append((number, held))
+            for name, variable in self._list(file).items():
+                self.variables.setdefault(name, []).append((number, variable))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_open_files": OrderedDict()}
 
     def find(self, name: str) -> FileVariable:
         """A variable as the first file has it; `InputError` where none does."""
-        if name not in self.held:
+        if name not in self.variables:
             raise InputError(
-                f"FieldSource: no variable {name!r} in {self.told()}; there are "
-                f"{', '.join(sorted(self.held))}{did_you_mean(name, list(self.held))}"
+                f"FieldSource: no variable {name!r} in {self.files_text()}; there are "
+                f"{', '.join(sorted(self.variables))}{did_you_mean(name, list(self.variables))}"
             )
-        return self.held[name][0][1]
+        return self.variables[name][0][1]
 
-    def told(self) -> str:
+    def files_text(self) -> str:
         """The files, for messages."""
         return str(self.files[0]) + (f" and {len(self.files) - 1} more" if len(self.files) > 1 else "")
 
     def lengths(self, name: str) -> list[int]:
-        """How many times of a variable each of its files has."""
+        """Returns, by file, how many times of a variable it has."""
         first = self.find(name)
-        for number, held in self.held[name]:
-            if held.dims != first.dims or held.shape[1:] != first.shape[1:]:
+        for number, var in self.variables[name]:
+            if var.dims != first.dims or var.shape[1:] != first.shape[1:]:
                 raise InputError(
-                    f"FieldSource: {name} is {held.dims} {held.shape} in {self.files[number]}, but {first.dims} "
-                    f"{first.shape} in {self.files[self.held[name][0][0]]}: files of one series must agree"
+                    f"FieldSource: {name} is {var.dims} {var.shape} in {self.files[number]}, but {first.dims} "
+                    f"{first.shape} in {self.files[self.variables[name][0][0]]}: files of one series must agree"
                 )
-        return [held.shape[0] for _, held in self.held[name]]
+        return [var.shape[0] for _, var in self.variables[name]]
 
     def at(self, name: str, time: int, window: tuple[slice, slice]) -> np.ndarray:
-        """The field of one time over all files, (..., y, x) within the window, NaN where missing."""
+        """Returns the field at one time, counted over all files: (..., y, x) within the window, NaN where missing."""
         ends = np.cumsum(self.lengths(name)).tolist()
         place = bisect_right(ends, time)
-        number, held = self.held[name][place]
-        index = (time - (ends[place] - held.shape[0]), *(slice(None),) * (len(held.dims) - 3), *window)
-        return self._read(number, name, held, index)
+        number, variable = self.variables[name][place]
+        index = (time - (ends[place] - variable.shape[0]), *(slice(None),) * (len(variable.dims) - 3), *window)
+        return self._read(number, name, variable, index)
 
     def whole(self, name: str, place: int = 0) -> np.ndarray:
-        """All values of a variable in one of its files."""
-        number, held = self.held[name][place]
-        return self._read(number, name, held, (slice(None),) * len(held.dims))
+        """Returns all values of a variable in one of its files."""
+        number, variable = self.variables[name][place]
+        return self._read(number, name, variable, (slice(None),) * len(variable.dims))
 
-    def _read(self, number: int, name: str, held: FileVariable, index: tuple) -> np.ndarray:
+    def _read(self, number: int, name: str, variable: FileVariable, index: tuple) -> np.ndarray:
         with _READING:
             opened = self._opened(self.files[number])
             try:
@@ -100,7 +100,7 @@ class GridFiles:
         if isinstance(values, np.ma.MaskedArray):  # netCDF4 unpacked it
             return np.ma.filled(values.astype(np.float64), np.nan)
         values = np.asarray(values)
-        return values.astype(np.float64) if _is_netcdf(self.files[number]) else _unpacked(values, held.attributes)
+        return values.astype(np.float64) if _is_netcdf(self.files[number]) else _unpacked(values, variable.attributes)
 
     def _opened(self, file: Path) -> Any:
         if file in self._open_files:
@@ -159,7 +159,7 @@ def _zarr_held(file: Path, name: str, array: Any) -> FileVariable:
 
 
 def _unpacked(values: np.ndarray, attributes: dict[str, Any]) -> np.ndarray:
-    """Stored values as numbers: missing ones are NaN, then scale and offset."""
+    """Returns stored values as float64: missing ones NaN, scale and offset applied."""
     missing = np.zeros(values.shape, bool)
     for key in ("_FillValue", "missing_value"):
         for mark in np.atleast_1d(_mark(attributes.get(key), values.dtype)):

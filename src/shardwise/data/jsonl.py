@@ -107,7 +107,7 @@ class JsonlSource:
 
 
 def packed(lengths: list[int], room: int) -> list[list[int]]:
-    """Documents of each row, in order: a row takes the next while they fit."""
+    """Returns the documents of each row, in order: a row takes the next while they fit in `room` tokens."""
     rows: list[list[int]] = []
     left = -1
     for document, length in enumerate(lengths):
@@ -132,28 +132,28 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _object(where: str, line: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(line)
+        record = json.loads(line)
     except ValueError as error:
         raise InputError(f"{where}: not JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(record, dict):
         raise InputError(
-            f"{where}: a {type(found).__name__}, expected an object with prompt and completion, messages, or text"
+            f"{where}: a {type(record).__name__}, expected an object with prompt and completion, messages, or text"
         )
-    return found
+    return record
 
 
 def _pieces(where: str, line: dict[str, Any]) -> list[tuple[str, bool]]:
-    """(text, whether it is learnt) of a line."""
+    """Returns pairs (text, whether it is trained on) of a line."""
     if "completion" in line:
-        found = [(line.get("prompt", ""), False), (line["completion"], True)]
+        pieces = [(line.get("prompt", ""), False), (line["completion"], True)]
     elif "messages" in line and isinstance(line["messages"], list):
         turns = [turn if isinstance(turn, dict) else {} for turn in line["messages"]]
-        found = [(turn.get("content"), turn.get("role") == "assistant") for turn in turns]
+        pieces = [(turn.get("content"), turn.get("role") == "assistant") for turn in turns]
     elif "text" in line:
-        found = [(line["text"], True)]
+        pieces = [(line["text"], True)]
     else:
         keys = ", ".join(line) or "nothing"
         raise InputError(f"{where}: has {keys}; expected prompt and completion, messages, or text")
-    if not all(isinstance(text, str) for text, _ in found):
+    if not all(isinstance(text, str) for text, _ in pieces):
         raise InputError(f"{where}: a field that should be text is of another type")
-    return found
+    return pieces

@@ -76,7 +76,7 @@ class Loader:
 
     @property
     def position(self) -> int:
-        """Samples of the global order handed out so far, over all ranks (dropped ones included)."""
+        """Returns the samples of the global order handed out so far, over all ranks (dropped ones included)."""
         return self._position
 
     @property
@@ -116,7 +116,7 @@ class Loader:
         return Prefetch(items, ahead, timeout_s=self._read_timeout_s, what=what)
 
     def _in_turn(self) -> tuple[list[Share], int]:
-        """The next step, while the caller waits: what it draws moves no generator that somebody else draws from."""
+        """Reads the next step while the caller waits; what it draws moves no generator that others draw from."""
         start, stop = self._steps.span(self._position)
         if self._end is not None and stop > self._end:
             raise StopIteration
@@ -188,7 +188,7 @@ class Loader:
 
 
 def order_of(source: Source, seed: int) -> Order:
-    """The order that a source asks for (a blend's), or a shuffle of its samples."""
+    """Returns the order that a source defines (a blend does), else a shuffle of its samples."""
     ask = getattr(source, "order", None)
     own = ask(seed) if callable(ask) else None
     return own if isinstance(own, Order) else Order(length_of(source), seed=seed)

@@ -43,7 +43,7 @@ class Order:
             raise InputError(f"the seed of an order is an int, got {type(self.seed).__name__}")
 
     def indices(self, start: int, stop: int) -> np.ndarray:
-        """The samples at positions [start, stop), as int64; the range may cross epochs."""
+        """Returns the samples at positions [start, stop), as int64; the range may cross epochs."""
         if start < 0:
             raise InputError(f"positions start at 0, got {start}")
         pieces = [np.empty(0, dtype=np.int64)]
@@ -68,7 +68,7 @@ def epoch_keys(seed: int, epoch: int) -> tuple[int, ...]:
 
 
 def permuted(places: np.ndarray, length: int, keys: tuple[int, ...]) -> np.ndarray:
-    """A keyed bijection of [0, length), applied to uint64 `places`."""
+    """Applies a keyed bijection of [0, length) to uint64 `places`."""
     rows = math.isqrt(length - 1) + 1
     rows += rows % 2  # an odd grid of odd cycles would reach even permutations only
     columns = -(-length // rows)
@@ -92,7 +92,7 @@ def _feistel(cells: np.ndarray, rows: int, columns: int, keys: tuple[int, ...]) 
 
 
 def _hash(values: np.ndarray, key: int) -> np.ndarray:
-    """The finaliser of splitmix64 (Steele, Lea and Flood 2014) on a keyed value."""
+    """Returns the finaliser of splitmix64 (Steele, Lea and Flood 2014) on keyed values."""
     mixed = values * _GOLDEN + np.uint64(key)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX_1
     mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX_2

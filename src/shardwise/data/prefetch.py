@@ -35,7 +35,7 @@ class Channel(Generic[Item]):
         self._closed = False
 
     def put(self, item: Item) -> bool:
-        """Wait for room; False once the channel is closed."""
+        """Puts an item once there is room; returns False once the channel is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or len(self._items) < self._size)
             if not self._closed:
@@ -55,7 +55,7 @@ class Channel(Generic[Item]):
             self._changed.notify_all()
 
     def get(self, timeout_s: float, what: str) -> Item:
-        """The next item; StopIteration at the end, the iterator's error, or `RunError` at the deadline."""
+        """Returns the next item; raises StopIteration at the end, the iterator's error, `RunError` at the deadline."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while not self._items:

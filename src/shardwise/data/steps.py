@@ -46,7 +46,7 @@ class Steps:
             )
 
     def span(self, position: int) -> tuple[int, int]:
-        """[start, stop) of the step at or after `position`; never across the border of two epochs."""
+        """Returns [start, stop) of the step at or after `position`; never across the border of two epochs."""
         length = self.order.length
         end = (position // length + 1) * length
         if self.drop_last and end - position < self.batch_size:
@@ -54,7 +54,7 @@ class Steps:
         return position, min(position + self.batch_size, end)
 
     def walk(self, position: int, end: int | None) -> Iterator[tuple[list[Share], int]]:
-        """(parts, position after them) of each step from `position`, up to `end`."""
+        """Yields (parts, position after them) of each step from `position`, up to `end`."""
         steps = self
         start, stop = self.span(position)
         while end is None or stop <= end:
@@ -63,7 +63,7 @@ class Steps:
             start, stop = self.span(stop)
 
     def read(self, start: int, stop: int) -> tuple[list[Share], Steps]:
-        """(parts of the batch at positions [start, stop), how to read the next): whether it draws was seen."""
+        """Returns (parts of the batch at positions [start, stop), steps that know whether the source draws)."""
         now = len(self.source)
         if now != self.order.length:
             raise InputError(

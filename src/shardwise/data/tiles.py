@@ -34,7 +34,7 @@ class TileSource:
 
 
 def own_tile(source: Source, engine: Engine) -> Source:
-    """The source as this rank reads it: its own tile, where the plan cuts space and the source has a `global_shape`."""
+    """Returns the source of this rank's tile, where the plan cuts space and the source has a `global_shape`."""
     positions, whole = engine.state.forward.positions, getattr(source, "global_shape", None)
     if positions is None or not positions.shapes or whole is None:
         return source
@@ -98,7 +98,7 @@ def _output(engine: Engine, batch: Any, select: Callable[[Any], Any] | None) -> 
 
 
 def _in_chunks(output: torch.Tensor) -> torch.Tensor:
-    """The same output, each cut dim dealt in equal blocks but for the last ones: the chunks of a store. Collective."""
+    """Returns the output with each cut dim dealt in equal blocks (the last smaller): a store's chunks. Collective."""
     for axis, (_, dim, owners) in zip(axes_of(output), cuts_of(output), strict=True):
         stops = np.minimum(np.arange(1, axis.size + 1) * _chunk(owners), owners.size)
         output = moved(output, dim, Owners(stops, np.arange(axis.size), axis.size), axis)
@@ -116,7 +116,7 @@ def _is_first(output: torch.Tensor, engine: Engine) -> bool:
 
 
 def _opened(path: Path, samples: int, output: torch.Tensor, engine: Engine) -> Any:
-    """The file, mapped, or the store's array, for outputs of which some are given: made by rank 0."""
+    """Opens the mapped file or the store's array that holds the outputs; rank 0 creates it."""
     state, kind = engine.state, torch.empty(0, dtype=output.dtype).numpy().dtype
     shape = (samples, *output.shape[1:])
     if path.suffix == ".zarr":
@@ -145,7 +145,7 @@ def _zarr() -> Any:
 
 
 def _write(file: Any, first: int, output: torch.Tensor) -> None:
-    """What this rank holds of an output, in its place."""
+    """Writes this rank's part of an output at its place in the file."""
     places = [np.arange(n) for n in output.shape]
     for name, dim, owners in cuts_of(output):
         places[dim] = places[dim][owners.indices(_index(output, name))]

@@ -43,21 +43,21 @@ class Tokenizer:
     mark: str
 
 
-def read_tokenizer(given: Any) -> Tokenizer:
-    """A folder with tokenizer.json, such a file, an object with `encode`, a function, or None: UTF-8 bytes."""
-    if given is None:
+def read_tokenizer(spec: Any) -> Tokenizer:
+    """Returns the tokenizer in a folder or file, of an object with `encode`, or of a function; None: UTF-8 bytes."""
+    if spec is None:
         return Tokenizer(lambda text: list(text.encode()), _from_bytes, None, BYTES, "bytes")
-    if isinstance(given, str | Path):
-        return _from_folder(Path(given))
-    call = given.encode if hasattr(given, "encode") else given
+    if isinstance(spec, str | Path):
+        return _from_folder(Path(spec))
+    call = spec.encode if hasattr(spec, "encode") else spec
     if not callable(call):
-        raise InputError(f"tokenizer: expected a folder, a function, or an object with encode, got {type(given)}")
-    end = getattr(given, "eos_token_id", None)
-    return Tokenizer(_plain(call), getattr(given, "decode", None), _usual_end(given) if end is None else end, None, "")
+        raise InputError(f"tokenizer: expected a folder, a function, or an object with encode, got {type(spec)}")
+    end = getattr(spec, "eos_token_id", None)
+    return Tokenizer(_plain(call), getattr(spec, "decode", None), _usual_end(spec) if end is None else end, None, "")
 
 
 def _plain(call: Callable) -> Callable[[str], list[int]]:
-    """Without special tokens, where the function has that option; ids of an `Encoding`, or the list itself."""
+    """Returns text -> ids without special tokens, for a function that gives an `Encoding` or a list."""
 
     def encode(text: str) -> list[int]:
         try:
@@ -90,20 +90,20 @@ def _from_folder(path: Path) -> Tokenizer:
     except ImportError as error:
         raise InputError(f"reading {file} needs tokenizers ({error}): pip install 'shardwise[text]'") from error
     try:
-        found = Theirs.from_file(str(file))
+        tokenizer = Theirs.from_file(str(file))
     except Exception as error:  # the library raises plain Exception
         raise InputError(f"{file} is not a tokenizer: {error}") from error
-    found.no_truncation()
-    found.no_padding()
-    told = _told_end(file.parent, found)
-    end = _usual_end(found) if told is None else told
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    configured_end = _told_end(file.parent, tokenizer)
+    end = _usual_end(tokenizer) if configured_end is None else configured_end
     mark = hashlib.sha256(file.read_bytes() + f"end {end}".encode()).hexdigest()
-    vocab = 1 + max(found.get_vocab(with_added_tokens=True).values(), default=-1)
-    return Tokenizer(_plain(found.encode), found.decode, end, vocab, mark)
+    vocab = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    return Tokenizer(_plain(tokenizer.encode), tokenizer.decode, end, vocab, mark)
 
 
 def _told_end(folder: Path, tokenizer: Any) -> int | None:
-    """The end of a text by the files beside tokenizer.json."""
+    """Returns the id of the end-of-text token that the files beside tokenizer.json name, or None."""
     token = _entry(folder / "tokenizer_config.json", "eos_token")
     if isinstance(token, dict):  # an AddedToken, written out
         token = token.get("content")

@@ -63,13 +63,13 @@ class TokenSource:
         """(train, held out): the windows at the end are held out, at least one."""
         if not 0 < held_out < 1:
             raise InputError(f"held_out is a fraction between 0 and 1, got {held_out}")
-        held = max(1, round(len(self) * held_out))
-        if len(self) - held < 1:
+        held_windows = max(1, round(len(self) * held_out))
+        if len(self) - held_windows < 1:
             raise InputError(
                 f"{', '.join(map(str, self.paths))}: {len(self)} windows of {self.seq_len} + 1 tokens are too few to "
                 "train on some and hold out others; give more text or a shorter seq_len"
             )
-        return self.over(0, len(self) - held), self.over(len(self) - held, len(self))
+        return self.over(0, len(self) - held_windows), self.over(len(self) - held_windows, len(self))
 
     def read(self, indices: list[int], region: Any = None) -> dict[str, torch.Tensor]:
         rows = np.empty((len(indices), self.seq_len + 1), dtype=np.int64)

@@ -122,7 +122,7 @@ def failure_alone(task: Task, precision: Precision, batch: Any, device: torch.de
             with torch.no_grad():
                 for name, tensor in named_tensors(module):
                     weight = task.weights(name) if task.weights is not None else None
-                    tensor.data = (tensor if weight is None else weight).detach().to(device, precision.held(tensor))
+                    tensor.data = (tensor if weight is None else weight).detach().to(device, precision.dtype_of(tensor))
             optimizer = task.optimizer(named_groups([param for param in module.parameters() if param.requires_grad]))
             run = run_alone(task, precision, device=device)
 

@@ -80,7 +80,7 @@ def _drawn(task: Task, seed: int) -> nn.Module:
     values = {id(tensor): built.value(name).clone() for name, tensor in named_tensors(built.module)}
     with torch.no_grad():
         for _, tensor in named_tensors(built.module):
-            tensor.data = values[id(tensor)].to(DOUBLE.held(tensor))
+            tensor.data = values[id(tensor)].to(DOUBLE.dtype_of(tensor))
     return built.module.train()
 
 

@@ -118,7 +118,7 @@ def _runs(task: Task, precision: Precision, built: Built, sample: Any, counts: t
     try:
         for count in counts:
             part = slice_samples(sample, 0, count)
-            trace_forward(built, output_alone(task, precision), part, 0, precision.held)
+            trace_forward(built, output_alone(task, precision), part, 0, precision.dtype_of)
     except Exception:
         return False
     return True
@@ -129,7 +129,7 @@ def _traced(
 ) -> tuple[Flow, str]:  # fmt: skip
     built.module.train()  # a step runs it so, with dropout and batch norm
     try:
-        return trace_forward(built, output_alone(task, precision), sample, seed, precision.held)
+        return trace_forward(built, output_alone(task, precision), sample, seed, precision.dtype_of)
     except ShardwiseError:
         raise
     except Exception as error:

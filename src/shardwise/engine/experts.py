@@ -30,7 +30,7 @@ def own_row_experts(task: Task, mesh: Mesh, precision: Precision, built: Built, 
 
 def row_wise_experts(task: Task, precision: Precision, built: Built, batch: Any) -> list[Stack]:
     """Returns the modules of experts that may be given a rank's own rows alone, where positions are cut."""
-    return find_row_wise(built, batch, run_alone(task, precision), precision.held)
+    return find_row_wise(built, batch, run_alone(task, precision), precision.dtype_of)
 
 
 def _from_rank_0(find: Callable[[], list[Stack]], mesh: Mesh) -> list[Stack]:
@@ -50,7 +50,7 @@ def look_for_experts(task: Task, plan: Plan, precision: Precision, built: Built,
 
     Raises `RefusedPlan` where there are none, or where they cannot be spread, with the reason.
     """
-    return find_experts(built, batch, run_alone(task, precision), plan.ep, precision.held)
+    return find_experts(built, batch, run_alone(task, precision), plan.ep, precision.dtype_of)
 
 
 def names_of(stacks: list[Stack]) -> frozenset[str]:

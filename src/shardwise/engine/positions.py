@@ -146,7 +146,7 @@ def _first_through(
     for place, candidate in enumerate(_candidates(task, plan, inner, built, batch, samples)):
         # A dim that weights fix (features) fails on half of it, and is no sequence.
         half = candidate.shorter
-        if half is not None and not _runs(TrialModule(built, half, run_alone(task, precision), precision.held)):
+        if half is not None and not _runs(TrialModule(built, half, run_alone(task, precision), precision.dtype_of)):
             why, by_name = f"of {candidate.said}, {ON_HALF}", _by_name(candidate.positions)
             stopped[why] = by_name
             if _of_integers(candidate.positions, batch):  # likely meant: told though another dim is cut
@@ -299,7 +299,7 @@ def field_dims(task: Task, batch: Any) -> tuple[tuple[int, ...], ...]:
 def runs(task: Task, built: Built, batch: Any) -> bool:
     """Whether the module and its loss run on a batch, on shapes alone where that can be."""
     precision = Precision.of(Plan())
-    return _runs(TrialModule(built, batch, run_alone(task, precision), precision.held))
+    return _runs(TrialModule(built, batch, run_alone(task, precision), precision.dtype_of))
 
 
 def _rehearse(
@@ -334,7 +334,7 @@ def _rehearse(
 
     ledger = derived.ledger  # tp's, which a rehearsal replaces
     try:
-        stage = TrialModule(built, batch, run, precision.held)
+        stage = TrialModule(built, batch, run, precision.dtype_of)
         with domain.watching() as gathered:  # in backward too
             error = stage.rehearse(derived, plan.tp, plan.sp, positions.axes)
         noted.gathers[:] = gathered

@@ -97,7 +97,7 @@ def hold_replaced(task: Task, precision: Precision, built: Built, sample: Any) -
     met = dict[tuple[int, str], Replaced]()
     # A forward that fails is refused where the plan itself runs it; what it replaced until then counts.
     with suppress(Exception), replacements(lambda module, leaf: met.update({(id(module), leaf): (module, leaf)})):
-        trace_forward(built, output_alone(task, precision), sample, 0, precision.held)
+        trace_forward(built, output_alone(task, precision), sample, 0, precision.dtype_of)
     names = []
     for path, child in built.module.named_modules():
         names += [f"{path}.{leaf}" if path else leaf for module, leaf in met.values() if module is child]

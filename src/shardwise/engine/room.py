@@ -33,8 +33,8 @@ def check_room(module: nn.Module, plan: Plan, mesh: Mesh, precision: Precision, 
         return
     over = plan.tp * plan.ep * (mesh.shard.size if plan.zero == 3 else 1)
     params = [param for name, param in module.named_parameters() if name not in absent]
-    weights = sum(param.numel() * precision.held(param).itemsize for param in params) // over
-    grads = sum(param.numel() * precision.held(param).itemsize for param in params if param.requires_grad) // over
+    weights = sum(param.numel() * precision.dtype_of(param).itemsize for param in params) // over
+    grads = sum(param.numel() * precision.dtype_of(param).itemsize for param in params if param.requires_grad) // over
     # An accelerator is one rank's own; the memory of a host is shared by all ranks on it.
     ranks = 1 if not on_host(mesh.device) else local_size(os.environ) or mesh.world.size
     if (weights + grads) * ranks <= total:

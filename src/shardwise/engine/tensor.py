@@ -55,7 +55,7 @@ def derive_cuts(
             plan.tp,
             plan.tp_whole,
             sequence=plan.sp,
-            dtype_of=precision.held,
+            dtype_of=precision.dtype_of,
             followed=followed,
             dealt=dealt,
         )

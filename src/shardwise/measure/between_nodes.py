@@ -32,7 +32,7 @@ Nodes = Sequence[Sequence[int]]
 
 
 def between_times(device: torch.device, nodes: Nodes, sizes: Sequence[int] = BYTES) -> list[Between]:
-    """(op, nodes, ranks of each, bytes of the whole tensor, microseconds). Collective over all ranks.
+    """Returns rows (op, nodes, ranks of each, bytes of the whole tensor, microseconds). Collective over all ranks.
 
     nodes   the ranks of each, all of the same number, two nodes or more
     sizes   bytes, ascending
@@ -51,7 +51,7 @@ def between_times(device: torch.device, nodes: Nodes, sizes: Sequence[int] = BYT
 
 
 def groups(nodes: Nodes, count: int, each: int) -> list[list[int]]:
-    """Groups over `count` neighbouring nodes: of all their ranks, or (`each` is 1) of those at one place."""
+    """Returns groups of ranks over `count` neighbouring nodes: of all ranks, or (`each` is 1) of those at one place."""
     blocks = [nodes[at : at + count] for at in range(0, len(nodes), count)]
     if each == len(nodes[0]):
         return [[rank for node in block for rank in node] for block in blocks]
@@ -60,7 +60,7 @@ def groups(nodes: Nodes, count: int, each: int) -> list[list[int]]:
 
 @contextmanager
 def _axis(members: list[list[int]]) -> Iterator[Axis | None]:
-    """This rank's group among these; None where it is in none of them."""
+    """Context: yields this rank's group among `members`; None where it is in none of them."""
     group, every = dist.new_subgroups_by_enumeration(members)
     mine = next((tuple(ranks) for ranks in members if dist.get_rank() in ranks), None)
     yield None if mine is None else Axis("probe", len(mine), dist.get_rank(group), group, mine)
@@ -98,7 +98,7 @@ def _there_and_back(tensor: torch.Tensor, axis: Axis) -> None:
 
 
 def _slowest(value: float, axis: Axis, device: torch.device) -> float:
-    """The same on every rank of the axis, which go on together or not at all."""
+    """Returns the largest value on the axis, the same on its ranks, which go on together or not at all."""
     most = torch.tensor([value], device=device)
     all_reduce(most, axis, "probe", op="max")
     return float(most)

@@ -26,7 +26,7 @@ Message = tuple[str, int, int, float]
 
 
 def collective_times(device: torch.device, ranks: int, pace: Pace, budget: Budget) -> list[Message]:
-    """(op, ranks, bytes of the whole tensor, microseconds), sizes ascending. Collective.
+    """Returns rows (op, ranks, bytes of the whole tensor, microseconds), sizes ascending. Collective.
 
     Of a "halo", an all-to-all between neighbours alone, the bytes are those that a rank between two others is sent.
 
@@ -50,16 +50,16 @@ def collective_times(device: torch.device, ranks: int, pace: Pace, budget: Budge
 def of_size(
     pace: Pace, axis: Axis, size_bytes: int, may_s: float = math.inf, *, halo: bool = False
 ) -> list[Message]:  # fmt: skip
-    """Each collective of the axis with a tensor of so many bytes, at one pace; `halo`: that between neighbours too."""
+    """Returns rows of each collective with a tensor of `size_bytes`; `halo`: an exchange between neighbours too."""
     device, ranks = pace.device, axis.size
-    each = max(1, size_bytes // 4 // ranks)
-    full, other = (torch.zeros(each * ranks, device=device) for _ in range(2))
-    part = torch.zeros(each, device=device)
+    chunk = max(1, size_bytes // 4 // ranks)
+    full, other = (torch.zeros(chunk * ranks, device=device) for _ in range(2))
+    part = torch.zeros(chunk, device=device)
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": partial(all_reduce, full, axis, "probe"),
         "all_gather": partial(all_gather, full, part, axis, "probe"),
         "reduce_scatter": partial(reduce_scatter, part, full, axis, "probe"),
-        "all_to_all": partial(all_to_all, other, full, [each] * ranks, [each] * ranks, axis, "probe"),
+        "all_to_all": partial(all_to_all, other, full, [chunk] * ranks, [chunk] * ranks, axis, "probe"),
     }
     if halo:
         beside = [full.numel() // 2 if abs(rank - axis.index) == 1 else 0 for rank in range(ranks)]
@@ -79,7 +79,7 @@ def of_size(
 
 
 def after_work(call: Callable[[], Any], device: torch.device, times: int) -> float:
-    """Seconds of a call for which ranks come from computing, as in a step: those that come late are waited for.
+    """Returns seconds of a call that ranks reach from computing, as in a step: late ranks are waited for.
 
     A step has many, and their sum tends to a multiple of the mean, which the slowest tenth is left out of.
     """

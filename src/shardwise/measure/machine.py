@@ -59,7 +59,7 @@ PRODUCTS, OPS, COLLECTIVES = 0.4, 0.55, 0.8  # each of what is left then
 
 
 def seconds(call: Callable[[], Any], device: torch.device, budget_s: float = BUDGET_S) -> float:
-    """The median time of a call: what a step meets, not the best that was ever seen."""
+    """Returns the median seconds of a call: what a step meets, not the best that was ever seen."""
     call()
     synchronize(device)
     times: list[float] = []
@@ -73,7 +73,7 @@ def seconds(call: Callable[[], Any], device: torch.device, budget_s: float = BUD
 
 
 def measure(say: Say, budget: Budget) -> dict[str, Any]:
-    """All figures of one rank. Collective; rank 0 says what it measures.
+    """Returns all figures of one rank by name. Collective; rank 0 reports what it measures.
 
     budget  of the whole probe: a share of it is taken here, by fewer sizes where a machine is slow
     """
@@ -81,27 +81,27 @@ def measure(say: Say, budget: Budget) -> dict[str, Any]:
     budget = budget.part(FIGURES, device)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     say = _of_rank_zero(say)
-    found: dict[str, Any] = {"ranks": ranks, "kind": device.type, "threads": torch.get_num_threads()}
-    found["name"] = device_name(device) or platform.machine() + "-cpu"
-    found["memory"] = _memory_bytes(device) / (ranks if on_host(device) else 1)
+    figures: dict[str, Any] = {"ranks": ranks, "kind": device.type, "threads": torch.get_num_threads()}
+    figures["name"] = device_name(device) or platform.machine() + "-cpu"
+    figures["memory"] = _memory_bytes(device) / (ranks if on_host(device) else 1)
     own = pace_us(device)
     pace = Pace(device, None if own is None else over_ranks(own))
-    found["pace"] = pace.reference
+    figures["pace"] = pace.reference
     say("probe: products and convolutions by shape")
-    found["products"] = _products(pace, budget.part(PRODUCTS, device))
+    figures["products"] = _products(pace, budget.part(PRODUCTS, device))
     say("probe: bandwidth of the memory")
-    found["stream"] = _stream(device)
+    figures["stream"] = _stream(device)
     say("probe: what an op costs besides its work")
-    found["op"] = pace.seconds(partial(_op, device, found))
+    figures["op"] = pace.seconds(partial(_op, device, figures))
     if on_host(device):  # where the host computes the ops itself
         say("probe: other ops by size")
-        found["ops"] = op_times(pace, budget.part(OPS, device))
+        figures["ops"] = op_times(pace, budget.part(OPS, device))
     say(f"probe: collectives of {ranks} ranks by size")
-    found["collectives"] = collective_times(device, ranks, pace, budget.part(COLLECTIVES, device))
-    found["host"] = _host(device)
+    figures["collectives"] = collective_times(device, ranks, pace, budget.part(COLLECTIVES, device))
+    figures["host"] = _host(device)
     say("probe: the disk")
-    found["disk"] = _disk() if not dist.is_initialized() or dist.get_rank() == 0 else None
-    return found
+    figures["disk"] = _disk() if not dist.is_initialized() or dist.get_rank() == 0 else None
+    return figures
 
 
 def _of_rank_zero(say: Say) -> Say:
@@ -109,7 +109,7 @@ def _of_rank_zero(say: Say) -> Say:
 
 
 def measure_engine(say: Say, reference: float, budget: Budget, quick: bool = False) -> dict[str, Any]:
-    """Steps of reference modules on one rank of a CPU, where nothing hides what the host adds. Collective.
+    """Times steps of reference modules on one rank of a CPU, where nothing hides what the host adds. Collective.
 
     reference   the pace at which all else was measured, microseconds
     """
@@ -140,7 +140,7 @@ def _products(pace: Pace, budget: Budget) -> list[tuple[str, int, int, int, floa
 def attention_times(
     device: torch.device, lengths: tuple[int, ...] = LENGTHS, widths: tuple[int, ...] = WIDTHS, tokens: int = 2**17
 ) -> list[tuple[str, int, int, int, float]]:
-    """Rows ("attention" or "attention_backward", length, heads times samples, width, microseconds), causal, in bf16.
+    """Returns rows ("attention" or "attention_backward", length, heads x samples, width, microseconds), causal, bf16.
 
     tokens   length times heads times samples of each
     """
@@ -160,14 +160,14 @@ def attention_times(
 
 
 def _stream(device: torch.device) -> float:
-    """Bytes a second of an addition that reads two tensors and writes one."""
+    """Returns bytes per second of an addition that reads two tensors and writes one."""
     count = 2**23 if on_host(device) else 2**27
     a, b, out = (torch.randn(count, device=device) for _ in range(3))
     return 3 * 4 * count / seconds(lambda: torch.add(a, b, out=out), device, 0.2)
 
 
 def _op(device: torch.device, found: dict[str, Any]) -> float:
-    """Microseconds of an op of a forward and backward whose tensors are tiny."""
+    """Returns microseconds of one op of a forward and backward whose tensors are tiny."""
     from shardwise.measure.reference_modules import reference_task
     from shardwise.rehearsal.step_trace import trace
 
@@ -183,7 +183,7 @@ def _op(device: torch.device, found: dict[str, Any]) -> float:
 
 
 def _host(device: torch.device) -> float | None:
-    """Bytes a second from pinned host memory to a GPU; None on a CPU."""
+    """Returns bytes per second from pinned host memory to a GPU; None on a CPU."""
     if on_host(device):
         return None
     here = torch.empty(2**26, pin_memory=True)
@@ -192,7 +192,7 @@ def _host(device: torch.device) -> float | None:
 
 
 def _disk() -> float:
-    """Bytes a second that a file of 64 MB is written with, synced."""
+    """Returns bytes per second of writing and syncing a file of 64 MB."""
     data = os.urandom(2**20) * 64
     with tempfile.TemporaryFile() as file:
         began = time.perf_counter()
@@ -203,7 +203,7 @@ def _disk() -> float:
 
 
 def probe(ranks: int | None = None, say: Say = silent, *, quick: bool = False) -> Cluster:
-    """Measure this machine, with `ranks` ranks at once: products, memory, collectives, disk.
+    """Measures this machine with `ranks` ranks at once (products, memory, collectives, disk); returns a `Cluster`.
 
     By default one rank for each CUDA device, or two on a CPU. Ranks that a launcher started are joined, and those of
     several hosts measure the links between them too. Collective then, with the same `Cluster` on every rank; process
@@ -228,7 +228,7 @@ def probe(ranks: int | None = None, say: Say = silent, *, quick: bool = False) -
 
 
 def _joined(place: LaunchedPlace, ranks: int | None, say: Say, budget: Budget, quick: bool) -> Cluster:
-    """A probe by ranks that a launcher started, node by node at the same time, and then between the nodes."""
+    """Returns the probe of ranks that a launcher started: all nodes at the same time, then between the nodes."""
     if ranks is not None and ranks != place.world_size:
         raise InputError(
             f"{place.named} started {place.world_size} rank(s), which measure: leave --ranks {ranks} out, or start "
@@ -241,7 +241,7 @@ def _joined(place: LaunchedPlace, ranks: int | None, say: Say, budget: Budget, q
     mine = next(node for node in nodes if rank in node)
 
     def on_each_node(function: Callable[..., dict[str, Any]], *args: Any) -> list[dict[str, Any]]:
-        """What all ranks of all nodes return, each node a world of its own meanwhile."""
+        """Returns the results of `function` on all ranks, with each node as a world of its own."""
         with apart(mine, LIMIT_S) if len(nodes) > 1 else nullcontext():
             found = function(*args)
         return gather_json(found, everybody(), device)
@@ -302,7 +302,7 @@ def _cluster(results: list[dict[str, Any]]) -> Cluster:
 
 
 def _with_engine(cluster: Cluster, results: list[dict[str, Any]], say: Say) -> Cluster:
-    """The cluster, one node, with what the engine adds to ops, of steps that ran as a job's do."""
+    """Returns the cluster of one node with the engine's overheads, from steps that ran as a job's do."""
     say("probe: comparing the steps with the sums of their ops")
     steps: dict[str, list[float]] = {}
     for name, _, took in slower([r["steps"] for r in results]):
@@ -313,7 +313,7 @@ def _with_engine(cluster: Cluster, results: list[dict[str, Any]], say: Say) -> C
 
 
 def _with_links(cluster: Cluster, nodes: int, found: list[list[Between]]) -> Cluster:
-    """The cluster of so many nodes, with what each rank found between them, of which the slowest counts."""
+    """Returns the cluster of `nodes` nodes with the links between them, as the slowest rank measured them."""
     most: dict[tuple[str, int, int, int], float] = {}
     for op, count, each, size, us in (row for rows in found for row in rows):
         most[op, count, each, size] = max(us, most.get((op, count, each, size), 0.0))
@@ -330,7 +330,7 @@ def _with_links(cluster: Cluster, nodes: int, found: list[list[Between]]) -> Clu
 
 
 def text(cluster: Cluster) -> str:
-    """The figures for a reader."""
+    """Returns the cluster's figures as text."""
     d, tier = cluster.device, cluster.tiers[0]
     nodes = "" if len(cluster.tiers) == 1 else f"{cluster.tiers[1].count} nodes of "
     rate = (d.fp32_tflops or d.bf16_tflops).value

@@ -25,7 +25,7 @@ STEPS = 4  # the first is not timed
 
 
 def run_alone(make: Callable[[], Task], plan_text: str, rank: int, randomness: Randomness) -> dict[str, Any]:
-    """In a process of its own: the steps of one rank. Returns bytes and seconds."""
+    """Runs the steps of one rank, in a process of its own; returns bytes and seconds by name."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -58,21 +58,21 @@ def run_alone(make: Callable[[], Task], plan_text: str, rank: int, randomness: R
         began = time.perf_counter()
         engine.step(batch)
         times.append(time.perf_counter() - began)
-    held = {name: count for name, count in engine.memory().items() if count is not None}
+    memory = {name: count for name, count in engine.memory().items() if count is not None}
     return {
         "rank": rank,
         "peak_live": peak,
         "rest_live": rest,
         "seconds": min(times[1:]),
         "threads": torch.get_num_threads(),
-        **held,
+        **memory,
     }
 
 
 def measure_rank(
     make: Callable[[], Task], plan: Plan, rank: int = 0, randomness: Randomness = "global"
 ) -> dict[str, Any]:
-    """Peak of live bytes and compute seconds of one rank of a plan that this version can run.
+    """Returns peak of live bytes and compute seconds of one rank of a plan that this version can run.
 
     `make` builds the task and can be pickled. Raises `RefusedPlan` for a plan that cannot run, `InputError` for a rank
     outside it.

@@ -165,7 +165,7 @@ OPS: dict[str, tuple[Callable[[int], Made], Callable[..., object]]] = {
 
 
 def typical(call: Callable[[], object], budget_s: float = BUDGET_S) -> float:
-    """The median time of a call within a budget, of three at least where it is above zero."""
+    """Returns the median seconds of a call within a budget, of at least three calls where it is above zero."""
     call()
     times: list[float] = []
     until = time.perf_counter() + budget_s
@@ -192,7 +192,7 @@ def held(inputs: Callable[[], Made], call: Callable[..., object]) -> tuple[float
 
 
 def op_times(pace: Pace, budget: Budget) -> list[Row]:
-    """(op, bytes it reads and writes, microseconds), sizes ascending. Collective.
+    """Returns rows (op, bytes it reads and writes, microseconds), sizes ascending. Collective.
 
     Every op at its smallest and its largest size, and at others while there is time.
     """
@@ -208,7 +208,7 @@ def op_times(pace: Pace, budget: Budget) -> list[Row]:
 
 
 def _attention(pace: Pace) -> list[Row]:
-    """By FLOPs: the fused kernel, forward and backward."""
+    """Returns rows (op, FLOPs, microseconds) of fused attention, forward and backward."""
     rows: list[Row] = []
     forward = ATEN._scaled_dot_product_flash_attention_for_cpu
     backward = ATEN._scaled_dot_product_flash_attention_for_cpu_backward
@@ -224,7 +224,7 @@ def _attention(pace: Pace) -> list[Row]:
 
 
 def product_times(sides: Sequence[int], pace: Pace, budget: Budget) -> list[Product]:
-    """(fp32, m, n, k, microseconds): the mean of the three products that a linear layer runs in a step. Collective.
+    """Returns rows (fp32, m, n, k, microseconds), the mean of a linear layer's three products in a step. Collective.
 
     Forward multiplies with a transposed weight, backward by the weight and by transposed inputs. Shapes of the smallest
     and the largest side come first, and others while there is time.
@@ -236,7 +236,7 @@ def product_times(sides: Sequence[int], pace: Pace, budget: Budget) -> list[Prod
             lambda m=m, n=n, k=k: (torch.randn(m, k), torch.randn(k, n)),
             lambda m=m, n=n, k=k: (torch.randn(k, m).t(), torch.randn(k, n)),
         )
-        took = [pace.seconds(partial(_one, way, min(BUDGET_S, may_s) / 3)) for way in ways]
+        took = [pace.seconds(partial(_product_seconds, way, min(BUDGET_S, may_s) / 3)) for way in ways]
         return ("fp32", m, n, k, 1e6 * sum(took) / 3)
 
     ends = {sides[0], sides[-1]}
@@ -244,13 +244,13 @@ def product_times(sides: Sequence[int], pace: Pace, budget: Budget) -> list[Prod
     return sorted(within(budget, [partial(figure, *shape) for shape in shapes], 2**3))
 
 
-def _one(way: Callable[[], Made], budget_s: float) -> float:
+def _product_seconds(way: Callable[[], Made], budget_s: float) -> float:
     _, round_of, count = held(way, ATEN.mm)
     return typical(round_of, budget_s) / count
 
 
 def convolution_times(pace: Pace, budget: Budget) -> list[Product]:
-    """(conv or conv_backward, cells, channels out, 9 x channels in, microseconds) of 3 x 3 over square fields.
+    """Returns rows (conv or conv_backward, cells, channels out, 9 x channels in, microseconds) of 3 x 3 convolutions.
 
     Few channels come first, and others while there is time. Collective.
     """

@@ -52,23 +52,23 @@ SHIFT = 0.01  # of a factor, to see how much of a step it is in
 
 
 def plans(ranks: int, quick: bool = False) -> dict[str, list[str]]:
-    """Technique -> the plans over all ranks under which the references show it.
+    """Returns, by technique, the plan over all ranks for each reference module that shows its overhead.
 
     quick   without those of `ALIKE`, and draws followed under replicas alone
     """
-    found = {BASE: f"dp_replicate={ranks}"}
+    texts = {BASE: f"dp_replicate={ranks}"}
     if ranks > 1:
-        found |= {f"zero{stage}": f"dp_shard={ranks},zero={stage}" for stage in (1, 2, 3)}
+        texts |= {f"zero{stage}": f"dp_shard={ranks},zero={stage}" for stage in (1, 2, 3)}
     if ranks % 2 == 0:
         rest = f",dp_replicate={ranks // 2}" if ranks > 2 else ""
-        found |= {"tp": f"tp=2{rest}", "sp": f"tp=2,sp=true{rest}", "pp": f"pp=2{rest}"}
-    found = {name: plan for name, plan in found.items() if not (quick and name in ALIKE)}
-    found |= {name + DRAWS: found[name] for name in (DRAWN[:1] if quick else DRAWN) if name in found}
-    return {name: [_busier(name, plan, at) for at in range(len(REFERENCES))] for name, plan in found.items()}
+        texts |= {"tp": f"tp=2{rest}", "sp": f"tp=2,sp=true{rest}", "pp": f"pp=2{rest}"}
+    texts = {name: plan for name, plan in texts.items() if not (quick and name in ALIKE)}
+    texts |= {name + DRAWS: texts[name] for name in (DRAWN[:1] if quick else DRAWN) if name in texts}
+    return {name: [_busier(name, plan, at) for at in range(len(REFERENCES))] for name, plan in texts.items()}
 
 
 def _busier(name: str, plan: str, reference: int) -> str:
-    """More messages for the last reference of a pipeline, which would pass on as many in all three."""
+    """Returns the plan's text; with more micro-batches for a pipeline's last reference, so that messages differ."""
     return f"{plan},microbatches=4" if name.startswith("pp") and reference == len(REFERENCES) - 1 else plan
 
 
@@ -78,7 +78,7 @@ Large = dict[tuple[str, str], float]  # (kind of op, technique) -> seconds of a 
 def step_times(
     ranks: int, pace: Pace, say: Say = silent, *, budget: Budget | None = None, quick: bool = False
 ) -> tuple[dict[str, list[float]], Large]:
-    """Seconds of a step of each tiny reference by technique, and of the larger ones under a few. Collective.
+    """Returns seconds of a step of each tiny reference by technique, of the larger ones under a few. Collective.
 
     All are gone through `PASSES` times, so that what slows the machine for a while is not all in one of them. What
     these disagree on is measured once more, and the median counts. `quick`: once, so that the pace of the machine then
@@ -87,33 +87,33 @@ def step_times(
     """
     budget = budget or Budget(math.inf)
     of = plans(ranks, quick)
-    tiny = {(name, at): (reference_task(*sizes, 4 * ranks), plan, name.endswith(DRAWS)) for name, each in of.items()
-            for at, (plan, sizes) in enumerate(zip(each, REFERENCES, strict=True))}  # fmt: skip
+    tiny = {(name, at): (reference_task(*sizes, 4 * ranks), plan, name.endswith(DRAWS)) for name, texts in of.items()
+            for at, (plan, sizes) in enumerate(zip(texts, REFERENCES, strict=True))}  # fmt: skip
     large = {(kind, name): (task, of[name][0], False) for kind, task in large_tasks(ranks).items()
              for name in LARGE[kind] if name in of}  # fmt: skip
     work = [*tiny.values(), *large.values()]
-    found: list[list[float]] = [[] for _ in work]
+    measured: list[list[float]] = [[] for _ in work]
     took = [0.0] * len(work)
     rounds = 1 if quick else PASSES + 1
     for turn in range(rounds):
-        for at, ((task, plan, follows), seen) in enumerate(zip(work, found, strict=True)):
+        for at, ((task, plan, follows), seen) in enumerate(zip(work, measured, strict=True)):
             left = budget.left_s()
             if turn and took[at] > left:
                 continue
             apart = max(seen) / min(seen) if seen else 1.0
             if turn == PASSES and over_ranks(apart) < AGREE:
                 continue
-            say(_told(turn, rounds, at, len(work), plan, left))
+            say(_progress_text(turn, rounds, at, len(work), plan, left))
             seen.append(_seconds(task, plan, pace, left / (len(work) - at), follows))
             took[at] = left - budget.left_s()
-    times = [median(seen) for seen in found]
+    times = [median(seen) for seen in measured]
     of_tiny = dict(zip(tiny, times, strict=False))
     steps = {name: [of_tiny[name, at] for at in range(len(REFERENCES))] for name in of}
     return steps, dict(zip(large, times[len(tiny) :], strict=True))
 
 
-def _told(turn: int, rounds: int, at: int, count: int, plan: str, left_s: float) -> str:
-    """What is measured now, and for how long at most."""
+def _progress_text(turn: int, rounds: int, at: int, count: int, plan: str, left_s: float) -> str:
+    """Returns the line of progress: what is measured now, and for how long at most."""
     more = ", the fewest steps, since time is up" if left_s <= 0 else ""
     if left_s > 0 and math.isfinite(left_s):
         more = f", {left_s:.0f} s left at most"
@@ -121,7 +121,7 @@ def _told(turn: int, rounds: int, at: int, count: int, plan: str, left_s: float)
 
 
 def _seconds(task: Task, plan: str, pace: Pace, share_s: float = math.inf, follows: bool = False) -> float:
-    """The median step of a module, at the reference pace.
+    """Returns the median seconds of a module's step, at the reference pace.
 
     share_s   what it may take, warming up included
     follows   each operation is looked at for random numbers, as in a run of a module that draws some; the references
@@ -163,7 +163,7 @@ def _alone(task: Task, plan: str, pace: Pace, share_s: float, follows: bool) -> 
 
 
 def steps_within(left_s: float, step_s: float) -> int:
-    """How many steps are taken where one takes `step_s`: what fits `BUDGET_S`, at least `STEPS` where there is time."""
+    """Returns how many steps to time where one takes `step_s`: what fits `BUDGET_S`, at least `STEPS` in time."""
     wanted = min(MOST, max(STEPS, int(BUDGET_S / step_s)))
     return wanted if wanted * step_s <= left_s else max(LEAST, int(left_s / step_s))
 
@@ -178,7 +178,7 @@ def _traced(cluster: Cluster, plan: Plan, task: Task) -> tuple[Layout, Traced, i
 
 @dataclass(frozen=True)
 class Features:
-    """What a step's forecast consists of, so that it can be told for other factors and overheads.
+    """Terms of a step's forecast, from which it is computed for other factors and overheads.
 
     fixed   seconds that no factor is on
     kinds   seconds of each kind of op, in the order of `KINDS`
@@ -197,23 +197,23 @@ class Features:
     work_cut: float
 
     def bare(self, factors: Sequence[float]) -> float:
-        """Seconds without overhead."""
+        """Returns the step's seconds without overhead."""
         return self.fixed + sum(factor * part for factor, part in zip(factors, self.kinds, strict=True))
 
     def works(self, factors: Sequence[float], call_us: float = 0.0, cut_us: float = 0.0) -> float:
-        """Seconds of which ranks may wait for a share."""
+        """Returns the seconds of work, of which ranks wait for a share."""
         ops = self.work * self.bare(factors) / self.bare([1.0] * len(KINDS))
         return ops + 1e-6 * (self.work_call * call_us + self.work_cut * cut_us)
 
     def added(self, row: Sequence[float]) -> float:
-        """Seconds of the overhead that a row (step, call, cut, event; microseconds) says."""
+        """Returns the seconds of overhead under a row (step, call, cut, event; microseconds)."""
         return 1e-6 * (row[0] + self.call * row[1] + self.cut * row[2] + self.event * row[3])
 
 
 def fit(
     cluster: Cluster, steps: dict[str, list[float]], large: Large
 ) -> tuple[tuple[OverheadRow, ...], tuple[tuple[str, float], ...]]:
-    """A device's overheads and its factors by kind of op, from the steps that were measured on it.
+    """Fits a device's overheads and its factors by kind of op to the steps that were measured on it.
 
     steps   technique -> seconds of the tiny modules; their forecasts come out as measured
     large   steps of the larger ones, from which the factors are
@@ -249,7 +249,7 @@ def fit(
 def _waits(
     wholes: dict[tuple[str, str], Features], left: Large, factors: Sequence[float], calls: dict[str, list[float]]
 ) -> dict[str, float]:
-    """Technique -> share of its work that a rank waits for others: what ops and overheads leave of the large steps."""
+    """Returns, by technique, the share of its work that a rank waits for others: what large steps take beyond ops."""
     return {
         key[1]: max(0.0, (seconds - wholes[key].bare(factors)) / wholes[key].works(factors, *calls[key[1]]))
         for key, seconds in left.items()
@@ -257,7 +257,7 @@ def _waits(
 
 
 def _factors(wholes: dict[tuple[str, str], Features], left: Large, large: Large) -> list[float]:
-    """A factor on each kind: relative errors of all steps count, and a little that the factors are alike.
+    """Returns a factor for each kind of op: least relative errors of all steps, with a small pull to equal factors.
 
     left   what of each step is not overhead
     """
@@ -299,7 +299,7 @@ def _solve(
     waits: dict[str, float],
     cut_us: float,
 ) -> list[OverheadRow]:
-    """One cost of a call, and of one on cut tensors, for all `names`; a step and an event of each.
+    """Fits one cost of a call and of a call on cut tensors for all `names`, and of a step and an event for each.
 
     Relative errors count. `cut_us`: of a call on cut tensors, where none of the steps has any.
     """
@@ -334,7 +334,7 @@ def _four(value: float) -> float:
 
 
 def _features(cluster: Cluster, plan: Plan, task: Task) -> Features:
-    """A step's parts, by forecasts on the cluster with one thing changed at a time."""
+    """Returns the terms of a step's forecast, from forecasts with one thing changed at a time."""
     layout, traced, samples = _traced(cluster, plan, task)
 
     def seconds(added: Overhead = NOTHING, factors: tuple[tuple[str, float], ...] = ()) -> float:
@@ -357,14 +357,14 @@ def _features(cluster: Cluster, plan: Plan, task: Task) -> Features:
 
 
 def task_units(task: Task) -> int:
-    """Repeated blocks of the task's module."""
+    """Returns the number of repeated blocks of the task's module."""
     from shardwise.trace.blocks import find_blocks
 
     return len(find_blocks(task.model()).paths)
 
 
 def non_negative(features: np.ndarray, wanted: np.ndarray) -> Sequence[float]:
-    """Least squares without negative weights: the best of all subsets of the few columns."""
+    """Returns least-squares weights that are not negative: the best of all subsets of the few columns."""
     columns = range(features.shape[1])
     best, least = np.zeros(features.shape[1]), float(np.square(wanted).sum())
     for size in range(1, features.shape[1] + 1):

@@ -32,7 +32,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Budget:
-    """Seconds that a measurement may take in all, from when this is made; also in other processes of the host."""
+    """A deadline for a whole measurement, from when this is made; valid in other processes of the host too."""
 
     seconds: float
     began: float = field(default_factory=time.time)
@@ -42,40 +42,40 @@ class Budget:
         return over_ranks(self.began + self.seconds - time.time(), device)
 
     def part(self, share: float, device: torch.device | None = None) -> Budget:
-        """A share of what is left, from now on. Collective."""
+        """Returns a budget of a share of what is left, from now on. Collective."""
         return Budget(share * max(0.0, self.left_s(device)))
 
 
 def within(
     budget: Budget, figures: Sequence[Callable[[float], Found]], least: int, device: torch.device | None = None
 ) -> list[Found]:
-    """What the figures give, one after the other while there is time; the first `least` in any case. Collective.
+    """Returns the results of `figures`, called in turn while there is time, the first `least` always. Collective.
 
     Each is told how many seconds it may take: an equal share of those that are left.
     """
-    found: list[Found] = []
+    results: list[Found] = []
     for at, figure in enumerate(figures):
         left = budget.left_s(device)
         if at >= least and left <= 0:
             break
-        found.append(figure(max(0.0, left) / (len(figures) - at)))
-    return found
+        results.append(figure(max(0.0, left) / (len(figures) - at)))
+    return results
 
 
 def ends_first(sizes: Sequence[int]) -> list[int]:
-    """Sizes in the order in which a measurement that may be cut short takes them: the ends, then what lies between."""
+    """Returns sizes in the order for a measurement that may be cut short: the ends, then what lies between."""
     return [*sizes[:1], *sizes[:0:-1][:1], *sizes[1:-1]]
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Of one rank. `reference`: microseconds of the fixed work; None where there is nothing to divide by."""
+    """A rank's measure of its CPU's pace. `reference`: microseconds of the fixed work; None: no correction."""
 
     device: torch.device
     reference: float | None
 
     def seconds(self, measure: Callable[[], float]) -> float:
-        """What `measure` returns, a time in any unit, at the reference pace."""
+        """Returns what `measure` returns, a time in any unit, corrected to the reference pace."""
         if self.reference is None:
             return measure()
         before = pace_us(self.device, BRIEF)
@@ -87,7 +87,7 @@ class Pace:
 
 @dataclass
 class Beat:
-    """Looks at the pace between the steps of a run; every rank has to look before the same steps.
+    """Measures the pace between the steps of a run; every rank has to measure before the same steps.
 
     every   steps from one look to the next; twice as many after each `MANY` looks
     """
@@ -98,12 +98,12 @@ class Beat:
     us: list[float] = field(default_factory=list)
 
     def before(self, step: int) -> None:
-        """Look, where it is time to; nothing on a device whose pace is its own."""
+        """Measures the pace before a step, where it is time to; nothing on a device with a constant pace."""
         if step % self.every == 0:
             self._look(step)
 
     def end(self, steps: int) -> None:
-        """The last look, after so many steps."""
+        """Measures the pace a last time, after `steps` steps."""
         self._look(steps)
 
     def _look(self, step: int) -> None:
@@ -115,14 +115,14 @@ class Beat:
                 self.every *= 2
 
     def spread(self, step_s: float) -> None:
-        """Look every `EVERY_S` from now on, where a step takes `step_s`: the same number on all ranks."""
+        """Measures every `EVERY_S` seconds from now on, where a step takes `step_s`, the same number on all ranks."""
         self.every = max(1, math.ceil(EVERY_S / step_s))
 
 
 def pace_beside(
     steps: Sequence[tuple[int, float]], at: Sequence[int], ranks: Sequence[Sequence[float]], in_turn: bool
 ) -> float:
-    """Microseconds of the fixed work beside the median step.
+    """Returns microseconds of the fixed work beside the median step.
 
     steps     (index, seconds)
     at        the steps before which it was looked, the last one after all
@@ -138,7 +138,7 @@ def pace_beside(
 
 
 def over_ranks(value: float, device: torch.device | None = None) -> float:
-    """The mean over ranks, the same on each of them. Collective."""
+    """Returns the mean over ranks, the same on each of them. Collective."""
     if not dist.is_initialized():
         return value
     row = torch.tensor([value], dtype=torch.float64, device=device)

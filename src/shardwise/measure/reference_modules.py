@@ -17,7 +17,7 @@ CHANNELS, SIDE = (8, 32, 64), 32
 
 
 class Reference(nn.Module):
-    """Blocks with the ops that models have, so small that ops cost what it takes to start them."""
+    """Blocks with a model's usual ops, so small that the time to start an op dominates."""
 
     def __init__(self, blocks: int = 4, deep: int = 1, width: int = WIDTH) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def _batch(step: int, samples: int, positions: int, width: int) -> torch.Tensor:
 def reference_task(
     blocks: int = 4, deep: int = 1, samples: int = 2, width: int = WIDTH, positions: int = POSITIONS
 ) -> Task:
-    """A reference module and its batch."""
+    """Returns the task of a reference module with its batch."""
     return Task(
         model=partial(Reference, blocks, deep, width), loss=_loss, name="reference",
         batch=partial(_batch, samples=samples, positions=positions, width=width),
@@ -110,7 +110,7 @@ def _fields(step: int, samples: int) -> torch.Tensor:
 
 
 def large_tasks(ranks: int) -> dict[str, Task]:
-    """Kind of op -> a module whose step is mostly of that kind and whose ops are large against what starts them."""
+    """Returns, by kind of op, a task whose step is mostly of that kind, with ops whose time dominates their launch."""
     wide, positions, samples = 192, 64, 4 * ranks
     stream = partial(_batch, samples=samples, positions=4 * positions, width=wide)
     return {

@@ -23,19 +23,22 @@ from shardwise.simulator.traced import between, kernels_of, same_ops
 def least_seconds(
     model: Model, batch: int, world: int, cluster: Cluster, software: Software, precision: str
 ) -> float:  # fmt: skip
-    """Seconds of computing where each rank has its samples whole, at the best micro-batch; 0 where it cannot be told.
+    """Returns the least seconds that computing one step takes without cutting the module; 0.0 where traces do not tell.
 
     A cut makes products narrower by as much as it gives a rank more samples, starts as many ops, and in a pipeline
     deals them over more micro-batches: it computes no faster for the same work.
     """
-    if not same_ops(model.one, model.two):
+    # traces of different operations cannot be interpolated; a bound of 0 prunes nothing
+    if not same_ops(model.small, model.large):
         return 0.0
     kernels, _ = kernels_of(cluster, Layout(), software, PRECISIONS[precision].products)
-    own = max(model.one.samples, -(-batch // world))  # samples of a rank
+    own = max(model.small.samples, -(-batch // world))  # samples of a rank
+    # a layout may take any of these micro-batches, so the bound is the best of them
     sizes = {own, *(2**place for place in range(own.bit_length()))}
-    each = [between(model.one, model.two, n, kernels, software) / n for n in sizes if n >= model.one.samples]
+    small, large = model.small, model.large
+    seconds_per_sample = [between(small, large, n, kernels, software) / n for n in sizes if n >= small.samples]
     correction = cluster.device.correction.value if cluster.device.correction is not None else 1.0
-    return min(each) * batch / world * correction * (1.0 if cluster.device.kind == "cpu" else GAPS)
+    return min(seconds_per_sample) * batch / world * correction * (1.0 if cluster.device.kind == "cpu" else GAPS)
 
 
 SLOWER = 1.05  # times as long as the fastest without it, from which an axis is behind
@@ -44,7 +47,7 @@ EVEN = 1.02  # micro-batches of half the size take as long within this: a larger
 
 @dataclass
 class _Alone:
-    """One degree of tp or pp beside data ranks, as far as it was looked at without recompute, zero=2 and 3.
+    """Step times seen for one degree of tp or pp beside data ranks (without recompute, and with zero 0 or 1).
 
     fits   the fastest step by samples of a micro-batch
     whole  whether all sizes of micro-batch fit
@@ -61,7 +64,7 @@ class _Alone:
 
     @property
     def free(self) -> bool:
-        """Whether more memory would not make it faster."""
+        """Whether the best time here is not limited by memory: a larger micro-batch would not be faster."""
         if self.whole or not self.fits:
             return self.whole
         largest = max(self.fits)
@@ -70,7 +73,7 @@ class _Alone:
 
 
 class Slower:
-    """Degrees of tp and pp that are behind, from those that were looked at alone; of which larger ones need no look.
+    """Prunes larger degrees of tp and pp, once a smaller one alone was slower than the plan without it.
 
     fastest  seconds of the fastest step without either
     least    seconds that computing takes at least
@@ -79,11 +82,12 @@ class Slower:
     def __init__(self, fastest: float, least: float):
         self.fastest, self.least = fastest, least
         self.alone: dict[tuple[str, int], _Alone] = {}
-        self.told: dict[str, str] = {}  # by axis, a remark on what was not looked at
+        self.remarks: dict[str, str] = {}  # by axis, a remark on what was not looked at
 
     def note(self, layout: Layout, forecast: Forecast | None) -> None:
-        """Remember what a layout takes; None where it does not fit."""
+        """Records the forecast of a layout that uses tp or pp alone; `forecast` is None where it does not fit."""
         key = _axis(layout)
+        # recompute and zero 2 and 3 cost time of their own, which would hide what the axis costs
         if key is None or layout.recompute != "none" or layout.zero > 1:
             return
         seen = self.alone.setdefault(key, _Alone())
@@ -92,17 +96,20 @@ class Slower:
             return
         size, seconds = layout.micro_batch, forecast.step_s
         seen.fits[size] = min(seconds, seen.fits.get(size, seconds))
+        # its time if computing were as fast as the bound: messages and bubbles of the axis remain
         seen.hopes = min(seen.hopes, seconds - max(0.0, forecast.parts["compute"] - self.least))
 
     def beyond(self, layout: Layout) -> bool:
-        """Whether a smaller degree of one of its axes, where memory limits nothing, is behind already."""
+        """Whether to skip a layout: a smaller degree of its tp or pp was already slower, and not for lack of memory."""
         for (axis, degree), seen in self.alone.items():
             same = _axis(layout) == (axis, degree)
+            # where memory limited the smaller degree, a larger one may still be faster:
+            # test_an_axis_that_memory_holds_back_is_looked_at_further
             if getattr(layout, axis) < degree or not seen.fits or not seen.free:
                 continue
             behind = seen.hopes > self.fastest if same else seen.seconds > SLOWER * self.fastest
             if behind and (not same or layout.sp):  # sp deals what tp repeats, and sends as much
-                self.told.setdefault(axis, self._why(axis, degree, seen))
+                self.remarks.setdefault(axis, self._why(axis, degree, seen))
                 return True
         return False
 

@@ -62,11 +62,13 @@ class Constraints:
 
     def allows(self, plan: Plan) -> bool:
         """Whether a plan has the fixed fields."""
+        # domain=2x1 and domain=2 are the same grid
         return all(_written(getattr(plan, name)) == _written(value) for name, value in self.fixed)
 
     def applied(self, layout: Layout) -> Layout:
         """Returns the layout with the fixed values of keys that the search does not vary (`SWITCHES`)."""
         values = {name: value for name, value in self.fixed if name in SWITCHES}
+        # a key without what it needs (such as domain_depth without tiles) would make the plan invalid
         idle = {name for name, need in keys_with(Plan, "needs").items() if not need.met(layout)}
         return layout.with_(**{name: value for name, value in values.items() if name not in idle})
 
@@ -83,7 +85,7 @@ class Constraints:
 
 
 def _written(value: object) -> object:
-    """A grid of tiles without dims of one tile at its end: 2x1 is 2."""
+    """Returns a grid of tiles without trailing dims of one tile ((2, 1) becomes (2,)); other values as they are."""
     while isinstance(value, tuple) and len(value) > 1 and value[-1] == 1:
         value = value[:-1]
     return value
@@ -97,20 +99,21 @@ def divisors(n: int) -> list[int]:
 
 @cache
 def micro_batches(samples: int, most: int | None = None) -> list[int]:
-    """Sizes of micro-batch to look at, where a rank is dealt so many samples: all of them at once among them."""
+    """Returns sizes of micro-batch to try, ascending, for a rank of `samples` samples a step, all at once included."""
     powers = samples > FEW
-    found = [d for d in divisors(samples) if d == samples or not (powers and d & (d - 1))]
-    return [d for d in found if most is None or d <= most]
+    sizes = [d for d in divisors(samples) if d == samples or not (powers and d & (d - 1))]
+    return [d for d in sizes if most is None or d <= most]
 
 
 def decoder_layouts(
     shape: Shape, world: int, global_batch: int, seq: int, node: int, constraints: Constraints
 ) -> Iterator[Layout]:
-    """Layouts of a decoder."""
+    """Yields the layouts of a decoder over `world` devices, `node` of them in a node. `global_batch`: samples."""
     for tp in _limit(divisors(world), constraints.limit("tp", 2 * node), constraints.value("tp")):
         uneven = any(wide % tp for wide in (shape.heads, shape.ffn, shape.dense_ffn))
         if (uneven and tp > shape.kv_heads) or (node % tp and (uneven or tp % node)):
             continue  # inside a node, beside data ranks and with keys for each, heads and widths may be dealt unevenly
+        # every stage needs at least one layer
         for pp in _limit(
             divisors(world // tp), min(constraints.limit("pp", 64), shape.layers), constraints.value("pp")
         ):
@@ -125,7 +128,7 @@ def decoder_layouts(
 def _sequence(
     shape: Shape, seq: int, tp: int, ranks: int, node: int, constraints: Constraints
 ) -> Iterator[tuple[int, int]]:  # fmt: skip
-    """(cp, cp_ulysses): a ring, or heads dealt inside a node, or both where both are asked for.
+    """Yields pairs (cp, cp_ulysses): a ring, or heads dealt inside a node; both together only where asked for.
 
     Heads are dealt beyond a node where that is asked for, and where sequences are so long that attention outweighs it.
     """
@@ -134,6 +137,7 @@ def _sequence(
         for ulysses in _limit(divisors(ranks // cp), most, asked):
             if cp > 1 and ulysses > 1 and asked is None:
                 continue
+            # a causal ring deals each rank one block from either end of the sequence, so it cuts it in 2 cp blocks
             over = cp * ulysses
             if seq % ((2 if cp > 1 else 1) * over) or (over > 1 and 2 * seq < over * CONTEXT_FROM):
                 continue
@@ -146,6 +150,8 @@ def _sequence(
 def _limit(values: list[int], most: int, fixed: object | None) -> list[int]:
     if fixed is not None:
         return [value for value in values if value == fixed]
+    # from 8 on only powers of two, and multiples of three for nodes of six devices:
+    # test_nodes_of_six_are_cut_by_six_and_part_of_them_is_what_there_is
     return [value for value in values if value <= most and (value & (value - 1) == 0 or value % 3 == 0 or value < 8)]
 
 
@@ -162,7 +168,7 @@ def _data(shape: Shape, base: Layout, dp: int, per_rank: int, node: int, constra
 
 
 def _experts(shape: Shape, base: Layout, shard: int, node: int, constraints: Constraints) -> list[int]:
-    """Degrees of ep that divide the experts, inside dp_shard, and a node or over whole ones; not with tp or cp."""
+    """Returns degrees of ep that divide experts and dp_shard, in a node or over whole nodes; [1] beside tp or cp."""
     if not shape.experts or base.tp * base.split_sequence > 1:
         return [1]
     asked = constraints.value("ep")
@@ -173,13 +179,15 @@ def _experts(shape: Shape, base: Layout, shard: int, node: int, constraints: Con
 
 
 def _sharding(base: Layout, dp: int, node: int, asked: object) -> Iterator[tuple[int, int]]:
-    """(zero, dp_shard), of dp data ranks; zero shards over those that cut a sequence too. `asked`: what is fixed."""
+    """Yields pairs (zero, dp_shard) for `dp` data ranks. `asked`: the fixed value of zero, or None."""
     yield 0, 1
     if dp * base.split_sequence == 1:
         return
+    # beside a pipeline, zero 2 and 3 communicate for every micro-batch: only where asked for
     for zero in (1, 2, 3) if base.pp == 1 or asked is not None else (1,):
         yield zero, dp
     inside = max((d for d in divisors(dp) if d * base.tp * base.split_sequence <= node), default=1)
+    # hybrid sharding: weights are gathered within a node, gradients are summed over replicas across nodes
     if inside < dp and inside * base.split_sequence > 1 and base.pp == 1:
         yield 3, inside
 
@@ -187,7 +195,7 @@ def _sharding(base: Layout, dp: int, node: int, asked: object) -> Iterator[tuple
 def _schedules(
     shape: Shape, pp: int, n_micro: int, recompute: str, constraints: Constraints
 ) -> Iterator[tuple[str, int]]:  # fmt: skip
-    """(name, stages on each rank); a backward in two parts does not go with recompute (layout/rules)."""
+    """Yields pairs (schedule, stages on each rank) that the pipeline can run with so many micro-batches."""
     if pp == 1:
         yield "1f1b", 1
         return
@@ -213,6 +221,7 @@ def plan_of(layout: Layout, precision: str) -> Plan:
         if layout.chunks > 1:
             values["stages_per_rank"] = layout.chunks
     else:
+        # without a pipeline, micro-batches are gradient accumulation
         values["accumulate"] = layout.n_micro
     return Plan.from_dict(values)
 
@@ -246,7 +255,7 @@ def axes(layout: Layout) -> int:
 
 
 def data_layouts(world: int, batch: int, node: int, recomputes: list[str]) -> Iterator[Layout]:
-    """Replicas and ZeRO 1 to 3 over all ranks, and ZeRO-3 inside a node.
+    """Yields layouts of data parallelism alone: replicas, ZeRO 1 to 3 over all ranks, ZeRO-3 inside a node.
 
     A batch that does not divide over all ranks is dealt unevenly, as a run deals it; beside that, it is dealt evenly
     over the most ranks that it does divide over, of one node or of whole ones, and over the largest even part of all.
@@ -266,24 +275,24 @@ def data_layouts(world: int, batch: int, node: int, recomputes: list[str]) -> It
 
 
 def _dealt_over(batch: int, dp: int) -> list[tuple[int, int]]:
-    """(samples of the largest micro-batch, micro-batches) of a rank."""
+    """Returns pairs (samples of the largest micro-batch, number of micro-batches) for one data rank's share."""
     if batch % dp == 0:
         return [(micro, batch // dp // micro) for micro in micro_batches(batch // dp)]
-    found = []
+    splits = []
     most = -(-batch // dp)
     powers = [2**place for place in range(most.bit_length())]
     for micro in sorted({*powers, *([3] if most >= 3 else []), most}):
         n_micro = -(-batch // (dp * micro))
         fits = -(-batch // (dp * n_micro)) == micro  # else the same number of them is smaller ones
         if fits and batch // n_micro >= dp:
-            found.append((micro, n_micro))
-    return found
+            splits.append((micro, n_micro))
+    return splits
 
 
 def cut_layouts(
     world: int, batch: int, node: int, recomputes: list[str], constraints: Constraints
 ) -> Iterator[Layout]:  # fmt: skip
-    """Layouts with tp (inside a node), pp, or both; over what is left replicas, ZeRO-1 or 3, and ZeRO-2 if asked for.
+    """Yields layouts with tp (inside a node), pp, or both, times replicas, ZeRO-1 or 3 (ZeRO-2 if asked for).
 
     Of small degrees first, and no more stages than `MOST_STAGES`: every rank that differs is rehearsed.
     """
@@ -296,6 +305,7 @@ def cut_layouts(
         for pp in (1, *pps)
         if tp * pp > 1
     ]
+    # small degrees and single axes first: from their times `bound.Slower` prunes larger and combined ones
     for tp, sp, pp in sorted(degrees, key=lambda d: (d[0] > 1 and d[2] > 1, d[0] * d[2], d[1], d)):
         dp, left_over = divmod(world, tp * pp)
         if (
@@ -318,7 +328,7 @@ def cut_layouts(
 
 
 def tile_layouts(world: int, sizes: tuple[int, ...], constraints: Constraints) -> Iterator[Layout]:
-    """Layouts whose fields are cut into tiles, few first.
+    """Yields layouts that cut fields into tiles (`domain`), those with few tiles first; the other degrees are 1.
 
     sizes  of the field, along each dim of space
     """
@@ -328,7 +338,7 @@ def tile_layouts(world: int, sizes: tuple[int, ...], constraints: Constraints) -
 
 
 def sequence_layouts(world: int, node: int, constraints: Constraints) -> Iterator[Layout]:
-    """Layouts that cut sequences over few ranks first: a ring, or heads dealt inside a node; both where asked for."""
+    """Yields layouts that cut sequences, small degrees first: a ring, heads dealt inside a node, both if asked for."""
     most = constraints.limit("cp", MOST_SHARES)
     rings, heads = (constraints.value(name) for name in ("cp", "cp_ulysses"))
     asked = {name: int(str(constraints.value(name) or 1)) for name in ALONG if name not in ("cp", "cp_ulysses")}
@@ -346,7 +356,7 @@ def sequence_layouts(world: int, node: int, constraints: Constraints) -> Iterato
 def spread_layouts(
     bases: Iterable[Layout], world: int, batch: int, recomputes: list[str], constraints: Constraints
 ) -> Iterator[Layout]:  # fmt: skip
-    """Layouts that cut positions as `bases` do; over what is left replicas, ZeRO-1 or 3, and 2 if asked for.
+    """Yields each of `bases` times replicas, ZeRO-1 or 3 (ZeRO-2 if asked for) over the ranks that it leaves.
 
     Data ranks are as many as the batch divides over; zero shards over the ranks that cut positions too.
     """
@@ -354,6 +364,7 @@ def spread_layouts(
         ranks, left_over = divmod(world, base.cut_positions)
         if left_over or base.cut_positions == 1:
             continue
+        # ranks that the batch does not divide over stay idle
         dp = max(d for d in divisors(ranks) if batch % d == 0)
         stages = (1, 3) if constraints.value("zero") is None else (1, 2, 3)
         for micro in micro_batches(batch // dp):
@@ -366,30 +377,30 @@ def spread_layouts(
 
 
 def tile_grids(world: int, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Grids of tiles for a field, few tiles first; of as many tiles those whose tiles have the smallest borders."""
-    found: list[tuple[int, ...]] = []
+    """Returns grids of tiles for a field, few tiles first; for each number of tiles those with the shortest borders."""
+    chosen: list[tuple[int, ...]] = []
     for tiles in divisors(world):
         if 1 < tiles <= MOST_TILES:
             every = product(*(divisors(tiles) for _ in sizes))
             grids = [g for g in every if math.prod(g) == tiles and all(n <= s for n, s in zip(g, sizes, strict=True))]
-            found += sorted(grids, key=lambda grid: _border(grid, sizes))[:GRIDS]
-    return [_grid(grid) for grid in found]
+            chosen += sorted(grids, key=lambda grid: _border(grid, sizes))[:GRIDS]
+    return [_grid(grid) for grid in chosen]
 
 
 def _border(grid: tuple[int, ...], sizes: tuple[int, ...]) -> float:
-    """Cells along the borders that a tile inside shares with others."""
+    """Returns the number of cells along the borders that an inner tile shares with its neighbours."""
     tile = [size / n for n, size in zip(grid, sizes, strict=True)]
     return sum(min(2, n - 1) * math.prod(tile) / side for n, side in zip(grid, tile, strict=True))
 
 
 def _grid(written: tuple[int, ...]) -> tuple[int, ...]:
-    found = _written(written)
-    assert isinstance(found, tuple)
-    return found
+    grid = _written(written)
+    assert isinstance(grid, tuple)
+    return grid
 
 
 def expert_layouts(layouts: Iterable[Layout], node: int, constraints: Constraints) -> Iterator[Layout]:
-    """The same layouts with experts dealt over ranks of dp_shard, inside a node and up to `MOST_SHARES`."""
+    """Yields the layouts with ep over ranks of dp_shard, for each degree inside a node and up to `MOST_SHARES`."""
     asked = constraints.value("ep")
     for layout in layouts:
         for degree in divisors(layout.shard):

@@ -57,7 +57,7 @@ class MadeUp:
 
     def read(self, indices: list[int], region: Any = None) -> Sample:
         """Returns the made-up sample, expanded to one row for each index."""
-        return {name: one.expand(len(indices), *one.shape[1:]) for name, one in self.sample.items()}
+        return {name: tensor.expand(len(indices), *tensor.shape[1:]) for name, tensor in self.sample.items()}
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ def configured(path: str, seq: int | None) -> Configured:
 
     Raises `InputError` where transformers cannot read it, offers none of the heads, or a size is missing or too much.
     """
+    # a copy, since fields of it are set below
     config = copy.deepcopy(read_config(path))
     head, notes = head_of(config, path)
     kind, labels = _read_by(config, head)
@@ -93,20 +94,21 @@ def configured(path: str, seq: int | None) -> Configured:
         fields = {**settings_of_base(config), "model": partial(build_base, config)}
     else:
         fields = {**settings(config, head), "model": partial(build_model, config, head)}
-    given = list(samples(config, kind, labels, seq, path, notes))
-    tasks = tuple(Task(data=MadeUp(each), **fields) for each in given)
-    sound = seq is not None and "input_ids" not in given[0] and labels != "decoder"
+    examples = list(samples(config, kind, labels, seq, path, notes))
+    tasks = tuple(Task(data=MadeUp(example), **fields) for example in examples)
+    sound = seq is not None and "input_ids" not in examples[0] and labels != "decoder"
     hint = "; without --seq it is given the length that it names itself, if any" if sound else ""
-    return Configured(tasks, tuple(map(sizes_of, given)), head, tuple(notes), hint)
+    return Configured(tasks, tuple(map(sizes_of, examples)), head, tuple(notes), hint)
 
 
 def head_of(config: Any, path: str) -> tuple[str, list[str]]:
-    """The head that a configuration means, and what to know about the choice."""
+    """Returns (name of the head that a configuration means, remarks on the choice)."""
     able = _usual_first(config, heads_of(config))
     named, base = getattr(config, "architectures", None) or (), base_class(config)
     for head in able:
         if model_class(config, head).__name__ in named:
             return head, []
+    # `architectures` may name the model without a head even where models with a head exist
     if base is not None and (not able or base.__name__ in named):
         return BASE, [f"{path}: planned as {base.__name__}, {MADE_UP}"]
     if not able:
@@ -120,7 +122,7 @@ def head_of(config: Any, path: str) -> tuple[str, list[str]]:
 
 
 def _usual_first(config: Any, able: list[str]) -> list[str]:
-    """Encoders are trained on masked tokens, those with a decoder on its tokens, whatever else can be made of them."""
+    """Returns the heads with the usual ones first: masked-lm for encoders, seq2seq for encoder-decoders."""
     first = ["masked-lm"] if not getattr(config, "is_decoder", False) else []
     if getattr(config, "is_encoder_decoder", False):
         first = ["seq2seq", "speech-seq2seq"]
@@ -128,12 +130,12 @@ def _usual_first(config: Any, able: list[str]) -> list[str]:
 
 
 def sizes_of(sample: Sample) -> str:
-    """A sample in words."""
-    return ", ".join(f"{name} {' x '.join(map(str, one.shape[1:])) or '1'}" for name, one in sample.items())
+    """Returns a one-line description of a sample's fields and their shapes, without the batch dim."""
+    return ", ".join(f"{name} {' x '.join(map(str, tensor.shape[1:])) or '1'}" for name, tensor in sample.items())
 
 
 def differs(path: str, shape: Shape) -> tuple[list[str], bool]:
-    """Whether transformers' own model has other parameters than its numbers say, and what to know about that."""
+    """Returns (remarks, whether transformers' own model has another number of parameters than `shape`)."""
     try:
         config = copy.deepcopy(read_config(path))
         with torch.device("meta"):
@@ -151,7 +153,7 @@ def differs(path: str, shape: Shape) -> tuple[list[str], bool]:
 
 
 def _read_by(config: Any, head: str) -> tuple[Any, str]:
-    """The class of the model, and what its labels are; "" where it has none."""
+    """Returns (class of the model, kind of its labels as in `labels_of`, "" where it has none)."""
     return (base_class(config), "") if head == BASE else (model_class(config, head), labels_of(config, head))
 
 
@@ -166,7 +168,7 @@ def _refuse_absent(kind: Any, path: str) -> None:
 def samples(
     config: Any, kind: Any, labels: str, seq: int | None, path: str, notes: list[str]
 ) -> Iterator[Sample]:  # fmt: skip
-    """Batches of one that the model may take, likeliest first."""
+    """Yields batches of one sample that the model may accept, likeliest first."""
     takes, main = tuple(inspect.signature(kind.forward).parameters), main_input(kind)
     reads_text = main == "input_ids"
     if reads_text or labels == "decoder":
@@ -174,16 +176,16 @@ def samples(
             raise InputError(f"{path} ({kind.__name__}) reads tokens: give --seq")
         ids = tokens(config, seq)
     if reads_text:
-        found: list[Sample] = [{main: ids}]
+        examples: list[Sample] = [{main: ids}]
         beside = {name: torch.full_like(ids, value) for name, value in COMPANIONS.items() if name in takes}
-        found += [{main: ids, **beside}] if beside else []
+        examples += [{main: ids, **beside}] if beside else []
         if not labels and "pixel_values" in takes:  # of texts and pictures, both of which its own loss compares
-            found += [{**each, "pixel_values": torch.zeros(1, *_picture(config, path, notes))} for each in found]
+            examples += [{**text, "pixel_values": torch.zeros(1, *_picture(config, path, notes))} for text in examples]
     elif main == "pixel_values":
-        found = [{main: torch.zeros(1, *_picture(config, path, notes))}]
+        examples = [{main: torch.zeros(1, *_picture(config, path, notes))}]
     elif main in ("input_values", "input_features"):
         free = seq if labels != "decoder" else None
-        found = [{main: torch.zeros(1, *shape)} for shape in _sounds(config, free)]
+        examples = [{main: torch.zeros(1, *shape)} for shape in _sounds(config, free)]
     else:
         raise InputError(f"task: {path}: {kind.__name__} is given {main}, of which no sample is made up here; {OWN}")
     if not reads_text and labels not in ("classes", "decoder", ""):
@@ -191,20 +193,22 @@ def samples(
             f"task: {path}: {kind.__name__} is given {main} and labels for tokens, of which no sample is made up here; "
             f"{OWN}"
         )
-    if not found:
+    if not examples:
         raise InputError(f"{path} ({kind.__name__}) reads a waveform: give --seq, its values (16000 for a second)")
     if seq is not None and main == "pixel_values" and labels != "decoder":
-        raise InputError(f"--seq: {path} ({kind.__name__}) reads {sizes_of(found[0])}, as it says itself: leave it out")
+        sizes = sizes_of(examples[0])
+        raise InputError(f"--seq: {path} ({kind.__name__}) reads {sizes}, as it says itself: leave it out")
     if not labels:
         later = {"decoder_input_ids": torch.zeros(1, seq or 1, dtype=torch.long)}
-        yield from ({**one, **(later if "decoder_input_ids" in takes else {})} for one in found)
+        yield from ({**example, **(later if "decoder_input_ids" in takes else {})} for example in examples)
         return
     target = torch.zeros(1, dtype=torch.long) if labels == "classes" else ids
-    yield from ({**one, "labels": target} for one in found)
+    yield from ({**example, "labels": target} for example in examples)
 
 
 def tokens(config: Any, count: int) -> torch.Tensor:
-    """One row of a token that means nothing in particular, and the end of a sequence where there is such a token."""
+    """Returns token ids (1, count): a token without special meaning, the eos token at the end where there is one."""
+    # special ids (padding, placeholders of pictures) are avoided, since a forward treats them differently
     named = [pair for part in parts_of(config) for pair in vars(part).items()]
     special = {value for name, value in named if name.endswith(("token_id", "token_index")) and isinstance(value, int)}
     ids = torch.full((1, count), next(index for index in range(len(special) + 1) if index not in special))
@@ -215,7 +219,7 @@ def tokens(config: Any, count: int) -> torch.Tensor:
 
 
 def _picture(config: Any, path: str, notes: list[str]) -> tuple[int, int, int]:
-    """Channels, height and width."""
+    """Returns (channels, height, width) of the model's images."""
     channels = _find(config, "num_channels", "in_channels", "in_chans")
     size = _find(config, "image_size", "img_size")
     if size is None:
@@ -232,18 +236,19 @@ def _picture(config: Any, path: str, notes: list[str]) -> tuple[int, int, int]:
 
 
 def _preprocessed(path: str) -> Any:
-    """The size of images that the processor beside a configuration makes."""
+    """Returns the image size in the preprocessor_config.json beside a configuration; None without such a file."""
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     try:
-        told = json.loads((folder / "preprocessor_config.json").read_text(encoding="utf-8"))
+        processor = json.loads((folder / "preprocessor_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return told.get("crop_size") or told.get("size")
+    return processor.get("crop_size") or processor.get("size")
 
 
 def _sounds(config: Any, seq: int | None) -> list[tuple[int, ...]]:
-    """A waveform, or a spectrogram with its columns first or last; none where a length is missing."""
+    """Returns possible shapes of a sound (no batch dim): a spectrogram in both orders, or a waveform; [] if unknown."""
     width, places = _find(config, *WIDTHS), _find(config, "max_source_positions")
+    # positions are counted after a convolution of stride 2 (Whisper)
     own = 2 * places if isinstance(places, int) else _find(config, "max_length")
     length = seq if seq is not None else own if isinstance(own, int) else None
     if length is None:
@@ -252,6 +257,6 @@ def _sounds(config: Any, seq: int | None) -> list[tuple[int, ...]]:
 
 
 def _find(config: Any, *words: str) -> Any:
-    """The first value of one of these names that a configuration, or one inside it, has."""
+    """Returns the first value that is not None under one of these names, in a configuration or those inside it."""
     values = (getattr(part, word, None) for part in parts_of(config) for word in words)
     return next((value for value in values if value is not None), None)

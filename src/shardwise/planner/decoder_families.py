@@ -73,6 +73,6 @@ FAMILIES: dict[str, DecoderFamily] = {
 
 
 def layers_differ(config: Mapping[str, Any]) -> str:
-    """Which word of a configuration says that its layers are not all alike; empty where they are."""
+    """Returns the key of a configuration by which its layers are not all alike; "" where they are."""
     alike = {"mlp_only_layers": [], "decoder_sparse_step": 1, "moe_layer_freq": 1, "block_sparse_moe_step": 1}
     return next((name for name, plain in alike.items() if config.get(name) not in (None, plain)), "")

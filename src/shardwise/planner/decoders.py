@@ -43,7 +43,7 @@ class NotByNumbers(InputError):
 
 
 def decoder_by_name(name: str) -> Shape:
-    """A packaged model; an unknown name raises `InputError` with the nearest."""
+    """Returns the shape of a model of the catalogue; raises `InputError` with the nearest name for an unknown one."""
     return Shape.from_row(model(name))
 
 
@@ -62,7 +62,7 @@ def read_file(path: str) -> tuple[dict[str, Any], Path]:
 
 
 def decoder_from_config(path: str) -> Shape:
-    """A decoder from a transformers `config.json` (the file, or the folder that holds it)."""
+    """Returns the shape that a transformers `config.json` (the file, or the folder that holds it) describes."""
     config, file = read_file(path)
     return shape_of_config(config, str(file))
 
@@ -85,7 +85,7 @@ def shape_of_config(config: Mapping[str, Any], where: str) -> Shape:
 
 
 def _other_family(kind: object) -> str:
-    """Why a `model_type` is none of those known here; empty for one that is."""
+    """Returns why a `model_type` cannot be read, with the nearest known one; "" where it is among `FAMILIES`."""
     if kind in FAMILIES:
         return ""
     near = get_close_matches(str(kind), FAMILIES, 1)
@@ -101,7 +101,7 @@ def _not_described(where: str, why: str) -> str:
 
 
 def _shape(config: Mapping[str, Any], numbers: Mapping[str, int], family: DecoderFamily, where: str) -> Shape:
-    """The shape of a member of a family; numbers that the file does not give are 0."""
+    """Returns the shape of a member of a family. `numbers`: by the keys of `WORDS`, 0 where the file gives none."""
     hidden, heads, experts = numbers["hidden"], numbers["heads"], numbers["experts"]
     ffn = (numbers["expert_ffn"] if experts else 0) or numbers["ffn"] or 4 * hidden
     dense = min(numbers["dense_layers"], numbers["layers"]) if experts else 0
@@ -136,6 +136,7 @@ def _shape(config: Mapping[str, Any], numbers: Mapping[str, int], family: Decode
     )
     if wrong := _contradiction(shape):
         raise InputError(f"task: {where}: {wrong}")
+    # `Shape` counts shared experts in widths of a routed one
     if experts and numbers["shared_ffn"] % ffn:
         shared = f"shared_expert_intermediate_size={numbers['shared_ffn']} is not a multiple of the experts' {ffn}"
         raise NotByNumbers(_not_described(where, shared))
@@ -143,7 +144,7 @@ def _shape(config: Mapping[str, Any], numbers: Mapping[str, int], family: Decode
 
 
 def _parallel(config: Mapping[str, Any], family: DecoderFamily) -> int:
-    """Norms through which attention and feed-forward read the same stream; 0 where one reads what the other gave."""
+    """Returns how many norms precede attention and feed-forward that run in parallel; 0 where they run in sequence."""
     if family.one_kv and config.get("new_decoder_architecture"):  # Falcon of 40B and 180B
         return int(config.get("num_ln_in_parallel_attn") or 2)
     if not config.get(family.parallel_key, family.parallel):
@@ -152,14 +153,14 @@ def _parallel(config: Mapping[str, Any], family: DecoderFamily) -> int:
 
 
 def _windows(config: Mapping[str, Any]) -> dict[str, int]:
-    """`window` and `windowed` of a configuration that says which of its layers see a window of positions."""
+    """Returns `window` (positions) and `windowed` (layers) where some layers have sliding-window attention, else {}."""
     kinds = config.get("layer_types") or ()
     window, windowed = config.get("sliding_window"), sum(kind == "sliding_attention" for kind in kinds)
     return {"window": int(window), "windowed": windowed} if window and windowed else {}
 
 
 def _contradiction(shape: Shape) -> str:
-    """What cannot be true at once."""
+    """Returns which two numbers of the shape contradict each other; "" where none do."""
     if shape.heads % shape.kv_heads:
         return f"num_attention_heads={shape.heads} is not a multiple of num_key_value_heads={shape.kv_heads}"
     if shape.experts and not 0 < shape.top_k <= shape.experts:
@@ -176,11 +177,12 @@ def _kv_heads(config: Mapping[str, Any], numbers: Mapping[str, int], family: Dec
 
 
 def _number(config: Mapping[str, Any], words: tuple[str, ...], where: str) -> int | None:
-    """The first of the words that the file has a number for; not a count raises `InputError`."""
+    """Returns the value of the first of `words` that the file has, or None; `InputError` where it is no count."""
     for word in words:
         value = config.get(word)
         if value is None:
             continue
+        # JSON's true and false are ints in Python, but not counts
         if not isinstance(value, int) or isinstance(value, bool) or value < 0 or (value == 0 and word in NOT_ZERO):
             raise InputError(f"task: {where}: {word} is a whole number above 0, not {value!r}")
         return value
@@ -188,7 +190,7 @@ def _number(config: Mapping[str, Any], words: tuple[str, ...], where: str) -> in
 
 
 def _other_than_a_decoder(config: Mapping[str, Any], family: DecoderFamily) -> str:
-    """What a configuration says of itself that widths and heads do not; empty for a decoder."""
+    """Returns why a configuration is not a plain decoder; "" for one that is."""
     if config.get("is_encoder_decoder"):
         return "it is an encoder and a decoder"
     if config.get("kv_lora_rank") and not family.latent:

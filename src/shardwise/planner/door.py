@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def is_shape(task: str | Task | Callable[[], Task]) -> bool:
-    """Whether a task is a word for a model without data: a catalogue name or a transformers configuration."""
+    """Whether `task` names a model without data: a catalogue name or a transformers configuration."""
     if not isinstance(task, str) or task in BUILTINS or task.endswith((".toml", ".py")):
         return False
     return task.endswith(".json") or Path(task).is_dir() or ":" not in task
@@ -49,7 +49,7 @@ def subject_of(
     say: Say = silent,
     randomness: Randomness = "global",
 ) -> Subject:
-    """What a search needs to know about a task: a catalogue name, a `config.json`, or any task, which is traced.
+    """Returns the `Subject` of a catalogue name, a `config.json`, or any other task, which is traced.
 
     A configuration that widths and heads do not describe is built by transformers, without weights, and traced too.
 
@@ -82,7 +82,7 @@ def subject_of(
 
 @dataclass(frozen=True)
 class _Where:
-    """What a forecast is asked for beside the task, and the three kinds of subject."""
+    """A forecast's arguments beside the task; makes a `Subject` by numbers, by tracing, or from a configuration."""
 
     cluster: Cluster
     software: Software
@@ -92,7 +92,7 @@ class _Where:
     randomness: Randomness
 
     def by_numbers(self, name: str, shape: Shape, samples: int | None, length: int | None) -> Subject:
-        """A decoder of which the numbers tell all."""
+        """Returns the subject of a decoder that is forecast from its numbers alone."""
         if self.randomness != "global":
             raise InputError(f"--randomness: {name} is a decoder by its numbers, without dropout: leave it out")
         if length is None or samples is None:
@@ -100,7 +100,7 @@ class _Where:
         return decoder(shape, self.cluster, self.software, samples, length, self.precision)
 
     def traced(self, task: Task, samples: int | None, remarks: tuple[str, ...] = ()) -> Subject:
-        """Any task: its module is traced."""
+        """Returns the subject of a task whose module is traced."""
         from shardwise.planner.traced_task import default_samples, traced_subject
 
         if self.software.fp8:
@@ -110,13 +110,14 @@ class _Where:
         if self.plan is None:
             return traced_subject(task, *where, say=self.say, remarks=remarks, randomness=self.randomness)
         layout = of_plan(self.plan, global_batch=samples or default_samples(task), seq=1, uneven=True)
+        # a single plan has a single size of micro-batch, which is traced itself instead of interpolated
         micro = (layout.micro_batch, layout.micro_batch)
         return traced_subject(
             task, *where, (self.plan.remat,), micro, say=self.say, remarks=remarks, randomness=self.randomness
         )
 
     def of_file(self, path: str, samples: int | None, length: int | None) -> Subject:
-        """A configuration: by its numbers where they tell all of transformers' model, else that model is traced."""
+        """Returns a configuration's subject: by its numbers where they describe transformers' model, else traced."""
         named = decoders.read_file(path)[0].get("model_type")
         try:
             shape = decoders.decoder_from_config(path)
@@ -128,6 +129,8 @@ class _Where:
                 raise InputError(f"{why}; {install}") from why
             return self._built(path, samples, length)
         remarks: list[str] = []
+        # a family's modules may have parameters that the numbers miss: transformers' own count decides
+        # (test_numbers_that_are_not_those_of_the_model_give_way_to_a_trace)
         if named and find_spec("transformers") is not None:
             from shardwise.planner.configured_task import differs
 
@@ -137,24 +140,26 @@ class _Where:
         return replace(self.by_numbers(path, shape, samples, length), remarks=tuple(remarks))
 
     def _built(self, path: str, samples: int | None, length: int | None, *remarks: str) -> Subject:
-        """The model that transformers builds, traced on the first kind of sample that it takes."""
+        """Returns the subject of transformers' model, traced on the first made-up sample that it accepts."""
         from shardwise.planner.configured_task import configured
 
         if samples is None:
             raise InputError(f"{path} is a model without data of its own: give --global-batch")
-        found = configured(path, length)
-        told: list[InputError] = []
-        for task, sample in zip(found.tasks, found.samples, strict=True):
+        made = configured(path, length)
+        errors: list[InputError] = []
+        for task, sample in zip(made.tasks, made.samples, strict=True):
             try:
-                subject = self.traced(task, samples, (*remarks, *found.notes))
-                return replace(subject, sample=sample, head=found.head, reading=None)
+                subject = self.traced(task, samples, (*remarks, *made.notes))
+                # reading=None: made-up samples say nothing about the cost of reading real ones
+                return replace(subject, sample=sample, head=made.head, reading=None)
             except InputError as error:
-                told.append(error)
-        raise InputError(f"{path} ({found.tasks[0].name}) on {found.samples[0]}: {told[0]}{found.hint}") from told[0]
+                # the model may accept the next kind of sample; where it accepts none, the first error is raised
+                errors.append(error)
+        raise InputError(f"{path} ({made.tasks[0].name}) on {made.samples[0]}: {errors[0]}{made.hint}") from errors[0]
 
 
 def plan_for(task: str | Task | Callable[[], Task], plan: str | Plan) -> Plan:
-    """The plan; of a text that names no precision, for a model by name or configuration, in bf16 as `plan` searches."""
+    """Returns the parsed plan; bf16 where `plan` is a text without a precision and `task` a model without data."""
     parsed = Plan.parse(plan)
     if isinstance(plan, Plan) or not is_shape(task):
         return parsed
@@ -170,7 +175,7 @@ def check_plan(plan: Plan, cluster: Cluster) -> None:
 
 
 def layout_of(plan: Plan, subject: Subject) -> Layout:
-    """The plan with the subject's batch dealt; a task's own batch may be dealt unevenly, as a run deals it."""
+    """Returns the plan's layout for the subject's global batch; dealt unevenly only for a task of one's own."""
     return of_plan(plan, global_batch=subject.global_batch, seq=subject.seq, uneven=subject.own)
 
 
@@ -185,7 +190,7 @@ def plan(
     randomness: Randomness = "global",
     constraints: Constraints | None = None,
 ) -> Search:
-    """Every plan that fits, fastest first, and why the other families lost; nothing is run.
+    """Returns every plan that fits, fastest first, and why the other families lost; nothing is run.
 
     task          a catalogue name ("llama3-8b"), a transformers `config.json`, or a task as `train` finds it
     cluster       "16x8 h100-sxm-80gb, ib-400", a .toml file, or a `Cluster`
@@ -214,7 +219,7 @@ def simulate(
     software: str = "shardwise",
     randomness: Randomness = "global",
 ) -> Forecast:
-    """One step of one plan: time by part, memory by stage, timeline, and what each figure rests on."""
+    """Returns the forecast of one step of one plan: time by part, memory by stage, timeline, basis of each figure."""
     where, parsed = Cluster.parse(cluster), plan_for(task, plan)
     check_plan(parsed, where)
     subject = subject_of(
@@ -225,7 +230,7 @@ def simulate(
 
 
 def possible(forecast: Forecast) -> Forecast:
-    """The forecast; raises where it is faster than any device computes, which is a defect of ours."""
+    """Returns the forecast; raises `ShardwiseError` where it is faster than the devices can be, a defect of ours."""
     if forecast.impossible:
         raise ShardwiseError(forecast.impossible)
     return forecast

@@ -12,11 +12,12 @@ MOST_COUNTS = 2  # of the largest that do, beside the largest power of two
 
 
 def first_devices(cluster: Cluster, count: int) -> Cluster:
-    """The first so many devices of a cluster."""
+    """Returns the cluster made of the first `count` devices (rounded up to whole units of a tier)."""
     tiers, left = [], count
     for tier in cluster.tiers:
         size = min(tier.count, left)
         tiers.append(replace(tier, count=size))
+        # the number of units of the next tier that these devices fill
         left = -(-left // size)
     return replace(cluster, tiers=tuple(tiers), name=f"{count} of {cluster}")
 
@@ -38,8 +39,8 @@ def counts_that_do(subject: Subject, cluster: Cluster, constraints: Constraints)
     power = 1 << (world - 1).bit_length() - 1
     least = power if first_devices(cluster, power).world_size == power else power // 2
     whole = range((world - 1) // node * node, least, -node)
-    found: list[int] = []
+    counts: list[int] = []
     for count in whole:
-        if len(found) < MOST_COUNTS and has_any(count):
-            found.append(count)
-    return [*found, *([power] if power < world and has_any(power) else [])]
+        if len(counts) < MOST_COUNTS and has_any(count):
+            counts.append(count)
+    return [*counts, *([power] if power < world and has_any(power) else [])]

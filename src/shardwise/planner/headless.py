@@ -25,18 +25,18 @@ MADE_UP = "with a made-up loss, the sum of squares of its outputs: a task of you
 
 
 def base_class(config: Any) -> Any:
-    """transformers' class of the model without a head; None where it has none for such a configuration."""
+    """Returns transformers' class of the model without a head; None where it has none for such a configuration."""
     import transformers
 
     mapping = transformers.AutoModel._model_mapping
-    found = mapping.get(type(config), None)
-    several = found if isinstance(found, tuple | list) else [found]
+    mapped = mapping.get(type(config), None)
+    several = mapped if isinstance(mapped, tuple | list) else [mapped]
     named = getattr(config, "architectures", None) or ()
     return next((kind for kind in several if getattr(kind, "__name__", "") in named), several[0])
 
 
 def build_base(config: Any) -> nn.Module:
-    """The model in float32, without a cache of keys and values."""
+    """Builds the model without a head in float32, without a cache of keys and values."""
     import transformers
 
     for part in parts_of(config):
@@ -46,21 +46,21 @@ def build_base(config: Any) -> nn.Module:
 
 
 def made_up_loss(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    """Sum of squares of every tensor in floating point that the model gives and a gradient goes through, and rows."""
-    given = tree_leaves(list(output.values()) if isinstance(output, Mapping) else output)
-    floats = [each for each in given if isinstance(each, torch.Tensor) and each.is_floating_point()]
-    squares = [each.float().square().sum() for each in floats if each.requires_grad] or [floats[0].float().sum()]
+    """Returns (sum of squares of the differentiable outputs, samples of the batch)."""
+    leaves = tree_leaves(list(output.values()) if isinstance(output, Mapping) else output)
+    floats = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    squares = [leaf.float().square().sum() for leaf in floats if leaf.requires_grad] or [floats[0].float().sum()]
     return torch.stack(squares).sum(), len(next(iter(batch.values())))
 
 
 def settings_of_base(config: Any) -> dict[str, Any]:
-    """The fields of a `Task` beside its model."""
+    """Returns the fields of a `Task` beside its model and data."""
     return {"inputs": inputs, "loss": made_up_loss, "name": config.model_type}
 
 
 def main_input(kind: Any) -> str:
-    """The name of what the model is given first: what its class says, where its forward takes that."""
+    """Returns the name of the model's main input: what its class says, where the forward has such an argument."""
     takes = tuple(inspect.signature(kind.forward).parameters)[1:]
     said = getattr(kind, "main_input_name", "input_ids")
-    known = ("pixel_values", "input_ids", "input_features", "input_values")
-    return said if said in takes else next((name for name in takes if name in known), said)
+    usual = ("pixel_values", "input_ids", "input_features", "input_values")
+    return said if said in takes else next((name for name in takes if name in usual), said)

@@ -13,24 +13,25 @@ Sizes = tuple[tuple[int, ...], ...]  # of the micro-batches of each rehearsal
 
 
 def dealt(layout: Layout, batch: int, data_rank: int) -> tuple[int, ...]:
-    """Samples of each micro-batch on a data rank; one without any runs a stand-in."""
+    """Returns the samples of each micro-batch on a data rank; at least 1, since a rank without any runs a stand-in."""
     parts = deal(batch, layout.n_micro * layout.rounds, layout.dp, data_rank)
     return tuple(max(1, last - first) for first, last, _, _ in parts)
 
 
 def played(key: Cuts, layout: Layout, batch: int, data_rank: int) -> tuple[Sizes, Beside]:
-    """Returns which of a data rank's micro-batches are rehearsed, and those of its neighbours in ep beside them."""
+    """Returns (sizes of the micro-batches to rehearse on a data rank, sizes on its ep group in each of them)."""
     place = data_rank % layout.ep
     group = [dealt(layout, batch, data_rank - place + other) for other in range(layout.ep)]
     chosen = _chosen(key, layout, place, group)
     sizes = (tuple(group[place][index] for index in chosen),)
+    # without ep a rank receives no rows of other ranks' micro-batches
     if layout.ep == 1:
         return sizes, ALIKE
     return sizes, (place, tuple(tuple(other[index] for other in group) for index in chosen))
 
 
 def _chosen(key: Cuts, layout: Layout, place: int, group: list[tuple[int, ...]]) -> list[int]:
-    """Indices of micro-batches: all that are in flight in a round, else the fullest.
+    """Returns indices of the micro-batches to rehearse: all that are in flight in a round, else the fullest.
 
     Where the first leaves gradients behind for those that follow, it and the fullest of these. Of micro-batches in
     which a rank has as many samples of its own, that is fuller in which the others of ep have more: their rows come.
@@ -51,7 +52,7 @@ def _chosen(key: Cuts, layout: Layout, place: int, group: list[tuple[int, ...]])
 
 
 def places(degrees: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Every place along axes of these degrees, outermost first, in the order of ranks."""
+    """Returns every coordinate on axes of these degrees, outermost first, in rank order."""
     return [*product(*map(range, degrees))]
 
 

@@ -43,7 +43,7 @@ ROOMY, CLASSES = 0.5, 10  # plans that fill less than half of a device need as l
 
 @dataclass
 class _Looked:
-    """What was looked at: layouts that fit with their estimated seconds, the tightest of each family."""
+    """Result of `_look`: layouts that fit, with estimated seconds; the smallest memory of each family, in bytes."""
 
     fits: list[tuple[float, Layout]] = field(default_factory=list)
     tightest: dict[str, tuple[float, Layout]] = field(default_factory=dict)
@@ -73,6 +73,7 @@ def search(
         raise InputError(against)
     capacity = cluster.device.memory_bytes * (1 - constraints.headroom)
     looked = _look(subject, cluster.world_size, constraints, precision, capacity, say, show)
+    # no layout exists (rather than none that fits): the batch may divide over fewer devices
     if not looked.considered:
         return _on_part(subject, cluster, constraints, precision, say, show)
     offloaded = not looked.fits and subject.offloads and constraints.offload and constraints.value("offload") is None
@@ -80,6 +81,7 @@ def search(
         nearest = looked.tightest
         asked = replace(constraints, fixed=(*constraints.fixed, ("offload", "optimizer")))
         looked = _look(subject, cluster.world_size, asked, precision, capacity, say)
+        # keeps the families without offload, so that `lost` says that they need too much memory
         looked.tightest |= nearest
     if not looked.fits:
         needed, layout = min(looked.tightest.values(), key=lambda item: item[0])
@@ -114,7 +116,7 @@ def _on_part(
     """Returns the best search on the most devices that there are plans for; raises `InputError` where there is none."""
     why = nothing(subject, cluster, constraints)
     counts = counts_that_do(subject, cluster, constraints)
-    found: list[tuple[float, Search]] = []
+    results: list[tuple[float, Search]] = []
     for count in counts:
         part = first_devices(cluster, count)
         try:
@@ -123,16 +125,17 @@ def _on_part(
             why = f"{why}; on {count} devices: {error}"
             continue
         result.cluster = part
-        found.append((result.best.forecast.step_s, result))
+        results.append((result.best.forecast.step_s, result))
+        # the first table is shown once, by the first of several searches
         show = None
-    if not found:
+    if not results:
         raise InputError(why)
-    best = min(found, key=lambda item: item[0])[1]
+    best = min(results, key=lambda item: item[0])[1]
     assert best.cluster is not None
     others = ", ".join(
-        f"{each.cluster.world_size} take {seconds_text(seconds)}"
-        for seconds, each in found
-        if each is not best and each.cluster is not None
+        f"{other.cluster.world_size} take {seconds_text(seconds)}"
+        for seconds, other in results
+        if other is not best and other.cluster is not None
     )
     beside = f" ({others})" if others else ""
     best.notes.insert(0, f"planned on {best.cluster.world_size} of {cluster.world_size} devices{beside}: {why}")
@@ -140,12 +143,13 @@ def _on_part(
 
 
 def _half_as_good(
-    subject: Subject, cluster: Cluster, constraints: Constraints, found: Search, capacity: float
+    subject: Subject, cluster: Cluster, constraints: Constraints, result: Search, capacity: float
 ) -> list[str]:
-    """A note where half of the devices are as fast; asked of a model by its numbers that waits for much of its step."""
-    best, half = found.best, cluster.world_size // 2
+    """Returns a note where half of the devices are nearly as fast, else []; only for a model by its numbers."""
+    best, half = result.best, cluster.world_size // 2
     forecast = best.forecast
     waits = sum(s for name, s in forecast.parts.items() if "communication" in name or "bubble" in name)
+    # a task would have to be rehearsed again for the other number of devices
     if subject.own or cluster.world_size % 2 or waits < WAITING * forecast.step_s or constraints.fixed:
         return []
     looked = _look(subject, half, constraints, best.plan.precision, capacity, silent)
@@ -162,7 +166,7 @@ def _half_as_good(
 
 
 def _on_fewer(subject: Subject, world: int, constraints: Constraints, precision: str, capacity: float) -> str:
-    """A plan that fits on fewer devices, as many as a power of two, by which more divides; "" where none is known.
+    """Returns one sentence naming a plan that fits on the next lower power of two devices; "" where none is known.
 
     Asked of a model by its numbers alone: a task that is traced would be rehearsed again.
     """
@@ -176,7 +180,7 @@ def _on_fewer(subject: Subject, world: int, constraints: Constraints, precision:
 
 
 def _kept_free(cluster: Cluster, constraints: Constraints) -> str:
-    """One sentence on how much of a device's memory is kept free, and why."""
+    """Returns one sentence on how much of a device's memory is kept free, and why."""
     memory = cluster.device.memory_gb
     return (
         f"{cluster.device.name} offers {bytes_text(memory.value * 1e9)} ({memory.kind}: {memory.source}), of which "
@@ -188,20 +192,21 @@ def _look(
     subject: Subject, world: int, constraints: Constraints, precision: str, capacity: float, say: Say,
     show: Callable[[Sequence[Proposal], int], None] | None = None,
 ) -> _Looked:  # fmt: skip
-    """Estimate every layout and keep those that fit; ends early where it is interrupted and some fit."""
-    found, told, best = _Looked(), time.monotonic(), math.inf
-    began, leader = told, ""
+    """Estimates every layout and keeps those that fit; an interrupt (ctrl-C) ends it early once some do."""
+    looked, last_line_at, best = _Looked(), time.monotonic(), math.inf
+    began, leader = last_line_at, ""
     shown = show is None
 
     def show_first(ahead: float = math.inf) -> None:
         nonlocal shown
+        # a search that ends before SOON_S shows only its final table
         if shown or time.process_time() + ahead < SOON_S:
             return
-        run = _chosen(sorted(found.fits, key=_seconds), precision)[0]
+        run = _chosen(sorted(looked.fits, key=_seconds), precision)[0]
         if run and show is not None:
             shown = True
             few = [_proposal(subject.simulate, layout, precision) for layout in run[:FIRST_ROWS]]
-            show(_sorted(few, capacity), found.considered)
+            show(_sorted(few, capacity), looked.considered)
 
     if subject.when_long is not None:
         subject.when_long(show_first)
@@ -211,27 +216,27 @@ def _look(
                 continue
             if constraints.check is not None and not _passes(constraints.check, plan_of(layout, precision)):
                 continue
-            found.considered += 1
+            looked.considered += 1
             name = family(layout)
             needed = subject.memory(layout).reserved + CONTEXT_BYTES
-            if name not in found.tightest or needed < found.tightest[name][0]:
-                found.tightest[name] = (needed, layout)
+            if name not in looked.tightest or needed < looked.tightest[name][0]:
+                looked.tightest[name] = (needed, layout)
             if needed <= capacity:
                 seconds = subject.estimate(layout).seconds
-                found.fits.append((seconds, layout))
+                looked.fits.append((seconds, layout))
                 if seconds < best:
                     best, leader = seconds, f"; best so far {seconds_text(seconds)}, {name}"
             if not shown and time.monotonic() - began > FIRST_S:
                 show_first()
-            if time.monotonic() - told > EVERY_S:
-                told = time.monotonic()
-                say(f"{found.considered:,} plans looked at, {len(found.fits):,} fit{leader} (ctrl-C ends with it)")
+            if time.monotonic() - last_line_at > EVERY_S:
+                last_line_at = time.monotonic()
+                say(f"{looked.considered:,} plans looked at, {len(looked.fits):,} fit{leader} (ctrl-C ends with it)")
     except KeyboardInterrupt:
-        if not found.fits:
+        if not looked.fits:
             raise
-        found.stopped = True
-    found.fits.sort(key=_seconds)
-    return found
+        looked.stopped = True
+    looked.fits.sort(key=_seconds)
+    return looked
 
 
 def _seconds(item: tuple[float, Layout]) -> float:
@@ -247,12 +252,13 @@ def _passes(test: Callable[[Plan], None], candidate: Plan) -> bool:
 
 
 def _chosen(fits: list[tuple[float, Layout]], precision: str) -> tuple[list[Layout], list[Layout]]:
-    """The layouts to simulate, the best by estimate and of each family, and the best of those that are not built."""
+    """Returns (layouts to simulate: the best by estimate and of each family; the best that this version cannot run)."""
     run: list[Layout] = []
     later: dict[str, Layout] = {}
     seen: set[str] = set()
     for _, layout in fits:
         name = family(layout)
+        # beyond the best few, one of each family is still simulated, so that `lost` can compare its parts
         if len(run) >= SIMULATED and (name in seen or name in later):
             continue
         candidate = plan_of(layout, precision)
@@ -266,7 +272,7 @@ def _chosen(fits: list[tuple[float, Layout]], precision: str) -> tuple[list[Layo
 
 
 def _ranked(subject: Subject, looked: _Looked, precision: str, capacity: float, say: Say) -> Search:
-    """Simulate the best layouts by estimate and the best of each family; sorted."""
+    """Simulates the layouts of `_chosen` and returns them as a sorted `Search`."""
     run, later = _chosen(looked.fits, precision)
     if not run:
         run, later = [layout for _, layout in looked.fits[:SIMULATED]], []
@@ -295,7 +301,7 @@ def _ranked(subject: Subject, looked: _Looked, precision: str, capacity: float, 
 
 
 def _none_fits(proposals: list[Proposal], capacity: float) -> InputError:
-    """The error that says what the nearest of these needs."""
+    """Returns the error for proposals none of which fits, with what the nearest needs."""
     needed = min(p.forecast.needed_bytes for p in proposals)
     return InputError(f"no plan fits: the nearest needs {bytes_text(needed)} of {bytes_text(capacity)}")
 
@@ -303,9 +309,10 @@ def _none_fits(proposals: list[Proposal], capacity: float) -> InputError:
 def _exact(
     subject: Subject, proposals: list[Proposal], precision: str, capacity: float, say: Say
 ) -> list[Proposal]:  # fmt: skip
-    """The proposals with those in front forecast again, from a trace of each one's own micro-batch."""
+    """Returns the proposals sorted anew, the first `EXACT` forecast again from traces of their own micro-batch."""
     assert subject.exact is not None
     out, done = proposals, set[Layout]()
+    # an exact forecast may be slower and move a rough one to the front: repeat until all in front are exact
     while rough := [p for p in out[:EXACT] if p.layout not in done]:
         say(f"looking closely at {rough[0].plan}")
         better = [_proposal(subject.exact, p.layout, precision) for p in rough]
@@ -322,19 +329,21 @@ def _proposal(simulate: Callable[[Layout], Forecast], layout: Layout, precision:
 
 
 def _possible(proposals: list[Proposal]) -> None:
-    """Raise where a forecast is faster than its devices can be: then no figure of the search is right."""
+    """Raises `ShardwiseError` where a forecast is faster than devices can be: no figure of the search is right then."""
     for proposal in proposals:
         if proposal.forecast.impossible:
             raise ShardwiseError(f"plan {proposal.plan}: {proposal.forecast.impossible}")
 
 
 def _sorted(proposals: list[Proposal], capacity: float) -> list[Proposal]:
-    """Best first; of those within 3% of the fastest, the one that needs least memory, then the one with fewest axes."""
+    """Returns proposals best first: within 3% of the fastest by tenths of a device's memory, then number of axes."""
     fastest = min((p.forecast.step_s for p in proposals), default=0.0)
 
     def order(p: Proposal) -> tuple[float, ...]:
         if p.forecast.step_s > WITHIN * fastest:
             return 1, p.forecast.step_s
+        # in tenths of a device, and alike below half of one: nobody needs the memory that more axes would save there
+        # (test_of_plans_as_fast_the_leaner_comes_before_the_simpler)
         filled = max(ROOMY, p.forecast.needed_bytes / capacity)
         return 0, math.ceil(CLASSES * filled), axes(p.layout), p.forecast.step_s
 

@@ -25,12 +25,12 @@ class Reading:
     whole: bool
 
     def wait(self, layout: Layout, batch: int) -> float:
-        """Seconds that one reader of a rank takes for a step's samples."""
+        """Returns the seconds that one reader of a rank takes for a step's samples."""
         return self.seconds * (batch if self.whole else -(-batch // layout.dp))
 
 
 def timed_reading(task: Task, first_s: float) -> Reading:
-    """A few reads of the task's input; `first_s`: what reading the first sample took."""
+    """Times a few reads of the task's input and returns the quickest; `first_s`: seconds of the first read."""
     if task.batch is None and first_s > LONG_S:
         return Reading(first_s, False)
     times = []

@@ -23,10 +23,10 @@ LOOKED_AT = 200  # layouts of each other batch
 MOST_TOLD, FEW_VALUES = 20_000, 12  # layouts, and values of a field, for a message on what there is
 
 
-def notes(subject: Subject, cluster: Cluster, found: Search, capacity: float) -> list[str]:
-    """When not to distribute, and what to try first."""
+def notes(subject: Subject, cluster: Cluster, result: Search, capacity: float) -> list[str]:
+    """Returns lines of advice: when not to distribute, what limits the best plan, what to try first."""
     out = list(subject.remarks)
-    best = found.best
+    best = result.best
     parts = best.forecast.parts
     reads = subject.reading() if subject.reading is not None else None
     if reads is not None and (wait := reads.wait(best.layout, subject.global_batch)) > best.forecast.step_s:
@@ -61,7 +61,7 @@ def notes(subject: Subject, cluster: Cluster, found: Search, capacity: float) ->
 
 
 def _input_bound(reads: Reading, wait: float, best: Proposal) -> str:
-    """One line on input that is slower than the step."""
+    """Returns one line on input that takes longer than the step, and the remedy."""
     step = best.forecast.step_s
     what = "every rank makes the global batch" if reads.whole else "a rank reads its samples"
     cure = (
@@ -76,9 +76,10 @@ def _input_bound(reads: Reading, wait: float, best: Proposal) -> str:
 
 
 def _alone(subject: Subject, like: Layout, capacity: float) -> tuple[Layout, float] | None:
-    """The fastest way to run on one device that fits, and the bytes it needs."""
-    found: list[tuple[float, Layout, float]] = []
+    """Returns (fastest layout on one device that fits, bytes it needs), or None."""
+    fits: list[tuple[float, Layout, float]] = []
     for micro in micro_batches(subject.global_batch):
+        # each micro-batch is tried: test_one_device_is_compared_at_its_own_best_micro_batch
         layout = like.with_(
             tp=1, sp=False, cp=1, ulysses=1, others=(), domain=(1,), domain_overlap="auto", domain_depth=1, pp=1, ep=1,
             shard=1, replicas=1,
@@ -87,10 +88,10 @@ def _alone(subject: Subject, like: Layout, capacity: float) -> tuple[Layout, flo
         )  # fmt: skip
         needed = subject.memory(layout).reserved + CONTEXT_BYTES
         if needed <= capacity:
-            found.append((subject.estimate(layout).seconds, layout, needed))
-    if not found:
+            fits.append((subject.estimate(layout).seconds, layout, needed))
+    if not fits:
         return None
-    _, layout, needed = min(found, key=lambda item: item[0])
+    _, layout, needed = min(fits, key=lambda item: item[0])
     return layout, needed
 
 
@@ -104,15 +105,15 @@ def never(subject: Subject, cluster: Cluster, seen: dict[str, tuple[float, Layou
 
 
 def lost(
-    found: Search, tightest: dict[str, tuple[float, Layout]], capacity: float, precision: str
+    result: Search, tightest: dict[str, tuple[float, Layout]], capacity: float, precision: str
 ) -> dict[str, str]:  # fmt: skip
     """Returns, for each kind of plan but the winner's, one line on why it lost."""
-    best = found.best
+    best = result.best
     out = {}
     for name, (needed, layout) in sorted(tightest.items()):
         if name == best.family:
             continue
-        mine = [p for p in found.proposals if p.family == name]
+        mine = [p for p in result.proposals if p.family == name]
         if mine:
             out[name] = _slower(min(mine, key=lambda p: p.forecast.step_s), best)
         elif needed > capacity:
@@ -131,7 +132,7 @@ def _short(layout: Layout) -> str:
 
 
 def _slower(rival: Proposal, best: Proposal) -> str:
-    """What of its step costs more than the winner's."""
+    """Returns one line on which part of the rival's step costs most more than the winner's."""
     slower = rival.forecast.step_s / best.forecast.step_s - 1
     names = set(rival.forecast.parts) | set(best.forecast.parts)
     more = {n: rival.forecast.parts.get(n, 0.0) - best.forecast.parts.get(n, 0.0) for n in names}
@@ -144,7 +145,7 @@ def _slower(rival: Proposal, best: Proposal) -> str:
 
 
 def _recomputes(proposal: Proposal) -> int:
-    """How much of a forward runs again, in rank order."""
+    """Returns the place of the recompute policy in `RECOMPUTES`, from least to most recomputed."""
     return RECOMPUTES.index(proposal.layout.recompute)
 
 
@@ -156,6 +157,7 @@ def nothing(subject: Subject, cluster: Cluster, constraints: Constraints) -> str
     why = "no plan has the degrees asked for: the devices, the batch, the heads or the layers do not divide by them"
     world, batch = cluster.world_size, subject.global_batch
     other = subject.with_batch
+    # a multiple of `world`, which divides over all data ranks, is at most this far away
     for away in range(1, min(world, MOST_AWAY) + 1) if other is not None else ():
         near = [
             count
@@ -193,19 +195,19 @@ def contradiction(world: int, constraints: Constraints) -> str:
 
 
 def _not_among(subject: Subject, world: int, constraints: Constraints) -> str:
-    """Which of the fixed fields no plan has that is looked at; empty where there is no plan without them either."""
+    """Returns which fixed fields no searched plan has, and their possible values; "" where there is no plan at all."""
     limits = replace(constraints, fixed=(), check=None)
     plans = [plan_of(layout, _asked(constraints)) for layout in islice(subject.layouts(world, limits), MOST_TOLD)]
     if not plans:
         return ""
-    told = []
+    problems = []
     for name, value in constraints.fixed:
         values = {getattr(plan, name) for plan in plans}
         if value not in values:
-            known = ", ".join(map(shown, sorted(values, key=lambda each: (str(type(each)), each))[:FEW_VALUES]))
-            told.append(f"no plan that is looked at has {name}={shown(value)}; there are {name}={known}")
+            choices = ", ".join(map(shown, sorted(values, key=lambda choice: (str(type(choice)), choice))[:FEW_VALUES]))
+            problems.append(f"no plan that is looked at has {name}={shown(value)}; there are {name}={choices}")
     both = " and ".join(f"{name}={shown(value)}" for name, value in constraints.fixed)
-    return "; ".join(told) or f"no plan that is looked at has {both} together: leave one of them out"
+    return "; ".join(problems) or f"no plan that is looked at has {both} together: leave one of them out"
 
 
 def shown(value: object) -> str:
@@ -214,7 +216,7 @@ def shown(value: object) -> str:
 
 
 def _has_any(subject: Subject, world: int, constraints: Constraints) -> bool:
-    """Whether there is a layout as asked for, among the first many."""
+    """Whether one of the first `LOOKED_AT` layouts meets the constraints."""
     some = islice(subject.layouts(world, constraints), LOOKED_AT)
     return any(not constraints.fixed or constraints.allows(plan_of(layout, _asked(constraints))) for layout in some)
 

@@ -79,7 +79,7 @@ def decoder(shape: Shape, cluster: Cluster, soft: Software, global_batch: int, s
 
 
 def _forecast(shape: Shape, layout: Layout) -> Layout:
-    """The layout; raises `RefusedPlan` where a decoder of this shape cannot be laid out so."""
+    """Returns the layout unchanged; raises `RefusedPlan` where a decoder of this shape cannot have it."""
     refuse(layout)
     if layout.ep > max(shape.experts, 1):
         have = f"{shape.experts} experts" if shape.experts else "no experts"

@@ -47,7 +47,7 @@ def search_text(search: Search, cluster: Cluster, subject: str, batch: str, comm
 
 
 def first_text(proposals: Sequence[Proposal], looked_at: int) -> str:
-    """A first table, of the best plans that are known while a search goes on."""
+    """Returns the table of the best plans so far, shown while a search goes on."""
     rows = _rows(proposals, f"{proposals[0].forecast.rate[1]}/s")
     plans = "one plan" if looked_at == 1 else f"{looked_at:,} plans"
     return "\n".join([f"so far, of {plans} looked at (the search goes on; ctrl-C ends with the best):", *rows, ""])
@@ -100,7 +100,7 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def forecast_lines(forecast: Forecast) -> list[str]:
-    """Where the step's time goes, what the memory holds, what the figures rest on."""
+    """Returns lines of text: where the step's time goes, what the memory holds, what the figures rest on."""
     lines = [
         f"step {seconds_text(forecast.step_s)}, MFU {forecast.mfu:.1%} ("
         f"{'FLOPs counted from the trace' if forecast.convention == 'counted' else forecast.convention}), "
@@ -127,7 +127,7 @@ def forecast_lines(forecast: Forecast) -> list[str]:
 
 
 def rank_map(layout: Layout, cluster: Cluster) -> list[str]:
-    """How the axes lie on nodes and links."""
+    """Returns lines that say on which links of the cluster each axis lies."""
     lines, stride = ["ranks, innermost first:"], 1
     for name, size in (
         ("tp", layout.tp), *reversed(layout.inner), ("dp_shard", layout.shard), ("pp", layout.pp),

@@ -50,8 +50,8 @@ class TracedLayouts:
     def __init__(self, traced: Traced, batch: int, recomputes: list[str]):
         self.traced, self.batch, self.recomputes = traced, batch, recomputes
 
-    def found(self, world: int, constraints: Constraints) -> Iterable[Layout]:
-        """Data ranks alone; then cuts of positions, and cuts of weights where these could be faster."""
+    def candidates(self, world: int, constraints: Constraints) -> Iterable[Layout]:
+        """Yields data ranks alone; then cuts of positions, and tp, pp and ep where these could be faster."""
         traced, batch, cuts = self.traced, self.batch, self.traced.cuts
         own = [*filter(traced.can_run, data_layouts(world, batch, traced.node, self.recomputes))]
         first = traced.samples[0]  # sorting is stable: of the same layout, that without recompute stays first
@@ -79,15 +79,16 @@ class TracedLayouts:
                 fastest = min(fastest, traced.simulate(layout, batch).step_s)
         if cuts and self._are_worth_cutting(fastest, world, constraints):
             cut = [*filter(traced.can_run, cut_layouts(world, batch, traced.node, self.recomputes, constraints))]
-            few, many = (expert_layouts(each if traced.routed else (), traced.node, constraints) for each in (own, cut))
+            few, many = (expert_layouts(some if traced.routed else (), traced.node, constraints) for some in (own, cut))
             yield from self._while_faster(chain(few, cut, many), Slower(fastest, self._least(world)), constraints)
 
     def _takes_long(self, layout: Layout) -> bool:
-        """Whether a layout needs a rehearsal or a trace of its own, beside the two that are made of every task."""
+        """Whether a layout needs a trace or rehearsal of its own, beyond the two traces that are made of every task."""
         return layout.zero >= 3 or layout.recompute != "none" or layout.micro_batch < self.traced.samples[0]
 
     def _can_hold(self, layout: Layout, _: set[Layout]) -> bool:
         if self._takes_long(layout):
+            # a search shows its first table before this: test_a_first_table_is_there_before_anything_is_rehearsed
             self.traced.before_long(inf)
         elif layout.micro_batch != self.traced.samples[0]:
             self.traced.before_long(self.traced.second_trace_s)
@@ -96,7 +97,7 @@ class TracedLayouts:
     def _lean(
         self, layouts: Iterable[Layout], constraints: Constraints, can: Callable[[Layout, set[Layout]], bool]
     ) -> Iterator[Layout]:
-        """Those of the layouts that are as asked for, without recompute where none is needed.
+        """Yields the layouts that meet the constraints, leaving out recompute where the layout fits without it.
 
         Of the same layout, that without recompute comes first: where it fits, recompute only adds time.
 
@@ -119,7 +120,7 @@ class TracedLayouts:
             yield layout
 
     def _cut_within(self, layouts: Iterable[Layout], constraints: Constraints) -> Iterator[Layout]:
-        """Those of the layouts that can be cut, as far as rehearsing them is a matter of seconds.
+        """Yields the layouts that can be cut, until rehearsals have run `MOST_OPS` ops; a remark names those left out.
 
         zero=3 is left out where the same layout fits without, since it only ever adds time, and where it cannot be cut
         without, since it cuts nothing.
@@ -130,13 +131,15 @@ class TracedLayouts:
 
         def can(layout: Layout, fitted: set[Layout]) -> bool:
             plain = layout.with_(recompute="none")
+            # if the cut fails without zero it fails with it; layouts with ep have no counterpart without zero
             if layout.ep == 1 and plain.with_(zero=0, shard=1, replicas=layout.dp) in refused:
                 return False
+            # where zero=1 fits, zero 2 and 3 only add messages
             if layout.zero > 1 and constraints.value("zero") is None and plain.with_(zero=1) in fitted:
                 return False
-            if any(one.cut_positions < layout.cut_positions and one.world_size == layout.world_size for one in fitted):
+            if any(fit.cut_positions < layout.cut_positions and fit.world_size == layout.world_size for fit in fitted):
                 return False  # more shares of what fits only have more borders
-            if self.traced.spent > MOST_OPS and not asked and not self.traced.known(layout, self.batch):
+            if self.traced.spent > MOST_OPS and not asked and not self.traced.is_rehearsed(layout, self.batch):
                 left[degrees_text(plain.with_(sp=False))] = None
                 return False
             if not self.traced.can_cut(layout, self.batch):
@@ -152,17 +155,17 @@ class TracedLayouts:
     def _while_faster(
         self, layouts: Iterable[Layout], slower: Slower, constraints: Constraints
     ) -> Iterator[Layout]:  # fmt: skip
-        """Those of the layouts that can be cut, and of an axis no degrees beyond one that is slower already."""
+        """Yields the layouts that can be cut, skipping degrees of tp and pp beyond one that is already slower."""
         traced, asked = self.traced, any(constraints.value(name) is not None for name in CUTS)
-        for layout in self._cut_within((each for each in layouts if asked or not slower.beyond(each)), constraints):
+        for layout in self._cut_within((lay for lay in layouts if asked or not slower.beyond(lay)), constraints):
             yield layout
             fits = traced.fits(layout, self.batch, constraints)
             slower.note(layout, traced.simulate(layout, self.batch) if fits else None)
-        for text in slower.told.values():
+        for text in slower.remarks.values():
             traced.remark(text)
 
     def _are_worth_cutting(self, fastest: float, world: int, constraints: Constraints) -> bool:
-        """Whether tp, pp or ep could shorten the fastest step without them, or were asked for; a remark where not."""
+        """Whether tp, pp or ep were asked for or could beat `fastest` by `WORTH`; adds a remark where not."""
         if fastest == inf or self.traced.routed or any(constraints.value(name) is not None for name in CUTS):
             return True
         least = self._least(world)
@@ -176,12 +179,13 @@ class TracedLayouts:
         return False
 
     def _least(self, world: int) -> float:
-        """Seconds that computing a step takes at least."""
-        one = self.traced
-        return least_seconds(one.model("none"), self.batch, world, one.cluster, one.software, one.precision)
+        """Returns the least seconds that computing a step takes on `world` devices."""
+        traced = self.traced
+        return least_seconds(traced.model("none"), self.batch, world, traced.cluster, traced.software, traced.precision)
 
     def _chunked(self, own: Sequence[Layout], world: int, constraints: Constraints) -> list[Layout]:
-        """Of data ranks that hold the least, with wide tensors in chunks, where one sample does not fit; a remark."""
+        """Returns the leanest data-parallel layouts with position_chunks, where one sample does not fit; else []."""
+        # position_chunks does not run beside compile (layout/rules)
         asked = constraints.value("position_chunks") is not None or bool(constraints.value("compile"))
         wall = "" if asked else self._memory_wall(world, constraints)
         if not wall:
@@ -194,7 +198,7 @@ class TracedLayouts:
         return [layout.with_(position_chunks=CHUNKS) for layout in few]
 
     def _positions(self, world: int, constraints: Constraints) -> Iterable[Layout]:
-        """Layouts that cut a sample's positions, where that answers a wall or is asked for; a remark on the wall.
+        """Returns layouts that cut a sample's positions, where memory or the batch size calls for it or the user asks.
 
         Fields are cut into tiles; samples that are none, or where it is asked for, along their sequence.
         """
@@ -217,7 +221,7 @@ class TracedLayouts:
         return filter(self.traced.can_run, spread_layouts(bases, world, self.batch, self.recomputes, constraints))
 
     def _waiting_less(self, best: Layout | None, constraints: Constraints) -> list[Layout]:
-        """The fastest tiles with other ways of their halos, where ranks wait long enough for these.
+        """Returns the fastest tiled layout with other halo exchanges, where these take `WORTH` of its step; else [].
 
         All of them beside convolutions, or one exchange for several: whether that is faster on these links and devices
         is asked of rehearsals, which compute the borders twice.
@@ -229,6 +233,7 @@ class TracedLayouts:
             return []
         asked = [constraints.value(name) is not None for name in ("domain_overlap", "domain_depth")]
         beside = [] if any(asked) else [best.with_(domain_overlap="always")]
+        # domain_depth does not run beside compile (layout/rules)
         deep = [] if any(asked) or best.compile else [best.with_(domain_depth=depth) for depth in DEPTHS]
         return beside + deep
 
@@ -244,30 +249,31 @@ class TracedLayouts:
     @cached_property
     def space(self) -> tuple[int, ...]:
         """Sizes of the task's fields along each dim of space that tiles may cut; () where there is no field."""
-        found: tuple[int, ...] = ()
+        space: tuple[int, ...] = ()
         for dims in range(1, MOST_DIMS + 1):
             try:
                 sizes = tiled_sizes(self.traced.task, Plan(domain=(2,) * dims), self.traced.looks.few)
             except RefusedPlan:  # more dims than the task names
                 break
-            found = sizes or found
-        return found
+            space = sizes or space
+        return space
 
     def _wall(self, world: int, constraints: Constraints) -> str:
-        """What stands against whole fields: one sample does not fit on a device, or there are fewer than devices."""
+        """Returns why samples should be cut: one does not fit on a device, or there are fewer than devices; else ""."""
         if wall := self._memory_wall(world, constraints):
             return wall
         return f"{self.batch} samples are fewer than {world} devices" if self.batch < world else ""
 
     def _memory_wall(self, world: int, constraints: Constraints) -> str:
-        """Why one sample at a time does not fit on a device, where it is the sample that takes the room."""
+        """Returns why one sample does not fit on a device, where most of the memory is that sample's; else ""."""
         room = self.traced.cluster.device.memory_bytes * (1 - constraints.headroom) - CONTEXT_BYTES
         data = max(d for d in divisors(world) if self.batch % d == 0)
-        one = Layout(shard=data, zero=3 if data > 1 else 0, micro_batch=1, n_micro=self.batch // data, seq=1)
-        if self.traced.can_hold(one, self.batch) and (ledger := self.traced.memory(one, self.batch)).reserved > room:
-            held = sum(ledger.terms.get(name, 0.0) for name in ("micro-batch", "inputs", "global batch"))
-            if held > ledger.allocated / 2:
-                needed = f"{bytes_text(ledger.reserved)} on a device (zero={one.zero} over {data}, remat=none)"
-                share = f"{held / ledger.allocated:.0%} of it for that sample"
+        # weights, gradients and optimizer state are sharded as far as possible: the rest is due to the sample
+        solo = Layout(shard=data, zero=3 if data > 1 else 0, micro_batch=1, n_micro=self.batch // data, seq=1)
+        if self.traced.can_hold(solo, self.batch) and (ledger := self.traced.memory(solo, self.batch)).reserved > room:
+            sample_bytes = sum(ledger.terms.get(name, 0.0) for name in ("micro-batch", "inputs", "global batch"))
+            if sample_bytes > ledger.allocated / 2:
+                needed = f"{bytes_text(ledger.reserved)} on a device (zero={solo.zero} over {data}, remat=none)"
+                share = f"{sample_bytes / ledger.allocated:.0%} of it for that sample"
                 return f"one sample at a time needs {needed}, {share}, and there are {bytes_text(room)}"
         return ""

@@ -65,7 +65,7 @@ def traced_subject(
     remarks: tuple[str, ...] = (),
     randomness: Randomness = "global",
 ) -> Subject:
-    """The subject of a task: replicas, ZeRO 1 to 3, hybrid sharding, micro-batches, tp or pp, the recompute wanted.
+    """Returns the `Subject` of a task: replicas, ZeRO 1 to 3, hybrid sharding, micro-batches, tp, pp, recompute.
 
     cuts     whether a search looks at tp and pp
     samples  the two sizes of micro-batch that are traced, or the only one, twice; larger ones are on the line through
@@ -97,6 +97,8 @@ class Traced:
         began = perf_counter()
         self.sample = one_sample(task)
         self._first_read_s = perf_counter() - began
+        # on a GPU an optimizer updates all tensors at once, so its temporaries are as large as all of them:
+        # test_an_optimizer_on_a_gpu_goes_over_all_tensors_at_once
         self.seen = update_of(task, at_once=not self.on_cpu)
         # a CPU's ranks make the global batch; to a GPU, a micro-batch is copied wherever it comes from
         self.whole = batch_bytes(self.sample) if task.batch is not None or not self.on_cpu else 0.0
@@ -112,23 +114,24 @@ class Traced:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether ranks hold the global batch, and reduce copies."""
+        """Whether the cluster's ranks are CPU ranks: they hold the whole global batch, and gloo reduces copies."""
         return self.cluster.device.kind == "cpu"
 
     def subject(self, batch: int, wanted: tuple[str, ...]) -> Subject:
-        """What a search needs to know, for one global batch."""
+        """Returns the `Subject` for one global batch (samples). `wanted`: recompute policies to try beside "none"."""
         units = len(self.first.units)
         self._remark_on(self.first)
+        # recompute applies to repeated blocks, and this module has none
         recomputes = [*dict.fromkeys(("none", *wanted))] if units else ["none"]
 
         layouts = TracedLayouts(self, batch, recomputes)
 
         def estimate(layout: Layout) -> Quick:
-            found = self.simulate(layout, batch)
-            return Quick(found.step_s, found.worst)
+            forecast = self.simulate(layout, batch)
+            return Quick(forecast.step_s, forecast.worst)
 
         return Subject(
-            self.task.name, units, batch, 1, layouts.found, estimate, lambda layout: self.memory(layout, batch),
+            self.task.name, units, batch, 1, layouts.candidates, estimate, lambda layout: self.memory(layout, batch),
             lambda layout: self.simulate(layout, batch), self.remarks, own=True,
             with_batch=lambda count: self.subject(count, wanted), reading=lambda: self.reading,
             exact=lambda layout: self.of_micro_batch(layout.micro_batch).simulate(layout, batch),
@@ -136,13 +139,13 @@ class Traced:
         )  # fmt: skip
 
     def of_micro_batch(self, micro: int) -> Traced:
-        """The same task, all of it told by traces of one size of micro-batch; traces are shared."""
+        """Returns a copy that forecasts from a trace of exactly `micro` samples; traces already made are shared."""
         other = copy(self)
         other.samples = (micro, micro)
         return other
 
     def draws(self, layout: Layout, batch: int) -> tuple[float, float] | None:
-        """Seconds of a step of replicas with draws of one process, and with those of a GPU's own generator.
+        """Returns seconds of a step of replicas (with randomness="global", with "fast"), or None.
 
         None on a CPU, and where the module draws nothing.
         """
@@ -150,6 +153,7 @@ class Traced:
             return None
         own = self.of_micro_batch(layout.micro_batch)
         fast = copy(own)
+        # separate caches, since the keys of traces do not include `follow`
         fast.follow, fast._models, fast._traces, fast._ranks = False, {}, {}, {}
         rows = layout.micro_batch * layout.n_micro * layout.rounds
         plain = Layout(
@@ -158,10 +162,10 @@ class Traced:
         )  # fmt: skip
         return own.simulate(plain, batch).step_s, fast.simulate(plain, batch).step_s
 
-    def _remark_on(self, one: StepTrace) -> None:
-        if one.idle:
-            self.remark(f"no gradient reaches {one.idle:,} of {one.parameters:,} parameters on such samples")
-        if one.drawn:
+    def _remark_on(self, first: StepTrace) -> None:
+        if first.idle:
+            self.remark(f"no gradient reaches {first.idle:,} of {first.parameters:,} parameters on such samples")
+        if first.drawn:
             self.remark("a single random number is taken as 0.5: what it decides (layerdrop) goes the likelier way")
 
     @cached_property
@@ -169,17 +173,18 @@ class Traced:
         """The trace of the smaller of the two micro-batches, without recompute."""
         began = process_time()
         try:
-            found = self._trace(self.samples[0], "none", 0)
+            smaller = self._trace(self.samples[0], "none", 0)
         except InputError as error:
             plan = Plan(precision=self.precision)
+            # as in a run, operations that refuse mixed dtypes run in one dtype, and a remark says so
             if (met := met_at(self.task, plan, error)) is None:
                 raise
             self.task, self.looks = met, Looks(met, self.sample)
             self._traces.clear()  # which remember what failed, too
             self.remark(told_met(plan))
-            found = self._trace(self.samples[0], "none", 0)
+            smaller = self._trace(self.samples[0], "none", 0)
         self._first_trace_s = process_time() - began
-        return found
+        return smaller
 
     @property
     def second_trace_s(self) -> float:
@@ -188,9 +193,9 @@ class Traced:
 
     @property
     def routed(self) -> bool:
-        """Whether the module chooses among experts."""
-        one = self.first
-        return one.balanced or (one.chose and self.looks.holds_experts)
+        """Whether the module routes tokens to experts."""
+        first = self.first
+        return first.balanced or (first.chose and self.looks.holds_experts)
 
     def model(
         self, recompute: str, data_ranks: int = 1, micro: int | None = None, wrap: tuple[str, ...] = ()
@@ -203,9 +208,11 @@ class Traced:
         return self._model_of(recompute, self.joined(recompute, data_ranks), micro, wrap)
 
     def _model_of(self, recompute: str, joined: int, micro: int | None = None, wrap: tuple[str, ...] = ()) -> Model:
-        found = self._model_at(recompute, joined, self._sizes(micro), wrap)
-        if micro is None or same_ops(found.one, found.two):
-            return found
+        model = self._model_at(recompute, joined, self._sizes(micro), wrap)
+        # traces of different operations cannot be interpolated: exactly this size is traced
+        # (test_two_traces_that_differ_are_never_put_on_a_line)
+        if micro is None or same_ops(model.small, model.large):
+            return model
         return self._model_at(recompute, joined, (micro, micro), wrap)
 
     def _model_at(self, recompute: str, joined: int, sizes: tuple[int, int], wrap: tuple[str, ...]) -> Model:
@@ -224,6 +231,7 @@ class Traced:
             return trace(self.task, count, self.precision, recompute, self.sample, joined, fused=not self.on_cpu,
                          follow=self.follow, wrap=wrap)  # fmt: skip
 
+        # refusals are cached too, so that what cannot be traced is not tried again
         return once(self._traces, (count, recompute, joined, wrap), made)
 
     def joined(self, recompute: str, data_ranks: int) -> int:
@@ -233,7 +241,7 @@ class Traced:
         return min(2, data_ranks) if self.first.batch_norms else 0
 
     def can_run(self, layout: Layout) -> bool:
-        """Whether batch norms find more than one value in a micro-batch."""
+        """Whether batch norms have more than one value to normalise in a micro-batch."""
         return layout.dp * layout.micro_batch > 1 or not self.first.alone
 
     def _cuts(self, layout: Layout) -> Cuts:
@@ -241,9 +249,9 @@ class Traced:
         return replace(Cuts.of(layout, self.precision, gloo=self.on_cpu), joined=joined, fused=not self.on_cpu,
                        follow=self.follow)  # fmt: skip
 
-    def _model(self, one: StepTrace, two: StepTrace) -> Model:
+    def _model(self, small: StepTrace, large: StepTrace) -> Model:
         update = replace(self.seen, whole=self.nature.whole)
-        return Model(one, two, update, self.task.name, self.whole, self.on_cpu)
+        return Model(small, large, update, self.task.name, self.whole, self.on_cpu)
 
     @cached_property
     def nature(self) -> Nature:
@@ -254,7 +262,7 @@ class Traced:
         return try_out(self.task.optimizer, *map(list, zip(*trained, strict=True)))
 
     def fits(self, layout: Layout, batch: int, constraints: Constraints) -> bool:
-        """Whether the fullest rank of a layout has room."""
+        """Whether a layout's fullest rank fits in the device's memory."""
         room = self.cluster.device.memory_bytes * (1 - constraints.headroom) - CONTEXT_BYTES
         return self.memory(layout, batch).reserved <= room
 
@@ -270,7 +278,7 @@ class Traced:
         return True
 
     def _left_out(self, what: str, why: str) -> None:
-        """One remark for all that have a reason in common."""
+        """Adds `what` to the remark that ends in the reason `why`; a new remark where there is none."""
         for at, text in enumerate(self.remarks):
             if text.endswith(why):
                 named = text.removesuffix(why).split("; ")
@@ -279,7 +287,7 @@ class Traced:
         self.remark(what + why)
 
     def remark(self, text: str) -> None:
-        """Tell this once, beside what the search finds."""
+        """Adds a remark to the search's result, once."""
         if text not in self.remarks:
             self.remarks.append(text)
 
@@ -298,52 +306,56 @@ class Traced:
     def _rehearsed(self, key: Cuts, sizes: Sizes, beside: Beside, place: Place | None) -> list[Model]:
         self.say(f"{self.task.name}: deriving the cuts of {key.plan}")
         shares = Shares(self.looks, key)
+        # which modules cannot be units of zero=3 (they write into their inputs, say) is known from the whole trace
         if key.zero == 3:
-            self.looks.enclosed.setdefault(key.wrap, set(self.model("none").one.enclosed))
-        found = []
+            self.looks.enclosed.setdefault(key.wrap, set(self.model("none").small.enclosed))
+        models = []
+        # a search rehearses only the most demanding tile or sequence share, the forecast of one plan all of them
         all_places = shares.places if self.samples[0] == self.samples[1] else shares.telling_places
         for at, tp, pp in shares.ranks(all_places if place is None else [place]):
             tile = f"share {'x'.join(map(str, at))} of positions, " if key.cut_positions > 1 else ""
             self.say(f"{self.task.name}: rehearsing {key.plan}, {tile}rank {tp} of tp, stage {pp}")
-            self.spent += len(sizes) * self.model("none").one.kernels
-            traces = [shares.trace(tp, pp, each, beside, at) for each in sizes]
-            found.append(self._model(traces[0], traces[-1]))
-        return found
+            self.spent += len(sizes) * self.model("none").small.kernels
+            traces = [shares.trace(tp, pp, counts, beside, at) for counts in sizes]
+            models.append(self._model(traces[0], traces[-1]))
+        return models
 
     def cut(self, layout: Layout, batch: int) -> list[Model]:
-        """The ranks of a layout, as its fullest data rank has them; `RefusedPlan` as in a run."""
+        """Returns a `Model` of each rank that differs, on the fullest data rank; raises `RefusedPlan` as a run does."""
         key, sizes, beside = self._key(layout, batch)
         rows = self._first_of_two if self._has_more(key, layout, batch) else self.ranks
-        found = rows(key, sizes, beside)
-        if len(sizes) == 1 or all(same_row(rank.one, rank.two) for rank in found):
-            return found
+        models = rows(key, sizes, beside)
+        # otherwise the two sizes ran different operations or collectives: the exact micro-batch is rehearsed
+        if len(sizes) == 1 or all(same_row(rank.small, rank.large) for rank in models):
+            return models
         return rows(key, ((layout.micro_batch,),), beside)
 
     def _first_of_two(self, key: Cuts, sizes: Sizes, beside: Beside) -> list[Model]:
-        """The ranks with one micro-batch, as rows of two of them say: those are rehearsed once for both."""
+        """Returns the ranks with one micro-batch, derived from a rehearsal of two, which the search needs as well."""
         return once(self._ranks, (key, sizes, beside, None), lambda: [
-            replace(rank, one=cast(RankTrace, rank.one).of_one, two=cast(RankTrace, rank.two).of_one)
+            replace(rank, small=cast(RankTrace, rank.small).of_one, large=cast(RankTrace, rank.large).of_one)
             for rank in self.ranks(replace(key, microbatches=2), sizes, beside)
         ])  # fmt: skip
 
     def _has_more(self, key: Cuts, layout: Layout, batch: int) -> bool:
-        """Whether a search that asks for one micro-batch of data ranks under zero=3 asks for several as well."""
+        """Whether a search will also need this layout under zero=3 with several micro-batches."""
         data = layout.world_size == layout.dp and layout.ep == 1
         even = layout.global_batch == batch > layout.dp
         return key.zero == 3 and key.microbatches == 1 and data and even and self.samples[0] < self.samples[1]
 
     def _key(self, layout: Layout, batch: int) -> tuple[Cuts, Sizes, Beside]:
-        """What cuts the module, and the micro-batches to rehearse: each tuple is one rehearsal of a rank.
+        """Returns (cuts of the module, micro-batch sizes of each rehearsal, those of the ep group beside them).
 
         Micro-batches of one sample are on the line too: whether such a plan leads is settled by traces of its own.
         """
         key = self._cuts(layout)
+        # an uneven batch has micro-batches of several sizes, which are rehearsed themselves, not interpolated
         if not 0 < layout.global_batch - batch < layout.dp * layout.n_micro * layout.rounds:
             return key, tuple((count,) for count in dict.fromkeys(self.samples)), ALIKE
         return key, *played(key, layout, batch, layout.dp - 1)
 
     def every_rank(self, layout: Layout, batch: int) -> list[MemoryLedger]:
-        """Bytes of each rank of the grid, its own share of the batch considered: every one that differs is traced."""
+        """Returns the memory of every rank of the grid in rank order, each with its own share of the batch."""
         key = self._cuts(layout)
         alike = Shares(self.looks, key).alike if layout.tp > 1 else [0]
         kinds = list(dict.fromkeys(alike))
@@ -362,23 +374,23 @@ class Traced:
         return ledgers
 
     def _exactly(self, recompute: str, joined: int, count: int) -> Model:
-        """The whole module's trace at one number of samples."""
-        one = self._trace(count, recompute, joined)
-        return self._model(one, one)
+        """Returns the whole module's model from a trace of exactly `count` samples."""
+        exact = self._trace(count, recompute, joined)
+        return self._model(exact, exact)
 
-    def known(self, layout: Layout, batch: int) -> bool:
+    def is_rehearsed(self, layout: Layout, batch: int) -> bool:
         """Returns whether a layout's ranks were rehearsed already."""
         return (*self._key(layout, batch), None) in self._ranks
 
     def can_hold(self, layout: Layout, batch: int) -> bool:
-        """Whether a search may have a layout of data ranks alone."""
+        """Whether a layout of data ranks alone can be traced; a remark says why not."""
         if self._cuts(layout).differ or layout.zero:
             return self.can_cut(layout, batch) and self.can_recompute(layout.recompute)
         return self.can_recompute(layout.recompute)
 
     def _refuse(self, layout: Layout) -> None:
-        """Raise `RefusedPlan` for compiled draws, and where the optimizer finds too little, or is not, on a rank."""
-        if layout.compile and self.model("none").one.follows:
+        """Raises `RefusedPlan` for compiled draws, offload, and optimizers that cannot update what a rank holds."""
+        if layout.compile and self.model("none").small.follows:
             raise RefusedPlan(f"the model draws random numbers, {HIDDEN}")
         if layout.offload != "none":
             raise RefusedPlan(f"offload={layout.offload} is forecast for decoders by their numbers alone")
@@ -398,31 +410,32 @@ class Traced:
         return True
 
     def memory(self, layout: Layout, batch: int) -> MemoryLedger:
-        """Bytes of the fullest rank."""
-        return max(self.ledgers(layout, batch), key=lambda found: found.allocated)
+        """Returns the memory of the rank that needs most."""
+        return max(self.ledgers(layout, batch), key=lambda ledger: ledger.allocated)
 
     def ledgers(self, layout: Layout, batch: int) -> list[MemoryLedger]:
-        """Bytes of the fullest data rank of each rank of tp and pp that differs."""
+        """Returns the memory of each rank of tp and pp that differs, on the fullest data rank."""
         differ = self._cuts(layout).differ
-        found = self.cut(layout, batch) if differ else [self.model(layout.recompute, layout.dp, layout.micro_batch)]
-        return [memory(rank, layout, self.precision, batch) for rank in found]
+        ranks = self.cut(layout, batch) if differ else [self.model(layout.recompute, layout.dp, layout.micro_batch)]
+        return [memory(rank, layout, self.precision, batch) for rank in ranks]
 
     def simulate(self, layout: Layout, batch: int) -> Forecast:
         """Returns the forecast of one optimizer step of `batch` samples under a layout."""
         self._refuse(layout)
         soft = as_planned(self.software, layout)
-        held, where = self.ledgers(layout, batch), (self.cluster, soft, self.precision)
+        ledgers, where = self.ledgers(layout, batch), (self.cluster, soft, self.precision)
         if layout.tp * layout.pp * layout.ep * layout.cut_positions * layout.position_chunks > 1:
-            found = simulate_cut(self.cut(layout, batch), layout, *where, held)
+            forecast = simulate_cut(self.cut(layout, batch), layout, *where, ledgers)
         else:
             model = self.model(layout.recompute, layout.dp, layout.micro_batch, layout.wrap)
             if self._cuts(layout).zero == 3:
-                model = replace(model, gathered=tuple(self.cut(layout, batch)[0].one.units))
-            found = simulate_traced(model, layout, *where, held)
+                # zero=3 gathers the engine's units, which need not be the repeated blocks
+                model = replace(model, gathered=tuple(self.cut(layout, batch)[0].small.units))
+            forecast = simulate_traced(model, layout, *where, ledgers)
         uneven = 0 < layout.global_batch - batch < layout.dp * layout.n_micro * layout.rounds
-        found.samples = batch if uneven else layout.global_batch
+        forecast.samples = batch if uneven else layout.global_batch
         # the model's, not what ranks do twice; of the smaller micro-batch by its own trace, which may be the only one
         alone = layout.micro_batch if layout.micro_batch == self.samples[0] else None
-        found.flops = self.model("none", micro=alone).flops(found.samples)
-        found.basis |= switches(layout, eager=bool(self.cluster.device.ops))
-        return found
+        forecast.flops = self.model("none", micro=alone).flops(forecast.samples)
+        forecast.basis |= switches(layout, eager=bool(self.cluster.device.ops))
+        return forecast

@@ -10,16 +10,16 @@ FACTORS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
 
 
 def count(text: str, what: str) -> int:
-    """A whole number; k, M and G are powers of 1024."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMgG]?)", text.strip())
-    value = float(found[1]) * FACTORS[found[2].lower()] if found else 0.0
-    if not found or value != int(value) or value < 1:
+    """Returns the whole number in `text`, such as 512, 8k or 16M (powers of 1024). `what`: names it in errors."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMgG]?)", text.strip())
+    value = float(match[1]) * FACTORS[match[2].lower()] if match else 0.0
+    if not match or value != int(value) or value < 1:
         raise InputError(f"{what}: expected a whole number of at least 1, such as 512, 8k or 16M, got {text!r}")
     return int(value)
 
 
 def batch(text: str, seq: int | None) -> int:
-    """A global batch in samples: `512`, `512-samples`, or `16M-tokens` of sequences of `seq`."""
+    """Returns a global batch in samples from `512`, `512-samples`, or `16M-tokens` of sequences of `seq` tokens."""
     number, _, unit = text.strip().partition("-")
     if not number:
         raise InputError(f"--global-batch: expected a number of samples such as 512, or 16M-tokens, got {text!r}")
@@ -40,28 +40,28 @@ def batch(text: str, seq: int | None) -> int:
 
 
 def duration(text: str, what: str) -> float:
-    """Seconds of `90s`, `20m`, `3h` or `2d`."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd])", text.strip().lower())
-    if not found or float(found[1]) <= 0:
+    """Returns the seconds of `90s`, `20m`, `3h` or `2d`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd])", text.strip().lower())
+    if not match or float(match[1]) <= 0:
         raise InputError(f"{what}: expected a time such as 90s, 20m, 3h or 2d, got {text!r}")
-    return float(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
 def tokens(text: str, what: str) -> float:
-    """Tokens of `300B`, `15T` or `5e9`; k, M, B and T are powers of 1000, as training sets are counted."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmbt]?)", text.strip().lower())
-    if not found or float(found[1]) <= 0:
+    """Returns the tokens of `300B`, `15T` or `5e9`; k, M, B and T are powers of 1000, as training sets are counted."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmbt]?)", text.strip().lower())
+    if not match or float(match[1]) <= 0:
         raise InputError(f"{what}: expected a number of tokens such as 300B or 15T, got {text!r}")
-    return float(found[1]) * 1000.0 ** " kmbt".index(found[2] or " ")
+    return float(match[1]) * 1000.0 ** " kmbt".index(match[2] or " ")
 
 
 def bytes_text(size: float) -> str:
-    """12.3 GB, in 10^9 bytes."""
+    """Returns a size as text, such as "12.3 GB" (10^9 bytes)."""
     return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
 
 
 def seconds_text(seconds: float) -> str:
-    """1,234 s, 1.23 s, 45.6 ms or 78 us."""
+    """Returns a time as text, such as "1,234 s", "1.23 s", "45.6 ms" or "78 us"."""
     if seconds >= 999.5:
         return f"{seconds:,.0f} s"
     if seconds >= 1:

@@ -75,11 +75,11 @@ class JobCost:
 
 
 def jobs(
-    subject: Subject, cluster: Cluster, found: Search, constraints: Constraints, precision: str,
+    subject: Subject, cluster: Cluster, result: Search, constraints: Constraints, precision: str,
     asked: AskedJob,
 ) -> list[JobCost]:  # fmt: skip
-    """The job on all devices, then on fewer where it fits; nothing where no job was given."""
-    forecast, price = found.best.forecast, asked.price
+    """Returns the cost of the job on all devices, then on fewer where it fits; [] where no job was given."""
+    forecast, price = result.best.forecast, asked.price
     if asked.tokens is not None:
         if forecast.tokens is None:
             raise InputError("--tokens: samples of this task are not known to be of tokens; give its time as --job 20m")
@@ -88,7 +88,8 @@ def jobs(
         steps = asked.seconds / forecast.step_s
     else:
         return []
-    every = [JobCost(found.best, cluster.world_size, steps, price)]
+    every = [JobCost(result.best, cluster.world_size, steps, price)]
+    # fewer devices are compared only where the job fits in their memory without offload
     constraints = replace(constraints, offload=False)
     for count in _fewer(cluster.world_size):
         try:
@@ -104,7 +105,7 @@ def _fewer(world: int) -> Iterator[int]:
 
 
 def job_lines(every: list[JobCost]) -> list[str]:
-    """A line for each number of devices, and what they say."""
+    """Returns one line for each number of devices, and a verdict on whether more devices are worth it."""
     if not every:
         return []
     lines = [f"the job, {every[0].steps:,.0f} steps and its start (assumed: {every[0].start_s:.0f} s):"]
@@ -129,7 +130,7 @@ def job_lines(every: list[JobCost]) -> list[str]:
 
 
 def _long(seconds: float) -> str:
-    """3.2 days, 5.1 hours, 12 minutes or 40 s."""
+    """Returns a long time as text, such as "3.2 days", "5.1 hours", "12.0 min" or "40 s"."""
     for size, name in ((86400, "days"), (3600, "hours"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:,.1f} {name}"

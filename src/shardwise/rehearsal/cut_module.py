@@ -239,7 +239,7 @@ class Looks:
     def holds_experts(self) -> bool:
         """Whether there are modules that are called as experts are."""
         precision = Precision.of(Plan())
-        return holds_experts(self.built, a_few(self.few), run_alone(self.task, precision), precision.held)
+        return holds_experts(self.built, a_few(self.few), run_alone(self.task, precision), precision.dtype_of)
 
     def stacks(self, plan: Plan) -> list[Stack]:
         """Returns the modules whose experts ep deals."""

@@ -144,7 +144,7 @@ class Rehearsal:
         self.outside = reads.units if reads is not None else set()
         self.trace.final = self.arrivals.final
         # beyond weights, buffers, batches and gradients at rest, which a forecast counts by itself
-        rests_here = base + self.trace.held_gradients
+        rests_here = base + self.trace.shard_gradient_bytes
         self.trace.peak, self.trace.first = live.peak - rests_here, self.trace.first - rests_here
         routed.tell(self.trace)
         self.trace.follows = draws is not None and draws.met
@@ -347,7 +347,8 @@ class Rehearsal:
             spread = {name for name in params if name in self.experts.experts}
             with silent_mesh(self.shares.plan, cuts.shard_ranks) as mesh:
                 sharded = FakeFullShard(model, units, mesh, self.precision, absent, spread, self.fake, copies=cuts.gloo)
-            trace.held, trace.rows, trace.held_gradients = sharded.held_elements, sharded.rows, sharded.held_gradients
+            trace.shard_elements, trace.shard_gradient_bytes = sharded.held_elements, sharded.held_gradients
+            trace.rows = sharded.rows
             trace.units = sharded.sizes
             trace.rest = trace.parameters - sum(trace.units)
             techniques.append(sharded)
@@ -378,7 +379,7 @@ class Rehearsal:
 
         vars(flat.buckets)["_on_gradient"] = on_gradient
         elements = sum(part.high - part.low for part in flat.shards)
-        self.trace.held_gradients += elements * self.precision.reduce.itemsize
+        self.trace.shard_gradient_bytes += elements * self.precision.reduce.itemsize
         return flat
 
     @contextmanager

@@ -93,7 +93,7 @@ def build(task: Task, fake: FakeTensorMode, precision: Precision) -> nn.Module:
 
     def ours(tensor: torch.Tensor, trained: bool = False) -> torch.Tensor:
         if id(tensor) not in made:
-            whole = _without_values(tensor, fake, precision.held(tensor))
+            whole = _without_values(tensor, fake, precision.dtype_of(tensor))
             made[id(tensor)] = _as_parameter(tensor, whole) if trained else whole
         return made[id(tensor)]
 
@@ -105,7 +105,7 @@ def build(task: Task, fake: FakeTensorMode, precision: Precision) -> nn.Module:
                     module._parameters[name] = ours(parameter, True)
             for name, buffer in module._buffers.items():
                 if buffer is not None and not (
-                    isinstance(buffer, FakeTensor) and buffer.dtype == precision.held(buffer)
+                    isinstance(buffer, FakeTensor) and buffer.dtype == precision.dtype_of(buffer)
                 ):
                     module._buffers[name] = ours(buffer)
     del kept

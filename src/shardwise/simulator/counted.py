@@ -16,7 +16,7 @@ Entry = tuple[str, tuple[float, ...], int]
 
 @dataclass(eq=False)
 class StepTrace:
-    """One forward and backward of `samples` samples.
+    """What one forward and backward of `samples` samples did: ops, FLOPs, bytes moved, the peak of live bytes.
 
     order        (kind, shape, times) of every op but views, as they ran; see `Entry`
     products     (m, n, k) -> how often
@@ -33,8 +33,9 @@ class StepTrace:
     in_order     elements of each trained one by its place, in the order in which the optimizer is given them
     final        elements of the gradient that came last in backward, none where one never came
     units        parameters of each repeated block, and of the rest
-    held, held_gradients   elements of the weights and bytes of the gradients that rest on a rank, where a technique
-                           that shards them was played around the micro-batches; `peak` has what it makes besides
+    shard_elements        elements of the weights that rest on a rank, where a technique that shards them was played
+                          around the micro-batches; `peak` has what it makes besides
+    shard_gradient_bytes  the same of the gradients, in bytes
     experts      elements of experts that are trained here, where ep deals them
     rows         of what zero=3 cuts: (indices along the dim that is cut, elements at each) -> how many
     chose        something was picked by scores without values (top-k, sort, max over a dim)
@@ -71,8 +72,8 @@ class StepTrace:
     peak: int = 0
     idle: int = 0
     gradients: int = 0
-    held: int = 0
-    held_gradients: int = 0
+    shard_elements: int = 0
+    shard_gradient_bytes: int = 0
     experts: int = 0
     rows: Counter[tuple[int, int]] = field(default_factory=Counter)
     chose: bool = False
@@ -89,7 +90,7 @@ class StepTrace:
 
     @property
     def flops(self) -> float:
-        """Products, convolutions and attention; of a causal kernel the half that it computes."""
+        """Returns FLOPs of products, convolutions and attention; of a causal kernel the half that it computes."""
         products = sum(2.0 * m * n * k * times for (m, n, k), times in self.products.items())
         scores = sum(
             4.0 * b * q * k * d * (2.5 if back else 1.0) * (0.5 if causal else 1.0) * times
@@ -105,7 +106,7 @@ Passed = tuple[str, str, dict[int, int], int, int]
 
 @dataclass
 class RankTrace(StepTrace):
-    """The trace of one rank's whole row: `peak` is that of the row, products and bytes those of one micro-batch.
+    """The trace of one rank's pipeline row: `peak` is of the whole row, products and bytes are of one micro-batch.
 
     ops       (kind, stage) -> what one such op does
     wire      (kind, stage) -> what it sends over tp, ep and axes of positions, and over data ranks for batch norms:
@@ -133,7 +134,7 @@ class RankTrace(StepTrace):
 
 @dataclass(frozen=True)
 class Update:
-    """An optimizer's step for one tensor: elements of state it keeps and ops it runs, for each element of the tensor.
+    """Cost of an optimizer's step on one tensor: state that it keeps and ops that it runs, per element of the tensor.
 
     work       (op, bytes it moves for each element of float32)
     calls      ops, views among them
@@ -154,8 +155,8 @@ class Update:
 class Model:
     """Traces of two numbers of samples under one recompute policy, the optimizer's step, the batch."""
 
-    one: StepTrace
-    two: StepTrace
+    small: StepTrace
+    large: StepTrace
     update: Update
     name: str = ""
     batch_bytes: float = 0.0  # of one sample, where every rank makes the global batch
@@ -164,24 +165,24 @@ class Model:
 
     @property
     def units(self) -> Sequence[int]:
-        """Parameters of each unit of zero=3, or of each repeated block."""
-        return self.one.units if self.gathered is None else self.gathered
+        """Returns the number of parameters of each unit of zero=3, or of each repeated block."""
+        return self.small.units if self.gathered is None else self.gathered
 
     @property
     def trained(self) -> int:
-        """Elements of the weights that are trained: of those alone there are gradients, and pieces to publish."""
-        return sum(size * count for size, count in self.one.sizes.items())
+        """Returns the elements of trained weights, which alone have gradients and are gathered after an update."""
+        return sum(size * count for size, count in self.small.sizes.items())
 
     def linear(self, first: float, second: float, samples: float) -> float:
-        """The line through what was seen at one number of samples and at another; flat where both are the same."""
-        low, high = self.one.samples, self.two.samples
+        """Returns a figure at `samples`, on the line through `first` (of `small`) and `second` (of `large`)."""
+        low, high = self.small.samples, self.large.samples
         if low == high:
             return first * samples / low
         return max(0.0, first + (second - first) * (samples - low) / (high - low))
 
     def peak(self, samples: int) -> float:
-        """Live bytes of a micro-batch beyond what rests."""
-        return self.linear(self.one.peak, self.two.peak, samples)
+        """Returns the most live bytes of a micro-batch beyond what rests between steps."""
+        return self.linear(self.small.peak, self.large.peak, samples)
 
     def flops(self, samples: float) -> float:
-        return self.linear(self.one.flops, self.two.flops, samples)
+        return self.linear(self.small.flops, self.large.flops, samples)

@@ -47,9 +47,9 @@ APART = ("all_to_all", "point_to_point")  # what sends to each rank apart
 RING = ("cp", "point_to_point")  # blocks of keys and values, and sums of their gradients, on their way
 
 
-def same_row(one: StepTrace, two: StepTrace) -> bool:
+def same_row(small: StepTrace, large: StepTrace) -> bool:
     """Whether two rehearsals of a rank ran the same operations and collectives in each part of its row."""
-    first, second = cast(RankTrace, one), cast(RankTrace, two)
+    first, second = cast(RankTrace, small), cast(RankTrace, large)
     if first.ops.keys() != second.ops.keys():
         return False
     return all(
@@ -58,13 +58,13 @@ def same_row(one: StepTrace, two: StepTrace) -> bool:
 
 
 def _calls(trace: RankTrace, key: OpKey) -> list[tuple[str, str, int]]:
-    """(axis, operation, times) of the collectives of one part, those of one size together, in order."""
+    """Returns (axis, operation, times) of one part's collectives in order, those of one size together."""
     return [(axis, op, times) for (axis, op, _), times in trace.wire[key].items()]
 
 
 @dataclass
 class _Rounds:
-    """The micro-batches of a step, by parts, and what else is known of them."""
+    """Seconds of a step's micro-batches by part, and figures that the other parts need."""
 
     parts: dict[str, float]
     micro_s: float  # of one micro-batch, for what overlaps with it
@@ -80,11 +80,11 @@ def simulate_cut(
     cluster: Cluster,
     software: Software,
     precision: str,
-    held: Sequence[MemoryLedger],
+    ledgers: Sequence[MemoryLedger],
 ) -> Forecast:
-    """The forecast of one optimizer step. `ranks`: models whose traces are `RankTrace`s; `held`: their memory."""
+    """Returns the forecast of one step. `ranks`: models whose traces are `RankTrace`s; `ledgers`: their memory."""
     dtype = PRECISIONS[precision].products
-    follows = any(rank.one.follows for rank in ranks)
+    follows = any(rank.small.follows for rank in ranks)
     kernels, added = kernels_of(cluster, layout, software, dtype, follows=follows)
     wire, states = Wire(cluster, layout.world_size), policy(precision, ranks[0].update.state_elements, layout)
     rounds = _rounds(ranks, layout, _ops(ranks, layout, kernels, software, wire), wire, states)
@@ -97,11 +97,13 @@ def simulate_cut(
     if cluster.device.kind != "cpu":
         parts["slowest device, clocks and gaps"] = (GAPS - 1) * sum(parts.values())
     correction = cluster.device.correction.value if cluster.device.correction is not None else 1.0
+    # only plans with tiles get a line for halos; other parts are listed even at 0
     parts = {name: value * correction for name, value in parts.items() if value or name != HALOS}
-    each = layout.tp * layout.pp * layout.cut_positions / len(ranks)
+    # each rehearsed rank stands for those that do not differ from it
+    ranks_alike = layout.tp * layout.pp * layout.cut_positions / len(ranks)
     forecast = Forecast(
-        step_s=sum(parts.values()), parts=parts, memory=list(held),
-        flops=each * sum(rank.flops(layout.global_batch) for rank in ranks),
+        step_s=sum(parts.values()), parts=parts, memory=list(ledgers),
+        flops=ranks_alike * sum(rank.flops(layout.global_batch) for rank in ranks),
         world_size=layout.world_size, samples=layout.global_batch, peak_tflops=peak_tflops(cluster.device, dtype),
         best_tflops=kernels.best_tflops / min(1.0, correction),
         convention="counted", exposed={"tensor": parts[TALK], **({"tiles": parts[HALOS]} if HALOS in parts else {}),
@@ -110,7 +112,7 @@ def simulate_cut(
     if layout.tiles > 1:
         forecast.halos = halo_bytes(ranks, layout, wire)
     forecast.basis = _basis(ranks, layout, kernels, wire)
-    ops = max(rank.linear(rank.one.kernels, rank.two.kernels, layout.micro_batch) for rank in ranks)
+    ops = max(rank.linear(rank.small.kernels, rank.large.kernels, layout.micro_batch) for rank in ranks)
     forecast.basis |= taken(ranks) | host_basis(kernels, ops, rounds.busy_s)
     return forecast
 
@@ -118,11 +120,11 @@ def simulate_cut(
 def _rounds(
     ranks: Sequence[Model], layout: Layout, seconds: tuple[Seconds, Seconds, Seconds], wire: Wire, states: States
 ) -> _Rounds:
-    """The micro-batches of a step. `seconds`: of each op's work, its collectives, and those of them between tiles."""
+    """Returns a step's micro-batches. `seconds`: by op, of its work, of its collectives, of those between tiles."""
     work, sent, of_tiles = seconds
-    busy, talk, tiled = (max(_of_rank(rank, each) for rank in ranks) for each in (work, sent, of_tiles))
+    busy, talk, tiled = (max(_of_rank(rank, by_op) for rank in ranks) for by_op in (work, sent, of_tiles))
     if layout.pp > 1:
-        share = sum(rank.trained for rank in ranks) / max(1, sum(rank.one.parameters for rank in ranks))
+        share = sum(rank.trained for rank in ranks) / max(1, sum(rank.small.parameters for rank in ranks))
         link = Sharded(wire, states, RankGroup(layout.shard_ranks, layout.tp), share)
         waits = _gathers(ranks, {key: work[key] + sent[key] for key in work}, link)
         gathered = max(_of_rank(rank, waits) for rank in ranks)
@@ -142,13 +144,14 @@ def _rounds(
 
 
 def _played(ranks: Sequence[Model], layout: Layout, seconds: Sequence[Seconds], wire: Wire) -> Played:
-    """The schedule's table, played with what each stage's ops take in all."""
-    last = max(stage for each in seconds for _, stage in each)
+    """Plays the pipeline's schedule with the seconds of each stage's ops, waits included."""
+    last = max(stage for by_op in seconds for _, stage in by_op)
 
     def of_stages(kind: str) -> list[float]:
-        return [sum(each.get((kind, stage), 0.0) for each in seconds) for stage in range(last + 1)]
+        return [sum(by_op.get((kind, stage), 0.0) for by_op in seconds) for stage in range(last + 1)]
 
     whole, first, second = of_stages("B"), of_stages("I"), of_stages("W")
+    # a schedule has whole backwards (B), or splits each into input (I) and weights (W)
     inputs = [b or i for b, i in zip(whole, first, strict=True)]
     return play_all(
         layout.schedule, layout.pp, layout.n_micro, layout.chunks, of_stages("F"), inputs, second,
@@ -157,7 +160,7 @@ def _played(ranks: Sequence[Model], layout: Layout, seconds: Sequence[Seconds], 
 
 
 def _basis(ranks: Sequence[Model], layout: Layout, kernels: Kernels, wire: Wire) -> dict[str, str]:
-    """What each kind of figure in the forecast rests on, as text."""
+    """Returns, by kind of figure, one line on what it rests on (measured, formula, assumed)."""
     basis = {
         "products": kernels.basis,
         "tensor parallel": wire.basis("all_reduce", RankGroup(layout.tp, 1)),
@@ -177,7 +180,7 @@ def _basis(ranks: Sequence[Model], layout: Layout, kernels: Kernels, wire: Wire)
 
 
 def groups_of(layout: Layout) -> dict[str, RankGroup]:
-    """The ranks of each axis over which a micro-batch talks."""
+    """Returns, by axis, the group of ranks over which a micro-batch communicates."""
     inner = layout.tp * layout.cut_positions
     groups = {"tp": RankGroup(layout.tp, 1), "ep": RankGroup(layout.ep, inner), "data": RankGroup(layout.dp, inner)}
     stride = layout.tp
@@ -190,15 +193,15 @@ def groups_of(layout: Layout) -> dict[str, RankGroup]:
 def _ops(
     ranks: Sequence[Model], layout: Layout, kernels: Kernels, software: Software, wire: Wire
 ) -> tuple[Seconds, Seconds, Seconds]:
-    """Seconds of each op's work, of its collectives, and of those between tiles, on the slowest rank that runs it."""
+    """Returns seconds by op (of work, of all collectives, of those between tiles), on the slowest rank that runs it."""
     work: Seconds = {}
     sent: Seconds = {}
     of_tiles: Seconds = {}
     talk = _Talk(layout, kernels, software, wire, groups_of(layout))
     for rank in ranks:
-        one, two = _seen(rank)
-        for key in one.ops:
-            seconds = between(one.ops[key], two.ops[key], layout.micro_batch, kernels, software)
+        small, large = _seen(rank)
+        for key in small.ops:
+            seconds = between(small.ops[key], large.ops[key], layout.micro_batch, kernels, software)
             work[key] = max(work.get(key, 0.0), seconds)
             among = talk.between_positions(rank, key, SPACE.__contains__)
             of_tiles[key] = max(of_tiles.get(key, 0.0), among)
@@ -210,7 +213,7 @@ def _ops(
 
 @dataclass
 class _Talk:
-    """Seconds that an op of a rank waits for others, over the axes that are asked for."""
+    """Computes the seconds that an op of a rank waits for other ranks, over chosen axes."""
 
     layout: Layout
     kernels: Kernels
@@ -220,6 +223,7 @@ class _Talk:
 
     def of_whole(self, rank: Model, key: OpKey, axes: Callable[[str], bool]) -> float:
         """Returns seconds of collectives in which all ranks send alike; interpolates sizes, not times, over samples."""
+        # APART operations over positions are counted by what arrives (`between_positions`): ranks send unequal amounts
         ends = [trace.wire[key].items() for trace in _seen(rank)]
         return sum(
             calls * self.wire.collective(op, self.groups[axis], rank.linear(low, high, self.layout.micro_batch))
@@ -240,20 +244,22 @@ class _Talk:
         return seconds
 
     def _hidden(self, rank: Model, key: OpKey, passing: tuple[str, str]) -> float:
-        """Of exchanges that pass while operations run which do not need them."""
-        one, two = _seen(rank)
+        """Returns the seconds of an exchange that are hidden behind operations that do not need its result."""
+        small, large = _seen(rank)
         micro = self.layout.micro_batch
         if passing == RING:  # the next block comes while that at hand is computed, the last one beside none
-            busy = attention_seconds(one.ops[key], two.ops[key], micro, self.kernels, self.software)
+            busy = attention_seconds(small.ops[key], large.ops[key], micro, self.kernels, self.software)
             return busy * (1 - 1 / self.layout.cp)
         group = self.groups[passing[0]]
+        # the cores that copy the halo are the ones that compute, so nothing is hidden
         if on_cores(self.wire) and self.wire.tier(group) == 0:
             return 0.0
         seconds = 0.0
-        for (*told, came, start, stop), (_, _, more, *_) in zip(one.overlaps[key], two.overlaps[key], strict=True):
-            if tuple(told) == passing:
+        both = zip(small.overlaps[key], large.overlaps[key], strict=True)
+        for (axis, op, came, start, stop), (_, _, more, *_) in both:
+            if (axis, op) == passing:
                 at = {far: rank.linear(low, more[far], micro) for far, low in came.items()}
-                span = one.ops[key], two.ops[key], micro, slice(start, stop)
+                span = small.ops[key], large.ops[key], micro, slice(start, stop)
                 busy = span_seconds(*span, self.kernels, self.software)
                 seconds += min(busy, self.wire.exchange(at, group, 1))
         return seconds
@@ -262,44 +268,44 @@ class _Talk:
 def _arrivals(rank: Model, key: OpKey, layout: Layout) -> dict[tuple[str, str], dict[int, float]]:
     """Returns, by (axis, op), the bytes that a tile receives from the rank at each distance, in one part of its row."""
     first, second = (trace.arrivals[key] for trace in _seen(rank))
-    found: dict[tuple[str, str], dict[int, float]] = {}
+    by_call: dict[tuple[str, str], dict[int, float]] = {}
     for (axis, op, distance), low in first.items():
         high = second.get((axis, op, distance), low)
-        found.setdefault((axis, op), {})[distance] = rank.linear(low, high, layout.micro_batch)
-    return found
+        by_call.setdefault((axis, op), {})[distance] = rank.linear(low, high, layout.micro_batch)
+    return by_call
 
 
 def halo_bytes(ranks: Sequence[Model], layout: Layout, wire: Wire) -> dict[str, float]:
-    """Bytes that a tile is sent by others in a step, by the link over which they come; of the tile with most of them.
+    """Returns, by name of the link, the bytes that the tile with most of them receives from others in a step.
 
     Which of its neighbours lie beyond a node hangs on where a tile lies; here as for the one that waits longest.
     """
     groups, tiers = groups_of(layout), wire.cluster.tiers
     totals: list[dict[str, float]] = []
     for rank in ranks:
-        found: dict[str, float] = {}
+        by_link: dict[str, float] = {}
         for key in _seen(rank)[0].ops:
             for (axis, _), came in _arrivals(rank, key, layout).items():
                 for tier, size in wire.by_tier(came, groups[axis]).items():
                     times = layout.n_micro * layout.rounds
-                    found[tiers[tier].name] = found.get(tiers[tier].name, 0.0) + times * size
-        totals.append(found)
-    return max(totals, key=lambda found: sum(found.values()))
+                    by_link[tiers[tier].name] = by_link.get(tiers[tier].name, 0.0) + times * size
+        totals.append(by_link)
+    return max(totals, key=lambda by_link: sum(by_link.values()))
 
 
 def _seen(rank: Model) -> tuple[RankTrace, RankTrace]:
-    """Its rehearsals at two sizes of micro-batch."""
-    return cast(RankTrace, rank.one), cast(RankTrace, rank.two)
+    """Returns a rank's two rehearsals, of the smaller and the larger micro-batch."""
+    return cast(RankTrace, rank.small), cast(RankTrace, rank.large)
 
 
 def _gathers(ranks: Sequence[Model], busy: Mapping[OpKey, float], link: Sharded) -> dict[OpKey, float]:
-    """Seconds by which each op's work waits for weights that are gathered and gradients that are scattered."""
-    found: dict[OpKey, float] = {}
+    """Returns, by op, the seconds that it waits for gathered weights and scattered gradients (zero=3)."""
+    waits: dict[OpKey, float] = {}
     for rank in ranks:
         for key, units in _seen(rank)[0].gathers.items():
             whole = link.op_seconds(units, busy[key], back=key[0] == "B")
-            found[key] = max(found.get(key, 0.0), whole - busy[key])
-    return {key: found.get(key, 0.0) for key in busy}
+            waits[key] = max(waits.get(key, 0.0), whole - busy[key])
+    return {key: waits.get(key, 0.0) for key in busy}
 
 
 def _of_rank(rank: Model, work: Mapping[OpKey, float]) -> float:
@@ -307,11 +313,11 @@ def _of_rank(rank: Model, work: Mapping[OpKey, float]) -> float:
 
 
 def _messages(ranks: Sequence[Model], layout: Layout, wire: Wire, last: int) -> list[float]:
-    """Seconds of the message from each stage to the next."""
+    """Returns the seconds of the message from each stage to the next."""
     apart = layout.tp * layout.shard_ranks  # ranks from one stage to the next
     out = [0.0] * max(1, last)
     for rank in ranks:
-        one, two = _seen(rank)
-        for stage, size in one.messages.items():
-            out[stage] = wire.send(rank.linear(size, two.messages[stage], layout.micro_batch), 0, apart)
+        small, large = _seen(rank)
+        for stage, size in small.messages.items():
+            out[stage] = wire.send(rank.linear(size, large.messages[stage], layout.micro_batch), 0, apart)
     return out

@@ -28,7 +28,7 @@ class StreamOp:
 
 
 def run(ops: list[StreamOp], contention: float = CONTENTION) -> float:
-    """Fill in start and end of every op; the makespan. An op may depend on earlier ones in the list only."""
+    """Sets `start` and `end` of each op, returns the seconds until all are done. Ops depend on earlier ones only."""
     queues: dict[str, list[int]] = {}
     for index, op in enumerate(ops):
         queues.setdefault(op.stream, []).append(index)
@@ -53,6 +53,7 @@ def run(ops: list[StreamOp], contention: float = CONTENTION) -> float:
         now += step
         for stream, (index, work) in list(running.items()):
             remaining = work - step * speed[stream]
+            # a remainder this small is rounding error, not work
             if remaining <= 1e-12:
                 ops[index].end, done[index] = now, True
                 del running[stream]

@@ -47,7 +47,7 @@ class Forecast:
 
     @property
     def laid_out(self) -> list[tuple[str, str, float, float]]:
-        """The timeline; of a step that has none, its parts one after another."""
+        """Returns the timeline; for a step without one, its parts one after another."""
         if self.timeline:
             return self.timeline
         boxes, now = [], 0.0
@@ -59,7 +59,7 @@ class Forecast:
 
     @property
     def mfu(self) -> float:
-        """Model FLOP/s over the devices' peak by their data sheets."""
+        """Returns model FLOP/s over the devices' peak by their data sheets, a share of 1."""
         return self.flops / self.step_s / self.world_size / (self.peak_tflops * 1e12)
 
     @property
@@ -74,37 +74,37 @@ class Forecast:
 
     @property
     def rate(self) -> tuple[float, str]:
-        """(so many a second, of what) over all ranks."""
+        """Returns (number per second, "samples" or "tokens") over all ranks."""
         return (self.samples_per_s, "samples") if self.tokens_per_s is None else (self.tokens_per_s, "tokens")
 
     @property
     def impossible(self) -> str:
-        """Why no device can be as fast as this says; empty for a forecast that may be told."""
-        each = self.flops / self.step_s / self.world_size / 1e12
-        if each <= self.best_tflops * ROUNDING:
+        """Returns the message that this is faster than the devices can be; "" for a believable forecast."""
+        tflops = self.flops / self.step_s / self.world_size / 1e12
+        if tflops <= self.best_tflops * ROUNDING:
             return ""
         return (
-            f"a step of {self.step_s:.3g} s would compute {each:.4g} TFLOP/s on each device, whose best known product "
-            f"computes {self.best_tflops:.4g}: a defect of shardwise's forecast, please report it with the task"
+            f"a step of {self.step_s:.3g} s would compute {tflops:.4g} TFLOP/s on each device, whose best known "
+            f"product computes {self.best_tflops:.4g}: a defect of shardwise's forecast, please report it with the task"
         )
 
     def cost_per_million(self, price: float) -> tuple[float, str]:
-        """(cost, of a million of what) at `price` for a device and hour."""
+        """Returns (cost of a million, "samples" or "tokens") at `price` for a device and hour."""
         rate, what = self.rate
         return price * self.world_size / 3600 / rate * 1e6, what
 
     def fits(self, capacity: float) -> bool:
-        """Whether the fullest rank has room in so many bytes."""
+        """Whether the fullest rank fits in `capacity` bytes."""
         return self.needed_bytes <= capacity
 
     @property
     def worst(self) -> MemoryLedger:
-        """The stage that allocates most."""
+        """Returns the memory of the stage that allocates most."""
         return max(self.memory, key=lambda ledger: ledger.allocated)
 
     @property
     def needed_bytes(self) -> float:
-        """Bytes that a device needs: reserved on the fullest rank, and what lies outside the allocator."""
+        """Returns the bytes that a device needs: reserved on the fullest rank, and the driver's context."""
         return self.worst.reserved + CONTEXT_BYTES
 
     def as_dict(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ COPY_BYTES_PER_S = 2.8e9
 
 
 def saved_bytes(memory: list[MemoryLedger], layout: Layout) -> float:
-    """Bytes that a rank of the fullest stage writes: masters and optimizer state, each element once over all ranks."""
+    """Returns the bytes that a rank of the fullest stage writes: masters and optimizer state, each element once."""
 
     def written(ledger: MemoryLedger) -> float:
         sharded = layout.shard_ranks if layout.zero >= 1 else 1
@@ -40,24 +40,24 @@ def saved_bytes(memory: list[MemoryLedger], layout: Layout) -> float:
 
 
 def stall_of(run: str | Path) -> tuple[float, float]:
-    """(seconds that a checkpoint stopped a step of a run, bytes that each of its ranks wrote), from its summary.
+    """Returns (seconds that a checkpoint stopped a step, bytes that each rank wrote) from a run's summary.
 
     Raises `InputError` where it says nothing of them.
     """
     path = Path(run) / "summary.json"
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
-        told = summary["checkpoints"]
-        stall, each = float(told["stall_s"]), float(told["bytes"]) / int(summary["world_size"])
+        checkpoints = summary["checkpoints"]
+        stall, rank_bytes = float(checkpoints["stall_s"]), float(checkpoints["bytes"]) / int(summary["world_size"])
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise InputError(f"{path} does not tell what a checkpoint cost: give a run that saved twice or more") from error
-    if each <= 0:
+    if rank_bytes <= 0:
         raise InputError(f"{path} does not tell what a checkpoint cost: its ranks wrote no bytes")
-    return stall, each
+    return stall, rank_bytes
 
 
 def writing_s(saved: float, writers: int, disk_gbps: float | None) -> float | None:
-    """Seconds until a checkpoint is on disk: `saved` bytes of each of the ranks that share one. None: not known."""
+    """Returns seconds until a checkpoint is on disk: `saved` bytes of each of `writers` ranks of one; None: unknown."""
     return None if disk_gbps is None else saved * writers / (disk_gbps * 1e9)
 
 
@@ -70,13 +70,14 @@ def goodput(
     seed: int = 0,
     write_s: float | None = None,
 ) -> dict[str, Any]:
-    """Young-Daly's interval and the share of time that is progress, by formula and by drawing failures.
+    """Returns Young-Daly's interval and the share of time that is progress, by formula and by drawing failures.
 
     checkpoint_s   that a save stops a step for
     write_s        until it is on the disk; no shorter interval is proposed. None: not known, and not counted
     """
     mtbf, written = device_mtbf_s / devices, max(write_s or 0.0, checkpoint_s)
     young = math.sqrt(2 * max(checkpoint_s, 1e-9) * mtbf)
+    # the next checkpoint waits until this one is on the disk
     interval = max(step_s, young, written)
     steps = max(1, round(interval / step_s), math.ceil(written / step_s))
     formula = 1.0 / ((1 + checkpoint_s / interval) * (1 + (interval / 2 + written + restart_s) / mtbf))
@@ -89,29 +90,30 @@ def goodput(
 
 
 def _simulated(interval: float, stall: float, written: float, restart: float, mtbf: float, rng: random.Random) -> float:
-    """Progress over time for failures drawn from an exponential distribution; what is not on the disk is lost."""
+    """Returns progress over time for exponentially distributed failures; work that is not on the disk is lost."""
     progress = total = 0.0
     for _ in range(SIMULATED_FAILURES):
         until = rng.expovariate(1 / mtbf)
+        # intervals whose checkpoint had reached the disk before the failure
         whole = max(0, math.floor((until - written + stall) / (interval + stall)))
         progress += whole * interval
         total += until + restart
     return progress / total
 
 
-def lines(found: dict[str, Any]) -> list[str]:
+def lines(result: dict[str, Any]) -> list[str]:
     """Returns the goodput as lines of text."""
-    why = "Young-Daly" if found["bound_by"] == "failures" else "as long as the disk takes to write one"
-    write = found["write_s"]
+    why = "Young-Daly" if result["bound_by"] == "failures" else "as long as the disk takes to write one"
+    write = result["write_s"]
     disk = (
         "how long the disk takes is not known of this cluster (disk_gbps), and not counted"
         if write is None
         else f"it is on the disk {write:.3g} s later"
     )
     return [
-        f"a failure every {found['mtbf_s'] / 3600:.2f} hours; a checkpoint every {found['checkpoint_every_s']:.0f} s "
-        f"({found['checkpoint_every_steps']} steps, {why}), which stops a step for {found['checkpoint_s']:.2g} s; "
+        f"a failure every {result['mtbf_s'] / 3600:.2f} hours; a checkpoint every {result['checkpoint_every_s']:.0f} s "
+        f"({result['checkpoint_every_steps']} steps, {why}), which stops a step for {result['checkpoint_s']:.2g} s; "
         f"{disk}",
-        f"  progress {found['share_by_formula']:.1%} of the time by formula, {found['share_by_simulation']:.1%} by "
+        f"  progress {result['share_by_formula']:.1%} of the time by formula, {result['share_by_simulation']:.1%} by "
         f"{SIMULATED_FAILURES} drawn failures",
     ]

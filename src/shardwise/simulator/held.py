@@ -24,7 +24,7 @@ IN_FLIGHT_BYTES = 2 * BUCKET_BYTES  # of gradients: two buckets, as comm/buckets
 
 
 def policy(precision: str, state_elements: float, layout: Layout) -> States:
-    """Bytes for one parameter under a precision of this package, for the optimizer that the task has.
+    """Returns the bytes per parameter (weight, gradient, master, optimizer state) under a precision.
 
     Replicas and ZeRO 1 and 2 sum gradients in buckets of the dtype that they are sent in, and give the optimizer
     copies where it wants another; FSDP2's shards have the masters' dtype.
@@ -41,37 +41,38 @@ def policy(precision: str, state_elements: float, layout: Layout) -> States:
 def memory(
     model: Model, layout: Layout, precision: str, samples: int | None = None, shard_rank: int | None = None
 ) -> MemoryLedger:  # fmt: skip
-    """Bytes of one rank by term: what rests between steps, and the peak within one.
+    """Returns the memory of one rank by term: what rests between steps, and the peak within one.
 
     samples     of the global batch, where a rank holds all of it
     shard_rank  whose shard of those that zero has, where the ranks do not divide a weight; the fullest's by default
     """
-    one, states = model.one, policy(precision, model.update.state_elements, layout)
+    trace, states = model.small, policy(precision, model.update.state_elements, layout)
     zero, share = layout.zero, 1.0 / layout.shard_ranks
     of_experts = 1.0 / max(1, layout.shard_ranks // layout.ep)  # of the ranks that hold the same ones
-    rest = sum(size * count for size, count in one.sizes.items()) - one.experts
+    rest = sum(size * count for size, count in trace.sizes.items()) - trace.experts
     gathered = zero >= 3 and layout.shard_ranks > 1
-    updated = _cut(one, layout.shard_ranks, shard_rank or 0) if gathered else rest * (share if zero else 1.0)
+    # zero=3 pads rows to equal shards; padding takes memory but is not updated
+    updated = _cut(trace, layout.shard_ranks, shard_rank or 0) if gathered else rest * (share if zero else 1.0)
     owned = _owned(model, layout, shard_rank)
-    experts = one.experts * (of_experts if zero else 1.0)
+    experts = trace.experts * (of_experts if zero else 1.0)
     terms = {
-        "weights": (one.held + one.experts if gathered else one.parameters) * states.weight,
-        "gradients": _gradients(one, layout, states, rest * (share if zero >= 2 else 1.0), of_experts),
-        "master": ((one.held if gathered else updated) + experts) * states.master,
+        "weights": (trace.shard_elements + trace.experts if gathered else trace.parameters) * states.weight,
+        "gradients": _gradients(trace, layout, states, rest * (share if zero >= 2 else 1.0), of_experts),
+        "master": ((trace.shard_elements if gathered else updated) + experts) * states.master,
         "optimizer": (updated + experts if owned is None else owned) * states.optimizer,
         "whole weights of the optimizer": (owned or 0) * (states.master or states.weight),
-        "module's buffers": float(one.buffers_bytes),
+        "module's buffers": float(trace.buffers_bytes),
     }
     if gathered and states.master:  # the masters are the shards
-        terms["weights"] = one.experts * states.weight
-    reduced = rest + (one.experts if of_experts < 1 else 0)  # over dp_shard: experts of one rank's own are not
+        terms["weights"] = trace.experts * states.weight
+    reduced = rest + (trace.experts if of_experts < 1 else 0)  # over dp_shard: experts of one rank's own are not
     peaks = _peaks(model, layout, states, updated + experts, reduced, owned)
     top = max(peaks, key=lambda name: peaks[name])
     terms[top] = peaks[top]
     if model.batch_bytes and (model.batch_on_device or layout.cut_positions == 1):  # shares of it are in the trace
-        held = (samples or layout.global_batch) if model.batch_on_device else layout.micro_batch
-        terms["global batch" if model.batch_on_device else "inputs"] = model.batch_bytes * held
-    if zero == 2 and not one.held_gradients:
+        samples_here = (samples or layout.global_batch) if model.batch_on_device else layout.micro_batch
+        terms["global batch" if model.batch_on_device else "inputs"] = model.batch_bytes * samples_here
+    if zero == 2 and not trace.shard_gradient_bytes:
         # whole gradients of the buckets on their way; beside them the part that is added to the sum
         new = 1.0 if layout.n_micro > 1 else 1.0 - share
         terms["gradients in flight"] = min(rest * states.gradient, IN_FLIGHT_BYTES) * new
@@ -79,36 +80,37 @@ def memory(
 
 
 def _owned(model: Model, layout: Layout, shard_rank: int | None) -> int | None:
-    """Elements of the weights that a rank updates whole; None where it updates what it holds."""
+    """Returns the elements of the weights that a rank updates whole; None where it updates its shards."""
+    # without shards every rank has whole tensors anyway, and updates all of them
     if not (model.update.whole and layout.zero and layout.shard_ranks > 1):
         return None
-    sizes, load = [*model.one.in_order.values()], [0] * layout.shard_ranks
+    sizes, load = [*model.small.in_order.values()], [0] * layout.shard_ranks
     for size, owner in zip(sizes, choose_owners(sizes, layout.shard_ranks), strict=True):
         load[owner] += size
     return max(load) if shard_rank is None else load[shard_rank]
 
 
-def _gradients(one: StepTrace, layout: Layout, states: States, rest: float, of_experts: float) -> float:
-    """Bytes of gradients at rest: those that were played, and whole buckets of the others."""
+def _gradients(trace: StepTrace, layout: Layout, states: States, rest: float, of_experts: float) -> float:
+    """Returns bytes of gradients at rest: those that a rehearsal counted, else whole buckets."""
     shared = layout.zero >= 2 and of_experts < 1
-    if one.held_gradients:
-        return one.held_gradients + (0 if shared else one.experts * states.gradient)
-    return (rest + one.experts * (of_experts if shared else 1.0)) * states.gradient
+    if trace.shard_gradient_bytes:
+        return trace.shard_gradient_bytes + (0 if shared else trace.experts * states.gradient)
+    return (rest + trace.experts * (of_experts if shared else 1.0)) * states.gradient
 
 
-def _cut(one: StepTrace, ranks: int, rank: int) -> int:
-    """Elements that a rank of zero=3 updates: its part of each weight, without what pads it."""
+def _cut(trace: StepTrace, ranks: int, rank: int) -> int:
+    """Returns the elements that a rank of zero=3 updates: its rows of each weight, padding left out."""
     updated = 0
-    for (rows, elements), times in one.rows.items():
-        each = -(-rows // ranks)
-        updated += times * elements * max(0, min(each, rows - rank * each))
+    for (rows, elements), times in trace.rows.items():
+        shard_rows = -(-rows // ranks)
+        updated += times * elements * max(0, min(shard_rows, rows - rank * shard_rows))
     return updated
 
 
 def _peaks(
     model: Model, layout: Layout, states: States, updated: float, reduced: float, owned: int | None
 ) -> dict[str, float]:
-    """What comes and goes in a step beside what rests, each at its own time: the largest makes the peak.
+    """Returns bytes of each transient of a step, by name; they exclude each other, so the largest makes the peak.
 
     updated, reduced   elements that the optimizer updates here, and whose gradients are summed over dp_shard
     owned              elements of the weights that it updates whole, if it does
@@ -124,42 +126,42 @@ def _peaks(
     if here and layout.zero == 1 and layout.shard_ranks > 1:
         # gloo keeps every copy until all are waited for. The gradient that completes the last bucket came in a tensor
         # of its own, unless it was accumulated in the bucket itself
-        last = model.one.final if layout.n_micro == 1 else 0
+        last = model.small.final if layout.n_micro == 1 else 0
         out["reduction in flight"] = (reduced + last) * states.gradient
     return out
 
 
 def _temporaries(model: Model, layout: Layout, states: States, updated: float) -> float:
-    """Elements that live only while the optimizer runs: on a CPU it goes from tensor to tensor.
+    """Returns the most elements that live only while the optimizer runs: of all tensors, on a CPU of one at a time.
 
     There the one before leaves some behind.
     """
     update = model.update
     if not model.batch_on_device:
         return update.temporary * updated
-    each = (
+    elements = (
         update.temporary * size + update.left * min(before, updated - size)
-        for sizes in _updated_sizes(model.one, layout, states, updated)
+        for sizes in _updated_sizes(model.small, layout, states, updated)
         for before, size in zip([0.0, *sizes], sizes, strict=False)
     )
-    return max(each, default=0.0)
+    return max(elements, default=0.0)
 
 
-def _updated_sizes(one: StepTrace, layout: Layout, states: States, updated: float) -> list[list[float]]:
-    """Elements of each tensor that an optimizer updates, in its order: what any rank may have.
+def _updated_sizes(trace: StepTrace, layout: Layout, states: States, updated: float) -> list[list[float]]:
+    """Returns, for each rank that differs, the elements of each tensor that its optimizer updates, in its order.
 
     Under ZeRO 1 and 2 a rank has pieces, by the borders of its shards of the buckets.
     """
     ranks = layout.shard_ranks
-    if layout.zero not in (1, 2) or ranks == 1 or one.experts:
+    if layout.zero not in (1, 2) or ranks == 1 or trace.experts:
         share = ranks if layout.zero >= 3 else 1
-        return [[min(size / share, updated) for size in one.in_order.values()]]
-    width, sizes = int(states.gradient), [one.in_order[place] for place in sorted(one.in_order)]
+        return [[min(size / share, updated) for size in trace.in_order.values()]]
+    width, sizes = int(states.gradient), [trace.in_order[place] for place in sorted(trace.in_order)]
     buckets = lay_out(sizes, most_elements(width, ranks * layout.replicas), ranks, FIRST_BUCKET_BYTES // width)
-    found = []
+    by_rank = []
     for rank in range(ranks):
         pieces = Counter[int]()
         for bucket in buckets:
             pieces.update({entry.index: last - first for entry, first, last in bucket.pieces(ranks, rank)})
-        found.append([float(pieces[index]) for index in one.in_order if index in pieces])
-    return found
+        by_rank.append([float(pieces[index]) for index in trace.in_order if index in pieces])
+    return by_rank

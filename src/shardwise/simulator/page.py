@@ -22,14 +22,14 @@ COLOURS = {"F": "#4c78a8", "B": "#f58518", "I": "#e45756", "W": "#72b7b2", "g": 
 PARTS = ("#4c78a8", "#f58518", "#e45756", "#72b7b2", "#54a24b", "#eeca3b", "#b279a2", "#9d755d", "#bab0ac")
 NAMES = {"F": "forward", "B": "backward", "I": "backward of the input", "W": "backward of the weights"}
 # terms of a ledger that come and go with micro-batches; those of an optimizer's step come when all are done
-HELD = ("activations", "embedding output", "head input", "micro-batch")
+COMES_AND_GOES = ("activations", "embedding output", "head input", "micro-batch")
 LATE = ("optimizer's temporaries",)
 FORWARD = 1 / 3  # of a micro-batch without a pipeline
 Curve = list[tuple[float, float]]  # (seconds, bytes)
 
 
 def page(forecast: Forecast, title: str, capacity: float | None = None) -> str:
-    """The page. `capacity`: bytes of a device, drawn as a line."""
+    """Returns the HTML page. `capacity`: bytes of a device, drawn as a line."""
     return (
         "<!doctype html><meta charset='utf-8'><title>" + html.escape(title) + "</title>"
         "<style>body{font:14px sans-serif;margin:2em}td{padding:2px 12px}svg{border:1px solid #ddd}"
@@ -43,7 +43,7 @@ def page(forecast: Forecast, title: str, capacity: float | None = None) -> str:
 
 
 def _misfit(forecast: Forecast, capacity: float | None) -> str:
-    """A line where the plan does not fit."""
+    """Returns a warning where the plan does not fit in `capacity` bytes, else ""."""
     if capacity is None or forecast.fits(capacity):
         return ""
     needed, there = (_readable(size / 1e9, "GB") for size in (forecast.needed_bytes, capacity))
@@ -51,7 +51,7 @@ def _misfit(forecast: Forecast, capacity: float | None) -> str:
 
 
 def _readable(value: float, unit: str) -> str:
-    """Three digits; seconds as s, ms or us, and GB as GB or MB."""
+    """Returns a number with three digits and a fitting unit: s, ms or us; GB, MB or kB."""
     smaller = {"s": ("ms", "us"), "GB": ("MB", "kB")}.get(unit, ())
     for less in smaller:
         if value >= 1 or not value:
@@ -61,7 +61,7 @@ def _readable(value: float, unit: str) -> str:
 
 
 def _stacked(parts: dict[str, float]) -> str:
-    """One bar as long as the step."""
+    """Returns an SVG bar of the step's time, dealt to its parts."""
     whole, x, boxes = sum(parts.values()) or 1.0, 0.0, []
     for colour, (name, value) in zip(_colours(len(parts)), parts.items(), strict=True):
         wide = WIDTH * value / whole
@@ -117,7 +117,7 @@ def _legend(boxes: Sequence[tuple[str, str, float, float]]) -> str:
 
 
 def _axis(end: float, y: float) -> str:
-    """Seconds below a picture."""
+    """Returns SVG labels of a time axis, in seconds, below a picture."""
     return "".join(
         f"<text x='{LEFT + WIDTH * tick / 4 - (24 if tick else 0):.0f}' y='{y + 12:.0f}'>{end * tick / 4:.3g} s</text>"
         for tick in range(5)
@@ -125,49 +125,51 @@ def _axis(end: float, y: float) -> str:
 
 
 def memory_over_time(forecast: Forecast) -> list[tuple[str, Curve]]:
-    """(rank or stage, its allocated bytes over seconds): a rank of a pipeline by its lane, else one micro-batch."""
+    """Returns (rank, curve of its allocated bytes over seconds) by rank of a pipeline, else of one micro-batch."""
     lanes: dict[str, list[tuple[str, float, float]]] = {}
     for lane, name, start, stop in forecast.timeline:
         if re.match(r"[FBIW]\d", name):
             lanes.setdefault(lane, []).append((name[0], start, stop))
+    # then the lanes are streams of one rank, not ranks of a pipeline
     if len(lanes) != len(forecast.memory) or len(lanes) < 2:
         return [("a rank", _of_one(forecast, forecast.worst))]
     return [(lane, _of_row(ops, ledger)) for (lane, ops), ledger in zip(lanes.items(), forecast.memory, strict=True)]
 
 
 def _split(ledger: MemoryLedger) -> tuple[float, float, float, float]:
-    """Bytes that rest, that come and go with micro-batches, of the moment of the peak, and of the optimizer."""
-    held = sum(size for name, size in ledger.terms.items() if name in HELD)
+    """Returns bytes (at rest, of activations, at the moment of the peak alone, of the optimizer's temporaries)."""
+    activations = sum(size for name, size in ledger.terms.items() if name in COMES_AND_GOES)
     late = sum(size for name, size in ledger.terms.items() if name in LATE)
     moment = sum(size for name, size in ledger.terms.items() if name.startswith("peak: "))
-    return ledger.allocated - held - late - moment, held, moment, late
+    return ledger.allocated - activations - late - moment, activations, moment, late
 
 
 def _of_row(ops: Sequence[tuple[str, float, float]], ledger: MemoryLedger) -> Curve:
-    rests, held, moment, _ = _split(ledger)
+    rests, activations, moment, _ = _split(ledger)
     ordered = sorted(ops, key=lambda op: op[1])
+    # I frees nothing: the weights' part of the backward still reads the activations
     last = {"F": 1, "B": -1, "W": -1}
     flying = most = 0
     for kind, _, _ in ordered:
         flying += last.get(kind, 0)
         most = max(most, flying)
-    each, now = held / max(1, most), rests
+    per_micro_batch, now = activations / max(1, most), rests
     curve: Curve = [(0.0, rests)]
     for kind, start, stop in ordered:
         extra = moment if kind != "F" else 0.0
         curve += [(start, now), (start, now + extra)]
-        now += each * last.get(kind, 0)
+        now += per_micro_batch * last.get(kind, 0)
         curve += [(stop, now + extra), (stop, now)]
     return curve
 
 
 def _of_one(forecast: Forecast, ledger: MemoryLedger) -> Curve:
-    """Its last micro-batch and the optimizer's step: seconds are those of all that computes."""
-    rests, held, moment, late = _split(ledger)
+    """Returns the curve of a step without a pipeline, drawn as one micro-batch and the optimizer's step."""
+    rests, activations, moment, late = _split(ledger)
     optimizer = forecast.parts.get("optimizer", 0.0)
     work = max(forecast.step_s - optimizer, 1e-12)
     turn = FORWARD * work
-    top = rests + held + moment
+    top = rests + activations + moment
     return [(0.0, rests), (turn, top), (work, rests), (work, rests + late), (work + optimizer, rests + late)]
 
 
@@ -193,11 +195,11 @@ def _over_time(forecast: Forecast, capacity: float | None) -> str:
             y = floor - CHART * capacity / top
             parts.append(f"<path d='M{LEFT} {y:.1f}H{LEFT + WIDTH}' stroke='#c00' stroke-dasharray='4'/>")
     high = len(curves) * (CHART + 6)
-    told = f"; the broken line is a device's {capacity / 1e9:.4g} GB" if capacity else ""
+    line_note = f"; the broken line is a device's {capacity / 1e9:.4g} GB" if capacity else ""
     note = "" if len(curves) > 1 else ", as if the step were one micro-batch"
     return (
         f"<p>allocated bytes of each rank that differs: what rests, and activations as micro-batches come and go{note}"
-        f"{told}</p><svg width='{LEFT + WIDTH + 10}' height='{high + 16}'>{''.join(parts)}{_axis(end, high)}</svg>"
+        f"{line_note}</p><svg width='{LEFT + WIDTH + 10}' height='{high + 16}'>{''.join(parts)}{_axis(end, high)}</svg>"
     )
 
 

@@ -31,7 +31,7 @@ FOREACH = 84 / 32
 
 @dataclass
 class StageTimes:
-    """Seconds of one model stage for one micro-batch, exposed communication inside."""
+    """Seconds of one model stage on one micro-batch; `exposed` and `recompute` are contained in the others."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -44,18 +44,18 @@ class StageTimes:
         return StageTimes(*(count * getattr(self, field.name) for field in fields(self)))
 
     def plus(self, other: StageTimes) -> StageTimes:
-        """This and another, one after the other."""
+        """Returns the times of this stage and another, one after the other."""
         return StageTimes(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
     @property
     def seconds(self) -> float:
-        """Seconds of forward and backward."""
+        """Returns seconds of forward and backward, weights' part included."""
         return self.forward + self.backward + self.weight
 
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """One layer, and one of the dense ones that may stand in front of those with experts; embedding and head."""
+    """Times of one layer, of one dense layer in front of those with experts, of embedding (first) and head (last)."""
 
     layer: StageTimes
     dense: StageTimes
@@ -68,12 +68,13 @@ class LayerTimes:
 
 
 def layer_times(step: StepContext) -> LayerTimes:
-    """The parts of a model under a layout."""
+    """Returns the seconds of each kind of layer of a model under a layout."""
     block = BlockCosts(step.shape, step.layout, step.software, step.kernels)
     layer = step.timed(block.layer())
     front = replace(block, shape=step.shape.in_front) if step.shape.dense_layers else None
     dense = step.timed(front.layer()) if front else layer
     last = head = step.timed(block.head())
+    # each prediction further ahead has a layer and a head of its own
     if step.shape.ahead:
         last = head.plus(layer.plus(step.timed(block.joined())).plus(head).times(step.shape.ahead))
     return LayerTimes(layer, dense, step.timed(block.embedding()), last)
@@ -81,7 +82,7 @@ def layer_times(step: StepContext) -> LayerTimes:
 
 @dataclass(frozen=True)
 class StepContext:
-    """Everything that the parts of a simulation share."""
+    """The inputs of a simulation: model, layout, cluster, software."""
 
     shape: Shape
     layout: Layout
@@ -100,7 +101,7 @@ class StepContext:
         return Wire(self.cluster, self.layout.world_size)
 
     def group(self, axis: str) -> RankGroup:
-        """Size and stride of an axis: tp innermost, then ulysses, cp, shard, pp, replicas."""
+        """Returns size and stride of an axis: tp innermost, then ulysses, cp, shard, pp, replicas."""
         lay = self.layout
         inner = lay.tp * lay.split_sequence
         return {
@@ -120,6 +121,7 @@ class StepContext:
             share = (group.size - 1) / group.size * message.size_bytes
             far = (group.size - 1) * group.stride  # the slowest link of the ring is the one that closes it
             return self.wire.send(share, 0, far) + (group.size - 2) * self.wire.send(0, 0, far)
+        # one hop over the slowest link, as in a ring
         if message.op == "pass":
             return self.wire.send(message.size_bytes, 0, (group.size - 1) * group.stride)
         if message.axis == "ep" and self.software.rows_per_node:
@@ -127,7 +129,7 @@ class StepContext:
         return self.wire.collective(message.op, group, message.size_bytes) + self.wire.skew(group.size)
 
     def exposed(self, messages: Sequence[Message], beside: float) -> tuple[float, float]:
-        """(seconds that compute waits, seconds that compute is slowed) where `beside` can hide the hidden ones."""
+        """Returns (seconds that compute waits, seconds that it is slowed); `beside`: seconds that can hide messages."""
         open_s = sum(self.seconds(m) for m in messages if not m.hidden)
         hidden = sum(self.seconds(m) for m in messages if m.hidden and m.share == 1)
         # those that must be over before the next part of the compute can begin
@@ -137,10 +139,12 @@ class StepContext:
         return open_s + late, CONTENTION * min(slowed, beside)
 
     def timed(self, times: BlockTimes) -> StageTimes:
-        """Returns the seconds of a part of the step, its messages included."""
+        """Returns the seconds of a part of the step with its exposed messages."""
         if self.software.overlap_ep:
             times = self._beside_experts(times)
         waits, slowed = self.exposed(times.forward_messages, times.attention_forward or times.forward)
+        # the next layer waits for the gradient of the input, so only the weights' products hide messages;
+        # messages of a ring also hide behind attention's backward
         hide = times.backward_weight if self.layout.cp == 1 else times.backward_weight + times.attention_backward
         back_waits, back_slowed = self.exposed(times.backward_messages, hide)
         again, again_slowed = self.exposed(times.recompute_messages, times.attention_forward)
@@ -205,10 +209,11 @@ def finished(
 
 
 def updated(step: StepContext, parameters: dict[str, float]) -> float:
-    """How many parameters a rank updates."""
+    """Returns the number of parameters that a rank updates."""
     total = 0.0
     for kind, count in parameters.items():
         ranks = float(step.layout.shard_ranks) if step.layout.zero else 1.0
+        # ep deals experts over data and tp ranks, so fewer of these hold the same ones
         if kind == "experts" and step.layout.ep > 1:
             ranks = max(1.0, ranks * step.layout.tp / step.layout.ep)
         total += count / ranks
@@ -216,7 +221,7 @@ def updated(step: StepContext, parameters: dict[str, float]) -> float:
 
 
 def host_basis(kernels: Kernels, ops: float, seconds: float) -> dict[str, str]:
-    """What to say where a device waits for the host to start so many ops, which take so many seconds."""
+    """Returns a remark where the host, which starts `ops` ops, is slower than their `seconds`; else {}."""
     if not kernels.host_s or seconds > 1.001 * kernels.host_s * ops:
         return {}
     how = "assumed" if kernels.device.op_us is None else "measured"
@@ -227,7 +232,7 @@ def host_basis(kernels: Kernels, ops: float, seconds: float) -> dict[str, str]:
 
 
 def offload_basis(step: StepContext, parameters: dict[str, float]) -> dict[str, str]:
-    """What an offloaded step rests on; nothing for others."""
+    """Returns a remark on what the forecast of an offloaded optimizer assumes; else {}."""
     if step.layout.offload == "none":
         return {}
     found = offloaded(updated(step, parameters), STATES[step.software.states], step.layout, step.cluster)
@@ -253,7 +258,7 @@ def optimizer_seconds(step: StepContext, parameters: dict[str, float]) -> float:
 
 
 def sharing(step: StepContext, kind: str) -> RankGroup:
-    """The data ranks that hold the same parameters: of experts only those that were dealt the same ones."""
+    """Returns the group of data ranks with the same parameters of a kind: of experts, those dealt the same ones."""
     data, lay = step.group("data"), step.layout
     if kind == "experts" and lay.ep > 1:
         return RankGroup(max(1, data.size * lay.tp // lay.ep), lay.ep)
@@ -261,7 +266,7 @@ def sharing(step: StepContext, kind: str) -> RankGroup:
 
 
 def reduction_seconds(step: StepContext, parameters: dict[str, float], layers: float) -> tuple[float, float]:
-    """Seconds of (gradient reduction, weight gathering) of a step without ZeRO-3, of so many layers."""
+    """Returns seconds of (gradient reduction, weight gathering) in a step without ZeRO-3, for `layers` layers."""
     lay, wire = step.layout, step.wire
     reduce_s = gather_s = 0.0
     replicas = step.group("replicas")
@@ -279,7 +284,7 @@ def reduction_seconds(step: StepContext, parameters: dict[str, float], layers: f
 
 
 def sent_beside(step: StepContext, parameters: dict[str, float], layers: float) -> int:
-    """In how many pieces a pass over so many layers and what their gradients are sent in can overlap, at most."""
+    """Returns in how many pieces a backward over `layers` layers can overlap with sending their gradients, at most."""
     lay = step.layout
     counts = (
         step.software.pieces(count, sharing(step, kind).size * lay.replicas, layers, zero=lay.zero)
@@ -289,9 +294,10 @@ def sent_beside(step: StepContext, parameters: dict[str, float], layers: float) 
 
 
 def beside(window: float, seconds: float, buckets: int, overlap: bool) -> float:
-    """What sticks out when `seconds` of communication in buckets follows `window` of compute, piece by piece."""
+    """Returns the exposed seconds of communication that follows `window` seconds of compute bucket by bucket."""
     if seconds <= 0:
         return 0.0
+    # a single bucket is full only when backward ends
     if not overlap or buckets < 2:
         return seconds
     ops: list[StreamOp] = []

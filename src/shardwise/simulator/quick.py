@@ -29,7 +29,7 @@ class Quick:
 
 
 class Estimator:
-    """Estimates for one model on one cluster; the parts that layouts share are computed once."""
+    """Estimates layouts of one model on one cluster; what layouts have in common is computed once."""
 
     def __init__(self, shape: Shape, cluster: Cluster, software: Software) -> None:
         self.shape, self.cluster, self.software = shape, cluster, software
@@ -39,7 +39,7 @@ class Estimator:
         """Returns the memory terms of the rank that needs most."""
         layers = stage_layers(self.shape, layout)
         dense = dense_of(self.shape, layers)
-        per_rank, fronts = ([sum(each[r :: layout.pp]) for r in range(layout.pp)] for each in (layers, dense))
+        per_rank, fronts = ([sum(by_stage[r :: layout.pp]) for r in range(layout.pp)] for by_stage in (layers, dense))
         # of ranks that hold the same the first keeps most micro-batches; the second has no embedding, the last the loss
         kinds = list(zip(per_rank, fronts, strict=True))
         ends = {0, layout.pp - 1, *(kinds.index(kind, 1) for kind in set(kinds[1:]))}
@@ -59,6 +59,7 @@ class Estimator:
         """Returns the estimated seconds of a step and bytes of a rank under a layout."""
         step = StepContext(self.shape, layout, self.cluster, self.software)
         many = 2 if layout.n_micro * layout.rounds > 1 else 1
+        # fields that do not change a layer's time are reset, so that layouts share the cached parts
         key = layout.with_(
             pp=1, chunks=1, shard=1 if layout.zero < 3 else 2, replicas=1, zero=max(1, layout.zero), n_micro=many,
             rounds=1, schedule="1f1b", stage_layers=(),
@@ -69,11 +70,11 @@ class Estimator:
         p, n, v = layout.pp, layout.n_micro, layout.chunks
         every = n * layout.rounds
         ends = [parts.first.seconds, parts.last.seconds]
-        held = [parts.of(sum(layers[r::p]), sum(dense[r::p])).seconds for r in range(p)]
+        layers_s = [parts.of(sum(layers[r::p]), sum(dense[r::p])).seconds for r in range(p)]
         if p == 1:
-            seconds = n * (held[0] + sum(ends))
+            seconds = n * (layers_s[0] + sum(ends))
         else:
-            work = [h + (ends[0] if r == 0 else 0) + (ends[1] if r == p - 1 else 0) for r, h in enumerate(held)]
+            work = [h + (ends[0] if r == 0 else 0) + (ends[1] if r == p - 1 else 0) for r, h in enumerate(layers_s)]
             bubble = (p - 1) * min(work) / v * KINDS[layout.schedule].bubble
             seconds = layout.rounds * (n * max(work) + bubble)
         front = self.shape.dense_layers if p == 1 else 0

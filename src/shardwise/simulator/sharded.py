@@ -17,13 +17,13 @@ FORWARD_SHARE = 1 / 3
 def data_seconds(
     model: Model, layout: Layout, micro: float, wire: Wire, states: States, software: Software
 ) -> tuple[float, list[tuple[str, str, float, float]]]:
-    """What data ranks add to a step in which a micro-batch takes `micro` seconds; under ZeRO-3 a timeline too.
+    """Returns (seconds that data ranks add to a step, timeline of ZeRO-3 or []). `micro`: seconds of a micro-batch.
 
     What sending in buckets adds is among what a probe measures of this package.
     """
-    count, inside = model.trained - model.one.experts, layout.tp  # ranks of tp lie inside
+    count, inside = model.trained - model.small.experts, layout.tp  # ranks of tp lie inside
     alike = RankGroup(layout.gradient_ranks // layout.ep, inside * layout.ep)  # ranks that hold the same experts
-    experts_s = wire.collective("all_reduce", alike, model.one.experts * states.on_wire)
+    experts_s = wire.collective("all_reduce", alike, model.small.experts * states.on_wire)
     shard, replicas = (
         RankGroup(layout.shard_ranks, inside),
         RankGroup(layout.replicas, layout.shard_ranks * layout.pp * inside),
@@ -36,6 +36,7 @@ def data_seconds(
         total, timeline = _gathered(model, layout, micro, wire, states, shard, replicas)
         return experts_s + max(0.0, total - layout.n_micro * micro), timeline
     n, pieces = 1, max(1, len(model.units))
+    # on a probed device the cost of single messages is among the overheads
     if not wire.cluster.device.overheads:
         n = software.pieces(count, layout.gradient_ranks, pieces, zero=layout.zero)
         pieces = min(n, pieces)
@@ -48,6 +49,7 @@ def data_seconds(
         reduce_s, gather_s = wire.pieces("all_reduce", alike, count * states.on_wire, n), 0.0
     hidden = 1 - FORWARD_SHARE if software.overlap_dp and not on_cores(wire) else 0.0
     times = layout.n_micro * layout.rounds if layout.zero == 2 else 1  # ZeRO-2 reduces after every micro-batch
+    # the last bucket is complete only when backward ends, so it is never hidden
     return times * max(reduce_s / pieces, reduce_s - hidden * micro) + gather_s + experts_s, []
 
 
@@ -59,13 +61,14 @@ def on_cores(wire: Wire) -> bool:
 def _gathered(
     model: Model, layout: Layout, micro: float, wire: Wire, states: States, shard: RankGroup, replicas: RankGroup
 ) -> tuple[float, list[tuple[str, str, float, float]]]:
-    """Seconds and timeline of all micro-batches under ZeRO-3; time is dealt to units by their parameters.
+    """Returns (seconds, timeline) of all micro-batches under ZeRO-3; compute is dealt to units by their parameters.
 
     What lies in no unit is gathered before the first of them in forward and in backward, and scattered after the last.
     """
-    units = model.units or [model.one.parameters]
-    rest = max(0, model.one.parameters - sum(units))
-    link = Sharded(wire, states, shard, model.trained / max(1, model.one.parameters))
+    units = model.units or [model.small.parameters]
+    rest = max(0, model.small.parameters - sum(units))
+    link = Sharded(wire, states, shard, model.trained / max(1, model.small.parameters))
+    # two micro-batches are played and scaled to all
     times = min(2, layout.n_micro)
     ops: list[StreamOp] = []
     for _ in range(times):
@@ -81,7 +84,7 @@ def play_units(
     ops: list[StreamOp], compute: Sequence[float], gathers: Sequence[float], scatters: Sequence[float],
     *, stream: str = "data",
 ) -> None:  # fmt: skip
-    """Add a pass through units whose weights are gathered one unit ahead; of a backward, gradients scattered behind."""
+    """Appends a pass through units to `ops`: weights are gathered one unit ahead, gradients scattered behind."""
     before = max((place for place, op in enumerate(ops) if op.name.startswith("unit")), default=-1)
     computed: list[int] = []
     ops.append(StreamOp("gather 0", stream, gathers[0], [before] if before >= 0 else []))
@@ -110,17 +113,17 @@ class Sharded:
     trained: float = 1.0
 
     def gather(self, count: float) -> float:
-        """Seconds to gather so many weights, and from one buffer into the parameters."""
+        """Returns seconds to all-gather `count` weights and copy them from the buffer into the parameters."""
         copied = 2 * count * self.states.weight / self.wire.bandwidth
         return self.wire.collective("all_gather", self.shard, count * self.states.weight) + copied
 
     def scatter(self, count: float) -> float:
-        """Seconds to sum the gradients of so many weights, each rank its shard."""
+        """Returns seconds to reduce-scatter the gradients of `count` weights."""
         size = count * self.trained * self.states.on_wire
         return self.wire.collective("reduce_scatter", self.shard, size) + 2 * size / self.wire.bandwidth
 
     def play(self, ops: list[StreamOp], units: Sequence[float], seconds: float, *, back: bool) -> None:
-        """Add one pass through the units, after what was added before it."""
+        """Appends one pass through the units to `ops`."""
         total = max(1, sum(units))
         play_units(
             ops, [seconds * count / total for count in units], [self.gather(count) for count in units],

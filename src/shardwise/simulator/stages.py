@@ -33,27 +33,28 @@ BLOCKED_US = 400.0  # (assumed)
 
 
 def stage_layers(shape: Shape, layout: Layout) -> list[float]:
-    """Layers of each model stage: as given, or even; what does not divide goes to the stages in the middle.
+    """Returns the layers of each model stage: as given, or even; the remainder goes to the stages in the middle.
 
     Those that predict further ahead stand on the last one, and count there.
     """
     stages = layout.pp * layout.chunks
     if layout.stage_layers:
         return [float(n) for n in layout.stage_layers]
-    each, rest = divmod(shape.layers + shape.ahead, stages)
+    even, rest = divmod(shape.layers + shape.ahead, stages)
     start = (stages - rest) // 2
-    dealt = [float(each + (1 if start <= index < start + rest else 0)) for index in range(stages)]
+    dealt = [float(even + (1 if start <= index < start + rest else 0)) for index in range(stages)]
     return [*dealt[:-1], max(0.0, dealt[-1] - shape.ahead)]
 
 
 def dense_of(shape: Shape, layers: list[float]) -> list[float]:
-    """How many of each stage's layers are the dense ones in front of those with experts."""
+    """Returns, by stage, how many of its layers are dense ones in front of those with experts."""
     before = [sum(layers[:index]) for index in range(len(layers))]
     return [max(0.0, min(n, shape.dense_layers - b)) for n, b in zip(layers, before, strict=True)]
 
 
 def pipelined(step: StepContext, times: LayerTimes) -> Forecast:
     lay, shape = step.layout, step.shape
+    # some schedules (a V) have several stages on each rank by definition
     if lay.chunks == 1:
         step = replace(step, layout=lay.with_(chunks=KINDS[lay.schedule].stages_per_rank))
         lay = step.layout
@@ -62,10 +63,10 @@ def pipelined(step: StepContext, times: LayerTimes) -> Forecast:
     layers = stage_layers(shape, lay)
     stages = len(layers)
     dense = dense_of(shape, layers)
-    each = [times.of(n, front) for n, front in zip(layers, dense, strict=True)]
-    each[0], each[-1] = each[0].plus(times.first), each[-1].plus(times.last)
+    by_stage = [times.of(n, front) for n, front in zip(layers, dense, strict=True)]
+    by_stage[0], by_stage[-1] = by_stage[0].plus(times.first), by_stage[-1].plus(times.last)
     forward, backward, weight, exposed = (
-        [getattr(stage, name) for stage in each] for name in ("forward", "backward", "weight", "exposed")
+        [getattr(stage, name) for stage in by_stage] for name in ("forward", "backward", "weight", "exposed")
     )
     waits = _data_waits(step, layers, dense, forward, backward, weight)
     message = lay.tokens * shape.hidden * 2 / (lay.tp if lay.sp or step.software.split_sends else 1)
@@ -76,20 +77,22 @@ def pipelined(step: StepContext, times: LayerTimes) -> Forecast:
     send = [step.wire.send(message, home[s], home[s + 1]) + blocked for s in range(stages - 1)]
     played = play_all(name, lay.pp, lay.n_micro, lay.chunks, forward, backward, weight, send, blocking=blocking)
     memory, tails = [], []
+    # with unequal stages, the number of micro-batches in flight does not determine the bytes
     unlike = [len({layers[stage] for stage in mine}) > 1 for mine in mine_of]
     live = live_layers(played, layers, lay.pp) if any(unlike) else []
     for rank in range(lay.pp):
         mine = mine_of[rank]
-        held, front = (sum(of[stage] for stage in mine) for of in (layers, dense))
+        layers_here, front = (sum(of[stage] for stage in mine) for of in (layers, dense))
         first, last = 0 in mine, stages - 1 in mine
         memory.append(
             rank_memory(
-                shape, lay, step.software, layers=held, dense=front, first=first, last=last,
-                in_flight=live[rank] / held if unlike[rank] else played.in_flight[rank] / lay.chunks,
+                shape, lay, step.software, layers=layers_here, dense=front, first=first, last=last,
+                in_flight=live[rank] / layers_here if unlike[rank] else played.in_flight[rank] / lay.chunks,
             )
         )  # fmt: skip
-        parameters = stage_parameters(shape, lay, held, first=first, last=last, dense=front)
-        data = _once(step, parameters, held, backward[mine[0]] + weight[mine[0]], forward[mine[0]])
+        parameters = stage_parameters(shape, lay, layers_here, first=first, last=last, dense=front)
+        data = _once(step, parameters, layers_here, backward[mine[0]] + weight[mine[0]], forward[mine[0]])
+        # the tied matrix lies on the first and the last stage, which sum its gradients
         if shape.tied and lay.pp > 1 and (first or last):
             data += step.wire.collective(
                 "all_reduce", RankGroup(2, distance * (lay.pp - 1)), shape.vocab * shape.hidden * 4 / lay.tp
@@ -124,15 +127,15 @@ def _data_waits(
     if lay.zero < 2 or lay.shard_ranks == 1 or whole_in_pipeline(soft, lay):
         return waits
     inner = replace(step, layout=lay.with_(replicas=1))  # replicas are summed once
-    for stage, (held, front) in enumerate(zip(layers, dense, strict=True)):
-        own = stage_parameters(shape, lay, 1.0, first=False, last=False, dense=front / held if held else 0.0)
+    for stage, (count, front) in enumerate(zip(layers, dense, strict=True)):
+        own = stage_parameters(shape, lay, 1.0, first=False, last=False, dense=front / count if count else 0.0)
         scatter, gather = reduction_seconds(inner, own, 1.0)
         ends = stage_parameters(shape, lay, 0.0, first=stage == 0, last=stage == len(layers) - 1)
         end_scatter, end_gather = reduction_seconds(inner, ends, 1.0)
-        units = max(1, round(held))
+        units = max(1, round(count))
         if lay.zero == 2:
             window = weight[stage] if KINDS[lay.schedule].split else backward[stage] + weight[stage]
-            waits[stage] = beside(window, held * scatter + end_scatter, units, soft.overlap_dp)
+            waits[stage] = beside(window, count * scatter + end_scatter, units, soft.overlap_dp)
             weight[stage] += waits[stage]
             continue
         back = backward[stage] + weight[stage]
@@ -146,7 +149,7 @@ def _data_waits(
 
 
 def _gathered(seconds: float, units: int, gather: float, scatter: float, *, ahead: bool) -> float:
-    """What a forward or backward of so many units takes beyond its `seconds` where each is gathered and scattered."""
+    """Returns the seconds that gathering and scattering `units` units add to a forward or backward of `seconds`."""
     if not ahead:
         return units * (gather + scatter)
     ops: list[StreamOp] = []
@@ -155,7 +158,7 @@ def _gathered(seconds: float, units: int, gather: float, scatter: float, *, ahea
 
 
 def _once(step: StepContext, parameters: dict[str, float], layers: float, backward: float, forward: float) -> float:
-    """Exposed seconds of what a stage's data ranks do once in a step, beside one backward and one forward."""
+    """Returns exposed seconds of what data ranks send once in a step, hidden behind one backward and one forward."""
     lay, overlap = step.layout, step.software.overlap_dp
     reduce_s, gather_s = reduction_seconds(step, parameters, layers)
     buckets = sent_beside(step, parameters, layers)

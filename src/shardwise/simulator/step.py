@@ -97,12 +97,13 @@ def _one_stage(step: StepContext, times: LayerTimes) -> Forecast:
 
 
 def _gathered(step: StepContext, times: LayerTimes) -> tuple[float, list[tuple[str, str, float, float]]]:
-    """ZeRO-3: weights gathered ahead of use, gradients scattered behind, one stream of collectives."""
+    """Returns (seconds, timeline) of all micro-batches under ZeRO-3, with one stream of collectives."""
     lay = step.layout
     played = min(lay.n_micro, PLAYED)
     ops = _zero3_ops(step, times, played)
     seconds = run(ops)
     if lay.n_micro > played:
+        # the difference is one steady micro-batch, without the start of the first and the end of the last
         shorter = run(_zero3_ops(step, times, played - 1))
         seconds += (lay.n_micro - played) * (seconds - shorter)
     return seconds, [(op.stream, op.name, op.start, op.end) for op in ops]
@@ -117,14 +118,14 @@ def _zero3_ops(step: StepContext, times: LayerTimes, n_micro: int) -> list[Strea
 
 
 class _Unit(NamedTuple):
-    """Seconds to gather a unit's weights, and to sum its gradients: of a micro-batch, of the last one."""
+    """Seconds to gather a unit's weights; to sum its gradients (of a micro-batch, of the last one)."""
 
     gather: float
     scatter: tuple[float, float]
 
 
 class _UnitLinks:
-    """Seconds to gather the weights of a unit, and to sum its gradients; weights are counted by kind."""
+    """Computes a unit's seconds of gathering and scattering from its parameters by kind."""
 
     def __init__(self, step: StepContext):
         self.step, self.whole = step, 4.0 if step.precision == "fp32" else 2.0
@@ -132,14 +133,14 @@ class _UnitLinks:
         self.copies = self.pieces * step.group("data").size * step.software.copies_us * 1e-6
 
     def gather(self, counts: dict[str, float]) -> float:
-        """Seconds until all ranks have the unit whole."""
-        each = ((group, count * self.whole / self.pieces) for group, count in self._by_group(counts).items())
+        """Returns seconds until all ranks have the unit's whole weights."""
+        sizes = ((group, count * self.whole / self.pieces) for group, count in self._by_group(counts).items())
         return self.copies + self.pieces * sum(
-            self.step.wire.collective("all_gather", group, size) for group, size in each
+            self.step.wire.collective("all_gather", group, size) for group, size in sizes
         )
 
     def scatter(self, counts: dict[str, float], last_micro: bool) -> float:
-        """Seconds until each rank has the sum of its gradients, of replicas too after the last micro-batch."""
+        """Returns seconds until each rank has its summed gradients, over replicas too after the last micro-batch."""
         wire, replicas, seconds = self.step.wire, self.step.group("replicas"), self.copies
         for group, count in self._by_group(counts).items():
             grads = count * self.step.software.grad_reduce_bytes
@@ -148,18 +149,18 @@ class _UnitLinks:
         return seconds
 
     def of(self, counts: dict[str, float]) -> _Unit:
-        """A unit of so many weights."""
+        """Returns the seconds of a unit with so many parameters of each kind."""
         return _Unit(self.gather(counts), (self.scatter(counts, False), self.scatter(counts, True)))
 
     def _by_group(self, counts: dict[str, float]) -> dict[RankGroup, float]:
-        found: dict[RankGroup, float] = {}
+        by_group: dict[RankGroup, float] = {}
         for kind, count in counts.items():
-            found[sharing(self.step, kind)] = found.get(sharing(self.step, kind), 0.0) + count
-        return found
+            by_group[sharing(self.step, kind)] = by_group.get(sharing(self.step, kind), 0.0) + count
+        return by_group
 
 
 class _Zero3:
-    """The ops of micro-batches under ZeRO-3, each behind what it waits for, in the order of their streams."""
+    """Builds the `StreamOp`s of micro-batches under ZeRO-3, in the order in which their streams run them."""
 
     def __init__(self, step: StepContext, times: LayerTimes):
         self.ops: list[StreamOp] = []
@@ -178,6 +179,7 @@ class _Zero3:
 
     def forward(self, micro: int) -> None:
         """Add the forward of a micro-batch, its head and loss included."""
+        # without prefetch a gather waits for everything before it
         before = len(self.ops) - 1 if self.ops and self._prefetch == "none" else None
         self._computed = []
         root = self._add(f"gather root {micro}", "data", self._root.gather, before)
@@ -193,8 +195,9 @@ class _Zero3:
         self._computed.append(self._last)
 
     def backward(self, micro: int, *, last_micro: bool) -> None:
-        """Add its backward."""
+        """Add the backward of a micro-batch."""
         lay, last = self._step.layout, self._last
+        # for the recomputed forward, and again for backward where the software frees the weights in between
         gathers = 2 if lay.recompute == "full" and self._step.software.gathers_again else 1
         here: int | None = None  # the last layer is still whole
         for index in reversed(range(self._step.shape.layers)):

@@ -12,7 +12,7 @@ from shardwise.simulator.forecast import Forecast
 
 
 def chrome(forecast: Forecast, title: str) -> str:
-    """JSON for chrome://tracing and ui.perfetto.dev; microseconds."""
+    """Returns the timeline as JSON for chrome://tracing and ui.perfetto.dev, in microseconds."""
     lanes = list(dict.fromkeys(lane for lane, *_ in forecast.laid_out))
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 0, "tid": i, "name": "thread_name", "args": {"name": lane}} for i, lane in enumerate(lanes)
@@ -26,7 +26,7 @@ def chrome(forecast: Forecast, title: str) -> str:
 
 
 def scaling(simulate: Callable[[Layout], Forecast], layout: Layout) -> list[dict[str, Any]]:
-    """More and fewer data ranks with the same work for each (weak), and the same batch (strong)."""
+    """Returns forecasts on more and fewer data ranks, with equal work for each (weak) or an equal batch (strong)."""
     rows: list[dict[str, Any]] = []
     for factor in (0.25, 0.5, 1, 2, 4):
         name = "replicas" if layout.shard == 1 or layout.replicas > 1 else "shard"
@@ -38,14 +38,15 @@ def scaling(simulate: Callable[[Layout], Forecast], layout: Layout) -> list[dict
                 continue
             changed = layout.with_(**{name: int(degree), "n_micro": int(n_micro)})
             try:
-                found = simulate(changed)
+                forecast = simulate(changed)
+            # degrees that cannot be simulated get no row
             except ShardwiseError:
                 continue
             rows.append(
                 {
                     "kind": kind, "devices": changed.world_size, "global_batch": changed.global_batch,
-                    "step_s": found.step_s, f"{found.rate[1]}_per_s": found.rate[0], "mfu": found.mfu,
-                    "rate": f"{found.rate[0]:.4g} {found.rate[1]}/s",
+                    "step_s": forecast.step_s, f"{forecast.rate[1]}_per_s": forecast.rate[0], "mfu": forecast.mfu,
+                    "rate": f"{forecast.rate[0]:.4g} {forecast.rate[1]}/s",
                 }
             )  # fmt: skip
     return rows

@@ -36,74 +36,76 @@ SCORES = (
 
 
 def taken(ranks: Sequence[Model]) -> dict[str, str]:
-    """Returns the assumptions that were made where a forward's course depends on values, by name."""
+    """Returns, by name, the assumptions made where a forward depends on the values of its inputs."""
     seen = {
-        "routing": (BALANCED, any(rank.one.balanced for rank in ranks)),
-        "batch": (BY_BATCH, any(rank.one.by_batch for rank in ranks)),
-        "attention": (SCORES, any(rank.one.wrote_scores for rank in ranks)),
+        "routing": (BALANCED, any(rank.small.balanced for rank in ranks)),
+        "batch": (BY_BATCH, any(rank.small.by_batch for rank in ranks)),
+        "attention": (SCORES, any(rank.small.wrote_scores for rank in ranks)),
     }
-    return {name: told for name, (told, so) in seen.items() if so}
+    return {name: assumption for name, (assumption, made) in seen.items() if made}
 
 
-def attention_seconds(one: StepTrace, two: StepTrace, samples: float, kernels: Kernels, software: Software) -> float:
-    """Seconds of fused attention alone at a number of samples, as `between` has those of all operations."""
-    share = (samples - one.samples) / max(1, two.samples - one.samples)
-    found = ((shape, times, other, often, count) for (kind, shape, times, other, often), count
-             in _pairs(one, two).items() if kind == "attention")  # fmt: skip
+def attention_seconds(
+    small: StepTrace, large: StepTrace, samples: float, kernels: Kernels, software: Software
+) -> float:
+    """Returns seconds of fused attention alone at a number of samples, interpolated as in `between`."""
+    share = (samples - small.samples) / max(1, large.samples - small.samples)
+    ops = ((shape, times, other, often, count) for (kind, shape, times, other, often), count
+             in _pairs(small, large).items() if kind == "attention")  # fmt: skip
     return sum(
         count * op_seconds("attention", [a + (b - a) * share for a, b in zip(shape, other, strict=True)],
                            times + (often - times) * share, kernels, software)
-        for shape, times, other, often, count in found
+        for shape, times, other, often, count in ops
     )  # fmt: skip
 
 
 def span_seconds(
-    one: StepTrace, two: StepTrace, samples: float, span: slice, kernels: Kernels, software: Software
+    small: StepTrace, large: StepTrace, samples: float, span: slice, kernels: Kernels, software: Software
 ) -> float:  # fmt: skip
-    """Seconds of some of the operations at a number of samples, those at these places of their order."""
-    share = (samples - one.samples) / max(1, two.samples - one.samples)
+    """Returns seconds of the operations `order[span]` at a number of samples, interpolated as in `between`."""
+    share = (samples - small.samples) / max(1, large.samples - small.samples)
     return sum(
         op_seconds(kind, [a + (b - a) * share for a, b in zip(shape, other, strict=True)],
                    times + (often - times) * share, kernels, software)
-        for (kind, shape, times), (_, other, often) in zip(one.order[span], two.order[span], strict=True)
+        for (kind, shape, times), (_, other, often) in zip(small.order[span], large.order[span], strict=True)
     )  # fmt: skip
 
 
-def between(one: StepTrace, two: StepTrace, samples: float, kernels: Kernels, software: Software) -> float:
-    """Seconds at a number of samples, from what was counted at two that ran the same operations.
+def between(small: StepTrace, large: StepTrace, samples: float, kernels: Kernels, software: Software) -> float:
+    """Returns seconds of all operations at a number of samples, interpolated between two traces of the same operations.
 
     Shapes are on the line through the two, not times: a large product runs at a better rate than small ones promise.
     The host's time to start the operations is a lower bound of the whole, taken last.
     """
-    low, high = one.samples, two.samples
+    low, high = small.samples, large.samples
     if low == high:
         assert samples == low, "one trace tells of its own number of samples alone"
-        return compute_seconds(one, kernels, software)
+        return compute_seconds(small, kernels, software)
     share = (samples - low) / (high - low)
-    if not same_ops(one, two):
+    if not same_ops(small, large):
         raise ValueError(f"traces of {low} and {high} samples ran different operations: no line goes through them")
-    first, second = host_calls(one, kernels), host_calls(two, kernels)
+    first, second = host_calls(small, kernels), host_calls(large, kernels)
     seconds = first + (second - first) * share
-    for (kind, shape, times, other, often), count in _pairs(one, two).items():
+    for (kind, shape, times, other, often), count in _pairs(small, large).items():
         at = tuple(max(0.0, a + (b - a) * share) for a, b in zip(shape, other, strict=True))
         seconds += count * op_seconds(kind, at, times + (often - times) * share, kernels, software)
-    return max(seconds, kernels.host_s * (one.kernels + (two.kernels - one.kernels) * share))
+    return max(seconds, kernels.host_s * (small.kernels + (large.kernels - small.kernels) * share))
 
 
 @lru_cache(maxsize=1024)
-def same_ops(one: StepTrace, two: StepTrace) -> bool:
-    """Whether two traces ran the same operations, so that shapes at other numbers of samples lie on a line."""
-    return [kind for kind, _, _ in one.order] == [kind for kind, _, _ in two.order]
+def same_ops(small: StepTrace, large: StepTrace) -> bool:
+    """Whether two traces ran the same operations in order, so that shapes can be interpolated over samples."""
+    return [kind for kind, _, _ in small.order] == [kind for kind, _, _ in large.order]
 
 
 @lru_cache(maxsize=256)
-def _pairs(one: StepTrace, two: StepTrace) -> Counter[tuple[str, tuple[float, ...], int, tuple[float, ...], int]]:
-    """Each op of both traces with its two shapes, and how often: layers repeat."""
-    return Counter((a[0], a[1], a[2], b[1], b[2]) for a, b in zip(one.order, two.order, strict=True))
+def _pairs(small: StepTrace, large: StepTrace) -> Counter[tuple[str, tuple[float, ...], int, tuple[float, ...], int]]:
+    """Counts (kind, small shape, small times, large shape, large times) over the ops of two traces: layers repeat."""
+    return Counter((a[0], a[1], a[2], b[1], b[2]) for a, b in zip(small.order, large.order, strict=True))
 
 
 def host_calls(trace: StepTrace, kernels: Kernels) -> float:
-    """Seconds in which the host starts the operations of a trace, where it also computes them."""
+    """Returns the seconds that Python takes to start a trace's operations, where the host computes them itself."""
     return trace.calls * kernels.call_s + trace.cut_calls * kernels.cut_s
 
 
@@ -121,20 +123,20 @@ def simulate_traced(
     cluster: Cluster,
     software: Software,
     precision: str,
-    held: Sequence[MemoryLedger] = (),
+    ledgers: Sequence[MemoryLedger] = (),
 ) -> Forecast:
-    """Returns the forecast of a step over replicas and ZeRO shards. `held`: the memory, where it is known already."""
+    """Returns the forecast of a step over replicas and ZeRO shards. `ledgers`: the memory, where already computed."""
     dtype = PRECISIONS[precision].products
-    kernels, added = kernels_of(cluster, layout, software, dtype, follows=model.one.follows)
+    kernels, added = kernels_of(cluster, layout, software, dtype, follows=model.small.follows)
     wire = Wire(cluster, layout.world_size)
-    micro = between(model.one, model.two, layout.micro_batch, kernels, software)
+    micro = between(model.small, model.large, layout.micro_batch, kernels, software)
     states = policy(precision, model.update.state_elements, layout)
     data, timeline = data_seconds(model, layout, micro, wire, states, software)
     optimizer = optimizer_seconds(model, layout, kernels, states)
     parts = {"compute": layout.n_micro * micro, "data-parallel communication": data, "optimizer": optimizer}
-    if model.one.joined:
+    if model.small.joined:
         group = RankGroup(layout.dp, 1)
-        once = sum(times * wire.collective(op, group, size) for (op, size), times in model.one.joined.items())
+        once = sum(times * wire.collective(op, group, size) for (op, size), times in model.small.joined.items())
         parts["batch norm communication"] = layout.n_micro * once  # of channels, whatever the samples
     parts |= engine_seconds(model, layout, added, parts["compute"])
     if cluster.device.kind != "cpu":
@@ -143,17 +145,18 @@ def simulate_traced(
     parts = {name: seconds * correction for name, seconds in parts.items()}
     samples = layout.global_batch
     forecast = Forecast(
-        step_s=sum(parts.values()), parts=parts, memory=list(held) or [memory(model, layout, precision)],
+        step_s=sum(parts.values()), parts=parts, memory=list(ledgers) or [memory(model, layout, precision)],
         flops=model.flops(samples), world_size=layout.world_size, samples=samples,
+        # a correction below 1 means that runs beat the tables, so the bound in `impossible` is raised with it
         peak_tflops=peak_tflops(cluster.device, dtype), best_tflops=kernels.best_tflops / min(1.0, correction),
         convention="counted", exposed={"data": data}, timeline=timeline,
     )  # fmt: skip
     forecast.basis = {
         "products": kernels.basis,
         "data ranks": wire.basis("all_reduce", RankGroup(layout.dp, 1)),
-        "work": f"{len(model.one.products)} shapes of products and {model.one.kernels} ops counted on fake tensors",
+        "work": f"{len(model.small.products)} shapes of products and {model.small.kernels} ops counted on fake tensors",
     }
-    ops = model.linear(model.one.kernels, model.two.kernels, layout.micro_batch)
+    ops = model.linear(model.small.kernels, model.large.kernels, layout.micro_batch)
     forecast.basis |= taken([model]) | host_basis(kernels, ops, micro)
     if cluster.device.correction is not None:
         forecast.basis["correction"] = f"x {correction:.3g}, {cluster.device.correction.source}"
@@ -163,56 +166,58 @@ def simulate_traced(
 def kernels_of(
     cluster: Cluster, layout: Layout, software: Software, dtype: str, *, follows: bool = False
 ) -> tuple[Kernels, Overhead]:
-    """Kernels on the cluster's device, and what the host adds under the layout's techniques.
+    """Returns (kernels of the cluster's device, what the host adds under the layout's techniques).
 
     follows   draws are those of one process, so that each operation passes through Python
     """
     device, added = cluster.device, overhead_of(cluster.device, layout, follows)
     if device.ops:  # measured as they are called, one by one
         return Kernels(device, 0.0, dtype, added.call, added.cut), added
-    each = device.op_us.value if device.op_us is not None else None
+    op_us = device.op_us.value if device.op_us is not None else None
     if device.kind == "cpu":
-        return Kernels(device, software.launch_us if each is None else each, dtype), added
+        return Kernels(device, software.launch_us if op_us is None else op_us, dtype), added
     return Kernels(device, software.launch_us, dtype, host_s=host_seconds(device, software)), added
 
 
 def engine_seconds(model: Model, layout: Layout, added: Overhead, compute: float) -> dict[str, float]:
-    """What a step costs beyond its ops, by name; nothing where it was not measured."""
+    """Returns seconds of a step beyond its ops, by name; {} on a device that was not probed for them."""
     seconds = added.step + added.event * events(layout, len(model.units))
-    found = {"engine": seconds, "waiting for the slower rank": added.wait * compute}
-    return {name: value for name, value in found.items() if value}
+    by_name = {"engine": seconds, "waiting for the slower rank": added.wait * compute}
+    return {name: value for name, value in by_name.items() if value}
 
 
 def optimizer_seconds(model: Model, layout: Layout, kernels: Kernels, states: States) -> float:
-    """Returns seconds of the update of what this rank holds."""
+    """Returns seconds of the optimizer's update on one rank, copies and scaling of gradients included."""
     over, work = layout.shard_ranks if layout.zero else 1, model.update.work
-    held = sum(size * times for size, times in model.one.sizes.items())
-    into = 2 * states.gradient * held if layout.zero < 3 else 0.0  # gradients into their buckets, copied
-    divided = 2 * states.gradient * held / over  # by the weight
+    elements = sum(size * times for size, times in model.small.sizes.items())
+    into = 2 * states.gradient * elements if layout.zero < 3 else 0.0  # gradients into their buckets, copied
+    divided = 2 * states.gradient * elements / over  # by the weight
     if kernels.ops is not None:
         ops = kernels.ops
-        each = {size: sum(ops.seconds(name, size / over * wide) for name, wide in work) for size in model.one.sizes}
+        by_size = {
+            size: sum(ops.seconds(name, size / over * wide) for name, wide in work) for size in model.small.sizes
+        }
         calls = model.update.calls * kernels.call_s
-        updates = sum(times * each[size] for size, times in model.one.sizes.items())
+        updates = sum(times * by_size[size] for size, times in model.small.sizes.items())
         moved = (ops.seconds("copy_", into) if into else 0.0) + ops.seconds("mul_", divided)
-        return kernels.factor("rest") * (updates + moved) + calls * sum(model.one.sizes.values())
+        return kernels.factor("rest") * (updates + moved) + calls * sum(model.small.sizes.values())
     wide = (states.master or states.weight) / 4  # of float32, in which it was seen
-    copies = 2 * held / over * states.copies
-    seconds = sum(kernels.stream(held / over * moved * wide, 1) for _, moved in work)
+    copies = 2 * elements / over * states.copies
+    seconds = sum(kernels.stream(elements / over * moved * wide, 1) for _, moved in work)
     seconds += sum(kernels.stream(moved, 1) for moved in (into, divided, copies) if moved)
     if kernels.device.kind == "cpu":  # there, an optimizer goes from tensor to tensor
-        seconds += model.one.tensors * model.update.calls * kernels.launch_us * 1e-6
+        seconds += model.small.tensors * model.update.calls * kernels.launch_us * 1e-6
     return seconds
 
 
 def switches(layout: Layout, *, eager: bool) -> dict[str, str]:
     """Returns, by key, what a forecast makes of a plan's switches. `eager`: ops of the device were timed one by one."""
-    found = {}
+    remarks = {}
     if layout.compile:
-        found["compile"] = (
+        remarks["compile"] = (
             "not modelled here, where ops were timed one by one: as if blocks were not compiled" if eager else
             f"elementwise ops move 1/{EAGER:g} of the bytes (assumed); memory as of blocks that are not compiled"
         )  # fmt: skip
     if layout.tp_overlap:
-        found["tp_overlap"] = "not modelled for a traced module: as if each sum were waited for"
-    return found
+        remarks["tp_overlap"] = "not modelled for a traced module: as if each sum were waited for"
+    return remarks

@@ -241,13 +241,13 @@ def _set_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
 
 def join_group() -> None:
     """Give this rank's default process group the mock device's backend beside gloo; groups made of it have it too."""
-    group, known = dist.group.WORLD, dist.distributed_c10d._world
+    group, registry = dist.group.WORLD, dist.distributed_c10d._world
     name, backend = group.group_name, FakeProcessGroup._create_internal(dist.get_rank(), dist.get_world_size())
     group._register_backend(_device(), dist.ProcessGroup.BackendType.CUSTOM, backend)
     group._set_group_name(name)
     text = f"cpu:gloo,{NAME}:{NAME}"
-    known.pg_map[group] = (text, known.pg_map[group][1])
-    known.pg_backend_config[group] = text
+    registry.pg_map[group] = (text, registry.pg_map[group][1])
+    registry.pg_backend_config[group] = text
 
 
 def _device() -> torch.device:
@@ -332,7 +332,7 @@ def _collective(func: Any, args: tuple, bare_args: tuple, kwargs: dict) -> Any:
 
     written = () if func.overloadpacket in _SENDS else tree_leaves(bare_args[0])
     with torch.no_grad():
-        found = func(*tree_map_only(torch.Tensor, copied, bare_args), **kwargs)
+        results = func(*tree_map_only(torch.Tensor, copied, bare_args), **kwargs)
         arriving = [pair for pair in staged if any(pair[0] is tensor for tensor in written)]
         for goal, _ in arriving:
             goal.fill_(
@@ -342,10 +342,10 @@ def _collective(func: Any, args: tuple, bare_args: tuple, kwargs: dict) -> Any:
                 if goal.dtype == torch.bool
                 else -1 % 256
             )
-    if not isinstance(found, tuple):
-        return _Arriving(dist.Work.unbox(found), arriving).boxed()
-    *_, work = found
-    return (*args[: len(found) - 1], _Arriving(dist.Work.unbox(work), arriving).boxed())
+    if not isinstance(results, tuple):
+        return _Arriving(dist.Work.unbox(results), arriving).boxed()
+    *_, work = results
+    return (*args[: len(results) - 1], _Arriving(dist.Work.unbox(work), arriving).boxed())
 
 
 # --- operations

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def text_task(section: TaskSection) -> Task:
-    """A decoder that predicts the next token."""
+    """Returns the `Task` of a decoder that predicts the next token."""
     from shardwise.models import Decoder, DecoderConfig
 
     sizes = _sizes(section)
@@ -42,7 +42,7 @@ def text_task(section: TaskSection) -> Task:
 
 
 def _text(section: TaskSection) -> tuple[Source, Source, int]:
-    """(training, held out, the number of tokens there are)."""
+    """Returns (training source, held-out source, size of the vocabulary)."""
     from shardwise.data import TokenSource, split, standard_library_corpus, tokenized
     from shardwise.data.tokenizer import BYTES, read_tokenizer
 
@@ -56,7 +56,7 @@ def _text(section: TaskSection) -> tuple[Source, Source, int]:
 
 
 def digits_task(section: TaskSection) -> Task:
-    """A vision transformer that names digits."""
+    """Returns the `Task` of a vision transformer that classifies digits."""
     from shardwise.data import digits_split
     from shardwise.models import ViT, ViTConfig
 
@@ -73,7 +73,7 @@ def digits_task(section: TaskSection) -> Task:
 
 
 def _sizes(section: TaskSection) -> dict[str, Any]:
-    """The sizes that both models have."""
+    """Returns the constructor's arguments that both models share."""
     model = section.model
     assert model.layers and model.hidden and model.heads
     return {
@@ -86,12 +86,12 @@ def _sizes(section: TaskSection) -> dict[str, Any]:
 
 
 def all_but_last(batch: dict[str, Tensor]) -> tuple[tuple, dict]:
-    """The model sees each window without its last token."""
+    """Returns the model's arguments: tokens (B, S), each window without its last token."""
     return (batch["tokens"][:, :-1],), {}
 
 
 def next_token_loss(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    """Cross entropy of each next token, summed, and the number of tokens."""
+    """Returns (cross entropy of each next token, summed; the number of tokens)."""
     from torch.nn.functional import cross_entropy
 
     targets = batch["tokens"][:, 1:]  # (B, S)
@@ -99,12 +99,12 @@ def next_token_loss(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, i
 
 
 def image_only(batch: dict[str, Tensor]) -> tuple[tuple, dict]:
-    """The model sees the images."""
+    """Returns the model's arguments: the images of the batch."""
     return (batch["image"],), {}
 
 
 def digit_loss(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    """Cross entropy of each image, summed, and the number of images."""
+    """Returns (cross entropy of each image, summed; the number of images)."""
     from torch.nn.functional import cross_entropy
 
     return cross_entropy(logits, batch["label"], reduction="sum"), len(batch["label"])

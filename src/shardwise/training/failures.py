@@ -20,9 +20,10 @@ MORE_ROOM = (
 
 @contextmanager
 def told_plainly(folder: Path) -> Iterator[None]:
-    """Raise `RunError` that names the folder and its space, or what to do about memory, for such ends of the body."""
+    """Context: a full disk or memory that has run out becomes a `RunError` that says what to do."""
     try:
         yield
+    # shardwise's own errors already say what to do
     except ShardwiseError:
         raise
     except Exception as error:

@@ -25,6 +25,7 @@ def foresee(job: Job) -> dict[str, Any]:
             f"train.cluster: plan {plan} needs {plan.world_size} ranks; {cluster} has {cluster.world_size}"
         )
     layout = of_plan(plan, global_batch=job.batch_samples, seq=1, uneven=True)
+    # a run has one size of micro-batch, which is traced itself
     micro = (layout.micro_batch, layout.micro_batch)
     subject = traced_subject(
         job.build_task(), cluster, software("shardwise"), job.batch_samples, plan.precision, (plan.remat,), micro,
@@ -33,7 +34,7 @@ def foresee(job: Job) -> dict[str, Any]:
     forecast = subject.simulate(layout)
 
     def most(*names: str) -> float:
-        """Of all ranks: the fullest of one kind need not be the fullest of another."""
+        """Returns the largest sum of these memory terms of any rank: each kind may have another fullest rank."""
         return max(sum(rank.terms.get(name, 0.0) for name in names) for rank in forecast.memory)
 
     return {
@@ -51,7 +52,7 @@ def foresee(job: Job) -> dict[str, Any]:
 
 
 def beside(forecast: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:
-    """The forecast with `beside`: what -> (forecast, measured on the rank that holds most).
+    """Returns the forecast with `beside`: name of a figure -> (forecast, measured on the rank that has most).
 
     `pace`: how much longer the same work took beside the run's steps than while the cluster was probed; the step's
     forecast is multiplied by it.
@@ -65,15 +66,15 @@ def beside(forecast: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def refine(cluster: Cluster, run: Path) -> Cluster:
-    """The cluster with its correction taken from a run that was forecast on it."""
+    """Returns the cluster with `correction` set to measured over forecast step time of a finished run."""
     try:
         summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"--refine: no summary.json in {run}: name the folder of a finished run") from None
-    found = summary.get("forecast")
-    if not found or not summary.get("step_s"):
+    forecast = summary.get("forecast")
+    if not forecast or not summary.get("step_s"):
         raise InputError(f"--refine: the run in {run} had no forecast, or too few steps to time: train with --cluster")
-    factor = summary["step_s"] / (found["step_s"] * found["pace"] / found["correction"])
+    factor = summary["step_s"] / (forecast["step_s"] * forecast["pace"] / forecast["correction"])
     source = f"step time of {run.name}, measured over forecast"
     return replace(
         cluster, device=replace(cluster.device, correction=Figure(float(f"{factor:.4g}"), "measured", source))

@@ -13,42 +13,45 @@ from pathlib import Path
 from shardwise.errors import InputError
 
 LOCK = "running.lock"  # names the process while the run goes on
-_HELD: set[int] = set()  # open files, which processes that are forked off (a loader's workers) must not keep
+_LOCKED_FILES: set[int] = set()  # open files, which processes that are forked off (a loader's workers) must not keep
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @contextmanager
 def held(folder: Path) -> Iterator[list[str]]:
-    """Keep a run's folder for this process; yields what should be said.
+    """Context: locks a run's folder for this process; yields notices for the user.
 
     Raises `InputError` where another process is in that run, or its folder cannot be written.
     """
     path = folder / LOCK
     file, notes = _taken(path)
-    _HELD.add(file)
+    _LOCKED_FILES.add(file)
     try:
         yield notes
     finally:
         with suppress(FileNotFoundError):  # with its folder, of a run that was refused before it began
+            # before the lock is released: afterwards the file may belong to the next holder
             path.unlink()
-        _HELD.discard(file)
+        _LOCKED_FILES.discard(file)
         os.close(file)
 
 
 def _let_go() -> None:
-    """In a process that was forked off: its parent alone has the lock, and ends with it."""
-    for file in _HELD:
+    """Closes the lock files in a forked process, so that a lock ends with the process that took it."""
+    for file in _LOCKED_FILES:
         os.close(file)
-    _HELD.clear()
+    _LOCKED_FILES.clear()
 
 
 os.register_at_fork(after_in_child=_let_go)
 
 
 def _taken(path: Path) -> tuple[int, list[str]]:
-    """An open file that this process alone has locked, and what should be said."""
+    """Returns (descriptor of the lock file that this process has locked, notices for the user)."""
     while True:
         try:
+            # the holder may remove the file between open and lock, and the lock would be on a file nobody else opens:
+            # test_a_lock_that_its_holder_removes_meanwhile_is_taken_anew
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise InputError(
@@ -68,7 +71,7 @@ def _taken(path: Path) -> tuple[int, list[str]]:
 
 
 def _left(holder: str, path: Path) -> list[str]:
-    """What to say of a holder that did not remove the file: on another host it may be alive, where locks are local."""
+    """Returns a notice on a holder of another host that left the file: where locks are local it may be alive."""
     _, _, host = holder.partition(" on ")
     if not host or host == socket.gethostname():
         return []  # it was killed, and the system let go of its lock
@@ -79,7 +82,7 @@ def _left(holder: str, path: Path) -> list[str]:
 
 
 def _locked(file: int, path: Path) -> list[str]:
-    """Lock an open file. Raises `InputError` where another process has it."""
+    """Locks an open file and returns notices for the user. Raises `InputError` where another process has it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

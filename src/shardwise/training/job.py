@@ -30,7 +30,7 @@ BATCH_SAMPLES = 32
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank of a run is told; can be pickled when the task can."""
+    """The settled run that is sent to every rank; can be pickled when the task can."""
 
     effective: Effective
     task: Task | Callable[[], Task] | None  # None: found by its name on each rank
@@ -48,7 +48,7 @@ class Job:
 
     @property
     def randomness(self) -> Literal["global", "fast"]:
-        """As the configuration says; a deterministic plan seeds draws by the piece, alike on any ranks: "fast"."""
+        """Returns the configured value; "fast" for a deterministic plan, whose draws are seeded alike on any ranks."""
         return (
             "fast"
             if self.effective.plan.deterministic and self.proof is None
@@ -56,7 +56,7 @@ class Job:
         )
 
     def build_task(self) -> Task:
-        """The task, with the optimizer that the configuration asks for."""
+        """Returns the task with the optimizer that the configuration asks for."""
         task = find_task(self.effective, self.task)
         if self.lr is not None:
             task = task.with_(optimizer=make_optimizer(self.effective.config.optimizer, self.lr))
@@ -67,26 +67,28 @@ class Job:
         return replace(self, **changes)
 
 
-def find_task(effective: Effective, given: Task | Callable[[], Task] | None) -> Task:
-    """The task that was given, or the one that the configuration names."""
+def find_task(effective: Effective, passed: Task | Callable[[], Task] | None) -> Task:
+    """Returns the task that was passed, or the one that the configuration names."""
     section = effective.config.task
-    return resolve_task(section.name, section) if given is None else call_task(section.name, given)
+    return resolve_task(section.name, section) if passed is None else call_task(section.name, passed)
 
 
-def make_job(effective: Effective, given: Task | Callable[[], Task] | None = None, *, keep: bool = False) -> Job:
-    """Settle what the run does; `InputError` where the configuration does not fit the task.
+def make_job(effective: Effective, passed: Task | Callable[[], Task] | None = None, *, keep: bool = False) -> Job:
+    """Returns the `Job` of a run; raises `InputError` where the configuration does not fit the task.
 
     keep   the ranks run in this process, so the task that was built here is theirs
     """
-    task = find_task(effective, given)
+    task = find_task(effective, passed)
     _check_device(effective.config.train.device)
     _check_options(effective, task)
     check_sinks(list(effective.config.train.sinks))
     asked = _batch_samples(effective, task)
+    # a batch larger than the data would take samples twice in one step
     batch = asked if task.data is None else min(asked, max(len(task.data), 1))
     if batch < asked:
         said = f"the data have {batch} samples, fewer than a batch of {asked}: every step takes all {batch}"
         effective = replace(effective, notes=(*effective.notes, said))
+    # what follows is checked here, before any rank is started
     steps = _steps(effective, task, batch)
     check_data(task)
     enough_samples(batch if task.data is None else len(task.data), effective.plan)
@@ -96,7 +98,7 @@ def make_job(effective: Effective, given: Task | Callable[[], Task] | None = Non
     tokens = effective.config.task.seq_len if effective.config.task.name == "text" else None
     return Job(
         effective=effective,
-        task=task if keep else given,
+        task=task if keep else passed,
         name=effective.config.train.name or task.name,
         steps=steps,
         batch_samples=batch,
@@ -133,11 +135,11 @@ def _check_options(effective: Effective, task: Task) -> None:
 def _chosen(effective: Effective, key: str) -> bool:
     """Whether a key of [train] was set to another value than its default: a run's own config.toml has every key."""
     train, name = effective.config.train, key.removeprefix("train.")
-    return effective.given(key) and getattr(train, name) != type(train).model_fields[name].default
+    return effective.is_set(key) and getattr(train, name) != type(train).model_fields[name].default
 
 
 def _batch_samples(effective: Effective, task: Task) -> int:
-    """Samples of a global batch."""
+    """Returns the samples of a global batch."""
     train = effective.config.train
     if task.batch is not None:
         from shardwise.step.batching import samples_in
@@ -153,7 +155,7 @@ def _batch_samples(effective: Effective, task: Task) -> int:
 
 
 def batch_of(task: Task, step: int) -> Any:
-    """The task's batch of a step; what the user's code raises is told in one line."""
+    """Returns the task's batch of a step; an error of the user's code becomes a one-line `InputError`."""
     assert task.batch is not None
     try:
         return task.batch(step)
@@ -176,7 +178,7 @@ def _steps(effective: Effective, task: Task, batch: int) -> int:
 
 
 def _lr(effective: Effective, batch: int) -> float | None:
-    """The base learning rate of the configured optimizer."""
+    """Returns the learning rate for this batch size; None where the task's own optimizer runs."""
     if effective.own_optimizer:
         return None
     optimizer, tokens = effective.config.optimizer, effective.config.train.batch_tokens

@@ -49,7 +49,7 @@ _ANSWERS = ["", "well", "badly"]
 
 
 class Stopping:
-    """Hears the signals that ask a run to end. The second one does what it did before.
+    """Handler of the signals that ask a run to end; a second signal gets the handler that was there before.
 
     starts   no step has begun: Ctrl-C ends the run at once, since there is nothing to save
     """
@@ -62,7 +62,8 @@ class Stopping:
         self._before: dict[int, Any] = {}
 
     def start(self) -> None:
-        """Listen from now on, where this is the main thread."""
+        """Installs the handlers; does nothing outside of the main thread."""
+        # Python allows only the main thread to set signal handlers
         if threading.current_thread() is not threading.main_thread():
             return
         numbers = (*self._numbers, signal.SIGTERM) if self._launched else self._numbers
@@ -75,14 +76,16 @@ class Stopping:
     def _hear(self, number: int, frame: Any) -> None:
         if self.starts and number == signal.SIGINT:
             self.stop()
+            # raise the signal again for the handler that was there before
             os.kill(os.getpid(), number)
             return
         self.asked = signal.Signals(number).name
+        # the parent of a launched rank counts the signals, and ends its ranks at the second one
         if not self._launched:
             self.stop()
 
     def stop(self) -> None:
-        """Leave signals to whoever heard them before."""
+        """Puts the previous handlers back."""
         before, self._before = self._before, {}
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -122,7 +125,7 @@ class Keeper:
     # --- before the first step
 
     def begin(self) -> int:
-        """Go on from a checkpoint, or from weights alone, or from nothing; returns the first step. Collective."""
+        """Loads a checkpoint or weights where the job names one; returns the first step. Collective."""
         if self.job.resume is not None:
             self._resume(place(self.job.resume))
         elif self.job.effective.config.train.init_from is not None:
@@ -147,18 +150,19 @@ class Keeper:
             self.loader.load_state_dict(fields["data"])
         self.first_loss = (fields.get("run") or {}).get("first_loss")
         self.best = self._best_of((fields.get("run") or {}).get("best"))
+        # under another plan other ranks are replicas: the first check finds anew which buffers differ by design
         if self.check is not None and restored.same_plan:
             self.check.unlike = fields.get("unlike")
-        told = [*restored.notices, f"goes on from {restored.folder}, after step {self.first}"]
-        told += changes(fields.get("settings") or {}, settings_of(self.job.effective))
+        notices = [*restored.notices, f"goes on from {restored.folder}, after step {self.first}"]
+        notices += changes(fields.get("settings") or {}, settings_of(self.job.effective))
         if not restored.same_plan:
-            told.append("another plan than the checkpoint's: the same samples in the same order, sums in another")
-        self.engine.notices.extend(told)
+            notices.append("another plan than the checkpoint's: the same samples in the same order, sums in another")
+        self.engine.notices.extend(notices)
         if self.engine.rank == 0:
             self._set_aside(restored)
 
     def _best_of(self, best: dict[str, Any] | None) -> dict[str, Any] | None:
-        """What the checkpoint says of the best weights, where their file is still theirs. Collective.
+        """Returns the checkpoint's record of the best weights where their file is still of that step. Collective.
 
         One of another step was written after the checkpoint: that step is taken again, and the file is renamed, as is
         one that cannot be read.
@@ -179,7 +183,7 @@ class Keeper:
         return None
 
     def _set_aside(self, restored: Restored) -> None:
-        """Take what is damaged, or is about steps that are taken again, out of the way of later scans."""
+        """Renames checkpoints that are damaged, or of steps that are taken again, so that later scans skip them."""
         own = home_of(self.job.effective, self.job.folder)
         if restored.folder.parent.absolute() != own.absolute():
             return
@@ -194,7 +198,7 @@ class Keeper:
         renames = self.job.effective.config.train.init_rename
         with opened(source) as stored:
             self._refuse_damage(stored)
-            matched = load_weights(self.engine, stored, dict(one.split("=", 1) for one in renames))
+            matched = load_weights(self.engine, stored, dict(pair.split("=", 1) for pair in renames))
         every = len(matched.loaded) + len(matched.missing)
         self.engine.notices.append(
             f"weights from {stored.folder}: {len(matched.loaded)} of {every} tensors"
@@ -204,8 +208,9 @@ class Keeper:
             self.ema.restart()
 
     def _refuse_damage(self, stored: Stored) -> None:
-        """Raise on every rank where a file of a checkpoint has not its digest; other safetensors have none."""
+        """Raises `InputError` on every rank where a file of a checkpoint differs from its digest. Collective."""
         rank, ranks = self.engine.rank, self.engine.world_size
+        # each rank reads some of the files, and all raise together: one that raised alone would leave others waiting
         mine = publish.verify(stored.folder, rank, ranks) if stored.manifest is not None else []
         wrong = [word for own in gather_json(mine, self.engine.mesh.world, self.engine.device) for word in own]
         if wrong:
@@ -214,12 +219,14 @@ class Keeper:
     # --- after each step
 
     def after(self, step: int, first_loss: float | None) -> bool:
-        """Save when it is time; whether the run is to stop here. Collective."""
+        """Saves when it is time; returns whether the run is to stop after this step. Collective."""
         done = step + 1
+        # without train.check_replicas, ranks compare what they hold alike after steps 1, 2, 4, ... and the last
         if self.check is None and (done == self.job.steps or self._alike.is_due(done)):
             self._alike(done)
         if self.check is not None and self.check_every is not None and done % self.check_every == 0:
             self.check()
+        # the last step is saved by `end`, once its weights are written
         if self.saver is None or done == self.job.steps:
             return False
         due = bool(self.every) and done % int(self.every or 1) == 0
@@ -231,13 +238,14 @@ class Keeper:
             self._save(first_loss)
         elif self.every and done == self.first + 1:
             self.saver.make_room()  # before the first save: the optimizer has its state now
+        # `_save` sets the saver to None where the state cannot be saved
         if stop and self.saver is not None:
             self._finish_save(final=True)
             return True
         return False
 
     def _look(self, done: int) -> tuple[bool, bool]:
-        """(whether any rank was asked to stop, whether a save is due by time); takes in a save that is over."""
+        """Returns (any rank was asked to stop, a save is due by time); finishes a save that all ranks have written."""
         assert self.saver is not None
         now = time.monotonic()
         seconds = (now - self._looked) / max(done - self._looked_after, 1)
@@ -248,9 +256,12 @@ class Keeper:
         slowest = max(row[3] for row in table)
         self.stragglers.look([row[4:] for row in table])
         self._looked, self._looked_after = now, done
+        # the next look is collective, so its step is computed from the slowest rank's seconds, alike on all ranks
         self._look_at = done + max(1, min(MOST_STEPS, int(LOOK_S / max(slowest, 1e-9))))
+        # a save is finished once every rank has written its part, or one has failed
         if all(row[2] for row in table) or any(row[2] == _ANSWERS.index("badly") for row in table):
             self._finish_save()
+        # rank 0's clock decides whether a save is due: saving is collective, and ranks' clocks differ
         return any(row[0] for row in table), bool(table[0][1])
 
     def _save(self, first_loss: float | None) -> None:
@@ -274,6 +285,8 @@ class Keeper:
         except RunError as error:
             self._failed(error)
         except RefusedPlan as error:
+            # train.checkpoint_every asked for checkpoints; by default a run goes on without them, with a notice
+            # (test_state_that_has_no_place_is_told_by_default_and_ends_a_run_that_asked_for_checkpoints)
             if self.every:
                 raise
             self.engine.notices.append(f"no checkpoints are made: {error}")
@@ -282,7 +295,7 @@ class Keeper:
             self.saver = None
 
     def _finish_save(self, final: bool = False) -> None:
-        """Wait for the save under way; a failure is told, the second in a row (or the last save's) is raised."""
+        """Waits for the save under way; a failure becomes a notice, the second in a row (or a final one) is raised."""
         assert self.saver is not None
         if self._waited_for:
             return
@@ -295,6 +308,7 @@ class Keeper:
 
     def _failed(self, error: RunError, final: bool = False) -> None:
         self._failures += 1
+        # every step is done and the weights are written: a last checkpoint that fails is no failure of the run
         if self._weights is not None:
             self.engine.notices.append(f"{error}; every step is done, and the weights are in {self._weights}")
             return
@@ -303,7 +317,7 @@ class Keeper:
         self.engine.notices.append(f"{error}; the run goes on, and the next save that fails will end it")
 
     def end(self, first_loss: float | None, weights: Path) -> None:
-        """After the last step, with its weights written: a last checkpoint, where there were others. Collective."""
+        """Writes a last checkpoint, where there were others; called once the weights are written. Collective."""
         if self.first >= self.job.steps:
             return  # an attempt before has made it
         self._weights = weights
@@ -313,12 +327,12 @@ class Keeper:
                 self._finish_save(final=True)
 
     def settle(self) -> None:
-        """Wait for the save under way. Collective."""
+        """Waits for the save under way. Collective."""
         if self.saver is not None:
             self._finish_save()
 
     def cost(self) -> dict[str, Any] | None:
-        """What checkpoints cost: saves, seconds that one stopped a step (the first makes buffers), bytes written."""
+        """Returns saves, seconds that one stopped a step (the first makes buffers), bytes; None below two saves."""
         if len(self.stalls_s) < 2 or self.saver is None:
             return None
         return {
@@ -329,7 +343,7 @@ class Keeper:
         }
 
     def close(self) -> None:
-        """Let go of signals and of the writer."""
+        """Puts signal handlers back and ends the writer."""
         self.stopping.stop()
         self._hooked.close()
         if self.saver is not None:
@@ -337,7 +351,7 @@ class Keeper:
 
 
 def _step_in(path: Path) -> int | None:
-    """The step that a file of weights is of; None where there is no file, -1 where it cannot be read."""
+    """Returns the step in the metadata of a file of weights; None without a file, -1 where it cannot be read."""
     if not path.exists():
         return None
     try:

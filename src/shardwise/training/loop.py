@@ -59,7 +59,7 @@ PACED = 4  # from this step on the pace of the CPU is looked at every so often, 
 
 
 def run_rank(job: Job) -> dict[str, Any]:
-    """Run this rank's part; returns the summary, the same on every rank."""
+    """Runs this rank's part of a run; returns the summary, the same on every rank."""
     with told_plainly(job.folder):
         return _run_rank(job)
 
@@ -69,6 +69,7 @@ def _run_rank(job: Job) -> dict[str, Any]:
     say = sayer(_rank() == 0 and sys.stderr.isatty())
     say("train: building the task and its data")
     task = job.build_task()
+    # only rank 0 reports FLOPs, so only it counts them
     flops = _flops(job, task) if _rank() == 0 else Flops(None, "")
     say(f"train: placing weights under plan {job.effective.plan}, then a look at a few samples")
     engine = engine_of(job, task)
@@ -86,7 +87,7 @@ def _rank() -> int:
 
 
 def _flops(job: Job, task: Task) -> Flops:
-    """Counted before the engine exists, on shapes alone."""
+    """Returns the FLOPs of a sample, counted on shapes alone, before the engine exists."""
     if task.batch is not None:
         batch = task.batch(0)
         sample = parts_of(batch, data_ranks=samples_in(batch))[0].batch
@@ -96,7 +97,7 @@ def _flops(job: Job, task: Task) -> Flops:
 
 
 class _Rank:
-    """What one rank holds during a run."""
+    """One rank's run: its engine, data, display and records."""
 
     def __init__(self, job: Job, task: Task, engine: Engine, flops: Flops, stack: ExitStack) -> None:
         self.job, self.task, self.engine, self.flops = job, task, engine, flops
@@ -129,8 +130,9 @@ class _Rank:
         self.profile = StepProfile(steps, engine, job.folder)
         self.watch = InputWatch(self._of_all_ranks, self._input_advice())
         self.losses: list[float] = []
-        self.told = len(engine.notices)  # notices that were shown at the start
+        self.shown_notices = len(engine.notices)  # notices that were shown at the start
         self.first_loss = self.keeper.first_loss
+        # a resumed run counts on from its checkpoint's number
         self.skipped = engine.state.skipped_steps
         self.peak_bytes = 0
         self.weights = job.folder / WEIGHTS
@@ -142,9 +144,10 @@ class _Rank:
         self.eval_metrics: dict[str, float] = {}
 
     def run(self) -> dict[str, Any]:
-        """Every step, then the end."""
+        """Runs every step and the end; returns the summary."""
         started = time.monotonic()
         self._announce()
+        # an earlier attempt did every step, so no step here sets the losses that the summary needs
         if self.first >= self.job.steps:
             self._as_written()
         for step in range(self.first, self.job.steps):
@@ -171,23 +174,23 @@ class _Rank:
         return summary
 
     def _as_written(self) -> None:
-        """Losses as an attempt before wrote them, which did every step and was lost at the end."""
+        """Reads the losses that an earlier attempt wrote, which did every step and was lost at the end."""
         lines = (self.job.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         for record in map(json.loads, lines):
             self.losses += [record["loss"]] if "loss" in record else []
             self.eval_loss = record.get("eval_loss", self.eval_loss)
 
     def _keep_weights(self, name: str) -> Path:
-        """Weights into the run's folder; where that is full, into a folder for temporary files, said aloud."""
+        """Writes the weights into the run's folder, or a temporary folder where that is full; returns the path."""
         spare = Path(tempfile.gettempdir()) / f"shardwise-{self.job.folder.name}" / name
         return save_weights(self.engine.state, self.job.folder / name, spare)
 
     def _stopped(self, step: int) -> dict[str, Any]:
-        """The summary of a run that was asked to stop."""
+        """Returns the summary of a run that was asked to stop after this step."""
         saver = self.keeper.saver
         assert saver is not None
-        told = {"step": step + 1, "checkpoint": str(saver.last), "loss": self.losses[-1]}
-        return {"folder": str(self.job.folder), "stopped": told, "notices": list(self.engine.notices)}
+        stopped = {"step": step + 1, "checkpoint": str(saver.last), "loss": self.losses[-1]}
+        return {"folder": str(self.job.folder), "stopped": stopped, "notices": list(self.engine.notices)}
 
     def _announce(self) -> None:
         if self.display is None:
@@ -218,6 +221,7 @@ class _Rank:
     def _step(self, step: int) -> None:
         taken = step - self.first  # by this process: those of a run that goes on were taken by another
         if self.beat is not None:
+            # the mean over ranks, since all ranks have to measure the pace before the same steps
             if taken == PACED and self.beat.us:
                 self.beat.spread(over_ranks(self.step_times[-1][1]))
             self.beat.before(step)
@@ -237,6 +241,7 @@ class _Rank:
         self.losses.append(float(result.loss))
         self.first_loss = self.losses[0] if self.first_loss is None else self.first_loss
         self.skipped += bool(result.skipped)
+        # the first step allocates and the observed one counts messages: neither is timed unless there is no other
         if taken > OBSERVED or (taken > 0 and self.job.steps - self.first <= OBSERVED + 1):
             self.timed[0] += result.samples
             self.timed[1] += seconds
@@ -270,20 +275,20 @@ class _Rank:
             self._tell()
 
     def _look_at_memory(self) -> None:
-        """Tell where ranks need unlike amounts of it: the fullest one decides what fits. Collective."""
+        """Adds a notice where ranks need unlike amounts of memory: the fullest one decides what fits. Collective."""
         word = imbalance(gather_json(memory_of(self.engine), everybody(), self.engine.device))
         if word:
             self.engine.notices.append(word)
 
     def _tell(self) -> None:
-        """Show the notices that were not shown yet."""
+        """Shows the notices that were not shown yet."""
         if self.display is not None and self.engine.rank == 0:
-            for note in self.engine.notices[self.told :]:
+            for note in self.engine.notices[self.shown_notices :]:
                 self.display.say(note)
-        self.told = len(self.engine.notices)
+        self.shown_notices = len(self.engine.notices)
 
     def _profiled(self, step: int) -> None:
-        """After the last profiled step: the table of all ranks, shown and kept."""
+        """Writes and shows the table of all ranks after the last profiled step. Collective then."""
         table = self.profile.after(step)
         if table is None:
             return
@@ -297,7 +302,7 @@ class _Rank:
                 self.display.say(as_text(tables, self.profile.steps))
 
     def _observed_step(self, step: int, batch: Any) -> StepResult:
-        """One step with every collective counted, into the run folder; slower, so it is left out of the speed."""
+        """Runs one step with every collective counted into ledger.json; slower, so it is left out of the speed."""
         if self.job.effective.plan.compile:  # collectives inside a compiled graph are not seen
             return self.engine.step(batch)
         with self.engine.observe() as ledger:
@@ -313,10 +318,11 @@ class _Rank:
         return step + 1 == self.job.steps or (every is not None and (step + 1) % every == 0)
 
     def _evaluate(self, step: int) -> None:
-        """The mean loss on held-out data, in batches as large as a micro-batch."""
+        """Records the mean loss on held-out data, in batches as large as a micro-batch. Collective."""
         assert self.task.eval_data is not None
         source = Spread(own_tile(self.task.eval_data, self.engine), self.job.effective.config.train.eval_samples)
         ranks = self.engine.data_ranks
+        # at least one sample for each data rank
         batch = max(self.job.batch_samples // self.job.effective.plan.step_microbatches, ranks)
 
         def measured() -> tuple[float, float, dict[str, float]]:
@@ -334,18 +340,18 @@ class _Rank:
         if self.metrics is not None:
             self.metrics.write({"step": step, "eval_loss": self.eval_loss, "eval_weight": weight, **own})
         if self.display is not None and self.engine.rank == 0:
-            told = "".join(f"  {name} {value:.4g}" for name, value in self.eval_metrics.items())
-            self.display.say(f"step {step + 1}/{self.job.steps}  held-out loss {self.eval_loss:.4f}{told}")
+            metrics = "".join(f"  {name} {value:.4g}" for name, value in self.eval_metrics.items())
+            self.display.say(f"step {step + 1}/{self.job.steps}  held-out loss {self.eval_loss:.4f}{metrics}")
 
     def _keep_best(self, steps: int) -> None:
-        """Write the weights where the held-out loss is the smallest so far, if that is asked for. Collective."""
+        """Writes the weights where the held-out loss is the smallest so far, if train.keep_best is set. Collective."""
         loss, best = self.eval_loss, self.keeper.best
         asked = self.job.effective.config.train.keep_best and loss is not None and math.isfinite(loss)
         if asked and (best is None or loss < best["eval_loss"]):
             self.keeper.best = {"step": steps, "eval_loss": loss, "weights": str(self._keep_weights(BEST))}
 
     def _pace(self) -> float | None:
-        """Microseconds of the fixed work beside the median step; None where nothing asks for it. Collective."""
+        """Returns microseconds of the fixed work (measure/pace) beside the median step, or None. Collective."""
         if self.beat is None or not self.beat.us or not self.step_times:
             return None
         self.beat.end(self.job.steps)
@@ -379,4 +385,5 @@ class _Rank:
             "notices": [*self.job.effective.notes, *self.engine.notices],
             "text": text,
         }
+        # rank 0's summary, so that every rank returns the same
         return gather_json(finite(summary), everybody(), self.engine.device)[0]

@@ -24,11 +24,12 @@ CLASSES = {
 
 
 def make_optimizer(section: OptimizerSection, lr: float) -> Callable[[list[dict]], Optimizer]:
-    """What `Task.optimizer` should be; an option that is not set has torch's default."""
+    """Returns a function for `Task.optimizer`; an option that is not set has torch's default."""
     options: dict[str, Any] = {}
     for key in OPTIMIZER_OPTIONS[section.name]:
         value = getattr(section, key)
         if value is not None:
+            # TOML has no tuples, such as torch's betas
             options[key] = tuple(value) if isinstance(value, list) else value
     return partial(_build, CLASSES[section.name], {"lr": lr, **options})
 

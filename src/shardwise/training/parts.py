@@ -15,7 +15,7 @@ from shardwise.training.schedules import make_schedule
 
 
 def engine_of(job: Job, task: Task) -> Engine:
-    """The task spread over the ranks, as the run's configuration says. Collective."""
+    """Returns the engine that `parallelize` makes with the run's configuration. Collective."""
     config = job.effective.config.train
     return parallelize(
         task,
@@ -30,7 +30,7 @@ def engine_of(job: Job, task: Task) -> Engine:
 
 
 def loader_of(job: Job, task: Task, engine: Engine) -> Loader | None:
-    """What reads this rank's parts, to be closed; None where the task makes its batches."""
+    """Returns the loader of this rank's parts, which the caller closes; None where the task makes its batches."""
     if task.batch is not None:
         return None
     assert task.data is not None
@@ -46,7 +46,7 @@ def loader_of(job: Job, task: Task, engine: Engine) -> Loader | None:
 
 
 def batches_of(job: Job, task: Task, loader: Loader | None, first: int) -> Iterator[Any]:
-    """The global batch of each step from `first` on, or this rank's parts of it."""
+    """Yields the global batch of each step from `first` on; with a loader, this rank's parts of it."""
     if loader is not None:
         return iter(loader)
     assert task.batch is not None

@@ -36,21 +36,23 @@ TIMEOUT_S = 1800.0
 
 
 def places(world: int, suspects: set[int]) -> list[int]:
-    """For each place the rank that takes it: none its own, and a suspect's none of the suspects where others do."""
+    """Returns, by place, the rank that takes it: never its own, and for a suspect's place no suspect if possible."""
     shifts = range(1, world)
-    apart_ones = [by for by in shifts if not any((one + by) % world in suspects for one in suspects)]
+    apart_ones = [by for by in shifts if not any((suspect + by) % world in suspects for suspect in suspects)]
     by = next(iter(apart_ones), 1)
     return [(place + by) % world for place in range(world)]
 
 
 @contextmanager
 def judging(job: Job, engine: Engine, keeper: Keeper) -> Iterator[None]:
-    """Inside, `ReplicasDiffer` comes with the rank that is wrong, where taking the steps again tells. Collective."""
+    """Context: a `ReplicasDiffer` names the rank that is wrong, where taking the steps again shows it. Collective."""
     try:
         yield
     except ReplicasDiffer as differ:
+        # a majority of the replicas has already shown which rank is wrong
         if differ.rank is not None or engine.world_size < 2:
             raise
+        # the checkpoint being written may be the newest, and the steps are taken again from the newest
         keeper.settle()
         try:
             error = _judged(job, engine, differ)
@@ -61,29 +63,31 @@ def judging(job: Job, engine: Engine, keeper: Keeper) -> Iterator[None]:
 
 
 def _judged(job: Job, engine: Engine, differ: ReplicasDiffer) -> ReplicasDiffer:
-    """The same error, with what the others came to in the places of those that differ."""
+    """Returns the error with a verdict, from the hashes that other ranks computed in the differing ranks' places."""
     newest = next(iter(publish.scan(home_of(job.effective, job.folder))), None)
+    # rank 0's answer, since all ranks have to resume from the same checkpoint
     source = gather_json(None if newest is None else str(newest), engine.mesh.world, engine.device)[0] or job.resume
     suspects = {rank for held in differ.hashes.values() for rank in held}
     order, rank = places(engine.world_size, suspects), engine.rank
     if rank == 0:
         begins = f"from {source}" if source else "from the beginning"
         sys.stderr.write(f"\n{differ}\nthe steps {begins} are taken again, each rank in another one's place\n")
+    # freed before the second engine is built, which needs the same memory
     _let_go(engine)
     record_into(None)  # its ranks are not the places
     with apart(order, TIMEOUT_S):
         mine = _again(job.with_(resume=source, effective=_quiet(job)), differ.step)
         table = gather_json([rank, mine], everybody(), engine.device)
-    found: HashesByRank = {}
-    for name, held in differ.hashes.items():
-        for place in held:
+    retaken: HashesByRank = {}
+    for name, by_rank in differ.hashes.items():
+        for place in by_rank:
             who, theirs = table[place]
-            found.setdefault(name, {})[who] = theirs[name][1]
-    return differ.judged(*verdict(differ.hashes, found))
+            retaken.setdefault(name, {})[who] = theirs[name][1]
+    return differ.judged(*verdict(differ.hashes, retaken))
 
 
 def _again(job: Job, steps: int) -> Hashes:
-    """What this process holds after `steps` steps, in its place now, and before the last update."""
+    """Returns the hashes of this process's tensors after `steps` steps in its new place."""
     task = job.build_task()
     engine = engine_of(job, task)
     with ExitStack() as stack:
@@ -103,13 +107,13 @@ def _again(job: Job, steps: int) -> Hashes:
 
 
 def _quiet(job: Job) -> Any:
-    """The run's configuration without checkpoints and comparisons of its own."""
+    """Returns the run's configuration without checkpoints and comparisons of replicas."""
     config = job.effective.config
     train = config.train.model_copy(update={"checkpoint_every": 0, "check_replicas": None})
     return replace(job.effective, config=config.model_copy(update={"train": train}))
 
 
 def _let_go(engine: Engine) -> None:
-    """Drop what an engine holds; it takes no step any more."""
+    """Frees the engine's module and optimizer; it takes no step any more."""
     vars(engine.state).update(dict.fromkeys(("module", "technique", "forward", "staged", "optimizer", "owners")))
     gc.collect()

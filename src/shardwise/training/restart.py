@@ -39,7 +39,7 @@ Launch = Callable[[Job], dict[str, Any]]
 
 
 def until_done(job: Job, launch: Launch) -> dict[str, Any]:
-    """Launch the run, again and again while `train.restarts` lasts; the summary, with what the attempts came to.
+    """Launches the run, up to `train.restarts` times again; returns the summary with figures of the attempts.
 
     launch   runs the job on ranks of its own and returns the summary, or raises
     Raises the last attempt's error, with a note on why there was no other attempt.
@@ -50,6 +50,7 @@ def until_done(job: Job, launch: Launch) -> dict[str, Any]:
         try:
             summary = launch(attempts.job)
         except RunError as error:
+            # otherwise the steps up to a checkpoint that is about to be published would be lost
             attempts.let_writers_end()
             entry = attempts.entry(began, from_step, error)
             why_not = attempts.why_not(entry, error)
@@ -63,14 +64,14 @@ def until_done(job: Job, launch: Launch) -> dict[str, Any]:
                 return attempts.stopped()
         else:
             attempts.write(attempts.entry(began, from_step, None))
-            return attempts.told_in(summary)
+            return attempts.with_attempts(summary)
 
 
 class _Attempts:
-    """What the attempts of one run came to."""
+    """The attempts of one run: their journal, and where and how the next one begins."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.given_resume = job, job.resume
+        self.job, self.first_resume = job, job.resume
         self.home = home_of(job.effective, job.folder)
         self.budget: int = job.effective.config.train.restarts
         self.began = time.monotonic()
@@ -80,28 +81,29 @@ class _Attempts:
     # --- where the run stands
 
     def checkpoint(self) -> Path | None:
-        """The newest checkpoint of this run."""
+        """Returns the newest checkpoint of this run, or None."""
         return _newest(self.home, self._ahead)
 
     def source(self) -> str | None:
-        """What the next attempt goes on from."""
-        return source_of(self.home, self.given_resume, self._ahead)
+        """Returns the checkpoint or folder that the next attempt resumes from, or None."""
+        return source_of(self.home, self.first_resume, self._ahead)
 
     def let_writers_end(self) -> None:
-        """Wait for a checkpoint that the dead ranks' writers are about to publish, or give up."""
+        """Waits at most `WRITERS_S` seconds for a checkpoint that dead ranks' writer processes are about to publish."""
         until = time.monotonic() + WRITERS_S
         while time.monotonic() < until and publish.under_way(self.home):
             time.sleep(0.05)
 
     def saved_step(self) -> int:
-        """Steps that would not be taken again."""
+        """Returns the step of the newest checkpoint, 0 without one."""
         newest = self.checkpoint()
         return 0 if newest is None else publish.step_of(newest)
 
     def entry(self, began: float, from_step: int, error: RunError | None) -> dict[str, Any]:
-        """One line of the journal."""
+        """Returns the journal's entry of the attempt that ended now. `error`: None where it was done."""
         steps = getattr(error, "steps", {})
         saved = self.saved_step()
+        # the step of the rank that got furthest, of those that recorded one
         reached = self.job.steps if error is None else max(from_step, *steps.values(), 0) if steps else from_step
         seconds = time.monotonic() - began
         kept = _seconds_of_steps(self.job.folder / METRICS, from_step, reached if error is None else saved)
@@ -120,7 +122,7 @@ class _Attempts:
         }
 
     def write(self, entry: dict[str, Any]) -> None:
-        """Into the journal; lines of earlier commands on the same run stay."""
+        """Appends an entry to the journal, behind those of earlier commands on the same run."""
         self.entries.append(entry)
         with (self.job.folder / JOURNAL).open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
@@ -128,7 +130,7 @@ class _Attempts:
     # --- whether to go on, and how
 
     def why_not(self, entry: dict[str, Any], error: RunError) -> str:
-        """Why the run is not started again; "" where it is."""
+        """Returns why the run is not started again; "" where it is."""
         if getattr(error, "retry", None) is False:
             return "starting again would come to the same place"
         before = self.entries[-1] if self.entries else None
@@ -141,28 +143,30 @@ class _Attempts:
         return ""
 
     def begin_next(self, entry: dict[str, Any], error: RunError) -> None:
-        """Settle the next attempt: from where, on how many ranks, after how long a wait."""
+        """Settles the next attempt: from where, on how many ranks, after how long a wait."""
         log = self.job.folder / f"error-attempt{entry['attempt']}.log"
         log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
         self.job = self.job.with_(resume=self.source(), again=True)
         barren = 1 + len(self._without_progress(entry))
+        # doubles with each attempt that saved nothing new
         entry["wait_s"] = min(MOST_WAIT_S, FIRST_WAIT_S * 2 ** (barren - 1))
         self._shrink(entry)
 
     def _without_progress(self, entry: dict[str, Any]) -> list[dict[str, Any]]:
-        """Attempts right before this one that ended with the same checkpoint."""
-        found = []
+        """Returns the attempts right before this one that ended with the same newest checkpoint."""
+        barren = []
         for before in reversed(self.entries):
             if before["saved_step"] != entry["saved_step"]:
                 break
-            found.append(before)
-        return found
+            barren.append(before)
+        return barren
 
     def _shrink(self, entry: dict[str, Any]) -> None:
-        """After a rank was lost twice without progress: fewer ranks, where the run may have fewer."""
+        """Takes a smaller plan after the same rank was lost twice without progress, where train.min_ranks allows."""
         least = self.job.effective.config.train.min_ranks
         lost = entry["reason"] in ("died", "start", "late")
         again = [before for before in self._without_progress(entry)[:1] if before["rank"] == entry["rank"]]
+        # one loss may be chance; the same rank lost twice without a checkpoint in between points at its device or host
         if least is None or not lost or not again:
             return
         plan = self.job.effective.plan
@@ -176,7 +180,7 @@ class _Attempts:
             entry["next_plan"] = str(fewer)
 
     def wait(self, entry: dict[str, Any]) -> bool:
-        """Tell, and wait a while; False where a signal asked the run to end meanwhile."""
+        """Reports the failure and waits; returns False where a signal asked the run to end meanwhile."""
         saved = entry["saved_step"]
         place = f"from step {saved}" if saved else "from the beginning"
         plan = f" under plan {entry['next_plan']}" if "next_plan" in entry else ""
@@ -191,43 +195,44 @@ class _Attempts:
     # --- the end
 
     def stopped(self) -> dict[str, Any]:
-        """The summary of a run that was asked to end between two attempts."""
+        """Returns the summary of a run that was asked to end between two attempts."""
         newest = self.checkpoint()
+        # without a checkpoint there is nothing that the same command could resume
         if newest is None:
             raise KeyboardInterrupt
-        told = {"step": publish.step_of(newest), "checkpoint": str(newest), "loss": None}
-        return {"folder": str(self.job.folder), "stopped": told, "notices": []}
+        state = {"step": publish.step_of(newest), "checkpoint": str(newest), "loss": None}
+        return {"folder": str(self.job.folder), "stopped": state, "notices": []}
 
-    def told_in(self, summary: dict[str, Any]) -> dict[str, Any]:
-        """The summary with attempts, lost steps and goodput, in the run's folder too."""
+    def with_attempts(self, summary: dict[str, Any]) -> dict[str, Any]:
+        """Returns the summary with attempts, lost steps and goodput, and writes it into the run's folder."""
         if summary.get("stopped") is not None:
             return summary
         kept = _seconds_of_steps(self.job.folder / METRICS, 0, self.job.steps)
-        told = {
+        added = {
             "attempts": len(self.entries),
             "lost_steps": sum(entry["lost_steps"] for entry in self.entries),
-            "goodput": min(1.0, kept / max(time.monotonic() - self.began, 1e-9)) if self.given_resume is None else None,
+            "goodput": min(1.0, kept / max(time.monotonic() - self.began, 1e-9)) if self.first_resume is None else None,
         }
-        summary = {**summary, **told}
+        summary = {**summary, **added}
         write_json(self.job.folder / "summary.json", summary)
         return summary
 
 
-def ahead_of(home: Path, given: str | None) -> set[tuple[str, int]]:
-    """Checkpoints of a run that are newer than the one to go on from: of steps that are taken again."""
-    if given is None or place(given).parent.absolute() != home.absolute():
+def ahead_of(home: Path, resume: str | None) -> set[tuple[str, int]]:
+    """Returns `_identity` of a run's checkpoints that are newer than the one to go on from."""
+    if resume is None or place(resume).parent.absolute() != home.absolute():
         return set()
-    first = int(manifest.read(place(given)).fields["step"])
+    first = int(manifest.read(place(resume)).fields["step"])
     return {_identity(path) for path in publish.scan(home) if publish.step_of(path) > first}
 
 
-def source_of(home: Path, given: str | None, ahead: set[tuple[str, int]]) -> str | None:
-    """What an attempt after the first goes on from: the run's newest checkpoint, once it has one of its own.
+def source_of(home: Path, resume: str | None, ahead: set[tuple[str, int]]) -> str | None:
+    """Returns what a later attempt resumes from: the run's own checkpoints, once it has written one.
 
     given   what the first was to go on from, which stands until those `ahead` of it were set aside
     """
     there = {_identity(path) for path in publish.scan(home)}
-    return given if _newest(home, ahead) is None or there & ahead else str(home)
+    return resume if _newest(home, ahead) is None or there & ahead else str(home)
 
 
 def _newest(home: Path, ahead: set[tuple[str, int]]) -> Path | None:
@@ -235,12 +240,12 @@ def _newest(home: Path, ahead: set[tuple[str, int]]) -> Path | None:
 
 
 def _identity(checkpoint: Path) -> tuple[str, int]:
-    """What tells a checkpoint from a later one of its name; in a store every name is its own."""
+    """Returns (name, inode), which tells a checkpoint from a later one of the same name; inode 0 in a remote store."""
     return checkpoint.name, 0 if is_remote(checkpoint) else checkpoint.stat().st_ino
 
 
 def _seconds_of_steps(metrics: Path, first: int, stop: int) -> float:
-    """Time in steps [first, stop) as the run kept them."""
+    """Returns the seconds of steps [first, stop), input included, by the run's records."""
     text = metrics.read_text(encoding="utf-8", errors="replace") if metrics.exists() else ""
     total = 0.0
     for line in text.splitlines():
@@ -252,7 +257,7 @@ def _seconds_of_steps(metrics: Path, first: int, stop: int) -> float:
 
 @contextmanager
 def _asked_to_stop() -> Iterator[threading.Event]:
-    """An event that SIGTERM, SIGUSR1 and Ctrl-C set, where this is the main thread."""
+    """Context: yields an event that SIGTERM, SIGUSR1 and Ctrl-C set, in the main thread."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked

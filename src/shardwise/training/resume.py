@@ -24,29 +24,36 @@ _NO_ARRAY = ("", "undefined", "0")
 
 
 def settings_of(effective: Effective) -> dict[str, Any]:
-    """Every value of a configuration by its dotted key; the plan; which job of an array this is, where it is one."""
-    found: dict[str, Any] = {}
+    """Returns every value of a configuration by its dotted key, the plan, and the job of an array if this is one."""
+    settings: dict[str, Any] = {}
 
     def walk(prefix: str, value: Any) -> None:
         if isinstance(value, dict):
-            for key, one in value.items():
-                walk(f"{prefix}.{key}" if prefix else key, one)
+            for key, inner in value.items():
+                walk(f"{prefix}.{key}" if prefix else key, inner)
         else:
-            found[prefix] = value
+            settings[prefix] = value
 
     walk("", effective.config.model_dump(mode="json"))
-    return found | {"plan": str(effective.plan)} | _array_task()
+    return settings | {"plan": str(effective.plan)} | _array_task()
 
 
 def _array_task() -> dict[str, str]:
-    """Jobs of an array may have one configuration, and each goes on with its own run."""
-    told = [f"{name}={os.environ[name]}" for name in _ARRAY_VARIABLES if name in os.environ]
-    mine = next((one for one in told if one.startswith("SLURM") or one.partition("=")[2] not in _NO_ARRAY), None)
+    """Returns {ARRAY_TASK: "NAME=number"} in a job of an array, else {}: each job goes on with its own run."""
+    variables = [f"{name}={os.environ[name]}" for name in _ARRAY_VARIABLES if name in os.environ]
+    mine = next(
+        (
+            variable
+            for variable in variables
+            if variable.startswith("SLURM") or variable.partition("=")[2] not in _NO_ARRAY
+        ),
+        None,
+    )
     return {} if mine is None else {ARRAY_TASK: mine}
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """One line for each value that is another than when the checkpoint was written."""
+    """Returns one line for each setting that differs from the checkpoint's and affects training."""
     return [
         f"{key} was {before.get(key)} and is {now.get(key)}"
         for key in sorted(before.keys() | now.keys())
@@ -55,7 +62,7 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def find_run(asked: str | None, effective: Effective, name: str) -> tuple[Path | None, Path | None, list[str]]:
-    """(run folder, where its checkpoints lie, what to say) to go on from; (None, None, ...) for a new run.
+    """Returns (run folder, folder of checkpoints or checkpoint, notices); (None, None, ...) for a new run.
 
     asked   a run folder, a checkpoint, "auto": the last run of this name (in an array of jobs, of
             this job); "new": none; None: the last run of this name
@@ -85,6 +92,7 @@ def find_run(asked: str | None, effective: Effective, name: str) -> tuple[Path |
             )
         return last, home_of(effective, last), []
     path = place(asked)
+    # checkpoints lie in the run's folder, or where train.checkpoint_folder puts them
     for home in () if is_remote(path) else (path / CHECKPOINTS, home_of(effective, path)):
         if publish.scan(home):
             return path, home, []
@@ -101,27 +109,28 @@ def find_run(asked: str | None, effective: Effective, name: str) -> tuple[Path |
     if is_remote(path):
         return None, path, []
     run = next((above for above in (path.parent, path.parent.parent) if (above / CHECKPOINTS).is_dir()), None)
+    # a checkpoint outside of a run's folder starts a new run folder
     inside = run is not None and (run / "config.toml").exists()
     return (run if inside else None), path, []
 
 
 def home_of(effective: Effective, run: Path) -> Path:
-    """Where a run's checkpoints lie."""
+    """Returns the folder of a run's checkpoints."""
     elsewhere = effective.config.train.checkpoint_folder
     return run / CHECKPOINTS if elsewhere is None else place(elsewhere).absolute() / run.name
 
 
 def _runs(effective: Effective, name: str) -> list[Path]:
-    """Run folders of this name that have a checkpoint, newest first."""
+    """Returns the run folders of this name that have a checkpoint, newest first."""
     out = Path(effective.config.train.out)
     kind = re.compile(r"\d{8}-\d{6}-" + re.escape(name) + r"(-\d+)?")
-    found = [path for path in (out.iterdir() if out.is_dir() else ()) if kind.fullmatch(path.name)]
-    found = [path for path in found if publish.scan(home_of(effective, path))]
-    return sorted(found, key=lambda path: (path.name[:15], len(path.name), path.name), reverse=True)
+    runs = [path for path in (out.iterdir() if out.is_dir() else ()) if kind.fullmatch(path.name)]
+    runs = [path for path in runs if publish.scan(home_of(effective, path))]
+    return sorted(runs, key=lambda path: (path.name[:15], len(path.name), path.name), reverse=True)
 
 
 def _stopped_like(effective: Effective, runs: list[Path]) -> Path | None:
-    """The last run of this configuration, if it was asked to stop; others lie between (an array of jobs)."""
+    """Returns the last run of this configuration if it was stopped, else None; runs of others may be newer (arrays)."""
     settings = settings_of(effective)
     stopped = next((run for run in runs if _stopped_with(run) == settings), None)
     newer = runs[: runs.index(stopped)] if stopped is not None else []
@@ -129,7 +138,7 @@ def _stopped_like(effective: Effective, runs: list[Path]) -> Path | None:
 
 
 def _settings_in(effective: Effective, run: Path) -> Any:
-    """The configuration that a run's newest checkpoint was written under; None where it cannot be read."""
+    """Returns the settings that a run's newest checkpoint was written under; None where it cannot be read."""
     try:
         return manifest.read(publish.scan(home_of(effective, run))[0]).fields.get("settings")
     except InputError:
@@ -144,13 +153,13 @@ def _stopped_with(run: Path) -> Any:
 
 
 def mark_stopped(run: Path, effective: Effective, stopped: dict[str, Any]) -> None:
-    """Leave word that this run was asked to stop, for the same command to go on."""
+    """Writes stopped.json, by which the same command finds this run and goes on with it."""
     text = json.dumps({**stopped, "settings": settings_of(effective)}, indent=2)
     (run / STOPPED).write_text(text + "\n", encoding="utf-8")
 
 
 def trim_metrics(path: Path, first: int) -> None:
-    """Drop the records of steps that are taken again; what is no record, such as half a last line, goes too."""
+    """Removes the records of steps from `first` on, which are taken again, and broken lines."""
     if not path.exists():
         return
     kept = []
@@ -160,6 +169,7 @@ def trim_metrics(path: Path, first: int) -> None:
                 kept.append(line)
         except (ValueError, KeyError, TypeError):
             continue
+    # an atomic replacement: a rank killed here leaves either the old records or the new ones
     partial = path.with_name(path.name + ".partial")
     partial.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     partial.replace(path)

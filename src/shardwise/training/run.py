@@ -85,13 +85,13 @@ def train(
 
     With more than one rank, a `Task` is sent to the ranks by pickle: one with lambdas is better given by name.
     """
-    given = task if not isinstance(task, str) else None
+    task_or_function = task if not isinstance(task, str) else None
     values = [*_from_config(config), Given("task.name", _name_of(task), "the task")]
     if plan is not None:
         values.append(Given("plan", plan, "the plan"))
     values += _from_overrides(overrides)
     path = config if isinstance(config, str | Path) else None
-    return execute(load(path, values=values), given, nproc, None if resume is None else str(resume))
+    return execute(load(path, values=values), task_or_function, nproc, None if resume is None else str(resume))
 
 
 def _name_of(task: Any) -> str:
@@ -109,7 +109,7 @@ def _from_config(config: Any) -> list[Given]:
 
 
 def _from_overrides(overrides: Mapping[str, Any]) -> list[Given]:
-    """Keywords as values: a section's dict, a dotted key, or a field of [train]."""
+    """Returns keywords as values: a section's dict, a dotted key, or a field of [train]."""
     nested: dict[str, Any] = {}
     for key, value in overrides.items():
         in_train = key in TrainSection.model_fields and key not in Config.model_fields
@@ -146,7 +146,7 @@ def execute(
 
 
 def _placed(job: Job, resume: str | None) -> Job:
-    """The job with its folder: a new one, or that of the run it goes on with."""
+    """Returns the job with its folder: a new one, or that of the run it goes on with."""
     folder, source, said = find_run(resume, job.effective, job.name)
     if source is None:
         job = job.with_(folder=_new_folder(job))
@@ -160,13 +160,14 @@ def _with_notes(job: Job, said: Sequence[str]) -> Job:
 
 
 def _raise_stopped(job: Job, summary: dict[str, Any]) -> None:
-    """Raise `Stopped` where the run was asked to stop, and leave word for the next start."""
+    """Raises `Stopped` where the run was asked to stop, and writes stopped.json for the next start."""
     stopped = summary.get("stopped")
     if stopped is None:
         return
     from shardwise.ranks import here
 
     place = here()
+    # of a launcher's ranks only one writes the file
     if place is None or place.rank == 0:
         mark_stopped(job.folder, job.effective, stopped)
     error = Stopped(
@@ -177,7 +178,7 @@ def _raise_stopped(job: Job, summary: dict[str, Any]) -> None:
 
 
 def _forecast(job: Job) -> dict[str, Any] | None:
-    """What the run should take, where its configuration names a cluster."""
+    """Returns the forecast of the run, or None where its configuration names no cluster."""
     if job.effective.config.train.cluster is None:
         return None
     from shardwise.training.foresight import foresee
@@ -186,7 +187,7 @@ def _forecast(job: Job) -> dict[str, Any] | None:
 
 
 def _beside(job: Job, forecast: dict[str, Any] | None, summary: dict[str, Any]) -> dict[str, Any]:
-    """The summary with the forecast beside what was measured, in the run's folder too."""
+    """Returns the summary with forecast and measurement side by side, and writes it into the run's folder."""
     if forecast is None:
         return summary
     from shardwise.observe import write_json
@@ -209,8 +210,9 @@ def _check_ranks(effective: Effective, nproc: int | None, place: LaunchedPlace |
 
 
 def _for_ranks(effective: Effective, ranks: int | None) -> Effective:
-    """The configuration under a plan for the ranks that are there, where the run may have fewer than it asks for."""
+    """Returns the configuration with a smaller plan where fewer ranks are there and train.min_ranks allows it."""
     least, plan = effective.config.train.min_ranks, effective.plan
+    # without train.min_ranks a wrong number of ranks is a mistake, which `_check_ranks` names
     if ranks is None or least is None or not least <= ranks < plan.world_size:
         return effective
     check(plan)
@@ -233,18 +235,18 @@ def _here(job: Job) -> dict[str, Any]:
 
 def _deadlines(config: TrainSection) -> Deadlines:
     return Deadlines(**{
-        each.name: getattr(config, f"{each.name.removesuffix('_s')}_deadline") for each in fields(Deadlines)
+        deadline.name: getattr(config, f"{deadline.name.removesuffix('_s')}_deadline") for deadline in fields(Deadlines)
     })  # fmt: skip
 
 
 def _launched(job: Job) -> dict[str, Any]:
     from shardwise.ranks import launch
 
-    def told(name: str) -> None:
+    def announce(name: str) -> None:
         sys.stderr.write(f"\n{name}: the step under way is finished and saved; a second signal ends the run at once\n")
 
     config, world = job.effective.config.train, job.effective.plan.world_size
-    asked = told if config.checkpoint_every != 0 else None
+    asked = announce if config.checkpoint_every != 0 else None
     if sys.stderr.isatty():
         line(f"train: starting {world} ranks")
     results: Sequence[Any] = launch(
@@ -265,7 +267,7 @@ def train_rank(job: Job) -> dict[str, Any]:
 
 
 def _joined(job: Job, forecast: dict[str, Any] | None, resume: str | None) -> Run:
-    """One rank of a world that a launcher started: rank 0 makes the folder and tells the others."""
+    """Runs one rank of a world that a launcher started: rank 0 makes the folder and broadcasts it."""
     from shardwise.comm import everybody, gather_json, refuse_shared_devices
     from shardwise.ranks import join
     from shardwise.ranks.launchers import own_device
@@ -280,11 +282,14 @@ def _joined(job: Job, forecast: dict[str, Any] | None, resume: str | None) -> Ru
             try:
                 placed = _placed_in_turn(job, resume)
                 placed = _with_notes(placed, stack.enter_context(held(placed.folder)))
+            # sent to all ranks and raised there: otherwise they would wait for the folder
             except InputError as problem:
                 error = str(problem)
         notes = list(placed.effective.notes)
-        told = gather_json([str(placed.folder), placed.resume, placed.again, notes, error], everybody(), device)[0]
-        folder, source, again, notes, error = told
+        from_rank_0 = gather_json([str(placed.folder), placed.resume, placed.again, notes, error], everybody(), device)[
+            0
+        ]
+        folder, source, again, notes, error = from_rank_0
         if error:
             raise InputError(error)
         effective = replace(job.effective, notes=tuple(notes))
@@ -296,13 +301,13 @@ def _joined(job: Job, forecast: dict[str, Any] | None, resume: str | None) -> Ru
 
 
 def _placed_in_turn(job: Job, resume: str | None) -> Job:
-    """As `_placed`; in an attempt after the first of a launcher's job, the first one's folder and what it saved."""
+    """As `_placed`; where a launcher started the job again, returns the first attempt's folder and its checkpoint."""
     before = remembered(RUN)
     if before is not None and Path(json.loads(before)["folder"]).is_dir():
-        told = json.loads(before)
-        folder = Path(told["folder"])
+        first_run = json.loads(before)
+        folder = Path(first_run["folder"])
         home = home_of(job.effective, folder)
-        source = source_of(home, told["resume"], {(name, inode) for name, inode in told["ahead"]})
+        source = source_of(home, first_run["resume"], {(name, inode) for name, inode in first_run["ahead"]})
         note = f"the launcher started this run again: it goes on in {folder}"
         return _with_notes(job.with_(folder=folder, resume=source, again=True), [note])
     placed = _placed(job, resume)
@@ -313,8 +318,9 @@ def _placed_in_turn(job: Job, resume: str | None) -> Job:
 
 @contextmanager
 def _kept_errors(job: Job, name: str) -> Iterator[None]:
-    """Write what ends a run into its folder. A new run that was refused before its first step leaves no folder."""
+    """Context: writes an error that ends the run into its folder; removes the folder of a run refused at its start."""
     folder = job.folder
+    # a folder with other files belongs to a run that is resumed, and is never removed
     new = set(os.listdir(folder)) <= {LOCK}
     try:
         yield
@@ -324,6 +330,7 @@ def _kept_errors(job: Job, name: str) -> Iterator[None]:
         metrics = folder / "metrics.jsonl"
         begun = metrics.exists() and metrics.stat().st_size > 0
         refused = isinstance(error, InputError | RefusedPlan)
+        # nothing was trained, so nothing is left: test_a_plan_that_the_ranks_refuse_leaves_no_folder
         if refused and new and not begun:
             shutil.rmtree(folder, ignore_errors=True)
         elif new or not refused:

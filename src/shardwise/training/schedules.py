@@ -22,23 +22,23 @@ Schedule = Callable[[int], float]
 
 
 def warmed_up(step: int, warmup: int) -> float:
-    """The factor of the warm-up: below 1 before step `warmup`, 1 from there on."""
+    """Returns the factor of the warm-up: below 1 before step `warmup`, 1 from there on."""
     return min(1.0, (step + 1) / (warmup + 1))
 
 
 def constant(step: int, warmup: int = 0) -> float:
-    """Warm-up, then 1."""
+    """Returns the factor of warm-up, then 1."""
     return warmed_up(step, warmup)
 
 
 def cosine(step: int, total: int, warmup: int = 0, final: float = 0.0) -> float:
-    """Warm-up, then half a cosine from 1 towards `final`."""
+    """Returns the factor of warm-up, then half a cosine from 1 towards `final`."""
     done = _progress(step - warmup, total - warmup)
     return warmed_up(step, warmup) * (final + (1 - final) * (1 + math.cos(math.pi * done)) / 2)
 
 
 def linear(step: int, total: int, warmup: int = 0, final: float = 0.0) -> float:
-    """Warm-up, then a line from 1 towards `final`."""
+    """Returns the factor of warm-up, then a line from 1 towards `final`."""
     done = _progress(step - warmup, total - warmup)
     return warmed_up(step, warmup) * (1 - (1 - final) * done)
 
@@ -50,12 +50,12 @@ def wsd(step: int, total: int, decay: int, warmup: int = 0, final: float = 0.0) 
 
 
 def _progress(step: int, length: int) -> float:
-    """How far `step` has come in `length` steps, between 0 and 1."""
+    """Returns the share of `length` steps that is done at `step`, between 0 and 1."""
     return min(1.0, max(0.0, step / length)) if length > 0 else float(step > 0)
 
 
 def make_schedule(section: ScheduleSection, total: int) -> Schedule:
-    """The schedule of a `[schedule]` section for a run of `total` steps."""
+    """Returns the schedule (step -> factor) of a `[schedule]` section for a run of `total` steps."""
     warmup, final = section.warmup_steps, section.final_factor
     if warmup >= total:
         raise InputError(
@@ -77,7 +77,7 @@ def make_schedule(section: ScheduleSection, total: int) -> Schedule:
 
 
 def scaled_lr(lr: float, batch: int, base_batch: int, rule: str) -> float:
-    """The learning rate for `batch`, when `lr` was chosen for `base_batch`, both in the same unit.
+    """Returns the learning rate for `batch` when `lr` was chosen for `base_batch`, both in the same unit.
 
     linear: Goyal et al. 2017, section 2.1 (for SGD). sqrt: Malladi et al. 2022, definition 5.3 (for Adam, of
     which this is the learning rate's part).

@@ -15,14 +15,16 @@ TEMPERATURE = 0.8
 
 
 def written_text(engine: Engine, task: Task, config: Config) -> str | None:
-    """`config.train.generate` tokens on rank 0, from the full parameters; None elsewhere. Every rank calls this."""
+    """Returns `config.train.generate` generated tokens as text on rank 0, None elsewhere. Collective."""
     if not config.train.generate:
         return None
     full = engine.full_parameters()
+    # gathering the parameters is collective, so every rank has to iterate over them
     if engine.rank != 0:
         for _ in full:
             pass
         return None
+    # building the model draws weights, which would advance the run's generator
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = task.model()
         own = dict(model.named_parameters())
@@ -38,7 +40,7 @@ def written_text(engine: Engine, task: Task, config: Config) -> str | None:
 
 
 def _prompt(task: Task, config: Config) -> torch.Tensor:
-    """(1, S) tokens to go on from."""
+    """Returns the prompt's tokens (1, S)."""
     if not config.task.files:
         return torch.tensor([list(PROMPT)])
     assert task.eval_data is not None

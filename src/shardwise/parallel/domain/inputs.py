@@ -38,7 +38,7 @@ def candidates(
     if spatial is not None and len(tiles) > len(spatial.dims):
         raise RefusedPlan(
             f"domain={'x'.join(str(axis.size if axis else 1) for axis in tiles)} tiles {len(tiles)} dims, and "
-            f"Task.spatial names {len(spatial.dims)}: {spatial.told()}"
+            f"Task.spatial names {len(spatial.dims)}: {spatial.as_text()}"
         )
     fields = [leaf for leaf in leaves if _is_field(leaf, samples)]
     # where the model is given none of them, it is given what is made of them
@@ -58,7 +58,7 @@ def without_space(spatial: Domain | None, tiled: int, batch: Any, names: tuple[s
         return f"no tensor has {tiled} of them behind batch and channel (spatial=Domain(...) names them)"
     leaves = zip(names, tree_flatten(batch)[0], strict=True)
     shapes = ", ".join(f"{name} {tuple(leaf.shape)}" for name, leaf in leaves if isinstance(leaf, torch.Tensor))
-    return f"Task.spatial names {spatial.told()}, and no tensor of the batch has these behind its samples: {shapes}"
+    return f"Task.spatial names {spatial.as_text()}, and no tensor of the batch has these behind its samples: {shapes}"
 
 
 def as_read(positions: Positions, task: Task, batch: Any) -> Positions:
@@ -93,8 +93,9 @@ def _in_order(fields: list[torch.Tensor], spatial: Domain | None) -> tuple[str, 
     orders = {tuple(axis for _, axis in sorted(zip(_declared(leaf, spatial), SPACE, strict=False))) for leaf in fields}
     if len(orders) > 1:
         raise InputError(
-            f"Task.spatial names {spatial.told()}, which lie in one order in some tensors of the batch and in another "
-            "one in others, and a rank reads its tile of all alike: count all dims from the front or all from the back"
+            f"Task.spatial names {spatial.as_text()}, which lie in one order in some tensors of the batch and in "
+            "another one in others, and a rank reads its tile of all alike: count all dims from the front or all from "
+            "the back"
         )
     return next(iter(orders), SPACE)
 
