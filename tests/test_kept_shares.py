@@ -10,7 +10,7 @@ import torch
 from module_tasks import OUT, WIDTH, sequences, task
 from torch import Tensor, nn
 
-from shardwise import Plan, Task, verify
+from shardwise import Plan, Task, parallelize, verify
 from shardwise.comm import Axis
 from shardwise.engine.samples import a_few, few_samples
 from shardwise.engine.tensor import derive_cuts
@@ -121,3 +121,28 @@ def test_what_is_read_past_its_attribute_or_written_stays_whole() -> None:
     found = kept(made("past_attributes"), "tp=2")
     assert not [name for name in found.cuts if name in ("scale", "mean") or name.startswith("cell.")]
     assert {"turn", "lstm.weight_ih_l0"} <= found.cuts.keys()
+
+
+class Listed(nn.Module):
+    """Keeps a weight in a list of its own, which zero=3 leaves whole beside its units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, OUT)
+        self.weights = [self.inner.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(nn.functional.linear(x.mean(1), self.weights[0], self.inner.bias).tanh())
+
+
+def at_start(plan: str, kind: type[nn.Module]) -> dict[str, Tensor]:
+    return parallelize(task(kind, sequences), plan).state_dict()
+
+
+@pytest.mark.parametrize("kind", [Listed, Recurrent])
+@pytest.mark.parametrize("plan", ["dp_shard=2,zero=3,precision=bf16", "dp_shard=2,zero=3,precision=fp16"])
+def test_masters_begin_with_the_weights_of_the_constructor(plan: str, kind: type[nn.Module], pool: RankPool) -> None:
+    (alone,) = pool.run(at_start, 1, "single", kind)
+    for state in pool.run(at_start, 2, plan, kind):
+        for name, weight in alone.items():
+            torch.testing.assert_close(state[name].float(), weight.float(), rtol=0, atol=0)

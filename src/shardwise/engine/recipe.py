@@ -327,13 +327,12 @@ def _full_shard(
         whole = Flat([pair for pair in named if pair[0] in kept], mesh.shard, mesh.replicate, precision, stage=2,
                      order=order)  # fmt: skip
         technique = WithExperts([name for name, _ in named], technique, whole, kept, None)
-    if not spread:
-        return technique
-    composed = _with_experts(module, technique, spread, mesh, precision, stage=2)
+    if spread:
+        technique = _with_experts(module, technique, spread, mesh, precision, stage=2)
     for index, (name, _) in enumerate(trainable(module)):
-        if precision.mixed and name in spread:  # FSDP2 has its own masters already
-            composed.load_masters(index, value_of(name).to(mesh.device))
-    return composed
+        if precision.mixed and name in spread | kept:  # FSDP2 has its own masters already
+            technique.load_masters(index, value_of(name).to(mesh.device))
+    return technique
 
 
 def _whole_module(
