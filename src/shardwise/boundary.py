@@ -55,8 +55,8 @@ def paddings(padding: Sizes | str, kernel: Sequence[int], dilations: list[int]) 
         return [n // 2 for n in both], [n - n // 2 for n in both]
     if isinstance(padding, str):
         raise ValueError(f"padding must be a number, 'same' or 'valid', got {padding!r}")
-    found = each(padding, len(kernel))
-    return found, found
+    widths = each(padding, len(kernel))
+    return widths, widths
 
 
 @dataclass(frozen=True)

@@ -94,12 +94,12 @@ def _fields(sample: Any) -> dict[str, str]:
     """Returns, by path, dtype and shape of each tensor or array, the type of anything else."""
     from torch.utils import _pytree as pytree
 
-    found = {}
+    kinds = {}
     for path, leaf in pytree.tree_flatten_with_path(sample)[0]:
         shaped = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
         dtype = str(getattr(leaf, "dtype", "")).removeprefix("torch.")
-        found[pytree.keystr(path)] = f"{dtype} {tuple(leaf.shape)}" if shaped else type(leaf).__name__
-    return found
+        kinds[pytree.keystr(path)] = f"{dtype} {tuple(leaf.shape)}" if shaped else type(leaf).__name__
+    return kinds
 
 
 def name_of(source: Any) -> str:

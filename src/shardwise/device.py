@@ -56,8 +56,8 @@ def pick_device(requested: str | torch.device | None = None, local_rank: int | N
     device = torch.device(requested)
     if on_host(device) or device.type == "meta":
         return device
-    found = accelerator()
-    if found is None or found.type != device.type:
+    own = accelerator()
+    if own is None or own.type != device.type:
         raise InputError(f"device {device} was asked for, but torch sees no {device.type.upper()} device")
     if device.index is not None:
         torch.accelerator.set_device_index(device.index)
@@ -67,9 +67,9 @@ def pick_device(requested: str | torch.device | None = None, local_rank: int | N
 
 def check_device(kind: str, asked: str = "device", also: str = "") -> None:
     """Raise `InputError` unless `kind` is "cpu" or the type of this machine's accelerator; `asked` names the option."""
-    found = None if kind == "cpu" else accelerator()
-    if kind != "cpu" and (found is None or found.type != kind):
-        here = "no accelerator" if found is None else f'an accelerator of type "{found.type}"'
+    own = None if kind == "cpu" else accelerator()
+    if kind != "cpu" and (own is None or own.type != kind):
+        here = "no accelerator" if own is None else f'an accelerator of type "{own.type}"'
         raise InputError(f'{asked} = "{kind}", but torch sees {here} on this machine: use{also} "cpu"')
 
 

@@ -15,19 +15,19 @@ _MASK = 2**64 - 1
 
 def digest(tensor: torch.Tensor) -> str:
     """32 hex digits (BLAKE2b) of a dense tensor's dtype, shape and bytes; 0.0 and -0.0 differ, and so do two NaNs."""
-    found = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
+    hasher = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
     values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if values.numel():
-        found.update(values.view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        hasher.update(values.view(torch.uint8).numpy().data)
+    return hasher.hexdigest()
 
 
 def bits_hash(flat: torch.Tensor) -> int:
     """A hash of a tensor's bytes, the same on any device."""
     if not flat.numel():
         return 0
-    held = flat.contiguous().view(torch.uint8)
-    padded = torch.cat([held, held.new_zeros(-held.numel() % 8)]) if held.numel() % 8 else held
+    content = flat.contiguous().view(torch.uint8)
+    padded = torch.cat([content, content.new_zeros(-content.numel() % 8)]) if content.numel() % 8 else content
     if padded.storage_offset() % 8:
         padded = padded.clone()
     words, total = padded.view(torch.int64), torch.zeros((), dtype=torch.int64, device=flat.device)

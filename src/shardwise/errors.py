@@ -46,18 +46,18 @@ def rebuilt(kind: type[ShardwiseError], message: str) -> ShardwiseError:
 
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's message; the name of its class where it has none."""
-    told = str(error).strip()
-    return told.splitlines()[0] if told else type(error).__name__
+    message = str(error).strip()
+    return message.splitlines()[0] if message else type(error).__name__
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
+def nearest(word: str, words: Iterable[str]) -> str | None:
     """The known word that `word` was probably meant to be, or None. Long words must share more: else any two do."""
     import difflib
 
-    return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=0.6 if len(word) < 6 else 0.65)), None)
+    return next(iter(difflib.get_close_matches(word, words, n=1, cutoff=0.6 if len(word) < 6 else 0.65)), None)
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, words: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the nearest known word, or an empty string."""
-    near = nearest(word, known)
+    near = nearest(word, words)
     return f"; did you mean '{near}'?" if near else ""

@@ -50,14 +50,14 @@ def read_config(source: Any) -> Any:
     try:
         return AutoConfig.from_pretrained(str(source), local_files_only=True)
     except Exception as error:  # each configuration class has checks of its own
-        told = first_line(error)
-        raise InputError(f"{file} is not a configuration: {told}") from error
+        reason = first_line(error)
+        raise InputError(f"{file} is not a configuration: {reason}") from error
 
 
 def parts_of(config: Any) -> list[Any]:
     """Returns a configuration and all configurations inside it."""
     inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
-    return [config, *(part for one in inner if one is not None for part in parts_of(one))]
+    return [config, *(part for part_config in inner if part_config is not None for part in parts_of(part_config))]
 
 
 def settings(config: Any, head: str) -> dict[str, Any]:
@@ -94,8 +94,8 @@ def model_class(config: Any, head: str) -> Any:
     mapping = getattr(transformers, HEADS[head][0])._model_mapping
     if type(config) not in mapping:
         return None
-    found = mapping[type(config)]
-    several = found if isinstance(found, tuple | list) else [found]
+    mapped = mapping[type(config)]
+    several = mapped if isinstance(mapped, tuple | list) else [mapped]
     named = getattr(config, "architectures", None) or ()
     return next((kind for kind in several if kind.__name__ in named), several[0])
 

@@ -178,7 +178,7 @@ def _grouped(
 
 def _together(name: str, names: tuple[str, ...], axes: dict[str, Axis], grid: Grid, world: Axis) -> Axis:
     """Returns one axis over several: the one that is in use, the world, or a new group. Collective."""
-    used = [axes[each] for each in names if axes[each].size > 1]
+    used = [axes[axis_name] for axis_name in names if axes[axis_name].size > 1]
     if len(used) <= 1:
         return used[0] if used else axes[names[0]]
     if math.prod(axis.size for axis in used) == world.size:

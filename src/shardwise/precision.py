@@ -21,9 +21,9 @@ from shardwise.task import Task
 
 def dtype(name: str) -> torch.dtype:
     """Returns torch's dtype of a short name, such as "bf16"."""
-    found = getattr(torch, TORCH[name])
-    assert isinstance(found, torch.dtype)
-    return found
+    torch_dtype = getattr(torch, TORCH[name])
+    assert isinstance(torch_dtype, torch.dtype)
+    return torch_dtype
 
 
 @dataclass(frozen=True)

@@ -118,8 +118,8 @@ class Domain:
     def edges(self) -> tuple[tuple[str, str], ...]:
         """Returns (name, boundary) of each dim, in the order in which they lie in a tensor; () where all are zeros."""
         names = [name for _, name in sorted(zip(self.dims, self.names, strict=False))]
-        found = tuple((name, self.boundary.get(name, "zeros")) for name in names)
-        return found if any(kind != "zeros" for _, kind in found) else ()
+        edges = tuple((name, self.boundary.get(name, "zeros")) for name in names)
+        return edges if any(kind != "zeros" for _, kind in edges) else ()
 
     def as_text(self) -> str:
         """Returns the dims as text: "lat (-2), lon (-1)"."""

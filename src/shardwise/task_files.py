@@ -103,5 +103,5 @@ def which_task(name: str) -> str:
     beside = Path(before.replace(".", "/") + ".py")
     if dot and before and beside.is_file() and task in tasks_in(beside):
         return f"a colon stands before the task: {beside}:{task}"
-    known = [*BUILTIN, *(module.name for module in sorted(Path().glob("*.py")))]
-    return f"expected {', '.join(BUILTIN)}, file.py:task or module:task{did_you_mean(name, known)}"
+    choices = [*BUILTIN, *(module.name for module in sorted(Path().glob("*.py")))]
+    return f"expected {', '.join(BUILTIN)}, file.py:task or module:task{did_you_mean(name, choices)}"

@@ -164,9 +164,9 @@ def _task_error(task: str, what: str, error: BaseException) -> ShardwiseError:
 
 def _meant(error: BaseException) -> str:
     """Returns a hint at the field of `Task` that a misspelt keyword is nearest to, or ""."""
-    found = re.search(r"^Task\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    match = re.search(r"^Task\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
     names = [field.name for field in fields(Task)]
-    return (did_you_mean(found[1], names) or f" (known: {', '.join(names)})") if found else ""
+    return (did_you_mean(match[1], names) or f" (known: {', '.join(names)})") if match else ""
 
 
 def where(error: BaseException, *, own_alone: bool = False) -> str:
@@ -179,10 +179,10 @@ def where(error: BaseException, *, own_alone: bool = False) -> str:
     message = " ".join(str(error).split()) or "(no message)"
     if len(message) > MOST_CHARACTERS:  # a tensor printed whole, an array of names
         message = f"{message[: MOST_CHARACTERS - 100]} ... {message[-100:]}"
-    told = f"{type(error).__name__}: {message}"
+    text = f"{type(error).__name__}: {message}"
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not _is_library(frame.filename)] or ([] if own_alone else list(frames))
-    return f"{own[-1].filename}:{own[-1].lineno}: {told}" if own else told
+    return f"{own[-1].filename}:{own[-1].lineno}: {text}" if own else text
 
 
 def inputs_hint(error: BaseException) -> str:

@@ -64,13 +64,13 @@ def answer_shell(main: click.Group) -> None:
     text = os.environ.get("COMP_LINE", "")
     text = text[: int(os.environ.get("COMP_POINT") or len(text))]
     words = _words(text)
-    found = candidates(main, words[1:])
+    matches = candidates(main, words[1:])
     if os.environ[ASKED] == "bash":  # it replaces what follows the last break alone
-        breaks = [re.escape(one) for one in "=:" if one in os.environ.get("COMP_BREAKS", "")]
+        breaks = [re.escape(sign) for sign in "=:" if sign in os.environ.get("COMP_BREAKS", "")]
         place = max((match.end() for match in re.finditer("|".join(breaks), words[-1])), default=0) if breaks else 0
-        found = [each[place:] for each in found]
-    for each in found:
-        click.echo(each)
+        matches = [match[place:] for match in matches]
+    for match in matches:
+        click.echo(match)
 
 
 def _words(text: str) -> list[str]:
@@ -151,8 +151,8 @@ def plan_words(text: str) -> list[str]:
     head, part = text[: text.rfind(",") + 1], text[text.rfind(",") + 1 :]
     key, equals, value = part.partition("=")
     if equals:
-        return [f"{head}{key}={each}" for each in _plan_values(key, value)]
-    used = {each.partition("=")[0] for each in head.split(",")}
+        return [f"{head}{key}={choice}" for choice in _plan_values(key, value)]
+    used = {pair.partition("=")[0] for pair in head.split(",")}
     fields = [name for name in Plan.__dataclass_fields__ if name.startswith(key) and name not in used]
     files = [path for path in _files(text, (".toml",)) if not path.endswith("/")] if not head else []
     return [f"{head}{name}=" for name in fields] + files
@@ -185,14 +185,14 @@ def _cluster(word: str) -> list[str]:
 
     nodes, space, device = word.partition(" ")
     if space:
-        return [f"{nodes} {each}" for each in device_names() if each.startswith(device)]
+        return [f"{nodes} {name}" for name in device_names() if name.startswith(device)]
     return _files(word, (".toml",))
 
 
 def _models(word: str) -> list[str]:
     from shardwise.cluster.catalogue import model_names
 
-    return [each for each in model_names() if each.startswith(word)]
+    return [name for name in model_names() if name.startswith(word)]
 
 
 def _tasks(word: str, suffixes: tuple[str, ...]) -> list[str]:

@@ -61,8 +61,8 @@ def doctor(answer: Answer, folder: str) -> None:
         checks = list(look(Path(folder), say))
     answer.fields["checks"] = [asdict(check) for check in checks]
     bad = [check for check in checks if check.problem]
-    lines = [f"{'!!' if one.problem else 'ok'}  {one.what:16} {one.found}" for one in checks]
-    lines += ["", *(f"{one.what}: {one.problem}" for one in bad)] if bad else ["", "nothing is wrong here"]
+    lines = [f"{'!!' if check.problem else 'ok'}  {check.what:16} {check.found}" for check in checks]
+    lines += ["", *(f"{check.what}: {check.problem}" for check in bad)] if bad else ["", "nothing is wrong here"]
     answer.text = redacted("\n".join(lines))
     answer.code = 1 if bad else 0
 

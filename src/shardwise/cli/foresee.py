@@ -34,17 +34,17 @@ def _goodput(
     if words["checkpoint_s"] is not None:
         stall, basis = words["checkpoint_s"], "as given"
     elif words["saves_of"] is not None:
-        seconds, each = goodput.stall_of(words["saves_of"])
-        stall = seconds * saved / each
-        basis = f"{seconds:.2g} s for {each / 1e9:.3g} GB of a rank in {words['saves_of']}, in proportion to the bytes"
+        seconds, size = goodput.stall_of(words["saves_of"])
+        stall = seconds * saved / size
+        basis = f"{seconds:.2g} s for {size / 1e9:.3g} GB of a rank in {words['saves_of']}, in proportion to the bytes"
     disk = cluster.device.disk_gbps.value if cluster.device.disk_gbps is not None else None
     write_s = goodput.writing_s(saved, min(plan.world_size, cluster.sizes[0]), disk)
-    found = goodput.goodput(
+    result = goodput.goodput(
         forecast.step_s, plan.world_size, words["mtbf_hours"] * 3600, words["restart_s"], stall, write_s=write_s
     )
-    found |= {"saved_bytes": saved, "basis": basis}
-    told = f"  a rank writes {saved / 1e9:.3g} GB and its buffer in host memory is as large; the stall: {basis}"
-    return found, [*goodput.lines(found), told]
+    result |= {"saved_bytes": saved, "basis": basis}
+    stall_line = f"  a rank writes {saved / 1e9:.3g} GB and its buffer in host memory is as large; the stall: {basis}"
+    return result, [*goodput.lines(result), stall_line]
 
 
 @click.command(epilog=TASK_HELP)
@@ -219,8 +219,8 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
         answer.fields["scaling"] = rows
         lines += timeline.scaling_lines(rows)
     if words["mtbf_hours"]:
-        answer.fields["goodput"], told = _goodput(words, forecast, subject, parsed, cluster)
-        lines += told
+        answer.fields["goodput"], goodput_lines = _goodput(words, forecast, subject, parsed, cluster)
+        lines += goodput_lines
     if words["price"] is not None:
         cost, what = forecast.cost_per_million(words["price"])
         answer.fields[f"cost_per_million_{what}"] = cost

@@ -24,15 +24,15 @@ def cuts_table(ranks: int, rows: list[dict[str, Any]], totals: dict[str, Any]) -
             why = f" ({row['whole_because']})" if row["whole_because"] else ""
             lines.append(f"{row['parameter']:<{width}}  {shape:<16}  whole{why}")
             continue
-        held = f"{row['ranks'][0]} each" if len(set(row["ranks"])) == 1 else ", ".join(map(str, row["ranks"]))
-        lines.append(f"{row['parameter']:<{width}}  {shape:<16}  {MEANING[row['cut']]:<15}  {row['dim']:>3}  {held}")
+        sizes = f"{row['ranks'][0]} each" if len(set(row["ranks"])) == 1 else ", ".join(map(str, row["ranks"]))
+        lines.append(f"{row['parameter']:<{width}}  {shape:<16}  {MEANING[row['cut']]:<15}  {row['dim']:>3}  {sizes}")
     share = totals["cut_elements"] / totals["elements"]
     lines.append("")
     lines.append(f"{share:.1%} of {totals['elements']:,} elements are cut over {ranks} ranks")
     for entry in totals["collectives"]:
-        each = entry["received_bytes"] / totals["samples"]
+        per_sample = entry["received_bytes"] / totals["samples"]
         lines.append(
-            f"{entry['op']:<15} {entry['calls']:>4} calls  {each:>14,.0f} bytes for each sample and micro-batch"
+            f"{entry['op']:<15} {entry['calls']:>4} calls  {per_sample:>14,.0f} bytes for each sample and micro-batch"
         )
     lines.append("forward and backward; bytes are what one rank receives")
     return "\n".join(lines)

@@ -226,11 +226,11 @@ def _between(where: str, raw: Any) -> tuple[Between, ...]:
     return rows
 
 
-def _only(where: str, data: dict[str, Any], known: tuple[str, ...]) -> None:
+def _only(where: str, data: dict[str, Any], allowed: tuple[str, ...]) -> None:
     for key in data:
-        if key not in known:
+        if key not in allowed:
             raise InputError(
-                f"{where}: unknown key {key!r}{did_you_mean(key, list(known))} (known: {', '.join(known)})"
+                f"{where}: unknown key {key!r}{did_you_mean(key, list(allowed))} (known: {', '.join(allowed)})"
             )
 
 

@@ -88,16 +88,16 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = (), values: 
     return Effective(config, plan, _sources(items) | plan_sources, tuple(notes))
 
 
-def _in_plan(given: Given) -> bool:
-    return given.key == "plan" or given.key.startswith("plan.")
+def _in_plan(item: Given) -> bool:
+    return item.key == "plan" or item.key.startswith("plan.")
 
 
 def _not_twice(values: Sequence[Given], overrides: list[Given], problems: list[str]) -> list[Given]:
     """Returns the overrides; a key that an option of the command sets too becomes a problem."""
-    told = {value.key: value.source for value in values}
+    sources = {value.key: value.source for value in values}
     for item in overrides:
-        if item.key in told:
-            problems.append(problem("--set", item.key, item.value, f"is given by {told[item.key]} too"))
+        if item.key in sources:
+            problems.append(problem("--set", item.key, item.value, f"is given by {sources[item.key]} too"))
     return overrides
 
 
@@ -108,8 +108,8 @@ def _raise(problems: list[str]) -> None:
         raise InputError(f"{title} in the configuration:\n  " + "\n  ".join(unique))
 
 
-def _sources(given: list[Given]) -> dict[str, str]:
-    return {item.key: item.source for item in given}
+def _sources(items: list[Given]) -> dict[str, str]:
+    return {item.key: item.source for item in items}
 
 
 def _validate(items: list[Given], problems: list[str]) -> tuple[Config | None, list[str], list[Given]]:
@@ -135,11 +135,11 @@ def _validate(items: list[Given], problems: list[str]) -> tuple[Config | None, l
     return config, notes, items
 
 
-def _parse(given: list[Given], problems: list[str]) -> Config | None:
-    sources = _sources(given)
-    name = {item.key: item.value for item in given}.get("task.name", next(iter(BUILTINS)))
+def _parse(items: list[Given], problems: list[str]) -> Config | None:
+    sources = _sources(items)
+    name = {item.key: item.value for item in items}.get("task.name", next(iter(BUILTINS)))
     try:
-        return Config.model_validate(_tree([*_builtin_defaults(name, sources), *given], problems))
+        return Config.model_validate(_tree([*_builtin_defaults(name, sources), *items], problems))
     except ValidationError as error:
         for mistake in error.errors():
             key = ".".join(part for part in mistake["loc"] if isinstance(part, str))
@@ -167,10 +167,10 @@ def _builtin_defaults(name: Any, sources: dict[str, str]) -> list[Given]:
     return [d for d in found if d.key != "train.batch_samples" or "train.batch_tokens" not in sources]
 
 
-def _tree(given: list[Given], problems: list[str]) -> dict[str, Any]:
+def _tree(items: list[Given], problems: list[str]) -> dict[str, Any]:
     """Returns the values as nested tables."""
     tree: dict[str, Any] = {}
-    for item in given:
+    for item in items:
         *tables, leaf = item.key.split(".")
         at = tree
         for table in tables:
@@ -187,7 +187,7 @@ def _tree(given: list[Given], problems: list[str]) -> dict[str, Any]:
 
 def _source_below(key: str, sources: dict[str, str]) -> str:
     """The source of a key, or of the first key in the table of that name."""
-    below = [source for known, source in sources.items() if known == key or known.startswith(key + ".")]
+    below = [source for name, source in sources.items() if name == key or name.startswith(key + ".")]
     return below[-1] if below else DEFAULT
 
 
@@ -230,12 +230,12 @@ def _nearest(key: str, value: Any) -> str:
 
 def keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
     """Returns every dotted key of the configuration and of the plan, tables among them."""
-    found = [] if prefix else ["extends", "plan", *(f"plan.{name}" for name in plans.KNOWN)]
+    names = [] if prefix else ["extends", "plan", *(f"plan.{name}" for name in plans.KNOWN)]
     for name, field in model.model_fields.items():
-        found.append(prefix + name)
+        names.append(prefix + name)
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            found += keys(field.annotation, f"{prefix}{name}.")
-    return found
+            names += keys(field.annotation, f"{prefix}{name}.")
+    return names
 
 
 def _at(config: Config, key: str) -> Any:

@@ -14,12 +14,12 @@ from shardwise.layout.plan import CHOICES, DEGREES, Plan, missing_comma, nearest
 KNOWN = tuple(field.name for field in fields(Plan))
 
 
-def merge(given: Sequence[Given], problems: list[str]) -> tuple[Plan, dict[str, str]]:
+def merge(items: Sequence[Given], problems: list[str]) -> tuple[Plan, dict[str, str]]:
     """Returns (plan, source of each key); a text replaces all that came before, a table adds to it."""
     values: dict[str, Given] = {}
-    for item in given:
+    for item in items:
         if item.key == "plan":
-            values = {found.key: found for found in _from_text(item, problems)}
+            values = {setting.key: setting for setting in _from_text(item, problems)}
         else:
             values[item.key] = item
     good = {}

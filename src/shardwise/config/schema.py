@@ -46,10 +46,10 @@ def count(value: Any) -> Any:
     """A whole number, or text with a suffix: "64k" is 64 * 1024, "2M" is 2 * 1024 * 1024."""
     if not isinstance(value, str):
         return value
-    found = re.fullmatch(r"(\d+) ?([kM])", value.strip())
-    if not found:
+    match = re.fullmatch(r"(\d+) ?([kM])", value.strip())
+    if not match:
         raise ValueError('Input should be a whole number, or text such as "64k" (1024) or "2M" (1024 * 1024)')
-    return int(found[1]) * UNITS[found[2]]
+    return int(match[1]) * UNITS[match[2]]
 
 
 Count = Annotated[int, BeforeValidator(count)]

@@ -51,8 +51,8 @@ def host_seconds(device: Device, software: Software) -> float:
     the time of many. Fused ones are fewer; 0 where the host computes itself."""
     if device.kind == "cpu":
         return 0.0
-    each = device.op_us.value if device.op_us is not None else HOST_US
-    return 1e-6 * each / (EAGER if software.fused else 1.0)
+    op_us = device.op_us.value if device.op_us is not None else HOST_US
+    return 1e-6 * op_us / (EAGER if software.fused else 1.0)
 
 
 def whole_in_pipeline(software: Software, layout: Layout) -> bool:
@@ -254,8 +254,8 @@ class BlockCosts:
 
     def _moved(self, elements: Mapping[str, float]) -> tuple[float, float]:
         """Returns the bytes that (forward, backward) move; `elements`: element counts by what is done with them."""
-        each = {name: MOVED[name][0 if self.software.fused else 1] for name in elements}
-        forward, backward = (sum(each[name][way] * count for name, count in elements.items()) for way in (0, 1))
+        passes = {name: MOVED[name][0 if self.software.fused else 1] for name in elements}
+        forward, backward = (sum(passes[name][way] * count for name, count in elements.items()) for way in (0, 1))
         return forward, backward
 
     def _norms(self) -> tuple[float, float]:
@@ -282,8 +282,8 @@ class BlockCosts:
         copied = s.query_width + s.output_width if self.software.repeats_keys and s.kv_heads < s.heads else 0.0
         if not turned + copied:
             return 0.0, 0.0
-        each = lay.tokens / lay.tp
-        forward, backward = self._moved({"rotary": each * turned, "repeated": each * copied})
+        tokens = lay.tokens / lay.tp
+        forward, backward = self._moved({"rotary": tokens * turned, "repeated": tokens * copied})
         return self._stream(forward, 2), self._stream(backward, 2)
 
     def _feed_forward_stream(self) -> tuple[float, float]:
@@ -320,8 +320,8 @@ class BlockCosts:
         weights = s.layer_parameters / lay.tp / (lay.ep if s.experts else 1) / (lay.n_micro * lay.rounds)
         inputs = sum(count * deep for count, (_, deep) in zip(rows, pairs, strict=True)) + weights
         outputs = sum(count * wide for count, (wide, _) in zip(rows, pairs, strict=True))
-        each = FP8[self.software.fp8].cast_bytes
-        return self.kernels.stream(inputs * each, CASTS[0]), self.kernels.stream(outputs * each, CASTS[1])
+        cast_bytes = FP8[self.software.fp8].cast_bytes
+        return self.kernels.stream(inputs * cast_bytes, CASTS[0]), self.kernels.stream(outputs * cast_bytes, CASTS[1])
 
     # --- communication
 

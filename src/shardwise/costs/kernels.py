@@ -66,19 +66,19 @@ def _own_rates(
     products: tuple[tuple[str, int, int, int, float], ...], kind: str
 ) -> dict[int, tuple[tuple[int, float], ...]]:
     """The same of a device that was probed: its rows are (kind, length, heads times samples, width, microseconds)."""
-    found: dict[int, dict[int, float]] = {}
+    rates: dict[int, dict[int, float]] = {}
     for name, length, heads, width, us in products:
         if name == kind:
             flops = 2.0 * heads * length * length * width * (2.5 if kind == "attention_backward" else 1.0)
-            found.setdefault(width, {})[length] = flops / us / 1e6
-    return {width: tuple(sorted(points.items())) for width, points in found.items()}
+            rates.setdefault(width, {})[length] = flops / us / 1e6
+    return {width: tuple(sorted(points.items())) for width, points in rates.items()}
 
 
 def peak_tflops(device: Device, dtype: str) -> float:
     """Returns the data sheet's TFLOP/s for a dtype."""
     if dtype != "fp32":
         return device.bf16_tflops.value
-    own = [each.value for each in (device.fp32_tflops, device.tf32_tflops) if each is not None]
+    own = [rate.value for rate in (device.fp32_tflops, device.tf32_tflops) if rate is not None]
     return max(own, default=device.bf16_tflops.value / 2)
 
 

@@ -52,8 +52,8 @@ def stage_parameters(
     t = layout.tp
     s = shape
     if last and s.ahead:
-        found = stage_parameters(s.with_(ahead=0), layout, layers + s.ahead, first=first, last=last, dense=dense)
-        return found | {"dense": found["dense"] + s.ahead * s.joined_parameters / t}
+        parameters = stage_parameters(s.with_(ahead=0), layout, layers + s.ahead, first=first, last=last, dense=dense)
+        return parameters | {"dense": parameters["dense"] + s.ahead * s.joined_parameters / t}
     if dense:
         rest = stage_parameters(s, layout, layers - dense, first=first, last=last)
         front = stage_parameters(s.in_front, layout, dense, first=False, last=False)
@@ -63,10 +63,10 @@ def stage_parameters(
         local = s.experts / layout.ep
         expert_tp = 1 if layout.ep > 1 else t
         experts = local * s.expert_parameters / expert_tp
-        each = attention + s.router_parameters + s.shared_experts * s.expert_parameters / t
+        per_layer = attention + s.router_parameters + s.shared_experts * s.expert_parameters / t
     else:
-        experts, each = 0.0, attention + s.expert_parameters / t
-    total = layers * each
+        experts, per_layer = 0.0, attention + s.expert_parameters / t
+    total = layers * per_layer
     if first:
         total += s.vocab * s.hidden / t + s.learned_positions * s.hidden
     if last:

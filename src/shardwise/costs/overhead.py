@@ -34,12 +34,12 @@ class Overhead:
 
 def techniques(layout: Layout) -> list[str]:
     """Returns the names of a probe's rows whose overheads a layout has."""
-    found = [f"zero{layout.zero}" if layout.zero and layout.shard_ranks > 1 else BASE]
+    names = [f"zero{layout.zero}" if layout.zero and layout.shard_ranks > 1 else BASE]
     if layout.tp > 1:
-        found.append("sp" if layout.sp else "tp")
+        names.append("sp" if layout.sp else "tp")
     if layout.pp > 1:
-        found.append("pp")
-    return found
+        names.append("pp")
+    return names
 
 
 def overhead_of(device: Device, layout: Layout, follows: bool = False) -> Overhead:

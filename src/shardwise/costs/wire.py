@@ -84,8 +84,8 @@ class Wire:
 
     def between(self, op: str, tier: int) -> BetweenTable | None:
         """Returns the table measured between units of the innermost tier, or None where it lacks this op."""
-        found = measured_between(self.cluster.between) if tier == 1 else None
-        return found if found is not None and op in found.times else None
+        table = measured_between(self.cluster.between) if tier == 1 else None
+        return table if table is not None and op in table.times else None
 
     @property
     def bandwidth(self) -> float:
@@ -217,9 +217,9 @@ class Wire:
 
     def _rate(self, tier: int) -> float:
         """Bytes a second of one rank's own link."""
-        found = self.cluster.tiers[tier]
-        share = INSIDE_SHARE if tier == 0 and found.gbps.kind != "measured" else 1.0
-        return found.gbps.value * 1e9 * share
+        link = self.cluster.tiers[tier]
+        share = INSIDE_SHARE if tier == 0 and link.gbps.kind != "measured" else 1.0
+        return link.gbps.value * 1e9 * share
 
     def crosses(self, first: int, second: int) -> int:
         """The tier over which two ranks talk."""

@@ -42,11 +42,11 @@ class DigitsSource:
 def digits_split(held_out: float = 0.2) -> tuple[DigitsSource, DigitsSource]:
     """(train, held out): the same samples every time."""
     count = len(_load()[1])
-    held = round(count * held_out)
-    if not 0 < held < count:
+    held_rows = round(count * held_out)
+    if not 0 < held_rows < count:
         raise InputError(f"held_out={held_out} leaves no sample on one side of the {count} digits")
     rows = Order(count, seed=SPLIT_SEED).indices(0, count).tolist()
-    return DigitsSource(rows[held:]), DigitsSource(rows[:held])
+    return DigitsSource(rows[held_rows:]), DigitsSource(rows[:held_rows])
 
 
 @lru_cache(maxsize=1)

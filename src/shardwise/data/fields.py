@@ -259,7 +259,7 @@ class FieldSource:
 
     def _figures(self, group: str) -> tuple[np.ndarray, np.ndarray]:
         figures = [self.figures[channel] for channel in self.channels[group]]
-        mean, std = (np.array([each[key] for each in figures])[:, None, None] for key in ("mean", "std"))
+        mean, std = (np.array([row[key] for row in figures])[:, None, None] for key in ("mean", "std"))
         return mean, std
 
     def _origin(self) -> dict[str, Any]:

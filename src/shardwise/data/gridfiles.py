@@ -117,11 +117,11 @@ class GridFiles:
             if _is_netcdf(file):
                 return {
                     name: FileVariable(
-                        tuple(one.dimensions), tuple(one.shape), {k: one.getncattr(k) for k in one.ncattrs()}
+                        tuple(var.dimensions), tuple(var.shape), {k: var.getncattr(k) for k in var.ncattrs()}
                     )
-                    for name, one in opened.variables.items()
+                    for name, var in opened.variables.items()
                 }
-            return {name: _zarr_held(file, name, one) for name, one in opened.arrays()}
+            return {name: _zarr_held(file, name, variable) for name, variable in opened.arrays()}
 
 
 def _is_netcdf(file: Path) -> bool:

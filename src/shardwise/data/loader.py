@@ -123,14 +123,14 @@ class Loader:
         if self._prefetch == 0:
             parts, self._steps = self._steps.read(start, stop)
             return parts, stop
-        one = self._thread(self._looked(start, stop), 1)
+        thread = self._thread(self._looked(start, stop), 1)
         try:
-            found = next(one)
+            step = next(thread)
         finally:
-            one.close()
+            thread.close()
         if self._steps.draws is False:
             self._ahead = self._read_ahead(stop)
-        return found
+        return step
 
     def _looked(self, start: int, stop: int) -> Iterator[tuple[list[Share], int]]:
         parts, steps = self._steps.read(start, stop)

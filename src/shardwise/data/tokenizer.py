@@ -61,10 +61,10 @@ def _plain(call: Callable) -> Callable[[str], list[int]]:
 
     def encode(text: str) -> list[int]:
         try:
-            found = call(text, add_special_tokens=False)
+            ids = call(text, add_special_tokens=False)
         except TypeError:  # a plain function, or an encode of another kind
-            found = call(text)
-        return list(getattr(found, "ids", found))
+            ids = call(text)
+        return list(getattr(ids, "ids", ids))
 
     return encode
 
@@ -122,7 +122,7 @@ def _entry(path: Path, key: str) -> Any:
     if not path.is_file():
         return None
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
-    return found.get(key) if isinstance(found, dict) else None
+    return content.get(key) if isinstance(content, dict) else None

@@ -41,19 +41,19 @@ def between_times(device: torch.device, nodes: Nodes, sizes: Sequence[int] = BYT
     """
     rows: list[Between] = []
     for count in divisors(len(nodes))[1:]:
-        for each in sorted({1, len(nodes[0])}):
-            with _axis(groups(nodes, count, each)) as axis:
-                rows += _growing(device, axis, count, each, sizes)
+        for per_node in sorted({1, len(nodes[0])}):
+            with _axis(groups(nodes, count, per_node)) as axis:
+                rows += _growing(device, axis, count, per_node, sizes)
     with _axis(groups(nodes[: len(nodes) // 2 * 2], 2, 1)) as axis:
         if axis is not None:
             rows += [("send", 2, 1, size, us) for size, us in _messages(device, axis, sizes)]
     return rows
 
 
-def groups(nodes: Nodes, count: int, each: int) -> list[list[int]]:
-    """Returns groups of ranks over `count` neighbouring nodes: of all ranks, or (`each` is 1) of those at one place."""
+def groups(nodes: Nodes, count: int, per_node: int) -> list[list[int]]:
+    """Returns groups over `count` neighbouring nodes: of all ranks, or (`per_node` is 1) of those at one place."""
     blocks = [nodes[at : at + count] for at in range(0, len(nodes), count)]
-    if each == len(nodes[0]):
+    if per_node == len(nodes[0]):
         return [[rank for node in block for rank in node] for block in blocks]
     return [list(ranks) for block in blocks for ranks in zip(*block, strict=True)]
 
@@ -64,18 +64,18 @@ def _axis(members: list[list[int]]) -> Iterator[Axis | None]:
     group, every = dist.new_subgroups_by_enumeration(members)
     mine = next((tuple(ranks) for ranks in members if dist.get_rank() in ranks), None)
     yield None if mine is None else Axis("probe", len(mine), dist.get_rank(group), group, mine)
-    for each in every:
-        if dist.get_rank(each) >= 0:
-            dist.destroy_process_group(each)
+    for member in every:
+        if dist.get_rank(member) >= 0:
+            dist.destroy_process_group(member)
 
 
-def _growing(device: torch.device, axis: Axis | None, nodes: int, each: int, sizes: Sequence[int]) -> list[Between]:
+def _growing(device: torch.device, axis: Axis | None, nodes: int, per_node: int, sizes: Sequence[int]) -> list[Between]:
     rows: list[Between] = []
     assert axis is not None  # the number of nodes is divided evenly
     for wanted in sizes:
-        found = of_size(Pace(device, None), axis, wanted)  # a link does not slow down with the CPU
-        rows += [(op, nodes, each, size, us) for op, _, size, us in found]
-        if _slowest(max(us for *_, us in found), axis, device) > LONG_US:
+        times = of_size(Pace(device, None), axis, wanted)  # a link does not slow down with the CPU
+        rows += [(op, nodes, per_node, size, us) for op, _, size, us in times]
+        if _slowest(max(us for *_, us in times), axis, device) > LONG_US:
             break
     return rows
 

@@ -116,7 +116,7 @@ def measure_engine(say: Say, reference: float, budget: Budget, quick: bool = Fal
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     pace = Pace(torch.device("cpu"), reference)
     steps, large = step_times(ranks, pace, _of_rank_zero(say), budget=budget, quick=quick)
-    return {"steps": [(name, at, took) for name, each in steps.items() for at, took in enumerate(each)],
+    return {"steps": [(name, at, took) for name, times in steps.items() for at, took in enumerate(times)],
             "large": [(*key, took) for key, took in large.items()]}  # fmt: skip
 
 
@@ -166,7 +166,7 @@ def _stream(device: torch.device) -> float:
     return 3 * 4 * count / seconds(lambda: torch.add(a, b, out=out), device, 0.2)
 
 
-def _op(device: torch.device, found: dict[str, Any]) -> float:
+def _op(device: torch.device, figures: dict[str, Any]) -> float:
     """Returns microseconds of one op of a forward and backward whose tensors are tiny."""
     from shardwise.measure.reference_modules import reference_task
     from shardwise.rehearsal.step_trace import trace
@@ -243,8 +243,8 @@ def _joined(place: LaunchedPlace, ranks: int | None, say: Say, budget: Budget, q
     def on_each_node(function: Callable[..., dict[str, Any]], *args: Any) -> list[dict[str, Any]]:
         """Returns the results of `function` on all ranks, with each node as a world of its own."""
         with apart(mine, LIMIT_S) if len(nodes) > 1 else nullcontext():
-            found = function(*args)
-        return gather_json(found, everybody(), device)
+            result = function(*args)
+        return gather_json(result, everybody(), device)
 
     results = on_each_node(measure, say, budget)
     cluster = _cluster(results)
@@ -312,11 +312,11 @@ def _with_engine(cluster: Cluster, results: list[dict[str, Any]], say: Say) -> C
     return replace(cluster, device=replace(cluster.device, overheads=rows, factors=factors))
 
 
-def _with_links(cluster: Cluster, nodes: int, found: list[list[Between]]) -> Cluster:
+def _with_links(cluster: Cluster, nodes: int, rows_by_rank: list[list[Between]]) -> Cluster:
     """Returns the cluster of `nodes` nodes with the links between them, as the slowest rank measured them."""
     most: dict[tuple[str, int, int, int], float] = {}
-    for op, count, each, size, us in (row for rows in found for row in rows):
-        most[op, count, each, size] = max(us, most.get((op, count, each, size), 0.0))
+    for op, count, per_node, size, us in (row for rows in rows_by_rank for row in rows):
+        most[op, count, per_node, size] = max(us, most.get((op, count, per_node, size), 0.0))
     rows = tuple((*key, float(f"{us:.4g}")) for key, us in most.items())
     sends = sorted((size, us) for op, _, _, size, us in rows if op == "send")
     source = f"{cluster.name}: messages of all ranks of a node at once"

@@ -127,9 +127,9 @@ def _seconds(task: Task, plan: str, pace: Pace, share_s: float = math.inf, follo
     follows   each operation is looked at for random numbers, as in a run of a module that draws some; the references
               draw none, so a run of them would not
     """
-    found = _alone(task, plan, pace, share_s, follows)
+    seconds = _alone(task, plan, pace, share_s, follows)
     gc.collect()  # with the engine go the threads of its groups, which would slow down the next one's steps
-    return found
+    return seconds
 
 
 def _alone(task: Task, plan: str, pace: Pace, share_s: float, follows: bool) -> float:
@@ -241,8 +241,8 @@ def fit(
         often = {key: value for key, value in left.items() if key[1] in OFTEN}
         waits = _waits(wholes, often, factors, {name: times[1:3] for name, times in added.items()})
         rows = _rows(small, steps, factors, waits)
-    known = {row[0]: row for row in rows}
-    rows += tuple((name, *known[other][1:]) for name, other in ALIKE.items() if name not in known and other in known)
+    fitted = {row[0]: row for row in rows}
+    rows += tuple((name, *fitted[other][1:]) for name, other in ALIKE.items() if name not in fitted and other in fitted)
     return rows, tuple((kind, float(f"{factor:.4g}")) for kind, factor in zip(KINDS, factors, strict=True))
 
 

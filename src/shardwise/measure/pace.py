@@ -79,10 +79,10 @@ class Pace:
         if self.reference is None:
             return measure()
         before = pace_us(self.device, BRIEF)
-        found = measure()
+        measured = measure()
         after = pace_us(self.device, BRIEF)
         assert before is not None and after is not None
-        return found * self.reference * 2 / (before + after)
+        return measured * self.reference * 2 / (before + after)
 
 
 @dataclass

@@ -112,8 +112,8 @@ def forecast_lines(forecast: Forecast) -> list[str]:
     if forecast.bubble:
         lines.append(f"  pipeline bubble {forecast.bubble:.1%}")
     if forecast.halos:
-        told = ", ".join(f"{bytes_text(size)} over {link}" for link, size in forecast.halos.items())
-        lines.append(f"  a tile is sent {told} by others in a step")
+        links = ", ".join(f"{bytes_text(size)} over {link}" for link, size in forecast.halos.items())
+        lines.append(f"  a tile is sent {links} by others in a step")
     worst = forecast.worst
     lines.append(
         f"memory of the fullest rank: {bytes_text(worst.allocated)} allocated, {bytes_text(worst.reserved)} reserved, "

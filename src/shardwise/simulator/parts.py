@@ -235,11 +235,11 @@ def offload_basis(step: StepContext, parameters: dict[str, float]) -> dict[str, 
     """Returns a remark on what the forecast of an offloaded optimizer assumes; else {}."""
     if step.layout.offload == "none":
         return {}
-    found = offloaded(updated(step, parameters), STATES[step.software.states], step.layout, step.cluster)
+    cost = offloaded(updated(step, parameters), STATES[step.software.states], step.layout, step.cluster)
     return {
-        "offload": f"a forecast, no plan of this version offloads: {found.link_s:.3g} s of gradients and weights over "
-        f"the link to the host ({LINK_SHARE:g} of its rate, assumed), {found.host_s:.3g} s of update there "
-        f"({HOST_MEMORY_GBPS:.0f} GB/s of a node, assumed), nothing hidden; {found.node_bytes / 1e9:,.0f} GB of each "
+        "offload": f"a forecast, no plan of this version offloads: {cost.link_s:.3g} s of gradients and weights over "
+        f"the link to the host ({LINK_SHARE:g} of its rate, assumed), {cost.host_s:.3g} s of update there "
+        f"({HOST_MEMORY_GBPS:.0f} GB/s of a node, assumed), nothing hidden; {cost.node_bytes / 1e9:,.0f} GB of each "
         "node's memory"
     }  # fmt: skip
 

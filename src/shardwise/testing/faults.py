@@ -97,9 +97,9 @@ class Fault:
 def injected(*faults: Fault) -> Iterator[Path]:
     """Ranks that are started inside meet these faults; `struck` of the folder that is given says how many did."""
     with tempfile.TemporaryDirectory(prefix="shardwise-faults-") as folder:
-        told = environment(faults, folder)
-        before = {name: os.environ.get(name) for name in told}
-        os.environ.update(told)
+        variables = environment(faults, folder)
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
         try:
             yield Path(folder)
         finally:
@@ -123,10 +123,10 @@ def struck(folder: str | Path) -> int:
 
 def meet(point: str, step: int, subject: Any) -> None:
     """The listener of `shardwise.guard.points`: does what the environment says for this rank, step and point."""
-    told = os.environ.get(VARIABLE)
-    if not told:
+    faults_text = os.environ.get(VARIABLE)
+    if not faults_text:
         return
-    plan = json.loads(told)
+    plan = json.loads(faults_text)
     for number, fields in enumerate(plan["faults"]):
         fault = Fault(**fields)
         if fault.at != point or not _is_mine(fault, step, subject):

@@ -204,9 +204,9 @@ def _unless_same(reset: Callable[[FSDPParam], None]) -> Callable[[FSDPParam], No
     """
 
     def look(param: FSDPParam) -> None:
-        given = getattr(param._module_info.module, param._module_info.param_name)
-        places = [t.untyped_storage().data_ptr() for t in (param._sharded_param_data, given._local_tensor)]
-        if given is not param.sharded_param or places[0] != places[1] or not places[0]:
+        param_now = getattr(param._module_info.module, param._module_info.param_name)
+        places = [t.untyped_storage().data_ptr() for t in (param._sharded_param_data, param_now._local_tensor)]
+        if param_now is not param.sharded_param or places[0] != places[1] or not places[0]:
             reset(param)
 
     return look
@@ -223,9 +223,9 @@ def _own_kernels() -> list[Any]:
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
     both = [name for name in names if has(name, "CompositeImplicitAutograd") and has(name, "CPU")]
-    found = [getattr(torch.ops.aten, name.removeprefix("aten::").partition(".")[0]) for name in both]
+    packets = [getattr(torch.ops.aten, name.removeprefix("aten::").partition(".")[0]) for name in both]
     asked = [aten.empty.memory_format, aten.empty_strided.default, aten.copy_.default, aten._local_scalar_dense.default]
-    return [*asked, *(packet.default for packet in found)]
+    return [*asked, *(packet.default for packet in packets)]
 
 
 def _set_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
@@ -403,8 +403,8 @@ def _refuse_both(func: Any, args: tuple, foreign: list[torch.Tensor]) -> None:
         foreign = [tensor for tensor in foreign if not any(tensor is index for index in indices)]
     if all(tensor.dim() == 0 for tensor in foreign) and not _writes_to(func, args, foreign):
         return
-    found = ", ".join(f"{tuple(tensor.shape)} on {tensor.device}" for tensor in foreign)
-    raise RuntimeError(f"{func}: expected all tensors to be on the same device, but {found} meets tensors on {NAME}")
+    tensors = ", ".join(f"{tuple(tensor.shape)} on {tensor.device}" for tensor in foreign)
+    raise RuntimeError(f"{func}: expected all tensors to be on the same device, but {tensors} meets tensors on {NAME}")
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
