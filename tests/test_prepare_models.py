@@ -219,10 +219,27 @@ class Bootstrap(nn.Module):
         self.target[0].bias.data.add_(0.1)
         self.follows.data.add_(0.01)
 
+    @torch.no_grad()
+    def move_scale(self) -> None:
+        self.scale.mul_(0.9)
+
     def forward(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             goal = self.target(two) * self.follows
         return -F.cosine_similarity(self.head(self.online(one) * self.scale), goal, dim=-1).mean()
+
+
+def moved_outside(plan: str, leaf: str) -> None:
+    prepared, model, _, loader = begin(plan, made(Bootstrap), batches(12))
+    x, _ = next(iter(loader))
+    prepared.backward(model(x, x.flip(1)))
+    model.move_scale() if leaf == "scale" else model.move()
+
+
+@pytest.mark.parametrize(("leaf", "words"), [("scale", r"model.move_scale\(\) writes"), ("", "data of a weight")])
+def test_a_method_that_writes_weights_is_told_how(leaf: str, words: str, pool: RankPool) -> None:
+    with pytest.raises(RefusedPlan, match=rf"{words}.*prepared.whole.*line \d+"):
+        pool.run(moved_outside, 2, "dp_shard=2,zero=3", leaf)
 
 
 def bootstrapped(plan: str | None, kind: type = Bootstrap) -> tuple:

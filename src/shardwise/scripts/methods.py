@@ -19,12 +19,15 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
+from shardwise.errors import RefusedPlan
+from shardwise.parallel.fsdp import groups_of
 from shardwise.part import plain
 from shardwise.part.tensor import Gathers
 from shardwise.scripts.calls import Calls
+from shardwise.scripts.guard import OUTSIDE
 from shardwise.scripts.script_lines import names_line
 
 
@@ -84,19 +87,38 @@ def _wrapped(prepared: Piecewise, name: str, method: Callable[..., Any]) -> Call
             found = method(module, *args, **kwargs)
             return tree_map_only(DTensor, lambda one: one.full_tensor(), found)
         prepared.meet(f"model.{name}()")
-        if isinstance(module, FSDPModule):
-            module._get_fsdp_state()._lazy_init()  # else the first unit that is called takes itself for the root
+        root = module if isinstance(module, FSDPModule) else None
+        if root is not None:
+            root._get_fsdp_state()._lazy_init()  # else the first unit that is called takes itself for the root
+            root.unshard()  # weights outside of units inside, which the method's calls of modules read
         prepared.calls.inside += 1
         prepared.calls.methods += 1
         Gathers.all = True  # what a method draws from a cut row of scores, or sorts, it does to the whole
         try:
-            return tree_map_only(torch.Tensor, plain, method(module, *args, **kwargs))
+            returned = tree_map_only(torch.Tensor, plain, method(module, *args, **kwargs))
+            if root is not None and _is_written(root):
+                raise RefusedPlan(OUTSIDE.format(f"model.{name}() writes"))
+            return returned
         finally:
             Gathers.all = False
             prepared.calls.inside -= 1
             prepared.calls.methods -= 1
+            if root is not None:
+                root.reshard()
 
     return call
+
+
+@torch.no_grad()
+def _is_written(root: FSDPModule) -> bool:
+    """Whether a unit's gathered weights are others than its pieces, from which they were gathered."""
+    for of_unit in (one for group in groups_of(root) for one in group.fsdp_params):
+        gathered, piece = of_unit._unsharded_param.detach(), of_unit.sharded_param
+        if gathered.untyped_storage().size():  # else a forward of the whole model has given it back
+            cut = distribute_tensor(gathered, piece.device_mesh, piece.placements, src_data_rank=None).to_local()
+            if not torch.equal(cut, piece._local_tensor.to(cut.dtype)):
+                return True
+    return False
 
 
 def _switches_gradients_off(method: Callable[..., Any]) -> bool:
