@@ -79,7 +79,7 @@ MORE: dict[str, tuple[str, str]] = {  # another line that changes: as it was, as
     "mean_teacher": (  # two means, over samples of two loaders
         "loss.backward()",
         "loss = prepared.backward(F.cross_entropy(logits, y), mean_over=len(y)) + "
-        "prepared.backward(0.5 * cons, mean_over=len(u))",
+        "prepared.backward(0.5 * cons, mean_over=len(u), loader=unlabelled)",
     ),
     "translation": ("judged.backward()", "judged = of_judge.backward(judged)"),
 }

@@ -53,7 +53,7 @@ def test_every_sample_counts_once_however_a_batch_is_dealt() -> None:
                 assert all(one.local.start + one.local.count <= total and one.local.count for one in dealt)
                 assert {one.even for one in dealt} == {len({one.part.count for one in dealt}) == 1}
                 assert not several or total < 2 or min(one.local.count for one in dealt) > 1
-                assert sum(one.proportion() for one in dealt) == pytest.approx(1)
+                assert sum(one.part.count for one in dealt) == total
 
 
 def test_a_batch_that_is_smaller_than_others_is_dealt_two_to_a_rank() -> None:

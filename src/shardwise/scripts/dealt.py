@@ -30,10 +30,6 @@ class Dealt:
     local: Share
     even: bool
 
-    def proportion(self) -> float:
-        """Returns this rank's part of the samples, by which its mean enters the mean over all of them."""
-        return self.part.count / self.part.total if self.part.total else 0.0
-
 
 def deal(total: int, ranks: int, rank: int, *, several: bool = False) -> Dealt:
     """Returns this rank's part of `total` samples. `several`: two or more to each rank that has any, where possible."""

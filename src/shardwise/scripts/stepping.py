@@ -22,6 +22,7 @@ from shardwise.comm import gather_rows
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.host import row_of
 from shardwise.layout import Plan
+from shardwise.layout.dealing import Share
 from shardwise.parallel.full import FullShard
 from shardwise.part import forget, plain, whole
 from shardwise.scripts.agreement import compare, note, same_change
@@ -32,6 +33,7 @@ from shardwise.scripts.following import aside, differentiate
 from shardwise.scripts.gradient_arrivals import buckets_of, share_uncut
 from shardwise.scripts.gradients import Gradients
 from shardwise.scripts.guard import LaterHooks
+from shardwise.scripts.loader import PartLoader
 from shardwise.scripts.optimizer import is_of_torch
 from shardwise.scripts.proof.on_ranks import RankSide
 from shardwise.scripts.script_lines import Notices, names_line
@@ -85,7 +87,7 @@ class Stepping(Weighing):
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | float | None = None, *,
         mean_over: torch.Tensor | float | None = None, also: Sequence[Stepping] = (), retain_graph: bool = False,
-        summed: bool = False,
+        summed: bool = False, loader: PartLoader | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Stands for `loss.backward()`. Collective.
 
@@ -97,6 +99,7 @@ class Stepping(Weighing):
         summed     the loss is a sum that nothing divides
         also       what `prepare` returned for other models that this loss trains too, each with its own optimizer
         retain_graph    as `loss.backward` has it: another backward goes through the same graph
+        loader     what `prepared.split` returned, of whose batch the loss is; None: of the main one's
 
         With the plan's last micro-batch, gradients are summed over ranks and divided. Returns this micro-batch's loss
         over all ranks. What a loss is said to be is believed here; `shardwise verify` proves it.
@@ -112,12 +115,12 @@ class Stepping(Weighing):
             script._ready()
         if self.calls.gathers:
             self._passes("prepared.backward(...)")
-        engine, dealt = self.engine, self.calls.of_loss
+        engine, part = self.engine, self._part_of(loader)
         loss, weight, mean_over = whole(loss).reshape(()), plain(weight), plain(mean_over)
-        stands_in = dealt is not None and dealt.part.count == 0 and not self._of_whole_batches
+        stands_in = part is not None and part.count == 0 and not self._of_whole_batches
         if self.side is not None:
             self.side.apart(self, loss)
-        total = self._share_of(loss * 0 if stands_in else loss, form, 0.0 if stands_in else mean_over)
+        total = self._share_of(loss * 0 if stands_in else loss, form, 0.0 if stands_in else mean_over, part)
         weights = [script._weight(form, weight, stands_in) for script in together]
         with ExitStack() as inside:
             for script in together:
@@ -129,12 +132,21 @@ class Stepping(Weighing):
             scale = scaled.factor(weights[0], engine.mesh.data, engine.device) if scaled is not None else 1.0
             differentiate(total * scale if scale != 1.0 else total, retain_graph=retain_graph)
         for script, counted in zip(together, weights, strict=True):
-            script._count(Loss(total.detach(), counted), stands_in)
+            script._count(Loss(total.detach(), counted), stands_in, part)
         told = self.loss if engine.plan.accumulate == 1 else self._loss_of(total, 0.0 if stands_in else weight)
         for script in together:
             if script.side is not None:
                 script.side.loss(told, form, weight if mean_over is None else mean_over)
         return told
+
+    def _part_of(self, loader: PartLoader | None) -> Share | None:
+        """Which samples of a batch count on this rank; None where that is not known."""
+        if loader is None:
+            dealt = self.calls.of_loss
+            return dealt.part if dealt is not None else None
+        if loader.part is None:
+            raise InputError("prepared.backward: loader= has handed out no batch yet, of which the loss could be")
+        return loader.part
 
     def _together(self, also: Sequence[Stepping]) -> list[Stepping]:
         """This model and the others that one loss trains."""
@@ -165,10 +177,9 @@ class Stepping(Weighing):
             )
         self._open_step()
 
-    def _count(self, loss: Loss, stands_in: bool) -> None:
+    def _count(self, loss: Loss, stands_in: bool, part: Share | None) -> None:
         """After a backward: add it up, and complete the step with the plan's last one."""
-        tally, dealt = self._tally, self.calls.of_loss
-        part = dealt.part if dealt is not None else None
+        tally = self._tally
         assert tally is not None
         with self._gate.open():
             tally.used.append(self.engine.technique.finish_micro_batch())

@@ -109,7 +109,7 @@ class Plain:
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | float | None = None, *,
         mean_over: torch.Tensor | float | None = None, also: Sequence[Plain] = (), retain_graph: bool = False,
-        summed: bool = False,
+        summed: bool = False, loader: PlainLoader | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """`loss.backward()`; returns the loss that ranks are told."""
         self._recorder.may_go_on()
