@@ -165,7 +165,7 @@ def _apart(out: torch.Tensor, expected: torch.Tensor, grad: torch.Tensor, wanted
     return "" if off < 1e-12 and grad_off < 1e-12 else f"output off by {off:.1e}, gradient by {grad_off:.1e}"
 
 
-def _try(name: str, dim: int, owners: Owners, soft: bool, axis) -> str:
+def _try(name: str, dim: int, owners: Owners, may_gather: bool, axis) -> str:
     """Empty where equal, "uncut" where refused, else what differs."""
     function, shape, _ = CASES[name]
     whole = torch.randn(shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
@@ -173,7 +173,7 @@ def _try(name: str, dim: int, owners: Owners, soft: bool, axis) -> str:
     local = owners.take(whole, dim, axis.index).clone().requires_grad_()
     try:
         part = to_part(local, dim, owners, axis)
-        part.soft = soft
+        part.may_gather = may_gather
         out = function(part)
         (out * weight).sum().backward()
     except Uncut:
@@ -188,11 +188,13 @@ def _all_cases(seed: int) -> list[tuple[str, str]]:
     axis = build_mesh(Plan(tp=ranks), torch.device("cpu")).tp
     found = []
     for name, (_, shape, _) in CASES.items():
-        for dim, kind, soft in [
+        for dim, kind, may_gather in [
             (d, k, s) for d in range(len(shape)) for k in ("blocks", "dealt") for s in (False, True)
         ]:
             owners = _owners(shape[dim], ranks, kind, rng)
-            found.append((f"{name} / dim {dim} / {kind} / soft={soft}", _try(name, dim, owners, soft, axis)))
+            found.append(
+                (f"{name} / dim {dim} / {kind} / soft={may_gather}", _try(name, dim, owners, may_gather, axis))
+            )
     return found
 
 
@@ -229,9 +231,9 @@ def _try_twice_cut(name: str, cuts: list[tuple[int, Owners, Axis, bool]]) -> str
     local = share(whole).clone().requires_grad_()
     try:
         part = local
-        for dim, owners, axis, soft in reversed(cuts):
+        for dim, owners, axis, may_gather in reversed(cuts):
             part = to_part(part, dim, owners, axis)
-            part.soft = soft
+            part.may_gather = may_gather
         out = function(part)
         (out * weight).sum().backward()
     except Uncut:
@@ -248,16 +250,16 @@ def _all_twice_cut(seed: int, most: int) -> list[tuple[str, str]]:
     for name, (_, shape, _) in CASES.items():
         pairs = [(a, b) for a in range(len(shape)) for b in range(len(shape))]
         for a, b in rng.sample(pairs, min(most, len(pairs))):
-            kinds, soft = rng.choices(("blocks", "dealt"), k=2), rng.random() < 0.3
+            kinds, may_gather = rng.choices(("blocks", "dealt"), k=2), rng.random() < 0.3
             first = _owners(shape[a], 2, kinds[0], rng)
             second = _owners(shape[b], 2, kinds[1], rng)
             if a == b and min(first.counts) < 2:
                 continue  # one of a share's ranks would have nothing
             if a == b:  # of a share, contiguous blocks, so that all ranks come to the same collectives
                 second = Owners.blocks(first.counts[outer.index], 2)
-            cuts = [(a, first, outer, False), (b, second, inner, soft)]
+            cuts = [(a, first, outer, False), (b, second, inner, may_gather)]
             outcome = _try_twice_cut(name, cuts)
-            found.append((f"{name} / dims {a} and {b} / {kinds} / soft={soft}", outcome))
+            found.append((f"{name} / dims {a} and {b} / {kinds} / soft={may_gather}", outcome))
     return found
 
 
@@ -266,8 +268,8 @@ def _slices_of_a_dim_cut_twice() -> list[str]:
     (outer,), inner = mesh.inner, mesh.tp
     dealt = Owners.of(np.array([1, 0, 1, 1, 0, 0]), 2)  # of every second index one rank has neighbours, the other not
     return [
-        _try_twice_cut("slices", [(1, dealt, outer, False), (1, Owners.blocks(3, 2), inner, soft)])
-        for soft in (False, True)
+        _try_twice_cut("slices", [(1, dealt, outer, False), (1, Owners.blocks(3, 2), inner, may_gather)])
+        for may_gather in (False, True)
     ]
 
 
@@ -359,11 +361,11 @@ def test_sums_are_taken_when_needed_and_equal_the_whole(pool, ranks: int) -> Non
     assert all(value < 1e-12 for value in off.values()), off
 
 
-def _rehearsed(shape: tuple[int, ...], dim: int, soft: bool) -> Part:
+def _rehearsed(shape: tuple[int, ...], dim: int, may_gather: bool) -> Part:
     """A part of two ranks of which one is here and nothing is sent."""
     axis = Axis("tp", 2, 0, None, (0, 1), rehearsal=Ledger())
     owners = Owners.blocks(shape[dim], 2)
-    return Part(owners.take(torch.ones(shape), dim, 0), dim, owners, axis, soft=soft)
+    return Part(owners.take(torch.ones(shape), dim, 0), dim, owners, axis, may_gather=may_gather)
 
 
 def test_reading_a_sum_after_a_view_dealt_apart_was_written_into_is_refused() -> None:
@@ -387,7 +389,7 @@ def test_a_function_of_torch_reads_names_as_they_are_now(monkeypatch: pytest.Mon
 
 def test_an_operation_without_a_rule_is_refused_by_name() -> None:
     with pytest.raises(Uncut, match="linalg_det"):
-        torch.linalg.det(_rehearsed((3, 4, 4), 1, soft=False))
+        torch.linalg.det(_rehearsed((3, 4, 4), 1, may_gather=False))
 
 
 @pytest.mark.parametrize(
@@ -420,18 +422,18 @@ def test_a_trace_of_what_other_elements_are_is_seen() -> None:
 
 
 def test_writing_where_it_would_be_lost_is_refused() -> None:
-    soft = _rehearsed((2, 4, 3), 1, soft=True)
-    assert soft[:, 1].sum().shape == ()  # a copy may be read, and written into where no gradient is asked for
-    soft[:, 1].mul_(2)
+    may_gather = _rehearsed((2, 4, 3), 1, may_gather=True)
+    assert may_gather[:, 1].sum().shape == ()  # a copy may be read, and written into where no gradient is asked for
+    may_gather[:, 1].mul_(2)
     factor = torch.ones((), requires_grad=True)
     for write in (
-        lambda: soft[:, 1].mul_(factor),  # one index of the cut dim: gathered
-        lambda: soft[:, 1].unsqueeze(0).mul_(factor),
-        lambda: soft.view(2, 2, 2, 3).view(2, 4, 3)[:, 0].mul_(factor),
+        lambda: may_gather[:, 1].mul_(factor),  # one index of the cut dim: gathered
+        lambda: may_gather[:, 1].unsqueeze(0).mul_(factor),
+        lambda: may_gather.view(2, 2, 2, 3).view(2, 4, 3)[:, 0].mul_(factor),
     ):
         with pytest.raises(Uncut, match="into a view"):
             write()
-    strided = _rehearsed((2, 8), 1, soft=False)
+    strided = _rehearsed((2, 8), 1, may_gather=False)
     pieces = Part(strided.local, 1, Owners.of(np.array([0, 0, 1, 0, 1, 1, 0, 1]), 2), strided.axis)
     with pytest.raises(Uncut, match="a copy here"):
         pieces[:, ::3].mul_(2)

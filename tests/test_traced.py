@@ -544,17 +544,17 @@ def test_the_telling_part_of_a_row_holds_as_much_as_the_whole(name: str, degree:
     task = tasks.gpt2()
     stages = ("blocks.0", "blocks.1", "head") if chunks == 2 else ()
     cuts = cut_module.Cuts(pp=degree, schedule=name, microbatches=4, stages=stages)
-    looks = cut_module.Looks(task, one_sample(task))
+    looks = cut_module.TaskAnalysis(task, one_sample(task))
     shorter = 0
     for sizes in ((1,), (2, 1, 1, 1)):
         for rank in range(degree):
-            short = cut_module.Shares(looks, cuts).trace(0, rank, sizes)
+            short = cut_module.CutRehearsal(looks, cuts).trace(0, rank, sizes)
             with monkeypatch.context() as patch:
                 patch.setattr(rank_row, "telling", lambda row, sizes, stages: list(row))
-                whole = cut_module.Shares(looks, cuts).trace(0, rank, sizes)
+                whole = cut_module.CutRehearsal(looks, cuts).trace(0, rank, sizes)
             assert (short.peak, short.messages, short.wire) == (whole.peak, whole.messages, whole.wire)
             assert {key: op.order for key, op in short.ops.items()} == {key: op.order for key, op in whole.ops.items()}
-            row = cut_module.Shares(looks, cuts).schedule.rows[rank]
+            row = cut_module.CutRehearsal(looks, cuts).schedule.rows[rank]
             shorter += len(rank_row.telling(row, [1] * 4, degree * chunks)) < len(row)
     assert shorter, "nothing was left out"
 

@@ -16,7 +16,7 @@ from shardwise.layout import Plan
 from shardwise.planner import Constraints, simulate
 from shardwise.planner import search as search_plans
 from shardwise.planner.traced_task import Traced, traced_subject
-from shardwise.rehearsal.cut_module import Cuts, Looks, Shares
+from shardwise.rehearsal.cut_module import CutRehearsal, Cuts, TaskAnalysis
 from shardwise.rehearsal.step_trace import one_sample
 from shardwise.step.batching import samples_in
 
@@ -181,7 +181,7 @@ def test_a_unit_has_what_no_unit_inside_it_has() -> None:
         ("reaching", ("Outer",), [mix + 2 * inner, mix + 2 * inner - 2 * WIDE * WIDE]),
     ):
         task = task_of(f"test_traced_units:{name}")
-        found = Shares(Looks(task, one_sample(task)), Cuts(zero=3, shard=2, wrap=wrap)).trace(0, 0, (2,))
+        found = CutRehearsal(TaskAnalysis(task, one_sample(task)), Cuts(zero=3, shard=2, wrap=wrap)).trace(0, 0, (2,))
         assert found.units == units, (name, wrap)
         assert found.rest == found.parameters - sum(units)
 
@@ -219,7 +219,9 @@ def test_names_that_fit_nothing_and_models_without_modules() -> None:
 def test_one_micro_batch_is_the_first_of_two(name: str) -> None:
     """A search rehearses two, and knows the peak of one."""
     task = task_of(f"test_traced_units:{name}")
-    looks = Looks(task, one_sample(task))
+    looks = TaskAnalysis(task, one_sample(task))
     for gloo in (False, True):
-        one, two = (Shares(looks, Cuts(zero=3, shard=4, microbatches=n, gloo=gloo)).trace(0, 0, (3,)) for n in (1, 2))
+        one, two = (
+            CutRehearsal(looks, Cuts(zero=3, shard=4, microbatches=n, gloo=gloo)).trace(0, 0, (3,)) for n in (1, 2)
+        )
         assert one.peak == one.first == two.first < two.peak

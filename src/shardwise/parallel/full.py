@@ -41,7 +41,7 @@ from shardwise.part import Part
 from shardwise.part.pairs import as_complex, pairs_in
 from shardwise.precision import Precision
 from shardwise.trace.blocks import inner_first
-from shardwise.trace.hidden import change_hidden, hidden
+from shardwise.trace.tensors_in_objects import change_hidden, hidden
 
 _END = "the end of the forward"
 USED_OUTSIDE = (

@@ -2,7 +2,6 @@
 
 from shardwise.part import (  # noqa: F401 - the rules
     aligned,
-    along,
     assigned,
     attention,
     bins,
@@ -12,6 +11,7 @@ from shardwise.part import (  # noqa: F401 - the rules
     loss,
     pointwise,
     products,
+    rearrange,
     recurrent,
     reductions,
     replacing,

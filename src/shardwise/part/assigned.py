@@ -69,7 +69,7 @@ def _of_every_rank(value: torch.Tensor) -> torch.Tensor:
     while isinstance(value, Distributed):
         value = value.settled()
         if isinstance(value, Part):
-            if not value.axis.positions and not value.soft:
+            if not value.axis.positions and not value.may_gather:
                 error = Uncut("a cut tensor is assigned to the `.data` of a whole one")
                 error.origins |= {value.origin} if value.origin else set()
                 raise error

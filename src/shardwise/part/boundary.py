@@ -33,7 +33,7 @@ class PartLayout:
     dim: int
     owners: Owners
     axis: Axis
-    soft: bool
+    may_gather: bool
     origin: str
     inside: PartLayout | None = None
 
@@ -43,12 +43,12 @@ class PartLayout:
         value = tensor.value() if isinstance(tensor, Sum) else tensor
         if not isinstance(value, Part):
             return None
-        return cls(value.dim_cut, value.owners, value.axis, value.soft, value.origin, cls.of(value.local))
+        return cls(value.dim_cut, value.owners, value.axis, value.may_gather, value.origin, cls.of(value.local))
 
     @property
     def key(self) -> tuple:
         """Returns a tuple that is equal where layouts are."""
-        return self.dim, self.owners, id(self.axis), self.soft, self.inside and self.inside.key
+        return self.dim, self.owners, id(self.axis), self.may_gather, self.inside and self.inside.key
 
     @property
     def uneven_weights(self) -> bool:
@@ -62,7 +62,7 @@ class PartLayout:
     def part(self, local: torch.Tensor) -> Part:
         """Returns the part of which `local` is this rank's share."""
         local = local if self.inside is None else self.inside.part(local)
-        return Part(local, self.dim, self.owners, self.axis, self.soft, self.origin)
+        return Part(local, self.dim, self.owners, self.axis, self.may_gather, self.origin)
 
     def share(self, gradient: torch.Tensor) -> torch.Tensor:
         """Returns this rank's plain share of a gradient. Collective where that is a sum or cut in another way."""

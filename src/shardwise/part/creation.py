@@ -26,7 +26,7 @@ def new_empty_strided(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     Autograd lays a gradient out like its tensor by it, where the two lie in memory in different orders.
     """
     part, sizes, strides = args[0], tuple(args[1]), tuple(args[2])
-    if part.soft or sizes != tuple(part.shape):
+    if part.may_gather or sizes != tuple(part.shape):
         return new(func, args, kwargs)
     share = tuple(part.local.shape)
     return part.with_local(func(part.local, share, strides_in_the_order_of(strides, sizes, share), **kwargs))
@@ -36,7 +36,7 @@ def new_empty_strided(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 def like(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """Rule of `zeros_like(x)`: cut as x; plain where `x` may be gathered, since anything may be written into it."""
     part = args[0]
-    if not part.soft:
+    if not part.may_gather:
         return pointwise(func, args, kwargs)
     as_it_lies = torch.empty_strided(part.shape, part.whole_strides, dtype=part.dtype, device=part.device)
     return func(as_it_lies, *args[1:], **kwargs)  # numbers are drawn into it in the order of memory

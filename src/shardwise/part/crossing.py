@@ -80,7 +80,7 @@ def put_together(payload: torch.Tensor, cuts: Cuts, axes: Iterable[Axis]) -> tor
     by_name = {axis.name: axis for axis in axes}
     # the innermost first; integers and masks of positions are small enough to be gathered where no rule is
     for name, dim, owners in reversed(cuts):
-        payload = Part(payload, dim, owners, by_name[name], soft=not payload.is_floating_point())
+        payload = Part(payload, dim, owners, by_name[name], may_gather=not payload.is_floating_point())
     return payload
 
 
@@ -175,7 +175,7 @@ def overwrite(tensor: torch.Tensor, value: torch.Tensor, axes: Sequence[Axis]) -
             value = put_together(share_under(value, cuts_of(tensor), axes), cuts_of(tensor), axes)
         assert isinstance(value, Part)
         tensor.local, tensor.dim_cut, tensor.owners, tensor.axis = value.local, value.dim_cut, value.owners, value.axis
-        tensor.soft, tensor.origin, tensor.copied, tensor.rows = value.soft, value.origin, False, None
+        tensor.may_gather, tensor.origin, tensor.copied, tensor.rows = value.may_gather, value.origin, False, None
 
 
 class Entering(torch.autograd.Function):

@@ -23,7 +23,7 @@ from shardwise.part.tensor import UNSENT, LastGathered, Part
 def gather(part: Part) -> torch.Tensor:
     """Returns the whole tensor, to be read alone: of a soft part, the same object as the last time. Collective."""
     # remembered for soft parts alone, which several products read one after the other: queries, keys, values
-    if not part.soft or part.recipe is not None or isinstance(part.local, Distributed):
+    if not part.may_gather or part.recipe is not None or isinstance(part.local, Distributed):
         return gathered(part)
     values, turned = part.values
     if turned and part.dim() == 2:  # the transpose of what others gather

@@ -63,7 +63,7 @@ def recut(part: Part, dim: int, owners: Owners, inside: Owners | None = None) ->
 def _recut_inside(part: Part, dim: int, owners: Owners, inside: Owners | None) -> Part:
     """Returns `recut` of a part that is cut further in too: ranks of the inner axis exchange their indices each."""
     inner = part.local.settled()
-    if isinstance(inner, Part) and inner.dim_cut == part.dim_cut and inner.soft and inside is None:
+    if isinstance(inner, Part) and inner.dim_cut == part.dim_cut and inner.may_gather and inside is None:
         # nobody says how it will lie inside, and the plan gathers it anyway
         inner = gather(inner)
     if not isinstance(inner, Part):
@@ -167,7 +167,7 @@ def fetch(part: Part, wanted: Wanted, fill: float = 0.0) -> torch.Tensor:
     local = part.local
     if isinstance(local, Distributed):
         inner = local.settled()
-        if isinstance(inner, Part) and inner.dim_cut == part.dim_cut and inner.soft:
+        if isinstance(inner, Part) and inner.dim_cut == part.dim_cut and inner.may_gather:
             inner = gather(inner)
         if not isinstance(inner, Part):
             return fetch(part.with_local(inner), wanted, fill)

@@ -64,7 +64,7 @@ class PointwiseCuts:
         self.ndim = max(tensor.dim() for tensor in tensors)
         parts = [tensor for tensor in tensors if is_part(tensor)]
         # soft parts may be gathered, so the others say how the result is cut: the one of most dims has all of its dims
-        firm = [part for part in parts if not part.soft] or parts
+        firm = [part for part in parts if not part.may_gather] or parts
         self._follow(max(firm, key=lambda part: part.dim()))
         if any(self.crossing(part) for part in firm):  # positions by positions: cut as the largest is, or by its rows
             self._follow(max(firm, key=lambda part: (math.prod(self.whole[id(part)]), -self.place(part))))
@@ -72,7 +72,7 @@ class PointwiseCuts:
         for part in firm:
             if self.place(part) != self.dim or not part.beside(lead):
                 free = lead.axis.positions and (self.movable(part) or self.crossing(part))
-                if free or all(p.soft for p in parts):
+                if free or all(p.may_gather for p in parts):
                     continue
                 raise Uncut(f"{func} meets tensors that are cut differently: {no_rule(func, [part, lead])}")
 
@@ -100,7 +100,7 @@ class PointwiseCuts:
         if is_part(tensor):
             if self.place(tensor) == self.dim and tensor.beside(self.lead):
                 return tensor.local
-            if self.lead.axis.positions and not tensor.soft and not self.crossing(tensor):
+            if self.lead.axis.positions and not tensor.may_gather and not self.crossing(tensor):
                 dim = self.dim - (self.ndim - tensor.dim())
                 return recut(tensor if dim == tensor.dim_cut else whole_inside(tensor), dim, self.owners).local
             tensor = gather(tensor)  # soft, or repeated: it would have been refused
@@ -118,7 +118,7 @@ def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
     shapes = WHOLE.shapes(func, tensors)
     if _dealt_alike(tensors):
         # the result may be gathered only where all inputs may
-        lead = next((part for part in tensors if not part.soft), tensors[0])
+        lead = next((part for part in tensors if not part.may_gather), tensors[0])
         first = args[0]
         args, kwargs = replaced(Part, lambda part: part.local, (args, kwargs))
         with WHOLE.inside(func, shapes):
@@ -226,7 +226,7 @@ def random(func: Any, args: tuple, kwargs: dict) -> Any:
         return func(*args, **kwargs)
     reads = not func._schema.is_mutable and not func._schema.name.endswith("_like")  # it is distributed by its values
     alone = not tensors_in((args[1:], kwargs))
-    own = alone and not part.soft and kwargs.get("generator") is None and not _OF_ONE_PROCESS
+    own = alone and not part.may_gather and kwargs.get("generator") is None and not _OF_ONE_PROCESS
     if part.axis.positions and own:
         with _own_draws(part):
             drawn = func(part.local, *args[1:], **kwargs)

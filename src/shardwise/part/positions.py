@@ -124,7 +124,7 @@ class Positions:
         tile = place(leaf.contiguous())
         # from the innermost axis outwards: what an outer one holds is a part over those inside
         for dim, owners, axis in reversed(dealt):
-            tile = Part(tile, dim, owners, axis, soft=not leaf.is_floating_point())
+            tile = Part(tile, dim, owners, axis, may_gather=not leaf.is_floating_point())
         return tile
 
     def _cut(self, leaf: torch.Tensor, cuts: Cuts, place: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

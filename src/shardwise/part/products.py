@@ -48,9 +48,9 @@ def _settled(func: Any, a: Part, b: Part, batch: int) -> tuple[torch.Tensor, tor
     if (same_batch or contracted) and (a.beside(b) or (a.axis.positions and a.axis is b.axis)):
         return a, b  # what lies otherwise is fetched
     # sequence parallelism: gathering it is part of the plan
-    if a.soft:
+    if a.may_gather:
         return gather(a), b
-    if b.soft:
+    if b.may_gather:
         return a, gather(b)
     if a.axis.positions and a.axis is b.axis:  # scores that are written out: rows of all positions, or all rows of some
         return (gather(a), b) if a.dim_cut == batch + 1 else (a, gather(b))

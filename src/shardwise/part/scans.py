@@ -37,7 +37,7 @@ SUMS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]]
     "aten::logcumsumexp": (torch.logcumsumexp, torch.logaddexp),
 }
 EXTREMES = {"aten::cummax": (torch.cummax, torch.ge), "aten::cummin": (torch.cummin, torch.le)}
-SCANS = tuple(name.removeprefix("aten::") for name in (*SUMS, *EXTREMES))  # along a dim that is not cut: part/along
+SCANS = tuple(name.removeprefix("aten::") for name in (*SUMS, *EXTREMES))  # along a dim that is not cut: part/rearrange
 
 
 def scanned_along(func: Any, part: Part, kwargs: dict) -> bool:

@@ -120,7 +120,7 @@ def one_of_many(part: Part, dim: int, index: int) -> torch.Tensor:
     """Returns one index of a cut dim, for every rank: a sum to which its owner alone adds."""
     own = local = part.local.settled() if isinstance(part.local, Distributed) else part.local
     if isinstance(local, Part) and local.dim_cut == dim and not local.axis.positions:  # decided before ranks differ
-        if not local.soft:
+        if not local.may_gather:
             raise Uncut(no_rule(torch.ops.aten.select.int, [part]))
         local = gather(local)
     mine = part.owners.indices(part.axis.index)

@@ -181,7 +181,7 @@ class Sum(Distributed):
                 self.total = self._arrived(self.coming)
             elif self.spread and self.axis.sequence and self.dim() == 3 and self.shape[1] >= self.axis.size:
                 owners = Owners.blocks(self.shape[1], self.axis.size)
-                self.total = Part(scatter_sum(self.local, 1, owners, self.axis), 1, owners, self.axis, soft=True)
+                self.total = Part(scatter_sum(self.local, 1, owners, self.axis), 1, owners, self.axis, may_gather=True)
             else:
                 self.total = _laid_as(all_sum(self.local, self.axis), self.local)
             if self.added is not None:
@@ -194,7 +194,7 @@ class Sum(Distributed):
 
     def _arrived(self, coming: Scatter) -> torch.Tensor:
         """Returns the share along S, where this is (B, S, H); else the whole total."""
-        part = Part(coming.wait(), 1, coming.owners, self.axis, soft=True)
+        part = Part(coming.wait(), 1, coming.owners, self.axis, may_gather=True)
         if self.dim() == 3 and self.shape[1] == part.shape[1] and self.shape[2] == part.shape[2]:
             return part
         return gathered(part).view(self.shape)

@@ -87,7 +87,7 @@ def note_table(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed], 
 
 def _name(part: Any, recipe: TableRecipe) -> None:
     if not part.is_inference():
-        part.recipe, part.soft = (recipe, part._version), True
+        part.recipe, part.may_gather = (recipe, part._version), True
 
 
 class CutRanges(TorchFunctionMode):

@@ -68,7 +68,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 class Part(Distributed):
     """This rank's share of a tensor: `local` along `dim`, whose indices `owners` deals over `axis`.
 
-    soft    gathering it is part of the plan (sequence parallelism), so an operation without a rule may
+    may_gather  gathering it is part of the plan (sequence parallelism), so an operation without a rule may
     origin  the weight whose cut it goes back to
     rows    (B, S), where this is a (B, S, K) tensor seen as (B * S, K)
     """
@@ -77,7 +77,7 @@ class Part(Distributed):
 
     dim_cut: int
     owners: Owners
-    soft: bool
+    may_gather: bool
     origin: str
     rows: tuple[int, int] | None
     copied: bool  # a view that does not share its memory with what it is a view of
@@ -88,7 +88,7 @@ class Part(Distributed):
 
     @staticmethod
     def __new__(
-        cls, local: torch.Tensor, dim: int, owners: Owners, axis: Axis, soft: bool = False, origin: str = ""
+        cls, local: torch.Tensor, dim: int, owners: Owners, axis: Axis, may_gather: bool = False, origin: str = ""
     ) -> Part:
         shape = list(local.shape)
         if shape[dim] != owners.counts[axis.index]:  # sums would count what nobody owns, or miss what somebody does
@@ -101,8 +101,8 @@ class Part(Distributed):
             cls, shape, strides=strides_of(local, shape), dtype=local.dtype, device=local.device, requires_grad=False
         )
         if axis.positions and (local.is_floating_point() or local.is_complex()):
-            soft = False  # of positions, integers and masks alone are small enough
-        part.local, part.dim_cut, part.owners, part.axis, part.soft = local, dim, owners, axis, soft
+            may_gather = False  # of positions, integers and masks alone are small enough
+        part.local, part.dim_cut, part.owners, part.axis, part.may_gather = local, dim, owners, axis, may_gather
         part.origin, part.copied, part.rows, part.factors = origin, False, None, None
         part.values, part.whole_strides = (object(), False), part.stride()
         return part
@@ -146,7 +146,7 @@ class Part(Distributed):
         """Returns another tensor dealt alike; a `dim` without `owners` is where the same dim lies in it."""
         same = owners is None or (dim in (None, self.dim_cut) and owners.size == self.owners.size)
         dim, owners = self.dim_cut if dim is None else dim, self.owners if owners is None else owners
-        made = Part(local, dim, owners, self.axis, self.soft, self.origin)
+        made = Part(local, dim, owners, self.axis, self.may_gather, self.origin)
         made.factors = self.factors if same else None
         if self.deals:
             made.deals = True
@@ -311,7 +311,7 @@ def by_rules(alone: bool = True) -> Iterator[None]:
 
 
 def _may_be_gathered(part: Part) -> bool:
-    return part.soft or Gathers.all or (Gathers.on_gather is not None and part.axis.positions)
+    return part.may_gather or Gathers.all or (Gathers.on_gather is not None and part.axis.positions)
 
 
 def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -328,24 +328,24 @@ def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
         if facts(func).is_view:
             return replaced(torch.Tensor, lambda copy: Sum.read_only(copy, parts[0].axis), output)
         return output
-    soft = [part for part in parts if _may_be_gathered(part)]
-    if not soft and not Gathers.none:
+    may_gather = [part for part in parts if _may_be_gathered(part)]
+    if not may_gather and not Gathers.none:
         from shardwise.part.aligned import done_whole, may_be_done_whole
 
         if may_be_done_whole(func, args, kwargs, parts):
             return done_whole(func, args, kwargs)
-    if writes or not soft:
+    if writes or not may_gather:
         raise  # what is being handled
     if Gathers.on_gather is not None:
-        Gathers.on_gather(facts(func).name, sum(part.nbytes for part in soft))
+        Gathers.on_gather(facts(func).name, sum(part.nbytes for part in may_gather))
     viewed, rest, options = args[0] if args else None, args[1:], kwargs
     args, kwargs = replaced(Part, lambda p: gather(p) if is_part(p) and _may_be_gathered(p) else p, (args, kwargs))
     output = func(*args, **kwargs)
     if facts(func).is_view:  # of a copy: reading it is right, writing into it is another matter
         # a view of one part can be read anew when the part is written, and written through; of several it is a copy
-        alone = len(parts) == 1 and viewed is soft[0] and not isinstance(soft[0].local, Distributed)
-        seen = GatheredView(soft[0], lambda whole: func(whole, *rest, **options)) if alone else None
-        return replaced(torch.Tensor, lambda copy: Sum.read_only(copy, soft[0].axis, seen), output)
+        alone = len(parts) == 1 and viewed is may_gather[0] and not isinstance(may_gather[0].local, Distributed)
+        seen = GatheredView(may_gather[0], lambda whole: func(whole, *rest, **options)) if alone else None
+        return replaced(torch.Tensor, lambda copy: Sum.read_only(copy, may_gather[0].axis, seen), output)
     return output
 
 

@@ -28,7 +28,7 @@ from shardwise.planner.traced_layouts import TracedLayouts
 from shardwise.precision import met_at, told_met
 from shardwise.progress import Say, silent
 from shardwise.random import HIDDEN, Randomness
-from shardwise.rehearsal.cut_module import Cuts, Looks, Shares, once
+from shardwise.rehearsal.cut_module import CutRehearsal, Cuts, TaskAnalysis, once
 from shardwise.rehearsal.rank_row import ALIKE, Beside, Place
 from shardwise.rehearsal.step_trace import batch_bytes, one_sample, trace
 from shardwise.rehearsal.update_trace import update_of
@@ -103,7 +103,7 @@ class Traced:
         # a CPU's ranks make the global batch; to a GPU, a micro-batch is copied wherever it comes from
         self.whole = batch_bytes(self.sample) if task.batch is not None or not self.on_cpu else 0.0
         self.node = cluster.sizes[0] if len(cluster.tiers) > 1 else cluster.world_size
-        self.looks = Looks(task, self.sample)
+        self.looks = TaskAnalysis(task, self.sample)
         self.remarks = list(remarks)
         self.before_long: Callable[[float], None] = lambda seconds: None  # called before what takes so long
         self._first_trace_s = 0.0
@@ -179,7 +179,7 @@ class Traced:
             # as in a run, operations that refuse mixed dtypes run in one dtype, and a remark says so
             if (met := met_at(self.task, plan, error)) is None:
                 raise
-            self.task, self.looks = met, Looks(met, self.sample)
+            self.task, self.looks = met, TaskAnalysis(met, self.sample)
             self._traces.clear()  # which remember what failed, too
             self.remark(told_met(plan))
             smaller = self._trace(self.samples[0], "none", 0)
@@ -305,7 +305,7 @@ class Traced:
 
     def _rehearsed(self, key: Cuts, sizes: Sizes, beside: Beside, place: Place | None) -> list[Model]:
         self.say(f"{self.task.name}: deriving the cuts of {key.plan}")
-        shares = Shares(self.looks, key)
+        shares = CutRehearsal(self.looks, key)
         # which modules cannot be units of zero=3 (they write into their inputs, say) is known from the whole trace
         if key.zero == 3:
             self.looks.enclosed.setdefault(key.wrap, set(self.model("none").small.enclosed))
@@ -357,7 +357,7 @@ class Traced:
     def every_rank(self, layout: Layout, batch: int) -> list[MemoryLedger]:
         """Returns the memory of every rank of the grid in rank order, each with its own share of the batch."""
         key = self._cuts(layout)
-        alike = Shares(self.looks, key).alike if layout.tp > 1 else [0]
+        alike = CutRehearsal(self.looks, key).alike if layout.tp > 1 else [0]
         kinds = list(dict.fromkeys(alike))
         ledgers = []
         outer = product(*map(range, (layout.replicas, layout.pp, layout.shard)))

@@ -45,7 +45,7 @@ from shardwise.part import forget
 from shardwise.part.pairs import hold_pairs
 from shardwise.part.positions import Positions
 from shardwise.precision import Precision
-from shardwise.rehearsal.rank_row import ALIKE, Beside, Place, Rehearsal, Told, axes_at
+from shardwise.rehearsal.rank_row import ALIKE, Beside, MessageSpec, Place, Rehearsal, axes_at
 from shardwise.rehearsal.step_trace import as_real, batch_bytes, repeated
 from shardwise.rehearsal.untraced import ModulePath, untraced
 from shardwise.simulator.counted import RankTrace
@@ -171,7 +171,7 @@ _SOMETIMES = {"pp", "stages", "zero", "wrap"}
 AS_THEY_ARE = tuple(field.name for field in fields(Cuts) if field.name in SAME_KEYS and field.name not in _SOMETIMES)
 
 
-class Looks:
+class TaskAnalysis:
     """What the cuts of a task are derived from, computed once: a module without weights, a few samples, cuts of tp.
 
     sample  a batch of one sample
@@ -263,10 +263,10 @@ def once(cache: dict[Any, Any], key: tuple, make: Callable[[], Any]) -> Any:
     return result
 
 
-class Shares:
+class CutRehearsal:
     """A task under `cuts`: `ranks` lists the ranks that differ, `trace` rehearses one. Refusals are those of a run."""
 
-    def __init__(self, looks: Looks, cuts: Cuts):
+    def __init__(self, looks: TaskAnalysis, cuts: Cuts):
         self.looks, self.task, self.cuts = looks, looks.task, cuts
         self.plan = cuts.plan
         self.schedule = alone(cuts.microbatches)
@@ -277,7 +277,7 @@ class Shares:
         self.positions = looks.positions(self.plan)
         self._first = self._cut() if cuts.pp > 1 else None
         # (place, rank of tp, samples) -> what each stage sends
-        self.sent_by_stage: dict[tuple[Place, int, int], dict[int, Told]] = {}
+        self.sent_by_stage: dict[tuple[Place, int, int], dict[int, MessageSpec]] = {}
 
     def _cut(self) -> StagePlacement:
         built, precision = self.looks.built, Precision.of(self.plan)

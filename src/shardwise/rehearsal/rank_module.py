@@ -27,7 +27,7 @@ from shardwise.trace.blocks import Blocks, blocks_of
 from shardwise.trace.fake import Fake
 
 if TYPE_CHECKING:
-    from shardwise.rehearsal.cut_module import Shares
+    from shardwise.rehearsal.cut_module import CutRehearsal
 
 
 class _FakeStages(StagedModule):
@@ -50,7 +50,7 @@ class RankModule:
     positions  how the batch is cut over `inner`, its axes that cut positions
     """
 
-    shares: Shares
+    shares: CutRehearsal
     fake: Fake
     precision: Precision
     tensor: TensorParallel | None

@@ -23,7 +23,7 @@ from shardwise.mesh import overlap_from
 from shardwise.parallel.expert import ExpertParallel
 from shardwise.parallel.flat import Flat
 from shardwise.parallel.pipeline import backward
-from shardwise.parallel.pipeline.messages import Told as OfTensor
+from shardwise.parallel.pipeline.messages import MessageSpec as OfTensor
 from shardwise.parallel.pipeline.stage import StagedModule
 from shardwise.parallel.tensor import TensorParallel
 from shardwise.part import forget
@@ -50,13 +50,13 @@ from shardwise.trace.fake import Fake
 from shardwise.trace.outside_reads import OutsideReads
 
 if TYPE_CHECKING:
-    from shardwise.rehearsal.cut_module import Shares
+    from shardwise.rehearsal.cut_module import CutRehearsal
 
 
 Place = tuple[int, ...]  # along each axis that cuts positions, of `inner_axes`
 Beside = tuple[int, tuple[tuple[int, ...], ...]]  # place in ep; of each micro-batch, the samples of each rank there
 ALIKE: Beside = (0, ())  # all have as many
-Told = list[OfTensor]  # of the tensors of a message
+MessageSpec = list[OfTensor]  # of the tensors of a message
 
 
 def axes_at(plan: Plan, place: Place = (), ledger: Ledger | None = None, gloo: bool = False) -> tuple[Axis, ...]:
@@ -75,7 +75,7 @@ class Rehearsal:
     """Plays one rank's row of the schedule on its module of fake tensors; `run` returns the trace."""
 
     def __init__(
-        self, shares: Shares, tp: int, pp: int, sizes: Sequence[int], beside: Beside = ALIKE, place: Place = ()
+        self, shares: CutRehearsal, tp: int, pp: int, sizes: Sequence[int], beside: Beside = ALIKE, place: Place = ()
     ):  # fmt: skip
         self.shares, self.task, self.rank = shares, shares.task, pp
         self.trace = RankTrace(max(sizes))
@@ -212,7 +212,13 @@ class Rehearsal:
         return self.beside[min(index, len(self.beside) - 1)] if self.beside else ()
 
     def _play_forward(
-        self, op: Op, size: int, model: nn.Module, staged: StagedModule | None, messages: dict[int, Told], waiting: dict
+        self,
+        op: Op,
+        size: int,
+        model: nn.Module,
+        staged: StagedModule | None,
+        messages: dict[int, MessageSpec],
+        waiting: dict,
     ) -> None:
         """Plays a forward (F): receives, runs the stage, sends."""
         owner = self.shares.schedule.owner
@@ -235,7 +241,7 @@ class Rehearsal:
         del output  # a stage holds what backward keeps of it, and no more
         waiting[op.stage, op.microbatch] = (outputs, staged.taken if staged is not None else [], [])
 
-    def _play_backward(self, op: Op, messages: dict[int, Told], waiting: dict) -> None:
+    def _play_backward(self, op: Op, messages: dict[int, MessageSpec], waiting: dict) -> None:
         """Plays a backward, whole (B) or in two parts, of the input (I) and later of the weights (W)."""
         owner, key = self.shares.schedule.owner, (op.stage, op.microbatch)
         outputs, inputs, later = waiting[key]
@@ -268,14 +274,14 @@ class Rehearsal:
             self.sent.clear()
         self.sent += [taken_apart(tensor.detach()).contiguous() for tensor in tensors]
 
-    def _await(self, kind: str, rank: int, messages: dict[int, Told]) -> None:
+    def _await(self, kind: str, rank: int, messages: dict[int, MessageSpec]) -> None:
         """Takes a rank's oldest message and awaits its next one."""
         if (kind, rank) in self.coming:
             self.coming[kind, rank].popleft()
             self.begun.pop((kind, rank), None)
             self._begin(kind, rank, messages)
 
-    def _begin(self, kind: str, rank: int, messages: dict[int, Told]) -> None:
+    def _begin(self, kind: str, rank: int, messages: dict[int, MessageSpec]) -> None:
         """Hold memory for a rank's next message, as `Mail._begin` does."""
         if (kind, rank) not in self.begun and self.coming.get((kind, rank)):
             start, goal, _ = self.coming[kind, rank][0]
@@ -290,7 +296,7 @@ class Rehearsal:
         copied = torch.Tensor.clone if self.shares.cuts.fused else torch.Tensor.contiguous  # to a device, or in place
         return self.positions.cut(batch, copied)
 
-    def _inbox(self, messages: dict[int, Told], stage: int) -> list[tuple[torch.Tensor, bool]]:
+    def _inbox(self, messages: dict[int, MessageSpec], stage: int) -> list[tuple[torch.Tensor, bool]]:
         """Returns (tensor, needs gradient) of what the stage before sends, made up in its shapes."""
         return [
             (put_together(torch.empty(sent.shape, dtype=sent.dtype), sent.cuts, self.inner), sent.needs_gradient)
@@ -304,7 +310,7 @@ class Rehearsal:
 
         return forward() if staged is None else staged.run(stage, inbox, forward)
 
-    def _sent_by_stage(self, samples: int) -> dict[int, Told]:
+    def _sent_by_stage(self, samples: int) -> dict[int, MessageSpec]:
         """Returns, by stage, the tensors that it sends; computed once, since all ranks of the pipeline agree on it."""
         assert self.cut is not None
         cache = self.shares.sent_by_stage
@@ -313,12 +319,12 @@ class Rehearsal:
             cache[key] = self._rehearse_stages(samples)
         return cache[key]
 
-    def _rehearse_stages(self, samples: int) -> dict[int, Told]:
+    def _rehearse_stages(self, samples: int) -> dict[int, MessageSpec]:
         """Runs all stages in turn on a module that has all of them; returns, by stage, the tensors that it sends."""
         assert self.cut is not None
         model, _ = self.parts.build(None)
         staged = self.parts.staged(model, self.cut.stages)
-        messages: dict[int, Told] = {}
+        messages: dict[int, MessageSpec] = {}
         # a ledger and values of its own, since nothing of this run of all stages belongs to the rank's trace
         with batch_norms(model, self.shares.cuts.joined, Ledger()), self.fake, Values(self.fake):
             for stage in self.cut.stages[:-1]:

@@ -117,7 +117,7 @@ def let_out(output: Any) -> Any:
 
 def _let_out(part: Part) -> torch.Tensor:
     left = _Leaves.apply(part) if part.requires_grad and part.axis.positions else part
-    left.soft = True
+    left.may_gather = True
     return left
 
 

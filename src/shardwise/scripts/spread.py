@@ -177,5 +177,5 @@ def seen_outside(output: Any) -> Any:
         return tree_map_only(torch.Tensor, plain, output)
     for tensor in tensors_of(output):
         if isinstance(tensor, Part):
-            tensor.soft = True
+            tensor.may_gather = True
     return let_out(tree_map_only(Sum, whole, output))

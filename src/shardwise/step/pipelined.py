@@ -120,7 +120,7 @@ class _Saved:
     outputs: list[torch.Tensor]
     key: tuple
     tape: Tape | None = None
-    later: backward.Later | None = None
+    later: backward.DeferredWeightGrad | None = None
 
 
 class _Row:

@@ -25,13 +25,13 @@ from shardwise.trace.fake import Fake, unlogged
 from shardwise.trace.flow import Flow, Leaf, ModuleCall, OwnCall
 from shardwise.trace.functional import transforming
 from shardwise.trace.generators import shared_states
-from shardwise.trace.hidden import hidden
 from shardwise.trace.numbered import Assignments, Recorder
 from shardwise.trace.own_calls import OwnCalls, Spot
-from shardwise.trace.remembered import AttributeWatch, Left, Place, structure
+from shardwise.trace.remembered import AttributeWatch, ForwardState, Place, structure
 from shardwise.trace.stand_in import standing_in
 from shardwise.trace.state import ModuleState
 from shardwise.trace.taken import GradientWatch, other_backwards
+from shardwise.trace.tensors_in_objects import hidden
 from shardwise.trace.without_gradient import HooksLeftOut, switched_off
 
 IN_A_ROW = 3  # forwards that are followed where one leaves something for the next
@@ -117,7 +117,7 @@ def _flow(module: nn.Module, forward: Callable[[], Any], ids: dict[str, int], se
 
     Without gradients; with them where the forward takes some itself. Each time it runs it draws the same numbers.
     """
-    state, left, stood = ModuleState(module), Left(module), list[Any]()
+    state, left, stood = ModuleState(module), ForwardState(module), list[Any]()
 
     def run() -> Any:
         torch.manual_seed(seed)

@@ -4,7 +4,7 @@
     self.calls += 1                    a number that the next one reads
     self.store.tables[length] = table  the same in a container or an object of a class of one's own
 
-`Left` tells which places a forward changed, and `AttributeWatch` inside which calls it changed them.
+`ForwardState` tells which places a forward changed, and `AttributeWatch` inside which calls it changed them.
 
 What this does not do: look into closures, or into objects of torch's classes.
 """
@@ -88,7 +88,7 @@ def structure(child: nn.Module) -> list[Any]:
     return [*values, shared_states()]
 
 
-class Left:
+class ForwardState:
     """A module's plain attributes as they are now, and the identities of its buffers."""
 
     def __init__(self, module: nn.Module):

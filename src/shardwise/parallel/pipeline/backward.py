@@ -29,7 +29,7 @@ from shardwise.errors import RefusedPlan
 
 
 @dataclass
-class Later:
+class DeferredWeightGrad:
     """What W needs of I.
 
     roots    (output, gradient) of a stage without an input, whose whole backward is W; else empty
@@ -62,15 +62,15 @@ def root_of(tensor: torch.Tensor) -> torch.Tensor | GradientEdge:
 
 def of_input(
     outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]
-) -> Later:
+) -> DeferredWeightGrad:
     """Run the first half of a stage's backward (I), adding to `.grad` of its inputs. Returns what the second needs."""
     pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
     if not inputs or not pairs:
-        return Later(roots=pairs)
+        return DeferredWeightGrad(roots=pairs)
     roots = [_node(output) for output, _ in pairs]
     targets = {_node(leaf) for leaf in inputs}
     weights, apart = _weights(roots, targets)
-    later = Later(weights=weights, kept=[output for output, _ in pairs])
+    later = DeferredWeightGrad(weights=weights, kept=[output for output, _ in pairs])
     for output, gradient in pairs:  # outputs that come from weights alone: their whole way back is W's
         if _node(output) in apart:
             later.apart.setdefault(_node(output), []).append((output.output_nr, gradient))
@@ -102,7 +102,7 @@ def of_input(
     return later
 
 
-def of_weights(later: Later) -> None:
+def of_weights(later: DeferredWeightGrad) -> None:
     """Run the second half of a stage's backward (W): adds to `.grad` of its weights."""
     if later.roots:
         whole([o for o, _ in later.roots], [g for _, g in later.roots])
@@ -142,7 +142,7 @@ def _asked_besides(group: list[Node]) -> list[GradientEdge]:
     return [GradientEdge(node, place) for node, place in (norm.next_functions[0] for norm in norms) if node is not None]
 
 
-def _starts(later: Later, node: Node) -> list[tuple[int, torch.Tensor | None]]:
+def _starts(later: DeferredWeightGrad, node: Node) -> list[tuple[int, torch.Tensor | None]]:
     """Returns (output, gradient) with which W begins at a node."""
     return list(enumerate(later.entered[node])) if node in later.entered else later.apart[node]
 
@@ -197,7 +197,7 @@ def _accumulating(node: Node) -> tuple[Node, ...]:
     return (node,) if hasattr(node, "variable") else ()
 
 
-def _groups(later: Later) -> list[list[Node]]:
+def _groups(later: DeferredWeightGrad) -> list[list[Node]]:
     """Returns the nodes in groups: those that share a weight go together, so that its gradient is whole."""
     by_weight: dict[Node, list[Node]] = defaultdict(list)
     for node in later.weights:

@@ -51,7 +51,7 @@ FIRST = 1 + TOLD_AT_ONCE * WIDTH
 
 
 @dataclass(frozen=True)
-class Told:
+class MessageSpec:
     """Shape, dtype and cuts of one tensor of a message, and whether its gradient is sent back."""
 
     shape: tuple[int, ...]  # of what is sent: this rank's share
@@ -85,7 +85,7 @@ class Mail:
         self._begun: dict[tuple[str, int], Arriving] = {}  # by (tag, rank): the next message, being received
         self.ahead = axis.group is not None and backend_of(axis.group, device) in (None, "gloo")
         self._key_of: Callable[[int], Hashable] = lambda batch: None
-        self._specs: dict[tuple[int, Hashable], list[Told]] = {}  # by (boundary, key): what its messages are like
+        self._specs: dict[tuple[int, Hashable], list[MessageSpec]] = {}  # by (boundary, key)
         self._under_way: list[tuple[Pending, torch.Tensor]] = []  # sent; the tensor must live until it has left
         # by (tag, goal stage, micro-batch): from one stage of this rank to another one
         self._at_home: dict[tuple[str, int, int], list[torch.Tensor]] = {}
@@ -106,7 +106,7 @@ class Mail:
 
         key  of the batch's shape: tensors of one key are alike, and described once
         """
-        specs = [Told(tuple(taken_apart(t).shape), t.dtype, t.requires_grad, cuts_of(t)) for t in tensors]
+        specs = [MessageSpec(tuple(taken_apart(t).shape), t.dtype, t.requires_grad, cuts_of(t)) for t in tensors]
         before = self._specs.setdefault((stage, key), specs)
         if before != specs:
             raise RefusedPlan(
@@ -223,7 +223,7 @@ class Mail:
             self._specs[boundary, key] = self._hear(boundary, batch)
         specs = [spec for spec in self._specs[boundary, key] if tag == FORWARD or spec.needs_gradient]
         if tag == BACKWARD and len(specs) > 1:  # a byte for each: whether backward reached it (`send_backward`)
-            specs.append(Told((len(specs),), torch.uint8, False))
+            specs.append(MessageSpec((len(specs),), torch.uint8, False))
         axis = self._axes[tag, self.owner[source] < self.owner[goal]]
         arriving = []
         for place, spec in enumerate(specs):
@@ -232,7 +232,7 @@ class Mail:
             arriving.append((receive(_bytes(tensor), axis, self.owner[source], tag, number), tensor))
         return arriving
 
-    def _tell(self, stage: int, batch: int, specs: list[Told]) -> None:
+    def _tell(self, stage: int, batch: int, specs: list[MessageSpec]) -> None:
         """Send what the tensors of a boundary are like, as integers: their count, then WIDTH numbers for each."""
         row = torch.zeros(1 + max(TOLD_AT_ONCE, len(specs)) * WIDTH, dtype=torch.int64)
         row[0] = len(specs)
@@ -250,7 +250,7 @@ class Mail:
             if len(part):
                 self._control(part.clone(), stage, batch)
 
-    def _tell_runs(self, stage: int, batch: int, specs: list[Told]) -> None:
+    def _tell_runs(self, stage: int, batch: int, specs: list[MessageSpec]) -> None:
         """Send who owns which index of the cut dims: as many numbers as there are runs, where there are any."""
         runs = [torch.from_numpy(part).long() for spec in specs for _, _, owners in spec.cuts
                 for part in (owners.stops, owners.who)]  # fmt: skip
@@ -266,7 +266,7 @@ class Mail:
     def _place(self, name: str) -> int:
         return next(place for place, axis in enumerate(self.inner) if axis.name == name)
 
-    def _hear(self, boundary: int, batch: int) -> list[Told]:
+    def _hear(self, boundary: int, batch: int) -> list[MessageSpec]:
         """Receive what `_tell` and `_tell_runs` sent. Waits."""
         numbers = self._heard(FIRST, boundary, batch)
         if (more := numbers[0] - TOLD_AT_ONCE) > 0:
@@ -276,7 +276,7 @@ class Mail:
         total = 2 * sum(count for of_tensor in cuts for _, _, count in of_tensor)  # of each run: its stop, its owner
         runs = iter(self._heard(total, boundary, batch) if total else [])
         return [
-            Told(tuple(row[3 : 3 + row[2]]), DTYPES[row[0]], bool(row[1]),
+            MessageSpec(tuple(row[3 : 3 + row[2]]), DTYPES[row[0]], bool(row[1]),
                  tuple(self._read_cut(cut, runs) for cut in of_tensor))
             for row, of_tensor in zip(rows, cuts, strict=True)
         ]  # fmt: skip
@@ -312,7 +312,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
-def _listed(specs: Sequence[Told]) -> str:
+def _listed(specs: Sequence[MessageSpec]) -> str:
     return ", ".join(f"{spec.dtype} {list(spec.shape)}" for spec in specs)
 
 

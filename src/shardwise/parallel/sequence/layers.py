@@ -73,7 +73,7 @@ def from_axis(tensor: torch.Tensor, axis: Axis) -> Layers:
         tensor = tensor.settled()
     if isinstance(tensor, Part):
         inner, tensor = tensor, tensor.local
-        if inner.soft:  # such a cut may be gathered where an operation has no rule for it
+        if inner.may_gather:  # such a cut may be gathered where an operation has no rule for it
             tensor, inner = gather(inner), None
         elif inner.dim_cut not in (SAMPLES, HEADS) or isinstance(tensor, Distributed):
             raise Uncut(f"ring attention of tensors that are cut over {inner.axis.name} along dim {inner.dim_cut}")

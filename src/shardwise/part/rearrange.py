@@ -95,7 +95,7 @@ def _reordered(func: Any, part: Part, args: tuple, kwargs: dict) -> Part:
 
 
 def _touched(func: Any, part: Any, args: tuple, kwargs: dict) -> set[int]:
-    """Returns the dims along which an operation of `along` moves, adds or compares indices."""
+    """Returns the dims along which an operation of this file moves, adds or compares indices."""
     n = part.dim() if isinstance(part, torch.Tensor) else 0
     name = func._schema.name.partition("::")[2]
     if name == "constant_pad_nd":
