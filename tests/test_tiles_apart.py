@@ -57,6 +57,7 @@ KEPT_APART: dict[str, tuple[tuple[int, ...], Operation]] = {
     **{mode: (FIELD, lambda x, w, mode=mode: F.interpolate(x, scale_factor=2, mode=mode))
        for mode in ("nearest", "bilinear", "bicubic", "area")},
     "batch norm": (FIELD, lambda x, w: F.batch_norm(x, None, None, training=True)),
+    "among all others": (FIELD, lambda x, w: x * torch.isin((4 * x).round(), (4 * x.flip(0)).round())),
     "turned": (FIELD, lambda x, w: torch.rot90(x, 1, (2, 3))),
     "both ways": (FIELD, lambda x, w: tiles._both_ways(x, w[0, 0])),
     "shuffled": (FIELD, lambda x, w: F.channel_shuffle(x, 2)),

@@ -170,9 +170,7 @@ def _in_a_row(
     changes = [change for flow in flows for change in flow.changes]
     # a buffer that its own layer sets, with no call inside, lies in the stage of that layer whatever the cut
     within = all(change.call.path == change.place[0] and not change.call.inside for change in changes)
-    if same and not any(
-        source for flow in flows for source in flow.carried if source not in flow.buffers or not within
-    ):
+    if same and not any(number not in flow.buffers or not within for flow in flows for number in flow.carried):
         return None
     for flow in flows:
         flow.forget_what_is_left()

@@ -17,14 +17,14 @@ import torch.nn.functional as F
 from shardwise.parallel.domain import patches, pooling, resize  # noqa: F401 - the answers that are gone round
 from shardwise.parallel.domain.entire import with_elements
 from shardwise.parallel.domain.tiles import answers, cuts, opened, placed
-from shardwise.part import Part, Uncut
+from shardwise.part import Part, Uncut, plain
 from shardwise.part.tensor import FUNCTIONS
 from shardwise.trace.leaves import replaced
 
 
-def _apart(plain: Callable, lead: Callable[[torch.Tensor], int]) -> None:
-    """Register `plain`, run on this rank's own indices of the first `lead(input)` dims, which `plain` keeps apart."""
-    answer = FUNCTIONS.get(plain, plain)  # read before it is replaced below: it answers cuts of the other dims
+def _apart(function: Callable, lead: Callable[[torch.Tensor], int]) -> None:
+    """Register `function`, run on this rank's own indices of the first `lead(input)` dims, which it keeps apart."""
+    answer = FUNCTIONS.get(function, function)  # read before it is replaced below: it answers cuts of the other dims
 
     def run(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         dims = range(lead(input)) if isinstance(input, torch.Tensor) else range(0)  # `isin` may be given a number
@@ -40,7 +40,7 @@ def _apart(plain: Callable, lead: Callable[[torch.Tensor], int]) -> None:
             if [(cut.axis, cut.dim, cut.owners) for cut in cuts(other, dims)] != [
                 (cut.axis, cut.dim, cut.owners) for cut in cut_dims
             ]:
-                raise Uncut(f"{plain.__name__} of tensors that are cut differently ({input!r}, {other!r})")
+                raise Uncut(f"{function.__name__} of tensors that are cut differently ({input!r}, {other!r})")
             return with_elements(opened(other, cut_dims), empty)
 
         args, kwargs = replaced(Part, beside, (args, kwargs))
@@ -52,7 +52,7 @@ def _apart(plain: Callable, lead: Callable[[torch.Tensor], int]) -> None:
 
         return replaced(torch.Tensor, own, answer(with_elements(share, empty), *args, **kwargs))
 
-    answers(plain, cut_once=False)(run)
+    answers(function, cut_once=False)(run)
 
 
 def _in_front(dims: int) -> Callable[[torch.Tensor], int]:
@@ -70,6 +70,13 @@ for _plain in (F.pixel_shuffle, F.pixel_unshuffle, F.unfold):
     _apart(_plain, _in_front(3))
 _apart(F.fold, _in_front(2))
 _apart(torch.isin, _in_front(0))
+_isin_apart = FUNCTIONS[torch.isin]
+
+
+@answers(torch.isin, cut_once=False)
+def isin(elements: Any, test_elements: Any, **options: Any) -> Any:
+    """Asks of each element by itself whether it is among all of the others, also those that other ranks hold."""
+    return _isin_apart(elements, plain(test_elements), **options)
 
 
 @answers(F.channel_shuffle, cut_once=False)
