@@ -123,7 +123,7 @@ def test_runs_of_all_ranks_are_the_leaves(accumulate: int, ranks: int) -> None:
         own = TreeSum(24)
         for micro_batch in range(accumulate):
             first = pieces.first(micro_batch, rank)
-            for leaf in range(first, first + pieces.each):
+            for leaf in range(first, first + pieces.per_rank):
                 own.add(leaf, leaf + 1, values[leaf].clone())
         for run in pieces.runs(rank):
             value = own.value(*run)

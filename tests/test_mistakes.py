@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from mistakes import FILES, IN_TASKS, IN_WORDS
 
-from shardwise.cli.answer import FIELDS, _told
+from shardwise.cli.answer import FIELDS, _code_and_message
 from shardwise.cli.main import call
 from shardwise.errors import InputError
 from shardwise.ranks.process import allow_files
@@ -257,7 +257,8 @@ def test_a_process_opens_as_many_files_as_it_may(monkeypatch):
         InputError, match=r"64 ranks take 352 .* may have 256: raise the limit \(ulimit -n 352\), or take"
     ):
         allow_files(64)
-    assert "(ulimit -n), or take fewer ranks" in _told(OSError(errno.EMFILE, "Too many open files"), "verify")[1]
+    _, message = _code_and_message(OSError(errno.EMFILE, "Too many open files"), "verify")
+    assert "(ulimit -n), or take fewer ranks" in message
 
 
 @pytest.mark.long

@@ -361,7 +361,7 @@ def script(device: str, world: int, plan: str = "dp_shard=2,zero=2") -> tuple[li
     if world > 1:
         mock_device.join_group()
         prepared = model, optimizer, loader = prepare(model, optimizer, loader, plan=plan)
-        told = sorted(prepared._told._said)
+        told = sorted(prepared._notices._said)
     for x, y in loader:
         x, y = x.to(device), y.to(device)
         loss = nn.functional.cross_entropy(model(x), y)

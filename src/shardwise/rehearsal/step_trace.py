@@ -261,7 +261,7 @@ def trace(
     except (InputError, RefusedPlan):
         raise
     except Exception as error:
-        # a small model is tried with values in one process too: if that fails, its error says more than the trace's
+        # a small model is tried with values, in a single process: if that fails, its error says more than the trace's
         few = None if sample is None or not 0 < counts.parameters <= MOST_ELEMENTS else repeated(sample, samples)
         raise _failing_alone(task, kept, few) or InputError(untraced(error, inside)) from error
     return counts
