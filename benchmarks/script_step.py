@@ -1,10 +1,12 @@
-"""What `prepare` costs a script's step, beside the same script with DistributedDataParallel in its place.
+"""What `prepare` costs a script's step, beside the same script with torch's own wrapper in its place.
 
-    python benchmarks/script_step.py [--pairs N] [--steps N]
+    python benchmarks/script_step.py [--pairs N] [--steps N] [--zero 3]
+
+Replicas are compared with DistributedDataParallel, `--zero 3` with `fully_shard` on each block and on the model.
 
 Two ranks with one thread each. A pair is two runs of their own, one after the other, of which either comes first in
 turn: what follows a prepared script would follow the other too in one process. The ratio is that of the runs' median
-steps, t_ddp / t_prepared; above 1 the prepared script is faster. Both read their loss in every step.
+steps, t_torch / t_prepared; above 1 the prepared script is faster. Both read their loss in every step.
 
     decoder   3.2 M parameters, 8 samples of 64 tokens: kernels
     small     a decoder of hidden 32 on 8 samples of 16 tokens: what Python adds
@@ -19,6 +21,7 @@ from statistics import median
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -33,7 +36,7 @@ CASES = {
 RANKS, SAMPLES, WARM_UP = 2, 8, 10
 
 
-def _rank(case: str, prepared: bool, steps: int) -> float:
+def _rank(case: str, prepared: bool, steps: int, zero: int) -> float:
     """Seconds of a median step of one rank's run."""
     torch.manual_seed(0)
     config, length = CASES[case]
@@ -42,13 +45,21 @@ def _rank(case: str, prepared: bool, steps: int) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if prepared:
         loader = DataLoader(data, batch_size=SAMPLES)
-        script = shardwise.prepare(model, optimizer, loader, plan=f"dp_replicate={RANKS}")
+        plan = f"dp_shard={RANKS},zero=3" if zero == 3 else f"dp_replicate={RANKS}"
+        script = shardwise.prepare(model, optimizer, loader, plan=plan)
         model, optimizer, loader = script
         backward = script.backward
     else:
         mine = torch.utils.data.distributed.DistributedSampler(data, shuffle=False)
         loader = DataLoader(data, batch_size=SAMPLES // RANKS, sampler=mine)
-        model, backward = DistributedDataParallel(model), torch.Tensor.backward
+        backward = torch.Tensor.backward
+        if zero == 3:
+            for block in model.blocks:
+                fully_shard(block)
+            fully_shard(model)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        else:
+            model = DistributedDataParallel(model)
     times = []
     begun = time.perf_counter()
     for (tokens,) in loader:
@@ -69,13 +80,15 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", default=list(CASES))
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--zero", type=int, choices=(0, 3), default=0)
     words = parser.parse_args()
-    print("| case | ddp, ms | prepared, ms | added, ms | t_ddp / t_prepared | pairs |\n|---|---:|---:|---:|---|---:|")
+    print("| case | torch, ms | prepared, ms | added, ms | t_torch / t_prepared | pairs |")
+    print("|---|---:|---:|---:|---|---:|")
     for case in words.cases:
         pairs = []
         for turn in range(words.pairs):
             first = bool(turn % 2)
-            found = {way: max(launch(_rank, RANKS, (case, way, words.steps))) for way in (first, not first)}
+            found = {way: max(launch(_rank, RANKS, (case, way, words.steps, words.zero))) for way in (first, not first)}
             pairs.append((found[False], found[True]))
         ratios = sorted(by_hand / ours for by_hand, ours in pairs)
         by_hand, ours = (1e3 * median(each) for each in zip(*pairs, strict=True))
