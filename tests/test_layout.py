@@ -19,6 +19,7 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import AXES, RULES, Grid, Plan, check
 from shardwise.layout.buckets import lay_out, most_elements
 from shardwise.layout.dealing import cut, deal, micro_batches
+from shardwise.layout.other_words import OURS_OF
 from shardwise.layout.plan import CHOICES, REMATS, SCHEDULES
 from shardwise.layout.precisions import PRECISIONS
 from shardwise.layout.rules import as_markdown
@@ -439,3 +440,25 @@ def test_tiles_have_an_axis_for_each_dim_of_space() -> None:
     assert grid.plan.world_size == 12
     assert grid.coordinates(10) == {**dict.fromkeys(AXES, 0), "dp_shard": 1, "domain0": 1, "domain1": 1}
     assert grid.group(10, ("domain1",)) == [9, 10, 11] and grid.group(10, ("domain0",)) == [7, 10]
+
+
+@pytest.mark.parametrize(
+    ("text", "ours"),
+    [
+        ("fsdp", "that is dp_shard=N,zero=3 here"),
+        ("FULL_SHARD", "that is dp_shard=N,zero=3 here"),
+        ("gradient-checkpointing=true", "that is remat=full or remat=selective here"),
+        ("tp:2", "write tp=2"),
+        ("offload=cpu", "offload=optimizer, which is forecast"),
+        ("world_size=4", "the product of the plan's degrees"),
+    ],
+)
+def test_other_tools_words_are_answered_with_ours(text: str, ours: str) -> None:
+    with pytest.raises(InputError, match=ours):
+        Plan.parse(text)
+
+
+def test_the_glossary_has_other_tools_words() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "glossary.md").read_text()
+    for words, ours in OURS_OF.items():
+        assert f"| {', '.join(f'`{word}`' for word in words)} | {ours} |" in text

@@ -16,15 +16,12 @@ from typing import Any
 from shardwise.errors import InputError, did_you_mean
 from shardwise.layout import keys
 from shardwise.layout.keys import key, keys_with
+from shardwise.layout.other_words import ours_of
 from shardwise.layout.precisions import PRECISIONS, TORCH
 from shardwise.layout.schedule_kinds import KINDS
 
 SCHEDULES = tuple(KINDS)
 REMATS = ("none", "selective", "full")
-ELSEWHERE = {  # what a technique is called in other libraries, and its keys here
-    "dp": "dp_replicate=N (replicas) or dp_shard=N", "ddp": "dp_replicate=N", "fsdp": "dp_shard=N,zero=3",
-    "fsdp2": "dp_shard=N,zero=3", "hsdp": "dp_replicate=M,dp_shard=N,zero=3", "mp": "tp=N",
-}  # fmt: skip
 PIECES = 24  # of a global batch under deterministic=true: 1, 2, 3, 4, 6, 8, 12 or 24 data ranks divide it
 ALONG = ("cp", "cp_ulysses")  # axes that cut a sample's positions along one dim, outermost first; `domain` cuts several
 
@@ -114,6 +111,8 @@ class Plan:
             if value not in choices:
                 # torch's names, float16 and bfloat16, are far from ours to a search for spellings
                 hint = did_you_mean(str(value).replace("float", "fp").replace("bfp", "bf"), list(choices))
+                if name == "offload":
+                    hint = f"; {ours_of('cpu_offload')}"
                 raise InputError(f"plan: {name}={value} is not one of {', '.join(choices)}{hint}")
         for name in ("wrap", "tp_whole"):
             value = getattr(self, name)
@@ -352,12 +351,16 @@ def no_pair(part: str, text: str) -> str:
         advice = f"; give {part.removesuffix('=')} its value"
     elif (key := next((name for name, choices in CHOICES.items() if part in choices), None)) is not None:
         advice = f"; write {key}={part}"
+    elif ":" in part:
+        advice = f"; write {part.replace(':', '=')}"
+    elif (ours := ours_of(part)) is not None:
+        advice = f"; that is {ours} here" if "=" in ours else f": {ours}"
     return f"expected key=value, got {part!r} in {text!r}{advice}"
 
 
 def nearest_key(word: str) -> str:
     """Returns what follows a word that is no key: the one that is meant, or all there are."""
-    if (ours := ELSEWHERE.get(word.lower())) is not None:
-        return f"; that is {ours} here"
+    if (ours := ours_of(word)) is not None:
+        return f"; that is {ours} here" if "=" in ours else f": {ours}"
     names = [field.name for field in fields(Plan)]
     return did_you_mean(word.lower(), sorted(names)) or f" (known: {', '.join(names)})"

@@ -1,0 +1,35 @@
+"""What other tools call a technique or a setting, and how a plan says it here. The glossary has the same table."""
+
+from __future__ import annotations
+
+_RANKS = "the product of the plan's degrees; ranks are started by torchrun, srun, or --nproc"
+
+OURS_OF = {
+    ("dp", "data_parallel"): "dp_replicate=N (replicas) or dp_shard=N",
+    ("ddp", "distributed_data_parallel", "no_shard", "multi_gpu"): "dp_replicate=N",
+    ("fsdp", "fsdp2", "fully_shard", "full_shard"): "dp_shard=N,zero=3",
+    ("shard_grad_op",): "dp_shard=N,zero=2",
+    ("hsdp", "hybrid_shard"): "dp_replicate=M,dp_shard=N,zero=3",
+    ("sharding_strategy", "zero_stage", "zero_optimization", "stage", "deepspeed"): "dp_shard=N,zero=1, 2 or 3",
+    ("mp", "model_parallel", "tensor_parallel", "tensor_model_parallel_size", "tp_size"): "tp=N",
+    ("pipeline_parallel", "pipeline_model_parallel_size", "pp_size"): "pp=N",
+    ("sequence_parallel",): "sp=true, beside tp=N",
+    ("context_parallel", "context_parallel_size", "ring_attention", "cp_size"): "cp=N",
+    ("ulysses", "sequence_parallel_size", "sp_size"): "cp_ulysses=N",
+    ("expert_parallel", "expert_model_parallel_size", "ep_size"): "ep=N",
+    ("gradient_checkpointing", "activation_checkpointing", "checkpointing", "recompute", "recompute_granularity"):
+        "remat=full or remat=selective",
+    ("gradient_accumulation", "gradient_accumulation_steps", "grad_accum"): "accumulate=N",
+    ("mixed_precision", "amp", "autocast", "dtype"): "precision=bf16 or fp16",
+    ("torch_compile",): "compile=true",
+    ("cpu_offload", "zero_offload", "zero_infinity", "offload_optimizer"):
+        "offload=optimizer, which is forecast and does not run yet",
+    ("world_size", "nnodes", "nproc_per_node", "num_gpus", "gpus"): _RANKS,
+    ("lora", "qlora", "peft", "adapters"): "no key: adapters are a part of the model (peft, in task or script)",
+}  # fmt: skip
+
+
+def ours_of(word: str) -> str | None:
+    """Returns how a plan says another tool's word; None for a word that is not known."""
+    plain = word.strip().lower().replace("-", "_").removeprefix("__")
+    return next((ours for words, ours in OURS_OF.items() if plain in words), None)
