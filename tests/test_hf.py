@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from shardwise import Task, parallelize, verify
 from shardwise.data import JsonlSource
@@ -222,6 +223,23 @@ def test_another_dtype_and_a_file_of_weights(tmp_path: Path, pool: RankPool) -> 
     assert model.dtype == torch.bfloat16
     with pytest.raises(InputError, match="exists: export writes a new folder"):
         export(tmp_path / "weights.safetensors", out, tmp_path / "model")
+
+
+def test_weights_that_would_not_be_found_again_are_refused(tmp_path: Path) -> None:
+    made("tied", tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    name = next(iter(weights))
+    wrapped = {f"base_model.model.{key}": value for key, value in weights.items()}
+    cases = [
+        ({**weights, f"{name}.lora_A.default.weight": weights[name].clone()}, "have .*lora_A.*merge the adapters"),
+        (wrapped, r"lack .* and have base_model"),
+        ({key: value for key, value in weights.items() if key != name}, f"lack .*{name}"),
+    ]
+    for number, (given, words) in enumerate(cases):
+        save_file(given, tmp_path / f"{number}.safetensors")
+        with pytest.raises(InputError, match=words):
+            export(tmp_path / f"{number}.safetensors", tmp_path / "out", tmp_path / "model")
+    assert not (tmp_path / "out").exists()
 
 
 def saved_weights(given: Task, path: str) -> None:

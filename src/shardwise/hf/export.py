@@ -40,6 +40,9 @@ def export(
     source    the checkpoint folder or configuration that the task was made of; a folder's other files (tokenizer,
               generation settings) are copied
     dtype     of floating-point weights; None: as they are
+
+    Raises `InputError` for weights that `from_pretrained` would not find under their names (adapters' among them),
+    before anything is written.
     """
     folder = Path(folder)
     writes = not isinstance(weights, Engine) or weights.rank == 0
@@ -49,6 +52,7 @@ def export(
         there = any(gather_json(there, weights.mesh.world, weights.device))
     if there:
         raise InputError(f"{folder} exists: export writes a new folder")
+    _check_names(weights, config)
     partial = folder.with_name(f".{folder.name}.partial")
     if writes:
         shutil.rmtree(partial, ignore_errors=True)
@@ -70,12 +74,51 @@ def export(
     return folder
 
 
+def _check_names(weights: Engine | str | Path, config: Any) -> None:
+    """Raise `InputError` where the architecture has other names: transformers would draw what it does not find."""
+    kind = _class_of(weights, config)
+    if kind is None:
+        return
+    if isinstance(weights, Engine):
+        buffers = set(weights.module.state_dict()) & {name for name, _ in weights.module.named_buffers()}
+        names = {*weights.state.all_names, *weights.state.frozen_names, *buffers}
+    else:
+        names = _names_in(Path(weights))
+    try:
+        with torch.device("meta"):
+            model = kind(config)
+    except TypeError as error:  # a wrapper around a model of transformers
+        raise InputError(f"export: {kind.__name__} is no model of transformers that its configuration makes") from error
+    own = dict(model.state_dict(keep_vars=True))
+    stored = {id(own[name]) for name in names & own.keys()}
+    missing = sorted(name for name, tensor in own.items() if name not in names and id(tensor) not in stored)
+    unknown = sorted(names - own.keys())
+    if missing or unknown:
+        told = [f"{what} {', '.join(some[:2])}" for what, some in (("lack", missing), ("have", unknown)) if some]
+        adapters = ": merge the adapters into the model first" if any("lora_" in name for name in unknown) else ""
+        raise InputError(
+            f"export: the weights {' and '.join(told)} ({len(missing)} and {len(unknown)} in all), so that "
+            f"{kind.__name__}.from_pretrained would not be this model{adapters}"
+        )
+
+
 def _of_engine(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
     yield from engine.full_parameters()
     kept = set(engine.module.state_dict())
     for name, buffer in engine.module.named_buffers():
         if name in kept:
             yield name, buffer
+
+
+def _names_in(path: Path) -> set[str]:
+    from safetensors import safe_open
+
+    from shardwise.hf.checkpoint import Checkpoint
+
+    if path.name in (SINGLE, INDEX):
+        return set(Checkpoint(path.parent).files)
+    with safe_open(str(path), framework="pt", device="cpu") as file:
+        return set(file.keys())
 
 
 def _of_file(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
