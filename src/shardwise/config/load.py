@@ -38,6 +38,12 @@ WORDS = {
 }
 
 
+NO_TASK = (
+    "no task is given, so the built-in text example is trained; one of your own: shardwise train my_tasks.py:NAME, "
+    "or [task] in the configuration"
+)
+
+
 @dataclass(frozen=True)
 class Effective:
     """The configuration in force. `sources` tells where each key that was set came from."""
@@ -85,6 +91,8 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = (), values: 
     config, notes, items = _validate(items, problems)
     _raise(problems)
     assert config is not None
+    if not any(key.startswith("task.") for key in _sources(items)):
+        notes.append(NO_TASK)
     return Effective(config, plan, _sources(items) | plan_sources, tuple(notes))
 
 
