@@ -1,4 +1,4 @@
-"""Check before the first step that a task's loss adds up over samples (by assemble). A script's: scripts/lookout.
+"""Check before the first step that a task's loss adds up over samples (by assemble). A script's: scripts/model_look.
 
 That single look finds what would make a distributed run differ from one process: a loss that is a mean, a contrastive
 loss, a module that mixes samples or keeps statistics of its own. The same runs show which modules call batch norm,

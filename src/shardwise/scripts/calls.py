@@ -1,4 +1,4 @@
-"""Follow a script's loop and its model's calls, and tell draws, lookout and whole_batch of them.
+"""Follow a script's loop and its model's calls, and tell draws, model_look and whole_batch of them.
 
 for x in loader     the part is known, draws are watched
 model(x)            the first one in training is looked at; inside, a draw must belong to samples
