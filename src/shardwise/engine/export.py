@@ -1,4 +1,4 @@
-"""Whole weights out of a running plan, as tensors or a file (for training/loop, scripts/weight_access); a rank's bytes."""
+"""Whole weights out of a running plan, as tensors or a file (training/loop, scripts/weight_access); a rank's bytes."""
 
 from __future__ import annotations
 

@@ -92,6 +92,10 @@ class Gradients:
                 self._seen[name] = self._gathered(name)
         return {name: self._seen.get(name) for name in params}
 
+    def seen(self, name: str) -> torch.Tensor | None:
+        """Returns the whole gradient that the script has read or set in this step; None where it has not."""
+        return self._seen.get(name)
+
     def is_seen(self, param: torch.Tensor) -> bool:
         """Whether the script has read this whole gradient in this step, or set it."""
         return self._names.get(id(param), "") in self._seen

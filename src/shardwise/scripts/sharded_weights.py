@@ -78,8 +78,12 @@ class ShardedWeights:
 
     def set_gradient(self, param: DTensor, value: torch.Tensor | None) -> None:
         """`param.grad = value`, whole, or in pieces as it was read."""
-        value = value.full_tensor() if isinstance(value, DTensor) else value
-        self._gradients.set(param, value)
+        at = self._index.get(id(param))
+        if isinstance(value, DTensor) and at is not None:  # FSDP's own too, where a backward through gradients ends
+            self._gradients.by_hand = True
+            self._technique.set_gradient(at, value)
+        else:
+            self._gradients.set(param, value.full_tensor() if isinstance(value, DTensor) else value)
 
     def assign(self, param: DTensor, value: torch.Tensor) -> None:
         """`param.data = value` in the forward: the storage is another one from here on, as in one process."""

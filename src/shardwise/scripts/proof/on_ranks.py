@@ -49,7 +49,10 @@ class RankSide:
         """The optimizer's step begins; the script has done to gradients what it does."""
         self.recorder.record.raised_eps |= bool(raise_eps(prepared.optimizer))
         with prepared._gate.open():
-            self.recorder.before(self.number, list(prepared.engine.full_gradients()), line_of_script())
+            named = list(prepared.engine.full_gradients())
+            if prepared.gradients is not None and prepared.gradients.by_hand:  # perhaps in a step without a backward
+                named = [(name, prepared.gradients.seen(name) if g is None else g) for name, g in named]
+            self.recorder.before(self.number, named, line_of_script())
 
     def after(self, prepared: Stepping) -> None:
         """The step is over, and the weights are published."""
