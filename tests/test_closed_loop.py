@@ -190,9 +190,9 @@ def test_a_cluster_file_keeps_ops_and_overheads() -> None:
 def test_ops_on_cut_tensors_are_counted_beside_those_that_their_rules_start() -> None:
     """A step on tensors that nothing cuts has none; one under tensor parallelism has fewer than it has ops in all."""
     task = reference_task(2, 1, 4)
-    looks = cut_module.Looks(task, one_sample(task))
+    looks = cut_module.TaskAnalysis(task, one_sample(task))
     assert trace(task, 2).cut_calls == 0
-    alone, cut = (cut_module.Shares(looks, cut_module.Cuts(tp=tp)).trace(0, 0, (2,)) for tp in (1, 2))
+    alone, cut = (cut_module.CutRehearsal(looks, cut_module.Cuts(tp=tp)).trace(0, 0, (2,)) for tp in (1, 2))
     assert alone.cut_calls == 0
     assert 0 < cut.cut_calls < cut.calls
 
@@ -201,8 +201,8 @@ def test_an_op_on_cut_tensors_has_its_own_cost_in_a_forecast() -> None:
     """Each costs as much as was measured under tp, and none under replicas, which start no such op."""
     dear = tuple((*row[:3], row[3] + 100.0, *row[4:]) for row in ROWS)
     task = reference_task(2, 1, 4)
-    looks = cut_module.Looks(task, one_sample(task))
-    calls = cut_module.Shares(looks, cut_module.Cuts(tp=2)).trace(0, 0, (8,)).cut_calls
+    looks = cut_module.TaskAnalysis(task, one_sample(task))
+    calls = cut_module.CutRehearsal(looks, cut_module.Cuts(tp=2)).trace(0, 0, (8,)).cut_calls
     added = seconds_of(probed(dear), "tp=2", task) - seconds_of(probed(), "tp=2", task)
     assert added == pytest.approx(calls * 100e-6 * 1.2), "and its ranks wait for a fifth of what they do"
     assert seconds_of(probed(dear), "dp_replicate=2", task) == seconds_of(probed(), "dp_replicate=2", task)

@@ -179,7 +179,7 @@ def outcome(op: Any, leaves: list[Any], spec: Any, cut: Cut, axis: Any, rng: ran
                 local = owners.take(leaves[i], cut.dim, axis.index).clone()
                 locals_.append(local.requires_grad_(gradient is not None))
                 given[i] = to_part(local, cut.dim, owners, axis)
-                given[i].soft = cut.soft
+                given[i].may_gather = cut.soft
         torch.manual_seed(1)
         outputs = call(op, given, spec)
         total = differentiated(outputs)

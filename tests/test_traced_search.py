@@ -237,7 +237,7 @@ def test_a_layout_that_cannot_be_rehearsed_is_not_tried_with_recompute_and_zero_
 
     made = Traced(tied(), NODE, software("shardwise"), "fp32", (1, 2), True)
     found = made.subject(32, ("selective", "full"))
-    monkeypatch.setattr(cut_module.Shares, "trace", refused)
+    monkeypatch.setattr(cut_module.CutRehearsal, "trace", refused)
     assert not [
         layout for layout in found.layouts(8, Constraints(most=(("tp", 2), ("pp", 2)))) if layout.tp * layout.pp > 1
     ]

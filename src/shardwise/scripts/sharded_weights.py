@@ -81,7 +81,8 @@ class ShardedWeights:
         at = self._index.get(id(param))
         if isinstance(value, DTensor) and at is not None:  # FSDP's own too, where a backward through gradients ends
             self._gradients.by_hand = True
-            self._technique.set_gradient(at, value)
+            with self._gate.open():
+                self._technique.set_gradient(at, value)
         else:
             self._gradients.set(param, value.full_tensor() if isinstance(value, DTensor) else value)
 
