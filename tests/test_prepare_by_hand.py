@@ -658,6 +658,15 @@ def mistaken(plan: str, case: str) -> None:
                 if case == "forward":
                     model(x)
             sum(weight.sum() for weight in weights).item()  # type: ignore[union-attr]
+        if case == "ungathered":
+            with prepared.whole():
+                [param.grad for param in model.parameters()]
+        if case == "saved":
+            with prepared.whole():
+                prepared.save_weights("never")
+        if case == "state loaded":
+            with prepared.whole(state=True):
+                optimizer.load_state_dict(optimizer.state_dict())
         if case == "state" and step == 4:
             optimizer.state[model.head.weight]["exp_avg"].zero_()
         if case == "group's std":
@@ -677,6 +686,9 @@ def mistaken(plan: str, case: str) -> None:
         ("dp_shard=2,zero=3", "row", RefusedPlan, r"__getitem__ of a weight.*prepared.whole.*line \d+: model.layers"),
         ("tp=2", "row", RefusedPlan, r"__getitem__ of a weight.*prepared.whole.*line \d+: .*zero_"),
         ("dp_shard=2,zero=3", "apart", InputError, r"the end of prepared.whole\(\).*line \d+: with prepared.whole"),
+        ("tp=2", "ungathered", InputError, r"whole\(grads=True\) alone.*line \d+"),
+        ("dp_shard=2,zero=3", "saved", InputError, r"saved within prepared.whole.*line \d+"),
+        ("dp_shard=2,zero=3", "state loaded", InputError, r"state_dict\(\) within prepared.whole.*line \d+"),
         ("tp=2", "after", InputError, r"prepared.whole\(\) gave is used.*line \d+"),
         ("dp_shard=2,zero=3", "forward", InputError, r"called within prepared.whole\(\).*line \d+: model"),
         ("dp_shard=2,zero=2", "state", RefusedPlan, r"optimizer.state holds.*prepared.whole\(state=True\).*line \d+"),

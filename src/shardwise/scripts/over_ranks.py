@@ -177,7 +177,7 @@ class OverRanks(WeightAccess):
 
     def settle(self) -> None:
         """Raise where another parameter stands in the place of one of the plan's."""
-        if self._in_place is not None:
+        if self._in_place is not None and not self.whole_is_open:  # whose stand-ins are in the places for a while
             self._in_place.check()
 
 

@@ -39,6 +39,10 @@ class Whole(Protocol):
     def held_in_pieces(self) -> Engine | None:
         """The engine, where ranks hold pieces of weights and state."""
 
+    @property
+    def whole_is_open(self) -> bool:
+        """Whether the script's own code has whole weights."""
+
     def meet(self, what: str) -> None:
         """All ranks are needed for this call."""
 
@@ -66,12 +70,14 @@ def open_doors(prepared: Whole) -> None:
         engine = prepared.held_in_pieces
         if engine is None:
             return kind.state_dict(self)
+        _refuse_in_whole(prepared, "optimizer.state_dict()")
         prepared.meet("optimizer.state_dict()")
         with prepared.plainly():
             return _numbered(self, prepared.all_names, engine)
 
     @names_line
     def load_state_dict(self: Optimizer, state: Mapping[str, Any]) -> None:
+        _refuse_in_whole(prepared, "optimizer.load_state_dict(...)")
         prepared.meet_with("optimizer.load_state_dict(...)", dict(state))
         engine = prepared.held_in_pieces
         if engine is None:
@@ -81,6 +87,11 @@ def open_doors(prepared: Whole) -> None:
 
     for door in (add_param_group, state_dict, load_state_dict):
         vars(optimizer)[door.__name__] = types.MethodType(door, optimizer)
+
+
+def _refuse_in_whole(prepared: Whole, what: str) -> None:
+    if prepared.whole_is_open:
+        raise InputError(f"{what} within prepared.whole(): call it before, or after the end of the with block")
 
 
 def holds_pieces(plan: Plan) -> bool:

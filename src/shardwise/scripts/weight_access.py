@@ -116,6 +116,8 @@ class WeightAccess(ABC):
     @contextmanager
     def _reading(self) -> Iterator[None]:
         """Context: the engine reads weights, as the script has written them."""
+        if self.whole_is_open:  # what ranks hold is what it was before
+            raise InputError("weights or state are saved within prepared.whole(): save after the end of the with block")
         self.settle()
         self._take_written()
         with self._gate.open(), self._state_gate.open(), self.plainly():

@@ -61,11 +61,39 @@ _HOOK = (
 )
 
 
+_GRAD = torch.Tensor.grad
+
+
+def _refuse_gradient() -> None:
+    raise InputError("p.grad within prepared.whole(): gradients are gathered by prepared.whole(grads=True) alone")
+
+
 class WholeWeight(nn.Parameter):
     """Stands for one parameter in its modules while `prepared.whole()` is open; the same object each time."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         return memo.setdefault(id(self), nn.Parameter(self.detach().clone(), self.requires_grad))
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        self._ask_for_gradient()
+        return _GRAD.__get__(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self._ask_for_gradient()
+        _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _GRAD.__delete__(self)
+
+    def _ask_for_gradient(self) -> None:
+        """Raise `InputError` where gradients were not asked for: None would pass for a parameter without one."""
+        known = self.__dict__.get("_whole_weights")
+        weights = known() if known is not None else None
+        if weights is not None and not weights.answers_itself and not weights.has_gradients:
+            names_line(_refuse_gradient)()
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -116,6 +144,11 @@ class WholeWeights:
         """Whether it is not the script's own code that asks: stand-ins are filled, or the engine reads."""
         script = self._prepared()
         return self._fills or script is None or script._gate.is_open
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether stand-ins have the whole gradients."""
+        return self.is_open and self._asked[0]
 
     def meta(self, param: torch.Tensor) -> torch.Tensor:
         """Returns a tensor on the meta device of the whole weight's shape and dtype."""
@@ -361,8 +394,9 @@ class WholeWeights:
             optimizer.state = defaultdict(dict, {**whole, **rest})
         else:
             script._optimizer_guard.hide_state(optimizer)
-        for name, standing in self._standing.items():
-            standing.grad = self._gradients.get(name)
+        with self._filling():
+            for name, standing in self._standing.items():
+                standing.grad = self._gradients.get(name)
         self.is_open = script.calls.entries.closed = True
 
     def _close(self) -> Any:
