@@ -406,6 +406,10 @@ class FullShard:
     def load_masters(self, index: int, value: torch.Tensor) -> None:
         """Nothing to do: the shards are the masters."""
 
+    def flat_gradients(self) -> list[torch.Tensor] | None:
+        """Returns None: each weight's share lies alone."""
+        return None
+
     def gradient_buffers(self) -> list[torch.Tensor | None]:
         """Returns an empty list: gradients are in the parameters' own `.grad` alone."""
         return []

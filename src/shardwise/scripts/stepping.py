@@ -70,6 +70,7 @@ class Stepping(Weighing):
         self._earlier: Earlier | None = None  # whole gradients of its backwards before
         self._micro = 0  # calls of backward in it
         self._finished = False  # its gradients are whole
+        self._forgotten = False  # those of the step before are
         self._stepped = False  # and were used, without zero_grad since
         self._form: str | None = None
         self._result: StepResult | None = None  # of the gradients that are whole
@@ -244,8 +245,10 @@ class Stepping(Weighing):
             self._set_aside()
         if self._tally is None:
             self._hooks.check()
-            with self._gate.open():
-                self.engine.technique.start_step()
+            if not self._forgotten:
+                with self._gate.open():
+                    self.engine.technique.start_step()
+            self._forgotten = False
             counts = self.mesh.counts and not (self.calls.counted_once and self.mesh.data.index)
             self._tally = Tally(self.engine.device, counts)
             if self._earlier is not None:
@@ -410,6 +413,7 @@ class Stepping(Weighing):
             self.engine.technique.start_step()
             self._whole_gradients.forget()
         self._tally, self._micro, self._finished, self._stepped = None, 0, False, False
+        self._forgotten = True
         self._form = None
 
     def _hook_optimizer(self) -> None:
