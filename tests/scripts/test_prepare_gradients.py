@@ -437,7 +437,8 @@ def searched(plan: str | None, own: bool = False) -> tuple:
     for batch, other in zip(loader, held, strict=True):
         gates.zero_grad()
         back(None if own else prepared, mse(model, *other))
-        gates.step()
+        with nullcontext() if own else whole(prepared, grads=True):  # of weights that ranks hold pieces of
+            gates.step()
         optimizer.zero_grad()
         losses.append(back(prepared, mse(model, *batch)))
         optimizer.step()

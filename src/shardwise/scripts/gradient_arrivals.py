@@ -54,7 +54,8 @@ class Heard:
         self.stray = False  # a gradient came that no backward of this model asked for
         self.asked = False  # its own backward runs
         self.recorded: list[Recorded] = []  # whose units free their weights before a second backward
-        self._watches_taken = False
+        self._plain: list[torch.Tensor] = []  # parameters that hold no shares
+        self._watches_taken = False  # whether what comes to them is counted
         self._on_return, self._on_return_beside = weakly(self._returns), weakly(self._heeds)  # of outputs
         self._taken = 0  # gradients that came for parameters and did not land there
 
@@ -77,8 +78,10 @@ class Heard:
         for buckets in buckets_of(engine):
             buckets.strays = weakly(self._lands)
             in_buckets |= {id(param) for bucket in buckets.buckets for param in bucket.params}
-        for _, param in trainable(engine.module):
-            if not isinstance(param, DTensor) and id(param) not in in_buckets:
+        # now: in a backward under zero=3 the module holds what its units have gathered
+        self._plain = [param for _, param in trainable(engine.module) if not isinstance(param, DTensor)]
+        for param in self._plain:
+            if id(param) not in in_buckets:
                 param.register_post_accumulate_grad_hook(weakly(self._lands))
 
     def _watch_taken(self) -> None:
@@ -87,10 +90,9 @@ class Heard:
         Called in the first backward through the model that is not its own, before a gradient comes to a parameter: a
         hook in Python on each of them costs every step as much as a few operations.
         """
-        engine, self._watches_taken = self.engine, True
-        for _, param in trainable(engine.module) if engine is not None else ():
-            if not isinstance(param, DTensor):
-                param.register_hook(weakly(self._comes))
+        self._watches_taken = True
+        for param in self._plain:
+            param.register_hook(weakly(self._comes))
 
     def _comes(self, gradient: torch.Tensor) -> None:
         """Note that a parameter's gradient was computed, for its `.grad` or for a caller of `torch.autograd.grad`."""

@@ -157,7 +157,11 @@ class Gradients:
             (state.used.discard if value is None else state.used.add)(index)
             share = None if value is None else share_of(state, name, value.detach().as_subclass(torch.Tensor))
             for slot in state.technique.slots:
-                if slot.name == name:
+                if slot.name != name:
+                    continue
+                if isinstance(state.technique, FullShard) and (share is None or slot.master.grad is None):
+                    state.technique.place_gradient(index, share)  # what a later backward adds to is the parameter's own
+                else:
                     slot.master.grad = None if share is None else self._piece(slot, index, share)
 
     def _piece(self, slot: Slot, index: int, share: torch.Tensor) -> torch.Tensor:
