@@ -55,7 +55,7 @@ class Heard:
         self.asked = False  # its own backward runs
         self.recorded: list[Recorded] = []  # whose units free their weights before a second backward
         self._plain: list[torch.Tensor] = []  # parameters that hold no shares
-        self._watches_taken = False  # whether what comes to them is counted
+        self._watched = set[int]()  # those for which it is counted what comes to them
         self._on_return, self._on_return_beside = weakly(self._returns), weakly(self._heeds)  # of outputs
         self._taken = 0  # gradients that came for parameters and did not land there
 
@@ -87,19 +87,20 @@ class Heard:
     def _watch_taken(self) -> None:
         """See from now on which parameters' gradients are computed, whether or not they land.
 
-        Called in the first backward through the model that is not its own, before a gradient comes to a parameter: a
-        hook in Python on each of them costs every step as much as a few operations.
+        Called in a backward through the model that is not its own, before a gradient comes to a parameter: a hook in
+        Python on each of them costs every step as much as a few operations.
         """
-        self._watches_taken = True
         for param in self._plain:
-            param.register_hook(weakly(self._comes))
+            if param.requires_grad and id(param) not in self._watched:
+                self._watched.add(id(param))
+                param.register_hook(weakly(self._comes))
 
     def _comes(self, gradient: torch.Tensor) -> None:
         """Note that a parameter's gradient was computed, for its `.grad` or for a caller of `torch.autograd.grad`."""
         self._taken += not (self.asked or self._gate.is_open or self.on_every_rank)
 
     def _lands(self, param: torch.Tensor) -> None:
-        self._taken -= self._watches_taken and not (self.asked or self._gate.is_open or self.on_every_rank)
+        self._taken -= id(param) in self._watched and not (self.asked or self._gate.is_open or self.on_every_rank)
         self._arrives(param)
 
     def refuse_taken(self) -> None:
@@ -126,7 +127,7 @@ class Heard:
 
     def _heeds(self, *gradient: torch.Tensor) -> None:
         """A gradient comes back into the model, in its own backward or in another."""
-        if not (self.asked or self._watches_taken or self._gate.is_open):
+        if not (self.asked or self._gate.is_open):
             self._watch_taken()
 
     def records(self) -> None:
