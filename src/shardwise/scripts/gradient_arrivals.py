@@ -55,7 +55,7 @@ class Heard:
         self.asked = False  # its own backward runs
         self.recorded: list[Recorded] = []  # whose units free their weights before a second backward
         self._plain: list[torch.Tensor] = []  # parameters that hold no shares
-        self._watched = set[int]()  # those for which it is counted what comes to them
+        self._followed_params = set[int]()  # those for which it is counted what comes to them
         self._on_return, self._on_return_beside = weakly(self._returns), weakly(self._heeds)  # of outputs
         self._taken = 0  # gradients that came for parameters and did not land there
 
@@ -91,8 +91,8 @@ class Heard:
         Python on each of them costs every step as much as a few operations.
         """
         for param in self._plain:
-            if param.requires_grad and id(param) not in self._watched:
-                self._watched.add(id(param))
+            if param.requires_grad and id(param) not in self._followed_params:
+                self._followed_params.add(id(param))
                 param.register_hook(weakly(self._comes))
 
     def _comes(self, gradient: torch.Tensor) -> None:
@@ -100,7 +100,7 @@ class Heard:
         self._taken += not (self.asked or self._gate.is_open or self.on_every_rank)
 
     def _lands(self, param: torch.Tensor) -> None:
-        self._taken -= id(param) in self._watched and not (self.asked or self._gate.is_open or self.on_every_rank)
+        self._taken -= id(param) in self._followed_params and not (self.asked or self._gate.is_open or self.on_every_rank)
         self._arrives(param)
 
     def refuse_taken(self) -> None:
