@@ -97,11 +97,15 @@ class Heard:
 
     def _comes(self, gradient: torch.Tensor) -> None:
         """Note that a parameter's gradient was computed, for its `.grad` or for a caller of `torch.autograd.grad`."""
-        self._taken += not (self.asked or self._gate.is_open or self.on_every_rank)
+        self._taken += self._is_of_samples()
 
     def _lands(self, param: torch.Tensor) -> None:
-        self._taken -= id(param) in self._followed_params and not (self.asked or self._gate.is_open or self.on_every_rank)
+        self._taken -= id(param) in self._followed_params and self._is_of_samples()
         self._arrives(param)
+
+    def _is_of_samples(self) -> bool:
+        """Whether the backward under way is of this rank's samples alone, and not the plan's own."""
+        return not (self.asked or self._gate.is_open or self.on_every_rank)
 
     def refuse_taken(self) -> None:
         """Raise `RefusedPlan` where the script has asked for gradients of parameters by `torch.autograd.grad`."""

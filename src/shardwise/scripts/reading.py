@@ -118,7 +118,7 @@ def standing() -> int:
 def _standing_of_numpy() -> bytes | tuple:
     """Returns what tells whether NumPy's global generator has drawn; not the second of a pair of normal numbers."""
     # its state as Python has it takes 40 us, more than all the rest of reading a small batch: 624 words one by one
-    source: Any = np.random.get_bit_generator()
+    source: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if type(source) is np.random.MT19937:
         return ctypes.string_at(source.ctypes.state_address, _MT19937_BYTES)
     numpys: Any = np.random.get_state(legacy=False)
