@@ -10,7 +10,7 @@ What this does not do: hand out the sum so far of a step whose micro-batches are
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -129,6 +129,11 @@ class Gradients:
         if self.get(param) is None and name not in self._seen and meet is not None:  # without a backward before
             meet(f"the gradient of '{name}'")
         self._seen[name], self.by_hand = value, True
+
+    def take_away(self, names: Iterable[str]) -> None:
+        """Leave these parameters without a gradient, as `p.grad = None` does on every rank."""
+        self._seen.update(dict.fromkeys(names))
+        self.by_hand = True
 
     def begin_with(self, gradients: dict[str, torch.Tensor | None]) -> None:
         """Let the first step begin with what was there before the model was spread."""

@@ -393,8 +393,17 @@ class Stepping(Weighing):
         return self.loss
 
     @names_line
-    def _discard(self) -> None:
-        """Forget all gradients and sums of this step (`zero_grad`)."""
+    def _discard(self, *, of_optimizer: bool = False) -> None:
+        """Forget all gradients and sums of this step (`zero_grad`); `of_optimizer`: those that it trains.
+
+        Weights that another optimizer trains keep their gradients until it takes them away.
+        """
+        others = {*self.engine.state.names}.difference(*self.all_names) if of_optimizer and self._engine else ()
+        if others and self._tally is not None and not self.calls.stray:
+            self._flush()
+            self._whole_gradients.take_away(name for name in self.engine.state.names if name not in others)
+            self._stepped = True  # nothing waits to be stepped by
+            return
         self.calls.stray = False
         if self._engine is None:
             for param in self.model.parameters():  # what another loop has left, before the model is spread
@@ -428,7 +437,7 @@ class Stepping(Weighing):
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
         def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-            prepared._discard()
+            prepared._discard(of_optimizer=True)
 
         vars(self.optimizer).update(
             step=types.MethodType(step, self.optimizer),
