@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from shardwise.comm import gather_rows
-from shardwise.engine.alone import blame
-from shardwise.engine.samples import few_samples
 from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.host import put
 from shardwise.layout import Plan
 from shardwise.layout.schedules import Schedule, schedule_of
+from shardwise.look.one_process import blame
+from shardwise.look.samples import few_samples
 from shardwise.mesh import Mesh
 from shardwise.parallel.pipeline.chance import repeated
 from shardwise.parallel.pipeline.cuts import CutPoint, Stage, choose, decisions, make_stages

@@ -22,15 +22,13 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm import Axis
-from shardwise.engine.groups import named_groups
-from shardwise.errors import InputError, RefusedPlan, ShardwiseError, did_you_mean
+from shardwise.errors import RefusedPlan
 from shardwise.parallel.slots import DataParallel, PieceSlots
 from shardwise.step.owners import OwnedMasters
-from shardwise.task_names import where
+from shardwise.step.task_optimizer import OptimizerFn, construct, needs_closure
 from shardwise.trace.double import KeepDouble
 from shardwise.trace.leaves import tensors_in
 
-OptimizerFn = Callable[[list[dict]], Optimizer]
 KINDS = ("elementwise", "per tensor", "joint")  # each needs more of the parameters than the one before
 _TRIAL_STEPS = 4
 _TRIAL_TOLERANCE = 1e-9  # of the largest update
@@ -69,40 +67,6 @@ class _NarrowDtypes(TorchDispatchMode):
             if leaf.is_floating_point() and leaf.dtype != torch.float64:
                 self.seen.add(leaf.dtype)
         return output
-
-
-def construct(make: OptimizerFn, params: Sequence[torch.Tensor]) -> Optimizer:
-    """Call the task's optimizer function; raises `InputError` for what it should not return."""
-    try:
-        optimizer = make(named_groups(params))
-    except ShardwiseError:
-        raise
-    except Exception as error:
-        raise InputError(f"Task.optimizer failed: {where(error)}{_like(error)}") from error
-    if not isinstance(optimizer, Optimizer):
-        raise InputError(f"Task.optimizer must return a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    own = {id(param) for param in params}
-    foreign = [param.shape for group in optimizer.param_groups for param in group["params"] if id(param) not in own]
-    if foreign:
-        raise InputError(
-            f"Task.optimizer made an optimizer over {len(foreign)} tensors that are not among the parameters it was "
-            f"given (the first has shape {tuple(foreign[0])}): another model's; build it over its argument, the groups "
-            "(lambda groups: AdamW(groups))"
-        )
-    return optimizer
-
-
-def _like(error: Exception) -> str:
-    """Returns a suggestion for a misspelt name (torch.optim.Adamm), "" for any other error."""
-    if not isinstance(error, AttributeError) or error.name is None:
-        return ""
-    return did_you_mean(error.name, [name for name in dir(error.obj) if not name.startswith("_")])
-
-
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether `step` cannot be called without a closure (LBFGS)."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def over_pieces(make: OptimizerFn, shapes: Sequence[torch.Size], pieces: dict[int, list[nn.Parameter]]) -> Optimizer:

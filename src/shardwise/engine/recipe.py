@@ -24,13 +24,13 @@ from shardwise.engine.materialise import (
     hold_recurrent,
 )
 from shardwise.engine.positions import find_positions
-from shardwise.engine.replaced import hold_replaced, may_replace
-from shardwise.engine.room import check_masks, check_room
-from shardwise.engine.samples import a_few, few_samples, has_samples
 from shardwise.engine.tensor import cut_tensors
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.layout.pieces import BatchPieces
+from shardwise.look.memory_limits import check_masks, check_room
+from shardwise.look.replaced_parameters import hold_replaced, may_replace
+from shardwise.look.samples import a_few, few_samples, has_samples
 from shardwise.memory.chunks import Chunks, chunked_forwards, given_values
 from shardwise.memory.recompute import recompute_block
 from shardwise.mesh import Mesh

@@ -30,13 +30,13 @@ from shardwise.engine.cutting import cut_forward
 from shardwise.engine.experts import look_for_experts, names_of, row_wise_experts
 from shardwise.engine.positions import find_positions
 from shardwise.engine.recipe import make_gradients_dense
-from shardwise.engine.samples import SAMPLES, a_few, few_samples
 from shardwise.engine.tensor import derive_cuts
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.layout.grid import SPACE, inner_axes
 from shardwise.layout.schedule_kinds import Op
 from shardwise.layout.schedules import Schedule, make_schedule
+from shardwise.look.samples import SAMPLES, a_few, few_samples
 from shardwise.parallel.expert import holds_experts
 from shardwise.parallel.expert.apply import Stack
 from shardwise.parallel.pipeline.placed import StagePlacement

@@ -1,4 +1,4 @@
-"""Evaluate a loss and put the module back as it was; note what ran and which weights were written to. For check."""
+"""Evaluate a loss and put the module back as it was; note what ran and which weights were written to."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.device import attention_as_ops
-from shardwise.engine.replaced import refuse_replaced, replacements
 from shardwise.errors import RefusedPlan
+from shardwise.look.replaced_parameters import refuse_replaced, replacements
 from shardwise.parallel.batchnorm import FindBatchNorm, KnownStatistics
 from shardwise.parallel.fsdp import IN_TRANSFORM, UNITS_IN_TRANSFORMS
 from shardwise.part.levels import Distributed
