@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -30,9 +30,11 @@ from shardwise.precision import Precision
 from shardwise.ranks import local_size
 from shardwise.step.forward import Forward
 from shardwise.step.scaler import LossScale
-from shardwise.step.staged import StagedForward
 from shardwise.step.state import RankState
 from shardwise.task import Task
+
+if TYPE_CHECKING:
+    from shardwise.step.staged import StagedForward
 
 
 def assemble(
@@ -91,6 +93,8 @@ def _forward(task: Task, mesh: Mesh, precision: Precision, applied: Applied) -> 
     forward = Forward(task, applied.module, precision, mesh.device, mesh.data, applied.positions)
     if applied.cut is None or applied.staged is None:
         return forward, None
+    from shardwise.step.staged import StagedForward
+
     staged = StagedForward(forward, applied.staged, applied.cut, mesh.pp)
     return staged, staged
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from shardwise.comm.recording import refusing_others
 from shardwise.comm.tree import FixedOrder
-from shardwise.engine.cutting import StagePlacement, cut_module
 from shardwise.engine.experts import names_of, own_row_experts, spread_experts
 from shardwise.engine.materialise import (
     build_everywhere,
@@ -23,7 +22,6 @@ from shardwise.engine.materialise import (
     fill_parameters,
     hold_recurrent,
 )
-from shardwise.engine.positions import find_positions
 from shardwise.engine.tensor import cut_tensors
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
@@ -39,7 +37,6 @@ from shardwise.parallel.expert import install as install_experts
 from shardwise.parallel.expert.apply import Stack, compute_own_rows
 from shardwise.parallel.flat import Flat
 from shardwise.parallel.full import FullShard
-from shardwise.parallel.pipeline.stage import StagedModule
 from shardwise.parallel.replicate import Replicate
 from shardwise.parallel.slots import DataParallel, ValueOf
 from shardwise.parallel.tensor import TensorParallel, compile_block, install, why_eager
@@ -54,6 +51,10 @@ from shardwise.trace.blocks import Blocks, blocks_of
 from shardwise.trace.deferred import Built
 from shardwise.trace.outside_reads import set_training
 from shardwise.trace.stand_in import held_beside
+
+if TYPE_CHECKING:
+    from shardwise.parallel.pipeline.placed import StagePlacement
+    from shardwise.parallel.pipeline.stage import StagedModule
 
 
 @dataclass
@@ -111,8 +112,12 @@ def apply_plan(
     trained = [name for name, _ in trainable(module)]
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
     inseparable = [stack.path for stack in spread.experts.stacks] if spread.experts is not None else []
-    with refusing_others(partial(_own_collective, plan)):
-        cut = cut_module(task, plan, mesh, precision, built, blocks, inseparable) if plan.pp > 1 else None
+    cut: StagePlacement | None = None
+    if plan.pp > 1:
+        from shardwise.engine.cutting import cut_module
+
+        with refusing_others(partial(_own_collective, plan)):
+            cut = cut_module(task, plan, mesh, precision, built, blocks, inseparable)
     absent: set[str] = set()
     if cut is not None:
         absent, value_of = cut.absent, cut.values(built, value_of)
@@ -144,6 +149,8 @@ def apply_plan(
     fill_buffers(module, value_of, precision, mesh.device)
     staged = None
     if cut is not None:
+        from shardwise.parallel.pipeline.stage import StagedModule
+
         staged = StagedModule(module, cut.mine, precision.compute, mesh.inner, spread.results)
     return Applied(
         set_training(module, True), technique, spread.tensor, spread.experts, spread.positions, notices, cut, staged,
@@ -209,6 +216,8 @@ def _spread(
         dealt = names_of(spread.experts.stacks) if spread.experts is not None else frozenset()
         spread.tensor = cut_tensors(task, plan, mesh, precision, built, few, dealt)
     if mesh.inner:
+        from shardwise.engine.positions import find_positions  # a fifth of all files, for plans that cut positions
+
         experts = spread.experts
         spread.row_wise = experts.stacks if experts else own_row_experts(task, mesh, precision, built, few)
         derived = None if spread.tensor is None else spread.tensor.derived
