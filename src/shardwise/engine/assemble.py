@@ -23,6 +23,7 @@ from shardwise.engine.recipe import Applied, apply_plan, trainable
 from shardwise.errors import RefusedPlan
 from shardwise.layout import Plan
 from shardwise.layout.grid import placement
+from shardwise.layout.zero_stages import UNSHARDED
 from shardwise.mesh import Mesh
 from shardwise.parallel.full import USED_OUTSIDE
 from shardwise.part.pairs import pairs_in
@@ -54,12 +55,11 @@ def assemble(
     named, pairs = trainable(applied.module), pairs_in(applied.module)
     names = [name for name, _ in named]
     forward, staged = _forward(task, mesh, precision, applied)
-    zero = plan.zero if mesh.shard.size > 1 else 0
     optimizer, nature, owners = make_optimizer(
-        task.optimizer, applied.technique, names, _full_shapes(applied, pairs), mesh.shard, zero=zero,
+        task.optimizer, applied.technique, names, _full_shapes(applied, pairs), mesh.shard, stage=plan.sharded,
         shares=shares_of(plan.tp, plan.ep), numbers=[param.is_complex() or name in pairs for name, param in named],
     )  # fmt: skip
-    refuse_optimizer(nature, 0, stages=plan.pp)  # `make_optimizer` refuses for zero, tp and ep
+    refuse_optimizer(nature, UNSHARDED, stages=plan.pp)  # `make_optimizer` refuses for zero, tp and ep
     notices = applied.notices + _leaves_node(plan)
     if nature.narrow is not None:
         notices.append(f"the optimizer's own arithmetic runs in {nature.narrow}")

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm import Axis
 from shardwise.errors import RefusedPlan
+from shardwise.layout.zero_stages import ZeroStage
 from shardwise.parallel.slots import DataParallel, PieceSlots
 from shardwise.step.owners import OwnedMasters
 from shardwise.step.task_optimizer import OptimizerFn, construct, needs_closure
@@ -206,10 +207,10 @@ def shares_of(tp: int, ep: int) -> str:
     return ",".join(f"{axis}={n}" for axis, n in (("tp", tp), ("ep", ep)) if n > 1)
 
 
-def refuse(nature: Nature, zero: int, shares: str = "", stages: int = 1, named: str = "the optimizer") -> None:
+def refuse(nature: Nature, zero: ZeroStage, shares: str = "", stages: int = 1, named: str = "the optimizer") -> None:
     """Raise `RefusedPlan` where a rank would have too little for the optimizer.
 
-    zero     the stage, 0 where parameters lie whole on each rank
+    zero     what ranks hold as shards
     shares   see `shares_of`
     stages   of a pipeline
     """
@@ -218,10 +219,11 @@ def refuse(nature: Nature, zero: int, shares: str = "", stages: int = 1, named: 
             f"{shares} leaves each rank a share of a weight, and on a trial {named}'s update of an element hangs on "
             "the rest of its tensor: leave it out, or use an optimizer that treats elements one by one (Adam, SGD)"
         )
-    if zero and nature.kind == "joint":
+    if zero.state and nature.kind == "joint":
         raise RefusedPlan(
-            f"zero={zero} spreads parameters over ranks, and on a trial {named}'s update of one tensor depends on the "
-            "others (or it needs a closure): use zero=0 (dp_replicate), or an optimizer that treats tensors one by one"
+            f"zero={zero.number} spreads parameters over ranks, and on a trial {named}'s update of one tensor depends "
+            "on the others (or it needs a closure): use zero=0 (dp_replicate), or an optimizer that treats tensors one "
+            "by one"
         )
     if stages > 1 and nature.kind == "joint":
         raise RefusedPlan(
@@ -237,7 +239,7 @@ def make_optimizer(
     shapes: list[torch.Size],
     shard: Axis,
     *,
-    zero: int,
+    stage: ZeroStage,
     shares: str = "",
     numbers: Sequence[bool] = (),
 ) -> tuple[Optimizer, Nature, OwnedMasters | None]:
@@ -250,9 +252,9 @@ def make_optimizer(
     """
     nature = try_out(make, shapes, numbers)
     slots = technique.slots
-    refuse(nature, zero, shares)
+    refuse(nature, stage, shares)
     # Masters that are whole need no stand-ins: the task's function gets them themselves.
-    if all(slot.whole for slot in slots) and zero == 0 and not shares:
+    if all(slot.whole for slot in slots) and not stage.state and not shares:
         return construct(make, [slot.master for slot in slots]), nature, None
     if nature.kind == "per tensor":
         owners = OwnedMasters(cast(PieceSlots, technique), names, shapes, shard)

@@ -26,6 +26,7 @@ from shardwise.engine.tensor import cut_tensors
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.layout.pieces import BatchPieces
+from shardwise.layout.zero_stages import PER_MICROBATCH, ZeroStage
 from shardwise.look.memory_limits import check_masks, check_room
 from shardwise.look.replaced_parameters import hold_replaced, may_replace
 from shardwise.look.samples import a_few, few_samples, has_samples
@@ -132,10 +133,10 @@ def apply_plan(
         stacks = spread.experts.stacks if spread.experts is not None else spread.row_wise
         sending = [stack.path for stack in stacks]
         # before recompute and compile, which wrap the forwards as they are then
-        chunked_forwards(module, blocks.paths, chunks, mesh.shard.size > 1 and plan.zero == 3, sending)
+        chunked_forwards(module, blocks.paths, chunks, plan.sharded.weights, sending)
     notices += _prepare(module, blocks, plan)
     order = _fixed_order(plan, mesh)
-    if mesh.shard.size > 1 and plan.zero == 3:
+    if plan.sharded.weights:
         notices += blocks.warnings
         units = [path for path in blocks.paths if path not in enclosed]
         # Whole on every rank: what the forward writes, and what modules keep in lists or objects of their own, where
@@ -333,11 +334,11 @@ def _full_shard(
     if kept:
         named = [(name, param) for name, param in trainable(module) if name not in spread]
         # Their gradients and optimizer state still lie in pieces, as under zero=2.
-        whole = Flat([pair for pair in named if pair[0] in kept], mesh.shard, mesh.replicate, precision, stage=2,
-                     order=order)  # fmt: skip
+        whole = Flat([pair for pair in named if pair[0] in kept], mesh.shard, mesh.replicate, precision,
+                     stage=PER_MICROBATCH, order=order)  # fmt: skip
         technique = WithExperts([name for name, _ in named], technique, whole, kept, None)
     if spread:
-        technique = _with_experts(module, technique, spread, mesh, precision, stage=2)
+        technique = _with_experts(module, technique, spread, mesh, precision, stage=PER_MICROBATCH)
     for index, (name, _) in enumerate(trainable(module)):
         if precision.mixed and name in spread | kept:  # FSDP2 has its own masters already
             technique.load_masters(index, value_of(name).to(mesh.device))
@@ -354,12 +355,12 @@ def _whole_module(
     named = [(name, param) for name, param in trainable(module) if name not in spread]
     pairs = pairs_in(module)
     technique: DataParallel
-    if mesh.shard.size > 1 and plan.zero in (1, 2):
-        technique = Flat(named, mesh.shard, mesh.replicate, precision, stage=plan.zero, order=order, pairs=pairs)
+    if plan.sharded.state:
+        technique = Flat(named, mesh.shard, mesh.replicate, precision, stage=plan.sharded, order=order, pairs=pairs)
     else:
         technique = Replicate(named, mesh.gradients, precision, order, pairs)
     if spread:
-        technique = _with_experts(module, technique, spread, mesh, precision, stage=plan.zero)
+        technique = _with_experts(module, technique, spread, mesh, precision, stage=plan.sharded)
     if precision.mixed:
         for index, (name, _) in enumerate(trainable(module)):
             technique.load_masters(index, value_of(name).to(mesh.device))
@@ -367,13 +368,13 @@ def _whole_module(
 
 
 def _with_experts(
-    module: nn.Module, rest: DataParallel, spread: set[str], mesh: Mesh, precision: Precision, *, stage: int
+    module: nn.Module, rest: DataParallel, spread: set[str], mesh: Mesh, precision: Precision, *, stage: ZeroStage
 ) -> WithExperts:
     """Returns a technique of two: `rest`, and one for experts over the ranks that hold the same ones."""
     named = [(name, param) for name, param in trainable(module) if name in spread]
     pairs = pairs_in(module)
     technique: DataParallel
-    if stage and mesh.expert_shard.size > 1:
+    if stage.state and mesh.expert_shard.size > 1:
         technique = Flat(named, mesh.expert_shard, mesh.replicate, precision, stage=stage, pairs=pairs)
     else:  # one rank of dp_shard alone holds them, or all that do keep everything
         technique = Replicate(named, mesh.expert_data, precision, pairs=pairs)
@@ -392,7 +393,7 @@ def refuse(module: nn.Module, plan: Plan) -> None:
 
 def works_inside(plan: Plan) -> bool:
     """Whether the plan shards, cuts or sends a module's weights, which is done with real numbers alone."""
-    return plan.zero == 3 or plan.tp > 1 or plan.pp > 1 or plan.ep > 1
+    return plan.sharded.weights or plan.tp > 1 or plan.pp > 1 or plan.ep > 1
 
 
 def scripted(module: nn.Module) -> str | None:
@@ -405,7 +406,7 @@ def refuse_scripted(module: nn.Module, plan: Plan) -> None:
     path = scripted(module)
     # Replicas, zero=1 and 2 touch weights and gradients alone.
     inside = [name for name in ("tp", "pp", "ep") if getattr(plan, name) > 1]
-    inside += ["zero=3"] * (plan.zero == 3) + ["remat"] * (plan.remat != "none")
+    inside += [f"zero={plan.zero}"] * plan.sharded.weights + ["remat"] * (plan.remat != "none")
     if path is not None and inside:
         raise RefusedPlan(
             f"'{path}' was made by torch.jit, and {inside[0]} has to look into its forward: give the module as it was "

@@ -72,7 +72,7 @@ def _look_at_few(
     parts = (slice_samples(sample, 0, first), slice_samples(sample, first, n)) if n > 1 else None
     reads = OutsideReads(state.module)
     try:
-        with reads if state.plan.zero == 3 else nullcontext():
+        with reads if state.plan.sharded.weights else nullcontext():
             findings = look(
                 state.module, state.forward.local, whole, parts, (n, first, n - first),
                 joined=state.forward.joined if task.loss_scope == "global" else None,
@@ -86,7 +86,7 @@ def _look_at_few(
         what = f"under plan {state.plan} the forward fails on {n} samples"
         of = (task, state.precision, state.module, whole, state.device, parts or ())
         raise (explained(error) or blame(error, what, *of, more=sample)) from error
-    if state.plan.zero == 3:
+    if state.plan.sharded.weights:
         # What any rank saw: all make the module anew, of the same units.
         by_rank = gather_json([sorted(reads.units), findings.into_arguments], state.mesh.world, state.device)
         findings.outside, findings.into_arguments = (

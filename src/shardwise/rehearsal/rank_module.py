@@ -82,7 +82,7 @@ class RankModule:
         if self.shares.cuts.position_chunks > 1:
             chunks = Chunks(self.shares.cuts.position_chunks)
             sending = [stack.path for stack in stacks]
-            chunked_forwards(model, blocks.paths, chunks, self.shares.cuts.zero == 3, sending)
+            chunked_forwards(model, blocks.paths, chunks, self.shares.cuts.sharded.weights, sending)
         if self.shares.cuts.recompute != "none":
             # a block under two paths is wrapped once
             for block in {id(b): b for b in map(model.get_submodule, blocks.paths)}.values():

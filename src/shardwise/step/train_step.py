@@ -228,7 +228,7 @@ def _in_pieces(state: RankState, index: int, part: Share, tally: Tally, *, last:
     """Run a rank's part of a micro-batch in pieces; one without samples runs where all ranks must meet in units."""
     order = state.order
     assert order is not None
-    first, meet = order.pieces.first(index, state.data_rank), state.plan.zero == 3 and state.mesh.shard.size > 1
+    first, meet = order.pieces.first(index, state.data_rank), state.plan.sharded.weights
     pieces = pieces_of(part, order.pieces.samples(part.total, state.data_rank))
     for place, piece in enumerate(pieces):
         order.begin(first + place, last=last and place == len(pieces) - 1)
