@@ -47,7 +47,7 @@ PARALLEL = [
     bug("zero=2 keeps the last micro-batch's gradient alone", "parallel.flat:Flat._collect",
         "part.gradient.add_(reduced)", "reduced", M + "decoder", "dp_shard=2,zero=2,accumulate=3"),
     bug("zero=2 sends the last micro-batch alone", "parallel.flat:Flat.start_micro_batch",
-        "sync=last or self.stage == 2", "sync=last", M + "decoder", "dp_shard=2,zero=2,accumulate=3"),
+        "sync=last or self.stage.gradients", "sync=last", M + "decoder", "dp_shard=2,zero=2,accumulate=3"),
     bug("shards are not summed over replicas", "parallel.flat:Flat.finish_step",
         "if not self._summed:", "if False:", M + "mlp", "dp_replicate=2,dp_shard=2,zero=2"),
     bug("unused parameters get a gradient of zero", "parallel.flat:Flat.finish_step",
