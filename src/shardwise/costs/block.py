@@ -26,6 +26,7 @@ from shardwise.costs.layout import Layout
 from shardwise.costs.rings import ACT_BYTES, Message, merged_bytes, ring_messages
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import FP8, STATES, Software
+from shardwise.layout.zero_stages import STAGES
 
 EAGER = 1.6  # an unfused chain of elementwise ops moves about this many times a fused one's bytes (assumed)
 # Bytes that move for an element in bf16: (forward, backward) of fused kernels, and of modules as transformers writes
@@ -67,7 +68,8 @@ def handled_bytes(software: Software, layout: Layout) -> float:
     kept = whole_in_pipeline(software, layout)
     if layout.sharded.weights and not kept:
         return software.unit_bytes
-    if (not layout.sharded.gradients or kept) and layout.n_micro * layout.rounds > 1:
+    # the stage that is named, on one rank too, whose gradients are shards by name
+    if (not STAGES[layout.zero].gradients or kept) and layout.n_micro * layout.rounds > 1:
         widened = 2 * gradient if software.widens else 0  # a copy in the sum's dtype written, and read to be added
         return 0.0 if software.accumulates else 2 + 2 * gradient + widened  # read, and the sum read and written
     return 2 + gradient if software.buckets else 0.0

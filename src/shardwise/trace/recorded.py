@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from shardwise.trace.backwards import watching_backwards
 from shardwise.trace.deferred import Built
 from shardwise.trace.fake import Fake, unlogged
 from shardwise.trace.flow import Attribute, Flow, Leaf, ModuleCall, OwnCall
@@ -30,7 +31,7 @@ from shardwise.trace.own_calls import OwnCalls, Spot
 from shardwise.trace.remembered import AttributeWatch, ForwardState, structure
 from shardwise.trace.stand_in import standing_in
 from shardwise.trace.state import ModuleState
-from shardwise.trace.taken import GradientWatch, other_backwards
+from shardwise.trace.taken import GradientWatch
 from shardwise.trace.tensors_in_objects import hidden
 from shardwise.trace.without_gradient import HooksLeftOut, switched_off
 
@@ -208,7 +209,7 @@ def _followed(
     taken = GradientWatch(partial(recorder.take, own))
     with (
         as_written, torch.set_grad_enabled(gradients), HooksLeftOut(), recorder, taken, Assignments(recorder), own,
-        other_backwards(recorder.take_otherwise), _calls(module, recorder, root, own, watch),
+        watching_backwards(recorder.take_otherwise), _calls(module, recorder, root, own, watch),
     ):  # fmt: skip
         output = run()
     recorder.time += 1
