@@ -22,13 +22,14 @@ from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shardwise.config import load
-from shardwise.config.schema import BUILTIN_DEFAULTS, BUILTINS, TaskSection
 from shardwise.errors import InputError, ShardwiseError, did_you_mean, rebuilt
 from shardwise.task import Task
 from shardwise.task_files import which_task
+
+if TYPE_CHECKING:
+    from shardwise.config.schema import TaskSection
 
 MOST_CHARACTERS = 500  # of an exception's own message in one of ours
 
@@ -41,6 +42,9 @@ def resolve_task(named: Task | str | Callable[[], Task], section: TaskSection | 
     """
     if not isinstance(named, str):
         return call_task(getattr(named, "__name__", type(named).__name__), named)
+    from shardwise.config import load
+    from shardwise.config.schema import BUILTIN_DEFAULTS, BUILTINS, TaskSection
+
     if named.endswith(".toml"):
         section = load(named).config.task
         named = section.name

@@ -48,7 +48,7 @@ PARALLEL = [
     bug("zero=2 keeps the last micro-batch's gradient alone", "parallel.flat:Flat._collect",
         "part.gradient.add_(reduced)", "reduced", M + "decoder", "dp_shard=2,zero=2,accumulate=3"),
     bug("zero=2 sends the last micro-batch alone", "parallel.flat:Flat.start_micro_batch",
-        "sync=last or self.stage == 2", "sync=last", M + "decoder", "dp_shard=2,zero=2,accumulate=3"),
+        "sync=last or self.stage.gradients", "sync=last", M + "decoder", "dp_shard=2,zero=2,accumulate=3"),
     bug("shards are not summed over replicas", "parallel.flat:Flat.finish_step",
         "if not self._summed:", "if False:", M + "mlp", "dp_replicate=2,dp_shard=2,zero=2"),
     bug("unused parameters get a gradient of zero", "parallel.flat:Flat.finish_step",
@@ -159,7 +159,7 @@ STEP = [
     bug("masks repeat in every step", "step.masks:seed_masks",
         "state.global_random.begin(state.seed, state.steps_done,", "state.global_random.begin(state.seed, 0,",
         M + "decoder_dropout", "dp_replicate=2"),
-    bug("a model that draws is not watched", "engine.assemble:follow_draws",
+    bug("a model that draws is not watched", "look.task_look:follow_draws",
         "state.watch.idle = draws == []", "state.watch.idle = draws != []", M + "decoder_dropout", "dp_replicate=2"),
     bug("masks follow the place on the rank", "step.masks:seed_masks",
         "Samples(part.start, part.count, part.total)", "Samples(0, part.count, part.total)", M + "decoder_dropout",
@@ -207,7 +207,7 @@ PIPELINE = [
         'return runs_on, ""', 'return False, ""', "remembering_tasks:listed", "pp=2"),
     bug("a buffer that other code sets is taken for its own layer's", "trace.recorded:_in_a_row", "or not within", "",
         "written_tasks:set_from_outside", "pp=2"),
-    bug("a parameter set in a buffer's place is not kept", "engine.replaced:_setting_buffers",
+    bug("a parameter set in a buffer's place is not kept", "look.replaced_parameters:_setting_buffers",
         "value = value.detach()", "value = self._buffers[name]", "written_tasks:averages", "dp_replicate=2"),
     bug("stages take a layer that a draw of torch's drops for one that is always there", "engine.cutting:_fullest",
         "frozenset(set(flow.order) - always)", "frozenset()", "remembering_tasks:dropped_by_torch",
@@ -356,7 +356,7 @@ MORE = [
         "dp_shard=4,ep=2"),
     bug("weights are told twice to the ranks", "step.loss:read_loss",
         '_number(weight, "weight")', '2 * _number(weight, "weight")', M + "decoder", "dp_replicate=2"),
-    bug("norms and biases decay too", "engine.groups:named_groups",
+    bug("norms and biases decay too", "step.task_optimizer:named_groups",
         '"weight_decay": 0.0', '"momentum": 0.0', HERE + "adagrad", "dp_shard=2,zero=1"),
     bug("the weight of a stage's last micro-batch is left out", "step.pipelined:_Row._loss",
         "self.tally.add(loss, part.count, extras)",
@@ -615,7 +615,7 @@ RUNS = [
 ]  # fmt: skip
 
 MANY = [
-    bug("what hangs on the number of samples is not looked at", "engine.many:look_at_many",
+    bug("what hangs on the number of samples is not looked at", "look.whole_batch:look_at_many",
         "unlike = _norms_differ(", "return []\n    unlike = _norms_differ(", "many_tasks:ghosts", "dp_replicate=2"),
 ]  # fmt: skip
 

@@ -21,10 +21,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm import gather_rows
-from shardwise.engine.alike import HeldAlike, elements
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RunError
 from shardwise.host import put
+from shardwise.look.ranks_alike import HeldAlike, elements
 from shardwise.parallel.fsdp import groups_of
 from shardwise.parallel.slots import Slot
 from shardwise.scripts.optimizer import THAWS

@@ -372,7 +372,7 @@ def refuse_hooks(model: nn.Module, plan: Plan) -> None:
 
 
 def _refuse_hooks(name: str, param: nn.Parameter, plan: Plan) -> None:
-    spread = plan.tp > 1 or plan.ep > 1 or (plan.zero == 3 and plan.dp_shard > 1)
+    spread = plan.tp > 1 or plan.ep > 1 or plan.sharded.weights
     early, late = _hooks(param._backward_hooks), _hooks(param._post_accumulate_grad_hooks)
     if plan.world_size > 1 and (late or (early and (spread or not _add_up(early, param)))):
         raise RefusedPlan(

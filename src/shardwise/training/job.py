@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.config import Effective
-from shardwise.engine.samples import check_data
 from shardwise.errors import InputError, ShardwiseError
 from shardwise.layout.dealing import enough_samples, micro_batches
+from shardwise.look.samples import check_data
 from shardwise.observe.profile_steps import read_steps
 from shardwise.observe.sinks import check_sinks
 from shardwise.task import Task
