@@ -30,7 +30,7 @@ OURS_OF = {
         "offload=optimizer, which is forecast and does not run yet",
     ("world_size", "nnodes", "nproc_per_node", "num_gpus", "gpus"): _RANKS,
     ("batch_size", "micro_batch_size", "global_batch"):
-        "no key: the batch is the task's, or train.global_batch; accumulate=N divides it",
+        "no key: the batch is the task's, or train.batch_samples; accumulate=N divides it",
     ("sbatch", "slurm", "kubernetes", "ray", "docker"): _LAUNCHERS,
     ("wandb", "tensorboard", "mlflow"): "no key: train.sinks in a configuration; in a script its own lines on rank 0",
     ("lora", "qlora", "peft", "adapters"): "no key: adapters are a part of the model (peft, in task or script)",
