@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -147,6 +148,15 @@ def test_every_room_has_a_floor() -> None:
     techniques |= {f"parallel.{path.parent.name}" for path in SOURCE.glob("parallel/*/__init__.py")}
     rooms = (modules - DOORSTEP - {"parallel", BESIDE}) | techniques
     assert not rooms - FLOORS.keys(), "give the new room a floor here and in docs/design.md"
+
+
+def test_the_design_page_has_one_short_row_for_each_room() -> None:
+    page = (SOURCE.parents[1] / "docs" / "design.md").read_text()
+    assert len(page.split()) <= 4500, "what a room does in detail belongs into its docstrings"
+    rows = re.findall(r"^\| (\d|beside) \| `([\w.]+)/?` \| (.+) \|$", page, re.MULTILINE)
+    assert {room: floor for floor, room, _ in rows} == {**{r: str(f) for r, f in FLOORS.items()}, BESIDE: "beside"}
+    assert len(rows) == len(FLOORS) + 1
+    assert not [room for _, room, text in rows if len(text.split()) > 25]
 
 
 def test_a_room_imports_from_lower_floors_only() -> None:

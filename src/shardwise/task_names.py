@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import InputError, ShardwiseError, did_you_mean, rebuilt
 from shardwise.task import Task
-from shardwise.task_files import which_task
+from shardwise.task_files import looked_in, which_task
 
 if TYPE_CHECKING:
     from shardwise.config.schema import TaskSection
@@ -71,7 +71,7 @@ def _import(task: str, name: str) -> ModuleType:
             raise InputError(f"task {task!r}: {name} is a folder: give a file in it, as {file / 'file.py'}:task")
         if not file.is_file():
             near = did_you_mean(file.name, sorted(p.name for p in file.parent.glob("*.py")))
-            raise InputError(f"task {task!r}: there is no file {name}{near}")
+            raise InputError(f"task {task!r}: there is no file {name}{looked_in(file)}{near}")
         folder, name = file.resolve().parent, file.stem
     elif Path(f"{name}.py").is_file() and "/" in name:
         raise InputError(f"task {task!r}: the path of a file ends in .py: {task.replace(name, name + '.py')}")

@@ -12,6 +12,7 @@ from shardwise.cli.options import WholeNumber, common, given, given_plan
 from shardwise.cli.waiting import begin
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.progress import timing
+from shardwise.task_files import is_run
 
 _PLAN = "How to spread it: dp_shard=2,zero=3, or a .toml file with the same keys. A script's own by default."
 
@@ -76,6 +77,11 @@ def _prove(answer: Answer, target: str, arguments: tuple[str, ...], words: dict[
     if target.endswith(".toml"):
         _refuse(words, arguments, "a configuration", "device", "epochs", "against", "nproc", "one", "cwd")
         return _prove_run(answer, target, words)
+    if is_run(Path(target)):
+        raise InputError(
+            f"verify: {target} is the folder of a run: {Path(target) / 'config.toml'} is its configuration, and train "
+            f"--resume {target} goes on with it"
+        )
     if Path(target).is_dir() or target.endswith(".ipynb"):
         what = "a folder" if Path(target).is_dir() else "a notebook"
         raise InputError(f"verify: {target} is {what}: give a script in Python, as {Path(target).stem or 'train'}.py")

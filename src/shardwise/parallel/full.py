@@ -35,7 +35,7 @@ from shardwise.comm import Gathering, Trail, all_reduce, broadcast, ready
 from shardwise.comm.tree import FixedOrder, ReduceInOrder
 from shardwise.errors import RefusedPlan
 from shardwise.mesh import Mesh
-from shardwise.parallel.fsdp import can_cut, know_detach, reduce_unused, refuse_transforms
+from shardwise.parallel.fsdp import can_cut, know_detach, partial_reductions, reduce_unused, refuse_transforms
 from shardwise.parallel.slots import Slot, ValueOf, bring_back, joined
 from shardwise.part import Part
 from shardwise.part.pairs import as_complex, as_pairs, pairs_in
@@ -430,8 +430,8 @@ class FullShard:
         return None
 
     def gradient_buffers(self) -> list[torch.Tensor | None]:
-        """Returns an empty list: gradients are in the parameters' own `.grad` alone."""
-        return []
+        """Returns what replicas of shards hold between micro-batches: FSDP2 keeps it beside `.grad` until the last."""
+        return partial_reductions(self.module)
 
     def select(self, index: int, whole: torch.Tensor, shard_rank: int) -> torch.Tensor:
         """Returns the view of a whole parameter that is the piece of rank `shard_rank` (`torch.chunk`'s cut)."""
