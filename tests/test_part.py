@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import shardwise.parallel.domain  # noqa: F401  its functions answer in a run
 from shardwise.comm import Axis, Ledger
 from shardwise.layout import Plan
 from shardwise.layout.views import groups

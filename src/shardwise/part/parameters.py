@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.comm import Axis
 from shardwise.part.crossing import dealt_beside
 from shardwise.part.cuts import Owners
-from shardwise.part.gathering import to_part
+from shardwise.part.moves import to_part
 from shardwise.part.summands import with_summed_gradient
 from shardwise.part.sums import whole_gradient, whole_over_axis
 from shardwise.part.tables import cut_ranges
@@ -67,8 +67,6 @@ def own_rows(axes: tuple[Axis, ...]) -> Iterator[None]:
 _CLASSES: dict[tuple[type, tuple[str, ...]], type] = {}
 CUT_MODULES: WeakSet[nn.Module] = WeakSet()  # of this process, whose positions are cut
 ON_CUT: list[Callable[[], None]] = []  # called when a module is added to them
-
-
 FLAT = "_flat_weights"
 KEPT = "kept"  # the role of a parameter that ranks hold in shares, and gather whenever it is read
 ONCE = "kept, read once"  # or once in a forward, which takes gradients by what it has read

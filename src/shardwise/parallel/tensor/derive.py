@@ -21,7 +21,7 @@ import numpy as np
 from shardwise.comm import Ledger
 from shardwise.errors import InputError, did_you_mean
 from shardwise.part import Owners
-from shardwise.trace.axes import Found, Use
+from shardwise.part.labels import Found, Use
 
 SHARE = 0.01  # of the model's elements, below which a lone table or head is not worth its collectives
 
