@@ -1,6 +1,6 @@
 """Tensors of which each rank holds a share or a summand; what is known of an operation stands in `part/rules`."""
 
-from shardwise.part import dispatch, rules  # noqa: F401 - they register
+from shardwise.part import assigned, dispatch, rules  # noqa: F401 - they register
 from shardwise.part.cuts import Owners, Uncut
 from shardwise.part.gathering import gather
 from shardwise.part.moves import to_part

@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm import Axis
+from shardwise.part.assigned import follow_data
 from shardwise.part.crossing import dealt_beside
 from shardwise.part.cuts import Owners
 from shardwise.part.moves import to_part
@@ -118,9 +119,11 @@ def see_parts(
         for each in ON_CUT:
             each()
     undo_ranges = cut_ranges(module, dealt_beside) if module in CUT_MODULES else lambda: None
+    undo_data = follow_data(module)
 
     def undo() -> None:
         undo_ranges()
+        undo_data()
         for hook in hooks:
             hook.remove()
         CUT_MODULES.discard(module)

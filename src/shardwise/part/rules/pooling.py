@@ -1,8 +1,10 @@
-"""Pooling of tiles over one to three spatial dims, sliding or adaptive windows. Paddings by a boundary: boundary.py."""
+"""Pooling over one to three spatial dims, sliding or adaptive windows. Paddings by a boundary: boundary.py.
+
+On tiles each rank fetches what its outputs read; with indices, and back by them (`max_unpool`), it is done whole.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -12,15 +14,16 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.boundary import Sizes, each
-from shardwise.host import require, to_device
-from shardwise.part.cuts import REMEMBERED, Uncut
+from shardwise.host import to_device
+from shardwise.part.cuts import REMEMBERED
 from shardwise.part.labels import Axes, label
 from shardwise.part.rules.resize_tables import Table, entries, opened_for
 from shardwise.part.rules.resizing import along_each
 from shardwise.part.tiles.apart import apart, in_front
+from shardwise.part.tiles.entire import done_whole, of_all
 from shardwise.part.tiles.kept import CutDim
-from shardwise.part.tiles.maps import Sliding, Spreading, reads
-from shardwise.part.tiles.windows import answers, cuts, fetched, opened, placed, windowed
+from shardwise.part.tiles.maps import Sliding
+from shardwise.part.tiles.windows import answers, cuts, placed, windowed
 
 
 def _outputs(n: int, kernel: int, stride: int, padding: int, dilation: int, ceil: bool) -> int:
@@ -73,114 +76,22 @@ def _max_pool(plain: Callable, with_places: Callable, dims: int) -> None:
         cut_dims = cuts(input, range(-dims, 0))
         if not cut_dims:
             return plain(input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
+        if return_indices:  # places are counted in the whole field
+            return whole(input, kernel_size, stride, padding, dilation, ceil_mode, True)
         kernels, strides, dilations, windows = _slides(input, dims, kernel_size, stride, padding, dilation, ceil_mode)
         around, first = _edges(input, windows, cut_dims), input.dim() - dims
 
         def local(window: torch.Tensor) -> torch.Tensor:
             window = F.pad(window, around, value=lowest) if any(around) else window
-            if not return_indices:
-                return plain(window, kernels, strides, 0, dilations)
-            output, places = with_places(window, kernels, strides, 0, dilations)
-            # torch counts places in what it is given; one process, in the field without padding
-            return output, _in_field(places, window.shape[first:], origin, input.shape[first:])
+            return plain(window, kernels, strides, 0, dilations)
 
-        origin = [-window.before for window in windows]  # of what this rank pools, in the field
-        for cut in cut_dims:
-            wanted = reads(cut.owners, windows[cut.dim - first]).wanted
-            origin[cut.dim - first] = wanted[cut.axis.index][0][0]
         lowest = -torch.inf if input.is_floating_point() else torch.iinfo(input.dtype).min
         along = {cut.dim: windows[cut.dim - first] for cut in cut_dims}
         return windowed(input, along, cut_dims, local, lowest)
 
-    def with_indices(
-        input: torch.Tensor, kernel_size: Sizes, stride: Sizes | None = None, padding: Sizes = 0, dilation: Sizes = 1,
-        ceil_mode: bool = False, return_indices: bool = True,
-    ):  # fmt: skip
-        return max_pool(input, kernel_size, stride, padding, dilation, ceil_mode, True)
-
+    whole = of_all(plain)
+    answers(with_places, cut_once=False)(of_all(with_places))
     answers(plain)(max_pool)
-    answers(with_places)(with_indices)
-
-
-def _in_field(
-    places: torch.Tensor, window: Sequence[int], origin: Sequence[int], field: Sequence[int]
-) -> torch.Tensor:  # fmt: skip
-    """Returns places counted in the whole field, of places counted in a window of it that begins at `origin`."""
-    # both are flat: a place is taken apart dim by dim, from the outermost in, and put together with the field's sizes
-    in_field, left = torch.zeros_like(places), places
-    for d, n in enumerate(field):
-        behind = math.prod(window[d + 1 :])
-        in_field = in_field * n + (left // behind + origin[d]).clamp(0, n - 1)
-        left = left % behind
-    return in_field
-
-
-def _max_unpool(plain: Callable, dims: int) -> None:
-    """Register max unpooling over `dims` dims."""
-
-    def max_unpool(
-        input: torch.Tensor, indices: torch.Tensor, kernel_size: Sizes, stride: Sizes | None = None,
-        padding: Sizes = 0, output_size: Any = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """A field of zeros with each input at its place, of which any spatial dim may be cut."""
-        first = input.dim() - dims
-        cut_dims = cuts(input, range(first, input.dim()))
-        if not cut_dims:
-            return plain(input, indices, kernel_size, stride, padding, output_size)
-        kernels, pads = each(kernel_size, dims), each(padding, dims)
-        strides = each(stride, dims) if stride not in (None, [], ()) else kernels
-        size = [(n - 1) * s - 2 * p + k
-                for n, s, p, k in zip(input.shape[first:], strides, pads, kernels, strict=True)]  # fmt: skip
-        size = size if output_size is None else list(output_size)[-dims:]
-        if [(cut.axis, cut.owners) for cut in cuts(indices, range(first, input.dim()))] != [
-            (cut.axis, cut.owners) for cut in cut_dims
-        ]:
-            raise Uncut(f"max_unpool{dims}d of a tile whose indices are dealt otherwise")
-        along = {cut.dim: Spreading(size[d], kernels[d], strides[d], pads[d])
-                 for cut in cut_dims for d in [cut.dim - first]}  # fmt: skip
-        plans = {cut.dim: reads(cut.owners, along[cut.dim]) for cut in cut_dims}
-        _near(indices, cut_dims, along, size, f"max_unpool{dims}d")
-        origin, extents = [0] * dims, list(size)
-        for cut in cut_dims:
-            span = plans[cut.dim].owners.span(cut.axis.index) or (0, 0)
-            origin[cut.dim - first], extents[cut.dim - first] = span
-            # windows overlap, so a maximum of another rank's may lie among this rank's outputs; -1 is in no field
-            indices = fetched(indices, cut, plans[cut.dim].wanted, -1)
-            input = fetched(input, cut, plans[cut.dim].wanted)
-        # places of the whole field as places among this rank's outputs, dim by dim
-        inside, place, left = indices >= 0, torch.zeros_like(indices), indices
-        for d in range(dims):
-            behind = math.prod(size[d + 1 :])
-            at = left // behind - origin[d]
-            inside, left = inside & (at >= 0) & (at < extents[d]), left % behind
-            place = place * extents[d] + at
-        cells = math.prod(extents)
-        place = torch.where(inside, place, cells)  # what lies elsewhere goes to a cell that is dropped
-        flat = input.new_zeros((*input.shape[:first], cells + 1))
-        flat = flat.scatter(-1, place.flatten(first), input.flatten(first))
-        after = [CutDim(cut.axis, cut.dim, plans[cut.dim].owners) for cut in cut_dims]
-        return placed(flat.narrow(-1, 0, cells).unflatten(-1, extents), after)
-
-    answers(plain)(max_unpool)
-
-
-def _near(
-    indices: torch.Tensor, cut_dims: list[CutDim], along: dict[int, Spreading], size: Sequence[int], what: str
-) -> None:  # fmt: skip
-    """Raises `Uncut`, or lets a device assert, where a place lies outside the window from which it was pooled.
-
-    Ranks fetch by those windows, so a place elsewhere would be lost in silence.
-    """
-    first, mine = indices.dim() - len(size), opened(indices, cut_dims)
-    all_near = torch.ones((), dtype=torch.bool, device=mine.device)
-    for cut in cut_dims:
-        d, window = cut.dim - first, along[cut.dim]
-        at = mine // math.prod(size[d + 1 :]) % size[d]
-        start = torch.as_tensor(cut.owners.indices(cut.axis.index)) * window.stride - window.before
-        start = to_device(start, mine.device).view([-1 if e == cut.dim else 1 for e in range(mine.dim())])
-        all_near = all_near & ((at >= start) & (at < start + window.kernel)).all()
-    error = f"{what} of tiles: a place lies outside the window of its kernel and stride, and is not fetched"
-    require(all_near, lambda: Uncut(error))
 
 
 def _avg_pool(plain: Callable, dims: int) -> Callable:
@@ -226,14 +137,14 @@ def _factors(window: Sliding, n: int, padded: bool) -> tuple[float, ...] | None:
     return None if (counted == window.kernel).all() else tuple(float(x) for x in window.kernel / counted)
 
 
-for _dims, _max, _with_places, _avg, _unpool in (
-    (1, F.max_pool1d, F.max_pool1d_with_indices, F.avg_pool1d, F.max_unpool1d),
-    (2, F.max_pool2d, F.max_pool2d_with_indices, F.avg_pool2d, F.max_unpool2d),
-    (3, F.max_pool3d, F.max_pool3d_with_indices, F.avg_pool3d, F.max_unpool3d),
+for _dims, _max, _with_places, _avg in (
+    (1, F.max_pool1d, F.max_pool1d_with_indices, F.avg_pool1d),
+    (2, F.max_pool2d, F.max_pool2d_with_indices, F.avg_pool2d),
+    (3, F.max_pool3d, F.max_pool3d_with_indices, F.avg_pool3d),
 ):
     _max_pool(_max, _with_places, _dims)
     _avg_pool(_avg, _dims)
-    _max_unpool(_unpool, _dims)
+done_whole("max_unpool1d", "max_unpool2d", "max_unpool3d")
 
 
 def _adaptive_avg(plain: Callable, dims: int) -> None:
@@ -266,14 +177,14 @@ def _adaptive_max(plain: Callable, with_places: Callable, slide: Callable, dims:
         cut_dims = cuts(input, range(first, input.dim()))
         if not cut_dims:
             return plain(input, output_size, return_indices)
+        if return_indices:
+            return whole(input, output_size, True)
         asked = list(output_size) if isinstance(output_size, Sequence) else [output_size] * dims
-        after, rows, field = [], {}, input.shape[first:]
+        after, rows = [], {}
         tables = [Table(n, n if m is None else m, "windows")
-                  for n, m in zip(field, asked, strict=True)]  # fmt: skip
-        read = [entries(table)[0] for table in tables]  # by each output, in the field
+                  for n, m in zip(input.shape[first:], asked, strict=True)]  # fmt: skip
         for cut in cut_dims:
             input, then, rows[cut.dim] = opened_for(input, cut, tables[cut.dim - first])
-            read[cut.dim - first] = read[cut.dim - first][then.owners.indices(cut.axis.index)]
             after.append(then)
         # windows differ in size and overlap: laid out one behind the other, filled up, they are those of plain pooling
         kernel = []
@@ -284,29 +195,14 @@ def _adaptive_max(plain: Callable, with_places: Callable, slide: Callable, dims:
                 input = _laid_apart(input, dim, places, weights)
             kernel.append(places.shape[1])
         if input.numel():
-            output, at = slide(input, kernel, return_indices=True) if return_indices else (slide(input, kernel), None)
-            at = None if at is None else _in_windows(at, input.shape[first:], read, field)
-        else:  # kernels take no empty tile: an empty output, by operations that have a backward
-            output = input
-            for dim, n in enumerate(kernel, first):
-                output = output.narrow(dim, 0, output.shape[dim] // n)
-            at = output.to(torch.int64) if return_indices else None
-        return placed(output, after) if at is None else (placed(output, after), placed(at, after))
+            return placed(slide(input, kernel), after)
+        for dim, n in enumerate(kernel, first):  # kernels take no empty tile: an empty one, which has a backward
+            input = input.narrow(dim, 0, input.shape[dim] // n)
+        return placed(input, after)
 
+    whole = of_all(plain)
     answers(plain)(adaptive_max_pool)
-    answers(with_places)(lambda input, output_size, return_indices=True: adaptive_max_pool(input, output_size, True))
-
-
-def _in_windows(
-    at: torch.Tensor, windows: Sequence[int], read: list[np.ndarray], field: Sequence[int]
-) -> torch.Tensor:  # fmt: skip
-    """Returns places counted in the whole field, of places counted in windows that lie behind each other."""
-    in_field, left = torch.zeros_like(at), at
-    for d, n in enumerate(field):
-        behind = math.prod(windows[d + 1 :])
-        places = to_device(np.ascontiguousarray(read[d].reshape(-1)).astype(np.int64), at.device)
-        in_field, left = in_field * n + places[left // behind], left % behind
-    return in_field
+    answers(with_places, cut_once=False)(of_all(with_places))
 
 
 def _laid_apart(tile: torch.Tensor, dim: int, places: np.ndarray, weights: np.ndarray) -> torch.Tensor:
@@ -329,8 +225,7 @@ for _dims, _plain in ((1, F.adaptive_avg_pool1d), (2, F.adaptive_avg_pool2d), (3
     _adaptive_avg(_plain, _dims)
 
 
-POOLS = ("max_pool{}d", "max_pool{}d_with_indices", "avg_pool{}d", "max_unpool{}d", "adaptive_avg_pool{}d",
-         "adaptive_max_pool{}d", "adaptive_max_pool{}d_with_indices")  # fmt: skip
+POOLS = ("max_pool{}d", "avg_pool{}d", "adaptive_avg_pool{}d", "adaptive_max_pool{}d")
 
 
 for _dims in (1, 2, 3):

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from shardwise.part.cuts import Owners, Uncut
 from shardwise.part.moves import from_axis, moved, owners_inside, replaced_from_axis, share_of
-from shardwise.part.sums import redealt, whole_over_axis
+from shardwise.part.sums import redealt, whole_gradient, whole_over_axis
 from shardwise.part.tensor import Part
 from shardwise.part.tiles.gathers import noted
 from shardwise.part.tiles.kept import CutDim
@@ -223,6 +223,7 @@ def of_all(plain: Callable) -> Callable:
         now = cuts(parts[0], range(parts[0].dim())) if parts else []
 
         def again(whole: torch.Tensor) -> torch.Tensor:
+            whole = whole_gradient(whole, now[0].axis)  # in backward too the operation is done of whole tensors
             n, sizes = parts[0].dim(), zip(whole.shape, parts[0].shape, strict=False)
             room = [size == before or size >= math.prod(cut.axis.size for cut in now) for size, before in sizes]
             fits = whole.dim() == n and all(room[cut.dim] for cut in now)
@@ -244,11 +245,13 @@ def _whole(name: str, part: Part) -> torch.Tensor:
 
 def _shared(whole: torch.Tensor, cut_dims: list[CutDim]) -> torch.Tensor:
     """Returns a tensor that every rank has, cut in these ways, in blocks where its size is another. Nothing is sent."""
-    for cut in cut_dims:
-        n = _extent(whole, cut.dim, cut)
-        owners = cut.owners if n == cut.owners.size else Owners.blocks(n, cut.axis.size)
-        whole = placed(share_of(whole, cut.dim, owners, cut.axis), [CutDim(cut.axis, cut.dim, owners)])
-    return whole
+    if not cut_dims:
+        return whole
+    cut, *inside = cut_dims
+    n = _extent(whole, cut.dim, cut)
+    owners = cut.owners if n == cut.owners.size else Owners.blocks(n, cut.axis.size)
+    share = _shared(share_of(whole, cut.dim, owners, cut.axis), inside)
+    return placed(share, [CutDim(cut.axis, cut.dim, owners)])
 
 
 def _functions(name: str) -> set[Callable]:
