@@ -26,7 +26,7 @@ from shardwise.part.exchanges import _elements, _Exchange, _ranges, fetch, with_
 from shardwise.part.gathering import gather, gathered
 from shardwise.part.levels import Distributed
 from shardwise.part.sums import redealt, whole_over_axis
-from shardwise.part.tensor import Part
+from shardwise.part.tensor import Part, is_part
 
 
 def recut(part: Part, dim: int, owners: Owners, inside: Owners | None = None) -> Part:
@@ -107,6 +107,14 @@ def dealt_as(part: Part, lead: Part, dim: int, what: str) -> Part:
     if part.axis is lead.axis and lead.axis.positions and part.shape[dim] == lead.owners.size:
         return recut(part if dim == part.dim_cut else whole_inside(part), dim, lead.owners)
     raise Uncut(f"{what} of tensors that are cut differently ({part!r}, {lead!r})")
+
+
+def share_as(tensor: torch.Tensor, lead: Part, dim: int, what: Any = "an operation") -> torch.Tensor:
+    """Returns this rank's share along `dim` of a tensor, whole or cut over the rule's axis, dealt as `lead` is.
+
+    Collective where it is dealt otherwise; `what` reads both.
+    """
+    return dealt_as(tensor, lead, dim, str(what)).local if is_part(tensor) else lead.share(tensor, dim)
 
 
 def whole_inside(part: Part) -> Part:

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from shardwise.part.cuts import Uncut
 from shardwise.part.gathering import gathered
 from shardwise.part.labels import Axes, label
+from shardwise.part.moves import share_as
 from shardwise.part.rules.norms import _by_group, as_weights
-from shardwise.part.rules.softmax import beside
 from shardwise.part.sums import plain
 from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
 from shardwise.part.tiles.windows import answers, cuts, opened, placed, used
@@ -65,7 +65,7 @@ def batch_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
     statistics = [_of_channels(x, tensor) for tensor in (weight, mean, var)]
     # in evaluation nothing was saved: tensors without elements, or None
     saved = [_of_channels(x, kept) if kept is not None and kept.numel() else kept for kept in (save_mean, save_inverse)]
-    gradients = func(beside(func, dy, x), x.local, *statistics, *saved, training, eps, mask)
+    gradients = func(share_as(dy, x, x.dim_cut, func), x.local, *statistics, *saved, training, eps, mask)
     dims = (1, 0, 0)  # of channels in (N, C, ...), (C,) and (C,)
     return tuple(None if grad is None else x.with_local(grad, d) for grad, d in zip(gradients, dims, strict=True))
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from shardwise.boundary import Sizes, each, paddings
 from shardwise.part.cuts import Uncut, repeated
 from shardwise.part.labels import Axes, Use, label, param_of
-from shardwise.part.rules.products import _share
+from shardwise.part.moves import share_as
 from shardwise.part.sums import Sum
 from shardwise.part.tensor import is_part, no_rule, parts_in, rule
 from shardwise.part.tiles.deep import deepened
@@ -43,7 +43,7 @@ def convolution(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     # by input channels: a sum over ranks, to which the bias is added once
     if g == 1 and w_cut in (inner, None) and x_cut in (1, None) and (w_cut is None or x_cut is None or x.beside(w)):
         lead = w if is_part(w) else x
-        local = _convolved(func, _share(x, lead, 1), _share(w, lead, inner), (x, w), rest)
+        local = _convolved(func, share_as(x, lead, 1), share_as(w, lead, inner), (x, w), rest)
         total = Sum.of(local, lead.axis, lead.origin, spread=False)
         return total if b is None else total + b.view(-1, *([1] * (total.dim() - 2)))
     # depthwise, each rank has whole groups: channels of input and output alike
@@ -80,19 +80,19 @@ def convolution_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
     w_cut = w.dim_cut if is_part(w) else None
     if w_cut == outer and g == 1:  # by output channels: dx is a sum over ranks
         local = None if bias_sizes is None else [w.local.shape[outer]]
-        dx, dw, db = func(_share(dy, w, 1), x, w.local, local, *rest, 1, mask)
+        dx, dw, db = func(share_as(dy, w, 1), x, w.local, local, *rest, 1, mask)
         dx = Sum.of(dx, w.axis, w.origin, spread=False) if dx is not None and mask[0] else None
         dw = None if dw is None else w.with_local(dw, outer)
         return dx, dw, None if db is None else w.with_local(db, 0)
     if w_cut == 0 and g > 1:  # depthwise
         x = _by_groups(x, w, g)
         local = None if bias_sizes is None else [w.local.shape[0]]
-        dx, dw, db = func(_share(dy, w, 1), x.local, w.local, local, *rest, x.local.shape[1], mask)
+        dx, dw, db = func(share_as(dy, w, 1), x.local, w.local, local, *rest, x.local.shape[1], mask)
         dx = x.with_local(dx, 1) if mask[0] else None
         return dx, *(None if gradient is None else w.with_local(gradient, 0) for gradient in (dw, db))
     # by input channels
     if g == 1 and not is_part(dy) and (w_cut == inner or (is_part(x) and x.dim_cut == 1)):
-        xl, wl = _share(x, part, 1), _share(w, part, inner)
+        xl, wl = share_as(x, part, 1), share_as(w, part, inner)
         if xl.shape[1]:
             dx, dw, db = func(dy, xl, wl, bias_sizes, *rest, 1, mask)
         else:
@@ -101,7 +101,7 @@ def convolution_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
         dx = part.with_local(dx, 1) if mask[0] else None
         return dx, part.with_local(dw, inner) if mask[1] else None, db
     if w_cut is None and part.dim_cut == 0:  # by samples
-        dx, dw, db = func(_share(dy, part, 0), _share(x, part, 0), w, bias_sizes, *rest, g, mask)
+        dx, dw, db = func(share_as(dy, part, 0), share_as(x, part, 0), w, bias_sizes, *rest, g, mask)
         dx = part.with_local(dx, 0) if mask[0] else None
         sums = (Sum.of(gradient, part.axis, part.origin, spread=False) if m else None
                 for gradient, m in zip((dw, db), mask[1:], strict=True))  # fmt: skip

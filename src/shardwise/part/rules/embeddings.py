@@ -11,8 +11,8 @@ from torch.autograd.function import once_differentiable
 from shardwise.part.cuts import Uncut
 from shardwise.part.gathering import gather
 from shardwise.part.labels import Axes, Use, label
-from shardwise.part.moves import dealt_as
-from shardwise.part.rules.indexing import _place_of, with_one_more
+from shardwise.part.moves import share_as
+from shardwise.part.rules.indexing import place_of, with_one_more
 from shardwise.part.rules.losses import _check_range
 from shardwise.part.rules.products import _weight
 from shardwise.part.sums import Sum, plain
@@ -30,7 +30,7 @@ def embedding(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     if weight.dim_cut == 1:
         return weight.with_local(func(weight.local, index), index.dim())
     _check_range(index, weight.shape[0], "index")
-    owned, place = _place_of(weight, index)
+    owned, place = place_of(weight, index)
     # a rank without rows reads one of zeros
     rows = weight.local if weight.local.shape[0] else with_one_more(weight.local, 0)
     return Sum.of(rows[place] * owned.unsqueeze(-1), weight.axis, weight.origin)
@@ -52,7 +52,7 @@ class _Rows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient: torch.Tensor):
         weight, index = ctx.saved_tensors
-        owned, place = _place_of(weight, index)
+        owned, place = place_of(weight, index)
         owned = owned & (index != ctx.padding) if ctx.padding >= 0 else owned
         rows = (plain(gradient) * owned.unsqueeze(-1)).to(weight.dtype).flatten(0, index.dim() - 1)
         local = torch.zeros_like(weight.local)
@@ -92,9 +92,7 @@ def embedding_dense_backward(func: Any, args: tuple, kwargs: dict) -> torch.Tens
         return gradient.with_local(func(gradient.local, *args[1:], **kwargs), 1)
     # args[4] is scale_grad_by_freq, which divides by how often an index is read on all ranks
     if is_part(gradient) and gradient.dim_cut < index.dim() and not args[4]:
-        if is_part(index):
-            index = dealt_as(index, gradient, gradient.dim_cut, str(func))
-        mine = index.local if is_part(index) else gradient.share(index, gradient.dim_cut)
+        mine = share_as(index, gradient, gradient.dim_cut, func)
         return Sum.of(func(gradient.local, mine, *args[2:], **kwargs), gradient.axis, gradient.origin, spread=False)
     if is_part(index) and not is_part(gradient):
         return func(gradient, gather(index), *args[2:], **kwargs)

@@ -12,7 +12,7 @@ from shardwise.host import to_device
 from shardwise.part.cuts import Uncut
 from shardwise.part.labels import Axes, label
 from shardwise.part.levels import Distributed
-from shardwise.part.moves import dealt_as
+from shardwise.part.moves import share_as
 from shardwise.part.rules.masks import MASKS, getitem, is_mask, selected
 from shardwise.part.sums import Sum, plain, reduced, whole_over_axis
 from shardwise.part.tensor import FUNCTIONS, Part, is_part, no_rule, parts_in, rule
@@ -20,7 +20,7 @@ from shardwise.part.tiles.gathers import noted
 from shardwise.part.tiles.windows import answers, cuts
 
 
-def _place_of(part: Part, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def place_of(part: Part, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (whether this rank owns each index of the cut dim, its place among its own; 0 where it does not)."""
     mine = to_device(part.owners.indices(part.axis.index), index.device)
     if not len(mine):
@@ -70,13 +70,12 @@ def _gathered_by(func: Any, part: Part, dim: int, index: torch.Tensor) -> Part:
     cut = part.dim_cut
     if index.shape[cut] != part.shape[cut]:
         raise Uncut(no_rule(func, [part]))
-    mine = dealt_as(index, part, cut, str(func)).local if is_part(index) else part.share(index, cut)
-    return part.with_local(func(part.local, dim, mine))
+    return part.with_local(func(part.local, dim, share_as(index, part, cut, func)))
 
 
 def entries_here(x: Part, dim: int, index: torch.Tensor) -> torch.Tensor:
     """Returns `x.gather(dim, index)` along the cut dim, plain. Collective."""
-    owned, place = _place_of(x, index)
+    owned, place = place_of(x, index)
     # a rank without indices reads zeros
     local = x.local if x.local.shape[dim] else with_one_more(x.local, dim)
     return reduced(local.gather(dim, place) * owned, x)
@@ -95,7 +94,7 @@ class _Entries(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient: torch.Tensor):
         (index,), x = ctx.saved_tensors, ctx.like
-        owned, place = _place_of(x, index)
+        owned, place = place_of(x, index)
         local = torch.zeros_like(x.local)
         if local.shape[ctx.dim]:
             local.scatter_add_(ctx.dim, place, plain(gradient) * owned)
@@ -141,17 +140,17 @@ def _read_by_own(func: Any, x: torch.Tensor, indices: list) -> Part:
     added = len(torch.broadcast_shapes(*(indices[d].shape for d in used)))
     # where indexed dims are not side by side, torch puts the index's dims in front
     first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
-    own = [i if i is None else _share_of_index(func, i, lead, place) for i in indices]
+    own = [i if i is None else share_of_index(func, i, lead, place) for i in indices]
     return lead.with_local(func(x, own), first + added + place)
 
 
-def _share_of_index(func: Any, index: torch.Tensor, lead: Part, place: int) -> torch.Tensor:
+def share_of_index(func: Any, index: torch.Tensor, lead: Part, place: int) -> torch.Tensor:
     """Returns this rank's share of an index, dealt as `lead`; `place` is the cut dim, counted from the end (< 0)."""
     here = index.dim() + place
     if index.dtype in MASKS:
         raise Uncut(no_rule(func, [lead]))
     if is_part(index):
-        return dealt_as(index, lead, here, str(func)).local
+        return share_as(index, lead, here, func)
     return lead.share(index, here) if here >= 0 and index.shape[here] > 1 else index
 
 
@@ -162,7 +161,7 @@ def _picked(func: Any, part: Part, indices: list) -> torch.Tensor:
     tokens = isinstance(inner, Part) and inner.dim_cut == part.dim_cut  # of tiles cut along several dims
     if wanted.dtype is torch.bool:
         raise Uncut(no_rule(func, [part]))
-    owned, place = _places_of(part, wanted)
+    owned, place = places_of(part, wanted)
     if isinstance(inner, Distributed) and not tokens:
         # what others own is read as a row of zeros behind this rank's own
         place = torch.where(owned, place, inner.shape[part.dim_cut])
@@ -181,14 +180,9 @@ def _picked(func: Any, part: Part, indices: list) -> torch.Tensor:
     return Sum.of(entries * owned.view(*owned.shape, *([1] * after)), part.axis, part.origin)
 
 
-def _places_of(part: Part, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (whether this rank owns each wanted index of the cut dim, its place among its own); negative ones too."""
-    mine = to_device(part.owners.indices(part.axis.index), wanted.device)
-    wanted = torch.where(wanted < 0, wanted + part.owners.size, wanted)
-    if not len(mine):
-        return torch.zeros_like(wanted, dtype=torch.bool), torch.zeros_like(wanted)
-    place = torch.searchsorted(mine, wanted.contiguous()).clamp_(max=len(mine) - 1)
-    return mine[place] == wanted, place
+def places_of(part: Part, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns `place_of` of indices that may count from the end."""
+    return place_of(part, torch.where(wanted < 0, wanted + part.owners.size, wanted))
 
 
 @answers(torch.Tensor.__getitem__, cut_once=False)

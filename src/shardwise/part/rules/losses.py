@@ -13,7 +13,7 @@ from shardwise.part.done_whole import on_whole_positions
 from shardwise.part.labels import Axes, label
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import reowned
-from shardwise.part.rules.indexing import _place_of
+from shardwise.part.rules.indexing import place_of
 from shardwise.part.rules.reductions import arguments_of
 from shardwise.part.sums import reduced
 from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
@@ -74,7 +74,7 @@ def nll_loss(func: Any, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.
     counts = target != ignored
     _check_range(target, x.shape[classes], "target", ignored)
     # cut along classes: one rank has the log-probability of a target, and the others add zero to it
-    owned, place = _place_of(x, target)
+    owned, place = place_of(x, target)
     row = x.local.gather(classes, place.unsqueeze(classes)).squeeze(classes) if x.local.shape[classes] else None
     mine = torch.zeros(target.shape, dtype=x.dtype, device=x.device) if row is None else row * (owned & counts)
     target_weight = weight[target.clamp(min=0)] if weight is not None else torch.ones_like(target, dtype=x.dtype)
@@ -96,7 +96,7 @@ def nll_loss_backward(func: Any, args: tuple, kwargs: dict) -> Part:
         return x.with_local(func(local, x.local, _beside(x, target, classes), weight, reduction, ignored, total))
     if not is_part(x) or is_part(gradient):
         raise Uncut(no_rule(func, parts_in(args)))
-    owned, place = _place_of(x, target)
+    owned, place = place_of(x, target)
     owned = owned & (target != ignored)
     target_weight = (
         weight[target.clamp(min=0)] if weight is not None else torch.ones(target.shape, dtype=x.dtype, device=x.device)

@@ -12,7 +12,7 @@ one process to know how many there are.
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from shardwise.host import has_values, read
 from shardwise.part.cuts import Owners, Uncut
 from shardwise.part.known import note_known
 from shardwise.part.levels import Distributed
-from shardwise.part.moves import dealt_as, reowned
+from shardwise.part.moves import reowned, share_as
 from shardwise.part.sums import Sum, all_sum, plain
 from shardwise.part.tensor import FUNCTIONS, Part, is_part, no_rule, parts_in
 
@@ -41,8 +41,8 @@ def selected(func: Any, args: tuple, kwargs: dict) -> Part:
     whole = _whole_in_rehearsal(lead, mask)
     theirs = mask
     if place <= cut < place + mask.dim():
-        theirs = _seen(lead, _share(lead, mask, cut - place), cut - place, whole)
-    output = func(_share(lead, x, cut), [*[None] * place, theirs])
+        theirs = _seen(lead, share_as(mask, lead, cut - place), cut - place, whole)
+    output = func(share_as(x, lead, cut), [*[None] * place, theirs])
     # the mask covers other dims, and selects the same on every rank: the cut dim keeps its owners
     if theirs is mask:
         return lead.with_local(output, cut if cut < place else cut - mask.dim() + 1)
@@ -61,7 +61,7 @@ def put(func: Any, args: tuple, kwargs: dict) -> Part:
     if place <= cut < place + mask.dim():
         whole = _whole_in_rehearsal(lead, mask)
         # in a rehearsal a share that was fetched has no values
-        theirs = _share(lead, mask, cut - place)
+        theirs = share_as(mask, lead, cut - place)
         theirs = theirs if whole is None else lead.share(whole, cut - place)
         if is_part(values) and values.dim_cut != dim:
             raise Uncut(no_rule(func, parts_in(args)))
@@ -75,7 +75,7 @@ def put(func: Any, args: tuple, kwargs: dict) -> Part:
         values = values.local
     elif is_part(values) or values.numel() != 1:
         raise Uncut(no_rule(func, parts_in(args)))
-    output = func(_share(lead, x, cut), [*[None] * place, theirs], values, *rest, **kwargs)
+    output = func(share_as(x, lead, cut), [*[None] * place, theirs], values, *rest, **kwargs)
     return x if func._schema.is_mutable else lead.with_local(output, cut)
 
 
@@ -97,13 +97,6 @@ def _cut(func: Any, x: torch.Tensor, mask: torch.Tensor, place: int, values: Any
     if is_part(x) and is_part(mask) and mask.dim_cut + place != cut:
         raise Uncut(f"a mask that is cut along another dim than what it selects from ({no_rule(func, [x, mask])})")
     return lead, cut
-
-
-def _share(lead: Part, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """Returns this rank's share along `dim` of a mask, or of what it selects from, dealt as `lead`."""
-    if not is_part(tensor):
-        return lead.share(tensor, dim)
-    return dealt_as(cast(Part, tensor), lead, dim, "a mask and what it selects from,").local
 
 
 def _owners(lead: Part, mask: torch.Tensor, cut: int, whole: torch.Tensor | None) -> Owners:

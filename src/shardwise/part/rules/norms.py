@@ -14,7 +14,7 @@ from shardwise.part.cuts import Uncut, repeated
 from shardwise.part.exchanges import TAG
 from shardwise.part.labels import Axes, label
 from shardwise.part.levels import Distributed
-from shardwise.part.rules.softmax import beside
+from shardwise.part.moves import share_as
 from shardwise.part.sums import Sum, all_sum
 from shardwise.part.tensor import is_part, no_rule, parts_in, rule
 from shardwise.part.tiles.kept import CutDim
@@ -40,7 +40,7 @@ def layer_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
 
     def local(each: Any) -> Any:
         if is_part(each):
-            return beside(func, each, part).contiguous()
+            return share_as(each, part, part.dim_cut, func).contiguous()
         statistics = isinstance(each, torch.Tensor) and each.dim() == part.dim()
         # the kernel reads mean and rstd as if they were contiguous
         return part.share(each, part.dim_cut).contiguous() if statistics else each
@@ -93,7 +93,7 @@ def group_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
     """Returns gradients of a group norm's input, weight and bias, cut along channels; of rows, weights' are sums."""
     dy, x, mean, rstd, w, n, channels, area, count, mask = args
     if _of_rows(x, w):
-        dy, mean, rstd = (beside(func, tensor, x).contiguous() for tensor in (dy, mean, rstd))
+        dy, mean, rstd = (share_as(tensor, x, x.dim_cut, func).contiguous() for tensor in (dy, mean, rstd))
         rows = x.owners.counts[x.axis.index]
         dx, *others = func(dy, x.local.contiguous(), mean, rstd, w, rows, channels, area, count, mask)
         sums = (None if o is None else Sum.of(o, x.axis, x.origin, spread=False) for o in others)
@@ -101,7 +101,7 @@ def group_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
     x = as_weights(x, w)
     groups = _group_owners(func, x, channels, count, args)
     rank = x.axis.index
-    dy = beside(func, dy, x)
+    dy = share_as(dy, x, x.dim_cut, func)
     wl = None if w is None else w.local if is_part(w) else x.share(w, 0)
     statistics = mean.local.contiguous(), rstd.local.contiguous()  # the kernel reads them as if they were
     sizes = n, x.owners.counts[rank], area, groups.counts[rank]

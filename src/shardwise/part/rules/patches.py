@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
 from shardwise.boundary import Sizes, each
+from shardwise.part.cuts import Uncut
+from shardwise.part.labels import label, rearranged
+from shardwise.part.tensor import Part, no_rule, rule
 from shardwise.part.tiles.apart import apart, in_front
 from shardwise.part.tiles.maps import Sliding
 from shardwise.part.tiles.windows import answers, cuts, windowed
+
+label("unfold")(rearranged)
+
+
+@rule("unfold")
+def windows(func: Any, args: tuple, kwargs: dict) -> Part:
+    """Returns `x.unfold(dim, size, step)` along a dim that is not cut."""
+    part, dim = args[0], args[1] % args[0].dim()
+    if dim == part.dim_cut:
+        raise Uncut(no_rule(func, [part]))
+    return part.with_local(func(part.local, dim, *args[2:]))
+
+
+@rule("unfold_backward")
+def windows_backward(func: Any, args: tuple, kwargs: dict) -> Part:
+    """Returns the gradient of what was seen as windows: those of each index added up."""
+    part, sizes, *rest = args
+    own = [part.local.shape[d] if d == part.dim_cut else n for d, n in enumerate(sizes)]
+    return part.with_local(func(part.local, own, *rest))
 
 
 @answers(torch.Tensor.unfold)

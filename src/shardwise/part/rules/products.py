@@ -12,7 +12,7 @@ from shardwise.part.cuts import Uncut
 from shardwise.part.gathering import gather
 from shardwise.part.labels import Axes, Use, base, label, param_of, slim
 from shardwise.part.levels import Distributed
-from shardwise.part.moves import dealt_as
+from shardwise.part.moves import share_as
 from shardwise.part.sums import Sum
 from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
 from shardwise.part.tiles.windows import answers
@@ -29,21 +29,14 @@ def _product(func: Any, a: torch.Tensor, b: torch.Tensor, batch: int) -> torch.T
         return func(a, b)
     if (kind_a is not None and kind_a < 0) or (kind_b is not None and kind_b < 0):
         dim = lead.dim_cut
-        return lead.with_local(func(_share(a, lead, dim), _share(b, lead, dim)), dim)
+        return lead.with_local(func(share_as(a, lead, dim), share_as(b, lead, dim)), dim)
     if kind_a == 1 or kind_b == 0:
         # (B, S) of the input, by which a reduce-scatter of the sum can begin at once
         rows = a.rows if is_part(a) else None
-        return Sum.of(func(_share(a, lead, batch + 1), _share(b, lead, batch)), lead.axis, lead.origin, rows=rows)
+        return Sum.of(func(share_as(a, lead, batch + 1), share_as(b, lead, batch)), lead.axis, lead.origin, rows=rows)
     if kind_a == 0:
         return a.with_local(func(a.local, b), batch)
     return b.with_local(func(a, b.local), batch + 1)
-
-
-def _share(tensor: torch.Tensor, lead: Part, dim: int) -> torch.Tensor:
-    """Returns this rank's share of an input along `dim`, dealt like `lead`."""
-    if not is_part(tensor):
-        return lead.share(tensor, dim)
-    return dealt_as(tensor, lead, dim, "a product").local
 
 
 def _settled(func: Any, a: Part, b: Part, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,7 +89,7 @@ def grouped_mm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     if parts_in(rest) or parts_in(list(kwargs.values())):
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
     if not by_offsets and cut_a in (k_a, None) and cut_b in (k_b, None) and together:
-        local = func(_packed(_share(a, lead, k_a)), _packed(_share(b, lead, k_b)), *rest, **kwargs)
+        local = func(_packed(share_as(a, lead, k_a)), _packed(share_as(b, lead, k_b)), *rest, **kwargs)
         return Sum.of(local, lead.axis, lead.origin)
     if cut_a is None and cut_b == b.dim() - 1:
         out = func(a, _packed(b.local), *rest, **kwargs)

@@ -29,7 +29,7 @@ from shardwise.part.dimwise import over
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import whole_inside
 from shardwise.part.sums import all_sum
-from shardwise.part.tensor import FUNCTIONS, Part, is_part, no_rule
+from shardwise.part.tensor import FUNCTIONS, Part, facts, is_part, no_rule, rule
 
 MOST_RUNS = 256  # what each comes to is sent to all
 Scanned = tuple[torch.Tensor, ...]  # values; of extremes, and their places
@@ -149,3 +149,9 @@ def running_product(input: torch.Tensor, dim: int, *, dtype: torch.dtype | None 
 
 FUNCTIONS[torch.cumprod] = FUNCTIONS[torch.Tensor.cumprod] = running_product
 over(*(name.removeprefix("aten::") for name in (*SUMS, *EXTREMES)), along=along_cut)
+
+
+@rule("cumsum_", "cumprod_")
+def scan_in_place(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """Returns x, into which its scan is written."""
+    return args[0].copy_(facts(func).apart(*args, **kwargs))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,8 @@ import torch
 from shardwise.part.cuts import Uncut
 from shardwise.part.gathering import gathered
 from shardwise.part.levels import Distributed
-from shardwise.part.moves import dealt_as
-from shardwise.part.rules.indexing import _place_of, _places_of, _share_of_index, with_one_more
+from shardwise.part.moves import share_as
+from shardwise.part.rules.indexing import place_of, places_of, share_of_index, with_one_more
 from shardwise.part.rules.masks import MASKS, is_mask, put
 from shardwise.part.rules.writes import write
 from shardwise.part.sums import Sum, reduced
@@ -34,22 +34,21 @@ def scatter(func: Any, args: tuple, kwargs: dict) -> Part:
     adds = func._schema.name == "aten::scatter_add" and not is_part(args[0]) and is_part(args[3])
     if adds and cut == dim and args[2].shape[cut] == args[3].shape[cut]:  # the gradient of what each rank read of it
         lead = args[3]
-        index = dealt_as(args[2], lead, cut, str(func)).local if is_part(args[2]) else lead.share(args[2], cut)
+        index = share_as(args[2], lead, cut, func)
         return args[0] + Sum.of(func(torch.zeros_like(args[0]), dim, index, lead.local), lead.axis, lead.origin)
     if cut == dim and func._schema.name.startswith("aten::scatter_add"):
         return _scattered(func, dim, *args[:1], *args[2:])
     if cut == dim or set(shapes) != {lead.shape[cut]} or (changes and not is_part(args[0])):
         raise Uncut(no_rule(func, parts_in(args)))
-
-    def local(each: Any) -> Any:
-        if not isinstance(each, torch.Tensor) or not each.dim():
-            return each
-        if not is_part(each):
-            return lead.share(each, cut)
-        return dealt_as(each, lead, cut, str(func)).local
-
-    output = func(*map(local, args), **kwargs)
+    output = func(*_shares(func, args, lead), **kwargs)
     return args[0] if changes else lead.with_local(output)
+
+
+def _shares(func: Any, values: Sequence[Any], lead: Part) -> list[Any]:
+    """Returns this rank's shares of tensors with dims, dealt as `lead` is; other values as they are."""
+    has_dims = [isinstance(value, torch.Tensor) and value.dim() for value in values]
+    return [share_as(value, lead, lead.dim_cut, func) if cut else value
+            for value, cut in zip(values, has_dims, strict=True)]  # fmt: skip
 
 
 def _scattered(func: Any, dim: int, x: Any, index: Any, values: Any) -> torch.Tensor:
@@ -68,7 +67,7 @@ def _scattered(func: Any, dim: int, x: Any, index: Any, values: Any) -> torch.Te
 
 def added_here(func: Any, x: Part, dim: int, index: torch.Tensor, values: torch.Tensor) -> Part:
     """Returns `x.scatter_add(dim, index, values)` along the cut dim, of plain values, each added at its owner."""
-    owned, place = _place_of(x, index)
+    owned, place = place_of(x, index)
     local = x.local
     if local.shape[dim]:
         local = func(local, dim, place, values * owned)
@@ -98,7 +97,7 @@ def index_put(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     if values.dim() != x.dim() - len(used) + added or used[0] <= values.dim_cut < used[0] + added:
         raise Uncut(no_rule(func, parts_in(args)))
     dim = values.dim_cut if values.dim_cut < used[0] else values.dim_cut - added + len(used)
-    local = dealt_as(x, values, dim, str(func)).local if is_part(x) else values.share(x, dim)
+    local = share_as(x, values, dim, func)
     return values.with_local(func(local, indices, values.local, *rest, **kwargs), dim)
 
 
@@ -114,7 +113,7 @@ def _put_by_whole_indices(func: Any, x: Part, indices: list, values: torch.Tenso
             for tell in GATHERS:
                 tell("what is written at indices of a cut dim", values)
             values = gathered(values)
-        owned, place = _places_of(x, indices[cut])
+        owned, place = places_of(x, indices[cut])
         # what others own is written into one row more, which is dropped
         place = torch.where(owned, place, x.local.shape[cut])
         own = [place if d == cut else i for d, i in enumerate(indices)]
@@ -124,7 +123,7 @@ def _put_by_whole_indices(func: Any, x: Part, indices: list, values: torch.Tenso
         dim = cut if cut < used[0] else cut - len(used) + added
         dim -= x.dim() - len(used) + added - values.dim()  # among those of the values
         if is_part(values):
-            values = dealt_as(values, x, dim, str(func)).local
+            values = share_as(values, x, dim, func)
         elif dim >= 0 and values.shape[dim] != 1:
             values = x.share(values, dim)
         filled = put(x.local, indices, values, *rest)
@@ -149,7 +148,7 @@ def _put_of_each(func: Any, x: Any, indices: list, values: Any, rest: list) -> t
     if not -added <= place < 0 or values.dim() != x.dim() - len(used) + added:
         return None
 
-    own = [None if index is None else _share_of_index(func, index, values, place) for index in indices]
+    own = [None if index is None else share_of_index(func, index, values, place) for index in indices]
     return x + Sum.of(func(torch.zeros_like(x), own, values.local, True), values.axis, values.origin)
 
 
@@ -163,11 +162,13 @@ def index_add(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     dim = dim % x.dim()
     if func._schema.is_mutable or not parts_in([source, x]):
         raise Uncut(no_rule(func, parts_in(args)))
-    if not is_part(source) and not is_part(index) and dim == x.dim_cut:
+    if not is_part(source) and is_part(index):
+        raise Uncut(no_rule(func, parts_in(args)))
+    if not is_part(source) and dim == x.dim_cut:
         added = func(torch.zeros(x.shape, dtype=x.dtype, device=x.device), dim, index, source, **kwargs)
         return x + x.with_local(x.share(added, dim))
     if not is_part(source):
-        raise Uncut(no_rule(func, parts_in(args)))
+        return x.with_local(func(x.local, dim, index, x.share(source, x.dim_cut), **kwargs))
     cut = source.dim_cut
     if dim == cut and not is_part(x):
         mine = index.local if is_part(index) else source.share(index, 0)
@@ -176,6 +177,17 @@ def index_add(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         raise Uncut(no_rule(func, parts_in(args)))
     target = x.local if is_part(x) else source.share(x, cut)
     return source.with_local(func(target, dim, index, source.local, **kwargs))
+
+
+@rule("index_reduce")
+def index_reduce(func: Any, args: tuple, kwargs: dict) -> Part:
+    """Returns `x.index_reduce(dim, index, source, how)` along a dim that is not cut."""
+    x, dim, index, source, how = args
+    lead = parts_in([x, source, index])[0]
+    if lead is index or lead.dim_cut == dim % x.dim() or is_part(index):
+        raise Uncut(no_rule(func, parts_in(args)))
+    own, own_source = _shares(func, [x, source], lead)
+    return lead.with_local(func(own, dim, index, own_source, how, **kwargs))
 
 
 @rule("index_fill", "index_fill_", "index_copy", "index_copy_")
@@ -196,14 +208,8 @@ def index_replaced(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         return put.default(x, [None] * dim + [places], values.to(x.dtype))
     if lead.dim_cut == dim:
         raise Uncut(no_rule(func, parts_in(args)))
-
-    def mine(each: Any) -> Any:
-        if not isinstance(each, torch.Tensor) or not each.dim():
-            return each
-        cut = lead.dim_cut
-        return dealt_as(each, lead, cut, str(func)).local if is_part(each) else lead.share(each, cut)
-
-    made = func(mine(x), dim, places, mine(values))
+    own, own_values = _shares(func, [x, values], lead)
+    made = func(own, dim, places, own_values)
     return x if writes else lead.with_local(made)
 
 

@@ -10,7 +10,7 @@ import torch
 from shardwise.part.cuts import Owners, Uncut
 from shardwise.part.labels import Axes, label
 from shardwise.part.levels import Distributed
-from shardwise.part.moves import dealt_as
+from shardwise.part.moves import share_as
 from shardwise.part.rules.reductions import of_nothing
 from shardwise.part.sums import reduced
 from shardwise.part.tensor import Part, is_part, no_rule, rule
@@ -53,7 +53,7 @@ def softmax_backward(func: Any, args: tuple, kwargs: dict) -> Part:
     gradient, output, dim = args[:3]
     part = output if is_part(output) else gradient
     dim %= part.dim()
-    dy, y = (beside(func, each, part) for each in (gradient, output))
+    dy, y = (share_as(each, part, part.dim_cut, func) for each in (gradient, output))
     if dim != part.dim_cut:
         return part.with_local(func(dy, y, *args[2:], **kwargs))
     if func._schema.name.endswith("_log_softmax_backward_data"):
@@ -79,13 +79,13 @@ def glu_backward(func: Any, args: tuple, kwargs: dict) -> Part:
     part = x if is_part(x) else gradient
     dim %= part.dim()
     if dim != part.dim_cut:
-        gradient, x = (beside(func, each, part) for each in (gradient, x))
+        gradient, x = (share_as(each, part, part.dim_cut, func) for each in (gradient, x))
         return part.with_local(func(gradient, x, dim))
     if not is_part(x):
         raise Uncut(no_rule(func, [part]))
     # along the cut dim: the gradient has the size of a half, and is dealt as one
     lead = x.with_local(x.local.narrow(dim, 0, x.local.shape[dim] // 2), owners=_half(func, x, dim))
-    return x.with_local(func(beside(func, gradient, lead), x.local, dim))
+    return x.with_local(func(share_as(gradient, lead, lead.dim_cut, func), x.local, dim))
 
 
 def _half(func: Any, x: Part, dim: int) -> Owners | None:
@@ -96,13 +96,6 @@ def _half(func: Any, x: Part, dim: int) -> Owners | None:
     if first != second:
         raise Uncut(no_rule(func, [x]))
     return first
-
-
-def beside(func: Any, tensor: torch.Tensor, lead: Part) -> torch.Tensor:
-    """Returns this rank's share of a tensor of `lead`'s shape, dealt as that: a gradient may arrive dealt otherwise."""
-    if not is_part(tensor):
-        return lead.share(tensor, lead.dim_cut)
-    return dealt_as(tensor, lead, lead.dim_cut, str(func)).local
 
 
 @label("_softmax", "_log_softmax", "_safe_softmax")
