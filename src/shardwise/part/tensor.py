@@ -49,7 +49,7 @@ MARGINS: list[Callable] = []  # answers functions of parts that have a margin, o
 def rule(*names: str) -> Callable[[Rule], Rule]:
     """Returns a decorator that registers a function as the rule of these ATen operations.
 
-    Whether cuts of weights may follow their dims through them is another question: see `trace/axis_rules`.
+    Whether cuts of weights may follow their dims through them is what its label rule says (`part/labels`), beside it.
     """
 
     def register(function: Rule) -> Rule:

@@ -1,4 +1,4 @@
-"""Rules of batch norms whose channels tp cuts (pooling has none). Cut samples: parallel/batchnorm; tiles: domain/norms
+"""Rules of batch norms whose channels tp cuts (pooling has none), and of tiles. Cut samples: parallel/batchnorm
 
     x (N, C, ...) cut along C, weight and bias alike    ->    y cut alike; nothing is sent for it
     running statistics, whole on every rank             ->    this rank's channels renewed, then gathered: 2 C numbers
