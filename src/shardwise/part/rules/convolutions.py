@@ -1,4 +1,7 @@
-"""Convolutions."""
+"""Convolutions, plain and transposed: by samples, channels or whole groups; labels; on tiles with the halo fetched.
+
+On tiles by `deep` or `overlap` (plain ones alone) where these can, else the halo is waited for.
+"""
 
 from __future__ import annotations
 

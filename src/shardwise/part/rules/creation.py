@@ -1,4 +1,4 @@
-"""Rules of `new_zeros`, `zeros_like` and the like of a distributed tensor, and of reading its values in Python."""
+"""`new_zeros`, `zeros_like` and the like of a distributed tensor, and reading its values in Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of tables."""
+"""Rows of a table (`F.embedding`): cut by rows a sum to which one rank adds each, cut by columns local."""
 
 from __future__ import annotations
 

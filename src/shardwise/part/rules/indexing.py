@@ -1,4 +1,8 @@
-"""Reading at indices."""
+"""Reading at indices: `x[i, j]`, `index_select`, `gather`, `take_along_dim`; by masks: masks; writing: scatters.
+
+By plain indices of the cut dim each entry's owner adds it to a sum; by indices that are cut each rank reads at its own.
+Where tiles name the places of a field that is cut too, every rank gathers it, and the run says what that costs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Concatenation."""
+"""`cat` and `stack`: owners are joined as the indices are; a whole tensor beside cut ones belongs to its neighbour."""
 
 from __future__ import annotations
 

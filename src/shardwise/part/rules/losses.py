@@ -1,4 +1,8 @@
-"""Losses."""
+"""Losses: by class over cut classes or samples, of elements (`added_up`), and of sequences that are aligned (CTC).
+
+nll_loss   cut along classes: one rank has a target's entry      along samples: the sum comes first, then the mean
+ctc_loss   (T, B, C) gathered in forward and again in backward; each rank keeps its positions of the gradient
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""Norms."""
+"""Layer, RMS and group norms: local where what they run over is whole; of tiles with statistics of the whole field.
+
+    mean = sum_r sum(x_r) / n        var = sum_r sum((x_r - mean)^2) / n        over all ranks' tiles
+    y = (x - mean) / sqrt(var + eps) * w + b
+    dx = (g - sum_r sum(g) / n - x' sum_r sum(g x') / n) / sqrt(var + eps)      with g = dy * w, x' the normalised x
+
+Two small all-reduces forward over each axis, one backward. Statistics are float32 at least.
+Source: Ioffe and Szegedy (2015); Wu and He, "Group Normalization" (2018).
+"""
 
 from __future__ import annotations
 

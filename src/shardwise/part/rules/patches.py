@@ -1,4 +1,4 @@
-"""Windows of tiles as dims: `Tensor.unfold`, `F.unfold` (`F.fold`: whole). Paddings by a boundary: boundary.py."""
+"""Windows as dims: `Tensor.unfold`, and `F.unfold` of tiles (`F.fold`: whole). Paddings by a boundary: boundary.py."""
 
 from __future__ import annotations
 

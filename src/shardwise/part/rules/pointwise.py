@@ -1,4 +1,7 @@
-"""Elementwise operations."""
+"""Elementwise operations (those that torch tags so, or that are found to be by trying): shares are brought together.
+
+An operation without a rule of its own comes here where each element of its result is made of that element alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Products."""
+"""Products of matrices and vectors, grouped ones, linear and bilinear layers: a sum over ranks where k is cut.
+
+Labels: an activation's meet those of a weight's inner dim, the result has those of its outer dim. Convolutions have a
+file of their own.
+"""
 
 from __future__ import annotations
 

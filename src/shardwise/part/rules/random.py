@@ -1,4 +1,7 @@
-"""Operations that draw."""
+"""Operations that draw, on shares: of positions each rank its own, else of the whole tensor, of which it keeps its own.
+
+How a draw is made of bits by global index is a row of `random/draws`.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from shardwise.part.tiles.windows import answers, cuts, opened, placed, windowed
 _KINDS = {"linear": "linear", "bilinear": "linear", "trilinear": "linear", "nearest": "nearest",
           "nearest-exact": "nearest-exact", "area": "windows"}  # fmt: skip
 _DIMS = {"linear": 1, "bilinear": 2, "trilinear": 3}
-_WHOLE = of_all(F.interpolate)
+_interpolated_whole = of_all(F.interpolate)
 
 
 @answers(F.interpolate)
@@ -37,7 +37,7 @@ def interpolate(
         return F.interpolate(input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
     # filters of many inputs for each output, by tables that only these need: done whole (see `whole`)
     if antialias or mode not in _KINDS or _DIMS.get(mode, dims) != dims:
-        return _WHOLE(input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
+        return _interpolated_whole(input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
     sizes, scales = _sizes(input.shape[2:], size, scale_factor, not recompute_scale_factor and mode != "area")
     if min(sizes) < 1:
         raise RuntimeError(f"interpolate of {tuple(input.shape)} to {sizes}: sizes must be positive")

@@ -1,4 +1,4 @@
-"""Rules of operations that take some indices of a dim (slices, splits, one index), and their gradients.
+"""Slices, splits, one index of a dim, what is written into a slice of a copy, and their gradients.
 
 What a rank keeps of a cut dim is what it owns of the slice; nothing is sent. One index of a dim that is cut over
 positions is a sum to which its owner alone adds.

@@ -1,4 +1,4 @@
-"""Softmax and gated units."""
+"""Softmax, by two small all-reduces along the cut dim, and gated units (`glu`), whose halves are dealt alike."""
 
 from __future__ import annotations
 

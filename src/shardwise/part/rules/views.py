@@ -1,4 +1,8 @@
-"""Views by a shape."""
+"""Views by a shape or by strides, and of complex numbers as pairs: owners and labels are regrouped as elements are.
+
+Where a cut dim's shares are no whole dims of the view, positions are dealt anew; other cuts are `Uncut`. Transposes and
+the like: dims.
+"""
 
 from __future__ import annotations
 
