@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 from shardwise.errors import RefusedPlan
 from shardwise.parallel.fsdp import groups_of
 from shardwise.part import plain
-from shardwise.part.tensor import Gathers
+from shardwise.part.dispatch import Gathers
 from shardwise.scripts.calls import Calls
 from shardwise.scripts.guard import OUTSIDE
 from shardwise.scripts.script_lines import names_line

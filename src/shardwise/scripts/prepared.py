@@ -32,8 +32,8 @@ from shardwise.layout import Plan
 from shardwise.layout.zero_stages import UNSHARDED
 from shardwise.mesh import build_mesh
 from shardwise.parallel.full import FullShard
+from shardwise.part.dispatch import Gathers
 from shardwise.part.parameters import read_outside
-from shardwise.part.tensor import Gathers
 from shardwise.random import Randomness
 from shardwise.scripts import optimizer as optimizers
 from shardwise.scripts.agreement import same_given
