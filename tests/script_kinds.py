@@ -1120,6 +1120,18 @@ optimizer = Marked(model.parameters(), lr=0.1)
 -- right optimizer
 groups = [{"params": [p], "lr": 0.01 if p is model[0].weight else 0.1} for p in model.parameters()]
 optimizer = torch.optim.SGD(groups, lr=0.1)
+== weights_in_a_list_of_its_own: pieces values plans=pieces
+-- optimizer
+class Listed(torch.optim.SGD):
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.mine = [p for group in self.param_groups for p in group["params"]]
+    @torch.no_grad()
+    def step(self):
+        for p in self.mine:
+            p.add_(p.grad, alpha=-0.1)
+optimizer = Listed(model.parameters(), lr=0.1)
+-- swap in self.mine: => in self.param_groups[0]["params"]:
 # --- what is decided by a rank's own numbers, and by one rank
 == counted_right: evaluation classes
 out = model(x)

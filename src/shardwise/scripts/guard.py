@@ -7,7 +7,6 @@ Under zero=1 and 2 (and with masters of their own) a parameter has no gradient t
 from __future__ import annotations
 
 import types
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -321,87 +320,29 @@ def writes_into(name: str) -> bool:
 _IN_PLACE = frozenset(name for name in dir(torch.Tensor) if name.startswith("__i") and f"__{name[3:]}" in dir(int))
 
 
-def parameters_of(model: nn.Module) -> list[nn.Parameter]:
-    """Returns a module's parameters, each once, in any order: `model.parameters()` takes ten times as long."""
-    params: dict[int, nn.Parameter] = {}
-    seen, left = set[int](), [model]
-    while left:
-        module = left.pop()
-        if id(module) not in seen:
-            seen.add(id(module))
-            left += [child for child in module._modules.values() if child is not None]
-            params |= {id(param): param for param in module._parameters.values() if param is not None}
-    return list(params.values())
-
-
-class LaterHooks:
-    """Hooks that a script puts on parameters once they are spread."""
-
-    def __init__(self, model: nn.Module, plan: Plan, sharded: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """`sharded`: (name, parameter) of those that are not in the model while their units are gathered."""
-        self._model, self._plan, self._sharded = weakref.ref(model), plan, list(sharded)
-        self._params = [*parameters_of(model), *(param for _, param in self._sharded)]
-        self._seen: dict[int, tuple[int, ...]] = {}  # by parameter, the numbers of its hooks
-
-    def check(self) -> None:
-        """Raise `RefusedPlan` for a new gradient hook whose effect would differ from that in one process."""
-        model = self._model()
-        assert model is not None
-        for param in self._params:
-            if not (param._backward_hooks or param._post_accumulate_grad_hooks):
-                continue
-            numbers = (*(param._backward_hooks or ()), *(param._post_accumulate_grad_hooks or ()))
-            if numbers and self._seen.get(id(param)) != numbers:
-                self._seen[id(param)] = numbers
-                self._look_at(param, model)
-
-    def _look_at(self, param: nn.Parameter, model: nn.Module) -> None:
-        if _hooks(param._backward_hooks) or _hooks(param._post_accumulate_grad_hooks):
-            named = (*model.named_parameters(), *self._sharded)
-            _refuse_hooks(next(name for name, other in named if other is param), param, self._plan)
-
-
 def refuse_hooks(model: nn.Module, plan: Plan) -> None:
-    """Raise `RefusedPlan` for a script's gradient hook whose effect would differ from that in one process.
+    """Raise `RefusedPlan` for a script's hook on a parameter's gradient that would not run, or run on a summand alone.
 
-    A rank's gradient is a summand until ranks have added theirs up, so a hook may be anything that is right for
-    summands (a mask), which is found by trying. Shares of weights and pieces of units have no hooks at all.
+    A rank's gradient is a summand until ranks have added theirs up: what is right for summands (a mask) is right there
+    too, and `shardwise verify` tells. Shares of weights and pieces of units have no hooks, and a hook behind the sum
+    that backward accumulates runs before ranks have added theirs up.
     """
-    for name, param in model.named_parameters():
-        _refuse_hooks(name, param, plan)
-
-
-def _refuse_hooks(name: str, param: nn.Parameter, plan: Plan) -> None:
     spread = plan.tp > 1 or plan.ep > 1 or (plan.zero == 3 and plan.dp_shard > 1)
-    early, late = _hooks(param._backward_hooks), _hooks(param._post_accumulate_grad_hooks)
-    if plan.world_size > 1 and (late or (early and (spread or not _add_up(early, param)))):
-        raise RefusedPlan(
-            f"parameter '{name}' has a hook on its gradient, which is given this rank's part of a sum over ranks "
-            f"where one process gives it the whole gradient (plan {plan}): change gradients after "
-            "prepared.backward, by param.grad, or clip with prepared.clip_grad_norm_"
-        )
+    for name, param in model.named_parameters():
+        late = _of_script(param._post_accumulate_grad_hooks)
+        if plan.world_size > 1 and (late or (spread and _of_script(param._backward_hooks))):
+            raise RefusedPlan(
+                f"parameter '{name}' has a hook on its gradient, which is given this rank's part of a sum over ranks "
+                f"where one process gives it the whole gradient (plan {plan}): change gradients after "
+                "prepared.backward, by param.grad, or clip with prepared.clip_grad_norm_"
+            )
 
 
-def _hooks(held: Any) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
-    """Those that are not ours."""
-    ours = ("shardwise.", "torch.")  # FSDP's own among them
-    return [hook for hook in (held or {}).values() if not str(getattr(hook, "__module__", "")).startswith(ours)]
-
-
-def _add_up(hooks: list[Callable[[torch.Tensor], torch.Tensor | None]], param: torch.Tensor) -> bool:
-    """Whether the hooks give for a sum of gradients the sum of what they give, and for a multiple the multiple."""
-
-    def hooked(gradient: torch.Tensor) -> torch.Tensor:
-        for hook in hooks:
-            changed = hook(gradient)
-            gradient = gradient if changed is None else changed
-        return gradient
-
-    generator = torch.Generator().manual_seed(0)
-    one, other = (torch.randn(param.shape, generator=generator).to(param) for _ in range(2))
-    with torch.no_grad():
-        pairs = [(hooked(one) + hooked(other), hooked(one + other)), (hooked(one * 8) / 8, hooked(one))]
-    return all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in pairs)
+def _of_script(hooks: Any) -> bool:
+    """Whether a hook is neither ours nor torch's (FSDP's)."""
+    return any(
+        not str(getattr(hook, "__module__", "")).startswith(("shardwise.", "torch.")) for hook in (hooks or {}).values()
+    )
 
 
 def guard_conversion(model: nn.Module) -> None:

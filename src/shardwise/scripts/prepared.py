@@ -40,13 +40,12 @@ from shardwise.scripts.calls import Calls, leader_of
 from shardwise.scripts.complexes import show_complex
 from shardwise.scripts.copies import Copies
 from shardwise.scripts.entries import OWN, Several, with_own
-from shardwise.scripts.first_steps import FirstSteps, InPlace, refuse_replaced
+from shardwise.scripts.first_steps import FirstSteps, ParametersInPlace, refuse_replaced
 from shardwise.scripts.gradient_arrivals import buckets_of, techniques_of, weakly
 from shardwise.scripts.gradients import Gradients
 from shardwise.scripts.guard import (
     Answer,
     Gate,
-    LaterHooks,
     guard_conversion,
     guard_gradients,
     mark_like,
@@ -55,9 +54,7 @@ from shardwise.scripts.guard import (
 )
 from shardwise.scripts.loader import Events, PartLoader, Reads
 from shardwise.scripts.meeting import Meeting
-from shardwise.scripts.methods import guard_methods, read_whole
 from shardwise.scripts.optimizer_pieces import OptimizerGuard
-from shardwise.scripts.optimizers_beside import watch_others
 from shardwise.scripts.own_batches import OwnBatches
 from shardwise.scripts.proof.on_ranks import side_of
 from shardwise.scripts.proof.plain import Plain
@@ -212,7 +209,6 @@ class Prepared(Stepping):
         self.meeting = Meeting(world, device) if world.size > 1 else None
         self.pending: Path | None = None  # a checkpoint that is loaded once the weights are in place
         self._hook_optimizer()
-        watch_others(self)
         self.side = side_of(self, loader, recorder())
         self.loader.recorder = recorder() if leader is None else None
         if waits_for_call(plan):
@@ -257,7 +253,6 @@ class Prepared(Stepping):
             if engine is not None:
                 with generators_kept(), thawed(self.model, self._shapes):
                     self._adopt(engine, before)
-                self._first = FirstSteps(engine, self._groups)
                 self.built = options_of(engine)
         optimizers.retire(retired)
         self._hook_optimizer()
@@ -299,16 +294,13 @@ class Prepared(Stepping):
         in_pieces = self._shares or isinstance(engine.technique, FullShard)
         self._guard(engine, cuts)
         self._whole_gradients.begin_with(gradients)
-        self._follow(engine, cuts, in_pieces=in_pieces)
+        self._follow(engine, in_pieces=in_pieces)
         now = dict(model.named_parameters(remove_duplicate=False))
         for slot in engine.technique.slots:
             mark_like(slot.master, whole[slot.name])
         retire(((one, now[name]) for name, one in whole.items() if now[name] is not one), self._gate)
         self.built = options_of(engine)
-        if in_pieces or mesh.inner:
-            guard_methods(self)
         if isinstance(engine.technique, FullShard):
-            read_whole(self)
             refuse_draws()
             engine.technique.tell_branches(names_line)
         self._watch_pieces()
@@ -370,22 +362,19 @@ class Prepared(Stepping):
         if cuts:
             read_outside(self.model, lambda: not gate.is_open and calls.is_outside, refuse_replaced)
 
-    def _follow(self, engine: Engine, cuts: set[str], *, in_pieces: bool) -> None:
+    def _follow(self, engine: Engine, *, in_pieces: bool) -> None:
         """Watch what the script does to the model and its gradients by itself, between the plan's own writes."""
         fsdp = [isinstance(one, FullShard) for one in techniques_of(engine)]
         self._unguarded = len(fsdp) > 1 and any(fsdp)
         mixed = engine.state.precision.mixed
         self._optimizer_guard = OptimizerGuard(self._gate)
-        units = engine.technique if isinstance(engine.technique, FullShard) else None
-        shards = zip(engine.state.names, units.params, strict=True) if units is not None else ()
-        self._hooks = LaterHooks(self.model, self.plan, shards)
-        self._in_place = InPlace(self.model, cuts) if in_pieces else None
+        self._in_place = ParametersInPlace(self.model) if in_pieces else None
         guard_conversion(self.model)
         self._copied_from = engine if in_pieces or mixed else None
         hold(self, whole=not (in_pieces or mixed))
         for buckets in buckets_of(engine):
             buckets.asleep = True
-        self._first = FirstSteps(engine, self._groups)
+        self._first = FirstSteps(engine)
 
     @property
     def waits(self) -> bool:
