@@ -1120,6 +1120,17 @@ optimizer = Marked(model.parameters(), lr=0.1)
 -- right optimizer
 groups = [{"params": [p], "lr": 0.01 if p is model[0].weight else 0.1} for p in model.parameters()]
 optimizer = torch.optim.SGD(groups, lr=0.1)
+== another_parameter_in_the_forward: pieces values plans=every
+-- model
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.scale = nn.Linear(6, 2), nn.Parameter(torch.ones(2))
+    def forward(self, x):
+        self.scale = nn.Parameter(0.9 * self.scale.detach())
+        return self.body(x) * self.scale
+model = Scaled()
+-- swap self.scale = nn.Parameter(0.9 * self.scale.detach()) => pass
 == weights_in_a_list_of_its_own: pieces values plans=pieces
 -- optimizer
 class Listed(torch.optim.SGD):
