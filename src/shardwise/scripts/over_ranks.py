@@ -147,7 +147,8 @@ class OverRanks(WeightAccess):
         """Context: the optimizer finds its own pieces in its groups."""
         if self._engine is not None:
             self._optimizer_guard.leave()
-        yield
+        with self._gate.open():
+            yield
         self._watch_pieces()
 
     def may_have_written(self) -> None:

@@ -55,7 +55,7 @@ from shardwise.scripts.proof.recorder import recorder
 from shardwise.scripts.saved import put as put_saved
 from shardwise.scripts.script_lines import names_line
 from shardwise.scripts.script_weights import ScriptWeights
-from shardwise.scripts.sharded_weights import ShardedGradients, refuse_draws
+from shardwise.scripts.sharded_weights import ShardedGradients
 from shardwise.scripts.shares import on_common_axes
 from shardwise.scripts.spread import check_cuts, shared_call, thawed, wait_for_call
 from shardwise.scripts.start import (
@@ -294,7 +294,6 @@ class Prepared(Stepping):
         self._script_weights.retire((one, now[name]) for name, one in whole.items() if now[name] is not one)
         self.built = options_of(engine)
         if isinstance(engine.technique, FullShard):
-            refuse_draws()
             engine.technique.tell_branches(names_line)
         self._watch_pieces()
         self.calls.pieces = self._pieces

@@ -20,7 +20,7 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.parallel.full import FullShard
 from shardwise.part.pairs import as_pairs
 from shardwise.scripts.gradients import Gradients
-from shardwise.scripts.guard import OUTSIDE, Gate, reads_values, writes_into
+from shardwise.scripts.guard import Gate, reads_values, writes_into
 from shardwise.scripts.script_lines import names_line
 from shardwise.trace.leaves import replaced, tensors_in
 
@@ -151,19 +151,3 @@ def _is_by_elements(name: str) -> bool:
     draws = any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
     by_elements = {torch.Tag.pointwise, torch.Tag.reduction}
     return not draws and any(by_elements & set(overload.tags) for overload in overloads)
-
-
-def refuse_draws() -> None:
-    """Let torch's draws into sharded tensors raise, which would be others than one process's. For the process."""
-
-    def draw(operation: Any, args: tuple, kwargs: dict) -> Any:
-        names_line(_refuse_draw)(str(operation))
-
-    dispatcher: Any = DTensor._op_dispatcher
-    for operation in dispatcher._random_ops:
-        if operation._schema.arguments and operation._schema.arguments[0].name in ("self", "input"):
-            dispatcher._custom_op_handlers[operation] = draw
-
-
-def _refuse_draw(name: str) -> None:
-    raise RefusedPlan(OUTSIDE.format(name))
