@@ -6,6 +6,7 @@ count as their weight, whatever the model itself would return. Importing this do
 
 from __future__ import annotations
 
+import copy
 import inspect
 from functools import partial
 from pathlib import Path
@@ -109,6 +110,7 @@ def build_model(config: Any, head: str) -> nn.Module:
     """Builds the model in float32 with this head, without a cache of keys and values."""
     import transformers
 
+    config = copy.deepcopy(config)  # a model that is resized writes into its own
     kind = HEADS[head][0]
     for part in parts_of(config):
         if hasattr(part, "use_cache"):

@@ -22,6 +22,7 @@ from shardwise.engine.materialise import (
     fill_only,
     fill_parameters,
     hold_recurrent,
+    told_of_drawn,
 )
 from shardwise.engine.positions import find_positions
 from shardwise.engine.replaced import hold_replaced, may_replace
@@ -90,7 +91,7 @@ def apply_plan(
     built, value_of = build_everywhere(task, seed, mesh.world, mesh.device, own=few is None)
     module = built.module
     hold_recurrent(module)  # before anything else runs it
-    notices = [built.notice] if built.notice else []
+    notices = [built.notice] if built.notice else told_of_drawn(built)
     refuse(module, plan)
     refuse_scripted(module, plan)
     # Found by names alone, at no cost; whether it does takes a forward.
