@@ -174,6 +174,8 @@ def class_loss(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
 
 
 def _summed(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    if logits.shape[1] > labels.shape[1]:  # a model that puts positions of its own before them (prompt tuning)
+        logits = logits[:, -labels.shape[1] :]
     total = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED)
     return total, (labels != IGNORED).sum()
 

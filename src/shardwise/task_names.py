@@ -42,8 +42,12 @@ def resolve_task(named: Task | str | Callable[[], Task], section: TaskSection | 
     if not isinstance(named, str):
         return call_task(getattr(named, "__name__", type(named).__name__), named)
     if named.endswith(".toml"):
-        section = load(named).config.task
-        named = section.name
+        config = load(named).config
+        if config.lora.rank is not None:
+            from shardwise.adapters import with_lora
+
+            return with_lora(resolve_task(config.task.name, config.task), config.lora)
+        section, named = config.task, config.task.name
     if named in BUILTINS:
         section = section or TaskSection.model_validate({"name": named, **BUILTIN_DEFAULTS[named]["task"]})
         module_name, _, attribute = BUILTINS[named].rpartition(":")

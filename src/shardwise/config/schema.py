@@ -95,6 +95,27 @@ class TaskSection(Section):
     model: ModelSizes = Field(default=ModelSizes(), description="sizes of a builtin task's model")
 
 
+class LoraSection(Section):
+    """[lora]: low-rank adapters beside frozen layers (extra lora); in force once rank is set."""
+
+    rank: int | None = Field(default=None, ge=1, description="width of the adapters; not set: none")
+    alpha: float | None = Field(
+        default=None, gt=0, description="an adapter's output is multiplied by alpha / rank; not set: as rank"
+    )
+    targets: list[Annotated[str, Field(min_length=1)]] = Field(
+        default=["all-linear"],
+        min_length=1,
+        description='layers with adapters: ends of their names with * and ?, "q_proj"; "all-linear": all but the '
+        "output's",
+    )
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="chance that a feature is dropped before an adapter")
+    rslora: bool = Field(default=False, description="multiplied by alpha / sqrt(rank) instead")
+    dora: bool = Field(default=False, description="with a trained length of each row beside the adapter")
+    whole: list[Annotated[str, Field(min_length=1)]] = Field(
+        default=[], description="modules that are trained whole, named as in targets"
+    )
+
+
 class OptimizerSection(Section):
     """[optimizer]: for a task of your own in force once a key is set; else the task's own optimizer runs."""
 
@@ -254,6 +275,7 @@ class Config(Section):
     """A whole configuration but for `[plan]`, which is `shardwise.Plan`."""
 
     task: TaskSection = Field(default=TaskSection())
+    lora: LoraSection = Field(default=LoraSection())
     optimizer: OptimizerSection = Field(default=OptimizerSection())
     schedule: ScheduleSection = Field(default=ScheduleSection())
     train: TrainSection = Field(default=TrainSection())
@@ -272,6 +294,8 @@ def without_effect(config: Config, set_keys: set[str]) -> dict[str, Unused]:
     if not config.task.files:
         by_task.setdefault("task.tokenizer", "task.files is not set")
     unused = {key: Unused(reason, "task.name") for key, reason in by_task.items()}
+    if config.lora.rank is None:
+        unused |= {f"lora.{key}": Unused("lora.rank is not set", "lora.rank") for key in _BESIDE_RANK}
     optimizer, schedule, train = config.optimizer, config.schedule, config.train
     for key in {option for options in OPTIMIZER_OPTIONS.values() for option in options}:
         if key not in OPTIMIZER_OPTIONS[optimizer.name]:
@@ -301,6 +325,7 @@ def without_effect(config: Config, set_keys: set[str]) -> dict[str, Unused]:
     return unused
 
 
+_BESIDE_RANK = [key for key in LoraSection.model_fields if key != "rank"]
 EXCLUSIVE = (
     ("train.steps", "train.epochs"),
     ("train.batch_samples", "train.batch_tokens"),

@@ -75,6 +75,8 @@ def told_of_drawn(built: Built) -> list[str]:
     if not new:
         return []
     patterns = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in new)
+    if len(patterns) > _MOST:
+        patterns = Counter("*." + ".".join(name.split(".")[-3:]) for name in new)
     listed = [f"{pattern} ({count})" if count > 1 else pattern for pattern, count in patterns.items()]
     more = f", and {len(listed) - _MOST} more patterns" if len(listed) > _MOST else ""
     return [
@@ -83,7 +85,7 @@ def told_of_drawn(built: Built) -> list[str]:
     ]
 
 
-_MOST = 8  # patterns of names in the notice
+_MOST = 4  # patterns of names in the notice
 
 
 def hooked_weight(module: nn.Module) -> str | None:
@@ -167,13 +169,19 @@ def fill_only(
     _replace(module, make, ("parameter",))
 
 
-def empty_parameters(module: nn.Module, dtype: torch.dtype, device: torch.device, absent: Container[str] = ()) -> None:
-    """Put parameters on the meta device (shapes alone); `absent` ones are held by other ranks."""
+def empty_parameters(
+    module: nn.Module, precision: Precision, device: torch.device, absent: Container[str] = ()
+) -> None:  # fmt: skip
+    """Put parameters on the meta device (shapes alone): trained ones as masters, frozen ones as they compute.
+
+    `absent` ones are held by other ranks.
+    """
 
     def make(name: str, old: torch.Tensor) -> torch.Tensor:
         if name in absent:
-            return _not_here(old, dtype, device)
-        kind = dtype if old.is_floating_point() else old.dtype
+            return _not_here(old, precision.master, device)
+        kind = precision.master if old.requires_grad else precision.compute
+        kind = kind if old.is_floating_point() else old.dtype
         return _parameter(old, torch.empty(old.shape, dtype=kind, device="meta"))
 
     _replace(module, make, ("parameter",))

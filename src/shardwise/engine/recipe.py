@@ -315,7 +315,7 @@ def _full_shard(
     """Returns the technique of zero=3: units of FSDP2, and beside them experts and the parameters `kept` whole."""
     spread = set(experts.experts) - absent if experts is not None else set()
     elsewhere = absent | spread | kept
-    empty_parameters(module, precision.master, mesh.device, elsewhere)
+    empty_parameters(module, precision, mesh.device, elsewhere)
     units = [module.get_submodule(path) for path in paths]
     sharded = FullShard(module, units, mesh, precision, elsewhere, order)
     sharded.materialise(value_of, mesh.device)
