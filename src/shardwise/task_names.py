@@ -3,6 +3,7 @@
     Task, or a function that returns one    itself, or its result
     text, digits                            a built-in task at its default sizes
     my.toml                                 the task that the configuration file describes
+    a folder with a config.json             transformers' model, on the files that the section names
     module:name                             from the Python path or the current folder
 
 The module may also be the path of a file, as in `examples/moons.py:task`. What goes wrong in the user's module is
@@ -25,7 +26,7 @@ from types import ModuleType
 from typing import Any
 
 from shardwise.config import load
-from shardwise.config.schema import BUILTIN_DEFAULTS, BUILTINS, TaskSection
+from shardwise.config.schema import BUILTIN_DEFAULTS, BUILTINS, FOLDER, TaskSection, is_folder
 from shardwise.errors import InputError, ShardwiseError, did_you_mean, rebuilt
 from shardwise.task import Task
 from shardwise.task_files import which_task
@@ -52,6 +53,9 @@ def resolve_task(named: Task | str | Callable[[], Task], section: TaskSection | 
         section = section or TaskSection.model_validate({"name": named, **BUILTIN_DEFAULTS[named]["task"]})
         module_name, _, attribute = BUILTINS[named].rpartition(":")
         return getattr(importlib.import_module(module_name), attribute)(section)
+    if is_folder(named):
+        module_name, _, attribute = FOLDER.rpartition(":")
+        return getattr(importlib.import_module(module_name), attribute)(section or TaskSection(name=named))
     return _of_module(named)
 
 

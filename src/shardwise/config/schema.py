@@ -7,12 +7,14 @@ reason. A key that is set and has no effect is an error, so nothing is read and 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 # the built-in tasks, as a task of one's own is named; each takes its [task] section
 BUILTINS = {"text": "shardwise.training.builtin:text_task", "digits": "shardwise.training.builtin:digits_task"}
+FOLDER = "shardwise.hf.folder:folder_task"  # of a checkpoint folder that is named as the task
 PATHS = ("task.files", "task.tokenizer")  # files and folders, kept as absolute paths
 UNITS = {"k": 1024, "M": 1024**2}
 
@@ -81,16 +83,20 @@ class TaskSection(Section):
     """[task]: what is trained."""
 
     name: str = Field(
-        default="text", description='"text" | "digits" | "module:callable", your own function that returns a Task'
+        default="text",
+        description='"text" | "digits" | "module:callable", your own function that returns a Task, or a folder '
+        "with a model of transformers",
     )
-    seq_len: int | None = Field(default=None, ge=2, description="tokens of one sample (text)")
+    seq_len: int | None = Field(default=None, ge=2, description="tokens of one sample (text, a folder)")
     files: list[Annotated[str, Field(min_length=1)]] = Field(
         default=[],
         description='text files, or JSON lines with a text each: paths and patterns, "texts/*.txt" (text); '
-        "empty: Python's standard library",
+        "empty: Python's standard library; examples as JSON lines (a folder)",
     )
     tokenizer: str | None = Field(
-        default=None, min_length=1, description="folder with a tokenizer.json, for the files (text); not set: bytes"
+        default=None,
+        min_length=1,
+        description="folder with a tokenizer.json, for the files; not set: bytes, or the folder's",
     )
     model: ModelSizes = Field(default=ModelSizes(), description="sizes of a builtin task's model")
 
@@ -334,6 +340,11 @@ EXCLUSIVE = (
 _DECAY = ("schedule.final_factor", "schedule.decay_fraction", "schedule.decay_steps")
 
 
+def is_folder(name: str) -> bool:
+    """Whether a task is named by a checkpoint folder of transformers."""
+    return (Path(name) / "config.json").is_file()
+
+
 def _task_without_effect(name: str) -> dict[str, str]:
     if name == "text":
         return {"task.model.patch": "the text model has no patches"}
@@ -344,6 +355,10 @@ def _task_without_effect(name: str) -> dict[str, str]:
         "train.batch_tokens": "only the text task counts tokens: give train.batch_samples",
         "train.generate": "only the text task writes text",
     }
+    if is_folder(name):
+        kept = ("task.seq_len", "task.files", "task.tokenizer")
+        sizes = {f"task.model.{key}": "the folder's model has its own sizes" for key in ModelSizes.model_fields}
+        return {key: why for key, why in only_text.items() if key not in kept} | sizes
     if name == "digits":
         return only_text | {"task.model.kv_heads": "only the text model groups its heads"}
     own = "the model of your own task has its sizes in its code"
