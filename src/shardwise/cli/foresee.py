@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardwise.cli.answer import Answer
-from shardwise.cli.forecasting import TASK, TASK_HELP, failures, subject_and_batch, where, write
+from shardwise.cli.forecasting import TASK, TASK_HELP, adapted, failures, subject_and_batch, where, write
 from shardwise.cli.options import WholeNumber, common, given_plan, output_file
 from shardwise.cli.waiting import begin
 from shardwise.errors import InputError
@@ -275,7 +275,7 @@ def _measured(answer: Answer, task: str, plan: Plan, words: dict[str, Any], fore
     if is_shape(task):
         raise InputError(f"--measure-rank: {task} is a shape, not a model that can be run; give module:name")
     rank = words["measure_rank"]
-    measured = measure_rank(partial(resolve_task, task), plan, rank, words["randomness"])
+    measured = measure_rank(partial(resolve_task, adapted(task, words)), plan, rank, words["randomness"])
     waits = sum(seconds for name, seconds in forecast.parts.items() if "communication" in name)
     answer.fields["measured_rank"] = {**measured, "with_communication_s": measured["seconds"] + waits}
     return [

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from shardwise.cli.answer import Answer
-from shardwise.cli.options import WholeNumber, common, given, given_plan
+from shardwise.cli.options import WholeNumber, common, given, given_plan, with_adapters
 from shardwise.cli.waiting import begin
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.progress import timing
@@ -31,7 +31,9 @@ class StepCount(click.ParamType):
 @click.argument("target", metavar="SCRIPT.py | CONFIG.toml | MODULE:TASK | text | digits")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGS]")
 @click.option("--plan", callback=given_plan, help=_PLAN)
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key of CONFIG.toml; repeatable.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key of CONFIG.toml, or of [lora]; repeatable."
+)
 @click.option(
     "--steps", type=StepCount(), help="Optimizer steps to compare: of a script 6, a configuration 5, a task 2."
 )
@@ -88,7 +90,7 @@ def _prove(answer: Answer, target: str, arguments: tuple[str, ...], words: dict[
     if is_script(target):
         _refuse(words, (), "a script", "overrides", "seed", "shrink", "clip_norm", "device")
         return _prove_script(answer, target, arguments, words)
-    _refuse(words, arguments, "a task", "overrides", "epochs", "against", "nproc", "one", "cwd")
+    _refuse(words, arguments, "a task", "epochs", "against", "nproc", "one", "cwd")
     return _prove_task(answer, target, words)
 
 
@@ -132,6 +134,7 @@ def _prove_script(answer: Answer, script: str, arguments: tuple[str, ...], words
 def _prove_task(answer: Answer, task: str, words: dict[str, Any]) -> Any:
     from shardwise.layout import Plan, check
 
+    adapted = with_adapters(task, words["overrides"], "verify")
     if words["plan"] is None:
         raise click.UsageError("Missing option '--plan'.")
     parsed = Plan.parse(words["plan"])
@@ -142,7 +145,7 @@ def _prove_task(answer: Answer, task: str, words: dict[str, Any]) -> Any:
 
     with timing(not answer.as_json) as say:
         return prove(
-            task, parsed, steps=_number(words["steps"], "a task") or 2, seed=words["seed"] or 0,
+            adapted, parsed, steps=_number(words["steps"], "a task") or 2, seed=words["seed"] or 0,
             shrink=words["shrink"], clip_norm=words["clip_norm"], device=words["device"], say=say,
         )  # fmt: skip
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from shardwise.adapters import with_lora
 from shardwise.config import Effective
 from shardwise.errors import InputError, ShardwiseError
 from shardwise.layout.dealing import enough_samples, micro_batches
@@ -73,7 +74,8 @@ class Job:
 def find_task(effective: Effective, passed: Task | Callable[[], Task] | None) -> Task:
     """Returns the task that was passed, or the one that the configuration names."""
     section = effective.config.task
-    return resolve_task(section.name, section) if passed is None else call_task(section.name, passed)
+    task = resolve_task(section.name, section) if passed is None else call_task(section.name, passed)
+    return with_lora(task, effective.config.lora)
 
 
 def make_job(effective: Effective, passed: Task | Callable[[], Task] | None = None, *, keep: bool = False) -> Job:
