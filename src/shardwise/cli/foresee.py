@@ -90,6 +90,7 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
 
     cluster, fixed = Cluster.parse(words["cluster"]), _fixed(words["fix"])
     begin(answer, "plan: loading PyTorch and the figures of the catalogue")
+    from shardwise.launch.lines import start_hint, start_line
     from shardwise.planner import Constraints
     from shardwise.planner import search as search_plans
     from shardwise.planner.text import first_text, proposal_dict, search_text
@@ -121,6 +122,8 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
         goodput, lines = _goodput(words, best.forecast, subject, best.plan, cluster)
         answer.fields["goodput"] = goodput
         command += f" --checkpoint-every {goodput['checkpoint_every_steps']} --restarts 100"
+    node = cluster.sizes[0] if len(cluster.tiers) > 1 else cluster.world_size
+    command = start_line(command, best.plan, node)
     answer.fields.update(
         plan=str(best.plan),
         world_size=best.plan.world_size,
@@ -134,6 +137,7 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
         fitted=result.fitted,
         command=command,
     )
+    command = "\n".join([command, *start_hint(command, best.plan, node)])
     if subject.head:
         command += f"\n{_how_to_train(task, subject.head)}"
     answer.fields["job"] = [cost.as_dict() for cost in job]
