@@ -22,7 +22,10 @@ FAILED = 1
 
 
 def main(words: list[str]) -> int:
-    """Run torchrun with these words; returns 0, 75 where all ranks that failed stopped and saved, else 1."""
+    """Run torchrun with these words; returns 0, 75 where all ranks that failed stopped and saved, else 1.
+
+    A rank that had not begun dies of the signal itself, and has nothing to save.
+    """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
@@ -32,7 +35,7 @@ def main(words: list[str]) -> int:
         torchrun(["--signals-to-handle", LEFT_TO_TORCHRUN, *words])
     except ChildFailedError as error:
         codes = {failure.exitcode for failure in error.failures.values()}
-        return Stopped.exit_code if codes == {Stopped.exit_code} else FAILED
+        return Stopped.exit_code if codes <= {Stopped.exit_code, -signal.SIGUSR1} else FAILED
     return 0
 
 

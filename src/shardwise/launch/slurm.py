@@ -60,7 +60,8 @@ def _body(job: LaunchJob) -> list[str]:
         "code=0",
         'wait "$step" || code=$?',
         'while kill -0 "$step" 2>/dev/null; do code=0; wait "$step" || code=$?; done  # a signal ends a wait early',
-        'if [ "$again" = 1 ] && [ "$code" = 75 ]; then',
+        # 138: it had not begun, and died of the signal itself
+        'if [ "$again" = 1 ] && { [ "$code" = 75 ] || [ "$code" = 138 ]; }; then',
         '    scontrol requeue "$SLURM_JOB_ID"',
         "    sleep 60  # the job ends here",
         "fi",
