@@ -90,3 +90,66 @@ def test_a_job_on_hosts_saves_ends_with_75_and_goes_on(hosts: list[Host], tmp_pa
     assert [path.name for path in tmp_path.glob("runs/digits/*")] == [run.name]
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert set(steps) == set(range(step + 2))  # an evaluation has the number of its step
+
+
+def on_hosts(hosts: list[Host], folder: Path, line: str) -> list[tuple[int, str]]:
+    """(exit code, output) of the same line on each host."""
+    return finished([
+        host.start(["bash", "-c", line], folder, NODE_RANK=str(number), FIRST_HOST=hosts[0].address)
+        for number, host in enumerate(hosts)
+    ])  # fmt: skip
+
+
+MORE = ("dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=2", "tp=2", "tp=2,sp=true", "pp=2", "tp=2,remat=full")
+
+
+@pytest.mark.parametrize("plan", [PLAN, *(pytest.param(plan, marks=pytest.mark.long) for plan in MORE)])
+def test_a_proof_over_hosts_is_equal(plan: str, hosts: list[Host], tmp_path: Path) -> None:
+    line = start_line(f"shardwise verify digits --plan {plan}", Plan.parse(plan), per_node=1)
+    (code, said), (other, _) = on_hosts(hosts, tmp_path, line)
+    assert (code, other) == (0, 0), said
+    assert "EQUAL to one process" in said
+
+
+@pytest.mark.long
+def test_a_run_is_proven_first_over_hosts(hosts: list[Host], tmp_path: Path) -> None:
+    line = start_line(f"{TRAIN.format(out='there')} --verify-first", Plan.parse(PLAN), per_node=1)
+    (code, said), (other, _) = on_hosts(hosts, tmp_path, line)
+    assert (code, other) == (0, 0), said
+    assert "EQUAL to a plain loop" in said or "EQUAL" in said
+    assert list((tmp_path / "there").glob("*/model.safetensors"))
+
+
+def test_hosts_are_looked_at_and_axes_measured(hosts: list[Host], tmp_path: Path) -> None:
+    line = start_line(f"shardwise doctor --plan {PLAN}", Plan.parse(PLAN), per_node=1)
+    (_, said), (_, other) = on_hosts(hosts, tmp_path, line)
+    for host in hosts:
+        assert host.name in said
+    assert "axis dp_shard" in said and "GB/s" in said and "between hosts" in said
+    assert "axis dp_shard" not in other
+
+
+OWN = """
+from shardwise.models.tasks import mlp as task  # noqa: F401
+WORD = {word!r}
+"""
+
+
+def test_hosts_with_other_code_and_another_folder_are_named(hosts: list[Host], tmp_path: Path) -> None:
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        (folder / "own.py").write_text(OWN.format(word=number))
+    line = start_line(f"shardwise train own.py:task --plan {PLAN} --steps 1", Plan.parse(PLAN), per_node=1)
+
+    def said() -> str:
+        ran = finished([
+            host.start(["bash", "-c", line], folder, NODE_RANK=str(number), FIRST_HOST=hosts[0].address)
+            for number, (host, folder) in enumerate(zip(hosts, folders, strict=True))
+        ])  # fmt: skip
+        assert all(code for code, _ in ran), ran
+        return ran[0][1]
+
+    assert "the code of own.py" in (first := said()) and hosts[1].name in first, first
+    (folders[1] / "own.py").write_text(OWN.format(word=0))
+    assert f"{hosts[1].name} has another" in (second := said()), second
