@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "tasks"))
 
 import architectures  # noqa: E402
 from cells import Found, cell, rows, share, written  # noqa: E402
@@ -43,7 +43,7 @@ def as_page(found: Found, names: list[str], plans: list[str], seconds: float | N
         "Made by `make coverage-table`. Small configurations of `transformers` architectures "
         f"({transformers.__version__}) and plain modules, under one plan each: *equal* is loss, every gradient, every "
         "updated parameter and buffer of two steps equal to one process in float64; *refused* is raised before the "
-        "first step, for the reason below. The modules stand in `tests/architectures.py`.",
+        "first step, for the reason below. The modules stand in `tests/tasks/architectures.py`.",
         "",
         f"Decoders under tp, pp, tp with pp, tp with dp_shard: {share(found, decoders, asked)} equal. All cells of the "
         f"others: {share(found, others, plans)}. {len(found)} cells"

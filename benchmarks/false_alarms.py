@@ -19,7 +19,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("", "tasks")]
 
 from shardwise.config import Given, load  # noqa: E402
 from shardwise.proof.outcome import Parity  # noqa: E402

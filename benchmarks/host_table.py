@@ -20,7 +20,7 @@ from shardwise.models import tasks
 from shardwise.ranks import RankPool
 from shardwise.testing import mock_device
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "tasks"))
 import domain_tasks
 import sequence_tasks
 

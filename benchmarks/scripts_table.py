@@ -17,9 +17,9 @@ import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "kit"))
 
-import test_prepare as scripts  # noqa: E402
+import changed_scripts as scripts  # noqa: E402
 
 from shardwise.errors import InputError  # noqa: E402
 from shardwise.ranks import RankPool  # noqa: E402
@@ -64,11 +64,11 @@ def as_page(found: dict[str, tuple[str, str]], names: list[str], plans: list[str
     return "\n".join([
         "# Training scripts under plans",
         "",
-        "Made by `make scripts-table`. The scripts stand in `tests/scripts`, written as people write them; a few "
-        "lines of each change, which `tests/test_prepare.py` names. Each cell is `shardwise verify SCRIPT.py --plan P "
-        "--steps all`. *equal*: losses, gradients, weights, buffers and the optimizer's state of all steps are those "
-        "of one process, in float64; *refused*: stopped by the sentence below; *no such dim*: refused, since nothing "
-        "that the model is given can be cut as a sequence (or as a field).",
+        "Made by `make scripts-table`. The scripts stand in `tests/tasks/scripts`, written as people write them; a few "
+        "lines of each change, which `tests/kit/changed_scripts.py` names. Each cell is "
+        "`shardwise verify SCRIPT.py --plan P --steps all`. *equal*: losses, gradients, weights, buffers and the "
+        "optimizer's state of all steps are those of one process, in float64; *refused*: by the sentence below; "
+        "*no such dim*: refused, since nothing that the model is given can be cut as a sequence (or as a field).",
         "",
         f"{len(asked)} cells: {count}.",
         "",

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "tasks"))
 
 import library_tasks  # noqa: E402
 import sweep_tasks  # noqa: E402
@@ -129,7 +129,7 @@ def as_page(cells: Cells) -> str:
         "Made by `python benchmarks/sweep.py --write` from the cells of the last sweep. Every model type of "
         "`transformers` that can be built from a shrunken configuration and called, and every class of `torch.nn` "
         "(between linear layers) that can be constructed and called by trying arguments, and small modules of other "
-        "libraries (`tests/library_tasks.py`): two steps in float64 against one process. *unproven*: one process "
+        "libraries (`tests/tasks/library_tasks.py`): two steps in float64 against one process. *unproven*: one process "
         "does not agree with itself when its weights move by one epsilon. *blame* counts messages that call the task "
         "wrong though it ran in one process.", "",
     ]  # fmt: skip

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "tasks"))
 
 from cells import Found, cell, rows, share, written  # noqa: E402
 
@@ -51,7 +51,7 @@ def as_page(found: Found) -> str:
         "Made by `python benchmarks/tiles_table.py --write`, in several runs. *equal* is loss, every gradient, every "
         "updated parameter and buffer of three steps equal to one process in float64, on ranks whose weights have the "
         "same bits; *refused* is raised before the first step, for the reason below. The models stand in "
-        "`tests/domain_tasks.py`, [what is done on tiles](../techniques/domain.md) on its page.",
+        "`tests/tasks/domain_tasks.py`, [what is done on tiles](../techniques/domain.md) on its page.",
         "",
         f"On grids of tiles: {share(found, list(MODELS), GRIDS)} cells equal. Beside other techniques: "
         f"{share(found, list(MODELS), BESIDE)}.",

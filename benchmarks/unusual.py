@@ -1,6 +1,6 @@
 """docs/modules.md: which unusual modules run under which plan, each cell proven in float64 or refused with its reason.
 
-python benchmarks/unusual.py --write                        # every module of tests/unusual_tasks.py, some minutes
+python benchmarks/unusual.py --write                        # every module of tests/tasks/unusual_tasks.py, some minutes
 python benchmarks/unusual.py --only gru,capsules --write    # these rows alone, in the page as it is
 python benchmarks/unusual.py --again --write                # the cells that are not equal, again
 """
@@ -13,7 +13,7 @@ import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "tasks"))
 
 import unusual_tasks  # noqa: E402
 from cells import Found, cell, rows, share, written  # noqa: E402
@@ -43,7 +43,7 @@ def as_page(found: Found) -> str:
         f"process. {share(found, names, PLANS)} cells are equal to one process; the others are refused before the "
         "first step (or in it, where ranks are seen to take different branches) with the reason below the table. "
         f"{_wrong(found)}The modules are written as for one process, without a word on ranks: "
-        "`tests/unusual_tasks.py`.", "",
+        "`tests/tasks/unusual_tasks.py`.", "",
         "## What to know, by kind of module", "",
         "| your module | what runs, and what to watch |",
         "|---|---|",

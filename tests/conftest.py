@@ -20,6 +20,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # what ranks of most tests import, once in the server from which they are forked instead of in each of them
 process.PRELOAD += ["shardwise.training.loop", "shardwise.proof.rank", "transformers.models.llama.modeling_llama"]
 
+pytest.register_assert_rewrite("changed_scripts", "small_scripts")
+
 # the same examples on every machine, and no time limit for one example: a loaded machine is not a failure
 settings.register_profile("steady", derandomize=True, deadline=None)
 # for hunting by hand: HYPOTHESIS_PROFILE=search
@@ -80,12 +82,18 @@ def leave_long_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Raises `UsageError` for a name in the file that no case of a file which was collected whole has."""
     groups = tomllib.loads(Path(__file__).with_name("long_cases.toml").read_text(encoding="utf-8"))["left"]
     wanted = {case for group in groups for case in group["cases"]}
-    found = {item.nodeid.split("tests/", 1)[-1]: item for item in items}
+    found = {case_of(item.nodeid): item for item in items}
     for name in wanted & found.keys():
         found[name].add_marker(pytest.mark.long)
     files = {name.split("::")[0] for name in found} if not any("::" in arg for arg in config.args) else set()
     if lost := [name for name in sorted(wanted - found.keys()) if name.split("::")[0] in files]:
         raise pytest.UsageError(f"tests/long_cases.toml names {lost[0]} (and {len(lost) - 1} more), which is no case")
+
+
+def case_of(nodeid: str) -> str:
+    """Without the folder: names of files are unique."""
+    path, separator, case = nodeid.partition("::")
+    return f"{Path(path).name}{separator}{case}"
 
 
 def pytest_runtest_setup() -> None:

@@ -11,7 +11,7 @@ import domain_tasks
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from boundary_tasks import Block, Net, globe
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import Domain, Task, verify
@@ -79,42 +79,6 @@ def test_paddings_are_those_of_the_definition_corners_with_them(kinds: tuple[str
             same(found, larger[..., top : top + found.shape[-2], left : left + found.shape[-1]])
 
 
-class Net(nn.Module):
-    """Convolutions by a module, by a function, in what is computed again, and pooled with padding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.pool = nn.Conv2d(2, 4, 3, padding=1), nn.MaxPool2d(3, 2, 1)
-        self.blocks = nn.Sequential(Block(), Block())
-        self.up, self.last = nn.ConvTranspose2d(4, 4, 3, 2, 1, 1), nn.Conv3d(1, 1, 3, padding=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.up(self.blocks(self.pool(self.first(x).tanh())))
-        return self.last(h[:, None, :2])[:, 0]
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4, 3, 3) / 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + F.conv2d(x, self.weight, padding=1).tanh()
-
-
-def _globe(boundary: dict[str, str], model: Any = Net) -> Task:
-    return domain_tasks._task(model, domain_tasks._fields(2, 12, 16, samples=2),
-                              spatial=Domain((-2, -1), ("lat", "lon"), boundary))  # fmt: skip
-
-
-def globe() -> Task:
-    return _globe({"lat": "pole", "lon": "periodic"})
-
-
-def box() -> Task:
-    return _globe({"lat": "reflect", "lon": "replicate"})
-
-
 @pytest.mark.parametrize(
     ("task", "plan"),
     [("globe", "domain=2x2"), ("globe", "domain=1x3,remat=full"), ("globe", "domain=3,zero=3"),
@@ -122,7 +86,7 @@ def box() -> Task:
      ("globe", "dp_replicate=2,compile=true,remat=full")],
 )  # fmt: skip
 def test_plans_with_a_boundary_equal_one_process_with_it(pool, task: str, plan: str) -> None:
-    found = verify(f"test_boundary:{task}", plan, pool=pool)
+    found = verify(f"boundary_tasks:{task}", plan, pool=pool)
     assert found.parity, found.text()
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("", "tasks", "kit")]
 
 from mutations.plant import Bug, BuggyPool  # noqa: E402
 from mutations.published import PUBLISHED, link  # noqa: E402
@@ -92,7 +92,7 @@ def _program_differs(bug: Bug, pool: BuggyPool) -> tuple[str, float | None]:
 
 def _script_differs(bug: Bug, pool: BuggyPool) -> tuple[str, float | None]:
     """What of a prepared script differs from the script alone on any rank, and the largest relative difference."""
-    import test_prepare as scripts
+    import changed_scripts as scripts
 
     name = Path(bug.task).stem
     if name not in _ALONE:

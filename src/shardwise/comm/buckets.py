@@ -103,7 +103,7 @@ class Bucket:
         self.filled.clear()
         for param in self.params:
             param.grad = None
-        # a script that kept last step's `param.grad` must not see it change (tests/test_prepare_gradients)
+        # a script that kept last step's `param.grad` must not see it change (tests/scripts/test_prepare_gradients)
         if self.buffer is not None and self.views_now and self._holders() != self._alone:
             self.buffer = None
             self.forget_views()

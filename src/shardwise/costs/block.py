@@ -29,7 +29,7 @@ from shardwise.costs.software import FP8, STATES, Software
 
 EAGER = 1.6  # an unfused chain of elementwise ops moves about this many times a fused one's bytes (assumed)
 # Bytes that move for an element in bf16: (forward, backward) of fused kernels, and of modules as transformers writes
-# them, as their traces have it (tests/test_costs.py): there an RMSNorm is eight operations in float32
+# them, as their traces have it (tests/forecast/test_costs.py): there an RMSNorm is eight operations in float32
 MOVED = {
     "layer_norm": ((4, 6), (4, 6)),
     "rms_norm": ((4, 6), (36, 96)),

@@ -1,0 +1,116 @@
+"""`verify CONFIG.toml`: what `train` does with a configuration, against a plain loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mutations.bugs import RUNS
+from mutations.run import try_bug
+from run_tasks import noisy
+
+from shardwise import Plan, verify
+from shardwise.config import Given, load
+from shardwise.proof.own_precision import plain_steps
+from shardwise.proof.run import verify_run
+from shardwise.proof.settings import Settings
+from shardwise.ranks import RankPool
+from shardwise.task_names import resolve_task
+
+CONFIG = Path(__file__).parents[1] / "mutations" / "run.toml"
+NARROW = CONFIG.with_name("narrow.toml")
+BY_NAME = {bug.name: bug for bug in RUNS}
+
+
+def proof(plan: str, pool: RankPool, task: str = "run_tasks:classified", **values: Any) -> Any:
+    given = [Given("plan", plan, "the test"), Given("task.name", task, "the test")] + [
+        Given(f"train.{key}", value, "the test") for key, value in values.items()
+    ]
+    return verify_run(load(CONFIG, values=given), pool=pool, timeout_s=60)
+
+
+@pytest.mark.parametrize(
+    ("plan", "values"),
+    [
+        ("dp_replicate=2", {"workers": 1}),
+        ("dp_shard=2,zero=3,accumulate=2", {}),
+        ("dp_shard=3,zero=2", {"eval_samples": 0}),
+        ("tp=2", {"eval_every": 0}),
+    ],
+)
+def test_a_run_equals_a_plain_loop(plan: str, values: dict, pool: RankPool) -> None:
+    parity = proof(plan, pool, **values)
+    assert parity.parity, parity.text()
+    assert ("eval_metric/accuracy" in parity.text()) == ("eval_every" not in values)
+    assert len(parity.parameter_error) == 22 and "weights at the end and their averages" in parity.text()
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp_replicate=2,precision=bf16",
+        "dp_shard=2,zero=2,precision=fp16,accumulate=2",
+        "dp_shard=2,zero=3,precision=bf16,reduce_dtype=bf16",
+        "tp=2,precision=bf16-full",
+    ],
+)
+def test_a_plan_is_no_further_from_one_process_than_its_rounding(plan: str, pool: RankPool) -> None:
+    given = [Given("plan", plan, "the test")]
+    second = verify_run(load(NARROW, values=given), pool=pool, timeout_s=60).second
+    assert second is not None and second.parity, second.text()
+    assert len(second.parameter_error) == 8
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_one_process_takes_steps_with_batch_norms_in_sixteen_bits(precision: str) -> None:
+    task = resolve_task("norm_tasks:normed")
+    found = plain_steps(task, Plan(precision=precision), Settings())
+    assert found.losses[-1] < found.losses[0]
+
+
+def test_batches_are_drawn_as_the_task_draws_them(pool: RankPool, tmp_path: Path) -> None:
+    """A run on tiles whose batches come from a generator, which in float64 would give other numbers."""
+    config = 'plan = "domain=2"\n[task]\nname = "domain_tasks:point_wise"\n[train]\nsteps = 2\n'
+    (tmp_path / "run.toml").write_text(config)
+    parity = verify_run(load(tmp_path / "run.toml"), steps=2, pool=pool, timeout_s=60)
+    assert parity.parity, parity.text()
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_what_a_dataset_and_its_collate_function_draw_is_one_process_s(workers: int, pool: RankPool) -> None:
+    parity = proof("dp_shard=2,zero=2,accumulate=2", pool, workers=workers, task="run_tasks:noisy")
+    assert parity.parity, parity.text()
+
+
+def test_nor_does_a_proof_of_the_task_alone_see_other_draws(pool: RankPool) -> None:
+    parity = verify(noisy(), "dp_replicate=2", pool=pool, timeout_s=60)
+    assert parity.parity, parity.text()
+
+
+def test_what_one_process_cannot_compute_is_not_proven(pool: RankPool) -> None:
+    parity = proof("dp_replicate=2,precision=fp16", pool, task="run_tasks:solved")
+    assert parity.equal and not parity.parity
+    assert "one process cannot run in fp16: NotImplementedError" in parity.text()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "the average takes the weights for itself",
+        "evaluations run in training mode",
+        "the schedule is stepped twice",
+        "every epoch has the first one's order",
+        "metrics go on from step to step",
+        "the loss scale is not divided out",
+    ],
+)
+def test_bugs_beside_the_step_are_caught(name: str, pool: RankPool) -> None:
+    found = try_bug(BY_NAME[name], pool)
+    assert found.fine, found
+
+
+def test_a_proof_that_sees_no_epoch_s_end_says_so(pool: RankPool) -> None:
+    given = [Given("plan", "dp_replicate=2", "the test")]
+    parity = verify_run(load(CONFIG, values=given), steps=2, pool=pool, timeout_s=60)
+    assert parity.parity and "do not reach the end of the first epoch" in parity.text()

@@ -1,0 +1,58 @@
+"""`verify SCRIPT.py --nproc N`: scripts of DDP, FSDP, Accelerate and Fabric: right ones are equal, mistakes found."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise.proof.outcome import Parity
+from shardwise.ranks import RankPool
+from shardwise.scripts.proof.door import verify_script
+
+FOLDER = Path(__file__).parents[1] / "tasks" / "frameworks"
+sys.path.insert(0, str(FOLDER))
+import planted  # noqa: E402
+
+RIGHT = [name for name in planted.BATCH_SIZES if name != "ddp_sync_batchnorm.py"]  # which torch has on GPUs alone
+QUICK = ("ddp_images.py", "fsdp2_gpt.py", "ddp_zero_optimizer.py")
+QUICK_MISTAKES = ("mean_of_means", "module_called", "head_left_out", "seed_of_a_rank", "running_mean_of_a_rank")
+
+
+def prove(path: Path, script: str, pool: RankPool, against: Path | None = None) -> Parity:
+    for library in ("accelerate", "fabric"):
+        if script.startswith(library):
+            pytest.importorskip({"fabric": "lightning_fabric"}.get(library, library))
+    batch = planted.BATCH_SIZES[script]
+    return verify_script(
+        path, ("--batch-size", str(batch)), nproc=2, one=f"--batch-size {2 * batch}", steps=None, against=against,
+        timeout_s=200, pool=pool if script.startswith(("ddp", "fsdp")) else None,  # others keep a state of the process
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "script", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in RIGHT]
+)
+def test_right_scripts_are_equal(script: str, pool: RankPool) -> None:
+    parity = prove(FOLDER / script, script, pool)
+    assert parity.parity, parity.text()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK_MISTAKES else pytest.mark.long) for name in planted.MISTAKES],
+)
+def test_mistakes_are_found_where_they_begin(name: str, pool: RankPool, tmp_path: Path) -> None:
+    script, old, new, _ = planted.MISTAKES[name]
+    reference, step, kind = planted.FIRST[name]
+    text = (FOLDER / script).read_text()
+    assert text.count(old) == 1
+    path = tmp_path / f"{name}.py"
+    path.write_text(text.replace(old, new))
+    parity = prove(path, script, pool, None if reference == "own" else FOLDER / script)
+    assert not parity.equal
+    first = min(parity.exceeded.values())
+    assert first == (-1 if kind == "start" else step)
+    kinds = {each for (each, _), at in parity.exceeded.items() if at == first}
+    assert ("parameter" if kind == "start" else kind) in kinds

@@ -1,0 +1,701 @@
+"""How batches are read, dealt and known: joined with neighbours, ahead of time, turned, beside others, by no loader."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import queue
+import random
+import re
+import threading
+from collections import UserDict, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_scripts import back, batches, begin, check_equal, close, made, mse, net, train, weights_of, whole
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import shardwise
+from shardwise.errors import InputError, RefusedPlan
+from shardwise.layout.dealing import Share
+from shardwise.ranks import RankPool
+from shardwise.scripts.dealt import Dealer, deal
+from shardwise.scripts.reading import part_of_whole
+
+WORDS = 9
+Found = tuple[list[float], dict[str, torch.Tensor]]
+
+
+def long(*cases: tuple) -> list[Any]:
+    return [pytest.param(*case, marks=pytest.mark.long) for case in cases]
+
+
+def noisy() -> Any:
+    return made(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 2)))
+
+
+# --- which samples a rank holds, and which of them count
+
+
+def test_every_sample_counts_once_however_a_batch_is_dealt() -> None:
+    for ranks in range(1, 6):
+        for total in range(1, 12):
+            for several in (False, True):
+                dealt = [deal(total, ranks, rank, several=several) for rank in range(ranks)]
+                counted = [n for one in dealt for n in range(one.part.start, one.part.start + one.part.count)]
+                assert counted == list(range(total))
+                assert all(one.local.start + one.local.count <= total and one.local.count for one in dealt)
+                assert {one.even for one in dealt} == {len({one.part.count for one in dealt}) == 1}
+                assert not several or total < 2 or min(one.local.count for one in dealt) > 1
+                assert sum(one.part.count for one in dealt) == total
+
+
+def test_a_batch_that_is_smaller_than_others_is_dealt_two_to_a_rank() -> None:
+    """Unless losses are of another loader's samples too, so that every rank should count some of this one's."""
+    for beside in (False, True):
+        dealer = Dealer(4, 0, lambda beside=beside: beside)
+        assert [dealer.deal(total).local.count for total in (4, 8, 4, 1)] == [1, 2, 1 if beside else 2, 1]
+
+
+def test_a_list_of_one_number_for_each_sample_is_cut_with_them() -> None:
+    x, held = torch.arange(8.0).view(4, 2), Share(None, 2, 1, 4)
+    given = (x, [5, 6, 7, 8], {"names": ["a", "b", "c", "d"], "size": (3, 4, 5, 6), "two": [1, 2]})
+    part = part_of_whole(given, held, 4)
+    assert torch.equal(part[0], x[1:3])
+    assert part[1:] == ([6, 7], {"names": ["b", "c"], "size": (3, 4, 5, 6), "two": [1, 2]})
+
+
+def dice_of_each(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    p, t = model(x).sigmoid(), (y > 0).double()
+    return (1 - (2 * (p * t).sum(1) + 1) / (p.sum(1) + t.sum(1) + 1)).mean()
+
+
+def of_two_views(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    n = len(x)
+    out = model(torch.cat([x, x + 0.1]))
+    return (out[:n] - out[n:]).square().mean() + (out[:n] - y).square().mean()
+
+
+def of_classes(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    n, out = x.shape[0], model(x)
+    return (out[torch.arange(n), (y[:, 0] > 0).long()] - torch.ones(n, dtype=x.dtype)).square().mean()
+
+
+def of_pairs(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Rewards beside the mean of their two neighbours."""
+    pairs = (model(x) - y).square().mean(1).view(-1, 2)
+    return ((pairs - pairs.mean(1, keepdim=True)).square() + pairs).mean()
+
+
+def row_by_row(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    out = model(x)
+    kept = [(one - goal).square().mean() for one, goal in zip(out, y, strict=True) if goal[0] < 0.5]
+    return torch.stack([*kept, out.sum() * 0]).sum() / len(x)
+
+
+def apart_by_temperature(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """A temperature that is as large as a rank's number of samples, and a term that is nothing."""
+    out = model(x)
+    apart = F.kl_div((out / 4.0).log_softmax(1), (y / 4.0).softmax(1), reduction="batchmean") * 16.0
+    return apart - 0.1 * (out.softmax(1) * out.log_softmax(1)).sum(1).mean(0) + 0.0 * out[0].sum()
+
+
+KINDS = (mse, dice_of_each, of_two_views, of_classes, of_pairs, row_by_row, apart_by_temperature)
+
+
+def kinds(plan: str | None, count: int, size: int, mean: bool) -> list[Found]:
+    several = [one for one in KINDS if one is not of_pairs or size == 8]  # else a pair is cut
+    return [train(plan, net(), batches(count, size), one, mean=mean) for one in several]
+
+
+@pytest.mark.parametrize(
+    ("plan", "count", "size", "mean"),
+    [
+        ("dp_replicate=2", 24, 8, False),
+        ("dp_replicate=2", 5, 2, False),  # one sample to a rank
+        ("dp_shard=3,zero=3", 12, 4, True),
+        ("dp_shard=2,zero=2", 7, 3, False),
+        *long(("dp_shard=2,tp=2", 24, 8, True)),
+    ],
+)
+def test_means_over_samples_are_one_process_s(plan: str, count: int, size: int, mean: bool, pool: RankPool) -> None:
+    check_equal(pool, kinds, plan, count, size, mean)
+
+
+def counted(plan: str | None, how: str, count: int, size: int) -> list[float]:
+    """What a script came to by its own counts of all samples."""
+    held: Any = batches(6, 3)
+    prepared, model, optimizer, loader = begin(plan, net(), batches(count, size))
+    held = prepared.split(held) if prepared and how == "split" else held
+    found, right = [], 0
+    for x, y in loader:
+        optimizer.zero_grad()
+        out = model(x)
+        near = ((out - y).abs() < 0.5).double()
+        found.append(back(prepared, (out - y).square().mean()))
+        optimizer.step()
+        if how == "summed":
+            parts = (near.sum(), near.sum(0), len(x), near[:, 0].sum().item())
+            whole = prepared.sum(*parts) if prepared else parts
+            found += [number for one in whole for number in torch.as_tensor(one).double().reshape(-1).tolist()]
+        elif how == "mean":
+            mean = near.mean().item() * len(x)
+            found.append(prepared.sum(mean)[0] if prepared else mean)
+        with torch.no_grad():
+            for a, b in held if how in ("evaluated", "split") else ():
+                near = ((model(a) - b).abs() < 0.5).double()
+                right += near.sum().item() * (held.part.count > 0 if prepared and how == "split" else 1)
+        if how == "split":
+            found.append(prepared.sum(right)[0] if prepared else right)
+            found.append(prepared.sum(held.part.count)[0] if prepared else len(a))
+    return [*map(float, found), float(right if how == "evaluated" else 0)]
+
+
+@pytest.mark.parametrize("how", ["summed", "mean", "evaluated", "split"])
+@pytest.mark.parametrize(("plan", "count", "size"), [("dp_replicate=3", 12, 5), ("dp_replicate=2", 7, 3)])
+def test_sums_count_each_sample_once(how: str, plan: str, count: int, size: int, pool: RankPool) -> None:
+    """Also where the last batch has one or two samples."""
+    check_equal(pool, counted, plan, how, count, size, bar=1e-9)
+
+
+# --- batches whose samples change each other while they are read
+
+
+class Lines(Dataset):
+    """Lines of unequal length; with `crops`, every reading begins at another place."""
+
+    def __init__(self, crops: str = "") -> None:
+        g = torch.Generator().manual_seed(2)
+        lengths = torch.randint(4, 11, (14,), generator=g).tolist()
+        self.lines = [torch.randint(1, WORDS, (n,), generator=g) for n in lengths]
+        self.crops = crops
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        draw = {"torch": lambda: int(torch.randint(3, ())), "numpy": lambda: int(np.random.randint(3)),
+                "random": lambda: random.randrange(3), "": lambda: 0}[self.crops]  # fmt: skip
+        first = draw()
+        return self.lines[index][first : first + 2] if self.crops else self.lines[index]
+
+
+def padded(lines: list[torch.Tensor]) -> torch.Tensor:
+    return pad_sequence(lines, batch_first=True)
+
+
+def padded_mapping(lines: list[torch.Tensor]) -> UserDict:
+    return UserDict(ids=padded(lines), width=max(map(len, lines)))  # as tokenizers return
+
+
+def hidden(lines: list[torch.Tensor]) -> UserDict:
+    """A mask that is drawn where samples are joined."""
+    ids = padded(lines)
+    return UserDict(ids=ids * (torch.rand(ids.shape) > 0.2).long(), width=ids.shape[1])
+
+
+def columns(lines: list[torch.Tensor]) -> torch.Tensor:
+    return pad_sequence(lines)  # samples lie in the second dim
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(F.dropout(self.embed(ids), 0.3, self.training))
+
+
+def lines(plan: str | None, collate: Any = None, crops: str = "", workers: int = 0, divided: int = 1,
+          **options: Any) -> tuple[list[float], dict, list[str]]:  # fmt: skip
+    """As people write it: the mean over a batch's tokens, divided where batches are accumulated."""
+    model = made(Reader)
+    np.random.seed(0)
+    random.seed(0)
+    loader = DataLoader(Lines(crops), batch_size=4, shuffle=True, collate_fn=collate, num_workers=workers)
+    prepared, model, optimizer, loader = begin(plan, model, loader, **options)
+    if prepared and torch.distributed.get_rank():
+        np.random.seed(5)  # a generator that the script has not seeded
+    losses = []
+    for number, batch in enumerate(loader):
+        ids = batch["ids"] if isinstance(batch, UserDict) else batch
+        ids = ids.T if collate is columns else ids
+        targets = ids[:, 1:]
+        loss = F.cross_entropy(model(ids)[:, :-1].mT, targets, ignore_index=0) / divided
+        losses.append(back(prepared, loss, **({"mean_over": (targets != 0).sum()} if prepared else {})))
+        if (number + 1) % divided == 0 or number + 1 == len(loader):
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, weights_of(prepared or model), prepared.notices if prepared else []
+
+
+def lines_of(plan: str | None, options: dict) -> tuple:
+    return lines(plan, **options)
+
+
+@pytest.mark.parametrize(
+    ("plan", "options", "told"),
+    [
+        ("dp_shard=2,zero=2", {"collate": padded}, "whole batches"),
+        ("dp_shard=3,zero=3", {"collate": padded_mapping}, "whole batches"),
+        ("dp_replicate=2", {"collate": hidden}, "whole batches"),
+        ("tp=2", {"collate": hidden}, "tp=2 cuts"),
+        ("dp_replicate=2", {"crops": "torch"}, "random numbers are drawn"),
+        ("dp_shard=2,zero=1", {"crops": "numpy"}, "random numbers are drawn"),
+        ("dp_replicate=2", {"crops": "random"}, "random numbers are drawn"),
+        ("dp_shard=2,zero=3,accumulate=2", {"collate": padded, "divided": 2}, "whole batches"),
+        ("tp=2,accumulate=2", {"collate": padded, "divided": 2}, "tp=2 cuts"),
+        *long(("dp_replicate=2", {"crops": "torch", "workers": 1}, "random numbers are drawn")),
+    ],
+)
+def test_batches_that_are_joined_or_drawn(plan: str, options: dict, told: str, pool: RankPool) -> None:
+    (alone,) = pool.run(lines_of, 1, None, options)
+    for *found, notices in pool.run(lines_of, shardwise.Plan.parse(plan).world_size, plan, options):
+        close(found, alone[:2])
+        assert any(told in notice for notice in notices), notices
+
+
+def test_batches_that_cannot_be_cut_are_joined_in_parts(pool: RankPool) -> None:
+    for _, _, notices in pool.run(lines_of, 2, "dp_replicate=2", {"collate": columns, "randomness": "fast"}):
+        assert not notices
+    with pytest.raises(InputError, match=r"the loader's batches cannot be cut over ranks: .*batch has \d+ samples"):
+        pool.run(lines_of, 2, "dp_replicate=2", {"collate": columns, "reads": "whole"})
+
+
+# --- batches that are trained on in another order than they are handed out
+
+
+class Prefetcher:
+    """As scripts for GPUs have it: the next batch is on its way, scaled already, while one is trained on."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader, self.scale = iter(loader), torch.full((6,), 1.1, dtype=torch.float64)
+        self.preload()
+
+    def preload(self) -> None:
+        self.following = next(self.loader, None)
+        if self.following is not None:
+            x, y = self.following
+            self.following = x.to("cpu", non_blocking=True).div(self.scale), y.clone()
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.following is not None:
+            batch = self.following
+            self.preload()
+            yield batch
+
+
+def in_a_thread(loader: Any) -> Iterator[Any]:
+    waiting: queue.Queue = queue.Queue(2)
+    reader = threading.Thread(target=lambda: [waiting.put(one) for one in (*loader, None)], daemon=True)
+    reader.start()
+    yield from iter(waiting.get, None)
+
+
+def of_several(loader: Any) -> Iterator[Any]:
+    """Two batches are asked for before the first is trained on."""
+    waiting = iter(loader)
+    while together := [one for one in (next(waiting, None), next(waiting, None)) if one is not None]:
+        yield from together
+
+
+def shuffled(loader: Any) -> Iterator[Any]:
+    kept = list(loader)
+    for seed in range(2):
+        random.Random(seed).shuffle(kept)
+        yield from kept
+
+
+def first_alone(loader: Any) -> Iterator[Any]:
+    x, y = next(iter(loader))
+    for _ in range(3):
+        yield x, y
+
+
+def cycled(loader: Any) -> Iterator[Any]:
+    """Beyond the first round the loader is not asked; held-out data are gone through in the middle, which draws."""
+    for number, batch in enumerate(itertools.islice(itertools.cycle(loader), 7)):
+        yield batch
+        if number == 3:
+            list(batches(4, 2))
+
+
+WAYS = {one.__name__: one for one in (Prefetcher, in_a_thread, of_several, shuffled, first_alone, cycled)}
+
+
+def ahead(plan: str | None, way: str, drawn: str) -> Found:
+    """The last batch is smaller, the model draws masks, and the script noise: like its samples, or by their count."""
+    prepared, model, optimizer, loader = begin(plan, noisy(), batches(15, 6, shuffle=True))
+    losses = []
+    for _ in range(2):
+        for x, y in WAYS[way](loader):
+            x = x.to("cpu")  # is there, and stays the batch's own
+            noise = torch.randn_like(x) if drawn == "like" else torch.randn(len(x), 6, dtype=x.dtype)
+            loss = mse(model, x + 0.1 * noise, y)
+            optimizer.zero_grad()
+            losses.append(back(prepared, loss, **({"mean_over": len(x)} if prepared else {})))
+            optimizer.step()
+        torch.rand(3)  # the script's own, as a sampled picture
+    return losses, weights_of(model)
+
+
+@pytest.mark.parametrize(
+    ("way", "plan", "drawn"),
+    [
+        ("Prefetcher", "dp_replicate=2", "count"),
+        ("shuffled", "dp_shard=2,zero=3", "like"),
+        *long(
+            ("cycled", "dp_shard=2,zero=3", "like"),
+            ("of_several", "dp_shard=2,zero=2", "count"),
+            ("first_alone", "dp_replicate=2", "like"),
+            ("Prefetcher", "dp_shard=3,zero=1", "like"),
+            ("Prefetcher", "tp=2", "count"),
+        ),
+    ],
+)
+def test_a_forward_is_of_the_batch_that_it_is_given(way: str, plan: str, drawn: str, pool: RankPool) -> None:
+    check_equal(pool, ahead, plan, way, drawn)
+
+
+def test_a_thread_of_the_script_s_own_is_refused(pool: RankPool) -> None:
+    with pytest.raises(RefusedPlan, match=r"in a thread of the script's own.*small_scripts.py, line"):
+        pool.run(ahead, 2, "dp_replicate=2", "in_a_thread", "like")
+
+
+def rehearsed(plan: str | None) -> Found:
+    """Beside each batch an earlier one is trained on."""
+    prepared, model, optimizer, loader = begin(plan, noisy(), batches(24, shuffle=True))
+    losses, seen, chosen = [], [], random.Random(0)
+    for x, y in loader:
+        loss = mse(model, x, y)
+        if seen:
+            loss = loss + 0.5 * mse(model, *chosen.choice(seen))
+        seen.append((x, y))
+        optimizer.zero_grad()
+        losses.append(back(prepared, loss))
+        optimizer.step()
+    return losses, weights_of(model)
+
+
+@pytest.mark.parametrize("plan", ["dp_shard=2,zero=2", *long(("dp_shard=2,zero=3",))])
+def test_rows_of_an_earlier_batch_are_the_same_samples_of_it(plan: str, pool: RankPool) -> None:
+    check_equal(pool, rehearsed, plan)
+
+
+def asked_early(plan: str | None, form: str) -> Found:
+    """The next batch is asked for between a loss and its backward; the last one has one sample."""
+    prepared, model, optimizer, loader = begin(plan, noisy(), batches(9))
+    losses, waiting = [], iter(loader)
+    batch: Any = next(waiting)
+    while batch is not None:
+        loss, n = mse(model, *batch), len(batch[0])
+        batch = next(waiting, None)
+        if prepared:
+            losses.append(back(prepared, loss * n, weight=n) if form == "sum" else back(prepared, loss, mean_over=n))
+        else:
+            losses.append(back(None, loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, weights_of(model)
+
+
+@pytest.mark.parametrize(("plan", "form"), [("dp_replicate=2", "sum"), ("dp_shard=2,zero=3", "mean")])
+def test_a_loss_is_of_the_batch_of_its_forward(plan: str, form: str, pool: RankPool) -> None:
+    check_equal(pool, asked_early, plan, form)
+
+
+# --- samples that are not along the first dim
+
+
+class Language(nn.Module):
+    """Time first, with a hidden state that goes on from batch to batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.lstm, self.out = nn.Embedding(11, 6), nn.LSTM(6, 5, 2, dropout=0.3), nn.Linear(5, 11)
+
+    def forward(self, x: torch.Tensor, state: Any) -> tuple:
+        y, state = self.lstm(self.words(x), state)
+        return self.out(y), state
+
+
+class Columns:
+    """Batches as a language model has them: (time, samples)."""
+
+    def __init__(self, length: int, tells: bool) -> None:
+        text = torch.randint(0, 11, (3 * length + 1, 4), generator=torch.Generator().manual_seed(5))
+        self.pairs = [(text[i : i + length], text[i + 1 : i + length + 1]) for i in range(0, 3 * length, length)]
+        if tells:
+            self.batch_size = 4
+
+    def __iter__(self):
+        return iter(self.pairs)
+
+
+def language(plan: str | None, length: int, tells: bool, options: dict) -> Found:
+    prepared, model, optimizer, loader = begin(plan, made(Language), Columns(length, tells), **options)
+    torch.manual_seed(3)
+    losses, state = [], None
+    for x, y in loader:
+        if state is None:
+            state = (torch.zeros(2, x.shape[1], 5).double(), torch.zeros(2, x.shape[1], 5).double())
+        out, state = model(x, tuple(one.detach() for one in state))
+        losses.append(back(prepared, F.cross_entropy(out.view(-1, 11), y.reshape(-1))))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, weights_of(model)
+
+
+@pytest.mark.parametrize(
+    ("plan", "length", "tells", "options"),
+    [
+        ("dp_replicate=2", 7, True, {}),
+        ("dp_shard=2,zero=3", 7, False, {"batch_dim": 1}),
+        ("dp_replicate=2", 4, False, {"batch_dim": 1}),  # as many steps as samples
+    ],
+)
+def test_samples_along_the_second_dim(plan: str, length: int, tells: bool, options: dict, pool: RankPool) -> None:
+    check_equal(pool, language, plan, length, tells, options)
+
+
+@pytest.mark.parametrize("length", [8, 4])
+def test_samples_along_the_second_dim_are_to_be_told(length: int, pool: RankPool) -> None:
+    with pytest.raises(RefusedPlan, match=r"batch_dim=1"):
+        pool.run(language, 2, "dp_replicate=2", length, False, {})
+
+
+class Turning(nn.Module):
+    """(samples, time, 3), or (time, samples, 3) where it is `turned`, to (time, samples, words)."""
+
+    def __init__(self, turned: bool, mixes: bool, drops: float, own: bool) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.GRU(3, 4), nn.Linear(4, WORDS)
+        self.turned, self.mixes, self.drops, self.own = turned, mixes, drops, own
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.turned else x.transpose(0, 1)
+        x = x - x.mean(1, keepdim=True) if self.mixes else x
+        out = self.head(F.dropout(self.rnn(x)[0], self.drops, self.training))
+        return out.square().mean() if self.own else out
+
+
+def turned(plan: str | None, steps: int, loss: str, turned: bool, drops: float, mixes: bool = False) -> Found:
+    """Samples lie behind time in what a model gives, in what it is given, or in its modules alone."""
+
+    def loss_of(model: Any, x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        out = model(x.transpose(0, 1) if turned else x)
+        lengths = [torch.full((len(x),), n) for n in (steps, words.shape[1])]
+        if loss == "ctc":
+            return F.ctc_loss(out.log_softmax(2), words, *lengths)
+        return out if loss == "own" else F.cross_entropy(out[-1], words[:, 0])
+
+    draws = torch.Generator().manual_seed(1)
+    x, words = torch.randn(11, steps, 3, generator=draws).double(), torch.randint(1, 5, (11, 1), generator=draws)
+    loader = DataLoader(TensorDataset(x, words), batch_size=4)
+    return train(plan, made(lambda: Turning(turned, mixes, drops, loss == "own")), loader, loss_of, mean=True)
+
+
+@pytest.mark.parametrize(
+    ("plan", "steps", "loss", "turn", "drops"),
+    [
+        ("dp_replicate=2", 4, "ctc", False, 0.0),  # twice as many steps as a rank has samples
+        ("dp_shard=2,zero=3", 2, "ctc", False, 0.0),  # as many
+        ("dp_shard=2,zero=2", 5, "words", True, 0.3),
+        ("dp_replicate=2", 2, "words", False, 0.3),
+        ("dp_replicate=2", 4, "own", False, 0.0),
+    ],
+)
+def test_samples_behind_time_are_found(
+    plan: str, steps: int, loss: str, turn: bool, drops: float, pool: RankPool
+) -> None:
+    check_equal(pool, turned, plan, steps, loss, turn, drops)
+
+
+@pytest.mark.parametrize("steps", [4, 5])
+def test_a_model_that_mixes_samples_behind_time_is_refused(steps: int, pool: RankPool) -> None:
+    with pytest.raises(RefusedPlan, match="does not add up over samples"):
+        pool.run(turned, 2, "dp_replicate=2", steps, "words", False, 0.0, True)
+
+
+# --- samples beside the main batch
+
+
+def with_fixed_noise(plan: str | None, count: int, size: int) -> Found:
+    """A forward on what every rank has, in training mode, behind each step."""
+    model = made(lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)))
+    fixed = torch.randn(count, 6).double()
+    prepared, model, optimizer, loader = begin(plan, model, batches(15, size))
+    losses = []
+    for x, y in loader:
+        losses.append(back(prepared, mse(model, x, y)))
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            losses.append(model(fixed).sum().item())
+    return losses, weights_of(model)
+
+
+@pytest.mark.parametrize(("count", "size"), [(4, 8), (3, 8), (8, 8), (2, 5)])
+def test_a_forward_on_what_every_rank_has(count: int, size: int, pool: RankPool) -> None:
+    check_equal(pool, with_fixed_noise, "dp_replicate=2", count, size)
+
+
+def unlabelled(plan: str | None, count: int, size: int) -> tuple:
+    """A mean teacher: unlabelled batches of another size, both loaders' iterators asked for before any batch."""
+    teacher, model, found = copy.deepcopy(noisy()), noisy(), []
+    other: Any = batches(30, size, shuffle=True)
+    prepared, model, optimizer, loader = begin(plan, model, batches(count, shuffle=True))
+    other = prepared.split(other) if prepared else other
+    torch.manual_seed(3)
+    for (x, y), (u, _) in zip(loader, other, strict=False):
+        out, student = model(x + torch.randn_like(x)), model(u + torch.randn_like(u))
+        with torch.no_grad():
+            target = teacher.eval()(u + 0.1 * torch.randn_like(u))
+        loss = (out - y).square().mean() + (student - target).square().mean()
+        optimizer.zero_grad()
+        found.append(back(prepared, loss))
+        optimizer.step()
+        with whole(prepared):
+            for mine, theirs in zip(teacher.parameters(), model.parameters(), strict=True):
+                mine.data.mul_(0.9).add_(theirs.detach(), alpha=0.1)
+        found.append(teacher[3].weight.detach().clone())
+    return found, weights_of(model)
+
+
+@pytest.mark.parametrize("size", [10, 4])
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=3", "tp=2"])
+def test_batches_of_another_loader_beside_the_main_one(plan: str, size: int, pool: RankPool) -> None:
+    check_equal(pool, unlabelled, plan, 12, size)
+
+
+def another_loader(plan: str | None, trains: bool) -> Found:
+    """A second stage with another loader and batch size."""
+    prepared, model, optimizer, loader = begin(plan, noisy(), batches(14))
+    torch.manual_seed(5)
+    losses = []
+    for stage in range(2):
+        if stage:
+            loader = batches(11, 6, shuffle=True)
+            loader = prepared.split(loader, trains=trains) if prepared else loader
+        for x, y in loader:
+            optimizer.zero_grad()
+            losses.append(back(prepared, mse(model, x, y)))
+            optimizer.step()
+    return losses, weights_of(prepared or model)
+
+
+@pytest.mark.parametrize("plan", ["dp_shard=2,zero=2", "dp_shard=2,zero=3"])
+def test_training_goes_on_with_another_loader(plan: str, pool: RankPool) -> None:
+    check_equal(pool, another_loader, plan, True)
+
+
+# --- batches that the script draws, keeps or generates by itself
+
+
+def normed() -> Any:
+    return made(lambda: nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 2)))
+
+
+def permuted(plan: str | None, scope: str) -> Found:
+    """Rows by `torch.randperm`, an uneven last batch, noise for the samples."""
+    prepared, model, optimizer, _ = begin(plan, normed(), None, loss_scope=scope)
+    data = torch.randn(14, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for _ in range(2):
+        order = torch.randperm(len(data))
+        for i in range(0, len(data), 4):
+            x = data[order[i : i + 4]]
+            if prepared:
+                x = prepared.deal(x)
+            optimizer.zero_grad()
+            losses.append(back(prepared, mse(model, x + 0.1 * torch.randn_like(x), x[:, :2].cos())))
+            optimizer.step()
+    return losses, weights_of(model)
+
+
+def replayed(plan: str | None, scope: str) -> Found:
+    """A buffer to which the model's own actions are added, sampled by NumPy; two calls of the model in one loss."""
+    np.random.seed(0)
+    prepared, model, optimizer, _ = begin(plan, normed(), None, loss_scope=scope)
+    buffer: deque[Any] = deque(maxlen=20)
+    state, losses = np.zeros(3), []
+    for step in range(12):
+        model.eval()
+        with torch.no_grad():
+            action = model(torch.from_numpy(state)[None])[0].numpy()
+        model.train()
+        buffer.append((state, action))
+        state = 0.8 * state + np.random.randn(3) + action.sum()
+        if step < 5:
+            continue
+        picked = [buffer[i] for i in np.random.choice(len(buffer), 5, replace=False)]
+        x, y = (torch.from_numpy(np.stack(one)) for one in zip(*picked, strict=True))
+        losses.append(back(prepared, mse(model, x, y) + 0.1 * model(x[:3] + 1).std(0).sum()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, weights_of(model)
+
+
+class Graph(nn.Module):
+    """One whole graph: no dim counts samples that could be dealt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 6), nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        links = torch.zeros(len(x), len(x), dtype=x.dtype).index_put((edges[0], edges[1]), torch.ones(1, dtype=x.dtype))
+        return self.b(F.dropout(links @ self.a(x).relu(), 0.3, self.training))
+
+
+def graph(plan: str | None, scope: str) -> Found:
+    prepared, model, optimizer, _ = begin(plan, made(Graph), None, loss_scope=scope)
+    torch.manual_seed(0)
+    x, edges, known = torch.randn(9, 3, dtype=torch.float64), torch.randint(9, (2, 20)), torch.arange(9) % 2 == 0
+    losses = []
+    for _ in range(4):
+        model.train()
+        optimizer.zero_grad()
+        losses.append(back(prepared, F.cross_entropy(model(x, edges)[known], torch.arange(9)[known] % 2)))
+        optimizer.step()
+    return losses, weights_of(model)
+
+
+SHORT: list[tuple[Callable, str, str]] = [
+    (permuted, "sample", "dp_shard=2,zero=3"),
+    (replayed, "global", "dp_replicate=2"),
+    (graph, "model", "dp_shard=2,zero=1"),
+]
+LONG = [
+    (way, scope, plan)
+    for way, scope in ((permuted, "sample"), (permuted, "global"), (replayed, "model"), (graph, "model"))
+    for plan in ("dp_shard=2,zero=3", "tp=2", "dp_replicate=3")
+    if (way, scope, plan) not in SHORT
+]
+
+
+@pytest.mark.parametrize(("way", "scope", "plan"), [*SHORT, *long(*LONG)])
+def test_without_a_loader(way: Callable, scope: str, plan: str, pool: RankPool) -> None:
+    check_equal(pool, way, plan, scope)
+
+
+def unlike(plan: str, deals: bool) -> None:
+    prepared, model, *_ = begin(plan, normed(), None)
+    x = torch.full((4, 3), float(prepared.rank), dtype=torch.float64)
+    prepared.backward(model(prepared.deal(x) if deals else x).mean())
+
+
+@pytest.mark.parametrize(
+    ("deals", "words"),
+    [(False, r"x, y = prepared.deal\(x, y\).*loss_scope"), *long((True, "first samples are others on rank 1"))],
+)
+def test_what_is_not_dealt_is_refused(deals: bool, words: str, pool: RankPool) -> None:
+    with pytest.raises(InputError, match=re.compile(words, re.DOTALL)):
+        pool.run(unlike, 2, "dp_replicate=2", deals)

@@ -1,0 +1,719 @@
+"""Weights that a script's own code reads, writes and draws, beside the forward or in it: as in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from changed_scripts import run_script
+from small_scripts import (
+    adamw,
+    back,
+    batches,
+    begin,
+    check_equal,
+    close,
+    made,
+    mse,
+    muon,
+    net,
+    train,
+    weights_of,
+    whole,
+)
+from torch import nn
+from torch.nn.functional import normalize
+from torch.utils.data import DataLoader, TensorDataset
+
+from shardwise.errors import InputError, RefusedPlan, RunError
+from shardwise.layout import Plan
+from shardwise.ranks import RankPool
+
+LONG = pytest.mark.long
+
+
+def long(*cases: tuple) -> list[Any]:
+    return [pytest.param(*case, marks=LONG) for case in cases]
+
+
+# --- after a step: written, moved, drawn
+
+
+@torch.no_grad()
+def clipped(model: Any, optimizer: Any) -> None:
+    for param in model.parameters():
+        param.clamp_(-0.2, 0.2)
+
+
+def clipped_elsewhere(model: Any, optimizer: Any) -> None:
+    for param in model.parameters():
+        param.data = param.data.clamp(-0.2, 0.2)
+
+
+@torch.no_grad()
+def vector(model: Any, optimizer: Any) -> None:
+    flat = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(flat * 0.9, model.parameters())
+
+
+@torch.no_grad()
+def swapped(model: Any, optimizer: Any) -> None:
+    """Others for a look, from which a step is made, then those of before: the old memory stays as it was."""
+    before = [param.data for param in model.parameters()]
+    values = [one.clone() for one in before]
+    for param in model.parameters():
+        param.data = param.data * 0.5
+    optimizer.step()
+    assert all(torch.equal(one, value) for one, value in zip(before, values, strict=True))
+    for param, one in zip(model.parameters(), before, strict=True):
+        param.data = one
+
+
+def pieces(model: Any, optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.data = param.data * 0.9
+
+
+@torch.no_grad()
+def with_state(model: Any, optimizer: Any) -> None:
+    """Weights beside what the optimizer keeps of them, as a schedule-free one swaps them between its calls."""
+    for param in optimizer.param_groups[0]["params"]:
+        param.lerp_(optimizer.state[param]["exp_avg"], 0.1)
+        optimizer.state[param]["exp_avg"].sub_(param, alpha=0.01)
+
+
+@torch.no_grad()
+def rebound(model: Any, optimizer: Any) -> None:
+    """The old values stay with whoever kept them."""
+    for param in model.parameters():
+        kept, known = param.data, param.data.clone()
+        param.data = param.data * 2
+        assert (kept == known).all()
+        param.data = kept
+        param.mul_(1.5)
+
+
+@torch.no_grad()
+def rows(model: Any, optimizer: Any) -> None:
+    model.head.weight[0] = 0.0
+    model.head.weight.data[1] = 0.5
+    model.layers[0].weight.t().add_(1.0)
+    model.layers[0].weight.fill_diagonal_(0.5)
+
+
+@torch.no_grad()
+def given(model: Any, optimizer: Any) -> None:
+    for param in model.parameters():
+        values = torch.arange(param.numel()).double().view(param.shape).sin()
+        param.data = values.clone() if param.dim() > 1 else param.data
+        param.copy_(values.cos())
+        param.data.add_(values, alpha=0.5)
+        torch._foreach_lerp_([param], [values], 0.1)
+
+
+def drawn(model: Any, optimizer: Any) -> None:
+    for child in model.modules():
+        if hasattr(child, "reset_parameters"):
+            child.reset_parameters()
+    nn.init.orthogonal_(model.head.weight)
+
+
+@torch.no_grad()
+def noised(model: Any, optimizer: Any) -> None:
+    for param in model.parameters():
+        param += 0.1 * torch.randn_like(param) * (torch.rand_like(param) > 0.5)
+        param.data.normal_(0.1, 0.2) if param.dim() == 1 else None
+
+
+def reset(model: Any, optimizer: Any) -> None:
+    """By the modules alone, as most do."""
+    model.layers[0].reset_parameters()
+    nn.init.kaiming_normal_(model.head.weight)
+    nn.init.zeros_(model.head.bias)
+
+
+def nothing(model: Any, optimizer: Any) -> None:
+    """Masters keep what narrower weights have not."""
+
+
+EVERY_STEP = (
+    clipped,
+    clipped_elsewhere,
+    vector,
+    swapped,
+    pieces,
+    with_state,
+    nothing,
+)  # the others once, in the middle
+
+
+def script(plan: str | None, way: Callable, optimizer_of: Any = adamw, **options: Any) -> tuple:
+    """Trains and writes weights, in every step or once; a copy follows them by `.data`. The last step writes too."""
+    model: Any = net()
+    followed = copy.deepcopy(model)
+    prepared, model, optimizer, loader = begin(plan, model, batches(15), optimizer_of(model), **options)
+    torch.manual_seed(3)
+    losses = []
+    for epoch in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = (model(x).double() - y).square().sum(1).mean()
+            losses.append(back(prepared, loss, **({"mean_over": len(x)} if prepared else {})))
+            optimizer.step()
+            with whole(prepared, state=True):
+                if way in EVERY_STEP:
+                    way(model, optimizer)
+                for old, new in zip(followed.parameters(), model.parameters(), strict=True):
+                    old.data.copy_(0.1 * new.data + 0.9 * old.data)
+        with whole(prepared):
+            if epoch == 0 and way not in EVERY_STEP:
+                way(model, optimizer)
+    held = {name: value.clone().cpu() for name, value in model.state_dict().items()}
+    return losses, weights_of(prepared or model), held, weights_of(followed)
+
+
+@pytest.mark.parametrize(
+    ("plan", "way", "optimizer_of"),
+    [
+        ("dp_shard=2,zero=1", clipped_elsewhere, adamw),
+        ("dp_shard=3,zero=2", vector, adamw),
+        ("dp_shard=2,zero=2", swapped, adamw),
+        ("dp_shard=2,zero=1", pieces, adamw),
+        ("dp_shard=2,zero=3", pieces, adamw),
+        ("dp_shard=2,zero=2", with_state, adamw),
+        ("tp=2", with_state, adamw),
+        ("dp_shard=2,zero=1", clipped, muon),
+        ("dp_shard=2,zero=2", clipped_elsewhere, muon),
+        ("dp_shard=2,zero=3", clipped, muon),
+        ("dp_shard=2,zero=3", clipped_elsewhere, muon),
+        ("dp_shard=2,zero=3", rows, adamw),
+        ("dp_shard=2,zero=3", given, adamw),
+        ("dp_shard=3,zero=3", rebound, adamw),
+        ("dp_shard=3,zero=3", drawn, adamw),
+        ("dp_shard=2,zero=3", noised, adamw),
+        ("tp=2", reset, adamw),
+        *long(
+            ("dp_replicate=2,dp_shard=2,zero=3", given, adamw),
+            ("dp_shard=2,tp=2,zero=1", clipped_elsewhere, adamw),
+            ("dp_replicate=2,dp_shard=2,zero=2", vector, muon),
+        ),
+    ],
+)
+def test_written_weights_are_trained_on(plan: str, way: Callable, optimizer_of: Any, pool: RankPool) -> None:
+    check_equal(pool, script, plan, way, optimizer_of)
+
+
+def own_draws(plan: str) -> dict[str, torch.Tensor]:
+    return script(plan, drawn, randomness="fast")[1]
+
+
+def test_replicas_that_draw_their_own_come_to_the_same_weights(pool: RankPool) -> None:
+    first, *others = pool.run(own_draws, 4, "dp_replicate=2,dp_shard=2,zero=3")
+    assert all(torch.equal(one[name], weight) for one in others for name, weight in first.items())
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=2", "tp=2"])
+def test_masters_follow_narrower_weights(plan: str, pool: RankPool) -> None:
+    """Weights that are clipped stay so; lost, they would come out of the masters again."""
+    way = clipped_elsewhere if "zero=1" in plan else clipped
+    for _, told, held, _ in pool.run(script, 2, f"{plan},precision=bf16", way):
+        for state in (told, held):
+            assert max(float(value.abs().max()) for value in state.values()) < 0.2015  # 0.2 in bf16
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=1"])
+def test_masters_keep_their_bits(plan: str, pool: RankPool) -> None:
+    for _, told, *_ in pool.run(script, 2, f"{plan},precision=bf16", nothing):
+        apart = [(value.float() != value.bfloat16().float()).double().mean() for value in told.values()]
+        assert min(apart) > 0.5  # one in 65,536 would be by chance
+
+
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.drop, self.out = nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.drop(self.into(x).tanh()))
+
+
+def averaged(plan: str | None) -> tuple:
+    """Penalties, an average by names that is applied and taken back, weights that are clamped, moved and drawn."""
+    prepared, model, optimizer, loader = begin(plan, made(Dropped), batches(11, shuffle=True))
+    torch.manual_seed(3)
+    shadow = {name: param.data.clone() for name, param in model.named_parameters()}
+    losses, told = [], []
+    for number, (x, y) in enumerate(loader):
+        loss = mse(model, x, y)
+        loss = loss + 0.1 * sum(param.pow(2).sum() for param in model.parameters()) + model.into.weight[0].abs().sum()
+        optimizer.zero_grad()
+        losses.append(back(prepared, loss))
+        optimizer.step()
+        held = {}
+        with whole(prepared):
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.clamp_(-0.5, 0.5)
+                model.into.weight.data[1] = 0.25
+                model.out.weight.copy_(0.9 * model.out.weight + 0.01 * torch.randn_like(model.out.weight))
+                if number == 1:
+                    nn.init.uniform_(model.into.bias)
+            for name, param in model.named_parameters():
+                assert param.shape == shadow[name].shape and param.numel() == shadow[name].numel()
+                shadow[name] = 0.1 * param.data + 0.9 * shadow[name]
+                held[name], param.data = param.data, shadow[name]
+        with torch.no_grad():
+            told.append(model.eval()(torch.ones(2, 6).double()))
+        model.train()
+        with whole(prepared):
+            for name, param in model.named_parameters():
+                param.data = held[name]
+            told.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach())
+    return losses, weights_of(model), told
+
+
+class Slow:
+    """An optimizer around another one: weights that follow every third step, as in Lookahead."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.inner, self.steps = optimizer, 0
+        self.slow = [[p.clone().detach() for p in group["params"]] for group in optimizer.param_groups]
+
+    def step(self) -> None:
+        self.inner.step()
+        self.steps += 1
+        for group, kept in zip(self.inner.param_groups, self.slow, strict=True):
+            for fast, slow in zip(group["params"], kept, strict=True):
+                if self.steps % 3 == 0:
+                    slow += (fast.data - slow) * 0.5
+                    fast.data.copy_(slow)
+
+
+def slow_weights(plan: str | None) -> tuple:
+    prepared, model, optimizer, loader = begin(plan, made(Dropped), batches(11, shuffle=True))
+    with whole(prepared):
+        around, losses, told = Slow(optimizer), [], []  # type: ignore[var-annotated]
+    for epoch in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            losses.append(back(prepared, mse(model, x, y)))
+            with whole(prepared):
+                around.step()
+        with whole(prepared):
+            if epoch == 0:  # after three steps: what is read, and saved, is the changed weights
+                told.append(torch.cat([p.detach().flatten() for p in model.parameters()]).norm())
+                around.slow = [[p.clone().detach() for p in group["params"]] for group in optimizer.param_groups]
+        told.append(next(iter(model.state_dict().values())).clone())
+    return losses, weights_of(model), told
+
+
+def sharpness(plan: str | None) -> tuple:
+    """Two backwards in a step: at the weights, and at those a way up the slope."""
+    prepared, model, optimizer, loader = begin(plan, net(), batches(12))
+    params, losses = list(model.parameters()), []
+    for x, y in loader:
+        for up in (True, False):
+            losses.append(back(prepared, mse(model, x, y)))
+            with torch.no_grad(), whole(prepared, grads=True):
+                if up:
+                    norm = torch.norm(torch.stack([p.grad.norm() for p in params]))
+                    kept = [p.data.clone() for p in params]
+                    for p in params:
+                        p.add_(p.grad * (0.5 / norm))
+                else:
+                    for p, old in zip(params, kept, strict=True):
+                        p.data = old
+                    optimizer.step()
+            optimizer.zero_grad()
+    return losses, weights_of(prepared or model)
+
+
+def kept_in_lists(plan: str | None) -> tuple:
+    """Parameters that were taken before `prepare`, or before a plan cut them: read, clipped and held in bounds."""
+    model = made(lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4), nn.Linear(4, 2)))
+    weights, named = [param for param in model.parameters() if param.dim() > 1], dict(model.named_parameters())
+    prepared, model, optimizer, loader = begin(plan, model, batches(12))
+    told = []
+    for x, y in loader:
+        loss = mse(model, x, y) + 0.1 * sum(weight.square().sum() for weight in weights)
+        optimizer.zero_grad()
+        told += [back(prepared, loss), sum(float(param.grad.norm()) for param in named.values())]
+        torch.nn.utils.clip_grad_norm_(weights, 0.1)
+        optimizer.step()
+        with torch.no_grad(), whole(prepared):
+            for weight in weights:
+                weight.clamp_(-0.3, 0.3)
+            weights[0].data = weights[0].data * 0.9
+            told.append(sum(float(weight.abs().sum()) for weight in weights))
+    return told, weights_of(model)
+
+
+@pytest.mark.parametrize(
+    ("script", "plan"),
+    [
+        (averaged, "tp=2"),
+        (averaged, "tp=2,dp_replicate=2"),
+        (slow_weights, "dp_shard=2,zero=1"),
+        (slow_weights, "dp_shard=2,zero=3"),
+        (slow_weights, "tp=2"),
+        (sharpness, "dp_shard=3,zero=3"),
+        (sharpness, "dp_replicate=2,dp_shard=2,zero=3"),
+        (kept_in_lists, "dp_shard=2,zero=3"),
+        (kept_in_lists, "tp=2"),
+        *long((kept_in_lists, "dp_shard=2,zero=1")),
+    ],
+)
+def test_weights_are_averaged_moved_and_kept(script: Callable, plan: str, pool: RankPool) -> None:
+    check_equal(pool, script, plan)
+
+
+# --- penalties on weights, and parameters of a loss
+
+
+def penalised(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    penalty = 1e-2 * sum(p.abs().sum() for p in model.parameters())
+    return mse(model, x, y) + penalty + (model.head.weight @ model.head.weight.t()).norm()
+
+
+def with_penalty(plan: str | None, options: dict) -> tuple:
+    return train(plan, net(), batches(15), penalised, epochs=2, **options)
+
+
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [
+        ("dp_shard=3,zero=3", {}),
+        ("dp_shard=2,zero=2", {}),
+        ("dp_shard=2,zero=3", {"loss_scope": "global"}),
+        *long(("dp_replicate=2,dp_shard=2,zero=3", {})),
+    ],
+)
+def test_a_penalty_on_weights_counts_once(plan: str, options: dict, pool: RankPool) -> None:
+    check_equal(pool, with_penalty, plan, options)
+
+
+def own_parameters(plan: str | None) -> tuple:
+    """Parameters of a loss that the optimizer trains beside the model."""
+    model = made(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)))
+    own = [torch.zeros(2, dtype=torch.float64, requires_grad=True), nn.Parameter(torch.zeros(1, dtype=torch.float64))]
+    optimizer = torch.optim.AdamW([{"params": model.parameters()}, {"params": own, "weight_decay": 0.0}], lr=0.01)
+
+    def loss_of(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return ((model(x) - y).square() * torch.exp(-own[0]) + own[0]).mean() + own[1].square().sum()
+
+    return train(plan, model, batches(10), loss_of, optimizer), [one.detach().clone() for one in own]
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=3", "tp=2"])
+def test_parameters_of_a_loss_are_trained_beside_the_model(plan: str, pool: RankPool) -> None:
+    check_equal(pool, own_parameters, plan)
+
+
+# --- complex weights
+
+
+COMPLEX = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(3)
+torch.set_default_dtype(torch.float64)
+x = torch.randn(8, 5)
+loader = DataLoader(TensorDataset(x, x.roll(1, 1).tanh()), batch_size=4, shuffle=True)
+
+
+class Net(nn.Module):
+    def __init__(self, width=6):
+        super().__init__()
+        self.enter = nn.Linear(5, 2 * width, dtype=torch.cdouble)
+        self.inner = nn.Linear(2 * width, width, dtype=torch.cdouble)
+        self.scale, self.real = nn.Parameter(torch.rand(width) * (1 + 1j)), nn.Linear(width, width)
+        self.leave = nn.Linear(width, 5, dtype=torch.cdouble)
+
+    def forward(self, x):
+        z = self.enter(torch.complex(x, x.flip(-1)))
+        z = self.inner(z * torch.tanh(z.abs())) + self.scale
+        return self.leave(torch.complex(self.real(z.real), torch.tanh(z.imag))).abs()
+
+
+model = Net()
+optimizer = torch.optim.Adam(model.parameters(), lr=5e-3, eps=1e-4)
+losses, made = [], []
+#prepared = model, optimizer, loader = shardwise.prepare(model, optimizer, loader, plan=PLAN)
+for epoch in range(2):
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss = loss + PENALTY
+        loss.backward()  # or prepared's
+        GRADIENTS
+        optimizer.step()
+        with torch.no_grad(), WHOLE:
+            WEIGHTS
+        losses.append(loss.item())
+"""
+ALL = "model.parameters()"
+LINES = {
+    "penalty": ("PENALTY", f"1e-2 * sum(p.abs().sum() for p in {ALL})"),
+    "sizes": ("WEIGHTS", "made += [(n, p.shape, p.dtype, p.numel()) for n, p in model.named_parameters()]"),
+    "clipped": ("GRADIENTS", f"made.append(round(float(torch.nn.utils.clip_grad_norm_({ALL}, 0.5)), 9))"),
+    "gradients": ("GRADIENTS", f"for p in {ALL}: p.grad = p.grad / (1 + p.grad.abs())"),
+    "turned": ("WEIGHTS", "model.inner.weight.mul_(torch.exp(torch.tensor(0.1j)))"),
+    "assigned": ("WEIGHTS", "model.enter.weight.data = model.enter.weight.data / model.enter.weight.data.abs()"),
+    "loaded": ("WEIGHTS", "model.load_state_dict({k: 0.9 * v for k, v in model.state_dict().items()})"),
+    "state": ("WEIGHTS", "made += [(v['exp_avg'].dtype, v['exp_avg'].shape)"
+                         " for v in optimizer.state_dict()['state'].values()]"),
+}  # fmt: skip
+QUICK = [("penalty", "dp_shard=2,zero=3"), ("gradients", "tp=2")]
+REST = [(name, plan) for name in LINES for plan in ("dp_shard=2,zero=1", "dp_shard=2,zero=3", "tp=2")]
+
+
+def text(name: str, plan: str | None) -> str:
+    """The script with one line more, prepared where there is a plan."""
+    place, line = LINES[name]
+    made = COMPLEX.replace(place, line).replace("PENALTY", "0").replace("GRADIENTS", "pass").replace("WEIGHTS", "pass")
+    if plan is None:
+        return made.replace("WHOLE", "torch.no_grad()")
+    made = made.replace("WHOLE", "prepared.whole()").replace("GRADS", "prepared.whole(grads=True)")
+    made = made.replace("#prepared", "import shardwise\nprepared").replace("PLAN", repr(plan))
+    return made.replace("loss.backward()", "loss = prepared.backward(loss)")
+
+
+@pytest.mark.parametrize(("name", "plan"), [*QUICK, *long(*(one for one in REST if one not in QUICK))])
+def test_a_script_with_complex_weights(name: str, plan: str, pool: RankPool, tmp_path: Path) -> None:
+    paths = [tmp_path / "one.py", tmp_path / "many.py"]
+    for path, of in zip(paths, (None, plan), strict=True):
+        path.write_text(text(name, of))
+    (one,) = pool.run(run_script, 1, str(paths[0]))
+    for run in pool.run(run_script, Plan.parse(plan).world_size, str(paths[1]), timeout_s=120):
+        close(run, one, 1e-8)
+
+
+# --- written in a forward
+
+
+class Block(nn.Module):
+    """Normalises its weight as it begins, or gives it other memory once it has used it."""
+
+    def __init__(self, writes: str) -> None:
+        super().__init__()
+        self.line, self.writes = nn.Linear(6, 6), writes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.writes == "in place":
+            with torch.no_grad():
+                self.line.weight.copy_(normalize(self.line.weight, dim=1))
+        x = x + self.line(x).tanh()
+        if self.writes == "used":
+            self.line.weight.data = self.line.weight.data * 0.9
+        return x
+
+
+class Writing(nn.Module):
+    """Key weights follow the query's; from its third forward on, a weight outside of blocks becomes smaller."""
+
+    def __init__(self, writes: str) -> None:
+        super().__init__()
+        self.query = nn.Sequential(*(Block(writes) for _ in range(3)))
+        self.key = copy.deepcopy(self.query).requires_grad_(False)
+        self.scale, self.times, self.writes = nn.Parameter(torch.ones(6, 2)), 0, writes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.times += 1
+        for one, other in zip(self.query.parameters(), self.key.parameters(), strict=True):
+            other.data = 0.5 * other.data + 0.5 * one.data
+        if self.times > 2 and self.writes == "another":
+            self.scale = nn.Parameter(0.9 * self.scale)
+        elif self.times > 2:
+            self.scale.data.mul_(0.9)
+        return (self.query(x) * self.key(x)) @ self.scale
+
+
+def in_a_forward(plan: str | None, writes: str, scope: Any) -> tuple:
+    model = made(lambda: Writing(writes))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+    return train(plan, model, batches(20), mse, optimizer, loss_scope=scope)
+
+
+@pytest.mark.parametrize(
+    ("plan", "scope"),
+    [
+        ("dp_shard=2,zero=3", "sample"),
+        *long(("dp_replicate=2,dp_shard=2,zero=3", "sample"), ("dp_shard=2,zero=3", "model"),
+              ("dp_shard=2,zero=2", "sample"), ("dp_replicate=2,remat=full", "sample")),
+    ],
+)  # fmt: skip
+def test_what_a_forward_writes_is_what_one_process_writes(plan: str, scope: str, pool: RankPool) -> None:
+    check_equal(pool, in_a_forward, plan, "in place", scope)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("plan", "writes", "kind", "words"),
+    [
+        ("dp_shard=2,zero=3", "used", RefusedPlan, "other memory .* after it has used the weight"),
+        ("dp_shard=2,zero=3,remat=full", "in place", RefusedPlan, "under remat=full it runs again in backward"),
+        ("dp_shard=2,zero=3", "another", InputError, "parameter 'scale' was replaced"),
+        ("dp_replicate=2", "another", InputError, "parameter 'scale' was replaced"),
+    ],
+)
+def test_what_a_forward_would_lose_is_refused(plan: str, writes: str, kind: type, words: str, pool: RankPool) -> None:
+    with pytest.raises(kind, match=words):
+        pool.run(in_a_forward, 2, plan, writes, "model")
+
+
+class Words(nn.Module):
+    """(B, T) words -> (B T, 9) logits, which tp=2 cuts unevenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.up, self.down = nn.Embedding(9, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.head = nn.Linear(8, 9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.words(x)
+        return self.head(hidden + self.down(self.up(hidden).tanh())).log_softmax(-1).view(-1, 9)
+
+
+def _written(t: torch.Tensor, way: str) -> torch.Tensor:
+    """Views of it are written into: one, one after it has changed, two, rows of one, other shapes."""
+    if way == "one":
+        t[:, 0] = 0
+        t[:, 2:5] += 1
+    elif way == "changed":
+        view = t[:, 2]
+        t.add_(1.0)
+        t[:, 3] = view
+        view.mul_(2.0)
+    elif way == "two":
+        one, other = t[:, 1], t[:, 7]
+        one.fill_(3.0)
+        other.copy_(one * 2)
+        one.add_(other)
+    else:
+        t[:, 1][1:3] = 7.0
+        t.view(-1)[5] = 2.0
+        t.t()[3] = 1.5
+    return t
+
+
+def with_targets(plan: str | None, way: str, gradients: bool = False) -> tuple:
+    def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
+        logits = model(x)
+        return (logits * _written(logits * 1.0 if gradients else logits.data.clone(), way)).sum(1).mean()
+
+    data = TensorDataset(torch.randint(0, 9, (12, 5), generator=torch.Generator().manual_seed(1)))
+    model = made(Words)
+    return train(plan, model, DataLoader(data, 6), loss_of, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_what_a_loss_writes_into_views_of_cut_logits_is_in_them(pool: RankPool) -> None:
+    for way in ("one", "changed", "two", "rows"):
+        check_equal(pool, with_targets, "tp=2", way)
+    with pytest.raises((InputError, RefusedPlan), match="writes, with gradients, into a view"):
+        pool.run(with_targets, 2, "tp=2", "one", True, timeout_s=120)
+
+
+# --- what would be lost is refused
+
+
+def mistaken(plan: str, case: str) -> None:
+    prepared, model, optimizer, loader = begin(plan, net(), batches(40))
+    for step, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        loss = mse(model, x, y)
+        if case == "gradient":
+            torch.autograd.grad(loss, model.head.weight, retain_graph=True)
+        if case == "norm":
+            sum(param.detach().norm().item() for param in model.parameters())
+        if case == "row":
+            with torch.no_grad():
+                model.layers[0].weight[0].zero_()
+        prepared.backward(loss)
+        if case == "drift" and step == 4:
+            with torch.no_grad():
+                model.head.weight.mul_(1 + 0.1 * float(y.mean()))
+        if case == "stray" and step == 4:
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            assert model.head.weight.grad.square().sum() > 0
+        if case == "hook" and step == 4:
+            model.head.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        if case == "parameter" and step == 4:
+            model.head.weight = nn.Parameter(torch.zeros(2, 8).double())
+        if case == "shape":
+            model.head.weight.data = torch.zeros(3, 3).double()
+        if case == "apart":
+            with prepared.whole():
+                model.head.weight.data[0, 0] += float(prepared.rank)
+        if case in ("after", "forward"):
+            with prepared.whole():
+                weights = list(model.parameters())
+                if case == "forward":
+                    model(x)
+            sum(weight.sum() for weight in weights).item()  # type: ignore[union-attr]
+        if case == "ungathered":
+            with prepared.whole():
+                [param.grad for param in model.parameters()]
+        if case == "saved":
+            with prepared.whole():
+                prepared.save_weights("never")
+        if case == "state loaded":
+            with prepared.whole(state=True):
+                optimizer.load_state_dict(optimizer.state_dict())
+        if case == "state" and step == 4:
+            optimizer.state[model.head.weight]["exp_avg"].zero_()
+        if case == "group's std":
+            sum(param.data.std() for group in optimizer.param_groups for param in group["params"])
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("plan", "case", "kind", "words"),
+    [
+        ("dp_replicate=2", "hook", RefusedPlan, r"'head.weight' has a hook.*line \d+: prepared.backward"),
+        ("dp_shard=2,zero=3", "hook", RefusedPlan, r"'head.weight' has a hook.*line \d+: prepared.backward"),
+        ("tp=2", "hook", RefusedPlan, r"'head.weight' has a hook.*line \d+"),
+        ("dp_shard=2,zero=3", "parameter", InputError, r"'head.weight' was replaced after prepare.*line \d+"),
+        ("tp=2", "parameter", InputError, r"'head.weight' was replaced after prepare.*line \d+"),
+        ("dp_shard=2,zero=1", "shape", InputError, r"'head.weight' is a tensor of \(3, 3\) now.*line \d+: optimizer"),
+        ("dp_shard=2,zero=3", "row", RefusedPlan, r"__getitem__ of a weight.*prepared.whole.*line \d+: model.layers"),
+        ("tp=2", "row", RefusedPlan, r"__getitem__ of a weight.*prepared.whole.*line \d+: .*zero_"),
+        ("dp_shard=2,zero=3", "apart", InputError, r"the end of prepared.whole\(\).*line \d+: with prepared.whole"),
+        ("tp=2", "ungathered", InputError, r"whole\(grads=True\) alone.*line \d+"),
+        ("dp_shard=2,zero=3", "saved", InputError, r"saved within prepared.whole.*line \d+"),
+        ("dp_shard=2,zero=3", "state loaded", InputError, r"state_dict\(\) within prepared.whole.*line \d+"),
+        ("tp=2", "after", InputError, r"prepared.whole\(\) gave is used.*line \d+"),
+        ("dp_shard=2,zero=3", "forward", InputError, r"called within prepared.whole\(\).*line \d+: model"),
+        ("dp_shard=2,zero=2", "state", RefusedPlan, r"optimizer.state holds.*prepared.whole\(state=True\).*line \d+"),
+        ("dp_shard=2,zero=3", "gradient", RefusedPlan, r"autograd.grad.*of this rank's samples alone.*line \d+: torch"),
+        ("dp_replicate=2", "gradient", RefusedPlan, "the gradient of this rank's samples alone"),
+        ("tp=2", "gradient", RefusedPlan, r"autograd.grad\(..., parameters\).*line \d+: .*head"),
+        ("dp_shard=2,tp=2,zero=3", "norm", RefusedPlan, r"detach of a weight.*line \d+: sum"),
+        ("dp_shard=2,zero=1", "group's std", RefusedPlan, r"tensor in optimizer.param_groups.*line \d+"),
+        ("dp_replicate=2", "drift", RunError, r"after step 8 the weights of 'head.weight' \(1 in all\).*line"),
+        *long(("dp_shard=2,zero=1", "stray", RefusedPlan, r"this rank's samples alone.*assert")),
+    ],
+)  # fmt: skip
+def test_what_would_be_lost_is_refused(plan: str, case: str, kind: Any, words: str, pool: RankPool) -> None:
+    with pytest.raises(kind, match=words):
+        pool.run(mistaken, Plan.parse(plan).world_size, plan, case)
+
+
+def penalised_early(plan: str) -> None:
+    """In the first step, of weights that the plan has not cut yet."""
+    prepared, model, *_, loader = begin(plan, net(), batches(8))
+    for x, y in loader:
+        penalty = sum(param.pow(2).sum() for param in model.parameters())
+        prepared.backward(mse(model, x, y) + penalty)
+
+
+def test_a_penalty_on_weights_that_are_not_cut_yet_is_refused(pool: RankPool) -> None:
+    with pytest.raises(RefusedPlan, match=r"as it was before the model's first forward.*line \d+"):
+        pool.run(penalised_early, 2, "tp=2")

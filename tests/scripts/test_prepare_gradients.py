@@ -1,0 +1,633 @@
+"""Gradients and optimizers in a script's own hands: read, changed, set, added up, by inputs; as in one process."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from small_scripts import adamw, back, batches, begin, check_equal, made, mse, muon, net, train, weights_of, whole
+from torch import nn
+from torch.func import jacrev, vmap
+
+from shardwise.errors import InputError, RefusedPlan, RunError
+from shardwise.ranks import RankPool
+
+PLANS = ("dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=2", "dp_shard=2,zero=3", "tp=2", "dp_shard=3,zero=3")
+
+
+def small() -> Any:
+    return made(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)))
+
+
+def cases(quick: list[tuple], rest: list[tuple]) -> list[Any]:
+    return [*quick, *(pytest.param(*one, marks=pytest.mark.long) for one in rest if one not in quick)]
+
+
+# --- between backward and step
+
+
+def _clip(model: nn.Module, step: int) -> list[float]:
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.05)
+    return [norm.item()]
+
+
+def _noise(model: nn.Module, step: int) -> list[float]:
+    for param in model.parameters():
+        param.grad += 0.01 * torch.randn(param.grad.shape, dtype=torch.float64)
+        param.grad.data.add_(param.data, alpha=1e-2)
+    return [sum(param.grad.square().sum().item() for param in model.parameters())]
+
+
+def _left_out(model: Any, step: int) -> list[float]:
+    if step < 2:
+        model.head.weight.grad = None
+    return [float(model.head.weight.grad is None)]
+
+
+def _set(model: nn.Module, step: int) -> list[float]:
+    for param in model.parameters():
+        param.grad = param.grad.sign() * 0.1
+    return []
+
+
+def _other_memory(model: nn.Module, step: int) -> list[float]:
+    for param in model.parameters():
+        grad = param.grad.data
+        param.grad.data = torch.where(grad.abs() < 0.01, torch.zeros_like(grad), grad)
+    return [float(sum(param.grad.count_nonzero().item() for param in model.parameters()))]
+
+
+def _kept(model: nn.Module, step: int) -> list[float]:
+    before = vars(model).setdefault("gradients_before", [])
+    read = [grad.sum().item() for grad in before] if step % 2 == 0 else []  # else they were set to zero
+    before[:] = [param.grad for param in model.parameters()]
+    return read
+
+
+WAYS = {one.__name__: one for one in (_clip, _noise, _left_out, _set, _other_memory, _kept)}
+
+
+def by_hand(plan: str | None, what: str, make: Any = adamw) -> tuple:
+    """Losses, what the script read, and weights of a loop that works on `param.grad` between backward and step."""
+    model: Any = net()
+    prepared, model, optimizer, loader = begin(plan, model, batches(14), make(model))
+    torch.manual_seed(3)
+    losses, read = [], []
+    for step, (x, y) in enumerate(loader):
+        for param in model.parameters():
+            if step % 2 and param.grad is not None:
+                param.grad.zero_()
+            elif not step % 2:
+                param.grad = None
+        losses.append(back(prepared, mse(model, x, y)))
+        with nullcontext() if what in ("_clip", "_left_out") else whole(prepared, grads=True):
+            read += WAYS[what](model, step)
+        optimizer.step()
+    return losses, read, weights_of(model)
+
+
+BY_HAND = [("_clip", "tp=2"), ("_noise", "dp_shard=2,zero=3"), ("_left_out", "dp_shard=2,zero=2"),
+           ("_set", "tp=2,dp_shard=2"), ("_other_memory", "dp_shard=2,zero=3"), ("_kept", PLANS[0])]  # fmt: skip
+
+
+@pytest.mark.parametrize(("what", "plan"), cases(BY_HAND, [(what, plan) for what in WAYS for plan in PLANS]))
+def test_gradients_by_hand(what: str, plan: str, pool: RankPool) -> None:
+    check_equal(pool, by_hand, plan, what)
+
+
+def test_gradients_by_hand_of_an_optimizer_that_needs_whole_tensors(pool: RankPool) -> None:
+    check_equal(pool, by_hand, "dp_shard=2,zero=2", "_left_out", muon)
+
+
+def set_first(plan: str | None) -> dict[str, torch.Tensor]:
+    """Steps by what the script has set alone, and by that and a backward behind it, in turn."""
+    prepared, model, optimizer, loader = begin(plan, small(), batches(22, 6))
+    for step, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        with whole(prepared, grads=True):
+            for param in model.parameters():
+                param.grad = 0.3 * param.detach() + 0.01
+        if step % 2 == 0:
+            back(prepared, mse(model, x, y))
+        for param in model.parameters():
+            param.grad.mul_(0.5)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.7)
+        optimizer.step()
+    return weights_of(model)
+
+
+@pytest.mark.parametrize(
+    "plan", [PLANS[1], *(pytest.param(one, marks=pytest.mark.long) for one in (PLANS[0], *PLANS[2:]))]
+)
+def test_gradients_that_a_script_sets_are_stepped_by_and_added_to(plan: str, pool: RankPool) -> None:
+    check_equal(pool, set_first, plan)
+
+
+class Scaled(nn.Module):
+    """A parameter without dims (a temperature), which zero=3 does not cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.scale = nn.Linear(6, 8), nn.Linear(8, 2), nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale.exp() * self.b(self.a(x).tanh())
+
+
+def scaled(plan: str | None) -> tuple:
+    """What a script finds of its gradients in each of its steps, and the weights that it comes to."""
+    model = made(Scaled)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    prepared, model, optimizer, loader = begin(plan, model, batches(20), optimizer)
+    told: list[Any] = []
+    for step, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        for times in range(1 + (step == 4)):  # two backwards in one step
+            back(prepared, mse(model, (1 + times) * x, y))
+        gradients = [param.grad for param in model.parameters()]
+        if step == 2 and prepared is not None:
+            told += [prepared.clip_grad_norm_(0.1)]
+        elif step in (0, 2):
+            told += [nn.utils.clip_grad_norm_(model.parameters(), 0.1)]
+        elif step == 1:
+            told += [max(gradient.abs().max() for gradient in gradients), model.scale.grad]
+        elif step == 3:
+            model.scale.data = model.scale.data.clamp(0, 1.2)
+        told += [gradient.norm() for gradient in gradients]
+        optimizer.step()
+    return [float(one) for one in told], weights_of(model)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp_shard=2,zero=3",
+        *(pytest.param(f"dp_shard=2,zero=3,{more}=2", marks=pytest.mark.long) for more in ("tp", "dp_replicate")),
+        pytest.param("dp_shard=2,zero=2", marks=pytest.mark.long),
+    ],
+)
+def test_the_gradient_of_a_parameter_without_dims(plan: str, pool: RankPool) -> None:
+    check_equal(pool, scaled, plan)
+
+
+# --- several backwards before one step
+
+
+class Heads(nn.Module):
+    """One of two heads answers, so that each backward reaches parameters that the other does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(6, 8), nn.Tanh())
+        self.one, self.other = nn.Linear(8, 2), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor, head: str) -> torch.Tensor:
+        return getattr(self, head)(self.trunk(x))
+
+
+def attacked(plan: str | None) -> tuple:
+    """A clipped backward, a step into the weights along its gradient, another backward there, and the way back."""
+    prepared, model, optimizer, loader = begin(plan, made(Heads), batches(14))
+    told = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        for head in ("one", "other"):
+            told.append(back(prepared, (model(x, head) - y).square().mean()))
+            if head == "one":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                with whole(prepared, grads=True):
+                    kept = model.trunk[0].weight.data.clone()
+                    model.trunk[0].weight.data.add_(model.trunk[0].weight.grad, alpha=0.5)
+        with whole(prepared):
+            model.trunk[0].weight.data = kept
+        told += [sum(param.grad.square().sum().item() for param in model.parameters())]
+        norm = prepared.clip_grad_norm_(0.3) if prepared else nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        told.append(norm.item())
+        optimizer.step()
+    return told, weights_of(model)
+
+
+@pytest.mark.parametrize(
+    "plan", ["dp_replicate=2", "dp_shard=3,zero=1", "dp_shard=2,zero=2", "dp_shard=3,zero=3", "tp=2"]
+)
+def test_backwards_of_one_step_add_up(plan: str, pool: RankPool) -> None:
+    check_equal(pool, attacked, plan)
+
+
+def twice(plan: str | None) -> tuple:
+    """A backward for each of two losses through one graph, whose gradients are put together by hand."""
+    prepared, model, optimizer, loader = begin(plan, net(), batches(12))
+    losses = []
+    for x, y in loader:
+        out, found = model(x), []
+        for loss in ((out - y).square().mean(), out.abs().mean()):
+            optimizer.zero_grad()
+            (prepared.backward if prepared else torch.Tensor.backward)(loss, retain_graph=True)
+            found.append([param.grad.clone() for param in model.parameters()])
+            losses.append(prepared.loss.item() if prepared else loss.item())
+        for param, one, other in zip(model.parameters(), *found, strict=True):
+            param.grad = one - 0.5 * other
+        optimizer.step()
+    return losses, weights_of(model)
+
+
+@pytest.mark.parametrize("plan", ["dp_shard=2,zero=3", "dp_shard=2,zero=1"])
+def test_two_losses_of_one_graph(plan: str, pool: RankPool) -> None:
+    check_equal(pool, twice, plan)
+
+
+def never_cleared(plan: str | None) -> tuple:
+    """Without `zero_grad`, so that each step's gradients are added to all before; sums with their weight."""
+    model = small()
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-2)  # of which each rank owns whole tensors
+    prepared, model, optimizer, loader = begin(plan, model, batches(22, 6), optimizer)
+    losses = []
+    for x, y in loader:
+        loss, n = mse(model, x, y), len(x)
+        losses.append(back(prepared, loss * n, weight=n) if prepared else back(None, loss))
+        losses.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+    return losses, weights_of(model)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [PLANS[1], *(pytest.param(one, marks=pytest.mark.long) for one in (PLANS[0], PLANS[2], PLANS[5]))],
+)
+def test_gradients_that_nothing_clears_add_up(plan: str, pool: RankPool) -> None:
+    check_equal(pool, never_cleared, plan)
+
+
+def read_early(plan: str) -> None:
+    prepared, model, _, loader = begin(plan, small(), batches(14))
+    for x, y in loader:
+        prepared.backward(mse(model, x, y))
+        assert model[0].weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    "plan", ["dp_replicate=2,accumulate=2", "dp_shard=2,zero=1,accumulate=2", "dp_shard=2,zero=3,accumulate=2"]
+)
+def test_a_sum_of_some_ranks_is_not_shown(plan: str, pool: RankPool) -> None:
+    with pytest.raises(InputError, match=r"before the plan's last micro-batch.*leave accumulate out.*line \d+: assert"):
+        pool.run(read_early, 2, plan)
+
+
+# --- what is asked of the tensors in `optimizer.param_groups`, of which ranks hold pieces
+
+
+class Sharpness(torch.optim.Optimizer):
+    """SAM around another optimizer, with its groups: weights go up along the gradient, and come back for the step."""
+
+    def __init__(self, params: Any, rho: float = 0.05) -> None:
+        super().__init__(params, {"rho": rho, "lr": 0.1})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def first(self) -> None:
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        scale = 0.05 / (torch.norm(torch.stack([p.grad.norm(p=2) for p in held]), p=2) + 1e-12)
+        for p in held:
+            self.state[p]["before"] = p.data.clone()
+            p.add_(torch.pow(p, 2) * p.grad * scale.to(p))
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second(self) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.data = self.state[p]["before"]
+        self.base.step()
+        self.base.zero_grad()
+
+
+def sharp(plan: str | None) -> tuple:
+    model = small()
+    optimizer = Sharpness(model.parameters())
+    prepared, model, _, loader = begin(plan, model, batches(12), optimizer.base)
+    losses = []
+    for x, y in loader:
+        for move in (optimizer.first, optimizer.second):
+            losses.append(back(prepared, mse(model, x, y)))
+            with whole(prepared, grads=True, state=True):
+                move()
+    return losses, weights_of(model)
+
+
+def asked(plan: str | None) -> tuple:
+    """Norms and extremes of groups, a clip over them, and one by the plan of gradients that were changed by hand."""
+    prepared, model, optimizer, loader = begin(plan, small(), batches(12))
+    told = []
+    for x, y in loader:
+        back(prepared, mse(model, x, y))
+        with torch.no_grad(), whole(prepared, grads=True):
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            told += [float(p.grad.abs().max()) for p in held] + [float(p.data.mean()) for p in held]
+            told += [float(p.grad.norm(1)) + float((p * p.grad).sum()) for p in held]
+            told += [float(torch.isfinite(p.grad).all()) + float(p.norm(float("inf"))) for p in held]
+            told.append(float(torch.nn.utils.clip_grad_norm_(held, 0.2)))
+        for p in model.parameters():
+            p.grad.mul_(3.0)
+        clip = prepared.clip_grad_norm_ if prepared else lambda most: nn.utils.clip_grad_norm_(model.parameters(), most)
+        told.append(float(clip(0.1)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return told, weights_of(model)
+
+
+def stateful(plan: str | None) -> tuple:
+    """What an optimizer keeps, by the model's parameters and by those of its groups: read, forgotten, added to."""
+    prepared, model, optimizer, loader = begin(plan, small(), batches(12))
+    told = []
+    for number, (x, y) in enumerate([*loader, *loader]):
+        back(prepared, mse(model, x, y), **({"mean_over": len(x)} if prepared else {}))
+        optimizer.step()
+        optimizer.zero_grad()
+        with whole(prepared, state=True):
+            for p in model.parameters():
+                assert p in optimizer.state and "exp_avg" in optimizer.state[p]
+                state = optimizer.state[p]
+                told += [float(state["exp_avg"].norm()), float(state["step"])]
+                if number == 1:
+                    state["exp_avg_sq"].mul_(0.5)
+                    state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+                if number == 3 and p.dim() < 2:
+                    optimizer.state[p] = {}
+                told += [float(p in optimizer.state), float(state.get("slow", p.new_zeros(1)).sum())]
+                state["slow"] = p.detach().clone()
+            for p in (p for group in optimizer.param_groups for p in group["params"] if number < 3):
+                told.append(float(optimizer.state[p]["exp_avg"].abs().max()))
+                optimizer.state[p]["exp_avg"].mul_(0.9)
+    told += [float(one["exp_avg"].sum()) for one in optimizer.state_dict()["state"].values()]
+    return told, weights_of(model)
+
+
+def too_large(plan: str | None) -> tuple:
+    """A GradScaler whose first scale is too large: steps are left out on all ranks, until it has come down."""
+    prepared, model, optimizer, loader = begin(plan, small().float(), batches(12))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-100)
+    told = []
+    for number, (x, y) in enumerate([*loader, *loader]):
+        back(prepared, scaler.scale(100.0 * mse(model, x.float(), y.float())))
+        if number % 2:
+            scaler.unscale_(optimizer)
+            told.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.3)))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        told.append(scaler.get_scale())
+    return told, weights_of(model)
+
+
+GROUPS: list[tuple] = [
+    (sharp, "dp_shard=2,zero=1"), (sharp, "dp_shard=2,zero=3"), (asked, "dp_shard=2,zero=2"),
+    (asked, "dp_shard=2,zero=3"), (stateful, "dp_shard=2,zero=1"), (too_large, "dp_shard=2,zero=1"),
+    (too_large, "dp_shard=2,zero=3"), (too_large, "tp=2"),
+]  # fmt: skip
+MORE = [(sharp, "dp_shard=4,zero=2"), (asked, "dp_shard=4,zero=1"), (too_large, "dp_replicate=2"),
+        (stateful, "dp_shard=2,zero=3"), (stateful, "tp=2")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "plan"), cases(GROUPS, MORE))
+def test_what_groups_are_asked_is_of_whole_tensors(script: Any, plan: str, pool: RankPool) -> None:
+    check_equal(pool, script, plan, bar=1e-5 if script is too_large else 1e-10)
+
+
+def never_finite(plan: str) -> None:
+    prepared, model, optimizer, loader = begin(plan, small(), batches(12))
+    for x, y in loader:
+        prepared.backward(mse(model, x, y) * float("inf"))
+        optimizer.step()
+
+
+def test_a_step_by_what_is_not_finite_is_refused(pool: RankPool) -> None:
+    with pytest.raises(RunError, match=r"not finite in step 0.*optimizer.step\(\)"):
+        pool.run(never_finite, 2, "dp_shard=2,zero=2")
+
+
+# --- an optimizer beside the prepared one
+
+
+class Gated(nn.Module):
+    """Two branches, weighed by parameters that are searched for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.Parameter(torch.zeros(2))
+        self.one = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.other = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.gates.softmax(0)
+        return first * self.one(x) + second * self.other(x)
+
+
+def searched(plan: str | None, own: bool = False) -> tuple:
+    """Weights and gates in turn, each by an optimizer and a loader of its own; `own`: gates by a plain backward."""
+    model = made(Gated)
+    gates = torch.optim.Adam([model.gates], lr=0.1)
+    optimizer = torch.optim.SGD([p for name, p in model.named_parameters() if name != "gates"], 0.1, momentum=0.9)
+    held: Any = batches(24, 6, shuffle=True)
+    prepared, model, optimizer, loader = begin(plan, model, batches(22, 6, shuffle=True), optimizer)
+    held = prepared.split(held, trains=True) if prepared else held
+    losses = []
+    for batch, other in zip(loader, held, strict=True):
+        gates.zero_grad()
+        back(None if own else prepared, mse(model, *other))
+        gates.step()
+        optimizer.zero_grad()
+        losses.append(back(prepared, mse(model, *batch)))
+        optimizer.step()
+    return losses, weights_of(model)
+
+
+@pytest.mark.parametrize("plan", [*PLANS[1:2], *(pytest.param(one, marks=pytest.mark.long) for one in PLANS[2:])])
+def test_an_optimizer_beside_the_prepared_one_steps_as_in_one_process(plan: str, pool: RankPool) -> None:
+    check_equal(pool, searched, plan)
+
+
+def test_a_step_by_gradients_of_one_rank_is_refused(pool: RankPool) -> None:
+    told = r"trains 'gates' of the prepared model.*prepared.backward\(loss\).*trains=True.*line \d+: gates.step"
+    with pytest.raises(RefusedPlan, match=told):
+        pool.run(searched, 2, "dp_shard=2,zero=3", True)
+
+
+# --- gradients by what a model is given
+
+
+def moved(plan: str | None, options: dict[str, Any], penalty: bool) -> tuple:
+    """Inputs moved by the loss's gradient while the weights are held still; a penalty on it differentiates it again."""
+    prepared, model, optimizer, loader = begin(plan, small(), batches(14), **options)
+    found = []
+    for x, y in loader:
+        given = x.clone().requires_grad_()
+        if not penalty:
+            model.requires_grad_(False)
+        (slope,) = torch.autograd.grad((model(given) - y).square().sum(), given, create_graph=penalty)
+        model.requires_grad_(True)
+        loss = mse(model, x + 0.1 * slope.detach(), y)
+        if penalty:
+            loss = loss + (slope.norm(dim=1) - 1).square().mean()
+        optimizer.zero_grad()
+        found.append(back(prepared, loss))
+        optimizer.step()
+    return found, weights_of(model)
+
+
+@pytest.mark.parametrize(
+    ("plan", "options", "penalty"),
+    [
+        ("dp_shard=2,zero=3", {}, False),
+        ("dp_replicate=3", {}, False),
+        ("dp_shard=2,zero=2", {}, True),
+        ("tp=2", {}, False),
+        ("dp_shard=2,zero=3", {"loss_scope": "global"}, False),
+        ("dp_shard=3,zero=2", {"loss_scope": "global"}, True),  # in the last batch a rank has no sample
+    ],
+)
+def test_gradients_of_inputs(plan: str, options: dict[str, Any], penalty: bool, pool: RankPool) -> None:
+    check_equal(pool, moved, plan, options, penalty)
+
+
+def penalised(plan: str | None, alone: bool) -> tuple:
+    """A penalty on gradients at drawn points, as for a Wasserstein critic. `alone`: the loss has nothing else."""
+
+    def loss_of(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        mixed = (x + torch.rand(len(x), 1, dtype=x.dtype)).requires_grad_()
+        (slope,) = torch.autograd.grad(model(mixed).sum(), mixed, create_graph=True)
+        loss = ((slope.norm(2, dim=1) - 1) ** 2).mean()
+        return loss if alone else loss + mse(model, x, y)
+
+    return train(plan, net(), batches(11), loss_of, mean=True)
+
+
+@pytest.mark.parametrize(
+    ("plan", "alone"),
+    cases([("dp_replicate=2", False), ("dp_shard=2,zero=2", False), ("dp_shard=2,zero=3", True), ("tp=2", False)],
+          [("dp_shard=2,zero=3", False)]),
+)  # fmt: skip
+def test_a_penalty_on_gradients_equals_one_process(plan: str, alone: bool, pool: RankPool) -> None:
+    check_equal(pool, penalised, plan, alone)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def curved(plan: str | None, penalty: bool) -> tuple:
+    """Second derivatives by the input, of repeated blocks; beside them a plain forward, and a penalty on weights."""
+
+    def loss_of(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        (curve,) = torch.autograd.grad(slope.square().sum(), x, create_graph=True)
+        plain, weights = model(2 * x), sum(p.square().sum() for p in model.parameters()) if penalty else 0.0
+        return (curve.sum(1) - y[:, 0]).square().mean() + plain.square().mean() + 1e-3 * weights
+
+    model = made(lambda: nn.Sequential(*(Residual() for _ in range(3)), nn.Dropout(0.1), nn.Linear(6, 1)))
+    return train(plan, model, batches(11), loss_of)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp_shard=2,zero=3",
+        *(pytest.param(one, marks=pytest.mark.long) for one in ("dp_replicate=2,dp_shard=2,zero=3", "tp=2,dp_shard=2")),
+    ],
+)
+def test_derivatives_of_derivatives_where_units_free_weights(plan: str, pool: RankPool) -> None:
+    check_equal(pool, curved, plan, "tp" not in plan)  # of which a script reads no weights that units cut too
+
+
+class Potential(nn.Module):
+    """Energies, and forces as their gradient, which a loss differentiates again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_pairs = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 1))
+
+    def forward(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        places.requires_grad_()
+        apart = (places[:, :, None] - places[:, None]).square()
+        energies = self.of_pairs(apart[..., None]).sum((1, 2, 3))
+        return energies, -torch.autograd.grad(energies.sum(), places, create_graph=True)[0]
+
+
+def of_forces(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    energies, pulled = model(x)
+    return (energies - y[:, 0]).square().mean() + pulled.square().mean()
+
+
+def forces(plan: str | None) -> tuple:
+    return train(plan, made(Potential), batches(14), of_forces)
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=2"])
+def test_a_model_that_takes_gradients_itself(plan: str, pool: RankPool) -> None:
+    check_equal(pool, forces, plan)
+
+
+def transformed(plan: str, before: bool) -> None:
+    _, model, _, loader = begin(plan, small(), batches(8))
+    for x, _ in loader:
+        vmap(lambda row: row.sin())(x)  # of the batch alone
+        if before:
+            model(x)
+        vmap(jacrev(model))(x)
+
+
+@pytest.mark.parametrize(("plan", "before"), [("dp_replicate=2", True), ("tp=2", False)])
+def test_a_model_within_a_transform_is_refused(plan: str, before: bool, pool: RankPool) -> None:
+    with pytest.raises(RefusedPlan, match=r"inside a transform of torch.func.*autograd.grad.*line \d+: .*vmap"):
+        pool.run(transformed, 2, plan, before)
+
+
+# --- backwards of the script's own
+
+
+def information(plan: str | None) -> list[float]:
+    """After a loop, squares of gradients by the script's own backward (a Fisher information), sample by sample."""
+    prepared, model, optimizer, loader = begin(plan, net(), batches(8))
+    for x, y in loader:
+        optimizer.zero_grad()
+        back(prepared, mse(model, x, y))
+        optimizer.step()
+    told = []
+    for x, y in batches(2, 1):
+        optimizer.zero_grad()
+        mse(model, x, y).backward()
+        told.append(float(sum(param.grad.square().sum() for param in model.parameters())))
+    return told
+
+
+def test_gradients_of_the_script_s_own_backward_are_whole(pool: RankPool) -> None:
+    check_equal(pool, information, "dp_shard=2,zero=1")
+
+
+@pytest.mark.parametrize("plan", ["dp_shard=2,zero=3", pytest.param("tp=2", marks=pytest.mark.long)])
+def test_or_refused_where_ranks_hold_pieces(plan: str, pool: RankPool) -> None:
+    with pytest.raises(RefusedPlan, match=r"of a backward of the script's own.*ranks hold pieces.*line \d+: told"):
+        pool.run(information, 2, plan)
+
+
+def plain_backward(plan: str) -> None:
+    _, model, optimizer, loader = begin(plan, net(), batches(12))
+    for x, y in loader:
+        mse(model, x, y).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=3", "tp=2"])
+def test_a_backward_of_its_own_is_told(plan: str, pool: RankPool) -> None:
+    with pytest.raises(
+        InputError, match=r"loss.backward\(\) or another.*call prepared.backward.*line \d+: optimizer.step"
+    ):
+        pool.run(plain_backward, 2, plan)

@@ -1,0 +1,438 @@
+"""What would differ, hang or be lost on ranks is named: weights, buffers, data and calls of one rank; wrappers."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_scripts import adamw, back, batches, begin, check_equal, made, mse, net, samples, weights_of
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import shardwise
+from shardwise.errors import InputError, RefusedPlan, RunError
+from shardwise.ranks import RankPool
+from shardwise.testing import faults
+from shardwise.testing.faults import Fault
+
+# --- what is said
+
+
+def test_notices_are_printed_once_by_rank_0(capsys: pytest.CaptureFixture) -> None:
+    from shardwise.scripts.script_lines import Notices
+
+    for rank in (0, 1):
+        told = Notices(rank)
+        told.say(["one", "two"])
+        told.say(["two", "three"])
+    assert capsys.readouterr().err == "shardwise: one\nshardwise: two\nshardwise: three\n"
+
+
+def test_errors_name_the_line() -> None:
+    model = net()
+    prepared = shardwise.prepare(model, adamw(model), [])
+    with pytest.raises(InputError, match=r"\[test_prepare_refused.py, line \d+: prepared.clip_grad_norm_\(1.0\)\]"):
+        prepared.clip_grad_norm_(1.0)
+
+
+def test_a_group_of_what_was_frozen_or_is_held_is_not_added() -> None:
+    model: Any = net()
+    model.head.bias.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.layers.parameters(), lr=0.1)
+    shardwise.prepare(model, optimizer, [])
+    optimizer.add_param_group({"params": model.head.weight, "lr": 0.2})
+    for param, why in ((model.head.bias, "frozen at prepare.*thaws=True"), (model.head.weight, "in another group")):
+        with pytest.raises(InputError, match=why):
+            optimizer.add_param_group({"params": param})
+
+
+# --- calls that one rank makes
+
+
+def on_one_rank(plan: str, case: str) -> None:
+    prepared, model, optimizer, loader = begin(plan, net(), batches(12))
+    for x, y in loader:
+        prepared.backward(mse(model, x, y))
+        optimizer.step()
+        optimizer.zero_grad()
+        if case == "another" and prepared.rank == 1:
+            model.state_dict()
+        elif case in ("model", "another") and prepared.rank == 0:
+            model.layers.state_dict() if case == "model" else optimizer.state_dict()
+        if case == "optimizer" and prepared.rank == 1:
+            optimizer.state_dict()
+        if case == "evaluates" and prepared.rank == 0:
+            with torch.no_grad():
+                model(x)
+        if case == "steps" and prepared.rank == 0:
+            optimizer.step()
+        if case == "draws" and prepared.rank == 0:
+            with torch.no_grad():
+                model(torch.randn(3, 6).double())
+    if case == "at the end" and prepared.rank == 0:
+        prepared.meeting.wait_s = 0.2
+        prepared.save_weights("/nowhere")
+    if case == "pickled":
+        torch.save(model, io.BytesIO())
+
+
+BOTH = r"rank . comes to {} \[.*line \d+.*, and rank . to {} \[.*line \d+"
+
+
+@pytest.mark.parametrize(
+    ("plan", "case", "words"),
+    [
+        ("dp_shard=2,zero=3", "model", BOTH.format(*[r"(layers.state_dict\(\)|a forward in training)"] * 2)),
+        ("dp_shard=2,zero=1", "optimizer", BOTH.format(*[r"(optimizer.state_dict\(\)|a forward in training)"] * 2)),
+        ("tp=2", "another", BOTH.format(*[r"(model|optimizer).state_dict\(\)"] * 2)),
+        ("dp_replicate=2", "draws", "under if rank == 0 .an evaluation that draws its batches"),
+        ("dp_shard=2,zero=2", "at the end", "rank 0 comes to save_weights.*and rank 1 did not come in 0.2 s"),
+        ("dp_shard=2,zero=3", "pickled", r"save model.state_dict\(\) \(of every rank"),
+        ("dp_replicate=2", "pickled", r"save model.state_dict\(\) \(of every rank"),
+        pytest.param("dp_shard=2,zero=3", "evaluates", BOTH.format(*["a forward (in training|without gradients)"] * 2),
+                     marks=pytest.mark.long),
+        pytest.param("dp_replicate=2", "steps", BOTH.format(*[r"(optimizer.step\(\)|a forward in training)"] * 2),
+                     marks=pytest.mark.long),
+    ],
+)  # fmt: skip
+def test_what_one_rank_cannot_do_is_named(plan: str, case: str, words: str, pool: RankPool) -> None:
+    with pytest.raises((RunError, RefusedPlan), match=words):
+        pool.run(on_one_rank, 2, plan, case, timeout_s=60)
+
+
+# --- weights that do not move as they should
+
+
+class Idle(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        """Nothing."""
+
+
+def mistaken(plan: str, case: str) -> None:
+    model: Any = net()
+    if case.startswith("thawed"):
+        model.layers[0].requires_grad_(False)
+    if case == "hooked":
+        model.head.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    if case == "masked":
+        model.head.weight.register_hook(lambda gradient: gradient * torch.eye(*gradient.shape).to(gradient))
+    optimizer: Any = Idle(model.parameters(), 0.1) if case == "idle" else torch.optim.Adam(model.parameters(), 1e-2)
+    prepared, model, optimizer, loader = begin(plan, model, batches(32, 8), optimizer)
+    if case == "converted":
+        model.float()
+    if case == "moved nowhere":
+        model.to("cpu").to(torch.float64)
+    if case == "thawed":
+        model.layers[0].requires_grad_(True)
+    if case == "replaced":
+        model.head = nn.Linear(8, 2).double()
+    if case == "one rank's rate" and prepared.rank == 1:
+        optimizer.param_groups[0]["lr"] = 0.5
+    if case == "one rank's weights" and prepared.rank == 1:
+        with torch.no_grad():
+            model.head.weight[0, 0] = 0.5
+    for step, (x, y) in enumerate(loader):
+        if case == "converted":
+            x, y = x.float(), y.float()
+        if case == "thawed later" and step == 3:
+            model.layers[0].requires_grad_(True)
+        prepared.backward(mse(model, x, y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("plan", "case", "kind", "words"),
+    [
+        ("dp_replicate=2", "idle", RunError, "did not move in 3 steps"),
+        ("dp_shard=2,zero=3", "idle", RunError, "did not move in 3 steps"),
+        ("dp_shard=2,zero=1", "converted", InputError, r"converted or moved after prepare \(.*float64.* to .*float32"),
+        ("dp_shard=2,zero=3", "converted", InputError, r"converted or moved after prepare"),
+        ("dp_replicate=2", "replaced", InputError, "head.weight' was replaced after prepare"),
+        ("dp_shard=2,zero=1", "thawed", InputError, "layers.0.bias' was frozen"),
+        ("dp_shard=2,zero=3", "thawed later", InputError, "layers.0.bias' was frozen"),
+        ("dp_replicate=2", "hooked", RefusedPlan, "'head.weight' has a hook on its gradient, which is given this rank"),
+        ("tp=2", "masked", RefusedPlan, "'head.weight' has a hook on its gradient, which is given this rank"),
+        ("dp_replicate=2", "one rank's weights", RunError, "after step 1 the weights of 'head.weight' .*on rank 1"),
+        ("tp=2", "one rank's rate", RunError, "settings differ between ranks in step 0 .*0.01 on rank 0; 0.5 on"),
+        ("dp_shard=2,zero=3", "one rank's rate", RunError, "settings differ between ranks in step 0"),
+    ],
+)  # fmt: skip
+def test_weights_that_do_not_move_as_they_should(plan: str, case: str, kind: Any, words: str, pool: RankPool) -> None:
+    with pytest.raises(kind, match=words):
+        pool.run(mistaken, 2, plan, case)
+
+
+def test_what_is_right_for_summands_is_taken(pool: RankPool) -> None:
+    for case in ("masked", "moved nowhere"):
+        pool.run(mistaken, 2, "dp_shard=2,zero=1", case)
+
+
+# --- buffers that a forward writes of a rank's own samples
+
+
+class Averaging(nn.Module):
+    """Keeps a mean of what it was given, as long as the script says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.writes = nn.Linear(6, 2), True
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and self.writes:
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return self.inner(x)
+
+
+def averaging(plan: str, check_loss: bool, first: int, most: int, folder: str = "") -> None:
+    """The buffer is written from the step `first` on, of `most` or all ten; saved, if a folder is given."""
+    prepared, model, optimizer, loader = begin(plan, made(Averaging), batches(40), check_loss=check_loss)
+    for step, (x, y) in enumerate(loader, 1):
+        model.writes = step >= first
+        optimizer.zero_grad()
+        prepared.backward(mse(model, x, y))
+        optimizer.step()
+        if step == most:
+            break
+    if folder:
+        shardwise.save(prepared, folder)
+
+
+@pytest.mark.parametrize(
+    ("plan", "check_loss", "first", "words"),
+    [
+        ("dp_replicate=2", True, 1, "'mean' is computed from the samples of a micro-batch.*line"),
+        ("dp_replicate=2", False, 1, r"step 1 the buffer 'mean' \(1 in all\).*all_reduce.*line \d+: .*step"),
+        ("dp_shard=2,zero=3", False, 1, r"step 1 the buffer 'mean' \(1 in all\).*all_reduce.*line \d+: .*step"),
+        ("dp_replicate=2", True, 6, r"after step 8 the buffer 'mean' \(1 in all\).*line \d+: .*step"),
+        ("dp_replicate=2", True, 9, r"after step 10 the buffer 'mean' \(1 in all\).*line \d+"),  # the epoch's end
+    ],
+)
+def test_a_buffer_of_own_samples_is_refused(
+    plan: str, check_loss: bool, first: int, words: str, pool: RankPool
+) -> None:
+    with pytest.raises(RefusedPlan, match=words):
+        pool.run(averaging, 2, plan, check_loss, first, 99)
+
+
+def test_what_came_apart_since_the_last_comparison_is_not_saved(tmp_path: Path, pool: RankPool) -> None:
+    with pytest.raises(RefusedPlan, match=r"after step 5 the buffer 'mean'"):
+        pool.run(averaging, 2, "dp_replicate=2", True, 5, 5, str(tmp_path))
+    assert not list(tmp_path.glob("**/*.safetensors"))
+
+
+# --- ranks that begin with, or are given, other weights, state and data
+
+
+def unseeded(plan: str | None) -> tuple:
+    """A script that never seeds its weights: each process has its own."""
+    seed = 3 if plan is None else 3 + torch.distributed.get_rank()
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)).double()
+    for buffer in model.buffers():
+        buffer += seed
+    prepared, model, optimizer, loader = begin(plan, model, batches(12))
+    losses = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        losses.append(back(prepared, mse(model, x, y)))
+        optimizer.step()
+    return losses, weights_of(model)
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=3", "tp=2"])
+def test_weights_that_no_seed_made_alike_are_rank_0_s(plan: str, pool: RankPool) -> None:
+    check_equal(pool, unseeded, plan)
+
+
+def loads(plan: str, case: str) -> None:
+    """The file of a run is loaded on one rank alone, or is another one on rank 1."""
+    rank = torch.distributed.get_rank()
+    saved, model = net(), net()
+    old, optimizer = adamw(saved), adamw(model)
+    saved(next(iter(batches(4)))[0]).sum().backward()
+    old.step()
+    weights, state = saved.state_dict(), old.state_dict()
+    if case == "state before" and rank == 0:
+        optimizer.load_state_dict(state)
+    prepared, model, optimizer, loader = begin(plan, model, batches(12), optimizer)
+    if case == "weights of rank 0" and rank == 0:
+        model.load_state_dict(weights)
+    if case == "state of rank 0" and rank == 0:
+        optimizer.load_state_dict(state)
+    if case == "another file":
+        weights["layers.0.weight"][0, 0] += rank
+        model.load_state_dict(weights)
+    if case == "another state":
+        state["state"][1]["exp_avg"][0] += rank
+        optimizer.load_state_dict(state)
+    for x, y in loader:
+        optimizer.zero_grad()
+        prepared.backward(mse(model, x, y))
+        optimizer.step()
+
+
+CALL = r"(.*load_state_dict|an epoch over the loader)"
+ALONE = rf"rank . comes to {CALL}.*, and rank . to {CALL}"
+ANOTHER = "is another on ranks 0 and 1. Each rank keeps its part"
+
+
+@pytest.mark.parametrize(
+    ("plan", "case", "kind", "words"),
+    [
+        ("dp_shard=2,zero=1", "weights of rank 0", RunError, ALONE),
+        ("dp_replicate=2", "state of rank 0", RunError, ALONE),
+        ("dp_shard=2,zero=3", "another file", InputError, rf"'layers.0.weight' {ANOTHER}"),
+        ("tp=2", "another state", InputError, rf"'state.1.exp_avg' {ANOTHER}"),
+        ("tp=2", "state before", InputError, "the optimizer's state: '.*' is given to one of them alone"),
+        ("dp_replicate=2", "state before", InputError, "the optimizer's state: '.*' is given to one of them alone"),
+    ],
+)
+def test_what_one_rank_alone_loads_is_named(plan: str, case: str, kind: Any, words: str, pool: RankPool) -> None:
+    with pytest.raises(kind, match=words):
+        pool.run(loads, 2, plan, case, timeout_s=60)
+
+
+class Split(torch.utils.data.IterableDataset):
+    """Every second sample, as a script deals them to ranks beforehand."""
+
+    def __iter__(self):
+        return iter([samples(12)[at] for at in range(torch.distributed.get_rank(), 12, 2)])
+
+
+def reads(plan: str, case: str, randomness: str) -> int:
+    """A split that no seed made alike; a dataset that deals samples itself; samples in NumPy, from workers."""
+    data: Any = samples(12)
+    if case != "alike":
+        g = torch.Generator().manual_seed(torch.distributed.get_rank())
+        data = torch.utils.data.random_split(data, [8, 4], g)[0]
+    pairs, join = [tuple(each.numpy() for each in pair) for pair in data], torch.utils.data.default_collate
+    loader: Any = {
+        "alike": DataLoader(pairs, batch_size=4, num_workers=1),
+        "split": DataLoader(pairs, batch_size=4, num_workers=1),
+        "joined": DataLoader(data, batch_size=4, collate_fn=lambda batch: join(batch)),
+        "dealt": DataLoader(Split(), batch_size=4),
+    }[case]
+    prepared, model, optimizer, loader = begin(plan, net(), loader, randomness=randomness)
+    steps = 0
+    for x, y in loader:
+        optimizer.zero_grad()
+        prepared.backward(mse(model, x, y))
+        optimizer.step()
+        steps += 1
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("plan", "case"),
+    [("dp_replicate=2", "split"), ("dp_shard=2,zero=1", "joined"), ("dp_replicate=2", "dealt"),
+     pytest.param("tp=2", "split", marks=pytest.mark.long)],
+)  # fmt: skip
+def test_ranks_that_read_other_data_are_named(plan: str, case: str, pool: RankPool) -> None:
+    with pytest.raises(InputError, match=r"first samples are others on rank 1 than on rank 0.*a seeded generator"):
+        pool.run(reads, 2, plan, case, "global", timeout_s=60)
+
+
+def test_ranks_that_read_the_same_or_say_so_go_on(pool: RankPool) -> None:
+    assert pool.run(reads, 2, "dp_replicate=2", "alike", "global") == [3, 3]
+    assert pool.run(reads, 2, "dp_replicate=2", "dealt", "fast") == [2, 2]
+
+
+class Routed(nn.Module):
+    """Runs an expert where a sample asks for it, which in the second batch those of the second rank do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, ask: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.experts[int(one.any())](row) for row, one in zip(x, ask, strict=True)])
+
+
+def routed(plan: str) -> None:
+    data = TensorDataset(*samples(16).tensors[:1], (torch.arange(16) > 11)[:, None])
+    prepared, model, optimizer, loader = begin(plan, made(Routed), DataLoader(data, batch_size=8))
+    for x, ask in loader:
+        prepared.backward(model(x, ask).square().mean())
+        optimizer.step()
+
+
+@pytest.mark.long
+def test_the_line_by_which_ranks_run_other_units_is_named(pool: RankPool) -> None:
+    with pytest.raises(RunError, match=r'a branch differs.*prepare\(..., branches="per_sample"\).*line \d+: '):
+        pool.run(routed, 2, "dp_shard=2,zero=3")
+
+
+# --- what was wrapped already
+
+
+class Around(torch.optim.Optimizer):
+    """As libraries wrap an optimizer."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.optimizer = inner
+        self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
+
+
+def wrapped(how: str) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    model: Any = net()
+    if how == "FSDP":
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    if how == "FSDP inside":
+        model.layers = FullyShardedDataParallel(model.layers, device_id=torch.device("cpu"), use_orig_params=True)
+    if how == "fully_shard":
+        fully_shard(model)
+    if how == "DistributedDataParallel":
+        model = nn.parallel.DistributedDataParallel(model)
+    if how == "DataParallel":
+        model = nn.DataParallel(model)
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    shardwise.prepare(model, Around(optimizer) if how == "optimizer" else optimizer, [], plan="dp_replicate=2")
+
+
+def test_what_is_wrapped_already_is_refused_by_name(pool: RankPool) -> None:
+    for how, words in {
+        "FSDP": "the model .FullyShardedDataParallel. is sharded already",
+        "FSDP inside": "the model's 'layers' .*is sharded already",
+        "fully_shard": "is sharded already, by FSDP, fully_shard or DTensor",
+        "DistributedDataParallel": r"wrapped in DistributedDataParallel.*\(\.module\)",
+        "DataParallel": "wrapped in DataParallel",
+        "optimizer": r"Around around AdamW \(its 'optimizer'\)",
+    }.items():
+        with pytest.raises(InputError, match=words):
+            pool.run(wrapped, 2, how)
+
+
+# --- faults on purpose
+
+
+def steps(plan: str, folder: str) -> int:
+    prepared, model, optimizer, loader = begin(plan, net(), batches(12))
+    done = 0
+    for _ in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            prepared.backward(mse(model, x, y))
+            optimizer.step()
+            done += 1
+        shardwise.save(prepared, folder)
+    return done
+
+
+POINTS = [("input", None, 8), ("forward", None, 6), ("forward", 4, 1), ("forward", 6, 0), ("reduce", 2, 1),
+          ("update", 5, 1), ("save", 3, 1), ("save", 6, 1), ("save", 4, 0)]  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", ["dp_shard=2,zero=2", "tp=2"])
+def test_faults_meet_a_script_in_the_step_that_is_asked_for(plan: str, pool: RankPool, tmp_path: Path) -> None:
+    """Sleeps of no time, which strike whenever rank 1 comes by."""
+    sleeps = [Fault("sleep", rank=1, step=step, at=at, seconds=0.0, times=99) for at, step, _ in POINTS]
+    with faults.injected(*sleeps) as folder:
+        assert pool.run(steps, 2, plan, str(tmp_path), timeout_s=60) == [6, 6]
+        assert [len(list(folder.glob(f"fault-{n}-*"))) for n in range(len(POINTS))] == [count for *_, count in POINTS]

@@ -1,0 +1,222 @@
+"""`verify SCRIPT.py`: equal scripts are equal, wrong ones are not and say why, and nothing of the user's is touched."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from changed_scripts import changed
+
+from shardwise.cli.main import call
+from shardwise.errors import InputError
+from shardwise.proof.outcome import Parity
+from shardwise.ranks import RankPool
+from shardwise.scripts.proof.door import verify_script
+from shardwise.scripts.proof.scratch import looking_like
+from shardwise.scripts.proof.sketch import BLOCKS, sketch
+
+PLAIN = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+x = torch.randn(22, 5)
+loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4, shuffle=True)
+model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for epoch in range(3):
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+    torch.save(model.state_dict(), "last.pt")
+"""
+PREPARE = """
+import shardwise
+prepared = model, optimizer, loader = shardwise.prepare(model, optimizer, loader, plan="dp_replicate=2")
+for epoch"""
+PREPARED = PLAIN.replace("\nfor epoch", PREPARE).replace("loss.backward()", "loss = prepared.backward(loss)")
+
+
+def prove(pool: RankPool, folder: Path, text: str, **options: object) -> Parity:
+    path = folder / "train.py"
+    path.write_text(text)
+    return verify_script(path, pool=pool, timeout_s=120, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("plan", [None, "dp_shard=2,zero=3", "tp=2", "dp_replicate=3"])
+def test_a_right_script_is_equal(pool: RankPool, tmp_path: Path, plan: str | None) -> None:
+    parity = prove(pool, tmp_path, PREPARED, plan=plan)
+    assert parity.parity, parity.text()
+    assert parity.plan == (plan or "dp_replicate=2")
+    assert not (tmp_path / "last.pt").exists()  # it ran in a scratch folder
+    assert any("shortened" in note for note in parity.notes)  # six batches: the first three and the last
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"), [("image_classifier", "dp_shard=2,zero=3"), ("gan", "dp_replicate=2"), ("seq2seq", "tp=2")]
+)
+def test_scripts_as_people_write_them(pool: RankPool, tmp_path: Path, name: str, plan: str) -> None:
+    parity = prove(pool, tmp_path, changed(name, plan))
+    assert parity.parity, parity.text()
+
+
+def test_the_script_as_it_was_is_the_one_process(pool: RankPool, tmp_path: Path) -> None:
+    plain, wrong = tmp_path / "plain.py", PREPARED.replace("prepared.backward(loss)", "prepared.backward(loss, len(y))")
+    plain.write_text(PLAIN)
+    assert prove(pool, tmp_path, PREPARED, against=plain).parity
+    parity = prove(pool, tmp_path, wrong, against=plain)
+    assert parity.verdict == "NOT EQUAL to one process"
+
+
+def test_a_mean_with_a_weight_is_named(pool: RankPool, tmp_path: Path) -> None:
+    parity = prove(pool, tmp_path, PREPARED.replace("backward(loss)", "backward(loss, len(y))"))
+    assert parity.cause is not None and parity.cause.name == "weight_of_mean", parity.text()
+    assert "mean_over" in parity.text()
+
+
+def test_a_script_that_differs_from_itself_is_told(pool: RankPool, tmp_path: Path) -> None:
+    text = PREPARED.replace("model = nn", "import time\ntorch.manual_seed(time.time_ns() % 2**31)\nmodel = nn")
+    text = text.replace("for epoch", "torch.manual_seed(1)\nfor epoch")  # ranks take rank 0's weights
+    parity = prove(pool, tmp_path, text)
+    assert parity.cause is not None and parity.cause.name == "not_deterministic", parity.text()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (PLAIN, "never called shardwise.prepare"),
+        (PREPARED.replace("range(3)", "range(0)"), "before any optimizer took a step"),
+        (PREPARED.replace("nn.Linear(8, 1)", "nn.Linear(9, 1)"), "fails in one process"),
+        ("import sys\nsys.exit('give --data')\n", "give --data"),
+    ],
+)
+def test_bad_input_is_one_message(pool: RankPool, tmp_path: Path, text: str, told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        prove(pool, tmp_path, text)
+
+
+def test_what_fails_on_ranks_alone_is_told(pool: RankPool, tmp_path: Path) -> None:
+    text = PREPARED.replace(
+        "optimizer.zero_grad()", "optimizer.zero_grad()\n        assert prepared.rank == 0, 'not here'"
+    )
+    parity = prove(pool, tmp_path, text)
+    assert parity.error is not None and "rank 1" in parity.error and "not here" in parity.error
+
+
+def test_nothing_of_the_user_is_overwritten(pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    kept = {"last.pt": "mine", "log.txt": "begun\n", "out/old.txt": "old"}
+    (tmp_path / "out").mkdir()
+    for name, text in kept.items():
+        (tmp_path / name).write_text(text)
+    text = PREPARED + "open('log.txt', 'a').write('more')\nimport os\n"
+    text += "if prepared.rank == 0:\n    os.remove('out/old.txt')\n"
+    assert prove(pool, tmp_path, text, steps=None).parity
+    assert {name: (tmp_path / name).read_text() for name in kept} == kept
+    (tmp_path / "runs.db").write_text("")
+    base = "\nif prepared.rank == 0:\n    import sqlite3\n    sqlite3.connect('runs.db').execute('create table a(b)')\n"
+    assert prove(pool, tmp_path, PREPARED + base, steps=None).parity
+    assert (tmp_path / "runs.db").read_text() == ""
+    absolute = PREPARED.replace('"last.pt"', repr(str(tmp_path / "last.pt")))
+    with pytest.raises(InputError, match="by an absolute path"):
+        prove(pool, tmp_path, absolute, steps=None)
+    assert (tmp_path / "last.pt").read_text() == "mine"
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(PREPARED.replace("range(3)", "range(int(__import__('sys').argv[1]))"))
+    assert call(["verify", str(path), "--plan", "dp_replicate=2", "--json", "--", "2"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["parity"] is True and told["world_size"] == 2 and told["cause"] is None
+    assert call(["verify", str(path), "--seed", "1"]) == 2
+    assert "--seed is not for a script" in capsys.readouterr().err
+
+
+def test_a_sketch_is_linear_and_sees_one_element() -> None:
+    a, b = torch.randn(70, 70, dtype=torch.float64), torch.randn(70, 70, dtype=torch.float64)
+    assert sketch(a).shape == (BLOCKS,)
+    torch.testing.assert_close(sketch(a + 2 * b), sketch(a) + 2 * sketch(b), rtol=0, atol=1e-12)
+    c = a.clone()
+    c[41, 7] += 1e-7
+    assert float((sketch(c) - sketch(a)).abs().max()) == pytest.approx(1e-7, rel=1e-5)
+    assert torch.equal(sketch(torch.ones(3, 3)), torch.ones(3, 3, dtype=torch.float64))
+
+
+def test_a_script_that_bears_no_float64_is_proven_in_its_own(pool: RankPool, tmp_path: Path) -> None:
+    text = PREPARED.replace("loss = nn", "assert x.dtype == torch.float32; loss = nn")
+    parity = prove(pool, tmp_path, text)
+    assert parity.parity and not parity.float64, parity.text()
+    assert any("own precision" in note for note in parity.notes)
+    assert not prove(pool, tmp_path, text.replace("backward(loss)", "backward(loss, len(y))")).equal
+
+
+GAN = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import shardwise
+torch.manual_seed(0)
+loader = DataLoader(TensorDataset(torch.randn(26, 40)), batch_size=8, shuffle=True)
+judge = nn.Sequential(nn.Linear(40, 48), nn.LeakyReLU(), nn.Linear(48, 1))
+maker = nn.Sequential(nn.Linear(6, 48), nn.ReLU(), nn.Linear(48, 40))
+of_judge, of_maker = torch.optim.Adam(judge.parameters(), 1e-3), torch.optim.Adam(maker.parameters(), 1e-3)
+pj = judge, of_judge, loader = shardwise.prepare(judge, of_judge, loader, plan="dp_replicate=2")
+pm = maker, of_maker, loader = shardwise.prepare(maker, of_maker, loader, plan="dp_replicate=2")
+for epoch in range(3):
+    for (real,) in loader:
+        ones, zeros = torch.ones(len(real), 1), torch.zeros(len(real), 1)
+        fake = maker(torch.randn(len(real), 6))
+        of_judge.zero_grad()
+        loss = nn.functional.binary_cross_entropy_with_logits(judge(real), ones)
+        pj.backward(loss + nn.functional.binary_cross_entropy_with_logits(judge(fake.detach()), zeros))
+        of_judge.step()
+        of_maker.zero_grad()
+        pm.backward(nn.functional.binary_cross_entropy_with_logits(judge(fake), ones))
+        of_maker.step()
+    if pm.rank == 0:
+        torch.save(maker.state_dict(), "maker.pt")
+    pm.barrier()
+    maker.load_state_dict(torch.load("maker.pt"))
+"""
+
+
+def test_two_models_with_large_weights_that_save_and_load(pool: RankPool, tmp_path: Path) -> None:
+    """Sketches draw nothing that is followed, ranks share one scratch folder, and files of float64 are read."""
+    parity = prove(pool, tmp_path, GAN, steps=None)
+    assert parity.parity and parity.float64, parity.text()
+
+
+def test_a_rank_that_ends_itself_is_told(pool: RankPool, tmp_path: Path) -> None:
+    text = PREPARED + "import sys\nif prepared.rank == 1:\n    sys.exit(3)\n"
+    parity = prove(pool, tmp_path, text, steps=None)
+    assert parity.error is not None and "sys.exit(3)" in parity.error
+
+
+def test_modules_beside_the_script_are_made_anew(pool: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("from torch import nn\nmodel = nn.Linear(5, 1)\n")
+    text = PREPARED.replace(
+        "model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))", "from beside import model"
+    )
+    parity = prove(pool, tmp_path, text, steps=2, plan="dp_replicate=2,accumulate=1")
+    assert parity.parity, parity.text()
+    assert prove(pool, tmp_path, text, steps=2).parity
+
+
+def test_ranks_that_were_never_set_up_prove_nothing(pool: RankPool, tmp_path: Path) -> None:
+    parity = prove(pool, tmp_path, PLAIN, nproc=2)
+    assert parity.equal and not parity.parity and "each may have trained by itself" in parity.text()
+
+
+def test_a_scratch_folder_may_lie_in_what_it_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "a.txt").write_text("a")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with looking_like(str(tmp_path)) as folder:
+        assert (Path(folder) / "deep" / "a.txt").read_text() == "a"
+        assert len(list(Path(folder).rglob("a.txt"))) == 1
+    assert [each.name for each in tmp_path.iterdir()] == ["deep"]
