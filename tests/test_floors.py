@@ -32,7 +32,7 @@ FLOORS = {
     "step": 4, "rollouts": 4,
     "look": 5, "engine": 5,
     "simulator": 6, "rehearsal": 6, "planner": 6, "measure": 6,
-    "data": 7, "observe": 7, "checkpoint": 7, "training": 7, "proof": 7,
+    "data": 7, "observe": 7, "checkpoint": 7, "training": 7, "proof": 7, "launch": 7,
     "cli": 8, "testing": 8, "scripts": 8, "hf": 8,
 }  # fmt: skip
 
@@ -74,6 +74,7 @@ WITHIN = {
     ("training", "checkpoint"): "floor 7 has an order: data, observe, checkpoint, training, proof",
     ("proof", "data"): "floor 7 has an order: data, observe, training, proof",
     ("proof", "observe"): "floor 7 has an order: data, observe, training, proof",
+    ("launch", "training"): "a job's hours are those of the run that `train` would settle",
     ("proof", "training"): "floor 7 has an order: data, observe, training, proof",
 }
 SHARED = "parallel.slots"  # what every technique offers; the only room its siblings may import

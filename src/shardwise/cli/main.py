@@ -21,6 +21,7 @@ from shardwise.cli.answer import INTERRUPTED, Answer, Ended, quiet_stdout, speak
 from shardwise.cli.checkpoint import checkpoint
 from shardwise.cli.completion import ASKED, answer_shell, completion
 from shardwise.cli.doctor import doctor
+from shardwise.cli.launch import launch
 from shardwise.cli.options import WholeNumber, common, given, given_plan
 from shardwise.cli.show import show
 from shardwise.cli.waiting import begin
@@ -215,6 +216,7 @@ main.add_command(show)
 main.add_command(completion)
 main.add_command(run_script.run)
 main.add_command(doctor)
+main.add_command(launch)
 main.add_command(report.report)
 for command in (foresee.plan, foresee.simulate, compare.compare, probe.probe):
     main.add_command(command)
