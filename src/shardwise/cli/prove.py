@@ -47,6 +47,11 @@ class StepCount(click.ParamType):
 @click.option("--nproc", type=WholeNumber(min=1), help="Ranks of a script that sets up its own (DDP, FSDP, ...).")
 @click.option("--one", metavar="ARGS", help="Arguments of its one process, where they are others: --batch-size 64.")
 @click.option("--cwd", callback=given, metavar="FOLDER", help="Run a script there, for real; else in a scratch copy.")
+@click.option(
+    "--check-order",
+    is_flag=True,
+    help="Of a task: also whether what ranks issue over NCCL ends on a device that runs it in order, unbuffered.",
+)
 @common
 @click.pass_obj
 def verify(answer: Answer, target: str, arguments: tuple[str, ...], **words: Any) -> None:
@@ -69,18 +74,29 @@ def verify(answer: Answer, target: str, arguments: tuple[str, ...], **words: Any
         raise RefusedPlan(parity.refused)
     answer.text = parity.text()
     answer.code = 0 if parity.parity else 1
+    if words["check_order"]:
+        from shardwise.testing.order_check import check_order
+
+        order = check_order(target, words["plan"])
+        answer.text += f"\n{order.text()}"
+        answer.fields["order"] = {
+            "strictest": order.strictest.runs, "side_by_side": order.side_by_side.runs,
+            "communicators": order.communicators, "waits": order.strictest.text(),
+        }  # fmt: skip
+        answer.code = answer.code if order.side_by_side.runs else 1
 
 
 def _prove(answer: Answer, target: str, arguments: tuple[str, ...], words: dict[str, Any]) -> Any:
     """Returns the `Parity` of what the target is: a configuration, a script, or else a task."""
     if target.endswith(".toml"):
-        _refuse(words, arguments, "a configuration", "device", "epochs", "against", "nproc", "one", "cwd")
+        _refuse(words, arguments, "a configuration", "device", "epochs", "against", "nproc", "one", "cwd",
+                "check_order")  # fmt: skip
         return _prove_run(answer, target, words)
     if Path(target).is_dir() or target.endswith(".ipynb"):
         what = "a folder" if Path(target).is_dir() else "a notebook"
         raise InputError(f"verify: {target} is {what}: give a script in Python, as {Path(target).stem or 'train'}.py")
     if is_script(target):
-        _refuse(words, (), "a script", "overrides", "seed", "shrink", "clip_norm", "device")
+        _refuse(words, (), "a script", "overrides", "seed", "shrink", "clip_norm", "device", "check_order")
         return _prove_script(answer, target, arguments, words)
     _refuse(words, arguments, "a task", "overrides", "epochs", "against", "nproc", "one", "cwd")
     return _prove_task(answer, target, words)
@@ -95,7 +111,7 @@ def is_script(target: str) -> bool:
     return not Path(target).is_file() or calls_prepare(target) or not defines_task(target)
 
 
-_UNSET = {"overrides": (), "device": "cpu", "shrink": False}
+_UNSET = {"overrides": (), "device": "cpu", "shrink": False, "check_order": False}
 
 
 def _refuse(words: dict[str, Any], arguments: tuple[str, ...], what: str, *names: str) -> None:
