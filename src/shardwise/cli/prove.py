@@ -43,6 +43,7 @@ class StepCount(click.ParamType):
 )
 @click.option("--clip-norm", type=float, default=None, help="Largest norm of the gradient, clipped on both sides.")
 @click.option("--device", default="cpu", show_default=True, help="Of both sides: cpu, or the accelerator: cuda, xpu.")
+@click.option("--backend", help="The accelerator's own, for ranks that share it; by default gloo.")
 @click.option("--against", callback=given, metavar="SCRIPT.py", help="The script as it was before it was changed.")
 @click.option("--nproc", type=WholeNumber(min=1), help="Ranks of a script that sets up its own (DDP, FSDP, ...).")
 @click.option("--one", metavar="ARGS", help="Arguments of its one process, where they are others: --batch-size 64.")
@@ -89,14 +90,14 @@ def verify(answer: Answer, target: str, arguments: tuple[str, ...], **words: Any
 def _prove(answer: Answer, target: str, arguments: tuple[str, ...], words: dict[str, Any]) -> Any:
     """Returns the `Parity` of what the target is: a configuration, a script, or else a task."""
     if target.endswith(".toml"):
-        _refuse(words, arguments, "a configuration", "device", "epochs", "against", "nproc", "one", "cwd",
+        _refuse(words, arguments, "a configuration", "device", "backend", "epochs", "against", "nproc", "one", "cwd",
                 "check_order")  # fmt: skip
         return _prove_run(answer, target, words)
     if Path(target).is_dir() or target.endswith(".ipynb"):
         what = "a folder" if Path(target).is_dir() else "a notebook"
         raise InputError(f"verify: {target} is {what}: give a script in Python, as {Path(target).stem or 'train'}.py")
     if is_script(target):
-        _refuse(words, (), "a script", "overrides", "seed", "shrink", "clip_norm", "device", "check_order")
+        _refuse(words, (), "a script", "overrides", "seed", "shrink", "clip_norm", "device", "backend", "check_order")
         return _prove_script(answer, target, arguments, words)
     _refuse(words, arguments, "a task", "overrides", "epochs", "against", "nproc", "one", "cwd")
     return _prove_task(answer, target, words)
@@ -153,7 +154,8 @@ def _prove_task(answer: Answer, task: str, words: dict[str, Any]) -> Any:
     with timing(not answer.as_json) as say:
         return prove(
             task, parsed, steps=_number(words["steps"], "a task") or 2, seed=words["seed"] or 0,
-            shrink=words["shrink"], clip_norm=words["clip_norm"], device=words["device"], say=say,
+            shrink=words["shrink"], clip_norm=words["clip_norm"], device=words["device"], backend=words["backend"],
+            say=say,
         )  # fmt: skip
 
 
