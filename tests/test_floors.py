@@ -68,6 +68,7 @@ WITHIN = {
     ("host", "device"): "whether the host waits depends on where a tensor lies",
     ("observe", "data"): "floor 7 has an order: data, observe, training, proof",
     ("cli", "scripts"): "verify proves scripts",
+    ("cli", "testing"): "verify plays what a plan issues, recorded on the mock accelerator",
     ("cli", "hf"): "a checkpoint is turned into a folder of transformers",
     ("training", "data"): "floor 7 has an order: data, observe, training, proof",
     ("training", "observe"): "floor 7 has an order: data, observe, training, proof",

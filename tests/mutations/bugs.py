@@ -398,7 +398,7 @@ SEQUENCE = [
     bug("a ring's block is passed by a rank that reads it", "parallel.sequence.pairs:reads_any",
         "is not None", "is not None and rank != call.axis.size - 1", S + "encoder", "cp=3"),
     bug("gradients of keys from other ranks are dropped", "parallel.sequence.passing:gradients_around",
-        "_added(own, home)", "own",
+        "_added(own, home.received())", "own",
         S + "encoder", "cp=3"),
     bug("a window's rows are counted from the share's start", "parallel.sequence.pairs:bias_of",
         "_block(mask, q, k)", "_block(mask, (0, q[1] - q[0]), k)", S + "windowed", "cp=2"),
@@ -693,7 +693,7 @@ COMPLEX = [
         "return self.piece(index, grad).real + 0j if self._complex[index] "
         "else self.piece(index, grad)", "complex_tasks:state_spaces", "dp_shard=2,zero=3", (1,)),
     bug("what is sent of complex hidden states is conjugated", "parallel.pipeline.messages:Mail._send",
-        "taken_apart(tensor.detach()).contiguous()", "taken_apart(tensor.detach()).conj().contiguous()", 
+        "taken_apart(t.detach()).contiguous()", "taken_apart(t.detach()).conj().contiguous()",
         "complex_tasks:complex_net", "pp=2"),
     bug("a transform's slices are taken one further", "part.rules.views:_taken",
         "part, d, each.start, each.stop, each.step",

@@ -237,6 +237,7 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
         *_idle(parsed.world_size, cluster.world_size),
         *subject.remarks,
         *forecast_lines(forecast),
+        *_communicators(answer, parsed),
         *rank_map(layout, cluster),
     ]
     if not answer.fields["fits"]:
@@ -298,6 +299,17 @@ def _idle(ranks: int, devices: int) -> list[str]:
         if ranks < devices
         else []
     )
+
+
+def _communicators(answer: Answer, plan: Plan) -> list[str]:
+    """Returns a line that tells of a rank's communicators; [] for one rank."""
+    from shardwise.layout.communicators import COMMUNICATOR_BYTES, communicators
+
+    made = communicators(plan)
+    answer.fields["communicators"] = {"names": list(made), "bytes": COMMUNICATOR_BYTES * len(made)}
+    size = COMMUNICATOR_BYTES * len(made) / 1e6
+    each = f"communicators of a rank: {len(made)} ({', '.join(made)}), some {size:.0f} MB outside the allocator"
+    return [f"{each} (assumed {COMMUNICATOR_BYTES / 1e6:.0f} MB each)"] if made else []
 
 
 def _measured(answer: Answer, task: str, plan: Plan, words: dict[str, Any], forecast: Forecast) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 import shardwise
-from shardwise.cli import compare, foresee, probe, prove, report, run_script
+from shardwise.cli import compare, evidence, foresee, probe, prove, report, run_script
 from shardwise.cli.answer import INTERRUPTED, Answer, Ended, quiet_stdout, speaks
 from shardwise.cli.checkpoint import checkpoint
 from shardwise.cli.completion import ASKED, answer_shell, completion
@@ -218,7 +218,7 @@ main.add_command(run_script.run)
 main.add_command(doctor)
 main.add_command(launch)
 main.add_command(report.report)
-for command in (foresee.plan, foresee.simulate, compare.compare, probe.probe):
+for command in (foresee.plan, foresee.simulate, compare.compare, probe.probe, evidence.evidence):
     main.add_command(command)
 
 
