@@ -3,6 +3,7 @@
     the model's parameter is not the one that the plan trains      replaced or unfrozen after `prepare`
     ranks that hold the same weights come to others                something moved on one rank alone
     a buffer is another on ranks with other samples                the model's forward writes it from a rank's samples
+    no weight moves in the first steps                             the optimizer steps on other tensors
 
 Weights and buffers are compared after steps 1, 2, 4, 8 and so on, where an epoch ends, and before weights are saved.
 """
@@ -16,12 +17,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.engine.engine import Engine
-from shardwise.errors import InputError
-from shardwise.look.ranks_alike import HeldAlike
+from shardwise.errors import InputError, RunError
+from shardwise.look.ranks_alike import HeldAlike, elements
 from shardwise.parallel.fsdp import groups_of
 from shardwise.scripts.optimizer import THAWS
 from shardwise.scripts.script_lines import names_line
 
+_MOVED_BY = 3  # steps
+_FEW = 16  # elements of a weight
 _REMEDY = (
     "write it in the script instead, from outputs of all samples "
     '(prepare(..., loss_scope="global")) or from prepared.sum(tensor); or add up what it is made of '
@@ -39,6 +42,7 @@ class FirstSteps:
 
     def __init__(self, engine: Engine) -> None:
         self._steps = 0  # done
+        self._movement: Movement | None = Movement(engine)
         self._places = ParametersInPlace(engine.module)
         trained = set(engine.state.names)
         self._frozen = [(name, param) for name, param in engine.module.named_parameters() if name not in trained]
@@ -46,6 +50,8 @@ class FirstSteps:
 
     def before(self) -> None:
         """The gradients are whole, the step is next. Raises `InputError` for parameters that are not the plan's."""
+        if self._movement is not None:
+            self._movement.before()
         self._places.check()
         for name, param in self._frozen:
             if param.requires_grad:
@@ -57,6 +63,11 @@ class FirstSteps:
     def after(self) -> None:
         """The weights are published. Collective after some steps; raises `RunError` or `RefusedPlan`."""
         self._steps += 1
+        if self._movement is not None:
+            self._movement.after()
+            if self._steps == _MOVED_BY:
+                self._movement.check()
+                self._movement = None
         if self._alike.is_due(self._steps):
             self._alike(self._steps)
 
@@ -65,6 +76,45 @@ class FirstSteps:
         """Raise where what ranks hold alike has come apart. Collective."""
         if self._steps:
             self._alike(self._steps)
+
+
+class Movement:
+    """Whether a rank's weights move in a run's first steps: an optimizer may hold others than the plan gave it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._state = engine.state
+        self._before: list[
+            tuple[torch.Tensor, torch.Tensor, float]
+        ] = []  # weight, some of its elements, largest gradient
+        self._moves = self._should = False
+
+    @torch.no_grad()
+    def before(self) -> None:
+        """Keep some elements of each weight that has a gradient."""
+        masters = [slot.master for slot in self._state.technique.slots]
+        held = [(master, _some(master.grad)) for master in masters if master.grad is not None]
+        self._before = [(one, _some(one).clone(), float(grad.abs().max())) for one, grad in held if len(grad)]
+
+    @torch.no_grad()
+    def after(self) -> None:
+        """Compare them with what they are, and with what a step of the learning rate would make of them."""
+        rate = max(float(group.get("lr", 0.0)) for group in self._state.optimizer.param_groups)
+        for master, before, gradient in self._before:
+            self._moves |= not torch.equal(_some(master), before)
+            self._should |= rate * gradient > 4 * torch.finfo(before.dtype).eps * float(before.abs().max())
+
+    def check(self) -> None:
+        """Raise `RunError` where nothing moved that should have."""
+        if self._should and not self._moves:
+            raise RunError(
+                f"the weights did not move in {_MOVED_BY} steps, although gradients and the learning rate are not "
+                "zero: the optimizer's step() does nothing to the tensors that the plan gave it"
+            )
+
+
+def _some(tensor: torch.Tensor) -> torch.Tensor:
+    flat = elements(tensor)
+    return flat[:: max(1, len(flat) // _FEW)]
 
 
 @names_line
