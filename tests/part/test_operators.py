@@ -231,6 +231,7 @@ def all_outcomes(seed: int, most: int | None, names: tuple[str, ...] = ()) -> li
 
 def with_a_wrong_rule() -> list[tuple[str, str]]:
     """Outcomes where the rule of `sum` forgets the other ranks."""
+
     def own_sum(func: Any, part: Any, dims: set[int], keepdim: bool, arguments: dict) -> torch.Tensor:
         return part.local.sum(sorted(dims), keepdim)
 
