@@ -119,7 +119,7 @@ def _reading_complex(kind: type) -> type:
         pairs = parameters.get(name) if name in self.__dict__.get(_PAIRS, ()) else None
         if pairs is None or pairs.is_complex():  # another parameter, set in its place
             return kind.__getattr__(self, name)  # type: ignore[attr-defined]
-        asked = getattr(type(pairs), "answers_as_complex", None)  # of a script's own code (scripts/complexes)
+        asked = getattr(type(pairs), "answers_as_complex", None)  # of a script's own code (scripts/script_weights)
         if (isinstance(pairs, DTensor) and _asked_by_fsdp()) or (asked is not None and asked()):
             return pairs
         numbers = _read(pairs)

@@ -8,6 +8,9 @@ to know nothing. What its gradient is, however activations are cut, is settled w
 
 A weight that is only *kept* in shares reads as the whole weight, gathered anew. Inside a transform of `torch.func` a
 weight is read as before it: what is settled about its gradient lies outside of the transform.
+
+A module that treats rows apart (experts) may be given one rank's rows as plain tensors (`own_rows`): gradients of
+weights that are read there are summands over the sequence's ranks as they come.
 """
 
 from __future__ import annotations

@@ -8,6 +8,9 @@ it is cut otherwise.
     q, k, v: rows | o: columns        family of heads         one all-reduce after o
     up, gate: rows | down: columns    family of the width     one all-reduce after down
     embedding: rows | head: rows      family of the words     one all-reduce after the embedding; the loss by parts
+
+Classes are dealt kind by kind: indices that lie in the same weights among themselves, so that a skip and what it is
+joined with are each spread over all ranks, and a group norm over either finds whole groups.
 """
 
 from __future__ import annotations

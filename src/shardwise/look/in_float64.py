@@ -21,10 +21,10 @@ import torch
 from torch import nn
 
 from shardwise.comm import Axis
-from shardwise.engine.alone import MOST_ELEMENTS, Untried
-from shardwise.engine.evaluated import Evaluate, Runner, Seen
 from shardwise.errors import RefusedPlan
 from shardwise.layout import Plan
+from shardwise.look.one_process import MOST_ELEMENTS, Untried
+from shardwise.look.watched_run import Evaluate, Runner, Seen
 from shardwise.precision import Precision
 from shardwise.random import python_restored
 from shardwise.step.batching import samples_in, slice_samples

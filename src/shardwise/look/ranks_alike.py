@@ -40,7 +40,7 @@ class HeldAlike:
         # Ranks of one place hold equal tensors: stages and shares of tp differ always; ranks of dp_shard only where
         # weights lie in pieces (zero=3) or experts are dealt (ep).
         place = mesh.pp.index * mesh.tp.size * mesh.shard.size + mesh.tp.index * mesh.shard.size
-        self._weights_place = place + (mesh.shard.index if plan.zero == 3 or plan.ep > 1 else 0)
+        self._weights_place = place + (mesh.shard.index if plan.sharded.weights or plan.ep > 1 else 0)
         self._buffers_place = place + (mesh.shard.index if plan.ep > 1 else 0)
 
     @staticmethod

@@ -1,9 +1,9 @@
-"""Evaluate a loss and put the module back as it was; note what ran and which weights were written to. For check."""
+"""Evaluate a loss and put the module back as it was; note what ran and which weights were written to."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,14 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.device import attention_as_ops
-from shardwise.engine.replaced import refuse_replaced, replacements
 from shardwise.errors import RefusedPlan
+from shardwise.look.replaced_parameters import refuse_replaced, replacements
 from shardwise.parallel.batchnorm import FindBatchNorm, KnownStatistics
 from shardwise.parallel.fsdp import IN_TRANSFORM, UNITS_IN_TRANSFORMS
 from shardwise.part.levels import Distributed
 from shardwise.random import ConstantRandom, GlobalRandom, Samples
 from shardwise.step.loss import Loss
 from shardwise.trace.argument_writes import ArgumentWrites
+from shardwise.trace.backwards import watching_backwards
 from shardwise.trace.functional import differentiating, transforming, with_values
 from shardwise.trace.leaves import written_tensors
 from shardwise.trace.own_class import CONTAINERS, is_own
@@ -209,7 +210,7 @@ class Seen(TorchDispatchMode):
         paths = {id(child): path for path, child in self.module.named_modules()}
         other = replacements(lambda child, leaf: refuse_replaced(child, paths, leaf))
         try:
-            with self.noting_writes(), _inner_gradients(self._refuse_freed), other:
+            with self.noting_writes(), watching_backwards(self._refuse_freed), other:
                 yield
         finally:
             del torch_checkpoint.CheckpointFunction.apply  # the class's own, which it inherits, is back
@@ -222,15 +223,18 @@ class Seen(TorchDispatchMode):
         with self, _Functions(self):
             yield
 
-    def _refuse_freed(self) -> None:
+    def _refuse_freed(self, create_graph: bool) -> AbstractContextManager[None]:
         """Raise where gradients are to be differentiated themselves and zero=3 has freed weights on their way.
 
         The outermost unit's are there: it runs from before them until after.
         """
+        if not create_graph:
+            return nullcontext()
         if isinstance(self.module, FSDPModule) and not self.running:  # the loss takes them, after the forward
             raise RefusedPlan(WEIGHTS_FREED)
         if has_units(self.module):
             raise TakesGradients
+        return nullcontext()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._schema.is_mutable and func.namespace == "aten":
@@ -322,24 +326,6 @@ def _refuse_transformed(path: str) -> None:
 def has_units(module: nn.Module) -> bool:
     """Whether a module has units of zero=3 (FSDP2) beside the outermost one."""
     return any(isinstance(child, FSDPModule) for child in module.modules() if child is not module)
-
-
-@contextmanager
-def _inner_gradients(refuse: Callable[[], None]) -> Iterator[None]:
-    """Context: `refuse` is called before gradients are taken that are to be differentiated themselves."""
-    run = torch.autograd._engine_run_backward  # what torch.autograd.grad calls, whoever holds that function
-
-    def checked(outputs: Any, gradients: Any, keep: bool, create_graph: bool, *rest: Any, **more: Any) -> Any:
-        # torch.func takes its own derivatives with create_graph, and has refusals of its own
-        if create_graph and not transforming():
-            refuse()
-        return run(outputs, gradients, keep, create_graph, *rest, **more)
-
-    torch.autograd._engine_run_backward = checked
-    try:
-        yield
-    finally:
-        torch.autograd._engine_run_backward = run
 
 
 class _Functions(TorchFunctionMode):

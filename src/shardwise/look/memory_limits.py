@@ -31,7 +31,7 @@ def check_room(module: nn.Module, plan: Plan, mesh: Mesh, precision: Precision, 
     total = memory_bytes(mesh.device)
     if total is None:
         return
-    over = plan.tp * plan.ep * (mesh.shard.size if plan.zero == 3 else 1)
+    over = plan.tp * plan.ep * (mesh.shard.size if plan.sharded.weights else 1)
     params = [param for name, param in module.named_parameters() if name not in absent]
     weights = sum(param.numel() * precision.dtype_of(param).itemsize for param in params) // over
     grads = sum(param.numel() * precision.dtype_of(param).itemsize for param in params if param.requires_grad) // over

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from shardwise.device import on_host
-from shardwise.engine.check import Findings
 from shardwise.errors import RefusedPlan
+from shardwise.look.first_samples import Findings
 from shardwise.step.state import RankState
 
 

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from shardwise.engine.check import added_up, bar_of, finite, with_attributes_alone
-from shardwise.engine.evaluated import Evaluate, Runner, Seen
-from shardwise.engine.samples import COSTLY_BYTES
+from shardwise.look.first_samples import added_up, bar_of, finite, with_attributes_alone
+from shardwise.look.samples import COSTLY_BYTES
+from shardwise.look.watched_run import Evaluate, Runner, Seen
 from shardwise.parallel.batchnorm import KnownStatistics, Statistics
 from shardwise.step.batching import samples_in, slice_samples
 from shardwise.step.loss import Loss

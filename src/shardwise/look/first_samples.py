@@ -1,4 +1,4 @@
-"""Check before the first step that a task's loss adds up over samples (by assemble). A script's: scripts/model_look.
+"""Check before the first step that a task's loss adds up over samples. A script's: scripts/model_look.
 
 That single look finds what would make a distributed run differ from one process: a loss that is a mean, a contrastive
 loss, a module that mixes samples or keeps statistics of its own. The same runs show which modules call batch norm,
@@ -19,10 +19,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.device import autocast_states
-from shardwise.engine.alone import Untried, needs_gradients
-from shardwise.engine.choices import Again
-from shardwise.engine.evaluated import Evaluate, Runner, Seen, TakesGradients, WritesWeights, has_units
 from shardwise.errors import RefusedPlan
+from shardwise.look.in_float64 import Again
+from shardwise.look.one_process import Untried, needs_gradients
+from shardwise.look.watched_run import Evaluate, Runner, Seen, TakesGradients, WritesWeights, has_units
 from shardwise.parallel.batchnorm import batch_norm_modules
 from shardwise.parallel.full import USED_OUTSIDE
 from shardwise.part.pairs import attributes_alone

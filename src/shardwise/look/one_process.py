@@ -18,15 +18,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shardwise.device import CPU
-from shardwise.engine.groups import named_groups
-from shardwise.engine.optimizer import needs_closure
-from shardwise.engine.room import is_out_of_memory, of_pairs
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
+from shardwise.look.memory_limits import is_out_of_memory, of_pairs
 from shardwise.precision import Precision
 from shardwise.random import python_restored
 from shardwise.step.batching import path_of, samples_in
 from shardwise.step.forward import run_alone
 from shardwise.step.loss import NO_GRAPH, TWICE, is_second_backward
+from shardwise.step.task_optimizer import named_groups, needs_closure
 from shardwise.task import Task
 from shardwise.task_names import inputs_hint, where
 from shardwise.trace.deferred import LEAVE_OUT, named_tensors, of_a_device
