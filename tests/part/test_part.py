@@ -17,7 +17,7 @@ from shardwise.layout import Plan
 from shardwise.layout.views import groups
 from shardwise.mesh import build_mesh
 from shardwise.part import Owners, Part, Sum, Uncut, plain, to_part
-from shardwise.part.cuts import regrouped
+from shardwise.part.cuts import regrouped, unsliced
 from shardwise.trace.elementwise import is_elementwise
 
 DOUBLE = torch.float64
@@ -515,3 +515,14 @@ def test_a_share_that_is_not_what_its_owner_has_raises() -> None:
     """Sums would count it, or miss some of it, without a word."""
     with pytest.raises(RuntimeError, match="a defect of shardwise"):
         Part(torch.zeros(3), 0, Owners.blocks(4, 2), Axis("tp", 2, 0, None, (0, 1)))
+
+
+def test_slices_of_an_earlier_run_are_not_remembered() -> None:
+    """Some ranks alone may have been in it: they would place a gradient otherwise than the others."""
+    earlier, later = (Axis("cp", 2, 0, None, (0, 1), rehearsal=Ledger()) for _ in range(2))
+    owners = Owners.of(np.array([1, 0, 0, 1, 0, 1]), 2)
+    sliced = Part(torch.zeros(3), 0, owners, earlier)[1:4]
+    gradient = (torch.zeros(2), [6], 0, 1, 4, 1)
+    for axis, before in ((earlier, owners), (later, unsliced(sliced.owners, 6, 1, 1))):
+        part = Part(gradient[0], 0, sliced.owners, axis)
+        assert torch.ops.aten.slice_backward(part, *gradient[1:]).owners == before

@@ -20,9 +20,7 @@ from shardwise.part.levels import Distributed, ViewOf
 from shardwise.part.sums import Sum, reduced
 from shardwise.part.tensor import Part, is_part, no_rule, rule
 
-# (owners after a slice, slice) -> owners before it, for the backward of slices; the oldest are forgotten
-_BEFORE: OrderedDict[tuple, Owners] = OrderedDict()
-_SLICES = 1 << 16
+_SLICES = 1 << 16  # that are remembered; the oldest are forgotten
 
 
 @rule("slice")
@@ -34,15 +32,24 @@ def slice_(func: Any, args: tuple, kwargs: dict) -> Part:
     start, end, step = slice(start, end, step).indices(part.shape[dim])
     owners = part.owners.sliced(start, end, step)
     # backward is given the slice's owners and its arguments, not the owners of what was sliced
-    _remember((owners, part.shape[dim], start, end, step), part.owners)
+    _remember(part, (owners, part.shape[dim], start, end, step))
     return part.with_local(_kept(part, dim, start, end, step), dim, owners)
 
 
-def _remember(key: tuple, before: Owners) -> None:
-    _BEFORE[key] = before
-    _BEFORE.move_to_end(key)
-    if len(_BEFORE) > _SLICES:
-        _BEFORE.popitem(last=False)
+def _before(part: Part) -> OrderedDict[tuple, Owners]:
+    """Returns (owners after a slice, slice) -> owners before it, of the slices over a part's axis.
+
+    Kept with the axis, which all of its ranks made for one run: of slices of an earlier one, some ranks would know.
+    """
+    return vars(part.axis).setdefault("slices_before", OrderedDict())
+
+
+def _remember(part: Part, key: tuple) -> None:
+    before = _before(part)
+    before[key] = part.owners
+    before.move_to_end(key)
+    if len(before) > _SLICES:
+        before.popitem(last=False)
 
 
 def _slice_arguments(part: Part, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1):
@@ -87,7 +94,7 @@ def slice_backward(func: Any, args: tuple, kwargs: dict) -> Part:
         local_sizes[part.dim_cut] = part.local.shape[part.dim_cut]
         return part.with_local(func(part.local, local_sizes, dim, start, end, step))
     start, end, step = slice(start, end, step).indices(sizes[dim])
-    owners = _BEFORE.get((part.owners, sizes[dim], start, end, step))
+    owners = _before(part).get((part.owners, sizes[dim], start, end, step))
     if owners is None and part.axis.positions:  # dealt anew since, beside something else
         owners = unsliced(part.owners, sizes[dim], start, step)
     if owners is None:
