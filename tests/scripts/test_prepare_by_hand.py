@@ -524,7 +524,7 @@ EQUAL: list[tuple] = [
     (script, "dp_shard=2,zero=3", clipped_elsewhere, muon), (script, "dp_shard=2,zero=3", rows, adamw),
     (script, "dp_shard=2,zero=3", given, adamw), (script, "dp_shard=3,zero=3", rebound, adamw),
     (script, "dp_shard=3,zero=3", drawn, adamw), (script, "dp_shard=2,zero=3", noised, adamw),
-    (script, "tp=2", reset, adamw), (averaged, "tp=2"), (averaged, "tp=2,dp_replicate=2"),
+    (script, "tp=2", reset, adamw), (averaged, "tp=2"), 
     (kept_in_lists, "dp_shard=2,zero=3"), (kept_in_lists, "tp=2"),
     (in_a_forward, "dp_shard=2,zero=3", "in place", "sample"),
 ]  # fmt: skip
@@ -536,6 +536,7 @@ MORE_EQUAL: list[tuple] = [
     (in_a_forward, "dp_shard=2,zero=3", "in place", "model"),
     (in_a_forward, "dp_shard=2,zero=2", "in place", "sample"),
     (in_a_forward, "dp_replicate=2,remat=full", "in place", "sample"),
+    (averaged, "tp=2,dp_replicate=2"),
 ]  # fmt: skip
 
 

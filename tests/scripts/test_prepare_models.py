@@ -402,7 +402,7 @@ EQUAL: list[tuple] = [
     (copied, "dp_shard=2,zero=3"), (copied, "tp=2"), (thawed, "dp_shard=2,zero=3", "group"),
     (thawed, "dp_replicate=2", "another"), (recurrent, "dp_replicate=2", "before"),
     (recurrent, "dp_replicate=2", "after"), (recurrent, "dp_replicate=2", "kept"),
-    (recurrent, "dp_replicate=4", "before"),
+    
 ]  # fmt: skip
 MORE_EQUAL: list[tuple] = [
     (in_parts, "dp_replicate=2", agent), (in_parts, "dp_shard=2,zero=1", agent),
@@ -412,6 +412,7 @@ MORE_EQUAL: list[tuple] = [
     (in_parts, "dp_shard=2,zero=1", weighed), (in_parts, "dp_shard=2,zero=3", weighed),
     (in_parts, "tp=2,dp_shard=2,zero=2", weighed), (bootstrapped, "dp_shard=2,zero=1"),
     (copied, "tp=2,dp_shard=2,zero=2"),
+    (recurrent, "dp_replicate=4", "before"),
 ]  # fmt: skip
 
 
