@@ -138,11 +138,18 @@ def check_refused(pool: RankPool, script: Callable, plan: str, *given: Any) -> N
         pool.run(script, shardwise.Plan.parse(plan).world_size, plan, *args, timeout_s=120)
 
 
+def spelled(value: Any) -> str:
+    """What a case's name says of a value: the same in every process, so no addresses."""
+    if isinstance(value, dict):
+        return ",".join(f"{key}={spelled(one)}" for key, one in value.items())
+    return str(getattr(value, "__name__", value))
+
+
 def script_cases(quick: list[tuple], more: list[tuple] | tuple = ()) -> list[Any]:
     """Rows (script, plan, what else it is given) as cases; those of `more` are left to the long tests."""
     found = []
     for place, (script, plan, *given) in enumerate([*quick, *more]):
-        said = [str(getattr(one, "__name__", one))[:40] for one in given]
+        said = [spelled(one)[:40] for one in given]
         marks = [pytest.mark.long] * (place >= len(quick))
         found.append(pytest.param(script, plan, tuple(given), marks=marks, id="-".join([script.__name__, plan, *said])))
     return found
