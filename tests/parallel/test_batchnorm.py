@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from shardwise import Plan, Task, parallelize
 from shardwise.comm import Axis
-from shardwise.engine.check import _norms_differ
+from shardwise.look.first_samples import _norms_differ
 from shardwise.parallel.batchnorm import synced_batch_norm
 from shardwise.parallel.slots import Phase
 from shardwise.proof.parity import verify

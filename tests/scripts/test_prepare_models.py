@@ -423,7 +423,7 @@ def test_a_script_equals_one_process(script: Any, plan: str, given: tuple, pool:
 
 REFUSED: list[tuple] = [
     (moved_outside, "dp_shard=2,zero=3", "scale", RefusedPlan,
-     r"model.move_scale\(\) writes.*prepared.whole.*line \d+"),
+     r"mul_ into a weight.*prepared.whole.*line \d+"),
     (moved_outside, "dp_shard=2,zero=3", "", RefusedPlan, r"data of a weight.*prepared.whole.*line \d+"),
     (thawed, "dp_replicate=2", "untold", InputError, "'0.0.weight', which was frozen at prepare.*thaws=True"),
     (by_the_old_one, "dp_replicate=2", InputError, r"replace_optimizer took the place of.*line \d+"),
