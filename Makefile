@@ -11,7 +11,7 @@ NPROC ?= 2
 # processes that run tests side by side, each with ranks of its own
 JOBS ?= 2
 # files of tests whose proofs run on a GPU too
-PROOFS := $(wildcard $(addprefix tests/*/test_,$(addsuffix .py,modules unlike parity domain sequence expert taken written complex)))
+PROOFS := $(wildcard $(addprefix tests/*/test_,$(addsuffix .py,modules parity domain sequence expert)))
 PLAN ?= dp_shard=$(NPROC),zero=3
 # tests start some hundred processes: each would compile every module again that it imports
 unexport PYTHONDONTWRITEBYTECODE

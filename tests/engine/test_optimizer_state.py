@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import unlike_tasks
 from torch import Tensor, nn
 
 from shardwise import Plan, Task, parallelize
+from shardwise.checkpoint.holdings import weights
 from shardwise.digest import digest
 from shardwise.errors import ShardwiseError
 from shardwise.models import tasks
@@ -151,3 +153,17 @@ def test_a_digest_tells_dtype_shape_and_bits_apart() -> None:
     assert len({digest(a), *map(digest, others)}) == 1 + len(others)
     assert digest(torch.view_as_complex(torch.ones(3, 2)).conj()) != digest(torch.view_as_complex(torch.ones(3, 2)))
     assert digest(torch.tensor(True)) != digest(torch.tensor(False))
+
+
+def _checkpointed(plan: str) -> str:
+    engine = parallelize(unlike_tasks.complex_weights(), plan)
+    engine.step(unlike_tasks.sequences(0))
+    kinds = {str(tensor.dtype) for _, tensor in engine.full_parameters()}
+    assert kinds >= {str(held.tensor.dtype) for held in weights(engine)}
+    assert kinds == {str(kept["exp_avg"].dtype) for _, kept in engine.full_optimizer_state()}
+    return "".join(sorted(kinds))
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=2", "dp_shard=2,zero=3", "tp=2"])
+def test_complex_parameters_are_complex_outside(pool: RankPool, plan: str) -> None:
+    assert pool.run(_checkpointed, 2, plan) == ["torch.complex64torch.float32"] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -120,6 +121,86 @@ def check_equal(pool: RankPool, script: Callable, plan: str, *args: Any, bar: fl
     expected = script(None, *args)
     for found in pool.run(script, shardwise.Plan.parse(plan).world_size, plan, *args, timeout_s=120):
         close(found, expected, bar)
+
+
+def stepped(prepared: Any, optimizer: Any, loss: torch.Tensor, **told: Any) -> float:
+    """Returns the loss of all samples, after a step by its gradients alone."""
+    optimizer.zero_grad()
+    value = back(prepared, loss, **told)
+    optimizer.step()
+    return value
+
+
+def check_refused(pool: RankPool, script: Callable, plan: str, *given: Any) -> None:
+    """Assert that `script(plan, ...)` is refused on ranks; what is given ends in the error's type and its words."""
+    *args, kind, words = given
+    with pytest.raises(kind, match=words):
+        pool.run(script, shardwise.Plan.parse(plan).world_size, plan, *args, timeout_s=120)
+
+
+def spelled(value: Any) -> str:
+    """What a case's name says of a value: the same in every process, so no addresses."""
+    if isinstance(value, dict):
+        return ",".join(f"{key}={spelled(one)}" for key, one in value.items())
+    return str(getattr(value, "__name__", value))
+
+
+def script_cases(quick: list[tuple], more: list[tuple] | tuple = ()) -> list[Any]:
+    """Rows (script, plan, what else it is given) as cases; those of `more` are left to the long tests."""
+    found = []
+    for place, (script, plan, *given) in enumerate([*quick, *more]):
+        said = [spelled(one)[:40] for one in given]
+        marks = [pytest.mark.long] * (place >= len(quick))
+        found.append(pytest.param(script, plan, tuple(given), marks=marks, id="-".join([script.__name__, plan, *said])))
+    return found
+
+
+def by_counts(plan: str | None, model: Any, data: Any, value_of: Callable, held: torch.Tensor, every: int = 1,
+              clip: float = 0.0, epochs: int = 1) -> tuple:  # fmt: skip
+    """Losses, weights, and what the model says of `held` beside training; `value_of` gives (sum, what divides it).
+
+    `every` batches make a step; between epochs both states go out and in.
+    """
+    prepared, model, optimizer, loader = begin(plan, model, DataLoader(data, batch_size=4, shuffle=True))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    torch.manual_seed(7)
+    losses, total, weight, said = [], 0.0, 0, []
+
+    def say() -> None:
+        with torch.no_grad():
+            out = model.eval()(held)
+        said.append(out["logits"] if isinstance(out, dict) else out)
+        model.train()
+
+    for epoch in range(epochs):
+        say()
+        for number, (x, *rest) in enumerate(loader):
+            value, n = value_of(model, x, *rest)
+            if prepared:
+                prepared.backward(value, n)
+            else:
+                value.backward()
+            total, weight = total + value.item(), weight + int(n)
+            if (number + 1) % every and number + 1 < len(loader):
+                continue
+            for param in model.parameters() if not prepared else ():
+                param.grad /= weight
+            if clip and prepared:
+                prepared.clip_grad_norm_(clip)
+            elif clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            scheduler.step()
+            losses.append(float(prepared.loss) if prepared else total / weight)
+            optimizer.zero_grad()
+            total, weight = 0.0, 0
+        if epoch + 1 < epochs:  # there and back
+            state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+            model.load_state_dict(state[0])
+            optimizer.load_state_dict(state[1])
+    say()
+    assert all(type(one) is torch.Tensor and len(one) == len(held) for one in said)
+    return losses, weights_of(prepared or model), torch.stack(said)
 
 
 def muon(model: nn.Module) -> torch.optim.Optimizer:

@@ -170,15 +170,18 @@ def measured(pool: RankPool) -> Iterator[Any]:
     yield measure
 
 
-@pytest.mark.parametrize("kind", ["parameters", "gradients", "optimizer"])
 # the closed forms know of a model its elements alone, so the second one is measured on two ranks
-@pytest.mark.parametrize(
+EACH = pytest.mark.parametrize(
     ("model", "ranks", "text"),
     [
         pytest.param(*case, id=f"{case[0]}-{case[2]}", marks=[pytest.mark.long] * (case[0] != "mlp" and case[1] > 2))
         for case in MEASURED
     ],
 )
+
+
+@pytest.mark.parametrize("kind", ["parameters", "gradients", "optimizer"])
+@EACH
 def test_bytes_at_rest(model: str, ranks: int, text: str, kind: str, measured: Any) -> None:
     plan = Plan.parse(text)
     expected = formula(plan, elements(model))[kind]
@@ -189,7 +192,7 @@ def test_bytes_at_rest(model: str, ranks: int, text: str, kind: str, measured: A
     assert max(by_rank) <= 1.05 * sum(by_rank) / ranks
 
 
-@pytest.mark.parametrize(("model", "ranks", "text"), MEASURED, ids=[f"{model}-{plan}" for model, _, plan in MEASURED])
+@EACH
 def test_nothing_else_is_held(model: str, ranks: int, text: str, measured: Any) -> None:
     """What Python can reach between steps is parameters, gradients and optimizer state, as the engine counts them."""
     for found in measured(model, ranks)[text]:

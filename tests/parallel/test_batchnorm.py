@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from shardwise import Plan, Task, parallelize
 from shardwise.comm import Axis
+from shardwise.look.first_samples import _norms_differ
 from shardwise.parallel.batchnorm import synced_batch_norm
 from shardwise.parallel.slots import Phase
 from shardwise.proof.parity import verify
@@ -113,3 +114,10 @@ def test_a_stand_in_adds_nothing() -> None:
             torch.randn(4, CHANNELS), mean, var, None, None, 0.1, 1e-5, Axis.alone("dp"), Phase(stand_in=True)
         )
     assert mean.equal(torch.zeros(CHANNELS)) and var.equal(torch.ones(CHANNELS))
+
+
+def test_batch_norms_over_groups_of_samples_are_told() -> None:
+    assert not _norms_differ([5, 1], [2, 1], [3, 1])
+    assert not _norms_differ([], [], [])
+    assert "get 3, 2 values of a channel on some samples, and 2 and 3" in _norms_differ([3, 2], [2], [3])[0]
+    assert _norms_differ([4, 4], [2, 4], [3, 4])

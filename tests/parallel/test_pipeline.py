@@ -8,6 +8,8 @@ from typing import Any
 
 import pipeline_tasks
 import pytest
+import remembering_tasks
+import taken_tasks
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,6 +22,7 @@ from shardwise.layout.schedules import schedule_of
 from shardwise.models import tasks
 from shardwise.parallel.pipeline import backward
 from shardwise.parallel.pipeline.cuts import choose, find_places, make_stages
+from shardwise.parallel.pipeline.lasting import conflict
 from shardwise.parallel.pipeline.left_out import LeftOutResults
 from shardwise.precision import Precision
 from shardwise.ranks import RankPool
@@ -459,3 +462,32 @@ def test_results_that_are_left_out_share_memory_until_somebody_writes_into_it() 
     second.zero_()
     third = results.result(skip, (), (given,), {})
     assert third.data_ptr() != second.data_ptr() and bool(third.isnan().all())
+
+
+def test_which_cuts_have_a_stage_run_on() -> None:
+    """Where the code around a cut leaves something behind it; not where a layer keeps what is its own."""
+
+    def kept(model: type[nn.Module]) -> list[tuple[bool, str]]:
+        x = torch.randn(3, remembering_tasks.WIDTH)
+        flow, _ = trace_forward(build(model, 0), lambda module, batch: module(batch), x)
+        return [conflict(flow, call) for call in flow.calls() if call.path in ("layers.1", "layers.2")]
+
+    assert kept(remembering_tasks.Listed) == [(True, "")] * 2
+    assert kept(remembering_tasks.Turns) == [(False, "")] * 2
+    assert [why[:20] for _, why in kept(remembering_tasks.First)] == ["what one forward lea"] * 2
+    assert [on for on, _ in kept(remembering_tasks.Counted)] == [True] * 2
+
+
+def _evaluated(name: str, plan: str) -> float:
+    task = getattr(taken_tasks, name)()
+    engine = parallelize(task, plan)
+    assert task.batch is not None
+    total, weight = engine.evaluate([task.batch(step) for step in (3, 4)])
+    engine.close()
+    return float(total / weight)
+
+
+@pytest.mark.parametrize("name", ["hamiltonian"])
+def test_in_evaluation_gradients_go_through_stages_too(name: str, pool: RankPool) -> None:
+    (alone,) = pool.run(_evaluated, 1, name, "precision=fp64")
+    assert pool.run(_evaluated, 2, name, "pp=2,precision=fp64") == pytest.approx([alone, alone], rel=1e-12)

@@ -21,6 +21,7 @@ from shardwise.errors import RefusedPlan
 from shardwise.models import tasks
 from shardwise.random import BatchDims, ConstantRandom, Drawn, GlobalRandom, Samples, hashed, hashing, modes
 from shardwise.ranks import RankPool
+from shardwise.trace.double import KeepDouble
 
 Draw = Callable[[Tensor], Tensor]
 
@@ -434,3 +435,23 @@ def test_recurrent_layers_draw_where_masks_are_seen(layers: int, dropout: float,
         with pytest.raises(RuntimeError), mode.watching(module):
             module(torch.randn(3, 2, 5))
         assert torch.backends.cudnn.enabled
+
+
+def test_batch_dims_tell_draws_of_one_op_apart() -> None:
+    dims = BatchDims()
+    whole = [("randn", (5, 1)), ("randn", (1, 6)), ("drop", (7, 6)), ("turned", (8, 5))]
+    part = [("randn", (4, 1)), ("randn", (1, 6)), ("drop", (5, 6)), ("turned", (8, 4))]
+    dims.learn([Drawn("m", *draw) for draw in whole], [Drawn("m", *draw) for draw in part], 5, 4)
+    assert dims.find("m", "randn", (3, 1), 3) == 0
+    assert dims.find("m", "randn", (1, 6), 3) == -1
+    assert dims.find("m", "turned", (8, 3), 3) == 1
+    assert dims.find("other", "turned", (8, 3), 3) == 1
+    assert dims.find("m", "drop", (3, 6), 3) == -2  # its size follows the samples, but not in proportion
+    assert dims.unclear() == ["drop in module 'm'"]
+
+
+@pytest.mark.parametrize("mode", [KeepDouble, partial(ConstantRandom, 0.5)])
+def test_zeros_without_memory_have_some_where_modes_look(mode: Any) -> None:
+    """Derivatives forward make them; `aten.mul.Scalar` of one ends the process where a mode is entered."""
+    with mode():
+        assert not torch._efficientzerotensor(3)._is_zerotensor()

@@ -15,12 +15,14 @@ from small_scripts import (
     batches,
     begin,
     check_equal,
+    check_refused,
     close,
     made,
     momentum,
     muon,
     net,
     samples,
+    script_cases,
     weights_of,
 )
 from torch import nn
@@ -55,8 +57,8 @@ SHORT = [("char_gpt", PLANS_2[3]), ("char_gpt", PLANS_2[1]), ("causal_lm", PLANS
          ("unet", "dp_replicate=2,dp_shard=2,zero=3"),
          ("gan", PLANS_2[0]), ("lstm_lm", PLANS_2[1]), ("transformer_lm", PLANS_2[2]), ("unet3d", PLANS_2[3]),
          ("diffusion_ema", PLANS_2[3]), ("graph_net", "dp_shard=4,zero=3"), ("detector", PLANS_2[0]),
-         ("reinforce", PLANS_2[2]), ("distillation", "dp_shard=4,zero=3"), ("neural_operator", PLANS_2[1]),
-         ("augmented", PLANS_2[0]), ("unet_dice", "dp_replicate=4"),
+         ("reinforce", PLANS_2[2]), ("distillation", PLANS_2[3]), ("neural_operator", PLANS_2[1]),
+         ("augmented", PLANS_2[0]), ("unet_dice", PLANS_2[0]),
          ("two_optimizers", PLANS_2[3]), ("lora", PLANS_2[3]), ("early_stopping", PLANS_2[1]),
          ("actor_critic", PLANS_2[2]), ("stream", PLANS_2[3]), ("swa", PLANS_2[3]),
          ("fine_tuning", PLANS_2[2]), ("dino", PLANS_2[1]), ("truncated", PLANS_2[0]),
@@ -169,6 +171,7 @@ def loop(plan: str | None, optimizer_of: Any = adamw, count: int = 14, batch: in
 
 
 def with_options(plan: str | None, options: dict) -> tuple:
+    """Loops equal one process."""
     return loop(plan, **options)
 
 
@@ -194,36 +197,6 @@ def streamed(dataset: TensorDataset, batch_size: int, shuffle: bool) -> DataLoad
 
 def with_workers(dataset: TensorDataset, batch_size: int, shuffle: bool) -> DataLoader:
     return DataLoader(dataset, batch_size=batch_size, shuffle=True, num_workers=1)
-
-
-@pytest.mark.parametrize(
-    ("plan", "options"),
-    [
-        ("dp_shard=3,zero=3", {"count": 13}),  # the last batch has one sample for three ranks
-        ("dp_replicate=3", {"count": 13}),
-        ("dp_shard=2,zero=2,accumulate=2", {"every": 2}),
-        ("dp_replicate=2,accumulate=3", {"every": 3}),  # 4 batches: the last step has one, and is flushed
-        ("dp_shard=2,zero=1,accumulate=3", {"every": 3}),
-        ("dp_shard=2,zero=3,accumulate=3", {"every": 3, "epochs": 2}),
-        ("dp_shard=2,zero=3", {"clip": "torch"}),
-        ("dp_replicate=2", {"clip": "torch"}),
-        ("dp_shard=2,zero=1", {"clip": "ours"}),
-        ("dp_shard=2,zero=2", {"optimizer_of": muon}),
-        ("dp_shard=2,zero=3", {"optimizer_of": muon}),
-        ("dp_shard=2,zero=2", {"optimizer_of": momentum}),
-        ("dp_shard=2,zero=3", {"frozen": True}),
-        ("dp_shard=2,zero=2", {"loader_of": as_batches}),
-        ("dp_shard=2,zero=3", {"loader_of": streamed}),
-        ("dp_shard=3,zero=3", {"form": "sum", "count": 13}),
-        ("dp_shard=2,zero=2", {"form": "mean", "count": 12}),
-        ("dp_shard=2,zero=2", {"form": "mean", "count": 13}),
-        ("dp_shard=2,zero=2", {"form": "mean", "count": 15}),
-        ("single", {}),
-        pytest.param("dp_replicate=2", {"loader_of": with_workers}, marks=pytest.mark.long),
-    ],
-)
-def test_loops_equal_one_process(plan: str, options: dict, pool: RankPool) -> None:
-    check_equal(pool, with_options, plan, options)
 
 
 # --- what would differ is refused, by what it is and what to do
@@ -279,32 +252,6 @@ class LateDraws(TensorDataset):
     def __getitem__(self, index: int):
         x, y = super().__getitem__(index)
         return (x + random.random() if index > 4 else x), y
-
-
-@pytest.mark.parametrize(
-    ("case", "plan", "kind", "words"),
-    [
-        ("two forms", "dp_replicate=2", InputError, "not two of them"),
-        ("prepared before", "dp_shard=2,zero=3", InputError, "was prepared before.*call prepare once for each model"),
-        ("vector", "dp_replicate=2", InputError, r"got shape \(2, 2\): give its .mean"),
-        ("detached", "dp_replicate=2", InputError, "outside no_grad, without .detach"),
-        ("negative", "dp_replicate=2", InputError, "weight is -2, which turns the loss around"),
-        ("weights", "dp_replicate=2", InputError, r"weight must be one number, got shape \(2,\): give its .sum"),
-        ("twice", "dp_replicate=2", InputError, r"2 times before optimizer.step\(\).*accumulate=2.*means, which add"),
-        ("distributed sampler", "dp_replicate=2", InputError, "DistributedSampler"),
-        ("own order", "dp_replicate=2", RunError, "drew other samples in step 0"),
-        ("late draws", "dp_replicate=2", RunError, 'batch 1: random numbers were drawn where samples.*reads="whole"'),
-        ("draws inside", "dp_replicate=2", RefusedPlan, r"shape \(4, 8\).*randomness=\"fast\""),
-        ("unseen draws", "dp_replicate=2", RefusedPlan, "cannot be followed"),
-        ("other loader", "dp_replicate=2", InputError, "has handed out no batch"),
-        ("mixes", "dp_shard=2,zero=3", RefusedPlan, "mixes samples"),
-        ("joint", "dp_shard=2,zero=1", RefusedPlan, "LBFGS's update of one tensor depends on the others"),
-        ("pipeline", "pp=2", RefusedPlan, r"pp > 1 in prepare.*shardwise.parallelize\(task, plan\).step"),
-    ],
-)
-def test_refused(case: str, plan: str, kind: type[Exception], words: str, pool: RankPool) -> None:
-    with pytest.raises(kind, match=words):
-        pool.run(once, 2, plan, case, timeout_s=60)
 
 
 def test_more_ranks_than_this_run_has() -> None:
@@ -389,13 +336,6 @@ def adversaries(plan: str | None, order: str = "usual") -> tuple[list[float], di
     return losses, weights_of(of_judge or judge)
 
 
-@pytest.mark.parametrize(
-    "plan", ["dp_replicate=2", "dp_shard=2,zero=2", "dp_shard=2,zero=3", "tp=2", "tp=2,dp_shard=2"]
-)
-def test_two_models_in_one_loop(plan: str, pool: RankPool) -> None:
-    check_equal(pool, adversaries, plan)
-
-
 def test_gradients_that_another_model_left_are_not_used(pool: RankPool) -> None:
     for plan in ("dp_replicate=2", "dp_shard=2,zero=3"):
         with pytest.raises(InputError, match="another model's backward has left gradients"):
@@ -442,3 +382,64 @@ def other_precisions(plan: str) -> tuple[float, float]:
 def test_mixed_precision_learns(plan: str, pool: RankPool) -> None:
     for before, after in pool.run(other_precisions, 2, plan):
         assert after < 0.7 * before
+
+
+# --- all of them: a script, a plan, what it is given
+
+
+EQUAL: list[tuple] = [
+    (with_options, "dp_shard=3,zero=3", {"count": 13}), (with_options, "dp_replicate=3", {"count": 13}),
+    (with_options, "dp_shard=2,zero=2,accumulate=2", {"every": 2}),
+    (with_options, "dp_replicate=2,accumulate=3", {"every": 3}),
+    (with_options, "dp_shard=2,zero=1,accumulate=3", {"every": 3}),
+    (with_options, "dp_shard=2,zero=3,accumulate=3", {"every": 3, "epochs": 2}),
+    (with_options, "dp_shard=2,zero=3", {"clip": "torch"}), (with_options, "dp_replicate=2", {"clip": "torch"}),
+    (with_options, "dp_shard=2,zero=1", {"clip": "ours"}), (with_options, "dp_shard=2,zero=2", {"optimizer_of": muon}),
+    (with_options, "dp_shard=2,zero=3", {"optimizer_of": muon}),
+    (with_options, "dp_shard=2,zero=2", {"optimizer_of": momentum}),
+    (with_options, "dp_shard=2,zero=3", {"frozen": True}),
+    (with_options, "dp_shard=2,zero=2", {"loader_of": as_batches}),
+    (with_options, "dp_shard=2,zero=3", {"loader_of": streamed}),
+    (with_options, "dp_shard=3,zero=3", {"form": "sum", "count": 13}),
+    (with_options, "dp_shard=2,zero=2", {"form": "mean", "count": 12}),
+    (with_options, "dp_shard=2,zero=2", {"form": "mean", "count": 13}),
+    (with_options, "dp_shard=2,zero=2", {"form": "mean", "count": 15}), (with_options, "single", {}),
+    (adversaries, "dp_replicate=2"), (adversaries, "dp_shard=2,zero=2"), (adversaries, "dp_shard=2,zero=3"),
+    (adversaries, "tp=2"), (adversaries, "tp=2,dp_shard=2"),
+]  # fmt: skip
+MORE_EQUAL: list[tuple] = [
+    (with_options, "dp_replicate=2", {"loader_of": with_workers}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "plan", "given"), script_cases(EQUAL, MORE_EQUAL))
+def test_a_script_equals_one_process(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
+    check_equal(pool, script, plan, *given)
+
+
+REFUSED: list[tuple] = [
+    (once, "dp_replicate=2", "two forms", InputError, "not two of them"),
+    (once, "dp_shard=2,zero=3", "prepared before", InputError,
+     "was prepared before.*call prepare once for each model"),
+    (once, "dp_replicate=2", "vector", InputError, r"got shape \(2, 2\): give its .mean"),
+    (once, "dp_replicate=2", "detached", InputError, "outside no_grad, without .detach"),
+    (once, "dp_replicate=2", "negative", InputError, "weight is -2, which turns the loss around"),
+    (once, "dp_replicate=2", "weights", InputError, r"weight must be one number, got shape \(2,\): give its .sum"),
+    (once, "dp_replicate=2", "twice", InputError,
+     r"2 times before optimizer.step\(\).*accumulate=2.*means, which add"),
+    (once, "dp_replicate=2", "distributed sampler", InputError, "DistributedSampler"),
+    (once, "dp_replicate=2", "own order", RunError, "drew other samples in step 0"),
+    (once, "dp_replicate=2", "late draws", RunError,
+     'batch 1: random numbers were drawn where samples.*reads="whole"'),
+    (once, "dp_replicate=2", "draws inside", RefusedPlan, r'shape \(4, 8\).*randomness=\"fast\"'),
+    (once, "dp_replicate=2", "unseen draws", RefusedPlan, "cannot be followed"),
+    (once, "dp_replicate=2", "other loader", InputError, "has handed out no batch"),
+    (once, "dp_shard=2,zero=3", "mixes", RefusedPlan, "mixes samples"),
+    (once, "dp_shard=2,zero=1", "joint", RefusedPlan, "LBFGS's update of one tensor depends on the others"),
+    (once, "pp=2", "pipeline", RefusedPlan, r"pp > 1 in prepare.*shardwise.parallelize\(task, plan\).step"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "plan", "given"), script_cases(REFUSED))
+def test_a_script_is_refused_with_its_line(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
+    check_refused(pool, script, plan, *given)

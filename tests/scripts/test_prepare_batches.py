@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import queue
 import random
 import re
 import threading
-from collections import UserDict, deque
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from small_scripts import back, batches, begin, check_equal, close, made, mse, net, train, weights_of, whole
+from small_scripts import (
+    back,
+    batches,
+    begin,
+    check_equal,
+    check_refused,
+    close,
+    made,
+    mse,
+    net,
+    script_cases,
+    stepped,
+    train,
+    weights_of,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
@@ -110,58 +123,9 @@ KINDS = (mse, dice_of_each, of_two_views, of_classes, of_pairs, row_by_row, apar
 
 
 def kinds(plan: str | None, count: int, size: int, mean: bool) -> list[Found]:
+    """Means over samples are one process s."""
     several = [one for one in KINDS if one is not of_pairs or size == 8]  # else a pair is cut
     return [train(plan, net(), batches(count, size), one, mean=mean) for one in several]
-
-
-@pytest.mark.parametrize(
-    ("plan", "count", "size", "mean"),
-    [
-        ("dp_replicate=2", 24, 8, False),
-        ("dp_replicate=2", 5, 2, False),  # one sample to a rank
-        ("dp_shard=3,zero=3", 12, 4, True),
-        ("dp_shard=2,zero=2", 7, 3, False),
-        *long(("dp_shard=2,tp=2", 24, 8, True)),
-    ],
-)
-def test_means_over_samples_are_one_process_s(plan: str, count: int, size: int, mean: bool, pool: RankPool) -> None:
-    check_equal(pool, kinds, plan, count, size, mean)
-
-
-def counted(plan: str | None, how: str, count: int, size: int) -> list[float]:
-    """What a script came to by its own counts of all samples."""
-    held: Any = batches(6, 3)
-    prepared, model, optimizer, loader = begin(plan, net(), batches(count, size))
-    held = prepared.split(held) if prepared and how == "split" else held
-    found, right = [], 0
-    for x, y in loader:
-        optimizer.zero_grad()
-        out = model(x)
-        near = ((out - y).abs() < 0.5).double()
-        found.append(back(prepared, (out - y).square().mean()))
-        optimizer.step()
-        if how == "summed":
-            parts = (near.sum(), near.sum(0), len(x), near[:, 0].sum().item())
-            whole = prepared.sum(*parts) if prepared else parts
-            found += [number for one in whole for number in torch.as_tensor(one).double().reshape(-1).tolist()]
-        elif how == "mean":
-            mean = near.mean().item() * len(x)
-            found.append(prepared.sum(mean)[0] if prepared else mean)
-        with torch.no_grad():
-            for a, b in held if how in ("evaluated", "split") else ():
-                near = ((model(a) - b).abs() < 0.5).double()
-                right += near.sum().item() * (held.part.count > 0 if prepared and how == "split" else 1)
-        if how == "split":
-            found.append(prepared.sum(right)[0] if prepared else right)
-            found.append(prepared.sum(held.part.count)[0] if prepared else len(a))
-    return [*map(float, found), float(right if how == "evaluated" else 0)]
-
-
-@pytest.mark.parametrize("how", ["summed", "mean", "evaluated", "split"])
-@pytest.mark.parametrize(("plan", "count", "size"), [("dp_replicate=3", 12, 5), ("dp_replicate=2", 7, 3)])
-def test_sums_count_each_sample_once(how: str, plan: str, count: int, size: int, pool: RankPool) -> None:
-    """Also where the last batch has one or two samples."""
-    check_equal(pool, counted, plan, how, count, size, bar=1e-9)
 
 
 # --- batches whose samples change each other while they are read
@@ -339,34 +303,9 @@ def ahead(plan: str | None, way: str, drawn: str) -> Found:
             x = x.to("cpu")  # is there, and stays the batch's own
             noise = torch.randn_like(x) if drawn == "like" else torch.randn(len(x), 6, dtype=x.dtype)
             loss = mse(model, x + 0.1 * noise, y)
-            optimizer.zero_grad()
-            losses.append(back(prepared, loss, **({"mean_over": len(x)} if prepared else {})))
-            optimizer.step()
+            losses.append(stepped(prepared, optimizer, loss, **({"mean_over": len(x)} if prepared else {})))
         torch.rand(3)  # the script's own, as a sampled picture
     return losses, weights_of(model)
-
-
-@pytest.mark.parametrize(
-    ("way", "plan", "drawn"),
-    [
-        ("Prefetcher", "dp_replicate=2", "count"),
-        ("shuffled", "dp_shard=2,zero=3", "like"),
-        *long(
-            ("cycled", "dp_shard=2,zero=3", "like"),
-            ("of_several", "dp_shard=2,zero=2", "count"),
-            ("first_alone", "dp_replicate=2", "like"),
-            ("Prefetcher", "dp_shard=3,zero=1", "like"),
-            ("Prefetcher", "tp=2", "count"),
-        ),
-    ],
-)
-def test_a_forward_is_of_the_batch_that_it_is_given(way: str, plan: str, drawn: str, pool: RankPool) -> None:
-    check_equal(pool, ahead, plan, way, drawn)
-
-
-def test_a_thread_of_the_script_s_own_is_refused(pool: RankPool) -> None:
-    with pytest.raises(RefusedPlan, match=r"in a thread of the script's own.*small_scripts.py, line"):
-        pool.run(ahead, 2, "dp_replicate=2", "in_a_thread", "like")
 
 
 def rehearsed(plan: str | None) -> Found:
@@ -378,15 +317,8 @@ def rehearsed(plan: str | None) -> Found:
         if seen:
             loss = loss + 0.5 * mse(model, *chosen.choice(seen))
         seen.append((x, y))
-        optimizer.zero_grad()
-        losses.append(back(prepared, loss))
-        optimizer.step()
+        losses.append(stepped(prepared, optimizer, loss))
     return losses, weights_of(model)
-
-
-@pytest.mark.parametrize("plan", ["dp_shard=2,zero=2", *long(("dp_shard=2,zero=3",))])
-def test_rows_of_an_earlier_batch_are_the_same_samples_of_it(plan: str, pool: RankPool) -> None:
-    check_equal(pool, rehearsed, plan)
 
 
 def asked_early(plan: str | None, form: str) -> Found:
@@ -404,11 +336,6 @@ def asked_early(plan: str | None, form: str) -> Found:
         optimizer.step()
         optimizer.zero_grad()
     return losses, weights_of(model)
-
-
-@pytest.mark.parametrize(("plan", "form"), [("dp_replicate=2", "sum"), ("dp_shard=2,zero=3", "mean")])
-def test_a_loss_is_of_the_batch_of_its_forward(plan: str, form: str, pool: RankPool) -> None:
-    check_equal(pool, asked_early, plan, form)
 
 
 # --- samples that are not along the first dim
@@ -440,6 +367,7 @@ class Columns:
 
 
 def language(plan: str | None, length: int, tells: bool, options: dict) -> Found:
+    """Samples along the second dim."""
     prepared, model, optimizer, loader = begin(plan, made(Language), Columns(length, tells), **options)
     torch.manual_seed(3)
     losses, state = [], None
@@ -447,22 +375,8 @@ def language(plan: str | None, length: int, tells: bool, options: dict) -> Found
         if state is None:
             state = (torch.zeros(2, x.shape[1], 5).double(), torch.zeros(2, x.shape[1], 5).double())
         out, state = model(x, tuple(one.detach() for one in state))
-        losses.append(back(prepared, F.cross_entropy(out.view(-1, 11), y.reshape(-1))))
-        optimizer.step()
-        optimizer.zero_grad()
+        losses.append(stepped(prepared, optimizer, F.cross_entropy(out.view(-1, 11), y.reshape(-1))))
     return losses, weights_of(model)
-
-
-@pytest.mark.parametrize(
-    ("plan", "length", "tells", "options"),
-    [
-        ("dp_replicate=2", 7, True, {}),
-        ("dp_shard=2,zero=3", 7, False, {"batch_dim": 1}),
-        ("dp_replicate=2", 4, False, {"batch_dim": 1}),  # as many steps as samples
-    ],
-)
-def test_samples_along_the_second_dim(plan: str, length: int, tells: bool, options: dict, pool: RankPool) -> None:
-    check_equal(pool, language, plan, length, tells, options)
 
 
 @pytest.mark.parametrize("length", [8, 4])
@@ -502,22 +416,6 @@ def turned(plan: str | None, steps: int, loss: str, turned: bool, drops: float, 
     return train(plan, made(lambda: Turning(turned, mixes, drops, loss == "own")), loader, loss_of, mean=True)
 
 
-@pytest.mark.parametrize(
-    ("plan", "steps", "loss", "turn", "drops"),
-    [
-        ("dp_replicate=2", 4, "ctc", False, 0.0),  # twice as many steps as a rank has samples
-        ("dp_shard=2,zero=3", 2, "ctc", False, 0.0),  # as many
-        ("dp_shard=2,zero=2", 5, "words", True, 0.3),
-        ("dp_replicate=2", 2, "words", False, 0.3),
-        ("dp_replicate=2", 4, "own", False, 0.0),
-    ],
-)
-def test_samples_behind_time_are_found(
-    plan: str, steps: int, loss: str, turn: bool, drops: float, pool: RankPool
-) -> None:
-    check_equal(pool, turned, plan, steps, loss, turn, drops)
-
-
 @pytest.mark.parametrize("steps", [4, 5])
 def test_a_model_that_mixes_samples_behind_time_is_refused(steps: int, pool: RankPool) -> None:
     with pytest.raises(RefusedPlan, match="does not add up over samples"):
@@ -534,45 +432,10 @@ def with_fixed_noise(plan: str | None, count: int, size: int) -> Found:
     prepared, model, optimizer, loader = begin(plan, model, batches(15, size))
     losses = []
     for x, y in loader:
-        losses.append(back(prepared, mse(model, x, y)))
-        optimizer.step()
-        optimizer.zero_grad()
+        losses.append(stepped(prepared, optimizer, mse(model, x, y)))
         with torch.no_grad():
             losses.append(model(fixed).sum().item())
     return losses, weights_of(model)
-
-
-@pytest.mark.parametrize(("count", "size"), [(4, 8), (3, 8), (8, 8), (2, 5)])
-def test_a_forward_on_what_every_rank_has(count: int, size: int, pool: RankPool) -> None:
-    check_equal(pool, with_fixed_noise, "dp_replicate=2", count, size)
-
-
-def unlabelled(plan: str | None, count: int, size: int) -> tuple:
-    """A mean teacher: unlabelled batches of another size, both loaders' iterators asked for before any batch."""
-    teacher, model, found = copy.deepcopy(noisy()), noisy(), []
-    other: Any = batches(30, size, shuffle=True)
-    prepared, model, optimizer, loader = begin(plan, model, batches(count, shuffle=True))
-    other = prepared.split(other) if prepared else other
-    torch.manual_seed(3)
-    for (x, y), (u, _) in zip(loader, other, strict=False):
-        out, student = model(x + torch.randn_like(x)), model(u + torch.randn_like(u))
-        with torch.no_grad():
-            target = teacher.eval()(u + 0.1 * torch.randn_like(u))
-        loss = (out - y).square().mean() + (student - target).square().mean()
-        optimizer.zero_grad()
-        found.append(back(prepared, loss))
-        optimizer.step()
-        with whole(prepared):
-            for mine, theirs in zip(teacher.parameters(), model.parameters(), strict=True):
-                mine.data.mul_(0.9).add_(theirs.detach(), alpha=0.1)
-        found.append(teacher[3].weight.detach().clone())
-    return found, weights_of(model)
-
-
-@pytest.mark.parametrize("size", [10, 4])
-@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=3", "tp=2"])
-def test_batches_of_another_loader_beside_the_main_one(plan: str, size: int, pool: RankPool) -> None:
-    check_equal(pool, unlabelled, plan, 12, size)
 
 
 def another_loader(plan: str | None, trains: bool) -> Found:
@@ -585,15 +448,8 @@ def another_loader(plan: str | None, trains: bool) -> Found:
             loader = batches(11, 6, shuffle=True)
             loader = prepared.split(loader, trains=trains) if prepared else loader
         for x, y in loader:
-            optimizer.zero_grad()
-            losses.append(back(prepared, mse(model, x, y)))
-            optimizer.step()
+            losses.append(stepped(prepared, optimizer, mse(model, x, y)))
     return losses, weights_of(prepared or model)
-
-
-@pytest.mark.parametrize("plan", ["dp_shard=2,zero=2", "dp_shard=2,zero=3"])
-def test_training_goes_on_with_another_loader(plan: str, pool: RankPool) -> None:
-    check_equal(pool, another_loader, plan, True)
 
 
 # --- batches that the script draws, keeps or generates by itself
@@ -614,32 +470,7 @@ def permuted(plan: str | None, scope: str) -> Found:
             x = data[order[i : i + 4]]
             if prepared:
                 x = prepared.deal(x)
-            optimizer.zero_grad()
-            losses.append(back(prepared, mse(model, x + 0.1 * torch.randn_like(x), x[:, :2].cos())))
-            optimizer.step()
-    return losses, weights_of(model)
-
-
-def replayed(plan: str | None, scope: str) -> Found:
-    """A buffer to which the model's own actions are added, sampled by NumPy; two calls of the model in one loss."""
-    np.random.seed(0)
-    prepared, model, optimizer, _ = begin(plan, normed(), None, loss_scope=scope)
-    buffer: deque[Any] = deque(maxlen=20)
-    state, losses = np.zeros(3), []
-    for step in range(12):
-        model.eval()
-        with torch.no_grad():
-            action = model(torch.from_numpy(state)[None])[0].numpy()
-        model.train()
-        buffer.append((state, action))
-        state = 0.8 * state + np.random.randn(3) + action.sum()
-        if step < 5:
-            continue
-        picked = [buffer[i] for i in np.random.choice(len(buffer), 5, replace=False)]
-        x, y = (torch.from_numpy(np.stack(one)) for one in zip(*picked, strict=True))
-        losses.append(back(prepared, mse(model, x, y) + 0.1 * model(x[:3] + 1).std(0).sum()))
-        optimizer.step()
-        optimizer.zero_grad()
+            losses.append(stepped(prepared, optimizer, mse(model, x + 0.1 * torch.randn_like(x), x[:, :2].cos())))
     return losses, weights_of(model)
 
 
@@ -662,28 +493,20 @@ def graph(plan: str | None, scope: str) -> Found:
     losses = []
     for _ in range(4):
         model.train()
-        optimizer.zero_grad()
-        losses.append(back(prepared, F.cross_entropy(model(x, edges)[known], torch.arange(9)[known] % 2)))
-        optimizer.step()
+        losses.append(stepped(prepared, optimizer, F.cross_entropy(model(x, edges)[known], torch.arange(9)[known] % 2)))
     return losses, weights_of(model)
 
 
 SHORT: list[tuple[Callable, str, str]] = [
     (permuted, "sample", "dp_shard=2,zero=3"),
-    (replayed, "global", "dp_replicate=2"),
     (graph, "model", "dp_shard=2,zero=1"),
 ]
 LONG = [
     (way, scope, plan)
-    for way, scope in ((permuted, "sample"), (permuted, "global"), (replayed, "model"), (graph, "model"))
+    for way, scope in ((permuted, "sample"), (permuted, "global"), (graph, "model"))
     for plan in ("dp_shard=2,zero=3", "tp=2", "dp_replicate=3")
     if (way, scope, plan) not in SHORT
 ]
-
-
-@pytest.mark.parametrize(("way", "scope", "plan"), [*SHORT, *long(*LONG)])
-def test_without_a_loader(way: Callable, scope: str, plan: str, pool: RankPool) -> None:
-    check_equal(pool, way, plan, scope)
 
 
 def unlike(plan: str, deals: bool) -> None:
@@ -699,3 +522,47 @@ def unlike(plan: str, deals: bool) -> None:
 def test_what_is_not_dealt_is_refused(deals: bool, words: str, pool: RankPool) -> None:
     with pytest.raises(InputError, match=re.compile(words, re.DOTALL)):
         pool.run(unlike, 2, "dp_replicate=2", deals)
+
+
+# --- all of them: a script, a plan, what it is given
+
+
+EQUAL: list[tuple] = [
+    (kinds, "dp_replicate=2", 24, 8, False), (kinds, "dp_replicate=2", 5, 2, False),
+    (kinds, "dp_shard=3,zero=3", 12, 4, True), (kinds, "dp_shard=2,zero=2", 7, 3, False),
+    (ahead, "dp_replicate=2", "Prefetcher", "count"), (ahead, "dp_shard=2,zero=3", "shuffled", "like"),
+    (rehearsed, "dp_shard=2,zero=2"), (asked_early, "dp_replicate=2", "sum"),
+    (asked_early, "dp_shard=2,zero=3", "mean"), (language, "dp_replicate=2", 7, True, {}),
+    (language, "dp_shard=2,zero=3", 7, False, {"batch_dim": 1}),
+    (language, "dp_replicate=2", 4, False, {"batch_dim": 1}), (turned, "dp_replicate=2", 4, "ctc", False, 0.0),
+    (turned, "dp_shard=2,zero=3", 2, "ctc", False, 0.0), (turned, "dp_shard=2,zero=2", 5, "words", True, 0.3),
+    (turned, "dp_replicate=2", 2, "words", False, 0.3), (turned, "dp_replicate=2", 4, "own", False, 0.0),
+    (with_fixed_noise, "dp_replicate=2", 4, 8), (with_fixed_noise, "dp_replicate=2", 3, 8),
+    (with_fixed_noise, "dp_replicate=2", 8, 8), (with_fixed_noise, "dp_replicate=2", 2, 5),
+    (another_loader, "dp_shard=2,zero=2", True), (another_loader, "dp_shard=2,zero=3", True),
+    (permuted, "dp_shard=2,zero=3", "sample"), (graph, "dp_shard=2,zero=1", "model"),
+]  # fmt: skip
+MORE_EQUAL: list[tuple] = [
+    (kinds, "dp_shard=2,tp=2", 24, 8, True), (ahead, "dp_shard=2,zero=3", "cycled", "like"),
+    (ahead, "dp_shard=2,zero=2", "of_several", "count"), (ahead, "dp_replicate=2", "first_alone", "like"),
+    (ahead, "dp_shard=3,zero=1", "Prefetcher", "like"), (ahead, "tp=2", "Prefetcher", "count"),
+    (rehearsed, "dp_shard=2,zero=3"), (permuted, "tp=2", "sample"), (permuted, "dp_replicate=3", "sample"),
+    (permuted, "dp_shard=2,zero=3", "global"), (permuted, "tp=2", "global"), (permuted, "dp_replicate=3", "global"),
+    (graph, "dp_shard=2,zero=3", "model"), (graph, "tp=2", "model"), (graph, "dp_replicate=3", "model"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "plan", "given"), script_cases(EQUAL, MORE_EQUAL))
+def test_a_script_equals_one_process(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
+    check_equal(pool, script, plan, *given)
+
+
+REFUSED: list[tuple] = [
+    (ahead, "dp_replicate=2", "in_a_thread", "like", RefusedPlan,
+     "in a thread of the script's own.*small_scripts.py, line"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "plan", "given"), script_cases(REFUSED))
+def test_a_script_is_refused_with_its_line(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
+    check_refused(pool, script, plan, *given)

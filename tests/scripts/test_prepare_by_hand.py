@@ -16,11 +16,14 @@ from small_scripts import (
     batches,
     begin,
     check_equal,
+    check_refused,
     close,
     made,
     mse,
     muon,
     net,
+    script_cases,
+    stepped,
     train,
     weights_of,
     whole,
@@ -177,37 +180,6 @@ def script(plan: str | None, way: Callable, optimizer_of: Any = adamw, **options
     return losses, weights_of(prepared or model), held, weights_of(followed)
 
 
-@pytest.mark.parametrize(
-    ("plan", "way", "optimizer_of"),
-    [
-        ("dp_shard=2,zero=1", clipped_elsewhere, adamw),
-        ("dp_shard=3,zero=2", vector, adamw),
-        ("dp_shard=2,zero=2", swapped, adamw),
-        ("dp_shard=2,zero=1", pieces, adamw),
-        ("dp_shard=2,zero=3", pieces, adamw),
-        ("dp_shard=2,zero=2", with_state, adamw),
-        ("tp=2", with_state, adamw),
-        ("dp_shard=2,zero=1", clipped, muon),
-        ("dp_shard=2,zero=2", clipped_elsewhere, muon),
-        ("dp_shard=2,zero=3", clipped, muon),
-        ("dp_shard=2,zero=3", clipped_elsewhere, muon),
-        ("dp_shard=2,zero=3", rows, adamw),
-        ("dp_shard=2,zero=3", given, adamw),
-        ("dp_shard=3,zero=3", rebound, adamw),
-        ("dp_shard=3,zero=3", drawn, adamw),
-        ("dp_shard=2,zero=3", noised, adamw),
-        ("tp=2", reset, adamw),
-        *long(
-            ("dp_replicate=2,dp_shard=2,zero=3", given, adamw),
-            ("dp_shard=2,tp=2,zero=1", clipped_elsewhere, adamw),
-            ("dp_replicate=2,dp_shard=2,zero=2", vector, muon),
-        ),
-    ],
-)
-def test_written_weights_are_trained_on(plan: str, way: Callable, optimizer_of: Any, pool: RankPool) -> None:
-    check_equal(pool, script, plan, way, optimizer_of)
-
-
 def own_draws(plan: str) -> dict[str, torch.Tensor]:
     return script(plan, drawn, randomness="fast")[1]
 
@@ -251,9 +223,7 @@ def averaged(plan: str | None) -> tuple:
     for number, (x, y) in enumerate(loader):
         loss = mse(model, x, y)
         loss = loss + 0.1 * sum(param.pow(2).sum() for param in model.parameters()) + model.into.weight[0].abs().sum()
-        optimizer.zero_grad()
-        losses.append(back(prepared, loss))
-        optimizer.step()
+        losses.append(stepped(prepared, optimizer, loss))
         held = {}
         with whole(prepared):
             with torch.no_grad():
@@ -277,62 +247,6 @@ def averaged(plan: str | None) -> tuple:
     return losses, weights_of(model), told
 
 
-class Slow:
-    """An optimizer around another one: weights that follow every third step, as in Lookahead."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.inner, self.steps = optimizer, 0
-        self.slow = [[p.clone().detach() for p in group["params"]] for group in optimizer.param_groups]
-
-    def step(self) -> None:
-        self.inner.step()
-        self.steps += 1
-        for group, kept in zip(self.inner.param_groups, self.slow, strict=True):
-            for fast, slow in zip(group["params"], kept, strict=True):
-                if self.steps % 3 == 0:
-                    slow += (fast.data - slow) * 0.5
-                    fast.data.copy_(slow)
-
-
-def slow_weights(plan: str | None) -> tuple:
-    prepared, model, optimizer, loader = begin(plan, made(Dropped), batches(11, shuffle=True))
-    with whole(prepared):
-        around, losses, told = Slow(optimizer), [], []  # type: ignore[var-annotated]
-    for epoch in range(2):
-        for x, y in loader:
-            optimizer.zero_grad()
-            losses.append(back(prepared, mse(model, x, y)))
-            with whole(prepared):
-                around.step()
-        with whole(prepared):
-            if epoch == 0:  # after three steps: what is read, and saved, is the changed weights
-                told.append(torch.cat([p.detach().flatten() for p in model.parameters()]).norm())
-                around.slow = [[p.clone().detach() for p in group["params"]] for group in optimizer.param_groups]
-        told.append(next(iter(model.state_dict().values())).clone())
-    return losses, weights_of(model), told
-
-
-def sharpness(plan: str | None) -> tuple:
-    """Two backwards in a step: at the weights, and at those a way up the slope."""
-    prepared, model, optimizer, loader = begin(plan, net(), batches(12))
-    params, losses = list(model.parameters()), []
-    for x, y in loader:
-        for up in (True, False):
-            losses.append(back(prepared, mse(model, x, y)))
-            with torch.no_grad(), whole(prepared, grads=True):
-                if up:
-                    norm = torch.norm(torch.stack([p.grad.norm() for p in params]))
-                    kept = [p.data.clone() for p in params]
-                    for p in params:
-                        p.add_(p.grad * (0.5 / norm))
-                else:
-                    for p, old in zip(params, kept, strict=True):
-                        p.data = old
-                    optimizer.step()
-            optimizer.zero_grad()
-    return losses, weights_of(prepared or model)
-
-
 def kept_in_lists(plan: str | None) -> tuple:
     """Parameters that were taken before `prepare`, or before a plan cut them: read, clipped and held in bounds."""
     model = made(lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4), nn.Linear(4, 2)))
@@ -353,65 +267,7 @@ def kept_in_lists(plan: str | None) -> tuple:
     return told, weights_of(model)
 
 
-@pytest.mark.parametrize(
-    ("script", "plan"),
-    [
-        (averaged, "tp=2"),
-        (averaged, "tp=2,dp_replicate=2"),
-        (slow_weights, "dp_shard=2,zero=1"),
-        (slow_weights, "dp_shard=2,zero=3"),
-        (slow_weights, "tp=2"),
-        (sharpness, "dp_shard=3,zero=3"),
-        (sharpness, "dp_replicate=2,dp_shard=2,zero=3"),
-        (kept_in_lists, "dp_shard=2,zero=3"),
-        (kept_in_lists, "tp=2"),
-        *long((kept_in_lists, "dp_shard=2,zero=1")),
-    ],
-)
-def test_weights_are_averaged_moved_and_kept(script: Callable, plan: str, pool: RankPool) -> None:
-    check_equal(pool, script, plan)
-
-
 # --- penalties on weights, and parameters of a loss
-
-
-def penalised(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    penalty = 1e-2 * sum(p.abs().sum() for p in model.parameters())
-    return mse(model, x, y) + penalty + (model.head.weight @ model.head.weight.t()).norm()
-
-
-def with_penalty(plan: str | None, options: dict) -> tuple:
-    return train(plan, net(), batches(15), penalised, epochs=2, **options)
-
-
-@pytest.mark.parametrize(
-    ("plan", "options"),
-    [
-        ("dp_shard=3,zero=3", {}),
-        ("dp_shard=2,zero=2", {}),
-        ("dp_shard=2,zero=3", {"loss_scope": "global"}),
-        *long(("dp_replicate=2,dp_shard=2,zero=3", {})),
-    ],
-)
-def test_a_penalty_on_weights_counts_once(plan: str, options: dict, pool: RankPool) -> None:
-    check_equal(pool, with_penalty, plan, options)
-
-
-def own_parameters(plan: str | None) -> tuple:
-    """Parameters of a loss that the optimizer trains beside the model."""
-    model = made(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)))
-    own = [torch.zeros(2, dtype=torch.float64, requires_grad=True), nn.Parameter(torch.zeros(1, dtype=torch.float64))]
-    optimizer = torch.optim.AdamW([{"params": model.parameters()}, {"params": own, "weight_decay": 0.0}], lr=0.01)
-
-    def loss_of(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return ((model(x) - y).square() * torch.exp(-own[0]) + own[0]).mean() + own[1].square().sum()
-
-    return train(plan, model, batches(10), loss_of, optimizer), [one.detach().clone() for one in own]
-
-
-@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=3", "tp=2"])
-def test_parameters_of_a_loss_are_trained_beside_the_model(plan: str, pool: RankPool) -> None:
-    check_equal(pool, own_parameters, plan)
 
 
 # --- complex weights
@@ -536,35 +392,10 @@ class Writing(nn.Module):
 
 
 def in_a_forward(plan: str | None, writes: str, scope: Any) -> tuple:
+    """What a forward writes is what one process writes."""
     model = made(lambda: Writing(writes))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
     return train(plan, model, batches(20), mse, optimizer, loss_scope=scope)
-
-
-@pytest.mark.parametrize(
-    ("plan", "scope"),
-    [
-        ("dp_shard=2,zero=3", "sample"),
-        *long(("dp_replicate=2,dp_shard=2,zero=3", "sample"), ("dp_shard=2,zero=3", "model"),
-              ("dp_shard=2,zero=2", "sample"), ("dp_replicate=2,remat=full", "sample")),
-    ],
-)  # fmt: skip
-def test_what_a_forward_writes_is_what_one_process_writes(plan: str, scope: str, pool: RankPool) -> None:
-    check_equal(pool, in_a_forward, plan, "in place", scope)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("plan", "writes", "kind", "words"),
-    [
-        ("dp_shard=2,zero=3", "used", RefusedPlan, "other memory .* after it has used the weight"),
-        ("dp_shard=2,zero=3,remat=full", "in place", RefusedPlan, "under remat=full it runs again in backward"),
-        ("dp_replicate=2", "another", InputError, "parameter 'scale' was replaced"),
-    ],
-)
-def test_what_a_forward_would_lose_is_refused(plan: str, writes: str, kind: type, words: str, pool: RankPool) -> None:
-    with pytest.raises(kind, match=words):
-        pool.run(in_a_forward, 2, plan, writes, "model")
 
 
 class Words(nn.Module):
@@ -671,35 +502,6 @@ def mistaken(plan: str, case: str) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("plan", "case", "kind", "words"),
-    [
-        ("dp_shard=2,zero=3", "parameter", InputError, r"'head.weight' was replaced after prepare.*line \d+"),
-        ("tp=2", "parameter", InputError, r"'head.weight' was replaced after prepare.*line \d+"),
-        ("dp_shard=2,zero=1", "shape", InputError, r"'head.weight' is a tensor of \(3, 3\) now.*line \d+: optimizer"),
-        ("dp_shard=2,zero=3", "row", RefusedPlan, r"__getitem__ of a weight.*prepared.whole.*line \d+: model.layers"),
-        ("tp=2", "row", RefusedPlan, r"__getitem__ of a weight.*prepared.whole.*line \d+: .*zero_"),
-        ("dp_shard=2,zero=3", "apart", InputError, r"the end of prepared.whole\(\).*line \d+: with prepared.whole"),
-        ("tp=2", "ungathered", InputError, r"whole\(grads=True\) alone.*line \d+"),
-        ("dp_shard=2,zero=3", "saved", InputError, r"saved within prepared.whole.*line \d+"),
-        ("dp_shard=2,zero=3", "state loaded", InputError, r"state_dict\(\) within prepared.whole.*line \d+"),
-        ("tp=2", "after", InputError, r"prepared.whole\(\) gave is used.*line \d+"),
-        ("dp_shard=2,zero=3", "forward", InputError, r"called within prepared.whole\(\).*line \d+: model"),
-        ("dp_shard=2,zero=2", "state", RefusedPlan, r"optimizer.state holds.*prepared.whole\(state=True\).*line \d+"),
-        ("dp_shard=2,zero=3", "gradient", RefusedPlan, r"autograd.grad.*of this rank's samples alone.*line \d+: torch"),
-        ("dp_replicate=2", "gradient", RefusedPlan, "the gradient of this rank's samples alone"),
-        ("tp=2", "gradient", RefusedPlan, r"autograd.grad\(..., parameters\).*line \d+: .*head"),
-        ("dp_shard=2,tp=2,zero=3", "norm", RefusedPlan, r"detach of a weight.*line \d+: sum"),
-        ("dp_shard=2,zero=1", "group's std", RefusedPlan, r"tensor in optimizer.param_groups.*line \d+"),
-        ("dp_replicate=2", "drift", RunError, r"after step 8 the weights of 'head.weight' \(1 in all\).*line"),
-        *long(("dp_shard=2,zero=1", "stray", RefusedPlan, r"this rank's samples alone.*assert")),
-    ],
-)  # fmt: skip
-def test_what_would_be_lost_is_refused(plan: str, case: str, kind: Any, words: str, pool: RankPool) -> None:
-    with pytest.raises(kind, match=words):
-        pool.run(mistaken, Plan.parse(plan).world_size, plan, case)
-
-
 def penalised_early(plan: str) -> None:
     """In the first step, of weights that the plan has not cut yet."""
     prepared, model, *_, loader = begin(plan, net(), batches(8))
@@ -708,6 +510,74 @@ def penalised_early(plan: str) -> None:
         prepared.backward(mse(model, x, y) + penalty)
 
 
-def test_a_penalty_on_weights_that_are_not_cut_yet_is_refused(pool: RankPool) -> None:
-    with pytest.raises(RefusedPlan, match=r"as it was before the model's first forward.*line \d+"):
-        pool.run(penalised_early, 2, "tp=2")
+# --- all of them: a script, a plan, what it is given
+
+
+EQUAL: list[tuple] = [
+    (script, "dp_shard=2,zero=1", clipped_elsewhere, adamw), (script, "dp_shard=3,zero=2", vector, adamw),
+    (script, "dp_shard=2,zero=2", swapped, adamw), (script, "dp_shard=2,zero=1", pieces, adamw),
+    (script, "dp_shard=2,zero=3", pieces, adamw), (script, "dp_shard=2,zero=2", with_state, adamw),
+    (script, "tp=2", with_state, adamw), (script, "dp_shard=2,zero=1", clipped, muon),
+    (script, "dp_shard=2,zero=2", clipped_elsewhere, muon), (script, "dp_shard=2,zero=3", clipped, muon),
+    (script, "dp_shard=2,zero=3", clipped_elsewhere, muon), (script, "dp_shard=2,zero=3", rows, adamw),
+    (script, "dp_shard=2,zero=3", given, adamw), (script, "dp_shard=3,zero=3", rebound, adamw),
+    (script, "dp_shard=3,zero=3", drawn, adamw), (script, "dp_shard=2,zero=3", noised, adamw),
+    (script, "tp=2", reset, adamw), (averaged, "tp=2"), 
+    (kept_in_lists, "dp_shard=2,zero=3"), (kept_in_lists, "tp=2"),
+    (in_a_forward, "dp_shard=2,zero=3", "in place", "sample"),
+]  # fmt: skip
+MORE_EQUAL: list[tuple] = [
+    (script, "dp_replicate=2,dp_shard=2,zero=3", given, adamw),
+    (script, "dp_shard=2,tp=2,zero=1", clipped_elsewhere, adamw),
+    (script, "dp_replicate=2,dp_shard=2,zero=2", vector, muon), (kept_in_lists, "dp_shard=2,zero=1"),
+    (in_a_forward, "dp_replicate=2,dp_shard=2,zero=3", "in place", "sample"),
+    (in_a_forward, "dp_shard=2,zero=3", "in place", "model"),
+    (in_a_forward, "dp_shard=2,zero=2", "in place", "sample"),
+    (in_a_forward, "dp_replicate=2,remat=full", "in place", "sample"),
+    (averaged, "tp=2,dp_replicate=2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "plan", "given"), script_cases(EQUAL, MORE_EQUAL))
+def test_a_script_equals_one_process(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
+    check_equal(pool, script, plan, *given)
+
+
+REFUSED: list[tuple] = [
+    (mistaken, "dp_shard=2,zero=3", "parameter", InputError, r"'head.weight' was replaced after prepare.*line \d+"),
+    (mistaken, "tp=2", "parameter", InputError, r"'head.weight' was replaced after prepare.*line \d+"),
+    (mistaken, "dp_shard=2,zero=1", "shape", InputError,
+     r"'head.weight' is a tensor of \(3, 3\) now.*line \d+: optimizer"),
+    (mistaken, "dp_shard=2,zero=3", "row", RefusedPlan,
+     r"__getitem__ of a weight.*prepared.whole.*line \d+: model.layers"),
+    (mistaken, "tp=2", "row", RefusedPlan, r"__getitem__ of a weight.*prepared.whole.*line \d+: .*zero_"),
+    (mistaken, "dp_shard=2,zero=3", "apart", InputError,
+     r"the end of prepared.whole\(\).*line \d+: with prepared.whole"),
+    (mistaken, "tp=2", "ungathered", InputError, r"whole\(grads=True\) alone.*line \d+"),
+    (mistaken, "dp_shard=2,zero=3", "saved", InputError, r"saved within prepared.whole.*line \d+"),
+    (mistaken, "dp_shard=2,zero=3", "state loaded", InputError, r"state_dict\(\) within prepared.whole.*line \d+"),
+    (mistaken, "tp=2", "after", InputError, r"prepared.whole\(\) gave is used.*line \d+"),
+    (mistaken, "dp_shard=2,zero=3", "forward", InputError, r"called within prepared.whole\(\).*line \d+: model"),
+    (mistaken, "dp_shard=2,zero=2", "state", RefusedPlan,
+     r"optimizer.state holds.*prepared.whole\(state=True\).*line \d+"),
+    (mistaken, "dp_shard=2,zero=3", "gradient", RefusedPlan,
+     r"autograd.grad.*of this rank's samples alone.*line \d+: torch"),
+    (mistaken, "dp_replicate=2", "gradient", RefusedPlan, "the gradient of this rank's samples alone"),
+    (mistaken, "tp=2", "gradient", RefusedPlan, r"autograd.grad\(..., parameters\).*line \d+: .*head"),
+    (mistaken, "dp_shard=2,tp=2,zero=3", "norm", RefusedPlan, r"detach of a weight.*line \d+: sum"),
+    (mistaken, "dp_shard=2,zero=1", "group's std", RefusedPlan, r"tensor in optimizer.param_groups.*line \d+"),
+    (mistaken, "dp_replicate=2", "drift", RunError, r"after step 8 the weights of 'head.weight' \(1 in all\).*line"),
+    (penalised_early, "tp=2", RefusedPlan, r"as it was before the model's first forward.*line \d+"),
+]  # fmt: skip
+MORE_REFUSED: list[tuple] = [
+    (in_a_forward, "dp_shard=2,zero=3", "used", "model", RefusedPlan, "other memory .* after it has used the weight"),
+    (in_a_forward, "dp_shard=2,zero=3,remat=full", "in place", "model", RefusedPlan,
+     "under remat=full it runs again in backward"),
+    (in_a_forward, "dp_replicate=2", "another", "model", InputError, "parameter 'scale' was replaced"),
+    (mistaken, "dp_shard=2,zero=1", "stray", RefusedPlan, "this rank's samples alone.*assert"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "plan", "given"), script_cases(REFUSED, MORE_REFUSED))
+def test_a_script_is_refused_with_its_line(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
+    check_refused(pool, script, plan, *given)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from expert_tasks import Net as ExpertNet
 from module_tasks import WIDTH
-from small_scripts import adamw, begin, check_equal, made, samples, weights_of
+from small_scripts import adamw, begin, by_counts, check_equal, check_refused, made, samples, script_cases, weights_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -76,58 +76,19 @@ def tokens(count: int) -> TensorDataset:
 
 
 def script(plan: str | None, loss: str = "cross_entropy", every: int = 1, clip: float = 0.0) -> tuple:
-    """Losses, weights and what the model says at the end; evaluated before and after training too."""
-    prepared, model, optimizer, loader = begin(plan, words(), DataLoader(tokens(11), batch_size=4, shuffle=True))
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    torch.manual_seed(7)
-    losses, total, weight = [], 0.0, 0
-    with torch.no_grad():
-        assert model.eval()(tokens(3).tensors[0])["logits"].shape == (3, 6, WORDS)
-    model.train()
-    optimizer.zero_grad()
-    for number, (x,) in enumerate(loader):
-        value, n = LOSSES[loss](model, x), x[:, 1:].numel()
-        if prepared:
-            prepared.backward(value, n)
-        else:
-            value.backward()
-            total, weight = total + value.item(), weight + n
-        if (number + 1) % every and number + 1 < len(loader):
-            continue
-        for param in model.parameters() if not prepared else ():
-            param.grad /= weight
-        if clip:
-            (prepared.clip_grad_norm_ if prepared else lambda m: nn.utils.clip_grad_norm_(model.parameters(), m))(clip)
-        optimizer.step()
-        scheduler.step()
-        losses.append(float(prepared.loss) if prepared else total / weight)
-        optimizer.zero_grad()
-        total, weight = 0.0, 0
-    with torch.no_grad():
-        said = model.eval()(tokens(3).tensors[0])["logits"]
-    assert type(said) is torch.Tensor
-    return losses, weights_of(prepared or model), said
+    def value_of(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return LOSSES[loss](model, x), x[:, 1:].numel()
+
+    return by_counts(plan, words(), tokens(11), value_of, tokens(3).tensors[0], every, clip)
 
 
 def on_ranks(plan: str | None, options: dict) -> tuple:
+    """Scripts with shares equal one process."""
     return script(plan, **options)
 
 
-@pytest.mark.parametrize(
-    ("plan", "options"),
-    [
-        ("tp=2", {}),
-        ("tp=2,sp=true", {"loss": "masked", "clip": 0.3}),
-        ("tp=2,dp_shard=2,zero=3", {"clip": 0.3}),
-        ("tp=2,sp=true,dp_shard=2,zero=2", {"loss": "unusual"}),
-        ("tp=2,accumulate=2,remat=full", {"loss": "unusual", "every": 2}),
-    ],
-)
-def test_scripts_with_shares_equal_one_process(plan: str, options: dict, pool: RankPool) -> None:
-    check_equal(pool, on_ranks, plan, options)
-
-
 def with_experts(plan: str | None) -> tuple:
+    """Experts in a script equal one process."""
     x = torch.randn(13, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     loader = DataLoader(TensorDataset(x), batch_size=4)
     prepared, model, optimizer, loader = begin(plan, experts(), loader, branches="per_sample")
@@ -143,11 +104,6 @@ def with_experts(plan: str | None) -> tuple:
         optimizer.zero_grad()
         losses.append(value.item())
     return losses, weights_of(prepared or model)
-
-
-@pytest.mark.parametrize("plan", ["dp_shard=2,ep=2", "dp_shard=4,ep=2,zero=2", "tp=2,dp_shard=2,ep=2,zero=1"])
-def test_experts_in_a_script_equal_one_process(plan: str, pool: RankPool) -> None:
-    check_equal(pool, with_experts, plan)
 
 
 # --- what would differ is refused
@@ -191,24 +147,6 @@ def once(plan: str, case: str) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(
-    ("case", "plan", "kind", "words"),
-    [
-        ("own term", "tp=2", RunError, "the loss of the same samples is .* on rank 0, .* on rank 1.*weight_decay"),
-        ("whole tensors", "tp=2", RefusedPlan, "tp=2 leaves each rank a share.*Adafactor"),
-        ("closure", "tp=2", RefusedPlan, "closure"),
-        ("compiled", "tp=2", RefusedPlan, "the model is compiled"),
-        ("hidden", "tp=2", InputError, "returned Opaque, in which no floating"),
-        ("nothing to cut", "tp=2", RefusedPlan, "no weight of the module can be cut"),
-        ("experts", "dp_shard=2,ep=2", RefusedPlan, "no experts were found"),
-        ("dropout in experts", "dp_shard=2,ep=2", RefusedPlan, "on their order, or on chance"),
-    ],
-)
-def test_refused(case: str, plan: str, kind: type[Exception], words: str, pool: RankPool) -> None:
-    with pytest.raises(kind, match=words):
-        pool.run(once, shardwise.Plan.parse(plan).world_size, plan, case, timeout_s=60)
-
-
 def test_tensors_are_found_in_what_models_return() -> None:
     import dataclasses
 
@@ -220,3 +158,37 @@ def test_tensors_are_found_in_what_models_return() -> None:
     one, two, three = torch.zeros(1), torch.zeros(2), torch.zeros(3)
     found = list(tensors_of({"a": Output(one, [two, None]), "b": (three, "text")}))
     assert [t.numel() for t in found] == [1, 2, 3]
+
+
+# --- all of them: a script, a plan, what it is given
+
+
+EQUAL: list[tuple] = [
+    (on_ranks, "tp=2", {}), (on_ranks, "tp=2,sp=true", {"loss": "masked", "clip": 0.3}),
+    (on_ranks, "tp=2,dp_shard=2,zero=3", {"clip": 0.3}),
+    (on_ranks, "tp=2,sp=true,dp_shard=2,zero=2", {"loss": "unusual"}),
+    (on_ranks, "tp=2,accumulate=2,remat=full", {"loss": "unusual", "every": 2}), (with_experts, "dp_shard=2,ep=2"),
+    (with_experts, "dp_shard=4,ep=2,zero=2"), (with_experts, "tp=2,dp_shard=2,ep=2,zero=1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "plan", "given"), script_cases(EQUAL))
+def test_a_script_equals_one_process(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
+    check_equal(pool, script, plan, *given)
+
+
+REFUSED: list[tuple] = [
+    (once, "tp=2", "own term", RunError, "the loss of the same samples is .* on rank 0, .* on rank 1.*weight_decay"),
+    (once, "tp=2", "whole tensors", RefusedPlan, "tp=2 leaves each rank a share.*Adafactor"),
+    (once, "tp=2", "closure", RefusedPlan, "closure"),
+    (once, "tp=2", "compiled", RefusedPlan, "the model is compiled"),
+    (once, "tp=2", "hidden", InputError, "returned Opaque, in which no floating"),
+    (once, "tp=2", "nothing to cut", RefusedPlan, "no weight of the module can be cut"),
+    (once, "dp_shard=2,ep=2", "experts", RefusedPlan, "no experts were found"),
+    (once, "dp_shard=2,ep=2", "dropout in experts", RefusedPlan, "on their order, or on chance"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "plan", "given"), script_cases(REFUSED))
+def test_a_script_is_refused_with_its_line(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
+    check_refused(pool, script, plan, *given)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_scripts import batches, check_equal, made, mse, train
+from small_scripts import batches, check_equal, made, mse, script_cases, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -167,12 +167,8 @@ class DrawsWeights(nn.Module):
 
 
 def drawn_weights(plan: str | None, mixed: bool, check_loss: bool = True) -> tuple[list[float], dict]:
+    """Weights that a forward draws are alike on every rank."""
     return train(plan, made(lambda: DrawsWeights(mixed)), batches(22, 8), mse, check_loss=check_loss)
-
-
-@pytest.mark.parametrize("plan", ["dp_replicate=2", pytest.param("dp_shard=2,zero=3", marks=pytest.mark.long)])
-def test_weights_that_a_forward_draws_are_alike_on_every_rank(plan: str, pool: RankPool) -> None:
-    check_equal(pool, drawn_weights, plan, False)
 
 
 def test_weights_and_samples_drawn_in_one_shape_are_refused(pool: RankPool) -> None:
@@ -200,15 +196,9 @@ def of_rows(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def drawn_outside(plan: str | None, loss_of: Any, count: int, size: int) -> tuple[list[float], dict]:
+    """What a script draws is one process s."""
     model = made(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 2)))
     return train(plan, model, batches(count, size, shuffle=True), loss_of)
-
-
-@pytest.mark.parametrize(
-    ("loss_of", "count", "size"), [(of_classes, 24, 8), (of_points, 11, 4), (of_points, 12, 4), (of_rows, 24, 8)]
-)
-def test_what_a_script_draws_is_one_process_s(loss_of: Any, count: int, size: int, pool: RankPool) -> None:
-    check_equal(pool, drawn_outside, "dp_replicate=2", loss_of, count, size)
 
 
 class Flow(nn.Module):
@@ -227,9 +217,24 @@ class Flow(nn.Module):
 
 
 def dense(plan: str | None) -> tuple[list[float], dict]:
+    """Zeros for each sample are of the samples."""
     data = TensorDataset(torch.randn(40, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
     return train(plan, made(Flow), DataLoader(data, batch_size=10), lambda model, x: -model.log_prob(x).mean())
 
 
-def test_zeros_for_each_sample_are_of_the_samples(pool: RankPool) -> None:
-    check_equal(pool, dense, "dp_replicate=2")
+# --- all of them: a script, a plan, what it is given
+
+
+EQUAL: list[tuple] = [
+    (drawn_weights, "dp_replicate=2", False), (drawn_outside, "dp_replicate=2", of_classes, 24, 8),
+    (drawn_outside, "dp_replicate=2", of_points, 11, 4), (drawn_outside, "dp_replicate=2", of_points, 12, 4),
+    (drawn_outside, "dp_replicate=2", of_rows, 24, 8), (dense, "dp_replicate=2"),
+]  # fmt: skip
+MORE_EQUAL: list[tuple] = [
+    (drawn_weights, "dp_shard=2,zero=3", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "plan", "given"), script_cases(EQUAL, MORE_EQUAL))
+def test_a_script_equals_one_process(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
+    check_equal(pool, script, plan, *given)

@@ -8,7 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from small_scripts import adamw, back, batches, begin, check_equal, made, mse, muon, net, train, weights_of, whole
+from small_scripts import (
+    adamw,
+    back,
+    batches,
+    begin,
+    check_equal,
+    check_refused,
+    made,
+    mse,
+    muon,
+    net,
+    script_cases,
+    stepped,
+    train,
+    weights_of,
+    whole,
+)
 from torch import nn
 from torch.func import jacrev, vmap
 
@@ -94,15 +110,6 @@ BY_HAND = [("_clip", "tp=2"), ("_noise", "dp_shard=2,zero=3"), ("_left_out", "dp
            ("_set", "tp=2,dp_shard=2"), ("_other_memory", "dp_shard=2,zero=3"), ("_kept", PLANS[0])]  # fmt: skip
 
 
-@pytest.mark.parametrize(("what", "plan"), cases(BY_HAND, [(what, plan) for what in WAYS for plan in PLANS]))
-def test_gradients_by_hand(what: str, plan: str, pool: RankPool) -> None:
-    check_equal(pool, by_hand, plan, what)
-
-
-def test_gradients_by_hand_of_an_optimizer_that_needs_whole_tensors(pool: RankPool) -> None:
-    check_equal(pool, by_hand, "dp_shard=2,zero=2", "_left_out", muon)
-
-
 def set_first(plan: str | None) -> dict[str, torch.Tensor]:
     """Steps by what the script has set alone, and by that and a backward behind it, in turn."""
     prepared, model, optimizer, loader = begin(plan, small(), batches(22, 6))
@@ -118,13 +125,6 @@ def set_first(plan: str | None) -> dict[str, torch.Tensor]:
         nn.utils.clip_grad_norm_(model.parameters(), 0.7)
         optimizer.step()
     return weights_of(model)
-
-
-@pytest.mark.parametrize(
-    "plan", [PLANS[1], *(pytest.param(one, marks=pytest.mark.long) for one in (PLANS[0], *PLANS[2:]))]
-)
-def test_gradients_that_a_script_sets_are_stepped_by_and_added_to(plan: str, pool: RankPool) -> None:
-    check_equal(pool, set_first, plan)
 
 
 class Scaled(nn.Module):
@@ -160,18 +160,6 @@ def scaled(plan: str | None) -> tuple:
         told += [gradient.norm() for gradient in gradients]
         optimizer.step()
     return [float(one) for one in told], weights_of(model)
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "dp_shard=2,zero=3",
-        *(pytest.param(f"dp_shard=2,zero=3,{more}=2", marks=pytest.mark.long) for more in ("tp", "dp_replicate")),
-        pytest.param("dp_shard=2,zero=2", marks=pytest.mark.long),
-    ],
-)
-def test_the_gradient_of_a_parameter_without_dims(plan: str, pool: RankPool) -> None:
-    check_equal(pool, scaled, plan)
 
 
 # --- several backwards before one step
@@ -211,35 +199,6 @@ def attacked(plan: str | None) -> tuple:
     return told, weights_of(model)
 
 
-@pytest.mark.parametrize(
-    "plan", ["dp_replicate=2", "dp_shard=3,zero=1", "dp_shard=2,zero=2", "dp_shard=3,zero=3", "tp=2"]
-)
-def test_backwards_of_one_step_add_up(plan: str, pool: RankPool) -> None:
-    check_equal(pool, attacked, plan)
-
-
-def twice(plan: str | None) -> tuple:
-    """A backward for each of two losses through one graph, whose gradients are put together by hand."""
-    prepared, model, optimizer, loader = begin(plan, net(), batches(12))
-    losses = []
-    for x, y in loader:
-        out, found = model(x), []
-        for loss in ((out - y).square().mean(), out.abs().mean()):
-            optimizer.zero_grad()
-            (prepared.backward if prepared else torch.Tensor.backward)(loss, retain_graph=True)
-            found.append([param.grad.clone() for param in model.parameters()])
-            losses.append(prepared.loss.item() if prepared else loss.item())
-        for param, one, other in zip(model.parameters(), *found, strict=True):
-            param.grad = one - 0.5 * other
-        optimizer.step()
-    return losses, weights_of(model)
-
-
-@pytest.mark.parametrize("plan", ["dp_shard=2,zero=3", "dp_shard=2,zero=1"])
-def test_two_losses_of_one_graph(plan: str, pool: RankPool) -> None:
-    check_equal(pool, twice, plan)
-
-
 def never_cleared(plan: str | None) -> tuple:
     """Without `zero_grad`, so that each step's gradients are added to all before; sums with their weight."""
     model = small()
@@ -252,14 +211,6 @@ def never_cleared(plan: str | None) -> tuple:
         losses.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
         optimizer.step()
     return losses, weights_of(model)
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [PLANS[1], *(pytest.param(one, marks=pytest.mark.long) for one in (PLANS[0], PLANS[2], PLANS[5]))],
-)
-def test_gradients_that_nothing_clears_add_up(plan: str, pool: RankPool) -> None:
-    check_equal(pool, never_cleared, plan)
 
 
 def read_early(plan: str) -> None:
@@ -404,11 +355,6 @@ def never_finite(plan: str) -> None:
         optimizer.step()
 
 
-def test_a_step_by_what_is_not_finite_is_refused(pool: RankPool) -> None:
-    with pytest.raises(RunError, match=r"not finite in step 0.*optimizer.step\(\)"):
-        pool.run(never_finite, 2, "dp_shard=2,zero=2")
-
-
 # --- an optimizer beside the prepared one
 
 
@@ -440,15 +386,8 @@ def searched(plan: str | None, own: bool = False) -> tuple:
         back(None if own else prepared, mse(model, *other))
         with nullcontext() if own else whole(prepared, grads=True):  # of weights that ranks hold pieces of
             gates.step()
-        optimizer.zero_grad()
-        losses.append(back(prepared, mse(model, *batch)))
-        optimizer.step()
+        losses.append(stepped(prepared, optimizer, mse(model, *batch)))
     return losses, weights_of(model)
-
-
-@pytest.mark.parametrize("plan", [*PLANS[1:2], *(pytest.param(one, marks=pytest.mark.long) for one in PLANS[2:])])
-def test_an_optimizer_beside_the_prepared_one_steps_as_in_one_process(plan: str, pool: RankPool) -> None:
-    check_equal(pool, searched, plan)
 
 
 def kept_beside(plan: str | None, clears: bool) -> tuple:
@@ -470,16 +409,6 @@ def kept_beside(plan: str | None, clears: bool) -> tuple:
             if clears:
                 gates.zero_grad()
     return losses, weights_of(model)
-
-
-@pytest.mark.parametrize(
-    ("plan", "clears"),
-    cases([("dp_shard=2,zero=3", False)], [(plan, clears) for plan in PLANS for clears in (False, True)]),
-)
-def test_gradients_stay_until_the_optimizer_that_trains_them_takes_them_away(
-    plan: str, clears: bool, pool: RankPool
-) -> None:
-    check_equal(pool, kept_beside, plan, clears)
 
 
 def test_a_step_by_gradients_of_one_rank_is_refused(pool: RankPool) -> None:
@@ -504,46 +433,8 @@ def moved(plan: str | None, options: dict[str, Any], penalty: bool) -> tuple:
         loss = mse(model, x + 0.1 * slope.detach(), y)
         if penalty:
             loss = loss + (slope.norm(dim=1) - 1).square().mean()
-        optimizer.zero_grad()
-        found.append(back(prepared, loss))
-        optimizer.step()
+        found.append(stepped(prepared, optimizer, loss))
     return found, weights_of(model)
-
-
-@pytest.mark.parametrize(
-    ("plan", "options", "penalty"),
-    [
-        ("dp_shard=2,zero=3", {}, False),
-        ("dp_replicate=3", {}, False),
-        ("dp_shard=2,zero=2", {}, True),
-        ("tp=2", {}, False),
-        ("dp_shard=2,zero=3", {"loss_scope": "global"}, False),
-        ("dp_shard=3,zero=2", {"loss_scope": "global"}, True),  # in the last batch a rank has no sample
-    ],
-)
-def test_gradients_of_inputs(plan: str, options: dict[str, Any], penalty: bool, pool: RankPool) -> None:
-    check_equal(pool, moved, plan, options, penalty)
-
-
-def penalised(plan: str | None, alone: bool) -> tuple:
-    """A penalty on gradients at drawn points, as for a Wasserstein critic. `alone`: the loss has nothing else."""
-
-    def loss_of(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        mixed = (x + torch.rand(len(x), 1, dtype=x.dtype)).requires_grad_()
-        (slope,) = torch.autograd.grad(model(mixed).sum(), mixed, create_graph=True)
-        loss = ((slope.norm(2, dim=1) - 1) ** 2).mean()
-        return loss if alone else loss + mse(model, x, y)
-
-    return train(plan, net(), batches(11), loss_of, mean=True)
-
-
-@pytest.mark.parametrize(
-    ("plan", "alone"),
-    cases([("dp_replicate=2", False), ("dp_shard=2,zero=2", False), ("dp_shard=2,zero=3", True), ("tp=2", False)],
-          [("dp_shard=2,zero=3", False)]),
-)  # fmt: skip
-def test_a_penalty_on_gradients_equals_one_process(plan: str, alone: bool, pool: RankPool) -> None:
-    check_equal(pool, penalised, plan, alone)
 
 
 class Residual(nn.Module):
@@ -569,17 +460,6 @@ def curved(plan: str | None, penalty: bool) -> tuple:
     return train(plan, model, batches(11), loss_of)
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "dp_shard=2,zero=3",
-        *(pytest.param(one, marks=pytest.mark.long) for one in ("dp_replicate=2,dp_shard=2,zero=3", "tp=2,dp_shard=2")),
-    ],
-)
-def test_derivatives_of_derivatives_where_units_free_weights(plan: str, pool: RankPool) -> None:
-    check_equal(pool, curved, plan, "tp" not in plan)  # of which a script reads no weights that units cut too
-
-
 class Potential(nn.Module):
     """Energies, and forces as their gradient, which a loss differentiates again."""
 
@@ -600,12 +480,8 @@ def of_forces(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def forces(plan: str | None) -> tuple:
+    """A model that takes gradients itself."""
     return train(plan, made(Potential), batches(14), of_forces)
-
-
-@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=2"])
-def test_a_model_that_takes_gradients_itself(plan: str, pool: RankPool) -> None:
-    check_equal(pool, forces, plan)
 
 
 def transformed(plan: str, before: bool) -> None:
@@ -641,10 +517,6 @@ def information(plan: str | None) -> list[float]:
     return told
 
 
-def test_gradients_of_the_script_s_own_backward_are_whole(pool: RankPool) -> None:
-    check_equal(pool, information, "dp_shard=2,zero=1")
-
-
 @pytest.mark.parametrize("plan", ["dp_shard=2,zero=3", pytest.param("tp=2", marks=pytest.mark.long)])
 def test_or_refused_where_ranks_hold_pieces(plan: str, pool: RankPool) -> None:
     with pytest.raises(RefusedPlan, match=r"of a backward of the script's own.*ranks hold pieces.*line \d+: told"):
@@ -664,3 +536,60 @@ def test_a_backward_of_its_own_is_told(plan: str, pool: RankPool) -> None:
         InputError, match=r"loss.backward\(\) or another.*call prepared.backward.*line \d+: optimizer.step"
     ):
         pool.run(plain_backward, 2, plan)
+
+
+# --- all of them: a script, a plan, what it is given
+
+
+EQUAL: list[tuple] = [
+    (kept_beside, "dp_shard=2,zero=3", False),
+    (by_hand, "tp=2", "_clip"), (by_hand, "dp_shard=2,zero=3", "_noise"), (by_hand, "dp_shard=2,zero=2", "_left_out"),
+    (by_hand, "tp=2,dp_shard=2", "_set"), (by_hand, "dp_shard=2,zero=3", "_other_memory"),
+    (by_hand, "dp_replicate=2", "_kept"), (by_hand, "dp_shard=2,zero=2", "_left_out", muon),
+    (set_first, "dp_shard=2,zero=1"), (scaled, "dp_shard=2,zero=3"), (attacked, "dp_replicate=2"),
+    (attacked, "dp_shard=3,zero=1"), (attacked, "dp_shard=2,zero=2"), (attacked, "dp_shard=3,zero=3"),
+    (attacked, "tp=2"), (never_cleared, "dp_shard=2,zero=1"), (searched, "dp_shard=2,zero=1"),
+    (moved, "dp_shard=2,zero=3", {}, False), (moved, "dp_replicate=3", {}, False),
+    (moved, "dp_shard=2,zero=2", {}, True), (moved, "tp=2", {}, False),
+    (moved, "dp_shard=2,zero=3", {"loss_scope": "global"}, False),
+    (moved, "dp_shard=3,zero=2", {"loss_scope": "global"}, True), (curved, "dp_shard=2,zero=3", True),
+    (forces, "dp_replicate=2"), (forces, "dp_shard=2,zero=2"), (information, "dp_shard=2,zero=1"),
+]  # fmt: skip
+MORE_EQUAL: list[tuple] = [
+    *((kept_beside, plan, clears) for plan in PLANS for clears in (False, True) if clears or plan != PLANS[3]),
+    (by_hand, "dp_replicate=2", "_clip"), (by_hand, "dp_shard=2,zero=1", "_clip"),
+    (by_hand, "dp_shard=2,zero=2", "_clip"), (by_hand, "dp_shard=2,zero=3", "_clip"),
+    (by_hand, "dp_shard=3,zero=3", "_clip"), (by_hand, "dp_replicate=2", "_noise"),
+    (by_hand, "dp_shard=2,zero=1", "_noise"), (by_hand, "dp_shard=2,zero=2", "_noise"), (by_hand, "tp=2", "_noise"),
+    (by_hand, "dp_shard=3,zero=3", "_noise"), (by_hand, "dp_replicate=2", "_left_out"),
+    (by_hand, "dp_shard=2,zero=1", "_left_out"), (by_hand, "dp_shard=2,zero=3", "_left_out"),
+    (by_hand, "tp=2", "_left_out"), (by_hand, "dp_shard=3,zero=3", "_left_out"), (by_hand, "dp_replicate=2", "_set"),
+    (by_hand, "dp_shard=2,zero=1", "_set"), (by_hand, "dp_shard=2,zero=2", "_set"),
+    (by_hand, "dp_shard=2,zero=3", "_set"), (by_hand, "tp=2", "_set"), (by_hand, "dp_shard=3,zero=3", "_set"),
+    (by_hand, "dp_replicate=2", "_other_memory"), (by_hand, "dp_shard=2,zero=1", "_other_memory"),
+    (by_hand, "dp_shard=2,zero=2", "_other_memory"), (by_hand, "tp=2", "_other_memory"),
+    (by_hand, "dp_shard=3,zero=3", "_other_memory"), (by_hand, "dp_shard=2,zero=1", "_kept"),
+    (by_hand, "dp_shard=2,zero=2", "_kept"), (by_hand, "dp_shard=2,zero=3", "_kept"), (by_hand, "tp=2", "_kept"),
+    (by_hand, "dp_shard=3,zero=3", "_kept"), (set_first, "dp_replicate=2"), (set_first, "dp_shard=2,zero=2"),
+    (set_first, "dp_shard=2,zero=3"), (set_first, "tp=2"), (set_first, "dp_shard=3,zero=3"),
+    (scaled, "dp_shard=2,zero=3,tp=2"), (scaled, "dp_shard=2,zero=3,dp_replicate=2"), (scaled, "dp_shard=2,zero=2"),
+    (never_cleared, "dp_replicate=2"), (never_cleared, "dp_shard=2,zero=2"), (never_cleared, "dp_shard=3,zero=3"),
+    (searched, "dp_shard=2,zero=2"), (searched, "dp_shard=2,zero=3"), (searched, "tp=2"),
+    (searched, "dp_shard=3,zero=3"), (curved, "dp_replicate=2,dp_shard=2,zero=3", True),
+    (curved, "tp=2,dp_shard=2", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "plan", "given"), script_cases(EQUAL, MORE_EQUAL))
+def test_a_script_equals_one_process(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
+    check_equal(pool, script, plan, *given)
+
+
+REFUSED: list[tuple] = [
+    (never_finite, "dp_shard=2,zero=2", RunError, r"not finite in step 0.*optimizer.step\(\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "plan", "given"), script_cases(REFUSED))
+def test_a_script_is_refused_with_its_line(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
+    check_refused(pool, script, plan, *given)

@@ -9,7 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from small_scripts import adamw, back, batches, begin, check_equal, made, mse, net, samples, train, weights_of, whole
+from small_scripts import (
+    adamw,
+    back,
+    batches,
+    begin,
+    check_equal,
+    check_refused,
+    made,
+    mse,
+    net,
+    samples,
+    script_cases,
+    stepped,
+    train,
+    weights_of,
+    whole,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
@@ -87,6 +103,7 @@ MAKES: dict[Any, Callable[[], Any]] = {
 
 
 def in_parts(plan: str | None, case: Callable) -> tuple:
+    """Modules that are called by themselves."""
     given, played = made(MAKES[case]), list[float]()
     model = tuple(given) if isinstance(given, nn.ModuleList) else given
     prepared, model, optimizer, loader = begin(plan, model, batches(12, shuffle=True), adamw(given))
@@ -95,22 +112,12 @@ def in_parts(plan: str | None, case: Callable) -> tuple:
     for _ in range(2):
         for x, y in loader:
             loss = case(prepared, model, x, y, played)
-            optimizer.zero_grad()
-            losses.append(back(prepared, loss))
-            optimizer.step()
+            losses.append(stepped(prepared, optimizer, loss))
     return losses, played, weights_of(prepared or given)
 
 
 IN_PARTS: list[tuple] = [(agent, "dp_shard=2,zero=3"), (several, "dp_shard=2,zero=3"), (agent, "tp=2"),
                          (several, "dp_replicate=2"), (weighed, "dp_shard=2,zero=2"), (weighed, "tp=2")]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("case", "plan"),
-    cases(IN_PARTS, [(case, plan) for case in MAKES for plan in (*ALL_PLANS, PLAN_4)]),
-)
-def test_modules_that_are_called_by_themselves(case: Callable, plan: str, pool: RankPool) -> None:
-    check_equal(pool, in_parts, plan, case)
 
 
 class Coder(nn.Module):
@@ -133,6 +140,7 @@ class Coder(nn.Module):
 
 
 def decoded(plan: str | None) -> list[float]:
+    """What a script calls and reads beside the forward."""
     prepared, model, optimizer, loader = begin(plan, made(Coder), batches(8))
     z, found = torch.ones(2, 8).double(), []
     for x, _ in loader:
@@ -144,11 +152,6 @@ def decoded(plan: str | None) -> list[float]:
             found += [model.decode(z).sum().item(), float(model.enc(z[:, :6]).shape[1])]
             found += [model.rebuild(z[:, :6]).sum().item(), sum(p.norm().item() for p in model.parameters())]
     return found
-
-
-@pytest.mark.parametrize("plan", ["dp_shard=2,zero=3", "tp=2", "dp_shard=2,zero=1"])
-def test_what_a_script_calls_and_reads_beside_the_forward(plan: str, pool: RankPool) -> None:
-    check_equal(pool, decoded, plan)
 
 
 class Flat(nn.Module):
@@ -189,10 +192,6 @@ def judged(plan: str | None) -> tuple:
         return torch.relu(1 - judge(x[:, :5])).mean() + torch.relu(1 + judge(maker(x[:, :3]).detach())).mean()
 
     return train(plan, judge, loader, loss_of)
-
-
-def test_what_another_model_gave_is_whole_for_a_model_whose_weights_are_cut(pool: RankPool) -> None:
-    check_equal(pool, judged, "tp=2")
 
 
 # --- networks that follow the first
@@ -236,20 +235,13 @@ def moved_outside(plan: str, leaf: str) -> None:
     model.move_scale() if leaf == "scale" else model.move()
 
 
-@pytest.mark.parametrize(("leaf", "words"), [("scale", "mul_ into a weight"), ("", "data of a weight")])
-def test_a_method_that_writes_weights_is_told_how(leaf: str, words: str, pool: RankPool) -> None:
-    with pytest.raises(RefusedPlan, match=rf"{words}.*prepared.whole.*line \d+"):
-        pool.run(moved_outside, 2, "dp_shard=2,zero=3", leaf)
-
-
 def bootstrapped(plan: str | None, kind: type = Bootstrap) -> tuple:
+    """A network that follows another is one process s."""
     prepared, model, optimizer, loader = begin(plan, made(kind), batches(12))
     losses = []
     for x, _ in loader:
         loss = model(x, x.flip(1))
-        optimizer.zero_grad()
-        losses.append(back(prepared, loss))
-        optimizer.step()
+        losses.append(stepped(prepared, optimizer, loss))
         with whole(prepared):
             model.move()
     return losses, weights_of(model)
@@ -264,9 +256,7 @@ def copied(plan: str | None) -> tuple:
             goal = teacher.eval()(x)
         loss = mse(model, x, y) + (model[1].weight - teacher[1].weight).square().sum() * 0.1
         loss = loss + 0.1 * mse(model, x, goal) + first.weight.square().mean()
-        optimizer.zero_grad()
-        losses.append(back(prepared, loss))
-        optimizer.step()
+        losses.append(stepped(prepared, optimizer, loss))
         teacher = copy.deepcopy(model)
         assert type(teacher) is nn.Sequential and type(teacher[0][0].weight) is nn.Parameter
         assert not teacher._forward_hooks and "forward" not in vars(teacher[0][1])
@@ -278,11 +268,6 @@ FOLLOWERS: list[tuple] = [
     (copied, "dp_shard=2,zero=2"), (copied, "dp_shard=2,zero=3"), (copied, "tp=2"),
 ]  # fmt: skip
 MORE = [(bootstrapped, "dp_shard=2,zero=1"), (copied, "tp=2,dp_shard=2,zero=2")]
-
-
-@pytest.mark.parametrize(("script", "plan"), cases(FOLLOWERS, MORE))
-def test_a_network_that_follows_another_is_one_process_s(script: Any, plan: str, pool: RankPool) -> None:
-    check_equal(pool, script, plan)
 
 
 # --- what changes in mid training
@@ -305,46 +290,8 @@ def thawed(plan: str | None, how: str) -> tuple:
                 optimizer = prepared.replace_optimizer(optimizer) if prepared else optimizer
         for x, y in loader:
             loss = mse(model, x, y)
-            optimizer.zero_grad()
-            losses.append(back(prepared, loss))
-            optimizer.step()
+            losses.append(stepped(prepared, optimizer, loss))
     return losses, weights_of(model)
-
-
-@pytest.mark.parametrize(("how", "plan"), [("group", "dp_shard=2,zero=3"), ("another", "dp_replicate=2")])
-def test_what_is_frozen_at_prepare_may_be_trained_later(how: str, plan: str, pool: RankPool) -> None:
-    check_equal(pool, thawed, plan, how)
-
-
-def test_what_is_thawed_without_a_word_is_refused_with_the_remedy(pool: RankPool) -> None:
-    with pytest.raises(InputError, match=r"'0.0.weight', which was frozen at prepare.*thaws=True"):
-        pool.run(thawed, 2, "dp_replicate=2", "untold")
-
-
-def in_stages(plan: str | None) -> tuple:
-    """The head alone, then all with a new optimizer; then a group is added to a third one."""
-    prepared, model, optimizer, loader = begin(plan, net(), batches(11, shuffle=True))
-    torch.manual_seed(3)
-    losses = []
-    for stage in range(3):
-        model.layers.requires_grad_(stage > 0)
-        if stage == 1:
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        if stage == 2:
-            optimizer = torch.optim.AdamW(model.head.parameters(), lr=0.01)
-        optimizer = prepared.replace_optimizer(optimizer) if prepared and stage else optimizer
-        for number, (x, y) in enumerate(loader):
-            if stage == 2 and number == 1:
-                optimizer.add_param_group({"params": model.layers.parameters(), "lr": 0.02})
-            optimizer.zero_grad()
-            losses.append(back(prepared, mse(model, x, y)))
-            optimizer.step()
-    return losses, weights_of(model), optimizer.state_dict()["state"]
-
-
-@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=2", "dp_shard=2,zero=3", "tp=2"])
-def test_stages_with_optimizers_of_their_own(plan: str, pool: RankPool) -> None:
-    check_equal(pool, in_stages, plan)
 
 
 def by_the_old_one(plan: str) -> None:
@@ -353,11 +300,6 @@ def by_the_old_one(plan: str) -> None:
     for x, y in loader:
         prepared.backward(mse(model, x, y))
         optimizer.step()
-
-
-def test_an_optimizer_that_was_replaced_steps_no_more(pool: RankPool) -> None:
-    with pytest.raises(InputError, match=r"replace_optimizer took the place of.*line \d+"):
-        pool.run(by_the_old_one, 2, "dp_replicate=2")
 
 
 # --- what is kept from step to step
@@ -389,59 +331,10 @@ def recurrent(plan: str | None, when: str) -> tuple:
     return losses, weights_of(model)
 
 
-@pytest.mark.parametrize(
-    ("plan", "when"),
-    [("dp_replicate=2", "before"), ("dp_replicate=2", "after"), ("dp_replicate=2", "kept"),
-     ("dp_replicate=4", "before")],
-)  # fmt: skip
-def test_the_state_of_samples_goes_on_with_them(plan: str, when: str, pool: RankPool) -> None:
-    check_equal(pool, recurrent, plan, when)
-
-
-def kept(plan: str | None) -> tuple:
-    """Running means of all samples by `prepared.sum`, keys of all by `prepared.gather`, an average of the weights."""
-    prepared, model, optimizer, loader = begin(plan, net(), batches(16))
-    average, queue, at = copy.deepcopy(net()), torch.randn(8, 2, generator=torch.Generator().manual_seed(3)).double(), 0
-    reward, center, losses, features = 0.0, torch.zeros(2, dtype=torch.float64), [], list[torch.Tensor]()
-    model.layers.register_forward_hook(lambda m, a, out: features.append(out.detach()))
-    for step, (x, y) in enumerate((batch for _ in range(2) for batch in loader), 1):
-        with torch.no_grad():
-            for mine, theirs in zip(average.parameters(), (prepared or model).parameters(), strict=True):
-                mine.mul_(0.9).add_(theirs, alpha=0.1)
-            goal = average(x)
-        q = model(x + torch.randn_like(x) / step)
-        keys = q.detach() + 0.1
-        logits = torch.cat([(q * keys).sum(1, keepdim=True), q @ queue.clone().T], dim=1)
-        loss = F.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long)) + (q - center).square().mean()
-        loss = loss + ((q - y).square().sum(1) * (y[:, 0] - reward)).mean() + 0.3 * (q - goal).square().mean()
-        loss = loss + 0.1 * features[-1].square().mean()
-        optimizer.zero_grad()
-        losses.append(back(prepared, loss))
-        optimizer.step()
-        parts = (y[:, 0].sum(), q.detach().sum(0), len(x))
-        number, tensor, n = prepared.sum(*parts) if prepared else parts
-        reward = 0.9 * reward + 0.1 * float(number) / n
-        center.mul_(0.9).add_(0.1 * tensor / n)
-        keys = prepared.gather(keys) if prepared else keys
-        queue[at : at + len(keys)] = keys
-        at = (at + len(keys)) % 8
-    return losses, weights_of(model), queue
-
-
-@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=3", "tp=2,dp_shard=2"])
-def test_what_is_kept_of_all_samples_is_one_process_s(plan: str, pool: RankPool) -> None:
-    check_equal(pool, kept, plan)
-
-
 def no_rows(plan: str) -> None:
     prepared, model, _, loader = begin(plan, net(), batches(9))
     for x, _ in loader:
         prepared.gather(model(x).mean(0))
-
-
-def test_only_rows_of_samples_are_gathered(pool: RankPool) -> None:
-    with pytest.raises(InputError, match=r"prepared.gather: .*\(2,\) has no row .*line \d+"):
-        pool.run(no_rows, 2, "dp_replicate=2")
 
 
 def ended(plan: str) -> int:
@@ -498,14 +391,49 @@ def sparse(plan: str) -> None:
     model(x, edges)
 
 
-@pytest.mark.parametrize(
-    ("script", "plan", "told"),
-    [
-        (longest, "dp_replicate=2", r"gives \(2, 5, 2\) for 2 samples and \(1, 3, 2\) for 1 .*total_length"),
-        (sparse, "tp=2", r"layout torch.sparse_coo.*to_dense.*line \d+: model\(x, edges\)"),
-        (sparse, "dp_replicate=2", r"has handed out no batch.*line \d+: model\(x, edges\)"),
-    ],
-)
-def test_what_is_no_batch_of_samples_is_refused(script: Any, plan: str, told: str, pool: RankPool) -> None:
-    with pytest.raises(RefusedPlan, match=told):
-        pool.run(script, 2, plan)
+# --- all of them: a script, a plan, what it is given
+
+
+EQUAL: list[tuple] = [
+    (in_parts, "dp_shard=2,zero=3", agent), (in_parts, "dp_shard=2,zero=3", several), (in_parts, "tp=2", agent),
+    (in_parts, "dp_replicate=2", several), (in_parts, "dp_shard=2,zero=2", weighed), (in_parts, "tp=2", weighed),
+    (decoded, "dp_shard=2,zero=3"), (decoded, "tp=2"), (decoded, "dp_shard=2,zero=1"), (judged, "tp=2"),
+    (bootstrapped, "dp_replicate=2"), (bootstrapped, "dp_shard=2,zero=3"), (copied, "dp_shard=2,zero=2"),
+    (copied, "dp_shard=2,zero=3"), (copied, "tp=2"), (thawed, "dp_shard=2,zero=3", "group"),
+    (thawed, "dp_replicate=2", "another"), (recurrent, "dp_replicate=2", "before"),
+    (recurrent, "dp_replicate=2", "after"), (recurrent, "dp_replicate=2", "kept"),
+    
+]  # fmt: skip
+MORE_EQUAL: list[tuple] = [
+    (in_parts, "dp_replicate=2", agent), (in_parts, "dp_shard=2,zero=1", agent),
+    (in_parts, "dp_shard=2,zero=2", agent), (in_parts, "tp=2,dp_shard=2,zero=2", agent),
+    (in_parts, "dp_shard=2,zero=1", several), (in_parts, "dp_shard=2,zero=2", several), (in_parts, "tp=2", several),
+    (in_parts, "tp=2,dp_shard=2,zero=2", several), (in_parts, "dp_replicate=2", weighed),
+    (in_parts, "dp_shard=2,zero=1", weighed), (in_parts, "dp_shard=2,zero=3", weighed),
+    (in_parts, "tp=2,dp_shard=2,zero=2", weighed), (bootstrapped, "dp_shard=2,zero=1"),
+    (copied, "tp=2,dp_shard=2,zero=2"),
+    (recurrent, "dp_replicate=4", "before"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "plan", "given"), script_cases(EQUAL, MORE_EQUAL))
+def test_a_script_equals_one_process(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
+    check_equal(pool, script, plan, *given)
+
+
+REFUSED: list[tuple] = [
+    (moved_outside, "dp_shard=2,zero=3", "scale", RefusedPlan,
+     r"mul_ into a weight.*prepared.whole.*line \d+"),
+    (moved_outside, "dp_shard=2,zero=3", "", RefusedPlan, r"data of a weight.*prepared.whole.*line \d+"),
+    (thawed, "dp_replicate=2", "untold", InputError, "'0.0.weight', which was frozen at prepare.*thaws=True"),
+    (by_the_old_one, "dp_replicate=2", InputError, r"replace_optimizer took the place of.*line \d+"),
+    (no_rows, "dp_replicate=2", InputError, r"prepared.gather: .*\(2,\) has no row .*line \d+"),
+    (longest, "dp_replicate=2", RefusedPlan, r"gives \(2, 5, 2\) for 2 samples and \(1, 3, 2\) for 1 .*total_length"),
+    (sparse, "tp=2", RefusedPlan, r"layout torch.sparse_coo.*to_dense.*line \d+: model\(x, edges\)"),
+    (sparse, "dp_replicate=2", RefusedPlan, r"has handed out no batch.*line \d+: model\(x, edges\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "plan", "given"), script_cases(REFUSED))
+def test_a_script_is_refused_with_its_line(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
+    check_refused(pool, script, plan, *given)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from small_scripts import back, begin, check_equal, made, weights_of
+from small_scripts import back, begin, by_counts, check_equal, check_refused, made, script_cases, weights_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -114,48 +113,12 @@ SEQUENCE = ("shifted", "masked")
 
 
 def script(plan: str | None, loss: str, every: int = 1, clip: float = 0.0) -> tuple:
-    """Losses, weights, and what the model says at the end; evaluated before and after training too."""
-    data = tokens if loss in SEQUENCE else fields
-    model = made(Words if loss in SEQUENCE else Fields)
-    prepared, model, optimizer, loader = begin(plan, model, DataLoader(data(10), batch_size=4, shuffle=True))
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    torch.manual_seed(7)
-    losses, total, weight, said = [], 0.0, 0, []
-    (held, *_) = data(3).tensors
-    for epoch in range(2):
-        with torch.no_grad():
-            out = model.eval()(held)
-            said.append(out["logits"] if isinstance(out, dict) else out)
-        model.train()
-        for number, (x, y) in enumerate(loader):
-            value, n = LOSSES[loss](model, x, y)
-            if prepared:
-                prepared.backward(value, n)
-            else:
-                value.backward()
-            total, weight = total + value.item(), weight + int(n)
-            if (number + 1) % every and number + 1 < len(loader):
-                continue
-            for param in model.parameters() if not prepared else ():
-                param.grad /= weight
-            if clip and prepared:
-                prepared.clip_grad_norm_(clip)
-            elif clip:
-                nn.utils.clip_grad_norm_(model.parameters(), clip)
-            optimizer.step()
-            scheduler.step()
-            losses.append(float(prepared.loss) if prepared else total / weight)
-            optimizer.zero_grad()
-            total, weight = 0.0, 0
-        if epoch == 0:  # there and back
-            state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
-            model.load_state_dict(state[0])
-            optimizer.load_state_dict(state[1])
-    assert all(type(one) is torch.Tensor for one in said)
-    return losses, weights_of(prepared or model), torch.stack(said)
+    data, model = (tokens, made(Words)) if loss in SEQUENCE else (fields, made(Fields))
+    return by_counts(plan, model, data(10), LOSSES[loss], data(3).tensors[0], every, clip, epochs=2)
 
 
 def on_ranks(plan: str | None, options: dict) -> tuple:
+    """Scripts on shares of positions equal one process."""
     return script(plan, **options)
 
 
@@ -177,11 +140,6 @@ EQUAL = [
         "cp_ulysses=2,dp_shard=2,zero=3,accumulate=2", {"loss": "shifted", "every": 2}, marks=pytest.mark.long
     ),
 ]
-
-
-@pytest.mark.parametrize(("plan", "options"), EQUAL, ids=lambda one: one if isinstance(one, str) else one["loss"])
-def test_scripts_on_shares_of_positions_equal_one_process(plan: str, options: dict, pool: RankPool) -> None:
-    check_equal(pool, on_ranks, plan, options)
 
 
 # --- what would differ is refused
@@ -221,22 +179,6 @@ def once(plan: str, case: str) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(
-    ("case", "kind", "words"),
-    [
-        ("levels", RefusedPlan, "unique.*test_prepare_positions.py, line"),
-        ("no field", RefusedPlan, "no dim of the batch can be cut as a field.*spatial="),
-        ("compiled", RefusedPlan, "the model is compiled"),
-        ("own term", RunError, "the loss of the same samples is .* on rank 0, .* on rank 1.*under domain0=2"),
-        ("penalty on gradients", RefusedPlan, "create_graph=True.*positions are cut"),
-        ("one rank", RunError, "rank [01] comes to .*every rank is needed"),
-    ],
-)
-def test_refused(case: str, kind: type[Exception], words: str, pool: RankPool) -> None:
-    with pytest.raises(kind, match=words):
-        pool.run(once, 2, "domain=2", case, timeout_s=60)
-
-
 def test_outputs_are_gathered_over_samples_or_cut_along_positions() -> None:
     model = nn.Linear(2, 2)
     given = (model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -264,11 +206,44 @@ def pair_of_models(plan: str | None, other: str | None = None) -> tuple:
     return losses, weights_of(first), weights_of(second)
 
 
-@pytest.mark.parametrize("plan", ["domain=2", "domain=2x2"])
-def test_what_one_model_gives_another_one_is_cut_over_the_same_axes(plan: str, pool: RankPool) -> None:
-    check_equal(pool, pair_of_models, plan)
+# --- all of them: a script, a plan, what it is given
 
 
-def test_a_model_under_another_plan_is_not_given_what_is_cut(pool: RankPool) -> None:
-    with pytest.raises(InputError, match="was cut over domain0 by another prepared model"):
-        pool.run(pair_of_models, 2, "domain=2", "domain=1x2")
+EQUAL: list[tuple] = [
+    (on_ranks, "domain=2", {"loss": "classes"}),
+    (on_ranks, "domain=1x2,dp_replicate=2", {"loss": "moments", "clip": 0.3}),
+    (on_ranks, "domain=2,dp_shard=2,zero=3", {"loss": "classes", "clip": 0.3}),
+    (on_ranks, "domain=1x2,zero=2,accumulate=2", {"loss": "unusual", "every": 2}),
+    (on_ranks, "domain=2,remat=full", {"loss": "penalty"}), (on_ranks, "domain=2,zero=1", {"loss": "penalty"}),
+    (on_ranks, "cp=2", {"loss": "shifted", "clip": 0.3}), (on_ranks, "cp=2,dp_replicate=2", {"loss": "masked"}),
+    (on_ranks, "cp_ulysses=2,zero=2", {"loss": "masked", "clip": 0.3}), (on_ranks, "cp=2,tp=2", {"loss": "shifted"}),
+    (on_ranks, "cp=2,position_chunks=2", {"loss": "shifted"}), (pair_of_models, "domain=2"),
+    
+]  # fmt: skip
+MORE_EQUAL: list[tuple] = [
+    (on_ranks, "domain=2x2,zero=1", {"loss": "moments"}),
+    (on_ranks, "cp_ulysses=2,dp_shard=2,zero=3,accumulate=2", {"loss": "shifted", "every": 2}),
+    (pair_of_models, "domain=2x2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "plan", "given"), script_cases(EQUAL, MORE_EQUAL))
+def test_a_script_equals_one_process(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
+    check_equal(pool, script, plan, *given)
+
+
+REFUSED: list[tuple] = [
+    (once, "domain=2", "levels", RefusedPlan, "unique.*test_prepare_positions.py, line"),
+    (once, "domain=2", "no field", RefusedPlan, "no dim of the batch can be cut as a field.*spatial="),
+    (once, "domain=2", "compiled", RefusedPlan, "the model is compiled"),
+    (once, "domain=2", "own term", RunError,
+     "the loss of the same samples is .* on rank 0, .* on rank 1.*under domain0=2"),
+    (once, "domain=2", "penalty on gradients", RefusedPlan, "create_graph=True.*positions are cut"),
+    (once, "domain=2", "one rank", RunError, "rank [01] comes to .*every rank is needed"),
+    (pair_of_models, "domain=2", "domain=1x2", InputError, "was cut over domain0 by another prepared model"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "plan", "given"), script_cases(REFUSED))
+def test_a_script_is_refused_with_its_line(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
+    check_refused(pool, script, plan, *given)

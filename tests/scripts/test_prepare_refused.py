@@ -8,7 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from small_scripts import adamw, back, batches, begin, check_equal, made, mse, net, samples, weights_of
+from small_scripts import (
+    adamw,
+    batches,
+    begin,
+    check_equal,
+    made,
+    mse,
+    net,
+    samples,
+    script_cases,
+    stepped,
+    weights_of,
+)
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -239,15 +251,8 @@ def unseeded(plan: str | None) -> tuple:
     prepared, model, optimizer, loader = begin(plan, model, batches(12))
     losses = []
     for x, y in loader:
-        optimizer.zero_grad()
-        losses.append(back(prepared, mse(model, x, y)))
-        optimizer.step()
+        losses.append(stepped(prepared, optimizer, mse(model, x, y)))
     return losses, weights_of(model)
-
-
-@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=3", "tp=2"])
-def test_weights_that_no_seed_made_alike_are_rank_0_s(plan: str, pool: RankPool) -> None:
-    check_equal(pool, unseeded, plan)
 
 
 def loads(plan: str, case: str) -> None:
@@ -437,3 +442,16 @@ def test_faults_meet_a_script_in_the_step_that_is_asked_for(plan: str, pool: Ran
     with faults.injected(*sleeps) as folder:
         assert pool.run(steps, 2, plan, str(tmp_path), timeout_s=60) == [6, 6]
         assert [len(list(folder.glob(f"fault-{n}-*"))) for n in range(len(POINTS))] == [count for *_, count in POINTS]
+
+
+# --- all of them: a script, a plan, what it is given
+
+
+EQUAL: list[tuple] = [
+    (unseeded, "dp_replicate=2"), (unseeded, "dp_shard=2,zero=1"), (unseeded, "dp_shard=2,zero=3"), (unseeded, "tp=2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "plan", "given"), script_cases(EQUAL))
+def test_a_script_equals_one_process(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
+    check_equal(pool, script, plan, *given)

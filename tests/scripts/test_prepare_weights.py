@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from expert_tasks import Net as ExpertNet
-from module_tasks import WIDTH
 from small_scripts import (
     adamw,
     back,
@@ -20,12 +18,13 @@ from small_scripts import (
     begin,
     check_equal,
     close,
-    made,
     momentum,
     mse,
     muon,
     net,
     samples,
+    script_cases,
+    stepped,
     weights_of,
 )
 from torch import nn
@@ -36,47 +35,6 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.look.first_samples import added_up
 from shardwise.ranks import RankPool
 from shardwise.step.loss import Loss
-
-
-def averaged(plan: str | None, optimizer_of: Any, experts: bool = False) -> tuple:
-    """Trains, averages its weights, returns to those of the first epoch, and trains on."""
-    model, data = net(), samples(12)
-    if experts:
-        x = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        model, data = made(ExpertNet), TensorDataset(x, x[:, :3])
-    average, options = copy.deepcopy(model), {"branches": "per_sample"} if experts else {}
-    loader = DataLoader(data, batch_size=4, shuffle=True)
-    prepared, model, optimizer, loader = begin(plan, model, loader, optimizer_of(model), **options)
-    torch.manual_seed(3)
-    losses, best = [], {}
-    for epoch in range(3):
-        for x, y in loader:
-            optimizer.zero_grad()
-            losses.append(back(prepared, mse(model, x, y)))
-            optimizer.step()
-            with torch.no_grad():
-                for mean, now in zip(average.parameters(), (prepared or model).parameters(), strict=True):
-                    mean.lerp_(now.to(mean.dtype), 0.2)
-        if epoch == 0:
-            best = weights_of(prepared or model)
-        if epoch == 1:
-            model.load_state_dict(best)
-    return losses, weights_of(prepared or model), weights_of(average)
-
-
-@pytest.mark.parametrize(
-    ("plan", "optimizer_of", "experts"),
-    [
-        ("dp_replicate=2", adamw, False),
-        ("dp_shard=2,zero=1", adamw, False),
-        ("dp_shard=2,zero=2", muon, False),
-        ("dp_shard=2,zero=3", muon, False),
-        ("tp=2,dp_shard=2,zero=3", adamw, False),
-        pytest.param("dp_shard=2,ep=2,zero=3", adamw, True, marks=pytest.mark.long),
-    ],
-)
-def test_weights_are_averaged_and_loaded(plan: str, optimizer_of: Any, experts: bool, pool: RankPool) -> None:
-    check_equal(pool, averaged, plan, optimizer_of, experts)
 
 
 def resumed(plan: str | None, when: str, optimizer_of: Any) -> tuple:
@@ -102,30 +60,9 @@ def resumed(plan: str | None, when: str, optimizer_of: Any) -> tuple:
             model.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
         for x, y in loader:
-            optimizer.zero_grad()
-            losses.append(back(prepared, mse(model, x, y)))
-            optimizer.step()
+            losses.append(stepped(prepared, optimizer, mse(model, x, y)))
     part = model.layers.state_dict(prefix="layers.")
     return losses, list(model.state_dict()), weights_of(model), {**part}, optimizer.state_dict()
-
-
-@pytest.mark.parametrize(
-    ("plan", "when", "optimizer_of"),
-    [
-        ("dp_replicate=2", "before", adamw),
-        ("dp_replicate=2", "later", adamw),
-        ("dp_shard=2,zero=1", "before", adamw),
-        ("dp_shard=2,zero=1", "after", momentum),
-        ("dp_shard=2,zero=2", "later", muon),
-        ("dp_shard=2,zero=3", "before", muon),
-        ("dp_shard=2,zero=3", "later", momentum),
-        ("tp=2", "before", momentum),
-        ("tp=2", "after", adamw),
-        ("tp=2,dp_shard=2,zero=3", "later", adamw),
-    ],
-)
-def test_states_go_in_and_out_whole(plan: str, when: str, optimizer_of: Any, pool: RankPool) -> None:
-    check_equal(pool, resumed, plan, when, optimizer_of)
 
 
 def loaded(plan: str) -> tuple[bool, bool]:
@@ -258,9 +195,7 @@ def interrupted(plan: str | None, folder: str, part: str) -> tuple:
         schedule.load_state_dict(told["schedule"])
     for epoch in range(start, 2):
         for number, (x, y) in enumerate(loader):
-            losses.append(back(prepared, mse(model, x, y)))
-            optimizer.step()
-            optimizer.zero_grad()
+            losses.append(stepped(prepared, optimizer, mse(model, x, y)))
             schedule.step()
             if part == "first" and (epoch, number) == (1, 1):
                 shardwise.save(prepared, folder, epoch=epoch, losses=losses, schedule=schedule.state_dict())
@@ -313,3 +248,20 @@ def test_sums_under_autocast_are_compared_as_its_dtype_rounds() -> None:
         assert added_up("sum", whole, 0.43, torch.float32) and not added_up("sum", whole, 1.4, torch.float32)
         assert not added_up("weight", whole, 5.4, torch.float32) and not added_up("sum", whole, 0.43, torch.float64)
     assert not added_up("sum", Loss(torch.tensor(0.4), 5.0), 0.43, torch.bfloat16)
+
+
+# --- all of them: a script, a plan, what it is given
+
+
+EQUAL: list[tuple] = [
+    (resumed, "dp_replicate=2", "before", adamw), (resumed, "dp_replicate=2", "later", adamw),
+    (resumed, "dp_shard=2,zero=1", "before", adamw), (resumed, "dp_shard=2,zero=1", "after", momentum),
+    (resumed, "dp_shard=2,zero=2", "later", muon), (resumed, "dp_shard=2,zero=3", "before", muon),
+    (resumed, "dp_shard=2,zero=3", "later", momentum), (resumed, "tp=2", "before", momentum),
+    (resumed, "tp=2", "after", adamw), (resumed, "tp=2,dp_shard=2,zero=3", "later", adamw),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "plan", "given"), script_cases(EQUAL))
+def test_a_script_equals_one_process(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
+    check_equal(pool, script, plan, *given)

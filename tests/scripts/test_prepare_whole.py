@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from small_scripts import back, batches, begin, check_equal, made, net, weights_of
+from small_scripts import back, batches, begin, check_equal, check_refused, made, script_cases, stepped, weights_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -25,40 +24,6 @@ def data(*shape: int) -> TensorDataset:
 # --- losses of whole batches
 
 
-class Scaled(nn.Module):
-    """Embeddings, and a learned temperature that belongs to no sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 4))
-        self.scale, self.shift = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(4))
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return F.normalize(self.net(x), dim=1), self.scale.exp()
-
-
-def paired(plan: str | None) -> tuple:
-    """A contrastive script: two views of each sample in one call, draws of its own, a weight that it reads itself."""
-    loader = DataLoader(data(13, 6), batch_size=5, shuffle=True)
-    prepared, model, optimizer, loader = begin(plan, made(Scaled), loader, loss_scope="global")
-    torch.manual_seed(7)
-    losses = []
-    for (x,) in loader:
-        mixed = 0.9 * x + 0.1 * x[torch.randperm(len(x))]
-        z, scale = model(torch.cat([x, mixed + 0.1 * torch.randn_like(x)]))
-        a, b = (z + model.shift).chunk(2)
-        loss = F.cross_entropy(a @ b.T * scale, torch.arange(len(x))) + 0.1 * model.shift.square().sum()
-        optimizer.zero_grad()
-        losses.append(back(prepared, loss))
-        if prepared:
-            prepared.clip_grad_norm_(0.5)
-            assert prepared.sum(float(len(x))) == [float(len(x))]
-        else:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-    return losses, weights_of(prepared or model)
-
-
 class Views(nn.Module):
     """Runs on a list of views, and gives the rows of all: one view after the other, and side by side."""
 
@@ -72,6 +37,7 @@ class Views(nn.Module):
 
 
 def viewed(plan: str | None) -> tuple:
+    """Losses of whole batches equal one process."""
     prepared, model, optimizer, loader = begin(plan, made(Views), batches(10), loss_scope="global")
     losses = []
     for x, y in loader:
@@ -79,48 +45,8 @@ def viewed(plan: str | None) -> tuple:
         one, two, _ = after.chunk(3)
         found = (beside.unflatten(0, (-1, 3)).mean(1) - y).square().mean()
         loss = found + F.cross_entropy(one @ two.T, torch.arange(len(x)))  # every sample beside every other
-        optimizer.zero_grad()
-        losses.append(back(prepared, loss))
-        optimizer.step()
+        losses.append(stepped(prepared, optimizer, loss))
     return losses, weights_of(prepared or model)
-
-
-def kept(plan: str | None) -> tuple:
-    """What is kept is of all samples: centers of classes, a teacher's center, a running mean, earlier outputs."""
-    teacher = copy.deepcopy(net())
-    prepared, model, optimizer, loader = begin(plan, net(), batches(16), loss_scope="global")
-    centers, center, reward = torch.zeros(3, 2).double(), torch.zeros(2).double(), 0.0
-    losses, outputs = [], list[torch.Tensor]()
-    for x, y in [*loader, *loader]:
-        out, of = model(x), (y[:, 0] * 3).long().clamp(0, 2)
-        with torch.no_grad():
-            shown = teacher(x)
-        loss = ((out - y).square().sum(1) * (y[:, 0] - reward)).mean() + 0.1 * (out - centers[of]).square().mean()
-        loss = loss - ((shown - center).softmax(-1) * out.log_softmax(-1)).sum(-1).mean()
-        loss = loss + sum((out - one).square().mean() for one in outputs[-1:])
-        for c in of.unique():
-            centers[c] += 0.5 * (out[of == c].detach().mean(0) - centers[c])
-        center, reward = center * 0.9 + shown.mean(0) * 0.1, 0.9 * reward + 0.1 * y[:, 0].mean().item()
-        outputs.append(out.detach()[:1])
-        optimizer.zero_grad()
-        losses.append(back(prepared, loss))
-        optimizer.step()
-    return losses, weights_of(model)
-
-
-@pytest.mark.parametrize(
-    ("script", "plan"),
-    [
-        (paired, "dp_replicate=2"),
-        (paired, "dp_shard=4,zero=2"),
-        (paired, "dp_replicate=2,dp_shard=2,zero=1"),
-        (viewed, "dp_shard=2,zero=2"),
-        (viewed, "dp_replicate=3"),
-        (kept, "dp_shard=2,zero=2"),
-    ],
-)
-def test_losses_of_whole_batches_equal_one_process(script: Any, plan: str, pool: RankPool) -> None:
-    check_equal(pool, script, plan)
 
 
 # --- models that mix samples
@@ -168,24 +94,6 @@ def queued(plan: str | None, writes: bool = False, scope: Any = "model") -> tupl
     return losses, weights_of(model)
 
 
-@pytest.mark.parametrize(
-    ("plan", "writes"),
-    [
-        ("dp_shard=2,zero=3", False),
-        *(pytest.param(f"dp_shard=2,zero={zero}", False, marks=LONG) for zero in (1, 2)),
-        *(pytest.param(f"dp_shard=2,zero={zero}", True, marks=LONG) for zero in (2, 3)),
-    ],
-)  # fmt: skip
-def test_a_queue_in_the_forward_is_one_process_s(plan: str, writes: bool, pool: RankPool) -> None:
-    check_equal(pool, queued, plan, writes)
-
-
-@pytest.mark.long
-def test_a_model_that_mixes_samples_is_told_how(pool: RankPool) -> None:
-    with pytest.raises(RefusedPlan, match='loss_scope="model"'):
-        pool.run(queued, 2, "dp_replicate=2", False, "sample")
-
-
 class Learner(nn.Module):
     """Repeated blocks, which compute with their own weights or with those that they are given."""
 
@@ -216,18 +124,36 @@ def adapted(plan: str | None, recorded: bool) -> tuple:
             slopes = torch.autograd.grad(model(of_support, fast).square().mean(), own, create_graph=recorded)
             fast = [w - 0.1 * s for w, s in zip(fast, slopes, strict=True)]
             outer = outer + (model(of_query, fast) - of_query.roll(1, 1)).square().mean()
-        optimizer.zero_grad()
-        losses.append(back(prepared, outer / len(tasks)))
-        optimizer.step()
+        losses.append(stepped(prepared, optimizer, outer / len(tasks)))
     return losses, weights_of(model)
 
 
-@pytest.mark.parametrize(
-    ("plan", "recorded"),
-    [
-        ("dp_shard=2,zero=3", True),
-        *(pytest.param(f"dp_shard=2,zero={zero}", zero == 1, marks=LONG) for zero in (1, 3)),
-    ],
-)
-def test_inner_steps_with_weights_of_their_own_equal_one_process(plan: str, recorded: bool, pool: RankPool) -> None:
-    check_equal(pool, adapted, plan, recorded)
+# --- all of them: a script, a plan, what it is given
+
+
+EQUAL: list[tuple] = [
+    (viewed, "dp_shard=2,zero=2"), (viewed, "dp_replicate=3"), (queued, "dp_shard=2,zero=3", False),
+    (adapted, "dp_shard=2,zero=3", True),
+]  # fmt: skip
+MORE_EQUAL: list[tuple] = [
+    (queued, "dp_shard=2,zero=1", False), (queued, "dp_shard=2,zero=2", False), (queued, "dp_shard=2,zero=2", True),
+    (queued, "dp_shard=2,zero=3", True), (adapted, "dp_shard=2,zero=1", True), (adapted, "dp_shard=2,zero=3", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "plan", "given"), script_cases(EQUAL, MORE_EQUAL))
+def test_a_script_equals_one_process(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
+    check_equal(pool, script, plan, *given)
+
+
+REFUSED: list[tuple] = [
+
+]  # fmt: skip
+MORE_REFUSED: list[tuple] = [
+    (queued, "dp_replicate=2", False, "sample", RefusedPlan, 'loss_scope="model"'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "plan", "given"), script_cases(REFUSED, MORE_REFUSED))
+def test_a_script_is_refused_with_its_line(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
+    check_refused(pool, script, plan, *given)

@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+import unlike_tasks
 from torch import Tensor, nn
 
 from shardwise.errors import InputError
@@ -366,3 +367,18 @@ class Sizes(nn.Module):
 
 def test_a_fingerprint_does_not_depend_on_addresses() -> None:
     assert len({build(Sizes, 0).fingerprint() for _ in range(4)}) == 1
+
+
+@pytest.mark.parametrize("name", ["own_generator", "own_generator_small", "loaded", "loaded_from_file", "half_loaded"])
+def test_weights_are_those_of_the_plain_constructor(name: str) -> None:
+    model = getattr(unlike_tasks, name)().model
+    built, plain = build(model, 0), dict(model().named_parameters())
+    assert all(torch.equal(built.value(path), value) for path, value in plain.items())
+    assert bool(built.notice) == (name in ("loaded_from_file", "half_loaded"))
+
+
+def test_generators_in_other_states_are_told_apart() -> None:
+    def printed(seed: int) -> int:
+        return build(lambda: unlike_tasks.drawn_by(seed), 0).fingerprint()
+
+    assert printed(1) == printed(1) != printed(2)
