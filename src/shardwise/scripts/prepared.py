@@ -138,7 +138,7 @@ def prepare(
     model = with_own(model, optimizer)
     check_given(model, optimizer, plan, randomness, loss_scope)
     join_ranks(plan)
-    options = Options(
+    options = PrepareOptions(
         plan, randomness, branches, reads, batch_dim, seed, device_of(model, device), check_loss, spatial, loss_scope,
         thaws,
     )  # fmt: skip
@@ -165,7 +165,7 @@ def _refuse_twice(model: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Options:
+class PrepareOptions:
     """What `prepare` was told beside the script's objects."""
 
     plan: Plan
@@ -184,7 +184,7 @@ class Options:
 class Prepared(Stepping):
     """A script's model, optimizer and loader on this rank. Made by `prepare`; unpacks into the three."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, loader: Any, options: Options) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, loader: Any, options: PrepareOptions) -> None:
         self.plan = plan = with_dtype(options.plan, model)
         self.model, self._options = model, options
         self._copied_from: Engine | None = None
