@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from shardwise.device import current_device, generators
 from shardwise.errors import RefusedPlan
@@ -192,20 +192,33 @@ class SampleDraws(TorchFunctionMode):
         if found_part is None:
             return func(*args, **kwargs)
         part = found_part
-        rows, low, total = part.count, part.start, part.total
+        rows, total = part.count, part.total
         if rows == total:  # positions alone are cut
             if self.inside and not self.followed and any(isinstance(arg, Part) for arg in args):
                 self.followed = str(func.overloadpacket).removeprefix("aten.")
             with draws_of_one_process():
                 return func(*args, **kwargs)
+        if func.overloadpacket is torch.ops.aten.randperm and named["n"] == rows:
+            raise RefusedPlan(_MIXES)
+        if _is_off(func, named):
+            return func(*args, **kwargs)
+        return self._drawn_for_all(func, args, kwargs, part, sized)
+
+    def _drawn_for_all(self, func: Any, args: tuple, kwargs: dict, part: Share, sized: set[str]) -> Any:
+        """Returns this rank's rows of what the operation draws for all samples of the batch."""
+        rows, low, total = part.count, part.start, part.total
+        names = [argument.name for argument in func._schema.arguments]
+        named = _named_arguments(func, args, kwargs)
+        of_classes = named.get("num_samples") == rows and named["self"].dim() == 1  # one for each sample
+        if of_classes and self._seen_at((rows,), rows) != -1:
+            with draws_of_one_process():
+                return _rows_of(func(**named | {"num_samples": total}), 0, part)
         counted: list[int] = []  # the dims that count samples
 
         def size(value: Any) -> Any:
             at = self._place(value, rows) if isinstance(value, list | tuple) else None
-            if at is None:
-                return value
-            counted.append(at)
-            return [*value[:at], total, *value[at + 1 :]]
+            counted.extend(() if at is None else (at,))
+            return value if at is None else [*value[:at], total, *value[at + 1 :]]
 
         def whole(tensor: torch.Tensor) -> torch.Tensor:
             at = self._place(tensor.shape, rows)
@@ -214,16 +227,6 @@ class SampleDraws(TorchFunctionMode):
             counted.append(at)
             return _among(tensor, at, low, total)
 
-        if func.overloadpacket is torch.ops.aten.randperm and named["n"] == rows and total > rows:
-            raise RefusedPlan(_MIXES)
-        if _is_off(func, named):
-            return func(*args, **kwargs)
-        of_classes = named.get("num_samples") == rows and named["self"].dim() == 1  # one for each sample
-        if of_classes and self._seen_at((rows,), rows) != -1:
-            counted.append(0)
-            named["num_samples"] = total
-            with draws_of_one_process():
-                return func(**named)[_rows(0, low, rows)].clone()
         wide_args = [size(value) if name in sized else value for name, value in zip(names, args, strict=False)]
         wide_args, wide_kwargs = tree_map_only(torch.Tensor, whole, (wide_args, dict(kwargs)))
         if not counted:
@@ -239,13 +242,7 @@ class SampleDraws(TorchFunctionMode):
         if func._schema.is_mutable:
             args[0].copy_(wide_args[0][_rows(counted[0], low, rows)])
             return args[0]
-
-        def mine(value: Any) -> Any:
-            if isinstance(value, torch.Tensor) and value.dim() > counted[0] and value.shape[counted[0]] == total:
-                return value[_rows(counted[0], low, rows)].clone()
-            return value
-
-        return tree_map(mine, output)
+        return _rows_of(output, counted[0], part)
 
     def _place(self, shape: Any, rows: int) -> int | None:
         """The dim that counts this rank's samples."""
@@ -345,6 +342,16 @@ def _is_switched_off(kwargs: dict) -> bool:
 def _rows(dim: int, low: int, count: int) -> tuple[slice, ...]:
     """An index: `count` from `low` on along `dim`."""
     return (*[slice(None)] * dim, slice(low, low + count))
+
+
+def _rows_of(output: Any, dim: int, part: Share) -> Any:
+    """Copies of the rows of `part`, of each tensor that has all samples along `dim`."""
+
+    def mine(tensor: torch.Tensor) -> torch.Tensor:
+        has_all = tensor.dim() > dim and tensor.shape[dim] == part.total
+        return tensor[_rows(dim, part.start, part.count)].clone() if has_all else tensor
+
+    return tree_map_only(torch.Tensor, mine, output)
 
 
 def _in_backward() -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakSet
@@ -138,12 +139,12 @@ def prepare(
     model = with_own(model, optimizer)
     check_given(model, optimizer, plan, randomness, loss_scope)
     join_ranks(plan)
-    given = (
+    options = PrepareOptions(
         plan, randomness, branches, reads, batch_dim, seed, device_of(model, device), check_loss, spatial, loss_scope,
         thaws,
     )  # fmt: skip
     with torch.device("cpu"):  # not torch's default: what is made here says where it lies
-        prepared = Prepared(model, optimizer, loader, *given)
+        prepared = Prepared(model, optimizer, loader, options)
     if device is None and on_host(prepared.mesh.device) and accelerator() is not None:
         prepared._notices.say([ON_THE_HOST])
     if proof is None and prepared.mesh.world.size > 1 and (script := script_under_way()) is not None:
@@ -164,31 +165,44 @@ def _refuse_twice(model: Any) -> None:
         )
 
 
+@dataclass(frozen=True)
+class PrepareOptions:
+    """What `prepare` was told beside the script's objects."""
+
+    plan: Plan
+    randomness: Randomness
+    branches: Literal["same", "per_sample"]
+    reads: Reads
+    batch_dim: int | None
+    seed: int
+    device: torch.device
+    check_loss: bool
+    spatial: Domain | None
+    loss_scope: Literal["sample", "global", "model"]
+    thaws: bool
+
+
 class Prepared(Stepping):
     """A script's model, optimizer and loader on this rank. Made by `prepare`; unpacks into the three."""
 
-    def __init__(
-        self, model: nn.Module, optimizer: Optimizer, loader: Any, plan: Plan, randomness: str, branches: Any,
-        reads: Reads, batch_dim: int | None, seed: int, device: torch.device, check_loss: bool,
-        spatial: Domain | None, loss_scope: str, thaws: bool,
-    ) -> None:  # fmt: skip
-        self.plan = plan = with_dtype(plan, model)
-        self.model = model
+    def __init__(self, model: nn.Module, optimizer: Optimizer, loader: Any, options: PrepareOptions) -> None:
+        self.plan = plan = with_dtype(options.plan, model)
+        self.model, self._options = model, options
         self._copied_from: Engine | None = None
         self._whole_weights: WholeWeights | None = None
         self._copies = Copies(model, self)
-        self.mesh = on_common_axes(build_mesh(plan, device))
-        self.seed, self.branches, self._spatial = seed, branches, spatial
-        named = [*model.named_parameters()] if thaws else trainable(model)
+        self.mesh = on_common_axes(build_mesh(plan, options.device))
+        self.seed = options.seed
+        named = [*model.named_parameters()] if options.thaws else trainable(model)
         self._shapes = {name: p.shape for name, p in named if p.is_floating_point() or p.is_complex()}
         self._kinds = {name: (param.shape, param.is_complex()) for name, param in named}
         self._shares = plan.tp > 1 or plan.ep > 1
         self._take(optimizer)
-        leader = leader_of(loader, self.mesh, randomness, loss_scope)
-        self.calls = Calls(model, self.mesh, randomness, seed, leader, check=check_loss, loss_scope=loss_scope)
-        reads = "part" if reads == "auto" and randomness == "fast" else reads
-        self._batch_dim, self._reads = batch_dim, reads
-        self.loader = self._cut(loader, self.calls, reads) if leader is None else loader
+        scope, randomness = options.loss_scope, options.randomness
+        leader = leader_of(loader, self.mesh, randomness, scope)
+        self.calls = Calls(model, self.mesh, randomness, self.seed, leader, check=options.check_loss, loss_scope=scope)
+        self._reads: Reads = "part" if options.reads == "auto" and randomness == "fast" else options.reads
+        self.loader = self._cut(loader, self.calls, self._reads) if leader is None else loader
         if loader is None:
             self.calls.begin_unfed()
         self._begin()
@@ -200,7 +214,7 @@ class Prepared(Stepping):
         self._notices = self.calls.notices
         world = self.mesh.world
         self._pieces = holds_pieces(plan) and world.size > 1
-        self.meeting = Meeting(world, device) if world.size > 1 else None
+        self.meeting = Meeting(world, options.device) if world.size > 1 else None
         self.pending: Path | None = None  # a checkpoint that is loaded once the weights are in place
         self._hook_optimizer()
         self.side = side_of(self, loader, recorder())
@@ -223,11 +237,10 @@ class Prepared(Stepping):
 
     def _adopt(self, engine: Engine, before: States) -> None:
         """Point the optimizer at this rank's pieces; `before` is the state that it has. Collective."""
-        mesh, plan, optimizer = self.mesh, self.plan, self.optimizer
+        plan, optimizer = self.plan, self.optimizer
         engine.state.owners = optimizers.adopt(
-            optimizer, self._groups, self.all_names, engine.technique, engine.state.names, self._shapes, mesh.shard,
-            self._nature, zero=plan.sharded, whole=not holds_pieces(plan),
-        )  # fmt: skip
+            optimizer, self._groups, self.all_names, engine, self._shapes, self._nature, whole=not holds_pieces(plan)
+        )
         engine.state.optimizer, engine.state.needs_closure = optimizer, self._nature.needs_closure
         if before and holds_pieces(plan):
             put(engine.state, optimizer, before)
@@ -319,7 +332,7 @@ class Prepared(Stepping):
             same_given("prepare: the optimizer's state", before, mesh.world, mesh.device)
         with generators_kept(), thawed(model, self._shapes), self.calls.entries.paused():
             self._engine = engine = make_engine(
-                model, plan, mesh, self.branches, self.seed, self._spatial, call, samples
+                model, plan, mesh, self._options.branches, self.seed, self._options.spatial, call, samples
             )
             self._adopt(engine, before)
         for child, mode in training.items():
@@ -420,7 +433,7 @@ class Prepared(Stepping):
 
     def _cut(self, loader: Any, events: Events | None, reads: Reads) -> PartLoader:
         place = (0, 1) if self.calls.whole is not None else (self.mesh.data.index, self.mesh.data.size)
-        return PartLoader(OwnBatches() if loader is None else loader, *place, events, reads, self._batch_dim)
+        return PartLoader(OwnBatches() if loader is None else loader, *place, events, reads, self._options.batch_dim)
 
     @property
     def rank(self) -> int:

@@ -41,6 +41,7 @@ from shardwise.scripts.gradient_arrivals import techniques_of
 from shardwise.scripts.guard import OUTSIDE, READ, TAKEN, mark_like, reads_values, writes_into
 from shardwise.scripts.script_lines import names_line
 from shardwise.scripts.state import put, share_of
+from shardwise.scripts.whole_in_graphs import BesideForward, OfPieces
 from shardwise.trace.leaves import replaced, tensors_in
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class WholeWeight(nn.Parameter):
         """Raise `InputError` where gradients were not asked for: None would pass for a parameter without one."""
         known = self.__dict__.get("_whole_weights")
         weights = known() if known is not None else None
-        if weights is not None and not weights.answers_itself and not weights.has_gradients:
+        if weights is not None and not weights.answers_itself and not (weights.is_open and weights.asked[0]):
             names_line(_refuse_gradient)()
 
     @classmethod
@@ -119,7 +120,7 @@ class WholeWeights:
         self._standing: dict[str, WholeWeight] = {}
         self._seen: dict[str, torch.Tensor] = {}  # by name, what the script finds in its modules
         self._gradients: dict[str, torch.Tensor | None] = {}  # whole ones, as they were handed out
-        self._asked = (False, False)  # for gradients, for the optimizer's state
+        self.asked = (False, False)  # for gradients, for the optimizer's state
         self._places: Any = []  # (parameters of a module, name, the piece that stands there)
         self._groups: list[list[Any]] = []  # the optimizer's pieces
         self._technique_of = {
@@ -144,11 +145,6 @@ class WholeWeights:
         """Whether it is not the script's own code that asks: stand-ins are filled, or the engine reads."""
         script = self._prepared()
         return self._fills or script is None or script._gate.is_open
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether stand-ins have the whole gradients."""
-        return self.is_open and self._asked[0]
 
     def meta(self, param: torch.Tensor) -> torch.Tensor:
         """Returns a tensor on the meta device of the whole weight's shape and dtype."""
@@ -257,8 +253,8 @@ class WholeWeights:
         gathered = self._gathered(piece) if script.calls.on_every_rank else None
         if gathered is not None:
             script.calls.records()
-            return _Beside.apply(gathered, values)
-        whole: torch.Tensor = _Whole.apply(piece, values, self)
+            return BesideForward.apply(gathered, values)
+        whole: torch.Tensor = OfPieces.apply(piece, values, self)
         return with_summed_gradient(whole, (*script.calls.counted_once, *script.mesh.inner))
 
     @torch.no_grad()
@@ -301,7 +297,7 @@ class WholeWeights:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Context: within an open `whole()` the plan itself runs (a step), and stand-ins follow it. Collective."""
-        asked = self._asked
+        asked = self.asked
         self._end()
         yield
         self._open(*asked)
@@ -312,7 +308,7 @@ class WholeWeights:
             raise InputError("prepared.whole() within prepared.whole(): everything is whole already")
         if not script.calls.is_outside:
             raise InputError("prepared.whole() within the model's forward or a backward: call it after them")
-        self._asked = (grads, state)
+        self.asked = (grads, state)
         script.meet("prepared.whole()")
         script.compare()
         with script._reading():
@@ -388,7 +384,7 @@ class WholeWeights:
         for group, names in zip(optimizer.param_groups, script.all_names, strict=True):
             group["params"] = [seen[name] for name in names]
         self._own_state: Any = optimizer.state
-        if self._asked[1]:
+        if self.asked[1]:
             rest = {key: value for key, value in self._own_state.items() if not isinstance(key, torch.Tensor)}
             whole = {seen[name]: dict(state) for name, state in states.items() if state}
             optimizer.state = defaultdict(dict, {**whole, **rest})
@@ -416,7 +412,7 @@ class WholeWeights:
     @torch.no_grad()
     def _take(self, states: Any) -> None:
         """Let each rank take its pieces of what the script has changed, alike on all. Collective."""
-        script, (grads, state) = self._script, self._asked
+        script, (grads, state) = self._script, self.asked
         weights = {name: tensor.data for name, tensor in self._standing.items()}
         after = {name: tensor.grad for name, tensor in self._standing.items()} if grads else {}
         named = {self._name_of(key): value for key, value in states.items()} if state else {}
@@ -450,28 +446,3 @@ class WholeWeights:
         own = self._state.module.state_dict(keep_vars=True)
         names = {key: self.names.get(id(value), "") for key, value in own.items()}
         return {key: weights[name] for key, name in names.items() if name in weights}
-
-
-class _Whole(torch.autograd.Function):
-    """A whole weight; each rank takes its piece of what comes back."""
-
-    @staticmethod
-    def forward(ctx: Any, piece: torch.Tensor, values: torch.Tensor, weights: WholeWeights) -> torch.Tensor:
-        ctx.piece, ctx.weights = piece, weakref.ref(weights)  # a script keeps its last loss, and not its run
-        return values.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor):
-        return ctx.weights().cut(ctx.piece, gradient), None, None
-
-
-class _Beside(torch.autograd.Function):
-    """A whole weight, in graphs that come to the gathered weight as the forward's do."""
-
-    @staticmethod
-    def forward(ctx: Any, gathered: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        return values.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor):
-        return gradient, None
