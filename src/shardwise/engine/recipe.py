@@ -21,6 +21,7 @@ from shardwise.engine.materialise import (
     fill_only,
     fill_parameters,
     hold_recurrent,
+    told_of_drawn,
 )
 from shardwise.engine.tensor import cut_tensors
 from shardwise.errors import InputError, RefusedPlan
@@ -92,7 +93,7 @@ def apply_plan(
     built, value_of = build_everywhere(task, seed, mesh.world, mesh.device, own=few is None)
     module = built.module
     hold_recurrent(module)  # before anything else runs it
-    notices = [built.notice] if built.notice else []
+    notices = [built.notice] if built.notice else told_of_drawn(built)
     refuse(module, plan)
     refuse_scripted(module, plan)
     # Found by names alone, at no cost; whether it does takes a forward.
@@ -324,7 +325,7 @@ def _full_shard(
     """Returns the technique of zero=3: units of FSDP2, and beside them experts and the parameters `kept` whole."""
     spread = set(experts.experts) - absent if experts is not None else set()
     elsewhere = absent | spread | kept
-    empty_parameters(module, precision.master, mesh.device, elsewhere)
+    empty_parameters(module, precision, mesh.device, elsewhere)
     units = [module.get_submodule(path) for path in paths]
     sharded = FullShard(module, units, mesh, precision, elsewhere, order)
     sharded.materialise(value_of, mesh.device)

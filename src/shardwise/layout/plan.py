@@ -230,7 +230,7 @@ class Plan:
         names = {f.name for f in fields(cls)}
         unknown = [k for k in values if k not in names]
         if unknown:
-            raise InputError("; ".join(f"plan: unknown key {k!r}{nearest_key(k)}" for k in unknown))
+            raise InputError("; ".join(f"plan: unknown key {k!r}{nearest_key(k, str(values[k]))}" for k in unknown))
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}  # TOML and JSON have lists
         for name, value in values.items():
             if isinstance(value, str) and name in ("domain", "zero", "deterministic", *FLAGS, *DEGREES):
@@ -367,9 +367,12 @@ def no_pair(part: str, text: str) -> str:
     return f"expected key=value, got {part!r} in {text!r}{advice}"
 
 
-def nearest_key(word: str) -> str:
+def nearest_key(word: str, value: str = "") -> str:
     """Returns what follows a word that is no key: the one that is meant, or all there are."""
-    if (ours := ours_of(word)) is not None:
+    key = next((name for name, choices in CHOICES.items() if word in choices), None)
+    if key is not None and value.lower() in ("true", "1"):
+        return f"; write {key}={word}"
+    if (ours := ours_of(word, value)) is not None:
         return f"; that is {ours} here" if "=" in ours else f": {ours}"
     names = [field.name for field in fields(Plan)]
     return did_you_mean(word.lower(), sorted(names)) or f" (known: {', '.join(names)})"

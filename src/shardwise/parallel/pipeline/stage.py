@@ -23,6 +23,10 @@ not would show in the loss.
 Where the plan cuts positions too, a stage is sent its rank's share, and results that are made up are cut as those of
 the call were when the whole forward was rehearsed.
 
+New modules for the stages would need the forward rewritten or traced, and fail on code that branches, builds masks or
+ties weights. torch.distributed.pipelining has such stages, and its zero-bubble backward writes gradients past the
+hooks on which data parallelism hangs.
+
 What this does not do: help a forward whose caller looks at values of what a stage does not have; `cuts` refuses it.
 """
 
