@@ -71,6 +71,7 @@ WITHIN = {
     ("training", "checkpoint"): "floor 7 has an order: data, observe, checkpoint, training, proof",
     ("proof", "data"): "floor 7 has an order: data, observe, training, proof",
     ("proof", "observe"): "floor 7 has an order: data, observe, training, proof",
+    ("proof", "checkpoint"): "a proof reads the checkpoint of the run that it proves",
     ("proof", "training"): "floor 7 has an order: data, observe, training, proof",
 }
 SHARED = "parallel.slots"  # what every technique offers; the only room its siblings may import
