@@ -52,7 +52,7 @@ def verify(
     """
     # here and below imported late: `import shardwise` does not import torch
     from shardwise.device import check_device, check_own_backend
-    from shardwise.engine.samples import check_data
+    from shardwise.look.samples import check_data
     from shardwise.proof.settings import Settings
 
     if steps < 1:
@@ -182,7 +182,7 @@ def _refuse_half(task: Task, settings: Any) -> None:
     import torch
     from torch.utils._pytree import tree_leaves
 
-    from shardwise.engine.alone import Untried, told_alone
+    from shardwise.look.one_process import Untried, told_alone
     from shardwise.precision import Precision
     from shardwise.proof.settings import global_batch
 
@@ -201,8 +201,8 @@ def _refuse_half(task: Task, settings: Any) -> None:
 def _blamed(task: Task, settings: Any, error: Exception) -> ShardwiseError:
     """Returns what to raise where the oracle fails: `InputError` if a plain PyTorch step fails on the batch too."""
     from shardwise.device import pick_device
-    from shardwise.engine.alone import cured, failure_alone, reason
-    from shardwise.engine.room import is_out_of_memory
+    from shardwise.look.memory_limits import is_out_of_memory
+    from shardwise.look.one_process import cured, failure_alone, reason
     from shardwise.precision import Precision
     from shardwise.proof.settings import global_batch
 

@@ -23,7 +23,6 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from shardwise.data.order import Order
-from shardwise.engine.groups import named_groups
 from shardwise.errors import RefusedPlan
 from shardwise.proof.oracle import needs_closure, plain_module
 from shardwise.proof.settings import Settings
@@ -32,6 +31,7 @@ from shardwise.random import BatchDims, GlobalRandom, Samples
 from shardwise.random.reading import drawing
 from shardwise.step.batching import samples_in, slice_samples
 from shardwise.step.loss import read_loss
+from shardwise.step.task_optimizer import named_groups
 from shardwise.task import Task
 from shardwise.trace.double import KeepDouble, default_dtype
 

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 
 from shardwise.config import Effective
-from shardwise.engine.groups import named_groups
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import check
 from shardwise.layout.dealing import cut
@@ -36,6 +35,7 @@ from shardwise.proof.plain_run import RunRecord, RunSettings, plain_run
 from shardwise.proof.saved import compare_saved, read_saved
 from shardwise.proof.settings import LEAST_EPS, Settings, raise_eps
 from shardwise.proof.visited import starts_of, visiting
+from shardwise.step.task_optimizer import named_groups
 from shardwise.task import Source, Task
 from shardwise.trace.double import KeepDouble, as_written, default_dtype
 from shardwise.training.job import Job, make_job

@@ -1,4 +1,9 @@
-"""`RankPool`: rank processes that are started once and serve many short runs."""
+"""`RankPool`: rank processes that are started once and serve many short runs.
+
+torch keeps meshes, classes and plans of communication in tables of its own, which hold process groups and their
+threads. They are emptied after each job, hooks hold weak references, and what a job imported is set aside, so that a
+collection costs little. An engine that is closed ends its own groups.
+"""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def _perform(job: RankCall) -> Report:
         if record is not None:
             record.ended(False)
         # a half-made group leaves torch counting groups from another number than its peers
-        return Report(None, _describe(job.rank, error), spent=not opened)
+        return Report(None, describe(job.rank, error), spent=not opened)
 
 
 def _watched(job: RankCall) -> RankRecord | None:
@@ -254,7 +254,8 @@ def _forget_meshes() -> None:
     torch._dynamo.reset()
 
 
-def _describe(rank: int, error: BaseException) -> Failure:
+def describe(rank: int, error: BaseException) -> Failure:
+    """Returns an exception of a rank as a failure, for its caller to raise."""
     at = time.monotonic()
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
