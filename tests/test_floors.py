@@ -75,6 +75,7 @@ WITHIN = {
     ("training", "checkpoint"): "floor 7 has an order: data, observe, checkpoint, training, proof",
     ("proof", "data"): "floor 7 has an order: data, observe, training, proof",
     ("proof", "observe"): "floor 7 has an order: data, observe, training, proof",
+    ("proof", "checkpoint"): "a proof reads the checkpoint of the run that it proves",
     ("launch", "training"): "a job's hours are those of the run that `train` would settle",
     ("proof", "training"): "floor 7 has an order: data, observe, training, proof",
 }

@@ -44,7 +44,9 @@ def test_a_run_equals_a_plain_loop(plan: str, values: dict, pool: RankPool) -> N
     parity = proof(plan, pool, **values)
     assert parity.parity, parity.text()
     assert ("eval_metric/accuracy" in parity.text()) == ("eval_every" not in values)
-    assert len(parity.parameter_error) == 22 and "weights at the end and their averages" in parity.text()
+    assert len([name for name in parity.parameter_error if not name.startswith("checkpoint's")]) == 22
+    assert len(parity.parameter_error) == 41 and len(parity.optimizer_error) == 16  # with the checkpoint's
+    assert "weights at the end and their averages" in parity.text()
 
 
 # --- the source itself is read: its order, its tiles
@@ -157,3 +159,42 @@ def test_a_proof_that_sees_no_epoch_s_end_says_so(pool: RankPool) -> None:
     given = [Given("plan", "dp_replicate=2", "the test")]
     parity = verify_run(load(CONFIG, values=given), steps=2, pool=pool, timeout_s=60)
     assert parity.parity and "do not reach the end of the first epoch" in parity.text()
+
+
+# --- checkpoints by meaning: labels that are wrong, and that the plan which wrote them would read back as they were
+
+
+PIECES = "shardwise.checkpoint.holdings:"
+
+
+@pytest.mark.parametrize(("where", "old", "new", "plan"), [
+    ("share_of", "cut.owners.indices(axis.index)", "cut.owners.indices(axis.size - 1 - axis.index)", "tp=2"),
+    ("trained_piece", "start = view.storage_offset()", "start = share.numel() - view.numel() - view.storage_offset()",
+     "dp_shard=2,zero=2"),
+    ("averages", "yield Holding(f\"ema/{name}\", pieces[name][0], average)",
+     "yield Holding(f\"ema/{name}\", *pieces[name])", "dp_replicate=2"),
+], ids=["halves of tp are swapped", "pieces of zero are dealt backwards", "weights stand for averages"])  # fmt: skip
+def test_a_checkpoint_with_wrong_labels_is_found(where: str, old: str, new: str, plan: str, pool: RankPool) -> None:
+    parity = proof(plan, BuggyPool(pool, Bug("", PIECES + where, old, new, "", plan)), eval_every=0)
+    assert not parity.equal
+    wrong = [name for kind in ("parameter", "optimizer") for name, error in parity.errors(kind).items()
+             if error > parity.bar(kind, name)]  # fmt: skip
+    assert (wrong or parity.differences) and all(name.startswith("checkpoint's") for name in wrong)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_experts_that_are_labelled_as_the_other_ranks_are_found(wrong: bool, pool: RankPool, tmp_path: Path) -> None:
+    config = tmp_path / "experts.toml"
+    config.write_text('[task]\nname = "shardwise.models.tasks:moe"\n[train]\nsteps = 3\n')
+    effective = load(config, values=[Given("plan", "dp_shard=2,ep=2,precision=fp64", "the test")])
+    bug = Bug("", f"{PIECES}share_of", "shape[0], engine.state.experts.axis.index",
+              "shape[0], 1 - engine.state.experts.axis.index", "", "")  # fmt: skip
+    parity = verify_run(effective, pool=BuggyPool(pool, bug) if wrong else pool, steps=3, timeout_s=100)
+    assert parity.equal != wrong, parity.text()
+
+
+def test_a_checkpoint_that_goes_on_elsewhere_is_found(pool: RankPool) -> None:
+    old, new = '"position": self._position', '"position": self._position + 8'
+    bug = Bug("", "shardwise.data.loader:Loader.state_dict", old, new, "", "")
+    parity = proof("dp_replicate=2", BuggyPool(pool, bug), eval_every=0)
+    assert any("goes on with sample" in told for told in parity.differences)

@@ -88,9 +88,9 @@ def refuse_shared_devices(device: torch.device) -> None:
     # ranks that NCCL takes for hosts of their own may share a device
     mine = [device_uuid(device), os.environ.get("NCCL_HOSTID", "")]
     for rank, (uuid, host) in enumerate(gather_json(mine, everybody(), CPU)):
-        if uuid is not None and at.setdefault(f"{uuid} {host}", rank) != rank:
+        if uuid is not None and (first := at.setdefault(f"{uuid} {host}", rank)) != rank:
             raise InputError(
-                f"ranks {at[uuid]} and {rank} have one accelerator, over which they cannot send each other anything: "
+                f"ranks {first} and {rank} have one accelerator, over which they cannot send each other anything: "
                 "start as many ranks on each host as it has accelerators. `shardwise train` and `shardwise run` may "
                 "start more (--nproc): those meet through the host's memory"
             )

@@ -70,6 +70,11 @@ class RunRecord:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     averages: dict[str, torch.Tensor] = field(default_factory=dict)
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
+    # the checkpoint of a run at its end; of the plain loop what one should hold
+    saved: dict[str, torch.Tensor] = field(default_factory=dict)
+    saved_averages: dict[str, torch.Tensor] = field(default_factory=dict)
+    states: dict[str, torch.Tensor] = field(default_factory=dict)  # by "name of the parameter/key"
+    position: int | None = None  # samples read
 
 
 def plain_run(task: Task, settings: RunSettings) -> RunRecord:
@@ -104,6 +109,14 @@ def plain_run(task: Task, settings: RunSettings) -> RunRecord:
                 evaluation |= {f"ema_eval_{key}": value for key, value in of_average.items()}
             record.evaluations[step] = evaluation
     record.weights = _state_dict(module)
+    record.states = {
+        f"{name}/{key}": value.detach().clone()
+        for name, param in named
+        for key, value in optimizer.state.get(param, {}).items()
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape == param.shape and value.numel()
+    }
+    if task.batch is None:
+        record.position = int(sum(numbers["samples"] for numbers in record.steps))
     if settings.decay is not None:
         with _replaced(named, averages):
             record.averages = _state_dict(module)

@@ -4,10 +4,11 @@
                   optimizer, average, evaluations and metrics, over several steps across an epoch's end
     one process   `plain_run`
 
-Compared are the numbers that a run writes for each step and each evaluation, and the weights, buffers and averages of
-its end. What a run would take days for is left small: a source is cut to what a few steps read.
+Compared are the numbers that a run writes for each step and each evaluation, the weights, buffers and averages of its
+end, and its last checkpoint, read whole (`saved`). What a run would take days for is left small: a source is cut to
+what a few steps read, or read at a few places of the order that it defines (`visited`).
 
-What this does not prove: the plan's own precision (`own_precision` does), checkpoints, and steps beyond those run.
+What this does not prove: the plan's own precision (`own_precision` does), and steps beyond those run.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from shardwise.proof.compare import number_error, tensor_error
 from shardwise.proof.outcome import FLOAT64_BARS, Parity
 from shardwise.proof.own_precision import verify_precision
 from shardwise.proof.plain_run import RunRecord, RunSettings, plain_run
+from shardwise.proof.saved import compare_saved, read_saved
 from shardwise.proof.settings import LEAST_EPS, Settings, raise_eps
 from shardwise.proof.visited import starts_of, visiting
 from shardwise.step.task_optimizer import named_groups
@@ -167,7 +169,8 @@ def _small(job: Job, steps: int, parity: Parity) -> tuple[Job, RunSettings]:
     every = train.eval_every if train.eval_every is None or train.eval_every < steps else 2
     changed: dict[str, Any] = {
         "steps": steps, "epochs": None, "randomness": "global", "device": "cpu", "eval_every": every, "log_every": 1,
-        "checkpoint_every": 0, "profile_steps": None, "cluster": None, "generate": 0, "sinks": [],
+        "checkpoint_every": None, "checkpoint_minutes": 1e-9, "checkpoint_background": False, "checkpoint_keep": 1,
+        "checkpoint_folder": None, "profile_steps": None, "cluster": None, "generate": 0, "sinks": [],
     }  # fmt: skip
     config = effective.config.model_copy(update={"train": train.model_copy(update=changed)})
     plan = effective.plan.exact("fp64")
@@ -245,6 +248,7 @@ def _read(folder: Path) -> RunRecord:
         else:
             record.steps.append(numbers)
     record.weights = load_file(folder / WEIGHTS)
+    read_saved(folder, record)
     if (folder / EMA_WEIGHTS).exists():
         record.averages = load_file(folder / EMA_WEIGHTS)
     return record
@@ -273,6 +277,7 @@ def _compare(parity: Parity, single: RunRecord, ranks: RunRecord) -> None:
                 continue
             actual, value = runs[name], ours[name]
             parity.parameter_error[f"{prefix}{name}"] = tensor_error(actual.to(value.dtype), value, max(rate, 1e-300))
+    compare_saved(parity, single, ranks, rate)
     moved = [name for name, value in single.initial.items() if not torch.equal(value, single.weights[name])]
     if not moved:
         parity.unproven.append("no weight moved in one process, so no update was seen")

@@ -1,0 +1,77 @@
+"""The last checkpoint of a proof's run, read whole and compared with what the plain loop came to.
+
+    ranks        pieces of weights, averages and optimizer state, each labelled with what it is of
+    one process  whole tensors: of every name in the module's state_dict, and of the optimizer's state by parameter
+
+So pieces that are labelled wrongly differ, though the plan that wrote them would read them back as they were.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardwise.checkpoint.inspect import opened, state_dict_names
+from shardwise.checkpoint.load import tensor_of
+from shardwise.checkpoint.pieces import Piece
+from shardwise.errors import InputError
+from shardwise.proof.compare import tensor_error
+from shardwise.proof.outcome import GRADIENT_FLOOR, Parity
+from shardwise.proof.plain_run import RunRecord
+
+
+def read_saved(folder: Path, record: RunRecord) -> None:
+    """Put what the newest checkpoint under a run's folder holds into the record, whole; nothing where there is none."""
+    try:
+        stored = opened(folder / "checkpoints")
+    except InputError:  # an optimizer whose state has no place in one: the run has said so
+        return
+    with stored:
+        assert stored.manifest is not None
+        whole = {
+            key: tensor_of(stored, key, Piece.whole(tensor.shape)).view(tensor.shape)
+            for key, tensor in stored.tensors.items()
+            if not key.startswith("random/")
+        }
+        names = state_dict_names(stored)
+        record.saved = {name: whole[key] for name, key in names.items() if key in whole}
+        averages = {name: "ema" + key.removeprefix("model") for name, key in names.items()}
+        record.saved_averages = {name: whole[key] for name, key in averages.items() if key in whole}
+        record.states = {key.removeprefix("optimizer/"): value for key, value in whole.items()
+                         if key.startswith("optimizer/")}  # fmt: skip
+        data = stored.manifest.fields.get("data") or {}
+        record.position = data.get("position")
+
+
+def compare_saved(parity: Parity, single: RunRecord, ranks: RunRecord, rate: float) -> None:
+    """Compare the checkpoint with the plain loop's end, into `parity`."""
+    if not ranks.saved:
+        parity.notes.append("the run made no checkpoint, so none was compared")
+        return
+    for prefix, ours, theirs in (
+        ("checkpoint's ", single.weights, ranks.saved),
+        ("checkpoint's average of ", {n: single.averages[n] for n in ranks.saved_averages}, ranks.saved_averages),
+    ):
+        for name, value in ours.items():
+            if name not in theirs or theirs[name].shape != value.shape:
+                parity.differences.append(f"{prefix}'{name}' is missing, or has another shape")
+                continue
+            error = tensor_error(theirs[name].to(value.dtype), value, max(rate, 1e-300))
+            parity.parameter_error[f"{prefix}{name}"] = error
+    largest: dict[str, float] = {}
+    for name, value in single.states.items():
+        kind = name.rpartition("/")[2]
+        largest[kind] = max(largest.get(kind, 0.0), float(value.abs().max()))
+    for name, value in single.states.items():
+        parameter, _, kind = name.rpartition("/")
+        if name not in ranks.states or ranks.states[name].shape != value.shape:
+            parity.differences.append(f"the checkpoint's {kind} of '{parameter}' is missing, or has another shape")
+            continue
+        scale = max(float(value.abs().max()), GRADIENT_FLOOR * largest[kind], 1e-300)
+        error = float((ranks.states[name].to(value.dtype) - value).abs().max()) / scale
+        parity.optimizer_error[f"checkpoint's {kind} of {parameter}"] = error
+    if single.position is not None and ranks.position != single.position:
+        parity.differences.append(
+            f"the checkpoint goes on with sample {ranks.position}, and {single.position} were read"
+        )
+    counts = f"{len(ranks.saved)} weights and buffers, {len(ranks.saved_averages)} averages"
+    parity.notes.append(f"the last checkpoint, read whole: {counts}, {len(single.states)} tensors of the optimizer")
