@@ -73,6 +73,7 @@ def assemble(
     optimizer, nature, owners = make_optimizer(
         task.optimizer, applied.technique, names, _full_shapes(applied, pairs), mesh.shard, zero=zero,
         shares=shares_of(plan.tp, plan.ep), numbers=[param.is_complex() or name in pairs for name, param in named],
+        marks=applied.marks,
     )  # fmt: skip
     refuse_optimizer(nature, 0, stages=plan.pp)  # `make_optimizer` refuses for zero, tp and ep
     notices = applied.notices + _leaves_node(plan)
@@ -180,10 +181,16 @@ def _look_at_few(
     first = fewest_samples(task, state.plan, sample) if n > 3 else 1
     parts = (slice_samples(sample, 0, first), slice_samples(sample, first, n)) if n > 1 else None
     reads = OutsideReads(state.module)
+
+    def loss_of(batch: Any) -> Loss:
+        loss = state.forward.local(batch)
+        state.terms |= {name: extra.weight is not None for name, extra in loss.extras.items()}
+        return loss
+
     try:
         with reads if state.plan.zero == 3 else nullcontext():
             findings = look(
-                state.module, state.forward.local, whole, parts, (n, first, n - first),
+                state.module, loss_of, whole, parts, (n, first, n - first),
                 joined=state.forward.joined if task.loss_scope == "global" else None,
                 dtype=state.precision.compute, strict=state.data_ranks > 1, masks=masks, share=share,
                 again=partial(_in_double, state, whole, parts),
