@@ -32,7 +32,8 @@ COMM = [
 
 PARALLEL = [
     bug("replicas average gradients that are divided again", "parallel.replicate:Replicate.finish_step",
-        "bucket.view(place) if", "bucket.view(place) / self.axis.size if", M + "mlp", "dp_replicate=2"),
+        "self._as_master(entry.index, view)", "self._as_master(entry.index, view / self.axis.size)", M + "mlp",
+        "dp_replicate=2"),
     bug("replicas sum every micro-batch's bucket over ranks", "parallel.replicate:Replicate.start_micro_batch",
         "sync=last", "sync=True", M + "mlp", "dp_replicate=2,accumulate=2"),
     bug("replicas sum gradients with the first micro-batch", "parallel.replicate:Replicate.start_micro_batch",
@@ -383,7 +384,7 @@ SEQUENCE = [
     bug("every rank of a sequence counts a gradient that all have", "part.summands:summand",
         "elif axis.index:", "elif False:", S + "pooled", "cp=2"),
     bug("every rank of a sequence counts the loss and its weight", "step.control:Tally.row",
-        "value * self.counts for value in values", "value for value in values", S + "decoder", "cp=2"),
+        "value * 0 for value in values", "value for value in values", S + "decoder", "cp=2"),
     bug("gradients are summed over data ranks, not over a sequence's", "engine.recipe:_whole_module",
         "Replicate(named, mesh.gradients, precision,", "Replicate(named, mesh.data, precision,",
         S + "decoder", "cp=2"),
@@ -467,7 +468,7 @@ DOMAIN = [
         "Replicate(named, mesh.gradients, precision,", "Replicate(named, mesh.data, precision,",
         D + "resnet", "domain=2x2"),
     bug("every tile counts the loss and its weight", "step.control:Tally.row",
-        "value * self.counts for value in values", "value for value in values", D + "weighted", "domain=2"),
+        "value * 0 for value in values", "value for value in values", D + "weighted", "domain=2"),
     bug("gradients that all tiles have count for each of a column", "part.summands:summand",
         "elif axis.index:", "elif axis.index and axis.name != 'domain1':", D + "resnet", "domain=1x2"),
     bug("tiles begin one row late", "part.positions:Positions._cut",

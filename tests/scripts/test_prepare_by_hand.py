@@ -467,8 +467,8 @@ LINES = {
     "turned": ("WEIGHTS", "model.inner.weight.mul_(torch.exp(torch.tensor(0.1j)))"),
     "assigned": ("WEIGHTS", "model.enter.weight.data = model.enter.weight.data / model.enter.weight.data.abs()"),
     "loaded": ("WEIGHTS", "model.load_state_dict({k: 0.9 * v for k, v in model.state_dict().items()})"),
-    "state": ("WEIGHTS", "made += [(v['exp_avg'].dtype, v['exp_avg'].shape)"
-                         " for v in optimizer.state_dict()['state'].values()]"),
+    "state": ("GRADIENTS", "made += [(v['exp_avg'].dtype, v['exp_avg'].shape)"
+                           " for v in optimizer.state_dict()['state'].values()]"),
 }  # fmt: skip
 QUICK = [("penalty", "dp_shard=2,zero=3"), ("gradients", "tp=2")]
 REST = [(name, plan) for name in LINES for plan in ("dp_shard=2,zero=1", "dp_shard=2,zero=3", "tp=2")]

@@ -198,6 +198,10 @@ class Flat:
             piece = part.gradient[start:stop] if part.gradient is not None and index in used else None
             slot.master.grad = None if piece is None else self._outside(index, piece)
 
+    def flat_gradients(self) -> list[torch.Tensor] | None:
+        """Returns this rank's N-th of each bucket."""
+        return [part.gradient for part in self.shards if part.gradient is not None]
+
     @torch.no_grad()
     def take_weights(self) -> None:
         """Copy into the masters what was written into the weights by hand. Nothing is sent."""

@@ -13,10 +13,13 @@ torch itself is asked which it is, but for integers.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 from torch.distributed.tensor import DTensor
@@ -30,6 +33,25 @@ IN_TRANSFORM = (
     f" runs inside a torch.func transform, where units of zero=3 cannot gather their weights in torch "
     f"{torch.__version__}: use zero=2, or torch 2.13"
 )
+
+
+@contextmanager
+def units_aside(module: nn.Module) -> Iterator[None]:
+    """Context: other tensors stand in the places of the module's parameters, and units do not look at them.
+
+    A unit takes what it finds there after `load_state_dict` for its shards.
+    """
+    before = [(child._load_state_dict_post_hooks, {**child._load_state_dict_post_hooks}) for child in module.modules()]
+    for hooks, known in before:
+        for key, hook in known.items():
+            if getattr(hook, "__module__", "").startswith("torch.distributed.fsdp"):
+                del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, known in before:
+            hooks.clear()
+            hooks.update(known)
 
 
 def groups_of(unit: FSDPModule) -> list[Any]:

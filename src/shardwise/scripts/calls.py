@@ -296,12 +296,12 @@ class Calls(Loop):
             output = seen_outside(output)
         if self._door is not None and not self.inside:
             Gathers.on_gather = weakly(self._gathers_outside)
-        if trains and self.mesh.world.size > 1:
+        if torch.is_grad_enabled() and self.mesh.world.size > 1 and not self.engine.state.phase.looked_at:
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(weakly(self._returns))
-            if isinstance(self.engine.technique, FullShard):
-                output = aliased(output)
+                    tensor.register_hook(self._on_return if trains else self._on_return_beside)
+        if trains and self.mesh.world.size > 1 and isinstance(self.engine.technique, FullShard):
+            output = aliased(output)
         return output
 
     def _see_whether_same(self, args: tuple, kwargs: dict) -> None:
