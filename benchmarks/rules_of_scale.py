@@ -14,6 +14,7 @@ from shardwise.costs.shapes import Shape
 from shardwise.costs.software import STATES, software
 from shardwise.costs.wire import RankGroup, Wire
 from shardwise.errors import InputError
+from shardwise.launch.lines import start_line
 from shardwise.planner import Constraints, Search
 from shardwise.planner.candidates import HEADROOM
 from shardwise.planner.propose import search
@@ -259,11 +260,10 @@ def decisions() -> Iterator[tuple[str, str, str, str, str]]:
         except InputError as error:
             yield what, advice, f"none: {str(error).split(';')[0].split(': the nearest')[0]}", "—", "—"
             continue
-        per = min(8, devices)
-        launch = f"torchrun --nnodes {devices // per} --nproc-per-node {per} --no-python " if devices > 8 else ""
+        start = start_line(f"shardwise train MODULE:TASK --plan '{best.plan}'", best.plan)
         yield (
             what, advice, f"{best.family}: `{best.plan}`, {best.forecast.mfu:.0%} MFU, {best.forecast.needed_bytes / 1e9:.0f} GB", f"{devices * 1e9 / best.forecast.tokens_per_s / 3600:,.0f}",
-            f"`{launch}shardwise train MODULE:TASK --plan '{best.plan}'`",
+            f"`{start}`",
         )  # fmt: skip
     yield _adapters()
     yield "inference only", "tp inside the node", "not planned: a forecast is of training steps", "—", "—"

@@ -483,7 +483,7 @@ def test_gradients_stay_until_the_optimizer_that_trains_them_takes_them_away(
 
 
 def test_a_step_by_gradients_of_one_rank_is_refused(pool: RankPool) -> None:
-    told = r"trains 'gates' of the prepared model.*prepared.backward\(loss\).*trains=True.*line \d+: gates.step"
+    told = r"backward of the script's own.*this rank's samples alone.*line \d+: gates.step"
     with pytest.raises(RefusedPlan, match=told):
         pool.run(searched, 2, "dp_shard=2,zero=3", True)
 

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from shardwise.config import plans
-from shardwise.config.schema import BUILTIN_DEFAULTS, BUILTINS, Config, ModelSizes, without_effect
+from shardwise.config.schema import BUILTIN_DEFAULTS, BUILTINS, Config, ModelSizes, is_folder, without_effect
 from shardwise.config.sources import Given, from_file, from_overrides, from_table, located, problem
 from shardwise.errors import InputError, did_you_mean, nearest
 from shardwise.layout.plan import Plan
@@ -261,7 +261,8 @@ def _inconsistent(config: Config, from_toml: Path | None) -> list[tuple[str, str
     """Returns (key, problem) for values that contradict each other. `from_toml`: the file that names the task."""
     task, optimizer, train = config.task, config.optimizer, config.train
     problems = _inconsistent_model(task.name, task.model)
-    if (task.name not in BUILTINS and not all(task.name.rpartition(":"))) or "::" in task.name:
+    named = task.name in BUILTINS or is_folder(task.name) or all(task.name.rpartition(":"))
+    if not named or "::" in task.name:
         problems.append(("task.name", which_task(task.name)))
     file, _, _ = task.name.rpartition(":")
     if file.endswith(".py") and not Path(file).is_file() and from_toml is not None:

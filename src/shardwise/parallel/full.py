@@ -146,7 +146,8 @@ class FullShard:
             cast_forward_inputs=False,
         )
         whole = {param for param in module.parameters() if id(param) in self._whole}
-        options = {"mesh": device_mesh, "reshard_after_forward": True, "shard_placement_fn": placement}
+        frees = mesh.plan.sharded.gathers > 1
+        options = {"mesh": device_mesh, "reshard_after_forward": frees, "shard_placement_fn": placement}
         options |= {"mp_policy": policy, "ignored_params": whole | self._absent}
         for unit in [*inner_first(units), module]:
             fully_shard([unit], **options)  # a list: torch 2.11 takes no `ModuleList` by itself
@@ -201,7 +202,7 @@ class FullShard:
     def materialise(self, value_of: ValueOf, device: torch.device) -> None:
         """Give every shard its slice of the full initial value, one parameter at a time."""
         for name, param in self.place(device):
-            full = value_of(name).to(self.precision.master if param.is_floating_point() else None)
+            full = value_of(name).to(param.dtype if param.is_floating_point() else None)
             if not isinstance(param, DTensor):
                 param.detach().copy_(full)
                 continue

@@ -26,9 +26,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm import Axis
+from shardwise.part.assigned import follow_data
 from shardwise.part.crossing import dealt_beside
 from shardwise.part.cuts import Owners
-from shardwise.part.gathering import to_part
+from shardwise.part.moves import to_part
 from shardwise.part.summands import with_summed_gradient
 from shardwise.part.sums import whole_gradient, whole_over_axis
 from shardwise.part.tables import cut_ranges
@@ -70,8 +71,6 @@ def own_rows(axes: tuple[Axis, ...]) -> Iterator[None]:
 _CLASSES: dict[tuple[type, tuple[str, ...]], type] = {}
 CUT_MODULES: WeakSet[nn.Module] = WeakSet()  # of this process, whose positions are cut
 ON_CUT: list[Callable[[], None]] = []  # called when a module is added to them
-
-
 FLAT = "_flat_weights"
 KEPT = "kept"  # the role of a parameter that ranks hold in shares, and gather whenever it is read
 ONCE = "kept, read once"  # or once in a forward, which takes gradients by what it has read
@@ -123,9 +122,11 @@ def see_parts(
         for each in ON_CUT:
             each()
     undo_ranges = cut_ranges(module, dealt_beside) if module in CUT_MODULES else lambda: None
+    undo_data = follow_data(module)
 
     def undo() -> None:
         undo_ranges()
+        undo_data()
         for hook in hooks:
             hook.remove()
         CUT_MODULES.discard(module)

@@ -100,7 +100,7 @@ class FakeFullShard(FullShard):
         spread: set[str], fake: FakeTensorMode, *, copies: bool,
     ):  # fmt: skip
         kept = {name: param for name, param in module.named_parameters() if name in spread}
-        empty_parameters(module, precision.master, mesh.device, absent | spread)
+        empty_parameters(module, precision, mesh.device, absent | spread)
         super().__init__(module, units, mesh, precision, absent | spread)
         given_values(units)
         self.seen: list[int] = []  # elements of each gather, in order
@@ -144,8 +144,9 @@ class FakeFullShard(FullShard):
 
     @property
     def held_elements(self) -> int:
-        """Elements of all weight shards on this rank, the padding to even shards included."""
-        return sum(_padded(param) for param in self.module.parameters() if isinstance(param, DTensor))
+        """Elements, of a master's width, of all weight shards on this rank, the padding to even shards included."""
+        shards = [param for param in self.module.parameters() if isinstance(param, DTensor)]
+        return sum(_padded(shard) * shard.dtype.itemsize for shard in shards) // self.precision.master.itemsize
 
     @property
     def rows(self) -> Counter[tuple[int, int]]:

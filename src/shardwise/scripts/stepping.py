@@ -32,7 +32,6 @@ from shardwise.scripts.first_steps import FirstSteps
 from shardwise.scripts.following import aside, differentiate
 from shardwise.scripts.gradient_arrivals import buckets_of, share_uncut
 from shardwise.scripts.gradients import Gradients
-from shardwise.scripts.guard import LaterHooks
 from shardwise.scripts.loader import PartLoader
 from shardwise.scripts.optimizer import is_of_torch
 from shardwise.scripts.proof.on_ranks import RankSide
@@ -53,7 +52,6 @@ class Stepping(Weighing):
     all_names: list[list[str]]  # of the optimizer's groups, frozen parameters among them
     _notices: Notices
     _first: FirstSteps
-    _hooks: LaterHooks
     gradients: Gradients | None  # as the script sees them, once the model is spread
     side: RankSide | None  # of a proof, which records
     _shares: bool  # tp or ep cut weights
@@ -244,7 +242,6 @@ class Stepping(Weighing):
         if self._finished or (self._tally is None and self._whole_gradients.are_set()):
             self._set_aside()
         if self._tally is None:
-            self._hooks.check()
             if not self._forgotten:
                 with self._gate.open():
                     self.engine.technique.start_step()

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from shardwise.adapters import with_lora
 from shardwise.config import Effective
-from shardwise.engine.samples import check_data
 from shardwise.errors import InputError, ShardwiseError
 from shardwise.layout.dealing import enough_samples, micro_batches
+from shardwise.look.samples import check_data
 from shardwise.observe.profile_steps import read_steps
 from shardwise.observe.sinks import check_sinks
 from shardwise.task import Task, default_optimizer
@@ -73,7 +74,8 @@ class Job:
 def find_task(effective: Effective, passed: Task | Callable[[], Task] | None) -> Task:
     """Returns the task that was passed, or the one that the configuration names."""
     section = effective.config.task
-    return resolve_task(section.name, section) if passed is None else call_task(section.name, passed)
+    task = resolve_task(section.name, section) if passed is None else call_task(section.name, passed)
+    return with_lora(task, effective.config.lora)
 
 
 def make_job(effective: Effective, passed: Task | Callable[[], Task] | None = None, *, keep: bool = False) -> Job:

@@ -29,11 +29,11 @@ from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.stored import Stored
 from shardwise.comm import gather_json, gather_rows
 from shardwise.data import Loader
-from shardwise.engine.alike import HeldAlike
 from shardwise.engine.ema import Ema
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.host import put
+from shardwise.look.ranks_alike import HeldAlike
 from shardwise.ranks.launch import stop_signals
 from shardwise.training.job import Job
 from shardwise.training.resume import STOPPED, changes, home_of, settings_of, task_digest

@@ -272,11 +272,13 @@ def _joined(job: Job, forecast: dict[str, Any] | None, resume: str | None) -> Ru
     from shardwise.comm import everybody, gather_json, refuse_shared_devices
     from shardwise.ranks import join
     from shardwise.ranks.launchers import own_device
+    from shardwise.training.hosts import check_folder, check_hosts
 
     config = job.effective.config.train
     rank, _ = join(deadlines=_deadlines(config))
     device = own_device("cpu" if job.effective.config.train.device == "cpu" else None)
     refuse_shared_devices(device)
+    noticed = check_hosts(job, device)
     placed, error = job, ""
     with ExitStack() as stack:
         if rank == 0:
@@ -293,8 +295,9 @@ def _joined(job: Job, forecast: dict[str, Any] | None, resume: str | None) -> Ru
         folder, source, again, notes, error = from_rank_0
         if error:
             raise InputError(error)
-        effective = replace(job.effective, notes=tuple(notes))
+        effective = replace(job.effective, notes=(*notes, *noticed))
         job = job.with_(folder=Path(folder), resume=source, again=again, effective=effective)
+        check_folder(job, device)
         stack.enter_context(_kept_errors(job, f"error-rank{rank}.log"))
         summary = _here(job)
         _raise_stopped(job, summary)
