@@ -464,7 +464,9 @@ def until_steps(here: Path, count: int, process: subprocess.Popen) -> None:
     raise AssertionError(process.communicate()[1])
 
 
-@pytest.mark.parametrize(("plan", "number"), [("single", signal.SIGINT), ("dp_shard=2,zero=1", signal.SIGUSR1)])
+@pytest.mark.parametrize(
+    ("plan", "number"), [("single", signal.SIGINT), ("dp_shard=2,zero=1", signal.SIGUSR1), ("single", signal.SIGHUP)]
+)
 def test_a_signal_saves_and_the_same_command_goes_on(plan: str, number: int, here):
     process = command(here, plan, 100_000)
     until_steps(here, 3, process)

@@ -121,8 +121,8 @@ def train(
     torchrun, srun or mpirun, this process joins the run as one rank; otherwise it starts the ranks that the plan
     needs.
 
-    SIGTERM, SIGUSR1 or Ctrl-C: the step under way is finished, the state saved, and the exit code is 75; the same
-    command again goes on from there. Ctrl-C before the first step ends the run at once, with 130.
+    SIGTERM, SIGUSR1, a lost terminal or Ctrl-C: the step under way is finished, the state saved, and the exit code
+    is 75; the same command again goes on from there. Ctrl-C before the first step ends the run at once, with 130.
     """
     from shardwise.layout import check
 

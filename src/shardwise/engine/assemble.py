@@ -58,6 +58,7 @@ def assemble(
     optimizer, nature, owners = make_optimizer(
         task.optimizer, applied.technique, names, _full_shapes(applied, pairs), mesh.shard, stage=plan.sharded,
         shares=shares_of(plan.tp, plan.ep), numbers=[param.is_complex() or name in pairs for name, param in named],
+        marks=applied.marks,
     )  # fmt: skip
     refuse_optimizer(nature, UNSHARDED, stages=plan.pp)  # `make_optimizer` refuses for zero, tp and ep
     notices = applied.notices + _leaves_node(plan)

@@ -12,9 +12,10 @@ element's history alone, which is tried on small tensors before the first step: 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from types import MappingProxyType
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -70,14 +71,23 @@ class _NarrowDtypes(TorchDispatchMode):
         return output
 
 
-def over_pieces(make: OptimizerFn, shapes: Sequence[torch.Size], pieces: dict[int, list[nn.Parameter]]) -> Optimizer:
-    """Returns an optimizer made for full shapes that updates pieces: `pieces[i]` belong to the i-th parameter."""
+def over_pieces(
+    make: OptimizerFn, shapes: Sequence[torch.Size], pieces: dict[int, list[nn.Parameter]],
+    marks: dict[int, dict[str, Any]] | None = None,
+) -> Optimizer:  # fmt: skip
+    """Returns an optimizer made for full shapes that updates pieces: `pieces[i]` belong to the i-th parameter.
+
+    marks   attributes of parameters, by index: what chooses by them sees them, when it is made and in its steps
+    """
     # of a parameter of which this rank has no piece: like the others
     dtype = next((p.dtype.to_real() for params in pieces.values() for p in params), torch.float32)
     kinds = [pieces[index][0].dtype if pieces.get(index) else dtype for index in range(len(shapes))]
     full = [  # shapes without memory
         nn.Parameter(torch.empty(shape, dtype=kind, device="meta")) for shape, kind in zip(shapes, kinds, strict=True)
     ]
+    for index, attributes in (marks or {}).items():
+        for param in (full[index], *pieces.get(index, [])):
+            param.__dict__.update(attributes)
     optimizer = construct(make, full)
     pieces_of = {id(param): pieces.get(index, []) for index, param in enumerate(full)}
     for group in optimizer.param_groups:
@@ -242,26 +252,31 @@ def make_optimizer(
     stage: ZeroStage,
     shares: str = "",
     numbers: Sequence[bool] = (),
+    marks: Mapping[str, dict[str, Any]] = MappingProxyType({}),
 ) -> tuple[Optimizer, Nature, OwnedMasters | None]:
     """Returns this rank's optimizer, what the trial found, and the owners of whole tensors where it needs these.
 
     shares  see `shares_of`
     numbers see `try_out`
+    marks   attributes that a user has put on parameters, by their names (`p.lr_scale = 0.1`)
 
     Raises `RefusedPlan` when the optimizer bears neither pieces nor single tensors.
     """
     nature = try_out(make, shapes, numbers)
     slots = technique.slots
     refuse(nature, stage, shares)
+    for slot in slots:
+        slot.master.__dict__.update(marks.get(slot.name, {}))
+    by_index = {index: marks[name] for index, name in enumerate(names) if name in marks}
     # Masters that are whole need no stand-ins: the task's function gets them themselves.
     if all(slot.whole for slot in slots) and not stage.state and not shares:
         return construct(make, [slot.master for slot in slots]), nature, None
     if nature.kind == "per tensor":
         owners = OwnedMasters(cast(PieceSlots, technique), names, shapes, shard)
-        return over_pieces(make, shapes, {i: [m] for i, m in owners.masters.items()}), nature, owners
+        return over_pieces(make, shapes, {i: [m] for i, m in owners.masters.items()}, by_index), nature, owners
     index_of = {name: index for index, name in enumerate(names)}
     pieces: dict[int, list[nn.Parameter]] = {}
     for slot in slots:
         if slot.master.numel():  # a rank may have no element of a weight, and no optimizer state for it
             pieces.setdefault(index_of[slot.name], []).append(slot.master)
-    return over_pieces(make, shapes, pieces), nature, None
+    return over_pieces(make, shapes, pieces, by_index), nature, None

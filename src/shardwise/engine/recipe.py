@@ -75,6 +75,7 @@ class Applied:
     frozen: list[str] = field(default_factory=list)
     order: FixedOrder | None = None  # where the plan is deterministic
     chunks: Chunks | None = None  # where wide tensors are computed in chunks of positions
+    marks: dict[str, dict[str, Any]] = field(default_factory=dict)  # attributes that a user has put on parameters
 
 
 def apply_plan(
@@ -93,6 +94,8 @@ def apply_plan(
     built, value_of = build_everywhere(task, seed, mesh.world, mesh.device, own=few is None)
     module = built.module
     hold_recurrent(module)  # before anything else runs it
+    # before FSDP2 and masters put others in their places, which an optimizer may ask for them
+    marks = {name: dict(param.__dict__) for name, param in module.named_parameters() if param.__dict__}
     notices = [built.notice] if built.notice else told_of_drawn(built)
     refuse(module, plan)
     refuse_scripted(module, plan)
@@ -156,7 +159,7 @@ def apply_plan(
         staged = StagedModule(module, cut.mine, precision.compute, mesh.inner, spread.results)
     return Applied(
         set_training(module, True), technique, spread.tensor, spread.experts, spread.positions, notices, cut, staged,
-        trained, frozen, order, chunks,
+        trained, frozen, order, chunks, marks,
     )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ OURS_OF = {
         "no key: the batch is the task's, or train.batch_samples; accumulate=N divides it",
     ("sbatch", "slurm", "kubernetes", "ray", "docker"): _LAUNCHERS,
     ("wandb", "tensorboard", "mlflow"): "no key: train.sinks in a configuration; in a script its own lines on rank 0",
-    ("lora", "qlora", "peft", "adapters"): "no key: adapters are a part of the model (peft, in task or script)",
+    ("lora", "qlora", "peft", "adapters"): "no key: [lora] in a configuration, or a model made with peft",
 }  # fmt: skip
 
 

@@ -71,10 +71,16 @@ def _look_at_few(
     first = fewest_samples(task, state.plan, sample) if n > 3 else 1
     parts = (slice_samples(sample, 0, first), slice_samples(sample, first, n)) if n > 1 else None
     reads = OutsideReads(state.module)
+
+    def loss_of(batch: Any) -> Loss:
+        loss = state.forward.local(batch)
+        state.terms |= {name: extra.weight is not None for name, extra in loss.extras.items()}
+        return loss
+
     try:
         with reads if state.plan.sharded.weights else nullcontext():
             findings = look(
-                state.module, state.forward.local, whole, parts, (n, first, n - first),
+                state.module, loss_of, whole, parts, (n, first, n - first),
                 joined=state.forward.joined if task.loss_scope == "global" else None,
                 dtype=state.precision.compute, strict=state.data_ranks > 1, masks=masks, share=share,
                 again=partial(_in_double, state, whole, parts),

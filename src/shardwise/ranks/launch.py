@@ -169,7 +169,10 @@ def _end_all(ranks: dict[int, RankProcess], stop_wait_s: float) -> None:
             process.kill()
 
 
-_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Returns the signals that ask a run to save and end; a lost terminal's unless nohup has set it aside."""
+    stays = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *(() if stays else (signal.SIGHUP,)))
 
 
 class _Asked(threading.Event):
@@ -199,7 +202,8 @@ def _asking_first(on_stop: Callable[[str], None] | None) -> Iterator[_Asked]:
     if on_stop is None or threading.current_thread() is not threading.main_thread():
         yield asked
         return
-    before = {number: signal.getsignal(number) for number in _STOPS}
+    numbers = stop_signals()
+    before = {number: signal.getsignal(number) for number in numbers}
 
     def restore() -> None:
         for number, handler in before.items():
@@ -213,9 +217,10 @@ def _asking_first(on_stop: Callable[[str], None] | None) -> Iterator[_Asked]:
             os.kill(os.getpid(), number)
             return
         asked.set()
-        on_stop(signal.Signals(number).name)
+        with suppress(OSError):  # the terminal may be gone
+            on_stop(signal.Signals(number).name)
 
-    for number in _STOPS:
+    for number in numbers:
         signal.signal(number, handle)
     try:
         yield asked

@@ -7,7 +7,7 @@ import torch
 from shardwise.comm import gather_rows
 from shardwise.errors import RefusedPlan
 from shardwise.host import row_of
-from shardwise.step.loss import Loss
+from shardwise.step.loss import Extra, Loss
 from shardwise.step.state import RankState
 
 
@@ -17,6 +17,7 @@ def objective_of(state: RankState, loss: Loss) -> tuple[torch.Tensor, dict[str, 
     An extra (E, V) of its own weight enters as E w / V with the micro-batch's global weights w and V, so that
     the step's loss is sum_i (S_i + w_i E_i / V_i) / W.
     """
+    loss = _with_all_terms(state, loss)
     objective = loss.total
     extras: dict[str, torch.Tensor] = {}
     factors = _extra_factors(state, loss)
@@ -29,6 +30,23 @@ def objective_of(state: RankState, loss: Loss) -> tuple[torch.Tensor, dict[str, 
     if state.scale is not None:
         objective = objective * state.scale.factor(loss.weight, state.mesh.data, state.device)
     return objective, extras
+
+
+def _with_all_terms(state: RankState, loss: Loss) -> Loss:
+    """Returns the loss with a term of nothing for each that this rank's samples give none to.
+
+    Ranks meet for terms with a weight of their own, and for the control row: a rank whose samples reach no box would
+    come to fewer of these than the others.
+    """
+    nothing = loss.total.detach() * 0
+    missing = {name: weighted for name, weighted in state.terms.items() if name not in loss.extras}
+    if missing and state.plan.zero == 3 and state.mesh.data.size > 1:
+        raise RefusedPlan(
+            f"zero=3: Task.loss gave no term '{min(missing)}' for the samples of rank {state.mesh.world.index}, so its "
+            "backward may reach fewer units than other ranks', which would wait for it: return the term for every "
+            'batch, as a sum that may be of nothing, or use zero=2 with Task(branches="per_sample")'
+        )
+    return loss.with_extras({name: Extra(nothing, 0.0 if weighted else None) for name, weighted in missing.items()})
 
 
 def _extra_factors(state: RankState, loss: Loss) -> dict[str, torch.Tensor | float]:

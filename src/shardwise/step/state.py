@@ -50,6 +50,7 @@ class RankState:
     pairs         complex parameters that the module holds as real ones (part/pairs)
     written       the forward writes into weights
     used          indices of the parameters that any rank reached in the last step
+    terms         extra terms of the loss that the look met, and whether they have a weight of their own
     first_fields  what the first batch held, for the error of a later one
     look_first    what is looked at before the first step, once the samples of a micro-batch are known to be so many
     hooks         contexts around parts of a step, for whoever measures
@@ -81,6 +82,7 @@ class RankState:
     global_random: GlobalRandom | None = None
     watch: Watch = field(default_factory=Watch)
     phase: Phase = field(default_factory=Phase)
+    terms: dict[str, bool] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
     hooks: Hooks = field(default_factory=Hooks)
     written: bool = False

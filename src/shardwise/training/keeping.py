@@ -34,6 +34,7 @@ from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.host import put
 from shardwise.look.ranks_alike import HeldAlike
+from shardwise.ranks.launch import stop_signals
 from shardwise.training.job import Job
 from shardwise.training.resume import STOPPED, changes, home_of, settings_of, task_digest
 from shardwise.training.stragglers import Stragglers
@@ -57,7 +58,7 @@ class Stopping:
     def __init__(self, launched: bool) -> None:
         self.asked = ""
         self.starts = False
-        self._numbers = (signal.SIGUSR2,) if launched else (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+        self._numbers = (signal.SIGUSR2,) if launched else stop_signals()
         self._launched = launched
         self._before: dict[int, Any] = {}
 
@@ -66,12 +67,13 @@ class Stopping:
         # Python allows only the main thread to set signal handlers
         if threading.current_thread() is not threading.main_thread():
             return
-        numbers = (*self._numbers, signal.SIGTERM) if self._launched else self._numbers
+        for_parent = (signal.SIGTERM, signal.SIGHUP) if self._launched else ()
+        numbers = (*self._numbers, *for_parent)
         self._before = {number: signal.getsignal(number) for number in numbers}
         for number in self._numbers:
             signal.signal(number, self._hear)
-        if self._launched:  # what a scheduler sends to every process of a job: the parent asks, and ends its ranks
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for number in for_parent:  # what every process of a job or a terminal gets: the parent asks, and ends its ranks
+            signal.signal(number, signal.SIG_IGN)
 
     def _hear(self, number: int, frame: Any) -> None:
         if self.starts and number == signal.SIGINT:

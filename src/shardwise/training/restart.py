@@ -27,6 +27,7 @@ from shardwise.checkpoint.remote import is_remote, place
 from shardwise.errors import RefusedPlan, RunError, first_line
 from shardwise.layout.elastic import smaller
 from shardwise.observe import write_json
+from shardwise.ranks.launch import stop_signals
 from shardwise.training.job import Job
 from shardwise.training.resume import home_of
 
@@ -257,13 +258,12 @@ def _seconds_of_steps(metrics: Path, first: int, stop: int) -> float:
 
 @contextmanager
 def _asked_to_stop() -> Iterator[threading.Event]:
-    """Context: yields an event that SIGTERM, SIGUSR1 and Ctrl-C set, in the main thread."""
+    """Context: yields an event that `stop_signals` set, in the main thread."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return
-    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-    before = {number: signal.signal(number, lambda *_: asked.set()) for number in numbers}
+    before = {number: signal.signal(number, lambda *_: asked.set()) for number in stop_signals()}
     try:
         yield asked
     finally:

@@ -81,7 +81,7 @@ def train(
     overrides  fields of [train] by name (`steps=100`), sections as dicts (`optimizer={"lr": 3e-4}`)
 
     With `restarts=N` a run whose rank dies, hangs or fails is started again up to N times, from its last checkpoint.
-    SIGTERM, SIGUSR1 and Ctrl-C end it after the step under way: the state is saved, and `Stopped` says where.
+    SIGTERM, SIGUSR1, SIGHUP and Ctrl-C end it after the step under way: the state is saved, and `Stopped` says where.
 
     With more than one rank, a `Task` is sent to the ranks by pickle: one with lambdas is better given by name.
     """
