@@ -1,4 +1,4 @@
-"""Hosts that differ are named with their ranks; axes that lie otherwise than host by host are told with the cost."""
+"""Hosts that differ are named with their ranks; axes that do not lie host by host are told with what that costs."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardwise.cli.answer import Answer
-from shardwise.cli.forecasting import TASK, TASK_HELP, failures, maybe_where, subject_and_batch, where, write
+from shardwise.cli.forecasting import TASK, TASK_HELP, adapted, failures, maybe_where, subject_and_batch, where, write
 from shardwise.cli.options import WholeNumber, common, given, given_plan, output_file
 from shardwise.cli.waiting import begin
 from shardwise.errors import InputError
@@ -237,6 +237,7 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
         *_idle(parsed.world_size, cluster.world_size),
         *subject.remarks,
         *forecast_lines(forecast),
+        *_communicators(answer, parsed),
         *rank_map(layout, cluster),
     ]
     if not answer.fields["fits"]:
@@ -300,6 +301,17 @@ def _idle(ranks: int, devices: int) -> list[str]:
     )
 
 
+def _communicators(answer: Answer, plan: Plan) -> list[str]:
+    """Returns a line that tells of a rank's communicators; [] for one rank."""
+    from shardwise.layout.communicators import COMMUNICATOR_BYTES, communicators
+
+    made = communicators(plan)
+    answer.fields["communicators"] = {"names": list(made), "bytes": COMMUNICATOR_BYTES * len(made)}
+    size = COMMUNICATOR_BYTES * len(made) / 1e6
+    each = f"communicators of a rank: {len(made)} ({', '.join(made)}), some {size:.0f} MB outside the allocator"
+    return [f"{each} (assumed {COMMUNICATOR_BYTES / 1e6:.0f} MB each)"] if made else []
+
+
 def _measured(answer: Answer, task: str, plan: Plan, words: dict[str, Any], forecast: Forecast) -> list[str]:
     """Runs one rank alone; returns lines on its time, with simulated communication added, and its memory."""
     from shardwise.measure.one_rank import measure_rank
@@ -310,7 +322,7 @@ def _measured(answer: Answer, task: str, plan: Plan, words: dict[str, Any], fore
     if is_shape(task):
         raise InputError(f"--measure-rank: {task} is a shape, not a model that can be run; give module:name")
     rank = words["measure_rank"]
-    measured = measure_rank(partial(resolve_task, task), plan, rank, words["randomness"])
+    measured = measure_rank(partial(resolve_task, adapted(task, words)), plan, rank, words["randomness"])
     waits = sum(seconds for name, seconds in forecast.parts.items() if "communication" in name)
     answer.fields["measured_rank"] = {**measured, "with_communication_s": measured["seconds"] + waits}
     return [

@@ -10,10 +10,11 @@ from typing import Any
 import click
 
 from shardwise.cli.answer import Answer
-from shardwise.cli.options import WholeNumber, common, given, given_plan
+from shardwise.cli.options import WholeNumber, common, given, given_plan, with_adapters
 from shardwise.cli.waiting import begin
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.progress import timing
+from shardwise.task_files import is_run
 
 _PLAN = "How to spread it: dp_shard=2,zero=3, or a .toml file with the same keys. A script's own by default."
 
@@ -32,7 +33,9 @@ class StepCount(click.ParamType):
 @click.argument("target", metavar="SCRIPT.py | CONFIG.toml | MODULE:TASK | text | digits")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGS]")
 @click.option("--plan", callback=given_plan, help=_PLAN)
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key of CONFIG.toml; repeatable.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key of CONFIG.toml, or of [lora]; repeatable."
+)
 @click.option(
     "--steps", type=StepCount(), help="Optimizer steps to compare: of a script 6, a configuration 5, a task 2."
 )
@@ -45,10 +48,16 @@ class StepCount(click.ParamType):
 )
 @click.option("--clip-norm", type=float, default=None, help="Largest norm of the gradient, clipped on both sides.")
 @click.option("--device", default="cpu", show_default=True, help="Of both sides: cpu, or the accelerator: cuda, xpu.")
+@click.option("--backend", help="The accelerator's own, for ranks that share it; by default gloo.")
 @click.option("--against", callback=given, metavar="SCRIPT.py", help="The script as it was before it was changed.")
 @click.option("--nproc", type=WholeNumber(min=1), help="Ranks of a script that sets up its own (DDP, FSDP, ...).")
 @click.option("--one", metavar="ARGS", help="Arguments of its one process, where they are others: --batch-size 64.")
 @click.option("--cwd", callback=given, metavar="FOLDER", help="Run a script there, for real; else in a scratch copy.")
+@click.option(
+    "--check-order",
+    is_flag=True,
+    help="Of a task: also whether what ranks issue over NCCL ends on a device that runs it in order, unbuffered.",
+)
 @common
 @click.pass_obj
 def verify(answer: Answer, target: str, arguments: tuple[str, ...], **words: Any) -> None:
@@ -77,6 +86,16 @@ def verify(answer: Answer, target: str, arguments: tuple[str, ...], **words: Any
         raise RefusedPlan(parity.refused)
     answer.text = parity.text()
     answer.code = _code(parity)
+    if words["check_order"]:
+        from shardwise.testing.order_check import check_order
+
+        order = check_order(target, words["plan"])
+        answer.text += f"\n{order.text()}"
+        answer.fields["order"] = {
+            "strictest": order.strictest.runs, "side_by_side": order.side_by_side.runs,
+            "communicators": order.communicators, "waits": order.strictest.text(),
+        }  # fmt: skip
+        answer.code = answer.code if order.side_by_side.runs else 1
 
 
 def _code(parity: Any) -> int:
@@ -111,17 +130,23 @@ def launcher_ranks() -> Iterator[tuple[Any, int | None]]:
 def _prove(answer: Answer, target: str, arguments: tuple[str, ...], words: dict[str, Any], pool: Any) -> Any:
     """Returns the `Parity` of what the target is: a configuration, a script, or else a task."""
     if target.endswith(".toml"):
-        _refuse(words, arguments, "a configuration", "device", "epochs", "against", "nproc", "one", "cwd")
+        _refuse(words, arguments, "a configuration", "device", "backend", "epochs", "against", "nproc", "one", "cwd",
+                "check_order")  # fmt: skip
         return _prove_run(answer, target, words, pool)
+    if is_run(Path(target)):
+        raise InputError(
+            f"verify: {target} is the folder of a run: {Path(target) / 'config.toml'} is its configuration, and train "
+            f"--resume {target} goes on with it"
+        )
     if Path(target).is_dir() or target.endswith(".ipynb"):
         what = "a folder" if Path(target).is_dir() else "a notebook"
         raise InputError(f"verify: {target} is {what}: give a script in Python, as {Path(target).stem or 'train'}.py")
     if is_script(target):
         if pool is not None:
             raise InputError("verify: a script's ranks are started by verify itself: call it alone, without a launcher")
-        _refuse(words, (), "a script", "overrides", "seed", "shrink", "clip_norm", "device")
+        _refuse(words, (), "a script", "overrides", "seed", "shrink", "clip_norm", "device", "backend", "check_order")
         return _prove_script(answer, target, arguments, words)
-    _refuse(words, arguments, "a task", "overrides", "epochs", "against", "nproc", "one", "cwd")
+    _refuse(words, arguments, "a task", "epochs", "against", "nproc", "one", "cwd")
     return _prove_task(answer, target, words, pool)
 
 
@@ -134,7 +159,7 @@ def is_script(target: str) -> bool:
     return not Path(target).is_file() or calls_prepare(target) or not defines_task(target)
 
 
-_UNSET = {"overrides": (), "device": "cpu", "shrink": False}
+_UNSET = {"overrides": (), "device": "cpu", "shrink": False, "check_order": False}
 
 
 def _refuse(words: dict[str, Any], arguments: tuple[str, ...], what: str, *names: str) -> None:
@@ -165,6 +190,7 @@ def _prove_script(answer: Answer, script: str, arguments: tuple[str, ...], words
 def _prove_task(answer: Answer, task: str, words: dict[str, Any], pool: Any) -> Any:
     from shardwise.layout import Plan, check
 
+    adapted = with_adapters(task, words["overrides"], "verify")
     if words["plan"] is None:
         raise click.UsageError("Missing option '--plan'.")
     parsed = Plan.parse(words["plan"])
@@ -175,8 +201,9 @@ def _prove_task(answer: Answer, task: str, words: dict[str, Any], pool: Any) -> 
 
     with timing(not answer.as_json) as say:
         return prove(
-            task, parsed, steps=_number(words["steps"], "a task") or 2, seed=words["seed"] or 0,
-            shrink=words["shrink"], clip_norm=words["clip_norm"], device=words["device"], pool=pool,
+            adapted, parsed, steps=_number(words["steps"], "a task") or 2, seed=words["seed"] or 0,
+            shrink=words["shrink"], clip_norm=words["clip_norm"], device=words["device"], backend=words["backend"],
+            pool=pool,
             say=say,
         )  # fmt: skip
 

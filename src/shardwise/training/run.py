@@ -26,7 +26,7 @@ from shardwise.task import Task
 from shardwise.training.holding import LOCK, held
 from shardwise.training.job import Job, make_job
 from shardwise.training.restart import ahead_of, source_of, until_done
-from shardwise.training.resume import find_run, home_of, mark_stopped
+from shardwise.training.resume import find_run, home_of, mark_stopped, refuse_default_beside
 
 LOGS = "ranks"
 RUN = "run"  # under which a launcher's ranks leave word of their run to those that are started after them
@@ -132,6 +132,7 @@ def execute(
     world = effective.plan.world_size
     _check_ranks(effective, nproc, place)
     check(effective.plan)
+    refuse_default_beside(effective)
     job = make_job(effective, task, keep=place is not None or world == 1)
     forecast = _forecast(job)  # a launcher's ranks all make it, so that all refuse together
     if place is not None:
