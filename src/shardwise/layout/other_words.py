@@ -31,7 +31,7 @@ OURS_OF = {
     ("world_size", "nnodes", "nproc_per_node", "num_gpus", "gpus"): _RANKS,
     ("batch_size", "micro_batch_size", "global_batch"):
         "no key: the batch is the task's, or train.batch_samples; accumulate=N divides it",
-    ("sbatch", "slurm", "srun", "qsub", "kubernetes", "kubeflow", "ray", "skypilot", "docker", "rdzv_endpoint", "hostfile"):
+    ("sbatch", "slurm", "srun", "qsub", "kubernetes", "kubeflow", "ray", "skypilot", "rdzv_endpoint", "hostfile"):
         _LAUNCHERS,
     ("ds_config", "deepspeed_config", "accelerate_config"): "no key: shardwise plan --from FILE",
     ("wandb", "tensorboard", "mlflow"): "no key: train.sinks in a configuration; in a script its own lines on rank 0",
