@@ -17,6 +17,7 @@ from shardwise.cli.main import call
 from shardwise.errors import InputError
 from shardwise.launch import engines
 from shardwise.launch.job import LaunchJob, grid, job_name, variables_of
+from shardwise.launch.lines import start_line
 from shardwise.launch.yaml import to_yaml
 from shardwise.layout import Plan
 
@@ -39,7 +40,7 @@ OF_ENGINE = {
 PARAMETERS = list(itertools.product(engines.MODULES, CASES))
 
 
-def job(engine: str = "torchrun", case: str = "one node", **changes) -> LaunchJob:
+def job(engine: str, case: str = "one node", **changes) -> LaunchJob:
     words = {"folder": "/runs", **CASES[case], **OF_ENGINE.get(engine, {}), **changes}
     if engine == "hosts":
         words["hosts"] = tuple(f"node{number}" for number in range(words["nodes"]))
@@ -139,6 +140,27 @@ def test_skypilot_reads_its_task(case: str, tmp_path: Path, monkeypatch) -> None
 def test_the_yaml_reads_back() -> None:
     value = {"a": [1, {"b": "x: y", "c": []}, "z"], "text": "one\n  two\n\nthree", "none": None, "é": {"on": True}}
     assert documents(to_yaml(value)) == [{**value, "text": value["text"] + "\n"}]
+
+
+def test_nodes_ranks_and_exit_codes_stand_where_the_engine_reads_them() -> None:
+    shape = {"nodes": 4, "per_node": 2, "command": TRAIN}
+    [slurm] = engines.files_of(engines.engine("slurm"), job("slurm", **shape)).values()
+    assert "#SBATCH --nodes=4\n#SBATCH --ntasks-per-node=2\n#SBATCH --gpus-per-node=2\n" in slurm
+    assert "#SBATCH --requeue\n#SBATCH --signal=B:USR1@120\n" in slurm
+    pbs = engines.files_of(engines.engine("pbs"), job("pbs", **shape))["my-job.pbs"]
+    assert "#PBS -l select=4:ncpus=2:ngpus=2:mpiprocs=2\n" in pbs
+    trained, job_set = engines.files_of(engines.engine("k8s"), job("k8s", **shape)).values()
+    for text, where in ((trained, ["spec", "template", "spec"]), (job_set, ["spec"])):
+        spec = documents(text)[0]
+        for key in where:
+            spec = spec[key]
+        pods = spec["replicatedJobs"][0]["template"]["spec"]
+        assert (pods["parallelism"], pods["completions"]) == (4, 4)
+        assert pods["podFailurePolicy"]["rules"][1]["onExitCodes"]["values"] == [75]
+    assert {"numNodes": 4, "numProcPerNode": 2}.items() <= documents(trained)[1]["spec"]["trainer"].items()
+    words = "--nnodes 4 --node-rank $NODE_RANK --master-addr $FIRST_HOST --master-port 29500 --nproc-per-node 2"
+    assert start_line("x", Plan(dp_shard=8), 2) == f"torchrun {words} --no-python x"
+    assert start_line("x", Plan(dp_shard=8), 8) == "x"
 
 
 SHOW = "#!/bin/bash\nprintf '%s\\n' \"$@\" >> {log}\n"

@@ -21,6 +21,7 @@ import click
 from shardwise.cli.answer import Answer
 from shardwise.cli.launcher_doctor import Check, launcher_checks
 from shardwise.cli.options import common, given_plan
+from shardwise.errors import InputError
 from shardwise.progress import Say, silent, timing
 
 # what tells ranks where they are and how to talk; other variables are nobody's business
@@ -67,8 +68,6 @@ def look(folder: Path, say: Say = silent, plan: str | None = None) -> Iterator[C
 
     plan   of a launcher's ranks: its axes are measured
     """
-    from shardwise.ranks import here
-
     checks: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
         ("versions", _versions),
         ("environment", _environment),
@@ -79,7 +78,7 @@ def look(folder: Path, say: Say = silent, plan: str | None = None) -> Iterator[C
         ("disk", lambda: _disk(folder)),
         ("clock", _clock),
         ("names", _names),
-        ("two ranks", _two_ranks) if here() is None else ("hosts", lambda: launcher_checks(plan)),
+        ("two ranks", lambda: _talking(plan)),
     )
     for what, check in checks:
         say(f"doctor: looking at {what}")
@@ -217,6 +216,16 @@ def _names() -> Iterator[Check]:
     took = time.perf_counter() - began
     problem = "asking for a name takes seconds, and every connection asks" if took > 1.0 else ""
     yield Check("names", f"{name} is {address}, found in {1e3 * took:.0f} ms", problem)
+
+
+def _talking(plan: str | None) -> Iterator[Check]:
+    from shardwise.ranks import here
+
+    try:
+        place = here()
+    except InputError:  # told by the look at the environment
+        place = None
+    yield from _two_ranks() if place is None else launcher_checks(plan)
 
 
 def _two_ranks() -> Iterator[Check]:

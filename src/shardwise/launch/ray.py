@@ -27,7 +27,7 @@ SAVED_TEXT = "stopped and saved"
 
 def _render(job: LaunchJob) -> dict[str, str]:
     words = {
-        "workers": job.ranks, "gpus": job.accelerated, "cpus": job.cpus_per_rank or 1, "name": job.name,
+        "workers": job.ranks, "gpus": job.accelerated, "cpus": job.cpus_per_rank or 1, "name": f"{job.name}-ray",
         "folder": job.folder, "variables": job.written, "passed": job.passed,
         "failures": FAILURES if job.goes_on else 0,
     }  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _RANKS = "the product of the plan's degrees; ranks are started by torchrun, srun, or --nproc"
-_LAUNCHERS = "no key: the cluster starts one process for each GPU, or one torchrun on each node (docs/launchers.md)"
+_LAUNCHERS = "no key: shardwise launch --on slurm, pbs, k8s, ray, sky, torchrun or hosts (docs/launch.md)"
 
 OURS_OF = {
     ("dp", "data_parallel"): "dp_replicate=N (replicas) or dp_shard=N",
@@ -31,7 +31,9 @@ OURS_OF = {
     ("world_size", "nnodes", "nproc_per_node", "num_gpus", "gpus"): _RANKS,
     ("batch_size", "micro_batch_size", "global_batch"):
         "no key: the batch is the task's, or train.batch_samples; accumulate=N divides it",
-    ("sbatch", "slurm", "kubernetes", "ray", "docker"): _LAUNCHERS,
+    ("sbatch", "slurm", "srun", "qsub", "kubernetes", "kubeflow", "ray", "skypilot", "rdzv_endpoint", "hostfile"):
+        _LAUNCHERS,
+    ("ds_config", "deepspeed_config", "accelerate_config"): "no key: shardwise plan --from FILE",
     ("wandb", "tensorboard", "mlflow"): "no key: train.sinks in a configuration; in a script its own lines on rank 0",
     ("lora", "qlora", "peft", "adapters"): "no key: [lora] in a configuration, or a model made with peft",
 }  # fmt: skip
