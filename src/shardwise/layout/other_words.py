@@ -25,7 +25,8 @@ OURS_OF = {
     ("cpu_offload", "zero_offload", "zero_infinity", "offload_optimizer"):
         "offload=optimizer, which is forecast and does not run yet",
     ("world_size", "nnodes", "nproc_per_node", "num_gpus", "gpus"): _RANKS,
-    ("lora", "qlora", "peft", "adapters"): "no key: adapters are a part of the model (peft, in task or script)",
+    ("lora", "peft", "adapters"): "no key of a plan: [lora] of a configuration, --set lora.rank=16",
+    ("qlora",): "[lora] over a base in precision=bf16; a base of 4 bits is not built",
 }  # fmt: skip
 
 
