@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from chat_tokenizer import CHATML, tokenizer
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from shardwise.config import load
 from shardwise.errors import InputError
@@ -68,6 +68,27 @@ def test_a_folder_is_trained_merged_and_loaded(small: Path) -> None:
     assert transformers.AutoTokenizer.from_pretrained(str(small.parent / "merged")).chat_template == CHATML
     with pytest.raises(InputError, match=r"no run's folder \(it has no config.toml\)"):
         merge_run(small, None, small.parent / "other")
+
+
+def test_adapters_and_a_plain_model_are_what_a_run_begins_with(small: Path) -> None:
+    keys = ("task.files=['chat.jsonl']", "train.batch_samples=2", "train.device=cpu", "train.checkpoint_every=0")
+    own = (f"task.name='{small}'", *keys, "train.steps=1", "lora.rank=4")
+    first = Path(execute(load(overrides=(*own, "optimizer.lr=0.02"))).summary["folder"])
+    adapter = first / "adapter" / "adapter_model.safetensors"
+    again = execute(load(overrides=(*own, f"train.init_from='{adapter}'", "optimizer.lr=1e-9")))
+    (notice,) = [word for word in again.summary["notices"] if "weights from" in word]
+    assert "28 of 51 tensors" in notice and "not used" not in notice
+    weights = load_file(Path(again.summary["folder"]) / "model.safetensors")
+    for name, value in load_file(first / "model.safetensors").items():
+        torch.testing.assert_close(weights[name], value)
+    base = execute(load(overrides=(*own, f"train.init_from='{small}/model.safetensors'")))
+    (notice,) = [word for word in base.summary["notices"] if "weights from" in word]
+    assert "21 of 51 tensors" in notice and "not used" not in notice
+    plain = load_file(small / "model.safetensors")
+    other = {f"net.{name}" if "norm" in name else name: value for name, value in plain.items()}
+    save_file(other, "other.safetensors")
+    with pytest.raises(InputError, match=r"5 frozen weights, which no step would .*init_rename"):
+        execute(load(overrides=(*own, "train.init_from=other.safetensors")))
 
 
 def test_packed_rows_have_the_losses_of_single_ones(small: Path) -> None:
