@@ -1120,6 +1120,29 @@ optimizer = Marked(model.parameters(), lr=0.1)
 -- right optimizer
 groups = [{"params": [p], "lr": 0.01 if p is model[0].weight else 0.1} for p in model.parameters()]
 optimizer = torch.optim.SGD(groups, lr=0.1)
+== another_parameter_in_the_forward: pieces values plans=every
+-- model
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.scale = nn.Linear(6, 2), nn.Parameter(torch.ones(2))
+    def forward(self, x):
+        self.scale = nn.Parameter(0.9 * self.scale.detach())
+        return self.body(x) * self.scale
+model = Scaled()
+-- swap self.scale = nn.Parameter(0.9 * self.scale.detach()) => pass
+== weights_in_a_list_of_its_own: pieces values plans=pieces
+-- optimizer
+class Listed(torch.optim.SGD):
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.mine = [p for group in self.param_groups for p in group["params"]]
+    @torch.no_grad()
+    def step(self):
+        for p in self.mine:
+            p.add_(p.grad, alpha=-0.1)
+optimizer = Listed(model.parameters(), lr=0.1)
+-- swap in self.mine: => in self.param_groups[0]["params"]:
 # --- what is decided by a rank's own numbers, and by one rank
 == counted_right: evaluation classes
 out = model(x)

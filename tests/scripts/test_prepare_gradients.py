@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -437,7 +438,8 @@ def searched(plan: str | None, own: bool = False) -> tuple:
     for batch, other in zip(loader, held, strict=True):
         gates.zero_grad()
         back(None if own else prepared, mse(model, *other))
-        gates.step()
+        with nullcontext() if own else whole(prepared, grads=True):  # of weights that ranks hold pieces of
+            gates.step()
         optimizer.zero_grad()
         losses.append(back(prepared, mse(model, *batch)))
         optimizer.step()
@@ -449,8 +451,39 @@ def test_an_optimizer_beside_the_prepared_one_steps_as_in_one_process(plan: str,
     check_equal(pool, searched, plan)
 
 
+def kept_beside(plan: str | None, clears: bool) -> tuple:
+    """Gates stepped every other time by gradients that only their own optimizer takes away, if at all."""
+    model = made(Gated)
+    gates = torch.optim.Adam([model.gates], lr=0.1)
+    optimizer = torch.optim.SGD([p for name, p in model.named_parameters() if name != "gates"], 0.1, momentum=0.9)
+    prepared, model, optimizer, loader = begin(plan, model, batches(22, 6), optimizer)
+    losses = []
+    for number, batch in enumerate(loader):
+        optimizer.zero_grad()
+        losses.append(back(prepared, mse(model, *batch)))
+        clip = prepared.clip_grad_norm_ if prepared else partial(nn.utils.clip_grad_norm_, model.parameters())
+        losses.append(float(clip(0.05)))
+        optimizer.step()
+        if number % 2:
+            with whole(prepared, grads=True):
+                gates.step()
+            if clears:
+                gates.zero_grad()
+    return losses, weights_of(model)
+
+
+@pytest.mark.parametrize(
+    ("plan", "clears"),
+    cases([("dp_shard=2,zero=3", False)], [(plan, clears) for plan in PLANS for clears in (False, True)]),
+)
+def test_gradients_stay_until_the_optimizer_that_trains_them_takes_them_away(
+    plan: str, clears: bool, pool: RankPool
+) -> None:
+    check_equal(pool, kept_beside, plan, clears)
+
+
 def test_a_step_by_gradients_of_one_rank_is_refused(pool: RankPool) -> None:
-    told = r"trains 'gates' of the prepared model.*prepared.backward\(loss\).*trains=True.*line \d+: gates.step"
+    told = r"backward of the script's own.*this rank's samples alone.*line \d+: gates.step"
     with pytest.raises(RefusedPlan, match=told):
         pool.run(searched, 2, "dp_shard=2,zero=3", True)
 

@@ -236,7 +236,7 @@ def moved_outside(plan: str, leaf: str) -> None:
     model.move_scale() if leaf == "scale" else model.move()
 
 
-@pytest.mark.parametrize(("leaf", "words"), [("scale", r"model.move_scale\(\) writes"), ("", "data of a weight")])
+@pytest.mark.parametrize(("leaf", "words"), [("scale", "mul_ into a weight"), ("", "data of a weight")])
 def test_a_method_that_writes_weights_is_told_how(leaf: str, words: str, pool: RankPool) -> None:
     with pytest.raises(RefusedPlan, match=rf"{words}.*prepared.whole.*line \d+"):
         pool.run(moved_outside, 2, "dp_shard=2,zero=3", leaf)

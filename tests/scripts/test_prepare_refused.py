@@ -106,20 +106,13 @@ def test_what_one_rank_cannot_do_is_named(plan: str, case: str, words: str, pool
 # --- weights that do not move as they should
 
 
-class Idle(torch.optim.SGD):
-    def step(self, closure: Any = None) -> None:
-        """Nothing."""
-
-
 def mistaken(plan: str, case: str) -> None:
     model: Any = net()
     if case.startswith("thawed"):
         model.layers[0].requires_grad_(False)
-    if case == "hooked":
-        model.head.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
     if case == "masked":
         model.head.weight.register_hook(lambda gradient: gradient * torch.eye(*gradient.shape).to(gradient))
-    optimizer: Any = Idle(model.parameters(), 0.1) if case == "idle" else torch.optim.Adam(model.parameters(), 1e-2)
+    optimizer: Any = torch.optim.Adam(model.parameters(), 1e-2)
     prepared, model, optimizer, loader = begin(plan, model, batches(32, 8), optimizer)
     if case == "converted":
         model.float()
@@ -147,14 +140,11 @@ def mistaken(plan: str, case: str) -> None:
 @pytest.mark.parametrize(
     ("plan", "case", "kind", "words"),
     [
-        ("dp_replicate=2", "idle", RunError, "did not move in 3 steps"),
-        ("dp_shard=2,zero=3", "idle", RunError, "did not move in 3 steps"),
         ("dp_shard=2,zero=1", "converted", InputError, r"converted or moved after prepare \(.*float64.* to .*float32"),
         ("dp_shard=2,zero=3", "converted", InputError, r"converted or moved after prepare"),
         ("dp_replicate=2", "replaced", InputError, "head.weight' was replaced after prepare"),
-        ("dp_shard=2,zero=1", "thawed", InputError, "layers.0.bias' was frozen"),
-        ("dp_shard=2,zero=3", "thawed later", InputError, "layers.0.bias' was frozen"),
-        ("dp_replicate=2", "hooked", RefusedPlan, "'head.weight' has a hook on its gradient, which is given this rank"),
+        ("dp_shard=2,zero=1", "thawed", InputError, r"layers.0.\w+' was frozen"),
+        ("dp_shard=2,zero=3", "thawed later", InputError, r"layers.0.\w+' was frozen"),
         ("tp=2", "masked", RefusedPlan, "'head.weight' has a hook on its gradient, which is given this rank"),
         ("dp_replicate=2", "one rank's weights", RunError, "after step 1 the weights of 'head.weight' .*on rank 1"),
         ("tp=2", "one rank's rate", RunError, "settings differ between ranks in step 0 .*0.01 on rank 0; 0.5 on"),

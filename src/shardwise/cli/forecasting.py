@@ -27,9 +27,14 @@ TASK_HELP = """
 
 def where(function: Callable) -> Callable:
     """Options that say on what and with which batch."""
+    return maybe_where(function, required=True)
+
+
+def maybe_where(function: Callable, *, required: bool = False) -> Callable:
+    """As `where`, for a command that has a use without a cluster too."""
     options = (
         click.option(
-            "--cluster", required=True,
+            "--cluster", required=required,
             help='Devices and links: "16x8 h100-sxm-80gb, ib-400" (nodes x devices, device, links), or a .toml file.',
         ),
         click.option("--global-batch", help="Samples of a step: 512, or 16M-tokens (k and M are 1024 and 1024^2)."),

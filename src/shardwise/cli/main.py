@@ -16,11 +16,12 @@ from typing import Any
 import click
 
 import shardwise
-from shardwise.cli import compare, foresee, probe, prove, report, run_script
+from shardwise.cli import compare, evidence, foresee, probe, prove, report, run_script
 from shardwise.cli.answer import INTERRUPTED, Answer, Ended, quiet_stdout, speaks
 from shardwise.cli.checkpoint import checkpoint
 from shardwise.cli.completion import ASKED, answer_shell, completion
 from shardwise.cli.doctor import doctor
+from shardwise.cli.launch import launch
 from shardwise.cli.options import WholeNumber, common, given, given_plan
 from shardwise.cli.show import show
 from shardwise.cli.waiting import begin
@@ -215,8 +216,9 @@ main.add_command(show)
 main.add_command(completion)
 main.add_command(run_script.run)
 main.add_command(doctor)
+main.add_command(launch)
 main.add_command(report.report)
-for command in (foresee.plan, foresee.simulate, compare.compare, probe.probe):
+for command in (foresee.plan, foresee.simulate, compare.compare, probe.probe, evidence.evidence):
     main.add_command(command)
 
 

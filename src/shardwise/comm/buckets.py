@@ -5,6 +5,9 @@
 
 Buckets are launched in their order on every rank, and what backward did not reach is launched (as zeros) when it has
 ended. So ranks always meet the same collectives, whether or not they used the same parameters.
+
+`DistributedDataParallel` has to be told beforehand that parameters may go unused, waits or breaks where ranks then
+differ, divides by the ranks, which is not the global weight, and sums bf16 gradients in bf16.
 """
 
 from __future__ import annotations
@@ -162,6 +165,7 @@ class GradientBuckets:
         self.order = order
         self.sync = False
         self.asleep = False  # gradients that arrive belong to nobody's step
+        self.strays: Callable[[nn.Parameter], None] = lambda param: None  # told of those
         self.used: set[int] = set()  # parameters that got a gradient in this step
         self.used_now: set[int] = set()  # and in this micro-batch
         self.in_pieces: set[int] = set()  # buckets with a parameter whose gradient came more than once in a backward
@@ -212,7 +216,10 @@ class GradientBuckets:
 
         def on_gradient(param: nn.Parameter) -> None:
             buckets = owner()
-            if buckets is None or buckets.asleep:
+            if buckets is None:
+                return
+            if buckets.asleep:
+                buckets.strays(param)
                 return
             bucket_now, used = buckets.buckets[number], buckets.used_now
             views = bucket_now.views_now
@@ -233,7 +240,9 @@ class GradientBuckets:
                 "reentrant checkpoint that the look at a few samples did not meet, or a second backward; use "
                 "torch.utils.checkpoint(use_reentrant=False)"
             )
-        view, gradient = bucket.view(place), param.grad
+        if bucket.buffer is None:
+            bucket.ensure()
+        view, gradient = bucket.views_now[place], param.grad
         if gradient is None:  # a compiled block hands on all its parameters, those that it does not use too
             return
         if gradient is not view:  # else autograd has accumulated in the bucket itself

@@ -44,6 +44,9 @@ NO_TASK = (
 )
 
 
+SCALING = {"optimizer.scale_lr", "optimizer.base_batch"}  # these leave a task its own optimizer
+
+
 @dataclass(frozen=True)
 class Effective:
     """The configuration in force. `sources` tells where each key that was set came from."""
@@ -60,8 +63,9 @@ class Effective:
 
     @property
     def own_optimizer(self) -> bool:
-        """Whether the task's own optimizer runs: it is the user's task and `[optimizer]` is not set."""
-        return not self.builtin and not any(key.startswith("optimizer.") for key in self.sources)
+        """Whether the task's own optimizer runs: a user's task, of [optimizer] at most its learning rate scaled."""
+        keys = {key for key in self.sources if key.startswith("optimizer.")}
+        return not self.builtin and keys <= SCALING
 
     def source(self, key: str) -> str:
         """Returns where the key's value came from: a file, an option, or `default`."""

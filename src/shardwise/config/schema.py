@@ -57,6 +57,11 @@ def count(value: Any) -> Any:
 Count = Annotated[int, BeforeValidator(count)]
 
 
+def _one_or_more(value: Any) -> Any:
+    """Returns a list of words as it is, and of one text its words between commas."""
+    return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
+
+
 class Section(BaseModel):
     """Base of the sections: an unknown key or a value of another type is an error."""
 
@@ -123,7 +128,7 @@ class LoraSection(Section):
 
 
 class OptimizerSection(Section):
-    """[optimizer]: for a task of your own in force once a key is set; else the task's own optimizer runs."""
+    """[optimizer]: replaces that of a task of your own once a key is set; `scale_lr` alone scales the task's own."""
 
     name: Literal["adamw", "adam", "nadam", "radam", "adamax", "adagrad", "rmsprop", "sgd"] = Field(
         default="adamw", description="adamw | adam | nadam | radam | adamax | adagrad | rmsprop | sgd"
@@ -242,7 +247,7 @@ class TrainSection(Section):
     init_rename: list[Annotated[str, Field(pattern="^[^=]+=.*$")]] = Field(
         default=[], description='"pattern=replacement" on the names in init_from, regular expressions, in turn'
     )
-    sinks: list[Literal["tensorboard", "mlflow", "wandb"]] = Field(
+    sinks: Annotated[list[Literal["tensorboard", "mlflow", "wandb"]], BeforeValidator(_one_or_more)] = Field(
         default=[], description='other writers of the metrics: any of "tensorboard", "mlflow", "wandb"'
     )
     log_every: int = Field(default=10, ge=1, description="steps between printed lines where there is no live display")

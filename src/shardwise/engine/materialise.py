@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from shardwise.comm import Axis, broadcast, gather_rows
-from shardwise.engine.samples import has_samples
 from shardwise.errors import InputError, RefusedPlan
+from shardwise.look.samples import has_samples
 from shardwise.parallel.slots import ValueOf
 from shardwise.precision import Precision
 from shardwise.task import Task

@@ -152,6 +152,8 @@ def _refuse_gradient(*gradients: torch.Tensor) -> None:
 
 def whole(tree: Any) -> Any:
     """Returns the same tree, list or tensor with every `Waiting` tensor computed whole."""
+    if type(tree) is torch.Tensor:  # a model's output, mostly: a walk through a tree takes longer than all else here
+        return tree
     return torch.utils._pytree.tree_map_only(Waiting, Waiting.made, tree)
 
 

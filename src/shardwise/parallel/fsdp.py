@@ -13,10 +13,13 @@ torch itself is asked which it is, but for integers.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 from torch.distributed.tensor import DTensor
@@ -32,12 +35,37 @@ IN_TRANSFORM = (
 )
 
 
+@contextmanager
+def units_aside(module: nn.Module) -> Iterator[None]:
+    """Context: other tensors stand in the places of the module's parameters, and units do not look at them.
+
+    A unit takes what it finds there after `load_state_dict` for its shards.
+    """
+    before = [(child._load_state_dict_post_hooks, {**child._load_state_dict_post_hooks}) for child in module.modules()]
+    for hooks, known in before:
+        for key, hook in known.items():
+            if getattr(hook, "__module__", "").startswith("torch.distributed.fsdp"):
+                del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, known in before:
+            hooks.clear()
+            hooks.update(known)
+
+
 def groups_of(unit: FSDPModule) -> list[Any]:
     """Returns FSDP2's groups of a unit's parameters: one or none in torch 2.11, later one for each mesh."""
     state = unit._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def partial_reductions(root: torch.nn.Module) -> list[torch.Tensor | None]:
+    """Returns the shards' sums of a step so far that are not yet summed over replicas, one for each group of units."""
+    units = [unit for unit in root.modules() if isinstance(unit, FSDPModule)]
+    return [group._partial_reduce_output for unit in units for group in groups_of(unit)]
 
 
 def can_cut(param: torch.Tensor) -> bool:

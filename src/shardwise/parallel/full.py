@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -35,10 +35,10 @@ from shardwise.comm import Gathering, Trail, all_reduce, broadcast, ready
 from shardwise.comm.tree import FixedOrder, ReduceInOrder
 from shardwise.errors import RefusedPlan
 from shardwise.mesh import Mesh
-from shardwise.parallel.fsdp import can_cut, know_detach, reduce_unused, refuse_transforms
+from shardwise.parallel.fsdp import can_cut, know_detach, partial_reductions, reduce_unused, refuse_transforms
 from shardwise.parallel.slots import Slot, ValueOf, bring_back, joined
 from shardwise.part import Part
-from shardwise.part.pairs import as_complex, pairs_in
+from shardwise.part.pairs import as_complex, as_pairs, pairs_in
 from shardwise.precision import Precision
 from shardwise.trace.blocks import inner_first
 from shardwise.trace.tensors_in_objects import change_hidden, hidden
@@ -146,7 +146,8 @@ class FullShard:
             cast_forward_inputs=False,
         )
         whole = {param for param in module.parameters() if id(param) in self._whole}
-        options = {"mesh": device_mesh, "reshard_after_forward": True, "shard_placement_fn": placement}
+        frees = mesh.plan.sharded.gathers > 1
+        options = {"mesh": device_mesh, "reshard_after_forward": frees, "shard_placement_fn": placement}
         options |= {"mp_policy": policy, "ignored_params": whole | self._absent}
         for unit in [*inner_first(units), module]:
             fully_shard([unit], **options)  # a list: torch 2.11 takes no `ModuleList` by itself
@@ -364,6 +365,24 @@ class FullShard:
         (self._used.discard if value is None else self._used.add)(index)
         self.slots[index].master.grad = None if value is None else self._gradient(index)
 
+    def place_gradient(self, index: int, whole: torch.Tensor | None) -> None:
+        """Set a parameter's gradient, where no backward has brought one, to this rank's piece of a whole tensor; None:
+        take away what there is.
+        """
+        param = self.params[index]
+        if whole is None:
+            torch.Tensor.grad.__set__(param, None)
+            self.slots[index].master.grad = None
+            self._used.discard(index)
+        elif isinstance(param, DTensor):
+            numbers = as_pairs(whole) if self._complex[index] else whole
+            numbers = numbers.to(param.dtype).contiguous()
+            piece = distribute_tensor(numbers, param.device_mesh, param.placements, src_data_rank=None)
+            self.set_gradient(index, piece)
+        else:
+            param.grad = self._whole_gradients[index] = whole.to(param.dtype, copy=True)
+            self.take_uncut()
+
     def tell_branches(self, wrap: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
         """Replace the function that refuses ranks in different units by `wrap` of it, which may say more."""
         self._trail.refuse = wrap(self._trail.refuse)  # type: ignore[method-assign]
@@ -406,9 +425,13 @@ class FullShard:
     def load_masters(self, index: int, value: torch.Tensor) -> None:
         """Nothing to do: the shards are the masters."""
 
+    def flat_gradients(self) -> list[torch.Tensor] | None:
+        """Returns None: each weight's share lies alone."""
+        return None
+
     def gradient_buffers(self) -> list[torch.Tensor | None]:
-        """Returns an empty list: gradients are in the parameters' own `.grad` alone."""
-        return []
+        """Returns what replicas of shards hold between micro-batches: FSDP2 keeps it beside `.grad` until the last."""
+        return partial_reductions(self.module)
 
     def select(self, index: int, whole: torch.Tensor, shard_rank: int) -> torch.Tensor:
         """Returns the view of a whole parameter that is the piece of rank `shard_rank` (`torch.chunk`'s cut)."""

@@ -48,6 +48,8 @@ class Replicate:
         masters = [self._master(param, paired) for (_, param), paired in zip(named, self._pairs, strict=True)]
         slots = zip(named, masters, strict=True)
         self.slots = [Slot(name, master.shape, master, whole=True) for (name, _), master in slots]
+        # whether each master's gradient is a part of a bucket, not a copy of one in another dtype
+        self._in_buckets = not any(pairs) and all(m.dtype.to_real() == precision.reduce for m in masters)
         self._pending: list[Pending] = []
         self.order = order
         self._summed = False  # in order, in this step
@@ -104,16 +106,26 @@ class Replicate:
                 bucket.put(self.order.whole(number, bucket.ensure()))
             self._summed = True
         for bucket in self.buckets.buckets:
-            for place, entry in enumerate(bucket.layout.entries):
+            bucket.ensure()
+            for entry, view in zip(bucket.layout.entries, bucket.views_now, strict=True):
                 # not reached by any rank: None and not zeros, since an optimizer leaves such a parameter alone
-                gradient = bucket.view(place) if entry.index in used else None
+                gradient = self._as_master(entry.index, view) if entry.index in used else None
                 master = self.slots[entry.index].master
-                if gradient is not None and gradient.dtype.to_real() != master.dtype.to_real():
-                    gradient = gradient.to(master.dtype)
-                if gradient is not None and self._pairs[entry.index]:
-                    gradient = as_complex(gradient)
                 if master.grad is not gradient:
                     master.grad = gradient
+
+    def _as_master(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Returns a gradient in the dtype of its master."""
+        master = self.slots[index].master
+        if gradient.dtype.to_real() != master.dtype.to_real():
+            gradient = gradient.to(master.dtype)
+        return as_complex(gradient) if self._pairs[index] else gradient
+
+    def flat_gradients(self) -> list[torch.Tensor] | None:
+        """Returns the buckets' buffers, where each master's gradient is a part of one."""
+        if self.order is not None or not self._in_buckets:
+            return None
+        return [buffer for buffer in self.gradient_buffers() if buffer is not None]
 
     @torch.no_grad()
     def take_weights(self) -> None:

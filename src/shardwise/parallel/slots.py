@@ -68,6 +68,10 @@ class DataParallel(Protocol):
     def finish_step(self, used: set[int]) -> None:
         """Wait for reductions and set `slot.master.grad`: the sum over ranks, None where no rank used it."""
 
+    def flat_gradients(self) -> list[torch.Tensor] | None:
+        """Returns the tensors in which this step's gradients lie end to end, zeros between; None where they do not."""
+        ...
+
     def publish(self) -> None:
         """After the optimizer: bring the module's weights up to the masters."""
 

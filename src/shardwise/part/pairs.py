@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import RefusedPlan
+from shardwise.part.assigned import follow_data
 from shardwise.part.parameters import unannounced
 from shardwise.trace.leaves import tensors_in
 from shardwise.trace.own_calls import by_a_module
@@ -60,6 +61,8 @@ def hold_pairs(module: nn.Module) -> frozenset[str]:
         child.__dict__[_PAIRS] = frozenset(params) | child.__dict__.get(_PAIRS, frozenset())
         child.__class__ = _reading_complex(type(child))
     del originals
+    if made:
+        follow_data(module)
     return pairs_in(module)
 
 
@@ -116,7 +119,7 @@ def _reading_complex(kind: type) -> type:
         pairs = parameters.get(name) if name in self.__dict__.get(_PAIRS, ()) else None
         if pairs is None or pairs.is_complex():  # another parameter, set in its place
             return kind.__getattr__(self, name)  # type: ignore[attr-defined]
-        asked = getattr(type(pairs), "answers_as_complex", None)  # of a script's own code (scripts/complexes)
+        asked = getattr(type(pairs), "answers_as_complex", None)  # of a script's own code (scripts/script_weights)
         if (isinstance(pairs, DTensor) and _asked_by_fsdp()) or (asked is not None and asked()):
             return pairs
         numbers = _read(pairs)

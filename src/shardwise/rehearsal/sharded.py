@@ -3,6 +3,10 @@
 What FSDP2 asks of a backend is how many ranks there are and which one this is; a group of torch's that sends nothing
 says so. Its gathers and reductions are ours (`Exchanges`): they note what would be sent, and hold what a backend holds.
 
+To tell again what FSDP2 makes and frees took 340 lines, which did not know units by name, units inside one another, or
+weights read while their unit does not run. On twelve rehearsals (four modules, one and two micro-batches, bf16 with
+recompute) peaks, shards, gathers and operations were the same to the byte. One takes half as long again.
+
 What this does not do: replicas of shards, whose sums are taken in place; streams, whose allocations may live a little
 longer on a GPU.
 """

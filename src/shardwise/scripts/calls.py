@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -26,13 +25,13 @@ from shardwise.mesh import Mesh
 from shardwise.parallel.batchnorm import sync_module
 from shardwise.parallel.full import FullShard
 from shardwise.part import whole as uncut
+from shardwise.part.dispatch import Gathers
 from shardwise.part.levels import Distributed
-from shardwise.part.tensor import Gathers
 from shardwise.scripts.agreement import same_on_all
 from shardwise.scripts.dealt import Dealt
 from shardwise.scripts.draws import SampleDraws
 from shardwise.scripts.entries import Entries
-from shardwise.scripts.forward_writes import ForwardWrites, Registrations
+from shardwise.scripts.forward_writes import ForwardWrites
 from shardwise.scripts.gradient_arrivals import techniques_of, weakly
 from shardwise.scripts.guard import Gate
 from shardwise.scripts.loader import PartLoader
@@ -65,7 +64,6 @@ class Calls(Loop):
         self.pieces = False  # ranks hold pieces of weights or state
         self._gate = Gate()
         self.inside = 0  # the model's forward, how deep
-        self.methods = 0  # of the model's, under way, in which its modules are called one by one
         self.notices: Notices = leader.notices if leader is not None else Notices(mesh.rank)
         if self.on_every_rank:
             self.notices.say(['loss_scope="model": every rank runs the model on all samples of a batch'])
@@ -87,7 +85,6 @@ class Calls(Loop):
         self._no_batch()
         self._looks = mesh.data.size > 1 and not self.on_every_rank
         self.writes: list[ForwardWrites] = []
-        self._registers = ExitStack()  # what a forward puts in the places of parameters is refused
         self._looked: dict[nn.Module | None, ModelLook] = {}  # entries of the model, on their first samples
         self._check = check
         self._dim: int | None = 0  # of a batch's tensors that counts samples
@@ -127,8 +124,8 @@ class Calls(Loop):
 
     @property
     def in_forward(self) -> bool:
-        """Returns whether a module of the model runs: between the calls of a method no weight is taken up for one."""
-        return self.inside > self.methods or self.entries.depth > 0
+        """Returns whether a module of the model runs."""
+        return self.inside > 0 or self.entries.depth > 0
 
     def _routes(self) -> bool:
         """Whether a module that the script calls by itself is to run within a call of the model."""
@@ -173,7 +170,6 @@ class Calls(Loop):
         engine.state.phase.stand_in = self.part is not None and self.part.count == 0
         positions = engine.state.forward.positions
         self._door = Door(self.model, positions) if positions is not None else None
-        self._registrations = Registrations(self.model)
         self.model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)  # before units gather
         self.model.register_forward_hook(self._leave, with_kwargs=True)
         if self.mesh.world.size > 1:
@@ -187,7 +183,7 @@ class Calls(Loop):
         assert self.engine is not None
         if self.mesh.world.size > 1:
             refuse_transform()
-        if self._door is not None and self.entries.now is not None:
+        if self._door is not None and self.entries.now is not None and torch.is_grad_enabled():
             raise RefusedPlan(
                 f"a {type(self.entries.now).__name__} of the model is called by itself where positions are cut, which "
                 "is followed around the model's own call alone: let model(...) call it, or leave cp, cp_ulysses and "
@@ -197,9 +193,6 @@ class Calls(Loop):
         if settle is not None:
             settle()
         self.inside += 1
-        if self.inside == 1 and self.mesh.world.size > 1:
-            self._registers.close()  # of a forward that failed
-            self._registers.enter_context(self._registrations.watched())
         trains = self._trains(module)
         if self.inside == 1 and self.mesh.data.size > 1:
             if trains and self.leader.unfed:
@@ -261,7 +254,7 @@ class Calls(Loop):
 
         What another model of the loop gave is whole where this one's weights are cut: its cuts are for such arguments.
         """
-        if self._door is None or self.inside > 1:
+        if self._door is None or self.inside > 1 or self.entries.now is not None:
             cut = self._door is None and self.inside == 1 and self.engine.state.tensor is not None  # type: ignore[union-attr]
             return tree_map_only(Distributed, uncut, (args, kwargs)) if cut else (args, kwargs)
         Gathers.on_gather = None
@@ -288,20 +281,18 @@ class Calls(Loop):
         if self.engine.state.precision.mixed:
             output = self.engine.state.precision.cast_outputs(output)
         trains = self._trains(module)
-        if not self.inside:
-            self._registers.close()
         if self.whole is not None and self.whole.spreads and not self.inside and trains:
             output = self.whole.leave(output)
         if self.engine.state.tensor is not None or self._door is not None:
             output = seen_outside(output)
         if self._door is not None and not self.inside:
             Gathers.on_gather = weakly(self._gathers_outside)
-        if trains and self.mesh.world.size > 1:
+        if torch.is_grad_enabled() and self.mesh.world.size > 1 and not self.engine.state.phase.looked_at:
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(weakly(self._returns))
-            if isinstance(self.engine.technique, FullShard):
-                output = aliased(output)
+                    tensor.register_hook(self._on_return if trains else self._on_return_beside)
+        if trains and self.mesh.world.size > 1 and isinstance(self.engine.technique, FullShard):
+            output = aliased(output)
         return output
 
     def _see_whether_same(self, args: tuple, kwargs: dict) -> None:

@@ -3,8 +3,8 @@
     teacher = copy.deepcopy(model)     after prepare as before it, with the weights of now; on every rank
     torch.save(model), pickle          refused: the model belongs to this run
 
-Under tp, zero=3 and the like, where ranks hold pieces, a copy gathers the weights, and every rank makes it, also within
-the model's own forward (a target network that is made when it is first needed); within a backward it is refused.
+Under tp, zero=3 and the like, where ranks hold pieces, a copy gathers the weights, and every rank makes it; within the
+model's own forward or a backward it is refused.
 
 What this does not do: copy what a script has put in a module's attributes otherwise than `copy.deepcopy` does.
 """
@@ -14,20 +14,16 @@ from __future__ import annotations
 import copy
 import types
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 import shardwise
 from shardwise.engine.engine import Engine
 from shardwise.errors import RefusedPlan
-from shardwise.parallel.fsdp import groups_of
 from shardwise.scripts.calls import Calls
 from shardwise.scripts.entries import Way
 from shardwise.scripts.script_lines import names_line
@@ -96,13 +92,12 @@ class Copies:
         weights: dict[str, torch.Tensor] = {}
         if engine is not None:
             assert prepared is not None
-            if torch._C._current_graph_task_id() != -1:
+            if not prepared.calls.is_outside:
                 raise RefusedPlan(
-                    f"copy.deepcopy of a {type(module).__name__} within a backward, where ranks hold pieces of its "
-                    "weights: make the copy in the constructor, or before prepare"
+                    f"copy.deepcopy of a {type(module).__name__} within the model's forward or a backward, where ranks "
+                    "hold pieces of its weights: make the copy in the constructor, or before prepare"
                 )
-            with _gathered_as_before(model):
-                weights = prepared.whole_state("copy.deepcopy of the model")
+            weights = prepared.whole_state("copy.deepcopy of the model")
         assert model is not None
         made: dict[int, Any] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
@@ -112,17 +107,6 @@ class Copies:
         made |= {id(buffer): weights[name].to(buffer.device).clone() for name, buffer in model.named_buffers()
                  if name in weights}  # fmt: skip
         return made
-
-
-@contextmanager
-def _gathered_as_before(model: nn.Module | None) -> Iterator[None]:
-    """Context: units that run, whose weights are gathered, have them again behind it."""
-    units = [child for child in model.modules() if isinstance(child, FSDPModule)] if model is not None else []
-    groups = [(unit, groups_of(unit)) for unit in units]
-    running = [unit for unit, of_unit in groups if any(group.is_unsharded for group in of_unit)]
-    yield
-    for unit in running:
-        unit.unshard()
 
 
 def _copier(copies: Copies) -> Any:

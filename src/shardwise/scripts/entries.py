@@ -103,7 +103,7 @@ class Entries:
         """Run a call of a module; one by the script itself, of a submodule, runs as a call of the whole model."""
         if self.closed:
             names_line(_refuse_in_whole)(module)
-        if module is self._model or not self._is_outermost():
+        if self.depth or module is self._model or not self._is_outermost():
             self.depth += 1
             try:
                 return module._call_impl(*args, **kwargs)

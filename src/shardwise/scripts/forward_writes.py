@@ -3,7 +3,6 @@
     self.scale.data.mul_(0.9)       into what a unit has gathered: each rank copies its piece back as the unit ends
     self.weight.data = normal       likewise; refused where the forward had used the weight before
     k.data = 0.9 * k.data + ...     a weight of a unit that does not run: as the script's own code (pieces)
-    self.weight = nn.Parameter(w)   another parameter in the place of the plan's: refused, under every plan
 
 A copy of a piece for each forward of a unit: comparing would make the host wait. In mixed precision, where weights are
 gathered in fewer bits than they are kept in, and under recompute, they are compared, and a write is refused as the
@@ -16,19 +15,16 @@ process's backward sees the written value there too.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shardwise.errors import RefusedPlan
 from shardwise.host import read
 from shardwise.parallel.fsdp import groups_of
 from shardwise.parallel.full import FullShard
-from shardwise.scripts.first_steps import parameters_of_units, refuse_replaced
 from shardwise.scripts.script_lines import names_line
 from shardwise.step.state import RankState
 
@@ -44,31 +40,6 @@ _USED = (
     "the model's forward gives '{}' other memory (param.data = ...) after it has used the weight, and zero=3 gathers "
     "it anew for backward: write into it (param.data.copy_(x)), or use zero=2"
 )
-
-
-class Registrations:
-    """The parameters of a model as its modules hold them; `watched` is the context of a forward."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._own = weakref.WeakKeyDictionary({child: path for path, child in model.named_modules()})
-        self._names_of_own = {id(child): {*child._parameters} for child in self._own}
-        self._model = weakref.ref(model)
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Context: raises `InputError` where another parameter is put in the place of one of the plan's."""
-        handle = register_module_parameter_registration_hook(self._registered)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    def _registered(self, module: nn.Module, leaf: str, param: Any) -> None:
-        root, own = self._model(), self._own
-        if root is None or module not in own or leaf not in self._names_of_own[id(module)]:
-            return
-        if param is not module._parameters.get(leaf) and not any(param is one for one in parameters_of_units(root)):
-            refuse_replaced(f"{own[module]}.{leaf}" if own[module] else leaf)
 
 
 class ForwardWrites:

@@ -54,6 +54,9 @@ class Heard:
         self.stray = False  # a gradient came that no backward of this model asked for
         self.asked = False  # its own backward runs
         self.recorded: list[Recorded] = []  # whose units free their weights before a second backward
+        self._plain: list[torch.Tensor] = []  # parameters that hold no shares
+        self._followed_params = set[int]()  # those for which it is counted what comes to them
+        self._on_return, self._on_return_beside = weakly(self._returns), weakly(self._heeds)  # of outputs
         self._taken = 0  # gradients that came for parameters and did not land there
 
     @property
@@ -66,23 +69,43 @@ class Heard:
         """Raise where other ranks have come to another call than this one, `what`."""
 
     def _listen(self, engine: Engine) -> None:
-        """Hear of gradients that arrive at parameters."""
+        """Hear of gradients that arrive at parameters; of its own, which come in every step, their buckets hear."""
         for technique in techniques_of(engine):
             if isinstance(technique, FullShard):
                 technique.heard = self._arrives
                 self.recorded.append(Recorded(technique, weakly(self._passes)))
-        for _, param in trainable(engine.module):
-            if not isinstance(param, DTensor):
-                param.register_hook(weakly(self._comes))
+        in_buckets = set[int]()
+        for buckets in buckets_of(engine):
+            buckets.strays = weakly(self._lands)
+            in_buckets |= {id(param) for bucket in buckets.buckets for param in bucket.params}
+        # now: in a backward under zero=3 the module holds what its units have gathered
+        self._plain = [param for _, param in trainable(engine.module) if not isinstance(param, DTensor)]
+        for param in self._plain:
+            if id(param) not in in_buckets:
                 param.register_post_accumulate_grad_hook(weakly(self._lands))
+
+    def _watch_taken(self) -> None:
+        """See from now on which parameters' gradients are computed, whether or not they land.
+
+        Called in a backward through the model that is not its own, before a gradient comes to a parameter: a hook in
+        Python on each of them costs every step as much as a few operations.
+        """
+        for param in self._plain:
+            if param.requires_grad and id(param) not in self._followed_params:
+                self._followed_params.add(id(param))
+                param.register_hook(weakly(self._comes))
 
     def _comes(self, gradient: torch.Tensor) -> None:
         """Note that a parameter's gradient was computed, for its `.grad` or for a caller of `torch.autograd.grad`."""
-        self._taken += not (self.asked or self._gate.is_open or self.on_every_rank)
+        self._taken += self._is_of_samples()
 
     def _lands(self, param: torch.Tensor) -> None:
-        self._taken -= not (self.asked or self._gate.is_open or self.on_every_rank)
+        self._taken -= id(param) in self._followed_params and self._is_of_samples()
         self._arrives(param)
+
+    def _is_of_samples(self) -> bool:
+        """Whether the backward under way is of this rank's samples alone, and not the plan's own."""
+        return not (self.asked or self._gate.is_open or self.on_every_rank)
 
     def refuse_taken(self) -> None:
         """Raise `RefusedPlan` where the script has asked for gradients of parameters by `torch.autograd.grad`."""
@@ -96,6 +119,7 @@ class Heard:
     @names_line
     def _returns(self, gradient: torch.Tensor) -> None:
         """A gradient comes back into the model, in a backward that is recorded or in a plain one."""
+        self._heeds()
         if torch.is_grad_enabled() and self._door is not None:
             raise RefusedPlan(
                 "torch.autograd.grad(..., create_graph=True) through the model (a penalty on gradients) where its "
@@ -104,6 +128,11 @@ class Heard:
             )
         if torch.is_grad_enabled():
             self.records()
+
+    def _heeds(self, *gradient: torch.Tensor) -> None:
+        """A gradient comes back into the model, in its own backward or in another."""
+        if not (self.asked or self._gate.is_open):
+            self._watch_taken()
 
     def records(self) -> None:
         """Note that a later backward may go through what was recorded."""

@@ -10,7 +10,7 @@ What this does not do: hand out the sum so far of a step whose micro-batches are
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -130,6 +130,11 @@ class Gradients:
             meet(f"the gradient of '{name}'")
         self._seen[name], self.by_hand = value, True
 
+    def take_away(self, names: Iterable[str]) -> None:
+        """Leave these parameters without a gradient, as `p.grad = None` does on every rank."""
+        self._seen.update(dict.fromkeys(names))
+        self.by_hand = True
+
     def begin_with(self, gradients: dict[str, torch.Tensor | None]) -> None:
         """Let the first step begin with what was there before the model was spread."""
         self._seen.update({name: gradients[name] for name in self._state.names if gradients[name] is not None})
@@ -157,7 +162,11 @@ class Gradients:
             (state.used.discard if value is None else state.used.add)(index)
             share = None if value is None else share_of(state, name, value.detach().as_subclass(torch.Tensor))
             for slot in state.technique.slots:
-                if slot.name == name:
+                if slot.name != name:
+                    continue
+                if isinstance(state.technique, FullShard) and (share is None or slot.master.grad is None):
+                    state.technique.place_gradient(index, share)  # what a later backward adds to is the parameter's own
+                else:
                     slot.master.grad = None if share is None else self._piece(slot, index, share)
 
     def _piece(self, slot: Slot, index: int, share: torch.Tensor) -> torch.Tensor:

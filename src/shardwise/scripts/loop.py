@@ -264,8 +264,11 @@ class Loop(Heard, Events):
     def of_other(self, given: Any) -> bool | None:
         """Returns whether tensors are of another loader's batch or of the main one, by their memory or by how many
         samples they have; None where that does not tell."""
-        other, now, tensors = self.other, self._now, list(tensors_of(given))
-        if other.part is None or other.handed is None or now is None or not tensors:
+        other, now = self.other, self._now
+        if other.part is None or other.handed is None or now is None:
+            return None
+        tensors = list(tensors_of(given))
+        if not tensors:
             return None
         storages = {_storage(tensor) for tensor in tensors}
         if other.handed.is_in(storages) != now.is_in(storages):

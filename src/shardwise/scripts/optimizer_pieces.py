@@ -10,44 +10,31 @@ While the optimizer itself runs, and in `prepared.whole()`, none of this is in t
 
 from __future__ import annotations
 
-import sys
-import weakref
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
-import torch
 from torch import nn
-from torch.amp import grad_scaler
 from torch.optim import Optimizer
 
 from shardwise.errors import RefusedPlan
-from shardwise.scripts.guard import Gate, reads_values
+from shardwise.scripts.guard import Gate
 from shardwise.scripts.script_lines import names_line
-
-_PIECE = (
-    "{} of a tensor in optimizer.param_groups, which holds this rank's pieces of the weights: read and write whole "
-    "ones in `with prepared.whole(grads=True):`, where groups list them; clip by prepared.clip_grad_norm_(max_norm)"
-)
-_STATE = (
-    "optimizer.state holds this rank's pieces of the state: read and write it in `with prepared.whole(state=True):`; "
-    "optimizer.state_dict() gives all of it"
-)
+from shardwise.scripts.script_weights import ScriptWeights, WeightUse
 
 
 class OptimizerGuard:
     """Guards the pieces that a prepared optimizer holds, while the script's own code runs."""
 
-    def __init__(self, gate: Gate) -> None:
-        self._gate = gate
-        self._kind = _kind_of(weakref.ref(self))
+    def __init__(self, weights: ScriptWeights) -> None:
+        self._gate, self._kind = weights.gate, weights.kind(nn.Parameter, WeightUse("never", "never"))
         self._masters: list[nn.Parameter] = []
         self._hidden: HiddenState | None = None
 
     def watch(self, optimizer: Optimizer, model: nn.Module, *, state: bool) -> None:
         """Guard from here on what an optimizer holds beside the model's own parameters; `state`: its state too."""
         own = {id(param) for param in model.parameters()}
-        held = [param for group in optimizer.param_groups for param in group["params"]]
-        self._masters = [param for param in held if id(param) not in own and type(param) is nn.Parameter]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        self._masters = [param for param in params if id(param) not in own and type(param) is nn.Parameter]
         for master in self._masters:
             master.__class__ = self._kind
         if state:
@@ -66,54 +53,6 @@ class OptimizerGuard:
         if hidden is not None:
             hidden.leave()
 
-    def answers_itself(self) -> bool:
-        """Whether it is not the script's own code that asks."""
-        return self._gate.is_open
-
-
-def _kind_of(guard_ref: weakref.ref[OptimizerGuard]) -> type[nn.Parameter]:
-    own = torch.Tensor.grad
-
-    class OptimizerPiece(nn.Parameter):
-        @property
-        def grad(self) -> torch.Tensor | None:
-            guard = guard_ref()
-            scales = sys._getframe(1).f_code.co_filename == grad_scaler.__file__
-            if guard is not None and not guard.answers_itself() and not scales:
-                _refuse(".grad")
-            return own.__get__(self)
-
-        @grad.setter
-        def grad(self, value: torch.Tensor | None) -> None:
-            guard = guard_ref()
-            if guard is not None and not guard.answers_itself() and value is not None:
-                _refuse(".grad")
-            own.__set__(self, value)
-
-        @grad.deleter
-        def grad(self) -> None:
-            own.__delete__(self)
-
-        @classmethod
-        def __torch_function__(cls, func, types, args=(), kwargs=None):
-            guard = guard_ref()
-            if guard is not None and not guard.answers_itself() and reads_values(func):
-                _refuse(getattr(func, "__name__", str(func)))
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-
-    return OptimizerPiece
-
-
-@names_line
-def _refuse(name: str) -> None:
-    raise RefusedPlan(_PIECE.format(name))
-
-
-@names_line
-def _refuse_state() -> None:
-    raise RefusedPlan(_STATE)
-
 
 class HiddenState(MutableMapping[Any, Any]):
     """Takes the place of an optimizer's `state`; the engine finds what is there, the script's own code raises."""
@@ -127,9 +66,13 @@ class HiddenState(MutableMapping[Any, Any]):
         if self._optimizer.state is self:
             self._optimizer.state = self._own
 
+    @names_line
     def _if_engine(self) -> MutableMapping[Any, Any]:
         if not self._gate.is_open:
-            _refuse_state()
+            raise RefusedPlan(
+                "optimizer.state holds this rank's pieces of the state: read and write it in "
+                "`with prepared.whole(state=True):`; optimizer.state_dict() gives all of it"
+            )
         return self._own
 
     def __getitem__(self, key: Any) -> Any:
@@ -140,9 +83,6 @@ class HiddenState(MutableMapping[Any, Any]):
 
     def __delitem__(self, key: Any) -> None:
         del self._if_engine()[key]
-
-    def __contains__(self, key: Any) -> bool:
-        return key in self._if_engine()
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._if_engine())

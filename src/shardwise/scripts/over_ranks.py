@@ -20,7 +20,7 @@ from shardwise.host import read, row_of
 from shardwise.parallel.full import FullShard
 from shardwise.part import whole
 from shardwise.scripts.calls import Calls
-from shardwise.scripts.first_steps import FirstSteps, InPlace
+from shardwise.scripts.first_steps import FirstSteps, ParametersInPlace
 from shardwise.scripts.loader import PartLoader
 from shardwise.scripts.optimizer_pieces import OptimizerGuard
 from shardwise.scripts.script_lines import names_line
@@ -36,7 +36,7 @@ class OverRanks(WeightAccess):
     _optimizer_guard: OptimizerGuard
     _first: FirstSteps
     _pieces: bool  # ranks' optimizers hold less than whole parameters
-    _in_place: InPlace | None  # where another parameter in a weight's place would not be seen
+    _in_place: ParametersInPlace | None  # where another parameter in a weight's place would not be seen
 
     @property
     def _of_whole_batches(self) -> bool:
@@ -53,15 +53,10 @@ class OverRanks(WeightAccess):
         if self.meeting is not None and self._engine is not None:
             self.meeting.passes(what)
 
-    @property
-    def has_stray(self) -> bool:
-        """Returns whether gradients have come to the model by another backward than the plan's."""
-        return self.calls.stray and self.mesh.world.size > 1
-
     def _stray(self) -> str:
         """Returns whose samples gradients of another backward than the plan's are of: "", "part" or "all"."""
         part = self.calls.leader.in_loop and self._apart > 1
-        return "" if not self.has_stray else "part" if part else "all"
+        return "" if not (self.calls.stray and self.mesh.world.size > 1) else "part" if part else "all"
 
     def compare(self) -> None:
         """Raise where what ranks hold alike has come apart since it was last compared. Collective."""
@@ -152,7 +147,8 @@ class OverRanks(WeightAccess):
         """Context: the optimizer finds its own pieces in its groups."""
         if self._engine is not None:
             self._optimizer_guard.leave()
-        yield
+        with self._gate.open():
+            yield
         self._watch_pieces()
 
     def may_have_written(self) -> None:

@@ -29,35 +29,25 @@ from shardwise.engine.optimizer import refuse, shares_of
 from shardwise.engine.recipe import trainable
 from shardwise.errors import InputError
 from shardwise.layout import Plan
+from shardwise.layout.zero_stages import UNSHARDED
 from shardwise.mesh import build_mesh
+from shardwise.parallel.flat import Flat
 from shardwise.parallel.full import FullShard
+from shardwise.part.dispatch import Gathers
 from shardwise.part.parameters import read_outside
-from shardwise.part.tensor import Gathers
 from shardwise.random import Randomness
 from shardwise.scripts import optimizer as optimizers
 from shardwise.scripts.agreement import same_given
 from shardwise.scripts.calls import Calls, leader_of
-from shardwise.scripts.complexes import show_complex
 from shardwise.scripts.copies import Copies
 from shardwise.scripts.entries import OWN, Several, with_own
-from shardwise.scripts.first_steps import FirstSteps, InPlace, refuse_replaced
+from shardwise.scripts.first_steps import FirstSteps, ParametersInPlace, refuse_replaced
 from shardwise.scripts.gradient_arrivals import buckets_of, techniques_of, weakly
 from shardwise.scripts.gradients import Gradients
-from shardwise.scripts.guard import (
-    Answer,
-    Gate,
-    LaterHooks,
-    guard_conversion,
-    guard_gradients,
-    mark_like,
-    refuse_hooks,
-    retire,
-)
+from shardwise.scripts.guard import Gate, guard_conversion, mark_like, refuse_hooks
 from shardwise.scripts.loader import Events, PartLoader, Reads
 from shardwise.scripts.meeting import Meeting
-from shardwise.scripts.methods import guard_methods, read_whole
 from shardwise.scripts.optimizer_pieces import OptimizerGuard
-from shardwise.scripts.optimizers_beside import watch_others
 from shardwise.scripts.own_batches import OwnBatches
 from shardwise.scripts.proof.on_ranks import side_of
 from shardwise.scripts.proof.plain import Plain
@@ -65,7 +55,8 @@ from shardwise.scripts.proof.receipts import line_of, script_under_way
 from shardwise.scripts.proof.recorder import recorder
 from shardwise.scripts.saved import put as put_saved
 from shardwise.scripts.script_lines import names_line
-from shardwise.scripts.sharded_weights import ShardedWeights, refuse_draws
+from shardwise.scripts.script_weights import ScriptWeights
+from shardwise.scripts.sharded_weights import ShardedGradients
 from shardwise.scripts.shares import on_common_axes
 from shardwise.scripts.spread import check_cuts, shared_call, thawed, wait_for_call
 from shardwise.scripts.start import (
@@ -212,7 +203,6 @@ class Prepared(Stepping):
         self.meeting = Meeting(world, device) if world.size > 1 else None
         self.pending: Path | None = None  # a checkpoint that is loaded once the weights are in place
         self._hook_optimizer()
-        watch_others(self)
         self.side = side_of(self, loader, recorder())
         self.loader.recorder = recorder() if leader is None else None
         if waits_for_call(plan):
@@ -229,14 +219,14 @@ class Prepared(Stepping):
         self._groups = [[name for name in group if name in self._shapes] for group in self.all_names]
         with generators_kept():
             self._nature = optimizers.nature_of(optimizer, [[self._kinds[n] for n in group] for group in self._groups])
-        refuse(self._nature, 0, shares_of(self.plan.tp, self.plan.ep), named=type(optimizer).__name__)
+        refuse(self._nature, UNSHARDED, shares_of(self.plan.tp, self.plan.ep), named=type(optimizer).__name__)
 
     def _adopt(self, engine: Engine, before: States) -> None:
         """Point the optimizer at this rank's pieces; `before` is the state that it has. Collective."""
         mesh, plan, optimizer = self.mesh, self.plan, self.optimizer
         engine.state.owners = optimizers.adopt(
             optimizer, self._groups, self.all_names, engine.technique, engine.state.names, self._shapes, mesh.shard,
-            self._nature, zero=plan.zero if mesh.shard.size > 1 else 0, whole=not holds_pieces(plan),
+            self._nature, zero=plan.sharded, whole=not holds_pieces(plan),
         )  # fmt: skip
         engine.state.optimizer, engine.state.needs_closure = optimizer, self._nature.needs_closure
         if before and holds_pieces(plan):
@@ -257,7 +247,6 @@ class Prepared(Stepping):
             if engine is not None:
                 with generators_kept(), thawed(self.model, self._shapes):
                     self._adopt(engine, before)
-                self._first = FirstSteps(engine, self._groups)
                 self.built = options_of(engine)
         optimizers.retire(retired)
         self._hook_optimizer()
@@ -299,17 +288,13 @@ class Prepared(Stepping):
         in_pieces = self._shares or isinstance(engine.technique, FullShard)
         self._guard(engine, cuts)
         self._whole_gradients.begin_with(gradients)
-        self._follow(engine, cuts, in_pieces=in_pieces)
+        self._follow(engine, in_pieces=in_pieces)
         now = dict(model.named_parameters(remove_duplicate=False))
         for slot in engine.technique.slots:
             mark_like(slot.master, whole[slot.name])
-        retire(((one, now[name]) for name, one in whole.items() if now[name] is not one), self._gate)
+        self._script_weights.retire((one, now[name]) for name, one in whole.items() if now[name] is not one)
         self.built = options_of(engine)
-        if in_pieces or mesh.inner:
-            guard_methods(self)
         if isinstance(engine.technique, FullShard):
-            read_whole(self)
-            refuse_draws()
             engine.technique.tell_branches(names_line)
         self._watch_pieces()
         self.calls.pieces = self._pieces
@@ -348,44 +333,43 @@ class Prepared(Stepping):
         return engine
 
     def _guard(self, engine: Engine, cuts: set[str]) -> None:
-        """What the script asks of gradients and of weights that tp cuts is answered as one process has it."""
-        calls, mesh, me, units = self.calls, self.mesh, weakref.ref(self), isinstance(engine.technique, FullShard)
-        self._gate = gate = guard_gradients(
-            self.model, engine.technique, all=self._shares or engine.state.precision.mixed, shares=cuts,
-            summed=mesh.inner, beside=calls.counted_once,
-            inside=lambda: calls.in_forward,
-            gradients=lambda: script.gradients if (script := me()) is not None else None,
-            whole=_answer_of(me) if cuts and not units else None,
-            later=self.plan.accumulate > 1 and mesh.world.size > 1,
-        )  # fmt: skip
-        show_complex(self.model, engine.state.pairs - cuts, lambda: not gate.is_open and calls.is_outside)
-        self.gradients = Gradients(engine.state, gate, self.meet, self._are_whole, self._stray)
-        if self._pieces or engine.state.precision.mixed or engine.state.owners is not None:
+        """What the script asks of gradients and of weights is answered as one process has it."""
+        calls, state, technique = self.calls, engine.state, engine.technique
+        self._gate = gate = Gate()
+        self.gradients = Gradients(state, gate, self.meet, self._are_whole, self._stray)
+        self._script_weights = weights = ScriptWeights(
+            gate, self.gradients, lambda: calls.in_forward, once=self.mesh.inner, once_beside=calls.counted_once
+        )
+        sharded = None
+        if self._pieces or state.precision.mixed or state.pairs or state.owners is not None:
             self._whole_weights = WholeWeights(self, engine)
-            if isinstance(engine.technique, FullShard):
-                self._sharded = ShardedWeights(
-                    engine.technique, gate, self._whole_weights, self.gradients, through_gradients=cuts,
-                    inside=lambda: calls.in_forward,
+            if isinstance(technique, FullShard):
+                of_script = weakref.ref(weights)
+                sharded = ShardedGradients(
+                    technique, gate, self._whole_weights.in_units, self.gradients, cuts,
+                    lambda: (known := of_script()) is not None and known.is_asked,
                 )  # fmt: skip
+        weights.take(
+            self.model, self._whole_weights, sharded, cuts=cuts, pairs=state.pairs,
+            elsewhere=self._shares or state.precision.mixed or isinstance(technique, Flat),
+            later=self.plan.accumulate > 1 and self.mesh.world.size > 1,
+        )  # fmt: skip
         if cuts:
             read_outside(self.model, lambda: not gate.is_open and calls.is_outside, refuse_replaced)
 
-    def _follow(self, engine: Engine, cuts: set[str], *, in_pieces: bool) -> None:
+    def _follow(self, engine: Engine, *, in_pieces: bool) -> None:
         """Watch what the script does to the model and its gradients by itself, between the plan's own writes."""
         fsdp = [isinstance(one, FullShard) for one in techniques_of(engine)]
         self._unguarded = len(fsdp) > 1 and any(fsdp)
-        mixed = engine.state.precision.mixed
-        self._optimizer_guard = OptimizerGuard(self._gate)
-        units = engine.technique if isinstance(engine.technique, FullShard) else None
-        shards = zip(engine.state.names, units.params, strict=True) if units is not None else ()
-        self._hooks = LaterHooks(self.model, self.plan, shards)
-        self._in_place = InPlace(self.model, cuts) if in_pieces else None
+        others = in_pieces or engine.state.precision.mixed or bool(engine.state.pairs)
+        self._optimizer_guard = OptimizerGuard(self._script_weights)
+        self._in_place = ParametersInPlace(self.model) if in_pieces else None
         guard_conversion(self.model)
-        self._copied_from = engine if in_pieces or mixed else None
-        hold(self, whole=not (in_pieces or mixed))
+        self._copied_from = engine if others else None
+        hold(self, whole=not others)
         for buckets in buckets_of(engine):
             buckets.asleep = True
-        self._first = FirstSteps(engine, self._groups)
+        self._first = FirstSteps(engine)
 
     @property
     def waits(self) -> bool:
@@ -442,16 +426,3 @@ class Prepared(Stepping):
     def rank(self) -> int:
         """This rank."""
         return self.mesh.rank
-
-
-def _answer_of(script_ref: weakref.ref[Prepared]) -> Answer:
-    """What functions of the cut weights of a prepared script become. A script keeps its last loss, which is not to keep
-    its run alive."""
-
-    def answer(func: Any, args: tuple, kwargs: dict) -> Any:
-        script = script_ref()
-        assert script is not None and script._whole_weights is not None
-        with torch._C.DisableTorchFunctionSubclass():
-            return names_line(script._whole_weights.outside)(func, args, kwargs)
-
-    return answer

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import wraps
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -15,11 +14,7 @@ import torch
 import shardwise
 from shardwise.errors import ShardwiseError
 
-_HERE, _TORCH = _OURS = tuple(str(Path(module.__file__ or "").parent) for module in (shardwise, torch))
-_ENGINES = (f"{_TORCH}/distributed/", f"{_TORCH}/optim/")
-_RUNS_MODULES = f"{_TORCH}/optim/swa_utils.py"  # on a loader's batches, as a script's own lines do
-_PASSAGE, _ENGINE, _SCRIPT = range(3)
-_KINDS: dict[tuple[CodeType, tuple[str, ...]], int] = {}  # whose code it is, beside which passages
+_OURS = tuple(str(Path(module.__file__ or "").parent) for module in (shardwise, torch))
 
 
 class Notices:
@@ -64,31 +59,6 @@ def line_of_script() -> str:
     name, number = frame.f_code.co_filename, frame.f_lineno
     text = linecache.getline(name, number, frame.f_globals).strip()
     return f"{Path(name).name}, line {number}" + (f": {text}" if text else "")
-
-
-def is_called_by_engine(*passages: str) -> bool:
-    """Whether the engine, or torch for it, calls the operation under way: the first frame that is no mere passage, as
-    torch's own functions and the files `passages` are, is theirs."""
-    frame = _caller(passages)
-    return frame is not None and _KINDS[frame.f_code, passages] == _ENGINE
-
-
-def _caller(passages: tuple[str, ...]) -> FrameType | None:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        kind = _KINDS.get((frame.f_code, passages))
-        if kind is None:
-            kind = _KINDS[frame.f_code, passages] = _kind(frame.f_code.co_filename, passages)
-        if kind != _PASSAGE:
-            return frame
-        frame = frame.f_back
-    return None
-
-
-def _kind(name: str, passages: tuple[str, ...]) -> int:
-    if name in (*passages, _RUNS_MODULES) or (name.startswith(_TORCH) and not name.startswith(_ENGINES)):
-        return _PASSAGE
-    return _ENGINE if name.startswith((_HERE, *_ENGINES)) else _SCRIPT
 
 
 def _is_ours(name: str) -> bool:

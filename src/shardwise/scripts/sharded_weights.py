@@ -1,6 +1,5 @@
-"""Weights sharded by FSDP2 (zero=3), beside the model's forward: read in graphs whole, else in `prepared.whole()`.
+"""Gradients of weights sharded by FSDP2 (zero=3), in the hands of the script.
 
-    (p ** 2).sum()            with gradients: of the whole weight (`whole_weights`)
     p.grad.norm(), .mul_(c)   by the pieces, as torch's sharded tensors compute it; norms are plain numbers
     p.grad[0], p.grad + t     raises: read it in prepared.whole(grads=True)
     k.data = x                within the forward, of a unit that does not run: the piece of x becomes the weight
@@ -10,7 +9,6 @@ What a forward itself does to gathered weights is followed elsewhere (`forward_w
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -22,49 +20,35 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.parallel.full import FullShard
 from shardwise.part.pairs import as_pairs
 from shardwise.scripts.gradients import Gradients
-from shardwise.scripts.guard import OUTSIDE, Gate, reads_values, writes_into
+from shardwise.scripts.guard import Gate, reads_values, writes_into
 from shardwise.scripts.script_lines import names_line
-from shardwise.scripts.whole_weights import WholeWeights
 from shardwise.trace.leaves import replaced, tensors_in
 
 _GRADIENT = (
     "{} of a gradient of which ranks hold pieces: read and write whole ones in `with prepared.whole(grads=True):`, or "
     "clip by prepared.clip_grad_norm_(max_norm)"
 )
-_SET_DATA = torch.Tensor.data.__set__
 
 
-class ShardedWeights:
-    """The sharded weights of one `FullShard` in the hands of the script."""
+class ShardedGradients:
+    """Gradients of the sharded weights of one `FullShard`, and weights that a forward gives other memory."""
 
     def __init__(
-        self, technique: FullShard, gate: Gate, whole: WholeWeights, gradients: Gradients, *,
-        inside: Callable[[], bool], through_gradients: set[str],
+        self, technique: FullShard, gate: Gate, in_units: dict[int, Any], gradients: Gradients,
+        through_gradients: set[str], is_asked: Callable[[], bool],
     ) -> None:  # fmt: skip
         """
-        gate    open while the engine reads
-        inside  whether the model's forward runs, in which FSDP2 itself swaps parameters
+        gate        open while the engine reads
+        in_units    FSDP's record of each parameter, by id
         through_gradients   names of parameters whose gradients are seen gathered: shares of tp and ep
+        is_asked    whether the script's own code asks
         """
-        self._technique, self._gate, self.whole, self._gradients = technique, gate, whole, gradients
-        self._inside = inside
+        self._technique, self._gate, self._in_units, self._gradients = technique, gate, in_units, gradients
         self._index = {id(param): at for at, param in enumerate(technique.params)}
         named = dict(technique.module.named_parameters())
         self._through = {id(named[name]) for name in {*through_gradients, *technique.pairs} & named.keys()}
         self._pairs = {id(named[name]) for name in technique.pairs & named.keys()}
-        self._gradient_kind = _gradient_kind(weakref.ref(self))
-        kind = _weight_kind(weakref.ref(self))
-        for param in named.values():
-            if type(param) is DTensor:
-                param.__class__ = kind
-
-    def is_asked(self) -> bool:
-        """Whether the script's own code asks, and not the engine, the model's forward or a backward."""
-        return not (self._gate.is_open or self._inside() or torch._C._current_graph_task_id() != -1)
-
-    def assigned_in_forward(self, func: Any) -> bool:
-        """Whether the model's forward sets a weight's data."""
-        return func == _SET_DATA and self._inside() and not self._gate.is_open
+        self._gradient_kind = _gradient_kind(is_asked)
 
     def gradient(self, param: DTensor) -> torch.Tensor | None:
         """`param.grad`: the pieces, or the whole one, where the script has set it or tp and ep cut the weight too."""
@@ -102,8 +86,8 @@ class ShardedWeights:
         else:
             local = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None).to_local().clone()
         param._local_tensor = local
-        if id(param) in self.whole.in_units:
-            _take_up(self.whole.in_units[id(param)])
+        if id(param) in self._in_units:
+            _take_up(self._in_units[id(param)])
         at = self._index.get(id(param))
         if at is not None:
             self._technique.slots[at].master.data = self._technique.piece(at, param.detach())
@@ -118,55 +102,11 @@ def _take_up(of_unit: Any) -> None:
         del within[leaf]
 
 
-def _asked(weights_ref: weakref.ref[ShardedWeights]) -> ShardedWeights | None:
-    sharded = weights_ref()
-    return sharded if sharded is not None and sharded.is_asked() else None
-
-
-def _weight_kind(weights_ref: weakref.ref[ShardedWeights]) -> type[DTensor]:
-    own = torch.Tensor.grad
-
-    class ShardedWeight(DTensor):
-        @staticmethod
-        def answers_as_complex() -> bool:
-            """Whether it is the script's own code that asks now."""
-            return _asked(weights_ref) is not None
-
-        @property
-        def grad(self) -> torch.Tensor | None:
-            sharded = _asked(weights_ref)
-            return own.__get__(self) if sharded is None else sharded.gradient(self)
-
-        @grad.setter
-        def grad(self, value: torch.Tensor | None) -> None:
-            sharded = _asked(weights_ref)
-            if sharded is None:
-                own.__set__(self, value)
-            else:
-                sharded.set_gradient(self, value)
-
-        @grad.deleter
-        def grad(self) -> None:
-            own.__delete__(self)
-
-        @classmethod
-        def __torch_function__(cls, func, types, args=(), kwargs=None):
-            sharded, kwargs = weights_ref(), kwargs or {}
-            with torch._C.DisableTorchFunctionSubclass():
-                if sharded is not None and sharded.assigned_in_forward(func):
-                    return sharded.assign(*args)
-                if sharded is None or not sharded.is_asked():
-                    return func(*args, **kwargs)
-                return names_line(sharded.whole.outside)(func, args, kwargs)
-
-    return ShardedWeight
-
-
-def _gradient_kind(weights_ref: weakref.ref[ShardedWeights]) -> type[DTensor]:
+def _gradient_kind(is_asked: Callable[[], bool]) -> type[DTensor]:
     class ShardedGradient(DTensor):
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
-            kwargs, asked = kwargs or {}, _asked(weights_ref) is not None
+            kwargs, asked = kwargs or {}, is_asked()
             name = getattr(func, "__name__", "")
             if asked and reads_values(func) and not _by_pieces(name, args, kwargs):
                 names_line(_refuse)(name)
@@ -211,19 +151,3 @@ def _is_by_elements(name: str) -> bool:
     draws = any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
     by_elements = {torch.Tag.pointwise, torch.Tag.reduction}
     return not draws and any(by_elements & set(overload.tags) for overload in overloads)
-
-
-def refuse_draws() -> None:
-    """Let torch's draws into sharded tensors raise, which would be others than one process's. For the process."""
-
-    def draw(operation: Any, args: tuple, kwargs: dict) -> Any:
-        names_line(_refuse_draw)(str(operation))
-
-    dispatcher: Any = DTensor._op_dispatcher
-    for operation in dispatcher._random_ops:
-        if operation._schema.arguments and operation._schema.arguments[0].name in ("self", "input"):
-            dispatcher._custom_op_handlers[operation] = draw
-
-
-def _refuse_draw(name: str) -> None:
-    raise RefusedPlan(OUTSIDE.format(name))

@@ -128,6 +128,9 @@ def check_cuts(cuts: Mapping[str, Any], world: Axis, device: torch.device) -> No
 
 def tensors_of(output: Any) -> Iterator[torch.Tensor]:
     """The tensors in what a model returned: in tuples, lists, dicts, registered pytrees and dataclasses."""
+    if isinstance(output, torch.Tensor):
+        yield output
+        return
     for leaf in tree_flatten(dict(output) if isinstance(output, Mapping) else output)[0]:
         if isinstance(leaf, torch.Tensor):
             yield leaf

@@ -32,7 +32,6 @@ from shardwise.scripts.first_steps import FirstSteps
 from shardwise.scripts.following import aside, differentiate
 from shardwise.scripts.gradient_arrivals import buckets_of, share_uncut
 from shardwise.scripts.gradients import Gradients
-from shardwise.scripts.guard import LaterHooks
 from shardwise.scripts.loader import PartLoader
 from shardwise.scripts.optimizer import is_of_torch
 from shardwise.scripts.proof.on_ranks import RankSide
@@ -53,7 +52,6 @@ class Stepping(Weighing):
     all_names: list[list[str]]  # of the optimizer's groups, frozen parameters among them
     _notices: Notices
     _first: FirstSteps
-    _hooks: LaterHooks
     gradients: Gradients | None  # as the script sees them, once the model is spread
     side: RankSide | None  # of a proof, which records
     _shares: bool  # tp or ep cut weights
@@ -70,6 +68,7 @@ class Stepping(Weighing):
         self._earlier: Earlier | None = None  # whole gradients of its backwards before
         self._micro = 0  # calls of backward in it
         self._finished = False  # its gradients are whole
+        self._forgotten = False  # those of the step before are
         self._stepped = False  # and were used, without zero_grad since
         self._form: str | None = None
         self._result: StepResult | None = None  # of the gradients that are whole
@@ -243,9 +242,10 @@ class Stepping(Weighing):
         if self._finished or (self._tally is None and self._whole_gradients.are_set()):
             self._set_aside()
         if self._tally is None:
-            self._hooks.check()
-            with self._gate.open():
-                self.engine.technique.start_step()
+            if not self._forgotten:
+                with self._gate.open():
+                    self.engine.technique.start_step()
+            self._forgotten = False
             counts = self.mesh.counts and not (self.calls.counted_once and self.mesh.data.index)
             self._tally = Tally(self.engine.device, counts)
             if self._earlier is not None:
@@ -390,8 +390,17 @@ class Stepping(Weighing):
         return self.loss
 
     @names_line
-    def _discard(self) -> None:
-        """Forget all gradients and sums of this step (`zero_grad`)."""
+    def _discard(self, *, of_optimizer: bool = False) -> None:
+        """Forget all gradients and sums of this step (`zero_grad`); `of_optimizer`: those that it trains.
+
+        Weights that another optimizer trains keep their gradients until it takes them away.
+        """
+        others = {*self.engine.state.names}.difference(*self.all_names) if of_optimizer and self._engine else ()
+        if others and self._tally is not None and not self.calls.stray:
+            self._flush()
+            self._whole_gradients.take_away(name for name in self.engine.state.names if name not in others)
+            self._stepped = True  # nothing waits to be stepped by
+            return
         self.calls.stray = False
         if self._engine is None:
             for param in self.model.parameters():  # what another loop has left, before the model is spread
@@ -410,6 +419,7 @@ class Stepping(Weighing):
             self.engine.technique.start_step()
             self._whole_gradients.forget()
         self._tally, self._micro, self._finished, self._stepped = None, 0, False, False
+        self._forgotten = True
         self._form = None
 
     def _hook_optimizer(self) -> None:
@@ -424,7 +434,7 @@ class Stepping(Weighing):
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
         def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-            prepared._discard()
+            prepared._discard(of_optimizer=True)
 
         vars(self.optimizer).update(
             step=types.MethodType(step, self.optimizer),

@@ -27,6 +27,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.load import load_state_dict
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.mesh import Mesh
+from shardwise.parallel.fsdp import units_aside
 from shardwise.scripts.agreement import same_given
 from shardwise.scripts.entries import Several
 from shardwise.scripts.guard import Gate
@@ -157,7 +158,8 @@ class WeightAccess(ABC):
             self.meet_with(f"{path or 'model'}.load_state_dict(...)", dict(state))
         if self._engine is None or self.whole_is_open:
             module = self.model.get_submodule(path)
-            return type(module).load_state_dict(module, state, strict)
+            with units_aside(module):
+                return type(module).load_state_dict(module, state, strict)
         before = f"{path}." if path else ""
         with self._gate.open(), self._state_gate.open():
             given = {f"{before}{name}": value for name, value in state.items()}

@@ -39,7 +39,7 @@ from shardwise.part.pairs import as_pairs
 from shardwise.scripts.agreement import same_given
 from shardwise.scripts.gradient_arrivals import techniques_of
 from shardwise.scripts.guard import OUTSIDE, READ, TAKEN, mark_like, reads_values, writes_into
-from shardwise.scripts.script_lines import is_called_by_engine, names_line
+from shardwise.scripts.script_lines import names_line
 from shardwise.scripts.state import put, share_of
 from shardwise.trace.leaves import replaced, tensors_in
 
@@ -172,9 +172,9 @@ class WholeWeights:
         if func is torch.autograd.grad:
             return self._taken(func, args, kwargs)
         if name in _ABOUT or (name == "__get__" and attribute in _ATTRIBUTES):
-            if is_called_by_engine(__file__):
-                return func(*args, **kwargs)
             return func(*replaced(torch.Tensor, lambda t: self.meta(t) if id(t) in self.names else t, args), **kwargs)
+        if name.startswith("new_"):  # of its dtype and device alone
+            return func(*replaced(DTensor, DTensor.to_local, args), **kwargs)
         if not reads_values(func):
             return func(*args, **kwargs)
         target = (kwargs.get("out"), (*args, *kwargs.values())[0] if writes_into(name) else None)

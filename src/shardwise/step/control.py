@@ -53,8 +53,9 @@ class Tally:
         sums = [self._sum(self.totals), self._sum(self.weights)]
         # by name: ranks may have met them in another order
         extras = [self._sum(self.extras[name]) for name in sorted(self.extras)]
-        counted = [[value * self.counts for value in values] for values in (sums, extras)]
-        return row_of([*counted[0], *others, *counted[1], *self._by_piece(), *self.alike], self.device)
+        if not self.counts:
+            sums, extras = ([value * 0 for value in values] for values in (sums, extras))
+        return row_of([*sums, *others, *extras, *self._by_piece(), *self.alike], self.device)
 
     def _by_piece(self) -> list[torch.Tensor | float]:
         """Returns, for each sum in turn (total, weight, extras), every piece's summand; 0 for pieces of other ranks."""
@@ -68,6 +69,8 @@ class Tally:
 
     def _sum(self, values: Sequence[torch.Tensor | float]) -> torch.Tensor | float:
         # Tensors are added on the device: a value that is read here would make the host wait for the forward.
+        if len(values) == 1:
+            return values[0]
         plain = sum(value for value in values if not isinstance(value, torch.Tensor))
         tensors = [value.double().to(self.device) for value in values if isinstance(value, torch.Tensor)]
         return torch.stack(tensors).sum() + plain if tensors else plain

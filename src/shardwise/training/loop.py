@@ -27,10 +27,10 @@ from shardwise.dataset import name_of
 from shardwise.engine.ema import Ema
 from shardwise.engine.engine import Engine
 from shardwise.engine.export import save_weights, trained_parameters
-from shardwise.engine.samples import read_samples
 from shardwise.errors import InputError
 from shardwise.guard.points import reach
 from shardwise.host import put
+from shardwise.look.samples import read_samples
 from shardwise.measure.pace import Beat, over_ranks, pace_beside
 from shardwise.observe import Flops, InputWatch, MetricsFile, count_flops, finite, peak_flops, write_inputs, write_json
 from shardwise.observe.memory import imbalance, memory_of

@@ -97,6 +97,10 @@ class WithExperts:
         self.rest.publish()
         self.experts.publish()
 
+    def flat_gradients(self) -> list[torch.Tensor] | None:
+        """Returns None: of experts' gradients and the others' not every rank counts all."""
+        return None
+
     def gradient_buffers(self) -> list[torch.Tensor | None]:
         """Returns the gradient buffers of both techniques."""
         return self.rest.gradient_buffers() + self.experts.gradient_buffers()

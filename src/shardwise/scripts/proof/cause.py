@@ -64,7 +64,8 @@ CAUSES = {
     "must be drawn by torch, with a dim that counts the samples",
     "loss_scope": "the loss does not add up over samples: what one sample asks depends on the others of the batch, and "
     "no sum of the ranks' gradients is that of one process ({:.0e} is left over). Take prepare(..., "
-    'loss_scope="global"), by which every rank computes the loss of the whole batch',
+    'loss_scope="global"), by which every rank computes the loss of the whole batch; a hook on a parameter is given '
+    "what is no sum yet: change param.grad after prepared.backward instead",
     "gradient_written": "what ranks' losses ask adds up to one process's gradient, and the optimizer finds another: "
     "the script or a hook changes gradients on the way, by numbers of a rank's own",
 }

@@ -1,0 +1,280 @@
+"""The parameters of a prepared model in the hands of the script's own code: as one process has them, or they raise.
+
+    p.grad                      the whole gradient, wherever ranks have it; raises before they have added it up
+    (p ** 2).sum(), p.shape     of the whole weight, gathered for it; its gradient counts once (`whole_weights`)
+    p.mul_(0.9), p.data         where a rank holds a piece: raises, with `prepared.whole()` as the remedy
+    optimizer.param_groups      this rank's pieces: raise (`optimizer_pieces`)
+
+While the engine reads (`Gate`), in the model's forward and in a backward, a parameter is what this rank holds. How a
+parameter may be used (`WeightUse`) stands in its class, which is changed in place.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.amp import grad_scaler
+from torch.distributed.tensor import DTensor
+
+from shardwise.comm import Axis
+from shardwise.errors import RefusedPlan
+from shardwise.part import with_summed_gradient
+from shardwise.part.tensor import FUNCTIONS
+from shardwise.scripts.gradients import Gradients
+from shardwise.scripts.guard import TAKEN, Gate, mark_like, reads_values
+from shardwise.scripts.script_lines import names_line
+from shardwise.scripts.sharded_weights import ShardedGradients
+from shardwise.scripts.whole_weights import WholeWeights
+from shardwise.trace.leaves import replaced, tensors_in
+
+_OF_A_SHARE = (
+    "a parameter is read ({}) within the model's forward or a backward in a way that is not followed, and this rank "
+    "holds a share of it: read it as the module's attribute, or beside the forward in `with prepared.whole():`"
+)
+_PIECE = (
+    "{} of a tensor in optimizer.param_groups, which holds this rank's pieces of the weights: read and write whole "
+    "ones in `with prepared.whole(grads=True):`, where groups list them; clip by prepared.clip_grad_norm_(max_norm)"
+)
+_EARLY_LOSS = (
+    "the loss is computed from a parameter as it was before the model's first forward in training, by which the "
+    "plan put another in its place: compute what is made of model.parameters() (a penalty) after model(x)"
+)
+_GRAD, _SET_DATA = torch.Tensor.grad, torch.Tensor.data.__set__
+
+
+@dataclass(frozen=True)
+class WeightUse:
+    """What the script's own code is given of a parameter.
+
+    gradient    "own": as it lies there; "later": likewise, once ranks have added up; "whole": gathered; "pieces":
+                FSDP's; "never": raises; "successor": of the parameter that took its place
+    values      "own"; "once": likewise, with a gradient that counts once; of the whole weight: "share" (of tp, ep),
+                "sharded" (FSDP's), "pairs" (complex numbers held as real ones); "never"; "successor"
+    """
+
+    gradient: Literal["own", "later", "whole", "pieces", "never", "successor"] = "own"
+    values: Literal["own", "once", "share", "sharded", "pairs", "never", "successor"] = "own"
+
+
+_PIECES = {"share", "sharded", "pairs"}
+
+
+class ScriptWeights:
+    """Answers for the parameters of one model, and for what its optimizer holds of them."""
+
+    def __init__(
+        self, gate: Gate, gradients: Gradients, inside: Callable[[], bool], *, once: tuple[Axis, ...],
+        once_beside: tuple[Axis, ...],
+    ) -> None:  # fmt: skip
+        """
+        gate    open while the engine reads
+        inside  whether the model's forward runs
+        once    axes whose ranks have the same samples: what the script itself computes of a weight (a penalty) every
+                one of them computes, and its gradient counts once
+        once_beside     more of them, beside the model's forward
+        """
+        self.gate, self._gradients, self._inside = gate, gradients, inside
+        self._once, self._once_beside = once, once_beside
+        self._whole: WholeWeights | None = None
+        self._sharded: ShardedGradients | None = None
+        self._kinds: dict[tuple[type, WeightUse], type] = {}
+
+    def take(
+        self, model: nn.Module, whole: WholeWeights | None, sharded: ShardedGradients | None, *, cuts: Iterable[str],
+        pairs: Iterable[str], elsewhere: bool, later: bool,
+    ) -> None:  # fmt: skip
+        """Answer for the model's parameters from here on.
+
+        cuts        names of those that are shares of tp or ep
+        pairs       names of complex ones that are held as real numbers
+        elsewhere   gradients are elsewhere than in the parameters
+        later       a step has several micro-batches, after the last of which ranks add up their gradients
+        """
+        self._whole, self._sharded = whole, sharded
+        cuts, pairs = set(cuts), set(pairs)
+        if cuts:
+            FUNCTIONS[torch.autograd.grad] = _grad_beside_weights
+        values: Any = "once" if cuts or self._once or self._once_beside else "own"
+        gradient: Any = "whole" if elsewhere else "later" if later else "own"
+        for name, param in model.named_parameters():
+            if type(param) is DTensor:
+                param.__class__ = self.kind(DTensor, WeightUse("pieces", "sharded"))
+            elif type(param) is nn.Parameter and (name in cuts or name in pairs):
+                param.__class__ = self.kind(nn.Parameter, WeightUse("whole", "share" if name in cuts else "pairs"))
+            elif type(param) is nn.Parameter and param.requires_grad:
+                param.__class__ = self.kind(nn.Parameter, WeightUse(gradient, values))
+
+    def kind(self, base: type, use: WeightUse) -> type:
+        """Returns the class of parameters of this use."""
+        if use == WeightUse():
+            return base
+        if (base, use) not in self._kinds:
+            self._kinds[base, use] = _kind(base, use, weakref.ref(self))
+        return self._kinds[base, use]
+
+    def retire(self, left: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
+        """Let parameters that the model had before the plan put others in their place answer as those: a script may
+        have kept them in a list. What was computed of them before cannot be followed, and raises.
+        """
+        for param, successor in left:
+            mark_like(successor, param)
+            for hook in (param._backward_hooks or {}).values():
+                successor.register_hook(hook)
+            if type(param) is nn.Parameter:
+                if param.requires_grad:
+                    param.register_hook(_refuse_early_loss)
+                param.__dict__["successor"] = successor
+                param.__class__ = self.kind(nn.Parameter, WeightUse("successor", "successor"))
+
+    # --- what the script asks
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the script's own code asks, and not the engine, the model's forward or a backward."""
+        return not (self.gate.is_open or self._runs())
+
+    def _runs(self) -> bool:
+        """Whether the model's forward runs, or a backward, in which a block may run again."""
+        return self._inside() or torch._C._current_graph_task_id() != -1
+
+    def gradient(self, param: Any, use: str) -> torch.Tensor | None:
+        """Returns `param.grad`. Collective where it is gathered."""
+        if use == "successor":
+            return param.__dict__["successor"].grad if not self.gate.is_open else _GRAD.__get__(param)
+        if self._passes_gradient(use):
+            return _GRAD.__get__(param)
+        if use == "never" and sys._getframe(2).f_code.co_filename != grad_scaler.__file__:  # which scales the pieces
+            _refuse(_PIECE.format(".grad"))
+        if use == "later":
+            self._gradients.refuse_early(param)
+        if use == "whole":
+            return self._gradients.get(param)
+        return self._sharded.gradient(param) if use == "pieces" and self._sharded is not None else _GRAD.__get__(param)
+
+    def set_gradient(self, param: Any, use: str, value: torch.Tensor | None) -> None:
+        """`param.grad = value`: whole, the same on every rank."""
+        if use == "successor" and not self.gate.is_open:
+            param.__dict__["successor"].grad = value
+        elif self._passes_gradient(use) or use not in ("whole", "pieces", "never"):
+            _GRAD.__set__(param, value)
+        elif use == "never":
+            _GRAD.__set__(param, None) if value is None else _refuse(_PIECE.format(".grad"))
+        elif use == "pieces" and self._sharded is not None:
+            self._sharded.set_gradient(param, value)
+        else:
+            self._gradients.set(param, value)
+
+    def _passes_gradient(self, use: str) -> bool:
+        """Whether it is not the script's own code that asks for a gradient; FSDP swaps parameters in a forward."""
+        if use == "pieces":
+            return not self.is_asked
+        return self.gate.is_open or (use != "never" and torch._C._current_graph_task_id() != -1)
+
+    def call(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Returns a function of torch of these parameters."""
+        name = getattr(func, "__name__", "")
+        if self.gate.is_open or name == "__hash__":
+            return func(*args, **kwargs)
+        args, kwargs = replaced(nn.Parameter, _successor, (args, kwargs))
+        uses = {type(one).script_use.values for one in tensors_in((args, kwargs)) if hasattr(type(one), "script_use")}
+        if "never" in uses and reads_values(func):
+            _refuse(_PIECE.format(name or str(func)))
+        if uses & _PIECES and not self._runs():
+            assert self._whole is not None
+            return names_line(self._whole.outside)(func, args, kwargs)
+        if "sharded" in uses and func == _SET_DATA and self._inside() and self._sharded is not None:
+            return self._sharded.assign(*args)
+        if "share" in uses and reads_values(func):
+            _refuse(TAKEN if func is torch.autograd.grad else _OF_A_SHARE.format(name or func))
+        if "once" in uses:
+            args, kwargs = self._counted_once(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _counted_once(self, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The arguments, whose parameters get a gradient that counts once."""
+        if func is torch.autograd.grad:
+            _refuse(TAKEN)
+        axes = self._once if self._runs() else (*self._once_beside, *self._once)
+        writes = getattr(func, "__name__", "") == "__set__"
+        if not axes or writes or not reads_values(func) or not torch.is_grad_enabled():
+            return args, kwargs
+
+        def once(param: Any) -> Any:
+            use = getattr(type(param), "script_use", None)
+            return with_summed_gradient(param, axes) if use is not None and use.values == "once" else param
+
+        return replaced(nn.Parameter, once, (args, kwargs))
+
+
+def _kind(base: Any, use: WeightUse, weights_ref: weakref.ref[ScriptWeights]) -> type:
+    class ScriptWeight(base):
+        script_use = use
+
+        @property
+        def grad(self) -> torch.Tensor | None:
+            weights = weights_ref()
+            return _GRAD.__get__(self) if weights is None else weights.gradient(self, use.gradient)
+
+        @grad.setter
+        def grad(self, value: torch.Tensor | None) -> None:
+            weights = weights_ref()
+            if weights is None:
+                _GRAD.__set__(self, value)
+            else:
+                weights.set_gradient(self, use.gradient, value)
+
+        @grad.deleter
+        def grad(self) -> None:
+            _GRAD.__delete__(self)
+
+    if use.values == "own":  # torch's functions are as fast as of any parameter
+        return ScriptWeight
+
+    class ScriptWeightInFunctions(ScriptWeight):
+        answers_first = True  # beside parts that a model gave
+
+        @staticmethod
+        def answers_as_complex() -> bool:
+            """Whether it is the script's own code that asks now."""
+            weights = weights_ref()
+            return weights is not None and weights.is_asked
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            weights = weights_ref()
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {})) if weights is None else weights.call(func, args, kwargs or {})
+
+    return ScriptWeightInFunctions
+
+
+def _successor(param: Any) -> Any:
+    return param.__dict__.get("successor", param)
+
+
+@names_line
+def _refuse_early_loss(gradient: torch.Tensor) -> None:
+    """A gradient of what the script computed of a parameter before the plan put another in its place."""
+    raise RefusedPlan(_EARLY_LOSS)
+
+
+@names_line
+def _grad_beside_weights(*args: Any, **kwargs: Any) -> Any:
+    """`torch.autograd.grad`, which is given a weight as the model shows it: a part that is made anew for each read."""
+    try:
+        return torch.autograd.grad(*args, **kwargs)
+    except RuntimeError as error:
+        if "not have been used" not in str(error):
+            raise
+        raise RefusedPlan(TAKEN) from error
+
+
+@names_line
+def _refuse(message: str) -> None:
+    raise RefusedPlan(message)
