@@ -173,9 +173,13 @@ def class_loss(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
     return cross_entropy(output.logits, batch["labels"], reduction="sum"), len(batch["labels"])
 
 
+def _of_labels(logits: Tensor, labels: Tensor) -> Tensor:
+    """Returns the logits of the labels' positions: prompt tuning puts positions of its own before them."""
+    return logits[:, -labels.shape[1] :] if logits.shape[1] > labels.shape[1] else logits
+
+
 def _summed(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    if logits.shape[1] > labels.shape[1]:  # a model that puts positions of its own before them (prompt tuning)
-        logits = logits[:, -labels.shape[1] :]
+    logits = _of_labels(logits, labels)
     total = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED)
     return total, (labels != IGNORED).sum()
 
@@ -184,6 +188,7 @@ def token_metrics(output: Any, batch: dict[str, Tensor], *, shift: bool) -> dict
     """Returns perplexity, and the share of labels that the model ranks first."""
     logits, labels = output.logits, batch["labels"]
     labels = _next(labels) if shift else labels
+    logits = _of_labels(logits, labels)
     total, weight = _summed(logits, labels)
     return {"perplexity": (total, weight, "exp"), "accuracy": ((logits.argmax(-1) == labels).sum(), weight)}
 

@@ -252,6 +252,7 @@ def load_weights(engine: Engine, stored: Stored, renames: Mapping[str, str] | No
     """
     names = _renamed(stored, renames or {})
     wanted = {holding.key.partition("/")[2]: holding for holding in weights(engine)}
+    _beside_adapters(names, engine)
     fits = {
         name: holding
         for name, holding in wanted.items()
@@ -279,6 +280,15 @@ def load_weights(engine: Engine, stored: Stored, renames: Mapping[str, str] | No
     _together(engine, read)
     engine.technique.publish()
     return Matched(loaded, missing, sorted(names.keys() - set(loaded)))
+
+
+def _beside_adapters(names: dict[str, str], engine: Engine) -> None:
+    """Let a model with adapters find a plain model's weights, and those of a file of peft, by their names."""
+    for name in (*engine.state.all_names, *engine.state.frozen_names):
+        plain, in_file = name.replace(".base_layer.", "."), f"base_model.model.{name.replace('.default.', '.')}"
+        for other in (plain, in_file, in_file.removesuffix(".weight")):
+            if name not in names and other in names:
+                names[name] = names.pop(other)
 
 
 def _renamed(stored: Stored, renames: Mapping[str, str]) -> dict[str, str]:

@@ -69,7 +69,7 @@ def with_adapters(target: str, overrides: tuple[str, ...], command: str) -> Any:
         raise click.UsageError(
             f"--set {others[0]}: {command} reads keys of [lora] for a task; others are CONFIG.toml's"
         )
-    section = load(overrides=(f'task.name="{target}"', *overrides)).config.lora
+    section = load(overrides=overrides).config.lora
     from shardwise.adapters import AdaptedTask
 
     return AdaptedTask(target, section)

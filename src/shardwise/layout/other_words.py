@@ -35,7 +35,8 @@ OURS_OF = {
         _LAUNCHERS,
     ("ds_config", "deepspeed_config", "accelerate_config"): "no key: shardwise plan --from FILE",
     ("wandb", "tensorboard", "mlflow"): "no key: train.sinks in a configuration; in a script its own lines on rank 0",
-    ("lora", "qlora", "peft", "adapters"): "no key: [lora] in a configuration, or a model made with peft",
+    ("lora", "peft", "adapters"): "no key of a plan: [lora] of a configuration, --set lora.rank=16",
+    ("qlora",): "[lora] over a base in precision=bf16; a base of 4 bits is not built",
 }  # fmt: skip
 
 

@@ -78,8 +78,8 @@ class Configured:
     hint: str = ""
 
 
-def configured(path: str, seq: int | None) -> Configured:
-    """The model of a `config.json` (the file, or its folder) as a task, on samples of `seq` tokens.
+def configured(path: Any, seq: int | None) -> Configured:
+    """The model of a `config.json` (the file, its folder, or the object) as a task, on samples of `seq` tokens.
 
     Raises `InputError` where transformers cannot read it, offers none of the heads, or a size is missing or too much.
     """

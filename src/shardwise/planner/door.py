@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from shardwise.adapters import AdaptedTask, with_lora
 from shardwise.cluster import Cluster
 from shardwise.config import BUILTINS
+from shardwise.config.schema import LoraSection
 from shardwise.costs.layout import Layout, of_plan
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import Software, software
@@ -68,6 +70,8 @@ def subject_of(
     where = _Where(cluster, soft, precision, plan, say, randomness)
     length = None if seq is None else units.count(str(seq), "--seq")
     samples = None if global_batch is None else units.batch(str(global_batch), length)
+    if isinstance(task, AdaptedTask) and is_shape(task.reference):
+        return where.adapted(task.reference, task.section, samples, length)
     if not is_shape(task):
         if length is not None:
             raise InputError("--seq is for decoders by name; a task of your own brings its own batch")
@@ -139,17 +143,34 @@ class _Where:
                 return self._built(path, samples, length, *remarks)
         return replace(self.by_numbers(path, shape, samples, length), remarks=tuple(remarks))
 
-    def _built(self, path: str, samples: int | None, length: int | None, *remarks: str) -> Subject:
+    def adapted(self, named: str, lora: LoraSection, samples: int | None, length: int | None) -> Subject:
+        """Returns the subject of a model without data, with adapters: its modules are built and traced."""
+        if find_spec("transformers") is None:
+            raise InputError(f"--lora: {named} is built by transformers: pip install 'shardwise[lora]'")
+        if named.endswith(".json") or Path(named).is_dir():
+            return self._built(named, samples, length, lora=lora)
+        from shardwise.planner.adapted_decoder import configuration_of
+
+        if length is None:
+            raise InputError(f"{named} is a decoder by its numbers: give --seq and --global-batch")
+        config = configuration_of(decoders.decoder_by_name(named), length)
+        return self._built(named, samples, length, lora=lora, config=config)
+
+    def _built(
+        self, path: str, samples: int | None, length: int | None, *remarks: str, lora: LoraSection | None = None,
+        config: Any = None,
+    ) -> Subject:  # fmt: skip
         """Returns the subject of transformers' model, traced on the first made-up sample that it accepts."""
         from shardwise.planner.configured_task import configured
 
         if samples is None:
             raise InputError(f"{path} is a model without data of its own: give --global-batch")
-        made = configured(path, length)
+        made = configured(path if config is None else config, length)
         errors: list[InputError] = []
         for task, sample in zip(made.tasks, made.samples, strict=True):
             try:
-                subject = self.traced(task, samples, (*remarks, *made.notes))
+                adapted = task if lora is None else with_lora(task, lora)
+                subject = self.traced(adapted, samples, (*remarks, *made.notes))
                 # reading=None: made-up samples say nothing about the cost of reading real ones
                 return replace(subject, sample=sample, head=made.head, reading=None)
             except InputError as error:

@@ -32,7 +32,8 @@ SIMULATED = 24  # of all that fit, the best by estimate; beside them the best of
 LATER = 3  # plans that this version cannot run yet, told beside those that it can
 OFFLOADED = (
     "nothing fits in the devices' memory alone: these plans keep the optimizer's state in the hosts', which is a "
-    "forecast and does not run in this version; what runs is more devices, or a smaller batch or sequence"
+    "forecast and does not run in this version; what runs is more devices, a smaller batch or sequence, or "
+    "adapters alone (--lora 16), since frozen weights have no such state"
 )
 EVERY_S = 0.3  # between two lines of progress
 # The best so far are shown once: after FIRST_S of looking, and before what takes long, as a process is SOON_S old
@@ -90,6 +91,7 @@ def search(
             f"no plan fits of {looked.considered:,} that were looked at: the nearest, {plan_of(layout, precision)}, "
             f"needs {bytes_text(needed)} of {bytes_text(capacity)} on each device: {_kept_free(cluster, constraints)}. "
             + (fewer or "Use more devices, or a smaller batch or sequence")
+            + _by_adapters(subject, layout, needed)
             + (f". {subject.unsearched}" if subject.unsearched else "")
         )
     result = _ranked(subject, looked, precision, capacity, say)
@@ -298,6 +300,18 @@ def _ranked(subject: Subject, looked: _Looked, precision: str, capacity: float, 
         result.proposals, result.stopped = _sorted(result.proposals, capacity), True
     _possible([*result.proposals, *result.later])
     return result
+
+
+def _by_adapters(subject: Subject, layout: Layout, needed: float) -> str:
+    """Returns the sentence on adapters, with what they would leave out; "" where that is less than a quarter."""
+    fullest = max(subject.simulate(layout).memory, key=lambda ledger: ledger.allocated)
+    of_trained = fullest.terms.get("gradients", 0.0) + fullest.terms.get("optimizer", 0.0)
+    if of_trained < needed / 4:
+        return ""
+    return (
+        f". Gradients and optimizer state take {bytes_text(of_trained)} of it, which frozen weights have not: train "
+        "adapters alone (--lora 16)"
+    )
 
 
 def _none_fits(proposals: list[Proposal], capacity: float) -> InputError:

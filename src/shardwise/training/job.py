@@ -72,10 +72,13 @@ class Job:
 
 
 def find_task(effective: Effective, passed: Task | Callable[[], Task] | None) -> Task:
-    """Returns the task that was passed, or the one that the configuration names."""
+    """Returns the task that was passed, or the one that the configuration names, with the adapters of [lora]."""
+    return with_lora(_without_adapters(effective, passed), effective.config.lora)
+
+
+def _without_adapters(effective: Effective, passed: Task | Callable[[], Task] | None) -> Task:
     section = effective.config.task
-    task = resolve_task(section.name, section) if passed is None else call_task(section.name, passed)
-    return with_lora(task, effective.config.lora)
+    return resolve_task(section.name, section) if passed is None else call_task(section.name, passed)
 
 
 def make_job(effective: Effective, passed: Task | Callable[[], Task] | None = None, *, keep: bool = False) -> Job:
@@ -83,7 +86,8 @@ def make_job(effective: Effective, passed: Task | Callable[[], Task] | None = No
 
     keep   the ranks run in this process, so the task that was built here is theirs
     """
-    task = find_task(effective, passed)
+    plain = _without_adapters(effective, passed)
+    task = with_lora(plain, effective.config.lora)
     _check_device(effective.config.train.device)
     _check_options(effective, task)
     check_sinks(list(effective.config.train.sinks))
@@ -104,7 +108,7 @@ def make_job(effective: Effective, passed: Task | Callable[[], Task] | None = No
     tokens = effective.config.task.seq_len if effective.config.task.name == "text" else None
     return Job(
         effective=effective,
-        task=task if keep else passed,
+        task=plain if keep else passed,
         name=effective.config.train.name or task.name,
         steps=steps,
         batch_samples=batch,

@@ -206,6 +206,13 @@ class Keeper:
         with opened(source) as stored:
             self._refuse_damage(stored)
             matched = load_weights(self.engine, stored, dict(pair.split("=", 1) for pair in renames))
+        drawn = sorted({*matched.missing} & {*self.engine.state.frozen_names})
+        if drawn and matched.unused:
+            raise InputError(
+                f"train.init_from: {len(drawn)} frozen weights, which no step would change, have no value in "
+                f"{stored.folder} ({', '.join(drawn[:3])}), and {len(matched.unused)} of its tensors no place "
+                f"({', '.join(matched.unused[:3])}): name them alike with train.init_rename"
+            )
         every = len(matched.loaded) + len(matched.missing)
         self.engine.notices.append(
             f"weights from {stored.folder}: {len(matched.loaded)} of {every} tensors"

@@ -1,0 +1,115 @@
+"""A checkpoint folder is a task by itself: trained on chats with adapters, and written as a folder again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from chat_tokenizer import CHATML, tokenizer
+from safetensors.torch import load_file, save_file
+
+from shardwise.config import load
+from shardwise.errors import InputError
+from shardwise.hf.merge import merge_run
+from shardwise.task_names import resolve_task
+from shardwise.training import execute
+
+transformers = pytest.importorskip("transformers", reason="needs transformers, which is not installed here")
+peft = pytest.importorskip("peft", reason="needs peft, which is not installed here")
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model and a tokenizer, beside a file of chats."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "small"
+    own = tokenizer(folder, CHATML)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=len(own), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                                      num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=96,
+                                      eos_token_id=2, pad_token_id=0, bos_token_id=None)  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(str(folder))
+    sums = [(a, b) for a in range(4) for b in range(4)]
+    lines = [
+        {"messages": [{"role": "user", "content": f"{a}+{b}?"}, {"role": "assistant", "content": str(a + b)}]}
+        for a, b in sums
+    ]
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return folder
+
+
+def test_a_folder_is_trained_merged_and_loaded(small: Path) -> None:
+    keys = (
+        "task.files=['chat.jsonl']",
+        "lora.rank=4",
+        "train.batch_samples=2",
+        "train.device=cpu",
+        "optimizer.lr=0.02",
+    )
+    run = execute(load(overrides=(f"task.name='{small}'", *keys, "train.steps=3", "train.checkpoint_every=0")))
+    folder = Path(run.summary["folder"])
+    weights = load_file(folder / "model.safetensors")
+    base = load_file(small / "model.safetensors")
+    for name, value in base.items():  # the base stays the folder's, bit for bit
+        kept = weights.get(name, weights.get(name.replace("proj.", "proj.base_layer.")))
+        assert kept is not None and torch.equal(kept, value), name
+    ids = torch.randint(3, 100, (2, 20), generator=torch.Generator().manual_seed(0))
+    plain = transformers.AutoModelForCausalLM.from_pretrained(str(small))
+    with torch.no_grad():
+        before = plain(ids).logits
+        adapted = peft.PeftModel.from_pretrained(plain, str(folder / "adapter")).eval()(ids).logits
+        merged = transformers.AutoModelForCausalLM.from_pretrained(
+            str(merge_run(folder, None, small.parent / "merged"))
+        )
+        torch.testing.assert_close(merged.eval()(ids).logits, adapted, rtol=1e-5, atol=1e-6)
+    assert (adapted - before).abs().max() > 1e-3
+    assert transformers.AutoTokenizer.from_pretrained(str(small.parent / "merged")).chat_template == CHATML
+    with pytest.raises(InputError, match=r"no run's folder \(it has no config.toml\)"):
+        merge_run(small, None, small.parent / "other")
+
+
+def test_adapters_and_a_plain_model_are_what_a_run_begins_with(small: Path) -> None:
+    keys = ("task.files=['chat.jsonl']", "train.batch_samples=2", "train.device=cpu", "train.checkpoint_every=0")
+    own = (f"task.name='{small}'", *keys, "train.steps=1", "lora.rank=4")
+    first = Path(execute(load(overrides=(*own, "optimizer.lr=0.02"))).summary["folder"])
+    adapter = first / "adapter" / "adapter_model.safetensors"
+    again = execute(load(overrides=(*own, f"train.init_from='{adapter}'", "optimizer.lr=1e-9")))
+    (notice,) = [word for word in again.summary["notices"] if "weights from" in word]
+    assert "28 of 51 tensors" in notice and "not used" not in notice
+    weights = load_file(Path(again.summary["folder"]) / "model.safetensors")
+    for name, value in load_file(first / "model.safetensors").items():
+        torch.testing.assert_close(weights[name], value)
+    base = execute(load(overrides=(*own, f"train.init_from='{small}/model.safetensors'")))
+    (notice,) = [word for word in base.summary["notices"] if "weights from" in word]
+    assert "21 of 51 tensors" in notice and "not used" not in notice
+    plain = load_file(small / "model.safetensors")
+    other = {f"net.{name}" if "norm" in name else name: value for name, value in plain.items()}
+    save_file(other, "other.safetensors")
+    with pytest.raises(InputError, match=r"5 frozen weights, which no step would .*init_rename"):
+        execute(load(overrides=(*own, "train.init_from=other.safetensors")))
+
+
+def test_packed_rows_have_the_losses_of_single_ones(small: Path) -> None:
+    given = resolve_task(str(small), load(overrides=(f"task.name='{small}'", "task.files=['chat.jsonl']")).config.task)
+    model = given.model().eval()
+    source = given.data
+    assert source is not None and len(source.rows) < 16
+    sums = {}
+    for name, rows in (("packed", source.rows), ("single", [[index] for index in range(16)])):
+        source.rows = rows
+        batch = source.read(list(range(len(rows))))
+        args, kwargs = given.inputs(batch)
+        with torch.no_grad():
+            total, weight = given.loss(model(*args, **kwargs), batch)
+        sums[name] = float(total), int(weight)
+    assert sums["packed"][1] == sums["single"][1]
+    assert sums["packed"][0] == pytest.approx(sums["single"][0], rel=1e-5)
+
+
+def test_a_folder_without_examples_is_told_so(small: Path) -> None:
+    with pytest.raises(InputError, match=r"has no examples to learn from: --data chat.jsonl"):
+        resolve_task(str(small))
+    with pytest.raises(InputError, match=r"task.model.layers = 2: would have no effect: the folder's model"):
+        load(overrides=(f"task.name='{small}'", "task.model.layers=2"))
