@@ -2,6 +2,7 @@
 # make test    lint, types and tests
 # make test-long   the full counts of random and property tests
 # make test-gpu    what a GPU alone can show
+# make evidence   prove every kind of plan on this machine, one page into docs/evidence, in 15 minutes
 # make test-mutations   plant every bug of tests/mutations and write docs/tables/mutations.md
 PYTHON ?= python3
 VENV := .venv
@@ -15,7 +16,7 @@ PLAN ?= dp_shard=$(NPROC),zero=3
 # tests start some hundred processes: each would compile every module again that it imports
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-long test-gpu test-mutations lint types tests docs coverage-table scripts-table clean
+.PHONY: train test test-long test-gpu test-mutations evidence lint types tests docs coverage-table scripts-table clean
 
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
@@ -34,6 +35,9 @@ $(VENV)/.installed: $(VENV)/.ready
 
 train: $(VENV)/.ready
 	$(BIN)/shardwise train examples/text.toml --plan "$(PLAN)" --nproc $(NPROC)
+
+evidence: $(VENV)/.ready
+	$(BIN)/shardwise evidence
 
 test: lint types tests
 

@@ -42,8 +42,8 @@ from slowest import timed
 import shardwise.engine.positions  # noqa: F401 - functions on tiles
 from shardwise.layout import Plan
 from shardwise.mesh import build_mesh
-from shardwise.parallel.domain import overlap
 from shardwise.part import Owners, to_part
+from shardwise.part.tiles import overlap
 from shardwise.ranks import launch
 from shardwise.ranks.join import join
 

@@ -95,7 +95,8 @@ def formula(plan: Plan, elements: float) -> Bytes:
         gradients = 4.0
     else:  # the buckets, in which sums are float32, and the copy that the optimizer reads
         gradients = 4 + master / shards
-    accumulated = 4.0 if plan.zero < 2 else (master if plan.zero == 3 else 4) / shards
+    # FSDP2 keeps what replicas have not summed yet in the dtype of sums, float32
+    accumulated = 4.0 if plan.zero < 2 else (master if plan.zero == 3 and plan.dp_replicate == 1 else 4) / shards
     kinds = {"parameters": parameters, "gradients": gradients, "optimizer": 2 * master / shards}
     kinds |= dict(zip(IN_FLIGHT, (parameters, accumulated), strict=True))
     return {kind: size * elements for kind, size in kinds.items()}
@@ -140,7 +141,9 @@ def table() -> str:
         "| dp_replicate | 4P \\| 2P + 4P \\| 2P | 4P \\| 4P \\| 4P + 2P | 8P \\| 8P \\| 4P |\n"
         "| zero=1 | 4P \\| 2P + 4P/N \\| 2P | 4P \\| 4P \\| 4P + 2P/N | 8P/N \\| 8P/N \\| 4P/N |\n"
         "| zero=2 | 4P \\| 2P + 4P/N \\| 2P | 4P/N \\| 4P/N \\| 2P/N | 8P/N \\| 8P/N \\| 4P/N |\n"
-        "| zero=3 | 4P/N \\| 4P/N \\| 2P/N | 4P/N \\| 4P/N \\| 2P/N | 8P/N \\| 8P/N \\| 4P/N |\n"
+        "| zero=3 | 4P/N \\| 4P/N \\| 2P/N | 4P/N \\| 4P/N \\| 2P/N | 8P/N \\| 8P/N \\| 4P/N |\n\n"
+        "Between micro-batches a bucket (zero=2) and, with replicas, FSDP2 (zero=3) hold sums in float32: "
+        "4P/N in bf16-full too.\n"
     )
 
 

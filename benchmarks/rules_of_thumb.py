@@ -9,11 +9,12 @@ Every figure in the column *ours* is computed here by the same functions that th
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from rules_of_scale import decisions, links, minimums, scale, sizes
+from rules_of_scale import decisions, links, minimums, on_one_device, scale, sizes
 
 from shardwise.cluster import Cluster, model
 from shardwise.costs.kernels import Kernels
@@ -92,13 +93,18 @@ def per_parameter() -> Iterator[Row]:
     for name, quoted, count in (("13B", "300 GB", thirteen), ("405B", "8 TB and 100 GPUs", largest)):
         low, high = state_bytes("fp16-apex", count), state_bytes("fp16-apex-fp32-grad", count)
         yield (
-            f"{name} needs {quoted}", "20 bytes", f"{gb(low)} to {gb(high)}, over {low / 80e9:.0f} to {high / 80e9:.0f} GPUs of 80 GB",
+            f"{name} needs {quoted}", "20 bytes", f"{gb(low)} to {gb(high)}, over {devices_for(low)} to {devices_for(high)} GPUs of 80 GB",
             "16 to 20 bytes for each parameter; activations come on top",
         )  # fmt: skip
     yield (
-        "19+ GPUs for one copy of 70B", "1.5 TB over 80 GB", f"{high_of(seventy) / 80e9:.0f} at 20 bytes, {state_bytes('fp16-apex', seventy) / 80e9:.0f} at 16",
+        "19+ GPUs for one copy of 70B", "1.5 TB over 80 GB", f"{devices_for(high_of(seventy))} at 20 bytes, {devices_for(state_bytes('fp16-apex', seventy))} at 16",
         "states alone, without activations; see the fewest GPUs below",
     )  # fmt: skip
+
+
+def devices_for(size: float) -> int:
+    """The number of devices of 80 GB that hold so many bytes, rounded up."""
+    return math.ceil(size / 80e9)
 
 
 def high_of(count: float) -> float:
@@ -149,7 +155,7 @@ def wires() -> Iterator[Row]:
             f"gathering 70B once: {whole:.2f} s over 64 ranks, {hybrid:.2f} s inside nodes, and {rest:.2f} s for the "
             "gradients between them"
         ),
-        "it pays where a step gathers more than once: each micro-batch gathers twice",
+        "it pays where a step gathers more than once, each micro-batch twice, and where the link between nodes is slow (below)",
     )
 
 
@@ -187,11 +193,15 @@ def work() -> Iterator[Row]:
     base = Layout(seq=8192, micro_batch=1, n_micro=8)
     plain, again = (simulate(shape, base.with_(recompute=r), node, soft) for r in ("none", "full"))
     kept, less = (sum(layer_activations(shape, base.with_(recompute=r), soft).values()) for r in ("none", "full"))
+    peaks = [
+        forecast.worst.allocated - sum(states({"dense": shape.parameters}, base, soft).values())
+        for forecast in (plain, again)
+    ]
     yield (
         "recompute costs 30% and saves 4 to 8 times",
         "a forward is a third of a step",
-        (f"+{again.step_s / plain.step_s - 1:.0%} of the step; a layer keeps {kept / less:.1f} times less"),
-        "8B, 8192 tokens on H100; the share is under a third since the optimizer and the loss are not recomputed",
+        f"+{again.step_s / plain.step_s - 1:.0%} of the step; {peaks[0] / peaks[1]:.1f} times less beside the states at the peak; between forward and backward a layer keeps {kept / less:.1f} times less",
+        "8B, 8192 tokens on H100; the share is under a third since the optimizer and the loss are not recomputed; at the peak one layer is whole again, and so are the logits",
     )
     h, s, b = 8192, 4096, 1
     yield (
@@ -206,7 +216,7 @@ def work() -> Iterator[Row]:
         "—",
         f"{gb(2 * b * s * h)} for each boundary, micro-batch and direction",
         (
-            f"a tensor split moves {gb(4 * 2 * b * s * h)} in every layer: {4 * 20:.0f} times as much at 20 layers a stage"
+            f"a tensor split reduces four such tensors in every layer, forward and backward together, and a boundary sends two: {4 * 20 / 2:.0f} times as much at 20 layers a stage"
         ),
     )
     yield "tp=8 x pp=16 x dp=128 = 16,384", "—", f"{8 * 16 * 128:,}", "equal"
@@ -247,18 +257,24 @@ def times() -> Iterator[Row]:
 def costs() -> Iterator[Row]:
     shape, machine, soft = llama("llama-3.2-1b"), Cluster.parse("2x8 h100-sxm-80gb, ib-400"), software("shardwise")
     base = Layout(seq=4096, micro_batch=2, n_micro=4, replicas=16)
-    ddp = simulate(shape, base, machine, soft).step_s
+    replicas = simulate(shape, base, machine, soft)
+    ddp = replicas.step_s
     for quoted, label, layout in (
         ("1.1 to 1.3", "FSDP", base.with_(zero=3, shard=16, replicas=1)),
         ("1.5 to 2.0", "ZeRO-3 + tp", base.with_(zero=3, shard=4, replicas=1, tp=4, sp=True, n_micro=16)),
         ("2 to 3", "3D", base.with_(zero=1, shard=4, replicas=1, tp=2, sp=True, pp=2, n_micro=16)),
     ):
-        ours = simulate(shape, layout, machine, soft).step_s / ddp
+        ours = simulate(shape, layout, machine, soft)
+        updates = (
+            f"Each replica updates all weights, {replicas.parts['optimizer'] * 1e3:.0f} ms of {ddp * 1e3:.0f}, a shard its 16th, {ours.parts['optimizer'] * 1e3:.0f} ms. "
+            if label == "FSDP"
+            else ""
+        )
         yield (
             f"{label} costs {quoted} times DDP",
             "—",
-            f"{ours:.2f}",
-            f"1B on 16 H100, the same batch. At 70B on 64: {_at_70b(label)}",
+            f"{ours.step_s / ddp:.2f}",
+            f"1B on 16 H100, 4 micro-batches of 2 samples of 4096 tokens, the same batch for both. {updates}At 70B on 64: {_at_70b(label)}",
         )
     yield from _offload()
     shown = []
@@ -329,8 +345,17 @@ def page() -> str:
     parts.append(
         "## Which plan when\n\nThe usual table of decisions, beside what a search answers for one case of each.\n"
     )
-    parts.append("| situation | usual advice | what `plan` answers | to start it |\n|---|---|---|---|")
+    parts.append(
+        "| situation | usual advice | what `plan` answers | GPU-hours for 10^9 tokens | to start it |\n|---|---|---|---|---|"
+    )
     parts += [*(f"| {' | '.join(row)} |" for row in decisions()), ""]
+    parts.append(
+        "## What fits on one GPU\n\nAdamW in bf16 with float32 masters, 18 bytes for each parameter, one sample of 2048 tokens, everything recomputed, 8% of memory kept free.\n"
+    )
+    parts.append(
+        "| memory | room for states | the largest of these that fits | the smallest that does not |\n|---|---|---|---|"
+    )
+    parts += [*(f"| {' | '.join(row)} |" for row in on_one_device()), ""]
     kernels = Kernels(Cluster.parse("8 h100-sxm-80gb").device)
     parts.append(f"Products on H100 here: {kernels.basis}.\n")
     return "\n".join(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ FLOORS = {
     "errors": 0, "task": 0, "dataset": 0, "layout": 0, "config": 0, "cluster": 0,
     "host": 0, "device": 0, "boundary": 0, "guard": 0, "task_files": 0, "progress": 0, "report": 1,
     "costs": 1, "precision": 1, "mesh": 1, "comm": 1, "part": 1, "trace": 1, "random": 1, "ranks": 1,
-    "heads": 1, "task_names": 1, "digest": 1, "parallel.fsdp": 2,
+    "heads": 1, "task_names": 1, "digest": 1, "adapters": 1, "parallel.fsdp": 2,
     "parallel.slots": 3, "parallel.replicate": 3, "parallel.flat": 3, "parallel.full": 3, "parallel.batchnorm": 3,
     "parallel.tensor": 3,
     "parallel.expert": 3,
@@ -29,9 +30,9 @@ FLOORS = {
     "parallel.pipeline": 3,
     "memory": 3,
     "step": 4, "rollouts": 4,
-    "engine": 5,
+    "look": 5, "engine": 5,
     "simulator": 6, "rehearsal": 6, "planner": 6, "measure": 6,
-    "data": 7, "observe": 7, "checkpoint": 7, "training": 7, "proof": 7,
+    "data": 7, "observe": 7, "checkpoint": 7, "training": 7, "proof": 7, "launch": 7,
     "cli": 8, "testing": 8, "scripts": 8, "hf": 8,
 }  # fmt: skip
 
@@ -43,6 +44,8 @@ WITHIN = {
     ("boundary", "errors"): "every room raises the same errors",
     ("dataset", "task"): "a wrapped dataset is a Source",
     ("dataset", "errors"): "every room raises the same errors",
+    ("adapters", "task_names"): "a task with adapters may be named as any other",
+    ("task_names", "adapters"): "a configuration's task has the adapters that its [lora] asks for",
     ("layout", "errors"): "every room raises the same errors",
     ("config", "errors"): "every room raises the same errors",
     ("config", "task_files"): "a task named by its file alone is told which tasks the file has",
@@ -51,6 +54,7 @@ WITHIN = {
     ("part", "comm"): "parts meet in collectives",
     ("part", "trace"): "one trial says whether an operation treats each element alone",
     ("cluster", "errors"): "every room raises the same errors",
+    ("engine", "look"): "the engine looks at its task before the first step",
     ("rehearsal", "simulator"): "a rehearsal counts what the simulator takes time for",
     ("planner", "rehearsal"): "a task is forecast from what its step does",
     ("planner", "simulator"): "plans are ranked by simulated time",
@@ -64,12 +68,14 @@ WITHIN = {
     ("host", "device"): "whether the host waits depends on where a tensor lies",
     ("observe", "data"): "floor 7 has an order: data, observe, training, proof",
     ("cli", "scripts"): "verify proves scripts",
+    ("cli", "testing"): "verify plays what a plan issues, recorded on the mock accelerator",
     ("cli", "hf"): "a checkpoint is turned into a folder of transformers",
     ("training", "data"): "floor 7 has an order: data, observe, training, proof",
     ("training", "observe"): "floor 7 has an order: data, observe, training, proof",
     ("training", "checkpoint"): "floor 7 has an order: data, observe, checkpoint, training, proof",
     ("proof", "data"): "floor 7 has an order: data, observe, training, proof",
     ("proof", "observe"): "floor 7 has an order: data, observe, training, proof",
+    ("launch", "training"): "a job's hours are those of the run that `train` would settle",
     ("proof", "training"): "floor 7 has an order: data, observe, training, proof",
 }
 SHARED = "parallel.slots"  # what every technique offers; the only room its siblings may import
@@ -146,6 +152,15 @@ def test_every_room_has_a_floor() -> None:
     techniques |= {f"parallel.{path.parent.name}" for path in SOURCE.glob("parallel/*/__init__.py")}
     rooms = (modules - DOORSTEP - {"parallel", BESIDE}) | techniques
     assert not rooms - FLOORS.keys(), "give the new room a floor here and in docs/design.md"
+
+
+def test_the_design_page_has_one_short_row_for_each_room() -> None:
+    page = (SOURCE.parents[1] / "docs" / "design.md").read_text()
+    assert len(page.split()) <= 4500, "what a room does in detail belongs into its docstrings"
+    rows = re.findall(r"^\| (\d|beside) \| `([\w.]+)/?` \| (.+) \|$", page, re.MULTILINE)
+    assert {room: floor for floor, room, _ in rows} == {**{r: str(f) for r, f in FLOORS.items()}, BESIDE: "beside"}
+    assert len(rows) == len(FLOORS) + 1
+    assert not [room for _, room, text in rows if len(text.split()) > 25]
 
 
 def test_a_room_imports_from_lower_floors_only() -> None:

@@ -1,4 +1,4 @@
-"""Paddings of convolutions and pooling under the task's boundary (`task.BOUNDARIES`); tiles: parallel/domain/padding.
+"""Paddings of convolutions and pooling under the task's boundary (`task.BOUNDARIES`); tiles: part/rules/padding.
 
     conv2d(x, padding=1)      zeros around x                                as written
                               pad(x, 1 each way, by the boundary), then     with a boundary

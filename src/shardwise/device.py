@@ -99,6 +99,25 @@ def group_backend(ranks_here: int | None) -> str:
     return "gloo" if kind is None or own is None else f"cpu:gloo,{kind.type}:{own}"
 
 
+def check_own_backend(name: str, asked: str) -> None:
+    """Raise `InputError` unless torch has this backend for this machine's accelerator; `asked` names the option."""
+    import torch.distributed as dist
+
+    kind = accelerator()
+    own = None if kind is None else dist.Backend.default_device_backend_map.get(kind.type)
+    if name != own:
+        here = "torch sees no accelerator here" if kind is None else f'the backend of "{kind.type}" is "{own}"'
+        raise InputError(f"{asked} = {name!r}, but {here}: leave it out, and ranks that share a device meet over gloo")
+
+
+def library_versions() -> dict[str, str]:
+    """Returns the versions of what torch was built with, and of NCCL where there is a device for it."""
+    found = {"cuda": torch.version.cuda, "hip": torch.version.hip}
+    if torch.cuda.is_available() and torch.distributed.is_nccl_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return {name: version for name, version in found.items() if version is not None}
+
+
 def group_on_host() -> bool:
     """Whether the default process group has no backend of an accelerator's own: its ranks compute on the host."""
     import torch.distributed as dist

@@ -6,6 +6,7 @@ count as their weight, whatever the model itself would return. Importing this do
 
 from __future__ import annotations
 
+import copy
 import inspect
 from functools import partial
 from pathlib import Path
@@ -109,6 +110,7 @@ def build_model(config: Any, head: str) -> nn.Module:
     """Builds the model in float32 with this head, without a cache of keys and values."""
     import transformers
 
+    config = copy.deepcopy(config)  # a model that is resized writes into its own
     kind = HEADS[head][0]
     for part in parts_of(config):
         if hasattr(part, "use_cache"):
@@ -172,6 +174,8 @@ def class_loss(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
 
 
 def _summed(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    if logits.shape[1] > labels.shape[1]:  # a model that puts positions of its own before them (prompt tuning)
+        logits = logits[:, -labels.shape[1] :]
     total = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED)
     return total, (labels != IGNORED).sum()
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise.comm import Axis, refuse_shared_devices
+from shardwise.comm import Axis, meet, refuse_shared_devices
 from shardwise.comm.recording import name_axes
 from shardwise.device import on_host
 from shardwise.errors import InputError
@@ -122,6 +122,8 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
         _rows(mesh, replicate, shard, gradients, inner), _made(mesh, data, shard, gradients, *experts),
     )  # fmt: skip
     name_axes(made.group_axes)
+    for axis in (axes["pp"], axes["cp"]):  # in whose messages not all of their ranks take part
+        meet(axis, device)
     return made
 
 

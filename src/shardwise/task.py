@@ -138,7 +138,8 @@ class Task:
     data       a `Source`, or any map-style dataset (`__len__`, `__getitem__`), of which a rank reads its samples
     inputs     batch -> (args, kwargs) of the model
     optimizer  named parameter groups -> optimizer
-    weights    parameter or buffer name -> its initial value, whole, on the CPU; None: as the constructor makes it
+    weights    parameter or buffer name -> its initial value, whole, on the CPU; None: as the constructor makes it.
+               With a method `into(model)` it gives the constructor whose module has them
     metrics    (output, batch) -> {name: (sum, weight)}, divided over all samples like the loss; a third item ("sqrt",
                "exp", a function) is applied to the quotient
     eval_data  held-out samples
@@ -202,6 +203,8 @@ class Task:
         named = self.sequence
         if named is not None and not (isinstance(named, Mapping) and all(isinstance(d, int) for d in named.values())):
             raise InputError(f'Task.sequence names dims of tensors, such as {{"tokens": 1}}, got {named!r}')
+        if (into := getattr(self.weights, "into", None)) is not None:
+            object.__setattr__(self, "model", into(self.model))
         edges = () if self.spatial is None else self.spatial.edges
         if edges or hasattr(self.model, "edges"):
             from shardwise.boundary import bounded

@@ -86,6 +86,8 @@ def which_task(name: str) -> str:
         return f"there is no file before the colon: give file.py{name}"
     if (file := name.partition(":")[0]).endswith(".ipynb"):
         return f"a notebook is no module: save it as a script (jupyter nbconvert --to script {file}) and give that"
+    if is_run(Path(name)):
+        return f"it is the folder of a run: --resume {name} goes on with it, --init-from {name} begins with its weights"
     if Path(name).is_dir():
         return f"it is a folder: give a file in it with its task, as {Path(name) / 'file.py'}:task"
     if ":" not in name.removesuffix(":") and path.is_file():
@@ -96,7 +98,7 @@ def which_task(name: str) -> str:
         return f"say which task of {path}: " + ", ".join(f"{path}:{task}" for task in tasks[:FEW]) + more
     if name.endswith(".py"):
         near = did_you_mean(path.name, sorted(module.name for module in path.parent.glob("*.py")))
-        return f"there is no file {name}{near}"
+        return f"there is no file {name}{looked_in(path)}{near}"
     if name.endswith((".yaml", ".yml", ".json")):
         return "a configuration is TOML: shardwise config --starter > my.toml writes one"
     before, dot, task = name.replace("/", ".").rpartition(".")
@@ -105,3 +107,13 @@ def which_task(name: str) -> str:
         return f"a colon stands before the task: {beside}:{task}"
     choices = [*BUILTIN, *(module.name for module in sorted(Path().glob("*.py")))]
     return f"expected {', '.join(BUILTIN)}, file.py:task or module:task{did_you_mean(name, choices)}"
+
+
+def is_run(folder: Path) -> bool:
+    """Returns whether a folder is that of a run, as `train` writes one."""
+    return (folder / "config.toml").is_file() and (folder / "plan.toml").is_file()
+
+
+def looked_in(path: Path) -> str:
+    """Returns where a file of a relative path was looked for; "" where the path says it."""
+    return "" if path.is_absolute() else f" in {Path.cwd()}"

@@ -3,6 +3,7 @@
     Task, or a function that returns one    itself, or its result
     text, digits                            a built-in task at its default sizes
     my.toml                                 the task that the configuration file describes
+    a folder with a config.json             transformers' model, on the files that the section names
     module:name                             from the Python path or the current folder
 
 The module may also be the path of a file, as in `examples/moons.py:task`. What goes wrong in the user's module is
@@ -22,13 +23,14 @@ from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shardwise.config import load
-from shardwise.config.schema import BUILTIN_DEFAULTS, BUILTINS, TaskSection
 from shardwise.errors import InputError, ShardwiseError, did_you_mean, rebuilt
 from shardwise.task import Task
-from shardwise.task_files import which_task
+from shardwise.task_files import looked_in, which_task
+
+if TYPE_CHECKING:
+    from shardwise.config.schema import TaskSection
 
 MOST_CHARACTERS = 500  # of an exception's own message in one of ours
 
@@ -41,13 +43,23 @@ def resolve_task(named: Task | str | Callable[[], Task], section: TaskSection | 
     """
     if not isinstance(named, str):
         return call_task(getattr(named, "__name__", type(named).__name__), named)
+    from shardwise.config import load
+    from shardwise.config.schema import BUILTIN_DEFAULTS, BUILTINS, FOLDER, TaskSection, is_folder
+
     if named.endswith(".toml"):
-        section = load(named).config.task
-        named = section.name
+        config = load(named).config
+        if config.lora.rank is not None:
+            from shardwise.adapters import with_lora
+
+            return with_lora(resolve_task(config.task.name, config.task), config.lora)
+        section, named = config.task, config.task.name
     if named in BUILTINS:
         section = section or TaskSection.model_validate({"name": named, **BUILTIN_DEFAULTS[named]["task"]})
         module_name, _, attribute = BUILTINS[named].rpartition(":")
         return getattr(importlib.import_module(module_name), attribute)(section)
+    if is_folder(named):
+        module_name, _, attribute = FOLDER.rpartition(":")
+        return getattr(importlib.import_module(module_name), attribute)(section or TaskSection(name=named))
     return _of_module(named)
 
 
@@ -67,7 +79,7 @@ def _import(task: str, name: str) -> ModuleType:
             raise InputError(f"task {task!r}: {name} is a folder: give a file in it, as {file / 'file.py'}:task")
         if not file.is_file():
             near = did_you_mean(file.name, sorted(p.name for p in file.parent.glob("*.py")))
-            raise InputError(f"task {task!r}: there is no file {name}{near}")
+            raise InputError(f"task {task!r}: there is no file {name}{looked_in(file)}{near}")
         folder, name = file.resolve().parent, file.stem
     elif Path(f"{name}.py").is_file() and "/" in name:
         raise InputError(f"task {task!r}: the path of a file ends in .py: {task.replace(name, name + '.py')}")

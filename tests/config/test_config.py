@@ -207,6 +207,7 @@ def test_set_reads_toml_values_bare_words_and_tables():
 def test_the_users_own_optimizer_runs_unless_the_section_is_set():
     assert load(None, ["task.name=my:task"]).own_optimizer
     assert not load(None, ["task.name=my:task", "optimizer.lr=1"]).own_optimizer
+    assert load(None, ["task.name=my:task", "optimizer.scale_lr=linear", "optimizer.base_batch=4"]).own_optimizer
     assert not load(None, ["task.name=text"]).own_optimizer
 
 
@@ -220,6 +221,7 @@ def test_the_users_own_optimizer_runs_unless_the_section_is_set():
         ["task.name=digits", "task.model.patch=4"],
         ["task.name=my:task", "train.seed=3"],
         ["task.name=my:task", "optimizer.name=sgd", "optimizer.momentum=0.9"],
+        ["task.name=my:task", "optimizer.scale_lr=linear", "optimizer.base_batch=4", "train.sinks=[wandb]"],
         ["schedule.name=wsd", "schedule.decay_steps=3", "train.batch_tokens=4k", "train.epochs=0.5"],
         ["plan=dp_shard=2,zero=3,precision=bf16,wrap=Block|Other", "optimizer.betas=[0.8, 0.9]"],
     ],

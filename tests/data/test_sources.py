@@ -18,8 +18,8 @@ from shardwise import Task, train
 from shardwise.data import ArraySource, Blend, JsonlSource, Loader, Order, TokenSource, as_source
 from shardwise.data.blend import BLOCK, shares
 from shardwise.data.jsonl import packed
-from shardwise.engine import samples
 from shardwise.errors import InputError
+from shardwise.look import samples
 from shardwise.observe import InputWatch
 
 

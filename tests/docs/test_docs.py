@@ -17,7 +17,6 @@ from shardwise.ranks import RankPool
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-WITH_CODE = [page for page in PAGES if page.name != "design.md"]  # design.md lists signatures
 REFUSED_ON_PURPOSE = {"domain=2"}
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -42,7 +41,7 @@ def runnable(page: Path) -> dict[str, str]:
 
 
 def python_blocks() -> Iterator[tuple[str, str]]:
-    for page in WITH_CODE:
+    for page in PAGES:
         for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)):
             yield f"{page.relative_to(ROOT)}#{number}", code
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwise import verify
-from shardwise.engine.check import _norms_differ
+from shardwise.look.first_samples import _norms_differ
 from shardwise.parallel.pipeline.lasting import conflict
 from shardwise.ranks import RankPool
 from shardwise.trace.deferred import build

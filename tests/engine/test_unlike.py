@@ -12,8 +12,8 @@ from torch import nn
 
 from shardwise import Plan, parallelize, verify
 from shardwise.checkpoint.holdings import weights
-from shardwise.engine.alone import blame, failure_alone
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
+from shardwise.look.one_process import blame, failure_alone
 from shardwise.precision import Precision
 from shardwise.ranks import RankPool
 from shardwise.trace.deferred import build
@@ -134,7 +134,7 @@ def test_only_what_ran_one_process_speaks_of_it() -> None:
     source = Path(blame.__code__.co_filename).parents[1]
     words = ("in one process too", "one process would meet")
     found = {path.name for path in source.rglob("*.py") if any(word in path.read_text() for word in words)}
-    assert found - {"errors.py"} <= {"alone.py", "parity.py", "deferred.py", "door.py"}  # door: of scripts/proof
+    assert found - {"errors.py"} <= {"one_process.py", "parity.py", "deferred.py", "door.py"}  # door: of scripts/proof
 
 
 def _checkpointed(plan: str) -> str:

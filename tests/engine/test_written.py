@@ -7,9 +7,9 @@ import torch
 import written_tasks
 
 from shardwise import verify
-from shardwise.engine.evaluated import Seen
-from shardwise.engine.replaced import may_replace
 from shardwise.errors import RefusedPlan
+from shardwise.look.replaced_parameters import may_replace
+from shardwise.look.watched_run import Seen
 from shardwise.ranks import RankPool
 
 EQUAL = [

@@ -31,6 +31,7 @@ from shardwise.costs.wire import RankGroup, Wire
 from shardwise.errors import InputError
 from shardwise.layout.schedules import Times, make_schedule
 from shardwise.layout.timing import play
+from shardwise.layout.zero_stages import STAGES
 from shardwise.measure.machine import attention_times
 from shardwise.models import tasks
 from shardwise.parallel.sequence.kernels import MOST_SCORES
@@ -226,17 +227,17 @@ def test_a_group_that_nodes_split_unevenly_is_as_slow_as_its_fewest_ports() -> N
 def test_gradients_in_buckets_wait_for_their_hops_bucket_by_bucket() -> None:
     """FSDP sends a layer at a time, Megatron 40 million elements or a million a rank, this package that or 25 MiB."""
     ours, fsdp, nemo = (software(name) for name in ("shardwise", "fsdp", "nemo"))
-    assert [ours.pieces(100 * 2**20, ranks, 32, zero=1) for ranks in (4, 25, 1024)] == [16, 5, 1]
-    assert ours.pieces(100 * 2**20, 1024, 32, zero=2) == 16, "of larger ones more gradients would be whole"
-    assert fsdp.pieces(1e12, 1024, 32, zero=1) == 32
-    assert [nemo.pieces(1e9, ranks, 32, zero=1) for ranks in (8, 128)] == [25, 8]
-    assert software("megatron-core").pieces(1e12, 1024, 32, zero=1) == 1, "nothing overlaps by default: all at once"
+    assert [ours.pieces(100 * 2**20, ranks, 32, STAGES[1]) for ranks in (4, 25, 1024)] == [16, 5, 1]
+    assert ours.pieces(100 * 2**20, 1024, 32, STAGES[2]) == 16, "of larger ones more gradients would be whole"
+    assert fsdp.pieces(1e12, 1024, 32, STAGES[1]) == 32
+    assert [nemo.pieces(1e9, ranks, 32, STAGES[1]) for ranks in (8, 128)] == [25, 8]
+    assert software("megatron-core").pieces(1e12, 1024, 32, STAGES[1]) == 1, "nothing overlaps by default: all at once"
     many = Cluster.parse("64x8 h100-sxm-80gb, ib-400")
     layout = Layout(shard=512, zero=1)
     elements = stage_parameters(LLAMA, layout, LLAMA.layers, first=True, last=True)
     step = StepContext(LLAMA, layout, many, ours)
     whole = StepContext(LLAMA, layout, many, replace(ours, bucket=(math.inf, 0.0)))
-    n = ours.pieces(elements["dense"], 512, 32, zero=1)
+    n = ours.pieces(elements["dense"], 512, 32, STAGES[1])
     for one, at_once in zip(*(reduction_seconds(s, elements, 32) for s in (step, whole)), strict=True):
         assert one - at_once == pytest.approx((n - 1) * many_hops(many), rel=0.05)
 

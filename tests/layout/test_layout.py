@@ -451,6 +451,15 @@ def test_tiles_have_an_axis_for_each_dim_of_space() -> None:
         ("tp:2", "write tp=2"),
         ("offload=cpu", "offload=optimizer, which is forecast"),
         ("world_size=4", "the product of the plan's degrees"),
+        ("sharding_strategy=HYBRID_SHARD", "that is dp_replicate=M,dp_shard=N,zero=3 here"),
+        ("zero_stage=2", "that is dp_shard=N,zero=2 here"),
+        ("tensor_parallel=4", "that is tp=4 here"),
+        ("fsdp=8", "that is dp_shard=8,zero=3 here"),
+        ("gradient checkpointing", "that is remat=full or remat=selective here"),
+        ("bf16=true", "write precision=bf16"),
+        ("zero-3", "that is dp_shard=N,zero=3 here"),
+        ("batch_size=4", "train.batch_samples"),
+        ("wandb", "train.sinks"),
     ],
 )
 def test_other_tools_words_are_answered_with_ours(text: str, ours: str) -> None:

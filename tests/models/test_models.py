@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwise.engine.groups import named_groups
 from shardwise.errors import InputError
 from shardwise.layout.dealing import cut
 from shardwise.models import (
@@ -28,6 +27,7 @@ from shardwise.models import (
     tasks,
 )
 from shardwise.models.decoder import rotate, turns
+from shardwise.step.task_optimizer import named_groups
 
 TASKS = [
     tasks.decoder, tasks.decoder_tied, tasks.decoder_dropout, tasks.gpt2, tasks.vit, tasks.unet_group,

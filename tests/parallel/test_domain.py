@@ -22,9 +22,9 @@ from shardwise.layout import Plan
 from shardwise.layout.grid import SPACE
 from shardwise.memory.live import LiveBytes
 from shardwise.mesh import build_mesh
-from shardwise.parallel.domain import norms
 from shardwise.part import Uncut, plain
 from shardwise.part.positions import Positions
+from shardwise.part.rules import norms
 from shardwise.precision import Precision
 from shardwise.proof.shrink import shrink
 from shardwise.trace.deferred import build

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from shardwise import Plan, Task, parallelize, verify
 from shardwise.comm import Axis
-from shardwise.engine.samples import a_few, few_samples
 from shardwise.engine.tensor import derive_cuts
+from shardwise.look.samples import a_few, few_samples
 from shardwise.parallel.tensor import Derived
 from shardwise.precision import Precision
 from shardwise.ranks import RankPool

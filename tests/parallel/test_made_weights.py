@@ -12,8 +12,8 @@ from module_tasks import images, sequences, squares, task
 from torch import Tensor, nn
 
 from shardwise import Plan, Task, verify
-from shardwise.engine.samples import a_few
 from shardwise.engine.tensor import derive_cuts
+from shardwise.look.samples import a_few
 from shardwise.precision import Precision
 from shardwise.ranks import RankPool
 from shardwise.trace.deferred import build

@@ -573,8 +573,8 @@ def test_dims_that_a_batch_does_not_have_are_told(named: dict, told: str) -> Non
 
 def test_a_mask_too_large_to_build_is_told_before_it_is(monkeypatch) -> None:
     """Of the window of a task: found without values, told with what to pass."""
-    from shardwise.engine import room
     from shardwise.engine.positions import find_positions
+    from shardwise.look import memory_limits
     from shardwise.precision import Precision
     from shardwise.trace.deferred import build
 
@@ -584,16 +584,16 @@ def test_a_mask_too_large_to_build_is_told_before_it_is(monkeypatch) -> None:
     few = {"tokens": torch.zeros(2, long, dtype=torch.int64)}
     positions = find_positions(task, plan, axes, Precision.of(plan), build(task.model, 0), few)
     assert positions.mask == ((long, long), long * long)
-    monkeypatch.setattr(room, "memory_bytes", lambda device: 2**25)
+    monkeypatch.setattr(memory_limits, "memory_bytes", lambda device: 2**25)
     with pytest.raises(InputError, match=r"mask \(8192, 8192\), 0.1 GiB .* Say is_causal=True"):
-        room.check_masks(positions, torch.device("cpu"), 1)
-    monkeypatch.setattr(room, "memory_bytes", lambda device: 2**27)
-    room.check_masks(positions, torch.device("cpu"), 2)
+        memory_limits.check_masks(positions, torch.device("cpu"), 1)
+    monkeypatch.setattr(memory_limits, "memory_bytes", lambda device: 2**27)
+    memory_limits.check_masks(positions, torch.device("cpu"), 2)
 
 
 def test_an_allocation_of_all_pairs_of_positions_is_told_as_one() -> None:
     """As the allocators of a host and of a device put it."""
-    from shardwise.engine.room import of_pairs
+    from shardwise.look.memory_limits import of_pairs
 
     batch = {"tokens": torch.empty(1, 2**20, dtype=torch.uint8)}
     for said in ("can't allocate memory: you tried to allocate 1099511627776 bytes", "Tried to allocate 1024.00 GiB"):

@@ -22,12 +22,14 @@ from exchanges import DOUBLE, dealt_at_random, inner_product
 from shardwise.comm import Axis
 from shardwise.layout import Plan
 from shardwise.mesh import build_mesh
-from shardwise.parallel.domain.maps import Sliding, reads
 from shardwise.part import Owners, Part, Uncut, plain
-from shardwise.part.gathering import all_sum, gathered, scatter_sum
+from shardwise.part.exchanges import fetch
+from shardwise.part.gathering import gathered, scatter_sum
 from shardwise.part.halos import Halo, HaloBack, has_halos
-from shardwise.part.moves import fetch, owners_inside, recut
+from shardwise.part.moves import owners_inside, recut
 from shardwise.part.summands import with_summed_gradient
+from shardwise.part.sums import all_sum
+from shardwise.part.tiles.maps import Sliding, reads
 
 STEPS = (1e-6, 1e-8)  # the second where a kink, or a place that is rounded, may lie within the first
 BAR = 1e-5

@@ -13,7 +13,8 @@ from shardwise.comm import Axis, Ledger
 from shardwise.layout import Plan
 from shardwise.mesh import build_mesh
 from shardwise.part import Owners, Part, plain, to_part
-from shardwise.part.moves import fetch, give_back, moved, recut, reowned
+from shardwise.part.exchanges import fetch, give_back
+from shardwise.part.moves import moved, recut, reowned
 
 CASES = 40
 

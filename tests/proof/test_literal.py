@@ -89,7 +89,7 @@ SHARED = [
     bug("weights are taken twice", "step.loss:read_loss",
         'Loss(total.reshape(()), _number(weight, "weight")', 'Loss(total.reshape(()), 2 * _number(weight, "weight")',
         M + "mlp", "dp_replicate=2"),
-    bug("no weight decays", "engine.groups:named_groups",
+    bug("no weight decays", "step.task_optimizer:named_groups",
         '{"name": "decay", "params": decay}', '{"name": "decay", "params": decay, "weight_decay": 0.0}', M + "mlp",
         "dp_replicate=2"),
     bug("micro-batches overlap", "layout.dealing:cut",

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from mutations.bugs import RUNS
+from mutations.plant import Bug, BuggyPool
 from mutations.run import try_bug
 from run_tasks import noisy
 
@@ -44,6 +45,48 @@ def test_a_run_equals_a_plain_loop(plan: str, values: dict, pool: RankPool) -> N
     assert parity.parity, parity.text()
     assert ("eval_metric/accuracy" in parity.text()) == ("eval_every" not in values)
     assert len(parity.parameter_error) == 22 and "weights at the end and their averages" in parity.text()
+
+
+# --- the source itself is read: its order, its tiles
+
+
+def planted(where: str, old: str, new: str, plan: str, task: str, pool: RankPool) -> Any:
+    return proof(plan, BuggyPool(pool, Bug("", where, old, new, task, plan)), task=task, ema_decay=None)
+
+
+def test_the_order_that_a_source_defines_is_visited(pool: RankPool) -> None:
+    parity = proof("dp_replicate=2", pool, task="run_tasks:blended")
+    assert parity.parity, parity.text()
+    assert "batches at 0, 4092, 8192, 9000, 13506" in parity.text()
+
+
+@pytest.mark.parametrize(("old", "new"), [
+    ("int(block) * np.asarray(counts)", "0 * np.asarray(counts)"),
+    ("np.asarray(base) + int(block)", "np.asarray(base) + min(int(block), 1)"),
+    ("whole[source[here]] + before[places[here]]", "whole[source[here]] + places[here]"),
+], ids=["each block starts anew", "the third block is the second", "places are taken for numbers"])  # fmt: skip
+def test_a_bug_in_a_blend_is_found(old: str, new: str, pool: RankPool) -> None:
+    parity = planted("shardwise.data.blend:BlendOrder._own", old, new, "dp_replicate=2", "run_tasks:blended", pool)
+    assert not parity.equal
+
+
+def test_tiles_are_read_as_a_run_reads_them(pool: RankPool) -> None:
+    parity = proof("domain=2", pool, task="run_tasks:tiled", ema_decay=None)
+    assert parity.parity, parity.text()
+
+
+def test_a_tile_read_a_row_too_early_is_found(pool: RankPool) -> None:
+    late = ("(start, start + count)", "(start - (axis is not None and axis.index == 1), start + count - "
+            "(axis is not None and axis.index == 1))")  # fmt: skip
+    parity = planted("shardwise.part.positions:Positions.region", *late, "domain=2", "run_tasks:tiled", pool)
+    assert not parity.equal
+
+
+def test_a_run_in_which_every_step_overflows_is_not_proven(pool: RankPool) -> None:
+    parity = proof("dp_replicate=2,precision=fp16", pool, task="run_tasks:overflowing", ema_decay=None)
+    text = parity.text()
+    assert not parity.parity and parity.verdict == "NOT PROVEN", text
+    assert "all 10 steps overflowed in one process in fp16" in text
 
 
 @pytest.mark.parametrize(

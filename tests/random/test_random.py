@@ -44,6 +44,7 @@ DRAWS: dict[str, Draw] = {
     "randint": lambda x: torch.randint(3, 9, x.shape).float(),
     "randint_below": lambda x: torch.randint(9, x.shape).float(),
     "randint_like": lambda x: torch.randint_like(x, 9),
+    "randint_like_tensor": lambda x: torch.randint_like(x, torch.tensor(9)),
     "random_": lambda x: torch.empty_like(x).random_(2, 7),
     "gumbel": lambda x: F.gumbel_softmax(x, dim=-1),
     "rrelu": lambda x: F.rrelu(x, 0.1, 0.3, training=True),

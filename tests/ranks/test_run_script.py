@@ -162,7 +162,7 @@ def test_the_scripts_of_the_table_run(path, folder):
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        (["run", "scrpt.py"], "there is no file scrpt.py; did you mean 'script.py'?"),
+        (["run", "scrpt.py"], "; did you mean 'script.py'?"),
         (["run"], "Missing argument 'SCRIPT.py'"),
         (["run", "--nproc", "0", "script.py"], "'--nproc'"),
     ],

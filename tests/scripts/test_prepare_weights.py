@@ -32,8 +32,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shardwise
-from shardwise.engine.check import added_up
 from shardwise.errors import InputError, RefusedPlan
+from shardwise.look.first_samples import added_up
 from shardwise.ranks import RankPool
 from shardwise.step.loss import Loss
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardwise import Task
-from shardwise.data import as_source
+from shardwise.data import ArraySource, Blend, as_source
 
 
 class Samples:
@@ -100,3 +100,52 @@ def noisy() -> Task:
 
 def layered() -> Task:
     return classified().with_(model=partial(Net, nn.LayerNorm))
+
+
+class Numbered(Samples):
+    """As many samples as asked for, each drawn from its number, of which none is kept."""
+
+    def __init__(self, count: int, shift: int) -> None:
+        self.count, self.shift = count, shift
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, indices: list[int], region: Any = None) -> dict[str, torch.Tensor]:
+        at = torch.tensor(indices, dtype=torch.float64) + 1e5 * self.shift
+        x = torch.stack([torch.sin(at * k) for k in (0.7, 1.3, 2.1, 3.7, 5.3, 8.9)], dim=1)
+        return {"x": x.float(), "y": (at % 3).long()}
+
+
+def blended() -> Task:
+    """Reads two sources three to one, in blocks of 4,096 places."""
+    return classified().with_(data=Blend({"a": (Numbered(7001, 0), 3.0), "b": (Numbered(2003, 1), 1.0)}))
+
+
+def tiled() -> Task:
+    """Fields of which a rank reads its own tile."""
+    g = np.random.default_rng(5)
+    shape = (20, 3, ROWS, COLUMNS)
+    fields = {name: g.standard_normal(shape, dtype=np.float32) for name in ("x", "y")}
+    return Task(
+        model=partial(nn.Conv2d, 3, 3, 3, padding=1), loss=squares, inputs=inputs,
+        optimizer=partial(torch.optim.AdamW, lr=1e-2), data=ArraySource(fields, global_shape=(ROWS, COLUMNS)),
+        eval_data=ArraySource({name: field[:5] for name, field in fields.items()}, global_shape=(ROWS, COLUMNS)),
+    )  # fmt: skip
+
+
+ROWS, COLUMNS = 12, 13
+
+
+def squares(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple:
+    return (output - batch["y"]).square().mean((1, 2, 3)).sum(), len(output)
+
+
+def steep(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple:
+    """Whose gradients overflow in 16 bits, whatever they are scaled by."""
+    total, weight = loss(output, batch)
+    return total * 1e12, weight
+
+
+def overflowing() -> Task:
+    return classified().with_(loss=steep)

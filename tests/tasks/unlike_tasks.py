@@ -314,7 +314,7 @@ class Alone(nn.Linear):
         inside = [
             frame.name
             for frame in traceback.extract_stack()
-            if frame.filename.endswith(("check.py", "flow.py", "trial.py"))
+            if frame.filename.endswith(("first_samples.py", "flow.py", "trial.py"))
         ]
         if inside:
             raise NotImplementedError("no kernel for that")

@@ -21,6 +21,7 @@ from shardwise.errors import RunError
 from shardwise.models import tasks
 from shardwise.ranks import RankPool
 from shardwise.task_names import resolve_task
+from shardwise.testing.evidence import KINDS, large_messages
 
 pytestmark = pytest.mark.gpu
 
@@ -64,6 +65,24 @@ def test_ranks_on_the_device_equal_one_process(task: str, plan: str, pool: RankP
     """Ranks that share a device meet over gloo."""
     parity = verify(named(task), plan, device="cuda", pool=pool, timeout_s=180)
     assert parity.parity, parity.text()
+
+
+@pytest.fixture(scope="module")
+def over_nccl() -> Iterator[RankPool]:
+    """Ranks that share the device and meet over its own backend."""
+    with RankPool(quiet=True, accelerators=True, own_backend=True) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize(("task", "plan"), KINDS)
+def test_ranks_that_meet_over_nccl_equal_one_process(task: str, plan: str, over_nccl: RankPool) -> None:
+    parity = verify(named(task), plan, device="cuda", backend="nccl", pool=over_nccl, timeout_s=240)
+    assert parity.parity, parity.text()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_large_messages_both_ways_arrive_over_nccl(ranks: int, over_nccl: RankPool) -> None:
+    assert over_nccl.run(large_messages, ranks, timeout_s=240) == [[]] * ranks
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-full", "fp16"])

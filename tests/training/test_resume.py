@@ -195,6 +195,17 @@ def test_a_run_goes_on_in_its_folder_and_says_what_changed(here, capfd):
     assert not os.listdir("others")
 
 
+def test_a_task_that_was_edited_since_its_checkpoint_is_told(here):
+    text = "from shardwise.models.tasks import mlp\n\n\ndef task():\n    return mlp()\n"
+    Path("edited_task.py").write_text(text)
+    run = shardwise.train("edited_task.py:task", steps=1, checkpoint_every=1)
+    same = shardwise.train("edited_task.py:task", steps=2, checkpoint_every=1, resume=run.folder)
+    assert not any("was edited" in note for note in same.summary["notices"])
+    Path("edited_task.py").write_text(text + "# another loss\n")
+    on = shardwise.train("edited_task.py:task", steps=3, checkpoint_every=1, resume=run.folder)
+    assert any("edited_task.py was edited since the checkpoint" in note for note in on.summary["notices"])
+
+
 def test_the_same_command_finds_its_own_run_among_others_that_were_stopped(here):
     """As jobs of an array do, that were all stopped and come again in any order."""
 

@@ -109,6 +109,25 @@ def test_learning_rate_schedule_and_scaling_take_effect(here):
     assert [record["lr"] for record in run.metrics] == pytest.approx([factor / 2 for factor in halved])
 
 
+def own_sgd() -> shardwise.Task:
+    return tasks.mlp().with_(optimizer=lambda groups: torch.optim.SGD(groups, lr=0.03))
+
+
+def test_scaling_alone_keeps_the_tasks_own_optimizer_and_what_replaces_it_is_said(here):
+    scaled = shardwise.train(own_sgd, steps=2, optimizer={"scale_lr": "linear", "base_batch": 14})
+    assert scaled.metrics[0]["lr"] == pytest.approx(0.03 * 7 / 14)
+    assert any(
+        "task's own optimizer are multiplied by 0.5 (linear, a batch of 7 over 14)" in n for n in notices(scaled)
+    )
+    replaced = shardwise.train(own_sgd, steps=1, optimizer=SGD)
+    assert any("replaces the task's own optimizer by sgd with lr 1" in note for note in notices(replaced))
+    assert not any("optimizer" in note for note in notices(shardwise.train(own_sgd, steps=1)))
+
+
+def notices(run: shardwise.training.Run) -> list[str]:
+    return run.summary["notices"]
+
+
 def test_clip_norm_seed_and_batch_size_take_effect(here):
     small = {"config": {"task": {"model": {"layers": 1, "hidden": 16, "heads": 2}}}, "steps": 1, "eval_every": 0}
     still = shardwise.train("digits", optimizer={**SGD, "lr": 1e-30}, **small)

@@ -8,4 +8,7 @@ stored     tensors of a published checkpoint, or of other safetensors files, rea
 holdings   what a rank of an engine holds, as pieces
 save       an engine's state into a folder, while training goes on
 load       a folder's state into an engine, verified before anything is changed
+
+`torch.distributed.checkpoint` was not used: its chunks are boxes, and a rank's share may be interleaved heads; its
+planning exchanges pickles; it has no digests, and a crash in an overwrite leaves a mixture that loads.
 """

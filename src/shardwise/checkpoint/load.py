@@ -112,7 +112,9 @@ def _compare(engine: Engine, stored: Stored) -> None:
         names_by_difference.setdefault(what, []).append(name)
     if names_by_difference:
         words = "; ".join(_listed(what, names) for what, names in names_by_difference.items())
-        raise InputError(f"{stored.folder} does not fit: {words}")
+        raise InputError(
+            f"{stored.folder} does not fit: {words}; --init-from begins a new run with the weights that agree"
+        )
 
 
 def _differences(engine: Engine, stored: Stored) -> list[tuple[str, str]]:

@@ -63,6 +63,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "train": {"folder": None, "steps": None, "loss": None, "eval_loss": None, **COMMON},
     "show": {"schedule": None, "microbatches": None, "stages": None, "bubble": None, "live": [], "rows": [], **COMMON},
     "checkpoint": {"checkpoint": None, **COMMON},
+    "launch": {"files": {}, "map": [], "nodes": None, "submitted": None, "job": None, **COMMON},
     "doctor": {"checks": [], **COMMON},
     "report": {"file": None, "runs": [], **COMMON},
     "config": {"config": None, "sources": None, **COMMON},

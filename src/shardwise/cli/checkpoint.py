@@ -78,13 +78,15 @@ def verify(answer: Answer, path: str) -> None:
 @click.argument("target")
 @click.option("--ema", is_flag=True, help="The moving average in the place of trained weights.")
 @click.option("--like", metavar="FOLDER", help="The transformers model it is: a folder that from_pretrained reads.")
+@click.option("--merge", is_flag=True, help="PATH is a run with adapters: a folder of the model with them merged.")
 @click.option("--allow-pickle", is_flag=True, help="PATH is of torch.save or torch.distributed.checkpoint.")
 @click.option("--key", help="Where in that the state dict lies, such as model.")
 @common
 @click.pass_obj
 def convert(
-    answer: Answer, path: str, target: str, ema: bool, like: str | None, allow_pickle: bool, key: str | None
-) -> None:
+    answer: Answer, path: str, target: str, ema: bool, like: str | None, merge: bool, allow_pickle: bool,
+    key: str | None,
+) -> None:  # fmt: skip
     """Its weights as safetensors: one file (TARGET.safetensors), or a folder of them with an index.
 
     PATH may be safetensors too. With --like, the folder has the names, the configuration and the tokenizer that
@@ -100,6 +102,15 @@ def convert(
 
     if key is not None and not allow_pickle:
         raise InputError("--key says where in a file of torch.save a state dict lies: it needs --allow-pickle")
+    if merge:
+        if ema or allow_pickle:
+            raise InputError("--merge takes a run with adapters: leave --ema and --allow-pickle out")
+        from shardwise.hf.merge import merge_run
+
+        folder = merge_run(Path(path), like, Path(target))
+        answer.fields.update(checkpoint=path, files=[str(file) for file in sorted(folder.glob("*.safetensors"))])
+        answer.text = f"wrote {folder}"
+        return
     with tempfile.TemporaryDirectory(dir=_nearest(Path(target))) as between:
         source = _read_foreign(Path(path), key, Path(between)) if allow_pickle else path
         if like is None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardwise.cli.answer import Answer
-from shardwise.cli.forecasting import TASK, TASK_HELP, subject_and_batch, where
+from shardwise.cli.forecasting import TASK, TASK_HELP, adapted, subject_and_batch, where
 from shardwise.cli.options import common
 from shardwise.cli.waiting import begin
 from shardwise.errors import InputError
@@ -54,7 +54,7 @@ def compare(answer: Answer, task: str, plans: str, **words: Any) -> None:
             cells, fields = _forecast_row(task, cluster, parsed, words)
             if words["measure"]:
                 say(f"compare: running {text} on this machine ({number} of {len(texts)})")
-                more, measured = _measured_row(task, parsed, fields, words["randomness"])
+                more, measured = _measured_row(adapted(task, words), parsed, fields, words["randomness"])
                 cells, fields = [*cells, *more], {**fields, "measured": measured}
             rows.append([text, *cells])
             by_plan.append({"plan": str(parsed), **fields})
@@ -101,7 +101,7 @@ def _can_be_measured(task: str, words: dict[str, Any]) -> None:
         )
 
 
-def _measured_row(task: str, plan: Plan, forecast: dict[str, Any], randomness: Any) -> tuple[list[str], dict[str, Any]]:
+def _measured_row(task: Any, plan: Plan, forecast: dict[str, Any], randomness: Any) -> tuple[list[str], dict[str, Any]]:
     """Returns (table cells, JSON fields) of one plan as it ran here, or why it did not."""
     from shardwise.errors import RefusedPlan
     from shardwise.measure.plan_here import measure_here

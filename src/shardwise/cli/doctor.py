@@ -11,7 +11,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from typing import Any
 import click
 
 from shardwise.cli.answer import Answer
-from shardwise.cli.options import common
+from shardwise.cli.launcher_doctor import Check, launcher_checks
+from shardwise.cli.options import common, given_plan
 from shardwise.progress import Say, silent, timing
 
 # what tells ranks where they are and how to talk; other variables are nobody's business
@@ -35,30 +36,24 @@ LEAST_DISK = 2**30
 SMOKE_S = 120.0
 
 
-@dataclass(frozen=True)
-class Check:
-    """One line: what was looked at, what was found, and what to do where it is not well."""
-
-    what: str
-    found: str
-    problem: str = ""
-
-
 @click.command()
 @click.option("--folder", type=click.Path(file_okay=False), default="runs", show_default=True, help="Where runs go.")
+@click.option("--plan", callback=given_plan, help="Under a launcher: the rate over each of its axes.")
 @common
 @click.pass_obj
-def doctor(answer: Answer, folder: str) -> None:
+def doctor(answer: Answer, folder: str, plan: str | None) -> None:
     """Look at this host before a run: versions, devices, memory, limits, disk, and two ranks that talk.
 
     \b
     shardwise doctor --folder /scratch/runs          where the runs are to go
+    srun shardwise doctor --plan tp=8,dp_shard=4     every host, and the rate over each axis
 
+    Under torchrun, srun or mpirun the launcher's ranks are the ones that talk, and hosts that differ are named.
     Prints one block of text for a report; values of variables that may be secret are left out. Exit code 0 when all is
     well, 1 when something is not.
     """
     with timing(not answer.as_json) as say:
-        checks = list(look(Path(folder), say))
+        checks = list(look(Path(folder), say, plan))
     answer.fields["checks"] = [asdict(check) for check in checks]
     bad = [check for check in checks if check.problem]
     lines = [f"{'!!' if check.problem else 'ok'}  {check.what:16} {check.found}" for check in checks]
@@ -67,8 +62,13 @@ def doctor(answer: Answer, folder: str) -> None:
     answer.code = 1 if bad else 0
 
 
-def look(folder: Path, say: Say = silent) -> Iterator[Check]:
-    """Yields every check in turn; an error of one becomes its finding. `say` reports which one runs."""
+def look(folder: Path, say: Say = silent, plan: str | None = None) -> Iterator[Check]:
+    """Yields every check in turn; an error of one becomes its finding. `say` reports which one runs.
+
+    plan   of a launcher's ranks: its axes are measured
+    """
+    from shardwise.ranks import here
+
     checks: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
         ("versions", _versions),
         ("environment", _environment),
@@ -79,7 +79,7 @@ def look(folder: Path, say: Say = silent) -> Iterator[Check]:
         ("disk", lambda: _disk(folder)),
         ("clock", _clock),
         ("names", _names),
-        ("two ranks", _two_ranks),
+        ("two ranks", _two_ranks) if here() is None else ("hosts", lambda: launcher_checks(plan)),
     )
     for what, check in checks:
         say(f"doctor: looking at {what}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardwise.cli.options import WholeNumber, with_adapters
 from shardwise.errors import InputError
 from shardwise.progress import silent
 
@@ -26,9 +27,14 @@ TASK_HELP = """
 
 def where(function: Callable) -> Callable:
     """Options that say on what and with which batch."""
+    return maybe_where(function, required=True)
+
+
+def maybe_where(function: Callable, *, required: bool = False) -> Callable:
+    """As `where`, for a command that has a use without a cluster too."""
     options = (
         click.option(
-            "--cluster", required=True,
+            "--cluster", required=required,
             help='Devices and links: "16x8 h100-sxm-80gb, ib-400" (nodes x devices, device, links), or a .toml file.',
         ),
         click.option("--global-batch", help="Samples of a step: 512, or 16M-tokens (k and M are 1024 and 1024^2)."),
@@ -41,10 +47,18 @@ def where(function: Callable) -> Callable:
             "--randomness", type=click.Choice(["global", "fast"]), default="global", show_default=True,
             help="Of dropout, as train.randomness: one process's, or each rank's own.",
         ),
+        click.option("--lora", type=WholeNumber(min=1), metavar="RANK", help="With adapters, as --set lora.rank=RANK."),
+        click.option("--set", "overrides", multiple=True, metavar="lora.KEY=VALUE", help="Set a key of [lora]."),
     )  # fmt: skip
     for option in options:
         function = option(function)
     return function
+
+
+def adapted(task: str, words: dict[str, Any]) -> Any:
+    """Returns the task that a command was given, with the adapters that its options ask for."""
+    rank = () if words["lora"] is None else (f"lora.rank={words['lora']}",)
+    return with_adapters(task, (*words["overrides"], *rank), "a forecast")
 
 
 def failures(command: Any) -> Any:
@@ -78,7 +92,7 @@ def subject_and_batch(
     from shardwise.planner.door import is_shape, subject_of
 
     subject = subject_of(
-        task, cluster,
+        adapted(task, words), cluster,
         global_batch=words["global_batch"], seq=words["seq"], precision=precision, software_name=words["software"],
         plan=plan, say=say or silent, randomness=words["randomness"],
     )  # fmt: skip

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from shardwise.cli.answer import Answer
-from shardwise.cli.forecasting import TASK, TASK_HELP, failures, subject_and_batch, where, write
-from shardwise.cli.options import WholeNumber, common, given_plan, output_file
+from shardwise.cli.forecasting import TASK, TASK_HELP, adapted, failures, maybe_where, subject_and_batch, where, write
+from shardwise.cli.options import WholeNumber, common, given, given_plan, output_file
 from shardwise.cli.waiting import begin
 from shardwise.errors import InputError
 from shardwise.progress import block, timing
@@ -48,8 +50,10 @@ def _goodput(
 
 
 @click.command(epilog=TASK_HELP)
-@click.argument("task", metavar=TASK)
-@where
+@click.argument("task", metavar=TASK, required=False)
+@maybe_where
+@click.option("--from", "foreign", callback=given, metavar="FILE", help="Translate DeepSpeed's or Accelerate's file.")
+@click.option("--ranks", type=WholeNumber(min=1), help="With --from: how many ranks, where the file does not say.")
 @click.option("--precision", default="bf16", show_default=True, help="precision of the plans.")
 @click.option("--max-tp", type=WholeNumber(min=1), help="Largest tensor-parallel degree.")
 @click.option("--max-pp", type=WholeNumber(min=1), help="Largest pipeline degree.")
@@ -79,17 +83,24 @@ def _goodput(
 @failures
 @common
 @click.pass_obj
-def plan(answer: Answer, task: str, **words: Any) -> None:
+def plan(answer: Answer, task: str | None, **words: Any) -> None:
     """Which plans fit a cluster, which is fastest, and why the others are not. Nothing is run.
 
     \b
     shardwise plan llama3-405b --cluster "2048x8 h100-sxm-80gb, ib-400" --global-batch 16M-tokens --seq 8192
+    shardwise plan --from ds_config.json --ranks 8         the plan that another library's file means
     """
+    if words["foreign"] is not None:
+        _translated(answer, task, words)
+        return
+    if task is None or words["cluster"] is None:
+        raise click.UsageError("Missing argument 'TASK'." if task is None else "Missing option '--cluster'.")
     from shardwise.cluster import Cluster
     from shardwise.layout import check
 
     cluster, fixed = Cluster.parse(words["cluster"]), _fixed(words["fix"])
     begin(answer, "plan: loading PyTorch and the figures of the catalogue")
+    from shardwise.launch.lines import start_hint, start_line
     from shardwise.planner import Constraints
     from shardwise.planner import search as search_plans
     from shardwise.planner.text import first_text, proposal_dict, search_text
@@ -121,6 +132,8 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
         goodput, lines = _goodput(words, best.forecast, subject, best.plan, cluster)
         answer.fields["goodput"] = goodput
         command += f" --checkpoint-every {goodput['checkpoint_every_steps']} --restarts 100"
+    node = cluster.sizes[0] if len(cluster.tiers) > 1 else cluster.world_size
+    command = start_line(command, best.plan, node)
     answer.fields.update(
         plan=str(best.plan),
         world_size=best.plan.world_size,
@@ -134,11 +147,33 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
         fitted=result.fitted,
         command=command,
     )
+    command = "\n".join([command, *start_hint(command, best.plan, node)])
     if subject.head:
         command += f"\n{_how_to_train(task, subject.head)}"
     answer.fields["job"] = [cost.as_dict() for cost in job]
     table = search_text(result, cluster, subject.name, batch, command, words["top"])
     answer.text = "\n".join([table, *job_lines(job), *lines])
+
+
+def _translated(answer: Answer, task: str | None, words: dict[str, Any]) -> None:
+    """Answer with the plan and settings of another library's file, and a sentence for each of its keys."""
+    from pathlib import Path
+
+    from shardwise.config.foreign import read
+    from shardwise.layout import check
+
+    if task is not None or words["cluster"] is not None:
+        raise click.UsageError("--from translates a file; a search is the same command without it")
+    made = read(Path(words["foreign"]), words["ranks"])
+    parsed = made.finished()
+    check(parsed)
+    settings = " ".join(f"--set {shlex.quote(f'{name}={json.dumps(value)}')}" for name, value in made.settings.items())
+    command = f"shardwise train TASK --plan '{parsed}'" + (f" {settings}" if settings else "")
+    if words["output"]:
+        write(words["output"], parsed.to_toml())
+    answer.fields.update(plan=str(parsed), world_size=parsed.world_size, command=command, notes=made.told)
+    width = max(len(key) for key, _ in made.told)
+    answer.text = "\n".join([f"{key:{width}}  {text}" for key, text in made.told] + ["", f"plan: {parsed}", command])
 
 
 @click.command(epilog=TASK_HELP)
@@ -202,6 +237,7 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
         *_idle(parsed.world_size, cluster.world_size),
         *subject.remarks,
         *forecast_lines(forecast),
+        *_communicators(answer, parsed),
         *rank_map(layout, cluster),
     ]
     if not answer.fields["fits"]:
@@ -265,6 +301,17 @@ def _idle(ranks: int, devices: int) -> list[str]:
     )
 
 
+def _communicators(answer: Answer, plan: Plan) -> list[str]:
+    """Returns a line that tells of a rank's communicators; [] for one rank."""
+    from shardwise.layout.communicators import COMMUNICATOR_BYTES, communicators
+
+    made = communicators(plan)
+    answer.fields["communicators"] = {"names": list(made), "bytes": COMMUNICATOR_BYTES * len(made)}
+    size = COMMUNICATOR_BYTES * len(made) / 1e6
+    each = f"communicators of a rank: {len(made)} ({', '.join(made)}), some {size:.0f} MB outside the allocator"
+    return [f"{each} (assumed {COMMUNICATOR_BYTES / 1e6:.0f} MB each)"] if made else []
+
+
 def _measured(answer: Answer, task: str, plan: Plan, words: dict[str, Any], forecast: Forecast) -> list[str]:
     """Runs one rank alone; returns lines on its time, with simulated communication added, and its memory."""
     from shardwise.measure.one_rank import measure_rank
@@ -275,7 +322,7 @@ def _measured(answer: Answer, task: str, plan: Plan, words: dict[str, Any], fore
     if is_shape(task):
         raise InputError(f"--measure-rank: {task} is a shape, not a model that can be run; give module:name")
     rank = words["measure_rank"]
-    measured = measure_rank(partial(resolve_task, task), plan, rank, words["randomness"])
+    measured = measure_rank(partial(resolve_task, adapted(task, words)), plan, rank, words["randomness"])
     waits = sum(seconds for name, seconds in forecast.parts.items() if "communication" in name)
     answer.fields["measured_rank"] = {**measured, "with_communication_s": measured["seconds"] + waits}
     return [

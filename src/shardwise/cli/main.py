@@ -5,6 +5,7 @@ Importing this module does not import torch, so that help and mistakes are quick
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -15,11 +16,12 @@ from typing import Any
 import click
 
 import shardwise
-from shardwise.cli import compare, foresee, probe, prove, report, run_script
+from shardwise.cli import compare, evidence, foresee, probe, prove, report, run_script
 from shardwise.cli.answer import INTERRUPTED, Answer, Ended, quiet_stdout, speaks
 from shardwise.cli.checkpoint import checkpoint
 from shardwise.cli.completion import ASKED, answer_shell, completion
 from shardwise.cli.doctor import doctor
+from shardwise.cli.launch import launch
 from shardwise.cli.options import WholeNumber, common, given, given_plan
 from shardwise.cli.show import show
 from shardwise.cli.waiting import begin
@@ -62,7 +64,8 @@ def main() -> None:
 
 
 @main.command()
-@click.argument("target", required=False, metavar="[CONFIG.toml | MODULE:TASK | text | digits]")
+@click.argument("target", required=False, metavar="[CONFIG.toml | MODULE:TASK | FOLDER | text | digits]")
+@click.option("--data", metavar="FILE", callback=given, help="Examples for a folder: short for --set task.files.")
 @click.option("--plan", callback=given_plan, help=PLAN_HELP)
 @click.option("--nproc", type=WholeNumber(min=1), help="Ranks to start; by default as many as the plan needs.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a configuration key; repeatable.")
@@ -94,6 +97,7 @@ def main() -> None:
 def train(
     answer: Answer,
     target: str | None,
+    data: str | None,
     plan: str | None,
     nproc: int | None,
     overrides: tuple[str, ...],
@@ -112,7 +116,8 @@ def train(
     shardwise train text --plan dp_shard=2,zero=3 --steps 20
 
     The target is a configuration file, a function of your own that returns a Task (a module on the Python path or
-    in this folder, or the path of a .py file), or a built-in task: "text" (the default) or "digits". Under
+    in this folder, or the path of a .py file), a checkpoint folder of transformers with --data chat.jsonl, or a
+    built-in task: "text" (the default) or "digits". Under
     torchrun, srun or mpirun, this process joins the run as one rank; otherwise it starts the ranks that the plan
     needs.
 
@@ -125,6 +130,8 @@ def train(
         overrides = (*overrides, f'train.profile_steps="{profile_steps}"')
     if cluster is not None:
         overrides = (*overrides, f"train.cluster={cluster}")
+    if data is not None:
+        overrides = (*overrides, f"task.files={json.dumps([data])}")
     if checkpoint_every is not None:
         overrides = (*overrides, f"train.checkpoint_every={checkpoint_every}")
     if restarts is not None:
@@ -209,8 +216,9 @@ main.add_command(show)
 main.add_command(completion)
 main.add_command(run_script.run)
 main.add_command(doctor)
+main.add_command(launch)
 main.add_command(report.report)
-for command in (foresee.plan, foresee.simulate, compare.compare, probe.probe):
+for command in (foresee.plan, foresee.simulate, compare.compare, probe.probe, evidence.evidence):
     main.add_command(command)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -55,3 +56,20 @@ def common(function: Callable) -> Callable:
     ):
         function = click.option(name, is_flag=True, expose_value=False, help=text)(function)
     return function
+
+
+def with_adapters(target: str, overrides: tuple[str, ...], command: str) -> Any:
+    """Returns the named task, with adapters in its model where keys of [lora] are set; of a task no others are read."""
+    if not overrides:
+        return target
+    from shardwise.config import load
+
+    others = [text for text in overrides if not text.startswith("lora.")]
+    if others:
+        raise click.UsageError(
+            f"--set {others[0]}: {command} reads keys of [lora] for a task; others are CONFIG.toml's"
+        )
+    section = load(overrides=(f'task.name="{target}"', *overrides)).config.lora
+    from shardwise.adapters import AdaptedTask
+
+    return AdaptedTask(target, section)

@@ -44,7 +44,7 @@ def probe(answer: Answer, output: str, ranks: int | None, refine: str | None, qu
     rank 0 writes the file:
 
     \b
-    torchrun --nnodes 2 --nproc-per-node 2 --no-python shardwise probe -o cluster.toml
+    torchrun --nnodes 2 --node-rank $NODE_RANK --master-addr $FIRST_HOST --nproc-per-node 2 --no-python shardwise probe
     """
     from shardwise.cluster import Cluster
 

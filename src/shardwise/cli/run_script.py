@@ -10,6 +10,7 @@ from shardwise.cli.answer import Answer
 from shardwise.cli.options import WholeNumber, common
 from shardwise.cli.waiting import begin
 from shardwise.errors import InputError, RefusedPlan, RunError, ShardwiseError, did_you_mean, rebuilt
+from shardwise.task_files import looked_in
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -36,11 +37,14 @@ def run(
     from shardwise.ranks.script import cause_of, of_script, run_script, stacks_first
 
     path = Path(script)
+    if script.startswith("-"):
+        plan = "; the plan stands in the script: prepare(..., plan=...)" if script.startswith("--plan") else ""
+        raise InputError(f"run: there is no option {script}{plan}; ranks: run --nproc N SCRIPT.py")
     if path.is_dir():
         raise InputError(f"run: {script or 'the script'} is a folder: give a file in it, as {path / 'train.py'}")
     if not path.is_file():
         near = did_you_mean(path.name, sorted(each.name for each in path.parent.glob("*.py")))
-        raise InputError(f"run: there is no file {script}{near}")
+        raise InputError(f"run: there is no file {script}{looked_in(path)}{near}")
     _refuse_no_python(path)
     place = here()
     if place is not None and place.world_size > 1:

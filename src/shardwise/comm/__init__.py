@@ -8,16 +8,14 @@ from shardwise.comm.collectives import (
     all_to_all,
     barrier,
     broadcast,
-    copies_of,
     gather_rows,
     gather_samples,
     is_written_down,
-    receive,
     reduce_scatter,
-    send,
     sum_over,
 )
 from shardwise.comm.ledger import Ledger
+from shardwise.comm.messages import RankMessage, beside, exchange, in_order_of_calls, meet, receive, send
 from shardwise.comm.observe import Observer, tagged
 from shardwise.comm.text import everybody, gather_json, of_first, refuse_shared_devices
 from shardwise.comm.together import Gathering, gathered_alone, gathered_together, ready
@@ -29,20 +27,24 @@ __all__ = [
     "Ledger",
     "Observer",
     "Pending",
+    "RankMessage",
     "Trail",
     "all_gather",
     "all_reduce",
     "all_to_all",
     "barrier",
+    "beside",
     "broadcast",
-    "copies_of",
     "everybody",
+    "exchange",
     "gather_json",
     "gather_rows",
     "gather_samples",
     "gathered_alone",
     "gathered_together",
+    "in_order_of_calls",
     "is_written_down",
+    "meet",
     "of_first",
     "ready",
     "receive",

@@ -5,6 +5,9 @@
 
 Buckets are launched in their order on every rank, and what backward did not reach is launched (as zeros) when it has
 ended. So ranks always meet the same collectives, whether or not they used the same parameters.
+
+`DistributedDataParallel` has to be told beforehand that parameters may go unused, waits or breaks where ranks then
+differ, divides by the ranks, which is not the global weight, and sums bf16 gradients in bf16.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ ranks' local losses).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -20,8 +20,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from shardwise.comm.ledger import Ledger, Overlap
 from shardwise.comm.observe import tagged
-from shardwise.device import backend_of, current_device, on_host
-from shardwise.host import has_values, put, read
+from shardwise.host import has_values
 from shardwise.layout.grid import AXES, CHUNKS, INNER
 
 # torch 2.13 renamed these two; earlier versions know the old names alone
@@ -97,7 +96,7 @@ class Pending:
         return self.work is None or self.work.is_completed()
 
 
-class _Rehearsed(Pending):
+class Rehearsed(Pending):
     """A collective of a rehearsal, with the memory that a backend keeps until somebody waits."""
 
     def __init__(self, memory: torch.Tensor):
@@ -145,14 +144,14 @@ class _Traced(Pending):
 _functional = torch.ops._c10d_functional
 
 
-def _is_traced(tensor: torch.Tensor) -> bool:
+def is_traced(tensor: torch.Tensor) -> bool:
     """Returns whether a compiler looks at what is done to this tensor, which has no values."""
     return isinstance(tensor, FunctionalTensor | FakeTensor)
 
 
 def is_written_down(axis: Axis, *tensors: torch.Tensor) -> bool:
     """Returns whether operations on these tensors become a compiled program, which has no point-to-point messages."""
-    return axis.rehearsal is None and any(map(_is_traced, tensors))
+    return axis.rehearsal is None and any(map(is_traced, tensors))
 
 
 def _name(axis: Axis) -> str:
@@ -163,7 +162,7 @@ def _name(axis: Axis) -> str:
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-def _stand_in(received: torch.Tensor) -> None:
+def stand_in(received: torch.Tensor) -> None:
     """Fill what a rehearsal does not receive with zeros, but a tensor without values: what runs is counted."""
     if has_values(received):
         received.zero_()
@@ -180,7 +179,7 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, tag: str, *, wait: bool = True,
     if axis.silent:
         axis.note(tag, "all_reduce", tensor)
         return Pending(None)
-    if _is_traced(tensor):
+    if is_traced(tensor):
         return _waited(_Traced(_functional.all_reduce(tensor, op, _name(axis)), tensor), wait)
     with tagged(tag):
         pending = Pending(dist.all_reduce(tensor, op=_OPS[op], group=axis.group, async_op=True))
@@ -193,12 +192,12 @@ def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, axis: Axis, tag: str
     """Sum `full` (p*n,) over the axis, this rank's slice into `shard` (n,); returns what to wait for."""
     if axis.rehearsal is not None:
         axis.note(tag, "reduce_scatter", full)
-        _stand_in(shard)
-        return _waited(_Rehearsed(full.clone()) if axis.copies else Pending(None), wait)
+        stand_in(shard)
+        return _waited(Rehearsed(full.clone()) if axis.copies else Pending(None), wait)
     if axis.size == 1:
         shard.copy_(full)
         return Pending(None)
-    if _is_traced(full):
+    if is_traced(full):
         return _waited(_Traced(_functional.reduce_scatter_tensor(full, "sum", axis.size, _name(axis)), shard), wait)
     with tagged(tag):
         pending = Pending(_reduce_scatter(shard, full, group=axis.group, async_op=True))
@@ -218,7 +217,7 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, axis: Axis, tag: str, *,
         if full.data_ptr() != shard.data_ptr():  # a shard may be a part of `full` already
             full.copy_(shard)
         return Pending(None)
-    if _is_traced(shard):
+    if is_traced(shard):
         return _waited(_Traced(_functional.all_gather_into_tensor(shard, axis.size, _name(axis)), full), wait)
     with tagged(tag):
         pending = Pending(_all_gather(full, shard, group=axis.group, async_op=True))
@@ -237,12 +236,12 @@ def all_to_all(
         came = {rank: row_bytes * size for rank, size in enumerate(received_sizes) if size and rank != axis.index}
         axis.note(tag, "all_to_all", sent, sum(came.values()))
         axis.rehearsal.arrivals.update({("all_to_all", axis.name, rank): size for rank, size in came.items()})
-        _stand_in(received)
+        stand_in(received)
         return _waited(_Passing(axis.rehearsal, "all_to_all", axis.name, came), wait)
     if axis.size == 1:
         received.copy_(sent)
         return Pending(None)
-    if _is_traced(sent):
+    if is_traced(sent):
         result = _functional.all_to_all_single(sent, received_sizes, sent_sizes, _name(axis))
         return _waited(_Traced(result, received), wait)
     with tagged(tag):
@@ -255,87 +254,6 @@ def broadcast(tensor: torch.Tensor, axis: Axis, source_index: int, tag: str) -> 
     if axis.size > 1:
         with tagged(tag):
             dist.broadcast(tensor, src=axis.ranks[source_index], group=axis.group)
-
-
-def copies_of(axis: Axis, count: int) -> list[Axis]:
-    """Returns the axis `count` times, with groups of their own where messages of one group would wait in line (NCCL).
-
-    An accelerator's backend runs them one after another, in the order of their calls; gloo goes by their numbers.
-    Collective over the world there: every rank's axis of this name lies in one list of groups.
-    """
-    device = current_device()
-    if axis.group is None or on_host(device) or backend_of(axis.group, device) in (None, "gloo"):
-        return [axis] * count
-    row = put([float(rank) for rank in axis.ranks], device)
-    table = torch.empty((dist.get_world_size(), axis.size), dtype=row.dtype, device=row.device)
-    with tagged("control"):
-        _all_gather(table.view(-1), row)
-    # every rank makes all groups in one order, those that it is not in too, as torch asks
-    everyone = sorted({tuple(int(rank) for rank in ranks) for ranks in read(table, "groups")})
-    copies = []
-    for _ in range(count):
-        group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in everyone])
-        copies.append(replace(axis, group=group))
-    return copies
-
-
-class _Staged(Pending):
-    """A message through host memory, for a backend that sends nothing else."""
-
-    def __init__(self, work: dist.Work | None, host: torch.Tensor, goal: torch.Tensor | None):
-        super().__init__(work)
-        self.host, self.goal = host, goal
-
-    def wait(self) -> None:
-        """Block until it is there, and copy it to its device."""
-        if self.work is not None:
-            super().wait()
-            if self.goal is not None:
-                self.goal.copy_(self.host)
-
-
-def _needs_host(tensor: torch.Tensor, axis: Axis) -> bool:
-    """Returns whether the backend cannot send tensors of this device."""
-    return not on_host(tensor.device) and backend_of(axis.group, tensor.device) in (None, "gloo")
-
-
-def _check_runs(tensor: torch.Tensor) -> None:
-    """Raises `TypeError` inside a compiled program."""
-    if _is_traced(tensor):
-        raise TypeError("two ranks send each other a message, of which a compiled program knows none")
-
-
-def send(tensor: torch.Tensor, axis: Axis, to_index: int, tag: str, number: int) -> Pending:
-    """Send a contiguous tensor to the axis's `to_index`-th rank; returns what to wait for before it may change.
-
-    `number` tells apart messages that are under way between the same two ranks.
-    """
-    if axis.rehearsal is not None:
-        axis.rehearsal.leaving(tag, axis.name)
-        return _Rehearsed(tensor) if axis.copies else Pending(None)  # noted by whoever receives
-    _check_runs(tensor)
-    if _needs_host(tensor, axis):
-        host = tensor.cpu()
-        with tagged(tag):
-            return _Staged(dist.isend(host, dst=axis.ranks[to_index], group=axis.group, tag=number), host, None)
-    with tagged(tag):
-        return Pending(dist.isend(tensor, dst=axis.ranks[to_index], group=axis.group, tag=number))
-
-
-def receive(tensor: torch.Tensor, axis: Axis, from_index: int, tag: str, number: int) -> Pending:
-    """Receive into a contiguous tensor from the axis's `from_index`-th rank, by number; returns what to wait for."""
-    if axis.rehearsal is not None:
-        axis.note(tag, "point_to_point", tensor)
-        axis.rehearsal.arrivals["point_to_point", axis.name, from_index] += tensor.numel() * tensor.element_size()
-        _stand_in(tensor)
-        return Pending(None)
-    _check_runs(tensor)
-    if _needs_host(tensor, axis):
-        host = torch.empty_like(tensor, device="cpu")
-        with tagged(tag):
-            return _Staged(dist.irecv(host, src=axis.ranks[from_index], group=axis.group, tag=number), host, tensor)
-    with tagged(tag):
-        return Pending(dist.irecv(tensor, src=axis.ranks[from_index], group=axis.group, tag=number))
 
 
 def gather_rows(row: torch.Tensor, axis: Axis, tag: str = "control") -> torch.Tensor:

@@ -8,6 +8,8 @@ Methods of torch's two classes are replaced once in a process; without a record 
 In strict mode (`SHARDWISE_STRICT=1`) a collective is compared, before it is issued, with what other ranks of the host
 issued under its number, the place in the code included: the later of two that differ raises.
 
+`listing` keeps all of them in an `IssueLog`, in their order, for whoever plays them.
+
 `refusing_others` raises where code that is neither ours nor PyTorch's engines' issues one: a module's own forward.
 
 What this does not do: see collectives inside a compiled program and DTensor's own, which are issued below Python. All
@@ -21,7 +23,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm import observe
+from shardwise.comm.issued import IssueLog
 from shardwise.errors import RunError
 from shardwise.guard.diagnose import differ
 from shardwise.guard.records import RankRecord, Reader, key_of
@@ -87,6 +90,7 @@ class _State:
         self.places: dict[tuple[int, int], int] = {}
         self.others: dict[int, Reader] = {}
         self.strict = False
+        self.log: IssueLog | None = None
 
 
 _state = _State()
@@ -108,6 +112,24 @@ def begin(mine: RankRecord | None, others: dict[int, str] | None = None) -> None
 def name_axes(axes: dict[str, str]) -> None:
     """Add names of axes by process group name, for reports; groups that come later have them too."""
     _state.axes.update(axes)
+
+
+@contextmanager
+def listing(log: IssueLog) -> Iterator[None]:
+    """Context: what this process issues, and waits for, is added to the log."""
+    _replace_methods()
+    before, _state.log = _state.log, log
+    try:
+        yield
+    finally:
+        _state.log = before
+
+
+@contextmanager
+def batched() -> Iterator[None]:
+    """Context: messages issued inside begin together, and so they stand in the log."""
+    with _state.log.batch() if _state.log is not None else nullcontext():
+        yield
 
 
 @contextmanager
@@ -144,19 +166,20 @@ def _collective(own: Callable[..., Any], op: str, place: int | None) -> Callable
     def issue(self: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(_inside, "refused", None) is not None:
             _refuse(op)
-        if _state.record is None or getattr(_inside, "under", False):
+        state = _state
+        if (state.record is None and state.log is None) or getattr(_inside, "under", False):
             return own(self, *args, **kwargs)
         tensor = args[place] if place is not None and place < len(args) else None
         while isinstance(tensor, list | tuple):
             tensor = tensor[0] if tensor else None
-        where = _noted(self, op, tensor)
+        where = None if state.record is None else _noted(self, op, tensor)
+        number = None if state.log is None else _logged(state.log, self, op, tensor)
         _inside.under = True  # one method of torch may call another
         try:
             work = own(self, *args, **kwargs)
         finally:
             _inside.under = False
-        if where is not None and work is not None:
-            _state.works[work] = where
+        _of_work(work, where, number)
         return work
 
     issue.__name__ = op
@@ -170,12 +193,13 @@ def _message(own: Callable[..., Any], sends: bool) -> Callable[..., Any]:
         if getattr(_inside, "refused", None) is not None:
             _refuse("send" if sends else "recv")
         state = _state
-        if state.record is None:
+        if state.record is None and state.log is None:
             return own(self, tensors, peer, *rest, **kwargs)
-        where = _pair(self, peer, rest[0] if rest else kwargs.get("tag", 0), sends)
+        tag = rest[0] if rest else kwargs.get("tag", 0)
+        where = None if state.record is None else _pair(self, peer, tag, sends)
+        number = None if state.log is None else _logged(state.log, self, "send" if sends else "recv", tensors[0], peer)
         work = own(self, tensors, peer, *rest, **kwargs)
-        if where is not None and work is not None:
-            state.works[work] = where
+        _of_work(work, where, number)
         return work
 
     return pass_on
@@ -186,6 +210,7 @@ def _wait(own: Callable[..., Any]) -> Callable[..., Any]:
 
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
         mine, where = _state.record, _state.works.get(self)
+        waits_for(self)
         if mine is None or where is None:
             return own(self, *args, **kwargs)
         mine.waits(*where)
@@ -198,7 +223,33 @@ def _wait(own: Callable[..., Any]) -> Callable[..., Any]:
     return wait
 
 
+def waits_for(work: Any) -> None:
+    """Note in the log that a work is waited for; for classes of works whose `wait` is their own."""
+    if _state.log is not None:
+        _state.log.waited(work)
+
+
 # --- what is written
+
+
+def _logged(log: IssueLog, group: Any, op: str, tensor: Any, peer: int | None = None) -> int:
+    """Add an operation to the log; returns its number there. `peer` counts within the group."""
+    ranks = dist.get_process_group_ranks(group)
+    axis = _state.axes.get(group.group_name, "world" if group is dist.group.WORLD else f"group {group.group_name}")
+    place = _frame(_OURS)
+    text = "" if place is None else _text_of(*place)
+    tag = getattr(observe._local, "tag", None) or ""
+    return log.add(op, group, ranks, axis, tensor, tag, text, -1 if peer is None else ranks[peer])
+
+
+def _of_work(work: Any, where: tuple[int, int] | None, number: int | None) -> None:
+    """Note which operation a work is of, in the record and in the log."""
+    if work is None:
+        return
+    if where is not None:
+        _state.works[work] = where
+    if number is not None and _state.log is not None:
+        _state.log.work(work, number)
 
 
 def _noted(group: Any, op: str, tensor: Any) -> tuple[int, int] | None:
@@ -269,8 +320,11 @@ def _pair(group: Any, peer: int, tag: int, sends: bool) -> tuple[int, int] | Non
     return number, mine.issue(number, 0, 0, 0, 0, 0, 0)
 
 
-def _place() -> int:
-    """Returns the record's number for file:line of the innermost frame of the user's code, a package's, or ours."""
+def _frame(least: int = _USERS) -> tuple[Any, int] | None:
+    """Returns (code, line) of the innermost frame of the user's code, a package's, or ours; None where none is.
+
+    least   the innermost frame of this kind, or one before it, is taken at once
+    """
     frame: Any = sys._getframe(3)
     kinds, nearest, left = _state.kinds, None, _MOST_FRAMES
     best = _SKIP
@@ -282,19 +336,28 @@ def _place() -> int:
         kind = entry[0]
         if kind < best:
             nearest, best = frame, kind
-            if kind == _USERS:
+            if kind <= least:
                 break
         frame, left = frame.f_back, left - 1
-    if nearest is None:
+    return None if nearest is None else (nearest.f_code, nearest.f_lineno)
+
+
+def _place() -> int:
+    """Returns the record's number for file:line of the frame that issues a collective; 0 for none."""
+    found = _frame()
+    if found is None:
         return 0
-    code, line = nearest.f_code, nearest.f_lineno
+    code, line = found
     at = (id(code), line)
     place = _state.places.get(at)
     if place is None:
         assert _state.record is not None
-        text = f"{code.co_filename}:{line} in {code.co_name}"
-        place = _state.places[at] = _state.record.text(text)
+        place = _state.places[at] = _state.record.text(_text_of(code, line))
     return place
+
+
+def _text_of(code: Any, line: int) -> str:
+    return f"{code.co_filename}:{line} in {code.co_name}"
 
 
 def _refuse(op: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -84,8 +85,10 @@ def refuse_shared_devices(device: torch.device) -> None:
     if on_host(device) or backend_of(world, device) in (None, "gloo") or backend_of(world, CPU) is None:
         return
     at: dict[str, int] = {}
-    for rank, uuid in enumerate(gather_json(device_uuid(device), everybody(), CPU)):
-        if uuid is not None and at.setdefault(uuid, rank) != rank:
+    # ranks that NCCL takes for hosts of their own may share a device
+    mine = [device_uuid(device), os.environ.get("NCCL_HOSTID", "")]
+    for rank, (uuid, host) in enumerate(gather_json(mine, everybody(), CPU)):
+        if uuid is not None and at.setdefault(f"{uuid} {host}", rank) != rank:
             raise InputError(
                 f"ranks {at[uuid]} and {rank} have one accelerator, over which they cannot send each other anything: "
                 "start as many ranks on each host as it has accelerators. `shardwise train` and `shardwise run` may "

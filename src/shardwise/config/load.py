@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from shardwise.config import plans
-from shardwise.config.schema import BUILTIN_DEFAULTS, BUILTINS, Config, ModelSizes, without_effect
+from shardwise.config.schema import BUILTIN_DEFAULTS, BUILTINS, Config, ModelSizes, is_folder, without_effect
 from shardwise.config.sources import Given, from_file, from_overrides, from_table, located, problem
 from shardwise.errors import InputError, did_you_mean, nearest
 from shardwise.layout.plan import Plan
@@ -44,6 +44,9 @@ NO_TASK = (
 )
 
 
+SCALING = {"optimizer.scale_lr", "optimizer.base_batch"}  # these leave a task its own optimizer
+
+
 @dataclass(frozen=True)
 class Effective:
     """The configuration in force. `sources` tells where each key that was set came from."""
@@ -60,8 +63,9 @@ class Effective:
 
     @property
     def own_optimizer(self) -> bool:
-        """Whether the task's own optimizer runs: it is the user's task and `[optimizer]` is not set."""
-        return not self.builtin and not any(key.startswith("optimizer.") for key in self.sources)
+        """Whether the task's own optimizer runs: a user's task, of [optimizer] at most its learning rate scaled."""
+        keys = {key for key in self.sources if key.startswith("optimizer.")}
+        return not self.builtin and keys <= SCALING
 
     def source(self, key: str) -> str:
         """Returns where the key's value came from: a file, an option, or `default`."""
@@ -257,7 +261,8 @@ def _inconsistent(config: Config, from_toml: Path | None) -> list[tuple[str, str
     """Returns (key, problem) for values that contradict each other. `from_toml`: the file that names the task."""
     task, optimizer, train = config.task, config.optimizer, config.train
     problems = _inconsistent_model(task.name, task.model)
-    if (task.name not in BUILTINS and not all(task.name.rpartition(":"))) or "::" in task.name:
+    named = task.name in BUILTINS or is_folder(task.name) or all(task.name.rpartition(":"))
+    if not named or "::" in task.name:
         problems.append(("task.name", which_task(task.name)))
     file, _, _ = task.name.rpartition(":")
     if file.endswith(".py") and not Path(file).is_file() and from_toml is not None:

@@ -83,7 +83,7 @@ def _typed(key: str, text: str) -> Any:
 
 def _complaint(key: str, value: Any) -> str | None:
     if key not in KNOWN:
-        return f"unknown key{nearest_key(key)}"
+        return f"unknown key{nearest_key(key, str(value))}"
     expected = _expected(key, value)
     if expected is None:
         try:

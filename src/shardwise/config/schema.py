@@ -7,12 +7,14 @@ reason. A key that is set and has no effect is an error, so nothing is read and 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 # the built-in tasks, as a task of one's own is named; each takes its [task] section
 BUILTINS = {"text": "shardwise.training.builtin:text_task", "digits": "shardwise.training.builtin:digits_task"}
+FOLDER = "shardwise.hf.folder:folder_task"  # of a checkpoint folder that is named as the task
 PATHS = ("task.files", "task.tokenizer")  # files and folders, kept as absolute paths
 UNITS = {"k": 1024, "M": 1024**2}
 
@@ -55,6 +57,11 @@ def count(value: Any) -> Any:
 Count = Annotated[int, BeforeValidator(count)]
 
 
+def _one_or_more(value: Any) -> Any:
+    """Returns a list of words as it is, and of one text its words between commas."""
+    return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
+
+
 class Section(BaseModel):
     """Base of the sections: an unknown key or a value of another type is an error."""
 
@@ -81,22 +88,47 @@ class TaskSection(Section):
     """[task]: what is trained."""
 
     name: str = Field(
-        default="text", description='"text" | "digits" | "module:callable", your own function that returns a Task'
+        default="text",
+        description='"text" | "digits" | "module:callable", your own function that returns a Task, or a folder '
+        "with a model of transformers",
     )
-    seq_len: int | None = Field(default=None, ge=2, description="tokens of one sample (text)")
+    seq_len: int | None = Field(default=None, ge=2, description="tokens of one sample (text, a folder)")
     files: list[Annotated[str, Field(min_length=1)]] = Field(
         default=[],
         description='text files, or JSON lines with a text each: paths and patterns, "texts/*.txt" (text); '
-        "empty: Python's standard library",
+        "empty: Python's standard library; examples as JSON lines (a folder)",
     )
     tokenizer: str | None = Field(
-        default=None, min_length=1, description="folder with a tokenizer.json, for the files (text); not set: bytes"
+        default=None,
+        min_length=1,
+        description="folder with a tokenizer.json, for the files; not set: bytes, or the folder's",
     )
     model: ModelSizes = Field(default=ModelSizes(), description="sizes of a builtin task's model")
 
 
+class LoraSection(Section):
+    """[lora]: low-rank adapters beside frozen layers (extra lora); in force once rank is set."""
+
+    rank: int | None = Field(default=None, ge=1, description="width of the adapters; not set: none")
+    alpha: float | None = Field(
+        default=None, gt=0, description="an adapter's output is multiplied by alpha / rank; not set: as rank"
+    )
+    targets: list[Annotated[str, Field(min_length=1)]] = Field(
+        default=["all-linear"],
+        min_length=1,
+        description='layers with adapters: ends of their names with * and ?, "q_proj"; "all-linear": all but the '
+        "output's",
+    )
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="chance that a feature is dropped before an adapter")
+    rslora: bool = Field(default=False, description="multiplied by alpha / sqrt(rank) instead")
+    dora: bool = Field(default=False, description="with a trained length of each row beside the adapter")
+    whole: list[Annotated[str, Field(min_length=1)]] = Field(
+        default=[], description="modules that are trained whole, named as in targets"
+    )
+
+
 class OptimizerSection(Section):
-    """[optimizer]: for a task of your own in force once a key is set; else the task's own optimizer runs."""
+    """[optimizer]: replaces that of a task of your own once a key is set; `scale_lr` alone scales the task's own."""
 
     name: Literal["adamw", "adam", "nadam", "radam", "adamax", "adagrad", "rmsprop", "sgd"] = Field(
         default="adamw", description="adamw | adam | nadam | radam | adamax | adagrad | rmsprop | sgd"
@@ -215,7 +247,7 @@ class TrainSection(Section):
     init_rename: list[Annotated[str, Field(pattern="^[^=]+=.*$")]] = Field(
         default=[], description='"pattern=replacement" on the names in init_from, regular expressions, in turn'
     )
-    sinks: list[Literal["tensorboard", "mlflow", "wandb"]] = Field(
+    sinks: Annotated[list[Literal["tensorboard", "mlflow", "wandb"]], BeforeValidator(_one_or_more)] = Field(
         default=[], description='other writers of the metrics: any of "tensorboard", "mlflow", "wandb"'
     )
     log_every: int = Field(default=10, ge=1, description="steps between printed lines where there is no live display")
@@ -254,6 +286,7 @@ class Config(Section):
     """A whole configuration but for `[plan]`, which is `shardwise.Plan`."""
 
     task: TaskSection = Field(default=TaskSection())
+    lora: LoraSection = Field(default=LoraSection())
     optimizer: OptimizerSection = Field(default=OptimizerSection())
     schedule: ScheduleSection = Field(default=ScheduleSection())
     train: TrainSection = Field(default=TrainSection())
@@ -272,6 +305,8 @@ def without_effect(config: Config, set_keys: set[str]) -> dict[str, Unused]:
     if not config.task.files:
         by_task.setdefault("task.tokenizer", "task.files is not set")
     unused = {key: Unused(reason, "task.name") for key, reason in by_task.items()}
+    if config.lora.rank is None:
+        unused |= {f"lora.{key}": Unused("lora.rank is not set", "lora.rank") for key in _BESIDE_RANK}
     optimizer, schedule, train = config.optimizer, config.schedule, config.train
     for key in {option for options in OPTIMIZER_OPTIONS.values() for option in options}:
         if key not in OPTIMIZER_OPTIONS[optimizer.name]:
@@ -301,12 +336,18 @@ def without_effect(config: Config, set_keys: set[str]) -> dict[str, Unused]:
     return unused
 
 
+_BESIDE_RANK = [key for key in LoraSection.model_fields if key != "rank"]
 EXCLUSIVE = (
     ("train.steps", "train.epochs"),
     ("train.batch_samples", "train.batch_tokens"),
     ("schedule.decay_fraction", "schedule.decay_steps"),
 )
 _DECAY = ("schedule.final_factor", "schedule.decay_fraction", "schedule.decay_steps")
+
+
+def is_folder(name: str) -> bool:
+    """Whether a task is named by a checkpoint folder of transformers."""
+    return (Path(name) / "config.json").is_file()
 
 
 def _task_without_effect(name: str) -> dict[str, str]:
@@ -319,6 +360,10 @@ def _task_without_effect(name: str) -> dict[str, str]:
         "train.batch_tokens": "only the text task counts tokens: give train.batch_samples",
         "train.generate": "only the text task writes text",
     }
+    if is_folder(name):
+        kept = ("task.seq_len", "task.files", "task.tokenizer")
+        sizes = {f"task.model.{key}": "the folder's model has its own sizes" for key in ModelSizes.model_fields}
+        return {key: why for key, why in only_text.items() if key not in kept} | sizes
     if name == "digits":
         return only_text | {"task.model.kv_heads": "only the text model groups its heads"}
     own = "the model of your own task has its sizes in its code"

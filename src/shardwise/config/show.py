@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from shardwise.config.load import Effective
+from shardwise.config.load import SCALING, Effective
 from shardwise.config.schema import BUILTIN_DEFAULTS, Config, Section, without_effect
 from shardwise.config.sources import to_toml
 from shardwise.layout.plan import TOLD, Plan
@@ -68,8 +68,9 @@ def show(effective: Effective) -> str:
     idle = without_effect(effective.config, set(effective.sources))
     unused = {key: why.reason for key, why in idle.items()}
     if effective.own_optimizer:
-        own = "the task's own optimizer runs; set any key of [optimizer] to replace it"
-        unused |= {f"optimizer.{key}": own for key in type(effective.config.optimizer).model_fields}
+        own = "the task's own optimizer runs; set any key of [optimizer] but scale_lr to replace it"
+        keys = {f"optimizer.{key}" for key in type(effective.config.optimizer).model_fields}
+        unused |= {key: own for key in keys if key not in SCALING or not effective.is_set("optimizer.scale_lr")}
     lines = []
     for name, section in effective.config:
         lines += [*_section(name, section, effective, unused), ""]

@@ -7,6 +7,7 @@ problems, one line each, so that all of them can be told at once.
 from __future__ import annotations
 
 import datetime
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -156,6 +157,8 @@ def _value(text: str) -> Any:
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError as error:
+        if re.fullmatch(r"\[\s*[\w.-]+(\s*,\s*[\w.-]+)*\s*\]", text):  # a list of bare words, as shells leave one
+            return [word.strip() for word in text[1:-1].split(",")]
         if text[0] in "\"'[{":
             raise ValueError(f"is not a TOML value: {error}") from None
         return text

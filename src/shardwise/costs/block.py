@@ -26,6 +26,7 @@ from shardwise.costs.layout import Layout
 from shardwise.costs.rings import ACT_BYTES, Message, merged_bytes, ring_messages
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import FP8, STATES, Software
+from shardwise.layout.zero_stages import STAGES
 
 EAGER = 1.6  # an unfused chain of elementwise ops moves about this many times a fused one's bytes (assumed)
 # Bytes that move for an element in bf16: (forward, backward) of fused kernels, and of modules as transformers writes
@@ -58,16 +59,17 @@ def host_seconds(device: Device, software: Software) -> float:
 def whole_in_pipeline(software: Software, layout: Layout) -> bool:
     """Whether a stage under ZeRO-2 or ZeRO-3 keeps its gradients whole, and sums them once, after all micro-batches;
     under ZeRO-3 it gathers its weights once."""
-    return software.pipelines_whole and layout.zero >= 2 and layout.pp > 1 and layout.shard_ranks > 1
+    return software.pipelines_whole and layout.sharded.gradients and layout.pp > 1
 
 
 def handled_bytes(software: Software, layout: Layout) -> float:
     """Bytes that move for each weight in a micro-batch beside its products: sums of gradients, ZeRO-3's own copies."""
     gradient = STATES[software.states].on_wire
     kept = whole_in_pipeline(software, layout)
-    if layout.zero >= 3 and layout.shard_ranks > 1 and not kept:
+    if layout.sharded.weights and not kept:
         return software.unit_bytes
-    if (layout.zero < 2 or kept) and layout.n_micro * layout.rounds > 1:
+    # the stage that is named, on one rank too, whose gradients are shards by name
+    if (not STAGES[layout.zero].gradients or kept) and layout.n_micro * layout.rounds > 1:
         widened = 2 * gradient if software.widens else 0  # a copy in the sum's dtype written, and read to be added
         return 0.0 if software.accumulates else 2 + 2 * gradient + widened  # read, and the sum read and written
     return 2 + gradient if software.buckets else 0.0

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.layout.grid import inner_axes
+from shardwise.layout.zero_stages import STAGES, UNSHARDED, ZeroStage
 
 RECOMPUTES = ("none", "selective", "full")
 
@@ -20,7 +21,7 @@ class Layout:
     n_micro       micro-batches of a step (accumulation, or those of the pipeline)
     rounds        times that the pipeline is filled and emptied in a step
     chunks        model chunks that a pipeline rank holds (virtual stages)
-    zero          over `shard` ranks: 0, 1, 2, 3
+    zero          over `shard` ranks: of layout/zero_stages
     shard         dp_shard: data ranks that `zero` shards over; `replicas` of those groups
     domain        tiles along each dim of space
     others        (name, degree) of axes that cut positions along one dim and have no field here, of a traced module
@@ -112,6 +113,11 @@ class Layout:
     def shard_ranks(self) -> int:
         """Ranks over which `zero` shards: dp_shard, and those that cut positions."""
         return self.shard * self.cut_positions
+
+    @property
+    def sharded(self) -> ZeroStage:
+        """Returns what each of several ranks that `zero` shards over keeps as its shard."""
+        return STAGES[self.zero] if self.zero and self.shard_ranks > 1 else UNSHARDED
 
     @property
     def gradient_ranks(self) -> int:

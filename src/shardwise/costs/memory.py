@@ -82,23 +82,22 @@ def states(parameters: dict[str, float], layout: Layout, software: Software, pre
 
     Experts are sharded over the data ranks that hold the same ones. What is offloaded is not on the rank.
     """
-    policy = STATES[precision or software.states]
+    policy, stage = STATES[precision or software.states], layout.sharded
     out = dict.fromkeys(("weights", "gradients", "master", "optimizer", COPIES), 0.0)
     for kind, count in parameters.items():
-        ranks = float(layout.shard_ranks) if layout.zero else 1.0
+        ranks = float(layout.shard_ranks) if stage.state else 1.0
         if kind == "experts" and layout.ep > 1:
             ranks = max(1.0, ranks * (layout.tp if layout.ep > 1 else 1) / layout.ep)
         share = 1.0 / ranks
-        zero = layout.zero
-        out["weights"] += count * policy.weight * (share if zero >= 3 else 1.0)
-        out["gradients"] += count * policy.gradient * (share if zero >= 2 else 1.0)
+        out["weights"] += count * policy.weight * (share if stage.weights else 1.0)
+        out["gradients"] += count * policy.gradient * (share if stage.gradients else 1.0)
         out[COPIES] += count * policy.copies * share
-        out["master"] += count * policy.master * (share if zero >= 1 else 1.0)
-        out["optimizer"] += count * policy.optimizer * (share if zero >= 1 else 1.0)
+        out["master"] += count * policy.master * (share if stage.state else 1.0)
+        out["optimizer"] += count * policy.optimizer * (share if stage.state else 1.0)
         if whole_in_pipeline(software, layout):  # shards of gradients come as whole ones go
-            out["weights"] += count * 2.0 if zero >= 3 else 0.0
+            out["weights"] += count * 2.0 if stage.weights else 0.0
             out["gradients"] += count * (software.grad_reduce_bytes - policy.gradient * share)
-        if zero >= 3 and policy.master > policy.weight and layout.offload == "none":
+        if stage.weights and policy.master > policy.weight and layout.offload == "none":
             out["weights"] -= count * policy.weight * share  # FSDP keeps the masters alone at rest
     if layout.offload == "optimizer":
         out["master"] = out["optimizer"] = out[COPIES] = 0.0
@@ -219,7 +218,7 @@ def rank_memory(
     if last:
         passing["head input"] = 2 * stream * min(in_flight, 1.0)
     if software.fp8:  # of the layers' matrices, along rows and along columns; of gathered ones, two layers at a time
-        cast = layers if layout.zero < 3 else min(layers, 2)
+        cast = min(layers, 2) if layout.sharded.weights else layers
         terms["weights in FP8"] = 2.0 * sum(stage_parameters(shape, layout, cast, first=False, last=False).values())
     terms["workspaces"] = software.workspace_bytes
     terms["buffers"] = buffers(shape, layout, software, layers, parameters)
@@ -230,7 +229,7 @@ def rank_memory(
     name = max(peaks, key=lambda key: peaks[key])
     if name == "logits":
         peaks[name] += terms.pop("buffers")
-    if layout.zero >= 3 and layout.n_micro * layout.rounds == 1:  # shards of gradients come as the activations go
+    if layout.sharded.weights and layout.n_micro * layout.rounds == 1:  # shards of gradients come as the activations go
         later = min(terms["gradients"], sum(passing.values()) + peaks[name] - peaks["one layer's backward"])
         of_peak = min(later, peaks[name])  # told apart, so that no term is below zero
         peaks[name] -= of_peak
@@ -271,12 +270,14 @@ def ring_block(shape: Shape, layout: Layout) -> float:
 
 
 def buffers(shape: Shape, layout: Layout, software: Software, layers: float, parameters: dict[str, float]) -> float:
-    """Returns bytes of communication buffers: under ZeRO-3 two gathered layers and one layer's whole gradients."""
-    if layout.zero < 3 or layout.shard_ranks == 1:
+    """Returns bytes of communication buffers: of units two gathered layers (all, where a forward frees none) and one
+    layer's whole gradients."""
+    if not layout.sharded.weights:
         return 0.0
     policy = STATES[software.states]
     largest = max(shape.layer_parameters, shape.embedding_parameters) / layout.tp
     whole = 2.0 if policy.weight == 2 or software.states == "fsdp-mixed" else policy.weight
     if whole_in_pipeline(software, layout):
         return largest * software.grad_reduce_bytes
-    return largest * (2 * whole + software.grad_reduce_bytes)
+    gathered = 2 if layout.sharded.gathers > 1 else max(2, layers)
+    return largest * (gathered * whole + software.grad_reduce_bytes)

@@ -34,7 +34,7 @@ class Overhead:
 
 def techniques(layout: Layout) -> list[str]:
     """Returns the names of a probe's rows whose overheads a layout has."""
-    names = [f"zero{layout.zero}" if layout.zero and layout.shard_ranks > 1 else BASE]
+    names = [f"zero{layout.zero}" if layout.sharded.state else BASE]
     if layout.tp > 1:
         names.append("sp" if layout.sp else "tp")
     if layout.pp > 1:
@@ -63,4 +63,4 @@ def events(layout: Layout, units: int) -> int:
     """Returns how many units are gathered, or micro-batches passed on, in a step."""
     if layout.pp > 1:
         return layout.n_micro * layout.rounds
-    return layout.n_micro * (units + 1) if layout.zero >= 3 and layout.shard_ranks > 1 else 0
+    return layout.n_micro * (units + 1) if layout.sharded.weights else 0

@@ -12,6 +12,7 @@ from shardwise.costs.layout import Layout
 from shardwise.errors import InputError, did_you_mean
 from shardwise.layout.buckets import BUCKET_BYTES, ELEMENTS_PER_RANK
 from shardwise.layout.precisions import BYTES
+from shardwise.layout.zero_stages import ZeroStage
 
 
 @dataclass(frozen=True)
@@ -144,11 +145,12 @@ class Software:
     fp8: str = ""
     source: str = ""
 
-    def pieces(self, elements: float, ranks: int, layers: float, *, zero: int) -> int:
+    def pieces(self, elements: float, ranks: int, layers: float, stage: ZeroStage) -> int:
         """Returns the number of messages in which `elements` weights of `layers` layers are reduced or gathered."""
-        if self.by_unit or zero >= 3:
+        if self.by_unit or stage.weights:
             return max(1, round(layers))
-        grown = self.bucket[1] * ranks if zero < 2 else 0.0  # where whole gradients stay, no memory speaks against it
+        # where whole gradients stay, no memory speaks against larger ones
+        grown = 0.0 if stage.gradients else self.bucket[1] * ranks
         return max(1, math.ceil(elements / max(self.bucket[0], grown)))
 
     @property

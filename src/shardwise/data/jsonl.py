@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwise.data.chat import ChatTemplate
 from shardwise.data.tokenizer import read_tokenizer
 from shardwise.errors import InputError
 
@@ -40,17 +41,19 @@ class JsonlSource:
     end        token that ends a document; None: the tokenizer's own end-of-text token, where it has one
     pad        token that fills a row up; its label is -100
     pack       several documents in a row; False: one
+    template   a `ChatTemplate`, for lines of messages; None: their texts one after another
     """
 
     def __init__(
         self, paths: str | Path | Iterable[str | Path], seq_len: int, *, tokenizer: Any = None, end: int | None = None,
-        pad: int = 0, pack: bool = True,
+        pad: int = 0, pack: bool = True, template: ChatTemplate | None = None,
     ) -> None:  # fmt: skip
         if seq_len < 2:
             raise InputError(f"seq_len must be at least 2, got {seq_len}")
         self.paths = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
         self.seq_len, self.pad = seq_len, pad
         self.notices: list[str] = []
+        self.template = template
         read = read_tokenizer(tokenizer)
         end = read.end if end is None else end
         if end is None and tokenizer is not None:
@@ -61,8 +64,16 @@ class JsonlSource:
         if not documents:
             raise InputError(f"{', '.join(map(str, self.paths))}: there is no line to learn from")
         cut = sum(len(tokens) > seq_len for tokens, _ in documents)
+        left = [(tokens, learn) for tokens, learn in documents if learn[1:seq_len].any()]
         if cut:
-            self.notices.append(f"{cut} of {len(documents)} documents are longer than {seq_len} tokens and were cut")
+            dropped = f", {len(documents) - len(left)} of them dropped, since" if len(left) < len(documents) else ""
+            why = " nothing to learn was left" if dropped else ""
+            self.notices.append(
+                f"{cut} of {len(documents)} documents are longer than {seq_len} tokens and were cut{dropped}{why}"
+            )
+        if not left:
+            raise InputError(f"{self.paths[0]}: no answer begins within {seq_len} tokens: raise seq_len")
+        documents = left
         self._tokens = [tokens[:seq_len] for tokens, _ in documents]
         self._learn = [learn[:seq_len] for _, learn in documents]
         self.rows = (
@@ -70,6 +81,11 @@ class JsonlSource:
         )
 
     def _document(self, where: str, line: dict, encode: Encode, end: int | None) -> tuple[np.ndarray, np.ndarray]:
+        if self.template is not None and isinstance(line.get("messages"), list):
+            ids, learned = self.template.document(where, line["messages"])
+            if not any(learned[1:]):
+                raise InputError(f"{where}: nothing to learn: the assistant says nothing")
+            return np.asarray(ids, dtype=np.int32), np.asarray(learned, dtype=bool)
         tokens: list[int] = []
         learn: list[bool] = []
         for text, counts in _pieces(where, line):

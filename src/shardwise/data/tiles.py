@@ -1,4 +1,8 @@
-"""Fields by tiles under `domain`: each rank reads its own; `predict_to` writes each to a .npy file or .zarr store."""
+"""Fields by tiles under `domain`: each rank reads its own; `predict_to` writes each to a .npy file or .zarr store.
+
+A source that says how large its fields are is asked for a rank's region. Its answer is this rank's share where it has
+the share's shape, and the field where it has the field's.
+"""
 
 from __future__ import annotations
 

@@ -14,15 +14,16 @@ import torch
 from torch import nn
 
 from shardwise.comm import gather_rows
-from shardwise.engine.alone import blame
-from shardwise.engine.samples import few_samples
 from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.host import put
 from shardwise.layout import Plan
 from shardwise.layout.schedules import Schedule, schedule_of
+from shardwise.look.one_process import blame
+from shardwise.look.samples import few_samples
 from shardwise.mesh import Mesh
+from shardwise.parallel.pipeline.boundaries import CutPoint, Stage
 from shardwise.parallel.pipeline.chance import repeated
-from shardwise.parallel.pipeline.cuts import CutPoint, Stage, choose, decisions, make_stages
+from shardwise.parallel.pipeline.cuts import choose, decisions, make_stages
 from shardwise.parallel.pipeline.lasting import kept_on, kept_twice
 from shardwise.parallel.pipeline.placed import StagePlacement
 from shardwise.precision import Precision
@@ -88,7 +89,7 @@ def cut_forward(
         )
         flow.repeats = repeated(flow, other)
     # What is run again, compiled or gathered as a whole lies in one stage.
-    whole = plan.remat != "none" or plan.compile or plan.zero == 3
+    whole = plan.remat != "none" or plan.compile or plan.sharded.weights
     units = [*inseparable, *(blocks.paths if whole else ())]
     apart = _apart(plan, schedule) if flow.taken else ""
     places = _places(flow, module, schedule.stages, plan, blocks, units, apart)
@@ -181,7 +182,7 @@ def _apart(plan: Plan, schedule: Schedule) -> str:
     )
     if schedule.stages > schedule.ranks:
         return f"{what} schedule={schedule.name} has on one rank: use schedule=1f1b"
-    if plan.zero == 3:
+    if plan.sharded.weights:
         return f"{what} free their weights under zero=3 before its second backward: use zero=2"
     return f"{what} hold shares of positions (cp, domain): leave out one or the other" if plan.cut_positions > 1 else ""
 

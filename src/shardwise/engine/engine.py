@@ -17,13 +17,14 @@ from torch.optim import Optimizer
 
 from shardwise.comm import Ledger, Observer, barrier
 from shardwise.engine import export, whole
-from shardwise.engine.assemble import assemble, assemble_and_look, follow_draws
-from shardwise.engine.check import Findings
-from shardwise.engine.deterministic import fix_threads, refuse_shared
+from shardwise.engine.assemble import assemble
 from shardwise.engine.optimizer_state import full_optimizer_state
 from shardwise.engine.predict import predict
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan, check
+from shardwise.look.deterministic import fix_threads, refuse_shared
+from shardwise.look.first_samples import Findings
+from shardwise.look.task_look import follow_draws, make_and_look
 from shardwise.mesh import Mesh, build_mesh
 from shardwise.parallel.batchnorm import batch_norm_modules, joins_batch_norms, sync_module
 from shardwise.parallel.slots import DataParallel
@@ -85,13 +86,13 @@ def parallelize(
 
     if check_loss:
         try:
-            state, findings = assemble_and_look(make, masks=randomness == "global")
+            state, findings = make_and_look(make, masks=randomness == "global")
         except (InputError, RefusedPlan) as error:
             # Only where torch refused: a module that runs as it is stays as it is.
             if (met := met_at(task, plan, error)) is None:
                 raise
             tasks.append(met)
-            state, findings = assemble_and_look(make, masks=randomness == "global")
+            state, findings = make_and_look(make, masks=randomness == "global")
             state.notices.append(told_met(plan))
     else:
         state = make()

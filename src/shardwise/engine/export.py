@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -39,6 +40,16 @@ def state_dict(state: RankState, *, rank_0_only: bool = False) -> dict[str, torc
             # a module that a script's forward has made since is no part of the plan, and whole
             weights[name] = whole[own_name] if own_name in whole else value.detach().cpu().clone()
     return weights
+
+
+def trained_parameters(state: RankState, *, rank_0_only: bool = False) -> dict[str, torch.Tensor]:
+    """Returns the whole parameters that are trained, by name, on the CPU; frozen ones are not gathered. Collective.
+
+    With `rank_0_only` the other ranks keep none of them and return an empty dict.
+    """
+    keep = state.mesh.rank == 0 or not rank_0_only
+    trained = islice(full_parameters(state), len(state.all_names))  # which come before the frozen ones
+    return {name: tensor.cpu().clone() for name, tensor in trained if keep}
 
 
 def save_weights(state: RankState, path: str | Path, spare: str | Path | None = None, *, under: str = "") -> Path:

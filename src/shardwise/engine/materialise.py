@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Container
 
 import torch
 from torch import nn
 
 from shardwise.comm import Axis, broadcast, gather_rows
-from shardwise.engine.samples import has_samples
-from shardwise.errors import RefusedPlan
+from shardwise.errors import InputError, RefusedPlan
+from shardwise.look.samples import has_samples
 from shardwise.parallel.slots import ValueOf
 from shardwise.precision import Precision
 from shardwise.task import Task
@@ -37,6 +39,7 @@ def build_everywhere(
             "instead (w * m + (w * (1 - m)).detach()), or freeze the weight"
         )
     built.value_from = task.weights
+    _refuse_unused(task, built)
     # in float64, which keeps 53 bits of a fingerprint
     mine = torch.tensor([float(built.fingerprint() % 2**50), float(bool(built.notice))], dtype=torch.float64)
     table = gather_rows(mine.to(device), world)
@@ -52,6 +55,37 @@ def build_everywhere(
         return value
 
     return built, received
+
+
+def _refuse_unused(task: Task, built: Built) -> None:
+    """Raise `InputError` where `Task.weights` gives a value for none of the parameters: all would be drawn."""
+    names = [name for name, _ in built.module.named_parameters()]
+    if task.weights is None or hasattr(task.weights, "into") or not names:
+        return
+    if all(task.weights(name) is None for name in names):
+        raise InputError(
+            f"Task.weights gives a value for none of the model's {len(names)} parameters ({', '.join(names[:2])}, "
+            "...): the constructor makes others than it knows. Give weights=None for drawn ones"
+        )
+
+
+def told_of_drawn(built: Built) -> list[str]:
+    """Returns a notice on parameters that are drawn beside others that come from a file, by patterns of their names."""
+    new, stored = built.drawn()
+    if not new:
+        return []
+    patterns = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in new)
+    if len(patterns) > _MOST:
+        patterns = Counter("*." + ".".join(name.split(".")[-3:]) for name in new)
+    listed = [f"{pattern} ({count})" if count > 1 else pattern for pattern, count in patterns.items()]
+    more = f", and {len(listed) - _MOST} more patterns" if len(listed) > _MOST else ""
+    return [
+        f"{stored} parameters have values from files; {len(new)} are made by the constructor, from the seed: "
+        f"{', '.join(listed[:_MOST])}{more}"
+    ]
+
+
+_MOST = 4  # patterns of names in the notice
 
 
 def hooked_weight(module: nn.Module) -> str | None:
@@ -135,13 +169,19 @@ def fill_only(
     _replace(module, make, ("parameter",))
 
 
-def empty_parameters(module: nn.Module, dtype: torch.dtype, device: torch.device, absent: Container[str] = ()) -> None:
-    """Put parameters on the meta device (shapes alone); `absent` ones are held by other ranks."""
+def empty_parameters(
+    module: nn.Module, precision: Precision, device: torch.device, absent: Container[str] = ()
+) -> None:  # fmt: skip
+    """Put parameters on the meta device (shapes alone): trained ones as masters, frozen ones as they compute.
+
+    `absent` ones are held by other ranks.
+    """
 
     def make(name: str, old: torch.Tensor) -> torch.Tensor:
         if name in absent:
-            return _not_here(old, dtype, device)
-        kind = dtype if old.is_floating_point() else old.dtype
+            return _not_here(old, precision.master, device)
+        kind = precision.master if old.requires_grad else precision.compute
+        kind = kind if old.is_floating_point() else old.dtype
         return _parameter(old, torch.empty(old.shape, dtype=kind, device="meta"))
 
     _replace(module, make, ("parameter",))

@@ -22,15 +22,14 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm import Axis
-from shardwise.engine.groups import named_groups
-from shardwise.errors import InputError, RefusedPlan, ShardwiseError, did_you_mean
+from shardwise.errors import RefusedPlan
+from shardwise.layout.zero_stages import ZeroStage
 from shardwise.parallel.slots import DataParallel, PieceSlots
 from shardwise.step.owners import OwnedMasters
-from shardwise.task_names import where
+from shardwise.step.task_optimizer import OptimizerFn, construct, needs_closure
 from shardwise.trace.double import KeepDouble
 from shardwise.trace.leaves import tensors_in
 
-OptimizerFn = Callable[[list[dict]], Optimizer]
 KINDS = ("elementwise", "per tensor", "joint")  # each needs more of the parameters than the one before
 _TRIAL_STEPS = 4
 _TRIAL_TOLERANCE = 1e-9  # of the largest update
@@ -69,40 +68,6 @@ class _NarrowDtypes(TorchDispatchMode):
             if leaf.is_floating_point() and leaf.dtype != torch.float64:
                 self.seen.add(leaf.dtype)
         return output
-
-
-def construct(make: OptimizerFn, params: Sequence[torch.Tensor]) -> Optimizer:
-    """Call the task's optimizer function; raises `InputError` for what it should not return."""
-    try:
-        optimizer = make(named_groups(params))
-    except ShardwiseError:
-        raise
-    except Exception as error:
-        raise InputError(f"Task.optimizer failed: {where(error)}{_like(error)}") from error
-    if not isinstance(optimizer, Optimizer):
-        raise InputError(f"Task.optimizer must return a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    own = {id(param) for param in params}
-    foreign = [param.shape for group in optimizer.param_groups for param in group["params"] if id(param) not in own]
-    if foreign:
-        raise InputError(
-            f"Task.optimizer made an optimizer over {len(foreign)} tensors that are not among the parameters it was "
-            f"given (the first has shape {tuple(foreign[0])}): another model's; build it over its argument, the groups "
-            "(lambda groups: AdamW(groups))"
-        )
-    return optimizer
-
-
-def _like(error: Exception) -> str:
-    """Returns a suggestion for a misspelt name (torch.optim.Adamm), "" for any other error."""
-    if not isinstance(error, AttributeError) or error.name is None:
-        return ""
-    return did_you_mean(error.name, [name for name in dir(error.obj) if not name.startswith("_")])
-
-
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether `step` cannot be called without a closure (LBFGS)."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def over_pieces(make: OptimizerFn, shapes: Sequence[torch.Size], pieces: dict[int, list[nn.Parameter]]) -> Optimizer:
@@ -242,10 +207,10 @@ def shares_of(tp: int, ep: int) -> str:
     return ",".join(f"{axis}={n}" for axis, n in (("tp", tp), ("ep", ep)) if n > 1)
 
 
-def refuse(nature: Nature, zero: int, shares: str = "", stages: int = 1, named: str = "the optimizer") -> None:
+def refuse(nature: Nature, zero: ZeroStage, shares: str = "", stages: int = 1, named: str = "the optimizer") -> None:
     """Raise `RefusedPlan` where a rank would have too little for the optimizer.
 
-    zero     the stage, 0 where parameters lie whole on each rank
+    zero     what ranks hold as shards
     shares   see `shares_of`
     stages   of a pipeline
     """
@@ -254,10 +219,11 @@ def refuse(nature: Nature, zero: int, shares: str = "", stages: int = 1, named: 
             f"{shares} leaves each rank a share of a weight, and on a trial {named}'s update of an element hangs on "
             "the rest of its tensor: leave it out, or use an optimizer that treats elements one by one (Adam, SGD)"
         )
-    if zero and nature.kind == "joint":
+    if zero.state and nature.kind == "joint":
         raise RefusedPlan(
-            f"zero={zero} spreads parameters over ranks, and on a trial {named}'s update of one tensor depends on the "
-            "others (or it needs a closure): use zero=0 (dp_replicate), or an optimizer that treats tensors one by one"
+            f"zero={zero.number} spreads parameters over ranks, and on a trial {named}'s update of one tensor depends "
+            "on the others (or it needs a closure): use zero=0 (dp_replicate), or an optimizer that treats tensors one "
+            "by one"
         )
     if stages > 1 and nature.kind == "joint":
         raise RefusedPlan(
@@ -273,7 +239,7 @@ def make_optimizer(
     shapes: list[torch.Size],
     shard: Axis,
     *,
-    zero: int,
+    stage: ZeroStage,
     shares: str = "",
     numbers: Sequence[bool] = (),
 ) -> tuple[Optimizer, Nature, OwnedMasters | None]:
@@ -286,9 +252,9 @@ def make_optimizer(
     """
     nature = try_out(make, shapes, numbers)
     slots = technique.slots
-    refuse(nature, zero, shares)
+    refuse(nature, stage, shares)
     # Masters that are whole need no stand-ins: the task's function gets them themselves.
-    if all(slot.whole for slot in slots) and zero == 0 and not shares:
+    if all(slot.whole for slot in slots) and not stage.state and not shares:
         return construct(make, [slot.master for slot in slots]), nature, None
     if nature.kind == "per tensor":
         owners = OwnedMasters(cast(PieceSlots, technique), names, shapes, shard)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from shardwise.comm.recording import refusing_others
 from shardwise.comm.tree import FixedOrder
-from shardwise.engine.cutting import StagePlacement, cut_module
 from shardwise.engine.experts import names_of, own_row_experts, spread_experts
 from shardwise.engine.materialise import (
     build_everywhere,
@@ -22,15 +21,16 @@ from shardwise.engine.materialise import (
     fill_only,
     fill_parameters,
     hold_recurrent,
+    told_of_drawn,
 )
-from shardwise.engine.positions import find_positions
-from shardwise.engine.replaced import hold_replaced, may_replace
-from shardwise.engine.room import check_masks, check_room
-from shardwise.engine.samples import a_few, few_samples, has_samples
 from shardwise.engine.tensor import cut_tensors
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.layout.pieces import BatchPieces
+from shardwise.layout.zero_stages import PER_MICROBATCH, ZeroStage
+from shardwise.look.memory_limits import check_masks, check_room
+from shardwise.look.replaced_parameters import hold_replaced, may_replace
+from shardwise.look.samples import a_few, few_samples, has_samples
 from shardwise.memory.chunks import Chunks, chunked_forwards, given_values
 from shardwise.memory.recompute import recompute_block
 from shardwise.mesh import Mesh
@@ -39,7 +39,6 @@ from shardwise.parallel.expert import install as install_experts
 from shardwise.parallel.expert.apply import Stack, compute_own_rows
 from shardwise.parallel.flat import Flat
 from shardwise.parallel.full import FullShard
-from shardwise.parallel.pipeline.stage import StagedModule
 from shardwise.parallel.replicate import Replicate
 from shardwise.parallel.slots import DataParallel, ValueOf
 from shardwise.parallel.tensor import TensorParallel, compile_block, install, why_eager
@@ -54,6 +53,10 @@ from shardwise.trace.blocks import Blocks, blocks_of
 from shardwise.trace.deferred import Built
 from shardwise.trace.outside_reads import set_training
 from shardwise.trace.stand_in import held_beside
+
+if TYPE_CHECKING:
+    from shardwise.parallel.pipeline.placed import StagePlacement
+    from shardwise.parallel.pipeline.stage import StagedModule
 
 
 @dataclass
@@ -90,7 +93,7 @@ def apply_plan(
     built, value_of = build_everywhere(task, seed, mesh.world, mesh.device, own=few is None)
     module = built.module
     hold_recurrent(module)  # before anything else runs it
-    notices = [built.notice] if built.notice else []
+    notices = [built.notice] if built.notice else told_of_drawn(built)
     refuse(module, plan)
     refuse_scripted(module, plan)
     # Found by names alone, at no cost; whether it does takes a forward.
@@ -111,8 +114,12 @@ def apply_plan(
     trained = [name for name, _ in trainable(module)]
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
     inseparable = [stack.path for stack in spread.experts.stacks] if spread.experts is not None else []
-    with refusing_others(partial(_own_collective, plan)):
-        cut = cut_module(task, plan, mesh, precision, built, blocks, inseparable) if plan.pp > 1 else None
+    cut: StagePlacement | None = None
+    if plan.pp > 1:
+        from shardwise.engine.cutting import cut_module
+
+        with refusing_others(partial(_own_collective, plan)):
+            cut = cut_module(task, plan, mesh, precision, built, blocks, inseparable)
     absent: set[str] = set()
     if cut is not None:
         absent, value_of = cut.absent, cut.values(built, value_of)
@@ -127,10 +134,10 @@ def apply_plan(
         stacks = spread.experts.stacks if spread.experts is not None else spread.row_wise
         sending = [stack.path for stack in stacks]
         # before recompute and compile, which wrap the forwards as they are then
-        chunked_forwards(module, blocks.paths, chunks, mesh.shard.size > 1 and plan.zero == 3, sending)
+        chunked_forwards(module, blocks.paths, chunks, plan.sharded.weights, sending)
     notices += _prepare(module, blocks, plan)
     order = _fixed_order(plan, mesh)
-    if mesh.shard.size > 1 and plan.zero == 3:
+    if plan.sharded.weights:
         notices += blocks.warnings
         units = [path for path in blocks.paths if path not in enclosed]
         # Whole on every rank: what the forward writes, and what modules keep in lists or objects of their own, where
@@ -144,6 +151,8 @@ def apply_plan(
     fill_buffers(module, value_of, precision, mesh.device)
     staged = None
     if cut is not None:
+        from shardwise.parallel.pipeline.stage import StagedModule
+
         staged = StagedModule(module, cut.mine, precision.compute, mesh.inner, spread.results)
     return Applied(
         set_training(module, True), technique, spread.tensor, spread.experts, spread.positions, notices, cut, staged,
@@ -209,6 +218,8 @@ def _spread(
         dealt = names_of(spread.experts.stacks) if spread.experts is not None else frozenset()
         spread.tensor = cut_tensors(task, plan, mesh, precision, built, few, dealt)
     if mesh.inner:
+        from shardwise.engine.positions import find_positions  # a fifth of all files, for plans that cut positions
+
         experts = spread.experts
         spread.row_wise = experts.stacks if experts else own_row_experts(task, mesh, precision, built, few)
         derived = None if spread.tensor is None else spread.tensor.derived
@@ -314,7 +325,7 @@ def _full_shard(
     """Returns the technique of zero=3: units of FSDP2, and beside them experts and the parameters `kept` whole."""
     spread = set(experts.experts) - absent if experts is not None else set()
     elsewhere = absent | spread | kept
-    empty_parameters(module, precision.master, mesh.device, elsewhere)
+    empty_parameters(module, precision, mesh.device, elsewhere)
     units = [module.get_submodule(path) for path in paths]
     sharded = FullShard(module, units, mesh, precision, elsewhere, order)
     sharded.materialise(value_of, mesh.device)
@@ -324,11 +335,11 @@ def _full_shard(
     if kept:
         named = [(name, param) for name, param in trainable(module) if name not in spread]
         # Their gradients and optimizer state still lie in pieces, as under zero=2.
-        whole = Flat([pair for pair in named if pair[0] in kept], mesh.shard, mesh.replicate, precision, stage=2,
-                     order=order)  # fmt: skip
+        whole = Flat([pair for pair in named if pair[0] in kept], mesh.shard, mesh.replicate, precision,
+                     stage=PER_MICROBATCH, order=order)  # fmt: skip
         technique = WithExperts([name for name, _ in named], technique, whole, kept, None)
     if spread:
-        technique = _with_experts(module, technique, spread, mesh, precision, stage=2)
+        technique = _with_experts(module, technique, spread, mesh, precision, stage=PER_MICROBATCH)
     for index, (name, _) in enumerate(trainable(module)):
         if precision.mixed and name in spread | kept:  # FSDP2 has its own masters already
             technique.load_masters(index, value_of(name).to(mesh.device))
@@ -345,12 +356,12 @@ def _whole_module(
     named = [(name, param) for name, param in trainable(module) if name not in spread]
     pairs = pairs_in(module)
     technique: DataParallel
-    if mesh.shard.size > 1 and plan.zero in (1, 2):
-        technique = Flat(named, mesh.shard, mesh.replicate, precision, stage=plan.zero, order=order, pairs=pairs)
+    if plan.sharded.state:
+        technique = Flat(named, mesh.shard, mesh.replicate, precision, stage=plan.sharded, order=order, pairs=pairs)
     else:
         technique = Replicate(named, mesh.gradients, precision, order, pairs)
     if spread:
-        technique = _with_experts(module, technique, spread, mesh, precision, stage=plan.zero)
+        technique = _with_experts(module, technique, spread, mesh, precision, stage=plan.sharded)
     if precision.mixed:
         for index, (name, _) in enumerate(trainable(module)):
             technique.load_masters(index, value_of(name).to(mesh.device))
@@ -358,13 +369,13 @@ def _whole_module(
 
 
 def _with_experts(
-    module: nn.Module, rest: DataParallel, spread: set[str], mesh: Mesh, precision: Precision, *, stage: int
+    module: nn.Module, rest: DataParallel, spread: set[str], mesh: Mesh, precision: Precision, *, stage: ZeroStage
 ) -> WithExperts:
     """Returns a technique of two: `rest`, and one for experts over the ranks that hold the same ones."""
     named = [(name, param) for name, param in trainable(module) if name in spread]
     pairs = pairs_in(module)
     technique: DataParallel
-    if stage and mesh.expert_shard.size > 1:
+    if stage.state and mesh.expert_shard.size > 1:
         technique = Flat(named, mesh.expert_shard, mesh.replicate, precision, stage=stage, pairs=pairs)
     else:  # one rank of dp_shard alone holds them, or all that do keep everything
         technique = Replicate(named, mesh.expert_data, precision, pairs=pairs)
@@ -383,7 +394,7 @@ def refuse(module: nn.Module, plan: Plan) -> None:
 
 def works_inside(plan: Plan) -> bool:
     """Whether the plan shards, cuts or sends a module's weights, which is done with real numbers alone."""
-    return plan.zero == 3 or plan.tp > 1 or plan.pp > 1 or plan.ep > 1
+    return plan.sharded.weights or plan.tp > 1 or plan.pp > 1 or plan.ep > 1
 
 
 def scripted(module: nn.Module) -> str | None:
@@ -396,7 +407,7 @@ def refuse_scripted(module: nn.Module, plan: Plan) -> None:
     path = scripted(module)
     # Replicas, zero=1 and 2 touch weights and gradients alone.
     inside = [name for name in ("tp", "pp", "ep") if getattr(plan, name) > 1]
-    inside += ["zero=3"] * (plan.zero == 3) + ["remat"] * (plan.remat != "none")
+    inside += [f"zero={plan.zero}"] * plan.sharded.weights + ["remat"] * (plan.remat != "none")
     if path is not None and inside:
         raise RefusedPlan(
             f"'{path}' was made by torch.jit, and {inside[0]} has to look into its forward: give the module as it was "

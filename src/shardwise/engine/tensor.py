@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from shardwise.comm import Axis, of_first
-from shardwise.engine.alone import blame
-from shardwise.engine.samples import SAMPLES, a_few, few_samples
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
+from shardwise.look.one_process import blame
+from shardwise.look.samples import SAMPLES, a_few, few_samples
 from shardwise.mesh import Mesh
 from shardwise.parallel.tensor import Derived, Followed, TensorParallel, find_cuts
 from shardwise.part.pairs import hold_pairs, shapes_outside

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardwise.comm import Gathering, broadcast, gathered_alone, gathered_together, ready
 from shardwise.comm.text import gather_json
 from shardwise.host import read
-from shardwise.parallel.pipeline.messages import DTYPES, MOST_DIMS
-from shardwise.step.staged import StagedForward
 from shardwise.step.state import RankState
+
+if TYPE_CHECKING:
+    from shardwise.step.staged import StagedForward
 
 
 def full_parameters(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
@@ -125,6 +126,8 @@ def to_all_stages(
 
 def _handed_out(staged: StagedForward, tensor: torch.Tensor | None, source: int) -> torch.Tensor | None:
     """Returns the source rank's tensor on every rank of the pipeline, None where it has none. Collective."""
+    from shardwise.parallel.pipeline.messages import DTYPES, MOST_DIMS
+
     axis, device = staged.axis, staged.device
     # shape and dtype first: the others may not know them (a buffer that a forward made)
     row = torch.zeros(3 + MOST_DIMS, dtype=torch.int64)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from shardwise.heads import HEADS
 from shardwise.hf.checkpoint import Checkpoint
-from shardwise.hf.export import export
+from shardwise.hf.export import export, save_adapters
 from shardwise.hf.task import task
 
-__all__ = ["HEADS", "Checkpoint", "export", "task"]
+__all__ = ["HEADS", "Checkpoint", "export", "save_adapters", "task"]

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shardwise.adapters.files import has_adapters, write_adapters
 from shardwise.comm import gather_json
 from shardwise.engine.engine import Engine
+from shardwise.engine.export import trained_parameters
 from shardwise.errors import InputError
 from shardwise.heads import read_config
 from shardwise.hf.checkpoint import INDEX, SINGLE
@@ -31,7 +34,7 @@ _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".msgpack",
 
 def export(
     weights: Engine | str | Path, folder: str | Path, source: Any, *, dtype: torch.dtype | None = None,
-    file_bytes: int = FILE_BYTES,
+    file_bytes: int = FILE_BYTES, merge: bool = False,
 ) -> Path:  # fmt: skip
     """Write a model as Hugging Face keeps it. With an engine this is collective, and rank 0 writes.
 
@@ -40,6 +43,8 @@ def export(
     source    the checkpoint folder or configuration that the task was made of; a folder's other files (tokenizer,
               generation settings) are copied
     dtype     of floating-point weights; None: as they are
+    merge     the engine's adapters, or those in a folder that peft reads (`weights`), are merged into the model of
+              the folder `source`, in float32 and by rank 0 alone
 
     Raises `InputError` for weights that `from_pretrained` would not find under their names (adapters' among them),
     before anything is written.
@@ -52,6 +57,8 @@ def export(
         there = any(gather_json(there, weights.mesh.world, weights.device))
     if there:
         raise InputError(f"{folder} exists: export writes a new folder")
+    if merge:
+        return _export_merged(weights, folder, source, dtype)
     _check_names(weights, config)
     partial = folder.with_name(f".{folder.name}.partial")
     if writes:
@@ -72,6 +79,36 @@ def export(
     if isinstance(weights, Engine):
         weights.close()  # waits: no rank goes on before the folder is there
     return folder
+
+
+def _export_merged(weights: Engine | str | Path, folder: Path, source: Any, dtype: torch.dtype | None) -> Path:
+    """Write the model with its adapters merged. Collective with an engine."""
+    from shardwise.hf.merge import merged
+
+    partial = folder.with_name(f".{folder.name}.partial")
+    with tempfile.TemporaryDirectory() as between:
+        adapters = weights if not isinstance(weights, Engine) else save_adapters(weights, Path(between) / "adapter")
+        if not isinstance(weights, Engine) or weights.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            merged(Path(adapters), source, dtype).save_pretrained(str(partial))
+            _copy_others(source, partial)
+            partial.replace(folder)
+    if isinstance(weights, Engine):
+        weights.close()
+    return folder
+
+
+def save_adapters(engine: Engine, folder: str | Path) -> Path:
+    """Write the engine's adapters in a folder, as `peft.PeftModel.from_pretrained` reads them. Collective.
+
+    Trained tensors alone are gathered, one by one, and rank 0 writes them.
+    """
+    if not has_adapters(engine.module):
+        raise InputError("save_adapters: peft has written no adapters into this model: hf.export writes whole weights")
+    tensors = trained_parameters(engine.state, rank_0_only=True)
+    if engine.rank == 0:
+        write_adapters(engine.module, tensors, Path(folder))
+    return Path(folder)
 
 
 def _check_names(weights: Engine | str | Path, config: Any) -> None:
@@ -95,7 +132,7 @@ def _check_names(weights: Engine | str | Path, config: Any) -> None:
     unknown = sorted(names - own.keys())
     if missing or unknown:
         told = [f"{what} {', '.join(some[:2])}" for what, some in (("lack", missing), ("have", unknown)) if some]
-        adapters = ": merge the adapters into the model first" if any("lora_" in name for name in unknown) else ""
+        adapters = ": merge=True merges the adapters into the model" if any("lora_" in name for name in unknown) else ""
         raise InputError(
             f"export: the weights {' and '.join(told)} ({len(missing)} and {len(unknown)} in all), so that "
             f"{kind.__name__}.from_pretrained would not be this model{adapters}"

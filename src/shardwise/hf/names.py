@@ -19,11 +19,15 @@ from shardwise.hf.checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class Recipe:
-    """One tensor's making: `sources` are (name on disk, pattern), and `converter` turns them into `target`."""
+    """One tensor's making: `sources` are (name on disk, pattern), and `converter` turns them into `target`.
+
+    shapes   of each tensor that is made, by name
+    """
 
     target: str
     sources: tuple[tuple[str, str | None], ...]
-    converter: Any = None
+    converter: Any
+    shapes: dict[str, torch.Size]
 
     def make(self, checkpoint: Checkpoint, name: str, model: Any) -> torch.Tensor:
         """Returns the tensor that the model calls `name`."""
@@ -59,11 +63,11 @@ def recipes_of(model: Any, checkpoint: Checkpoint) -> dict[str, Recipe]:
     recipes: dict[str, Recipe] = {}
     for target, sources in groups.items():
         pattern = sources[0][1]
-        recipe = Recipe(target, tuple(sources), by_pattern[pattern] if pattern is not None else None)
-        names = [target]
-        if recipe.converter is not None:
-            names = list(recipe.convert({key: checkpoint.outline(key) for key, _ in sources}, model))
-        recipes |= dict.fromkeys(names, recipe)
+        recipe = Recipe(target, tuple(sources), by_pattern[pattern] if pattern is not None else None, {})
+        outlines = {key: checkpoint.outline(key) for key, _ in sources}
+        made = {target: outlines[sources[0][0]]} if recipe.converter is None else recipe.convert(outlines, model)
+        recipe.shapes.update({name: outline.shape for name, outline in made.items()})
+        recipes |= dict.fromkeys(made, recipe)
     return recipes
 
 

@@ -1,27 +1,26 @@
-"""`task(source, head, ...)`: a `Task` around a transformers model (heads: heads.py; weights: hf/checkpoint).
+"""`task(source, head, ...)`: a `Task` around a transformers model (heads: heads.py; weights: hf/weights).
 
 The model is built by the configuration without its weights; each weight is then read from the checkpoint when its
-place is made, or drawn from the seed where there is no checkpoint. Losses are sums with the number of labels that
-count as their weight, whatever the model itself would return.
+place is made (hf/weights), or drawn from the seed where there is no checkpoint. Losses are sums with the number of
+labels that count as their weight, whatever the model itself would return.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from shardwise.errors import InputError, did_you_mean
 from shardwise.heads import HEADS, build_model, read_config, settings
-from shardwise.hf.checkpoint import Checkpoint
-from shardwise.hf.names import Recipe, recipes_of
+from shardwise.hf.weights import Weights
 from shardwise.task import Task
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 
 def task(source: Any, head: str = "causal-lm", *, new: bool = False, **fields: Any) -> Task:
@@ -32,7 +31,8 @@ def task(source: Any, head: str = "causal-lm", *, new: bool = False, **fields: A
              "audio-classification"
     new      parameters that the checkpoint lacks (a new head) are drawn from the seed; else they are refused
     fields   of `Task`: data or batch, optimizer, eval_data, ... A batch is a dict with "labels"; the rest of it goes
-             to the model. -100 is no label
+             to the model. -100 is no label. `model` may take the folder's model, to wrap or to change it:
+             lambda base: get_peft_model(base, config)
 
     Raises `InputError` for a folder that cannot be read, a model without that head, and names that do not match.
     """
@@ -40,69 +40,27 @@ def task(source: Any, head: str = "causal-lm", *, new: bool = False, **fields: A
         raise InputError(f"head {head!r}: expected one of {', '.join(HEADS)}{did_you_mean(head, list(HEADS))}")
     config = copy.deepcopy(_config_of(source))  # the model is built without a cache
     build = partial(build_model, config, head)
-    weights = None
+    model = fields.pop("model", None)
     if isinstance(source, str | Path):
-        weights = Weights(source, config, head, new)
-    return Task(model=build, weights=weights, **{**settings(config, head), **fields})
+        fields.setdefault("weights", Weights(source, config, None if model is not None else head, new))
+    if model is not None and _takes_one(model):
+        model = partial(_wrapped, model, build)
+    return Task(**{**settings(config, head), "model": build if model is None else model, **fields})
+
+
+def _takes_one(model: Any) -> bool:
+    """Whether a constructor asks for one argument: the model that it wraps."""
+    if not callable(model) or isinstance(model, type):
+        return False
+    needed = [value for value in inspect.signature(model).parameters.values() if value.default is value.empty]
+    return len([value for value in needed if value.kind in (value.POSITIONAL_ONLY, value.POSITIONAL_OR_KEYWORD)]) == 1
+
+
+def _wrapped(wrap: Callable[[nn.Module], nn.Module], build: Callable[[], nn.Module]) -> nn.Module:
+    return wrap(build())
 
 
 def _config_of(source: Any) -> Any:
     if isinstance(source, str | Path) and Path(source).is_file():
         raise InputError(f"{source} is a file: give the checkpoint folder that holds it, or the configuration object")
     return read_config(source)
-
-
-class Weights:
-    """Callable: parameter -> its value in a checkpoint, None for one that is drawn; the `Task.weights` of a folder."""
-
-    def __init__(self, folder: str | Path, config: Any, head: str, new: bool) -> None:
-        self.folder, self.config, self.head, self.new = folder, config, head, new
-        self.checkpoint = Checkpoint(folder)
-        with torch.device("meta"):
-            self.model = build_model(config, head)
-        made = recipes_of(self.model, self.checkpoint)
-        self.recipes: dict[str, tuple[str, Recipe]] = {}  # parameter -> the name that it is made under, and how
-        missing = []
-        aliases = _aliases(self.model)
-        for name, names in aliases.items():
-            taken = next((other for other in names if other in made), None)
-            if taken is None:
-                missing.append(name)
-            else:
-                self.recipes[name] = taken, made[taken]
-        self._refuse(
-            missing, sorted(made.keys() - {other for names in aliases.values() for other in names}), len(aliases)
-        )
-
-    def __call__(self, name: str) -> Tensor | None:
-        if name not in self.recipes:
-            return None
-        taken, recipe = self.recipes[name]
-        return recipe.make(self.checkpoint, taken, self.model)
-
-    def __reduce__(self) -> tuple:
-        return Weights, (self.folder, self.config, self.head, self.new)
-
-    def _refuse(self, missing: list[str], left: list[str], count: int) -> None:
-        if not self.recipes:
-            raise InputError(f"{self.folder} holds none of the model's tensors: it is another model's")
-        if missing and not self.new:
-            told = f"{', '.join(missing[:4])}{', ...' if len(missing) > 4 else ''}"
-            over = f"; it holds {', '.join(left[:4])} besides, which the model does not know" if left else ""
-            raise InputError(
-                f"{self.folder} lacks {len(missing)} of the model's {count} tensors: {told}{over}. Give new=True if "
-                "they are a new head, to be drawn from the seed"
-            )
-
-
-def _aliases(model: nn.Module) -> dict[str, list[str]]:
-    """Returns parameter or kept buffer -> every name it goes by; tied weights have several."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in (*model.named_parameters(remove_duplicate=False), *_kept_buffers(model)):
-        names.setdefault(id(tensor), []).append(name)
-    return {group[0]: group for group in names.values()}
-
-
-def _kept_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    kept = set(model.state_dict())
-    return [(name, buffer) for name, buffer in model.named_buffers() if name in kept]

@@ -35,7 +35,7 @@ PIPELINE = Need(
     "degree; accumulate cuts a batch without stages",
 )  # fmt: skip
 GATHERED = Need(
-    lambda plan: plan.zero == 3, "zero < 3",
+    lambda plan: plan.sharded.weights, "zero < 3",
     "wrap names the units whose parameters zero=3 gathers; other stages gather none",
 )  # fmt: skip
 NEEDS = (TP, TILES, PIPELINE, GATHERED)

@@ -4,6 +4,9 @@
     tree     ((0 (1 2)) (3 (4 5)))   [low, high) is [low, middle) + [middle, high)
 
 Micro-batches and ranks take leaves in turn: the first micro-batch's are dealt over the ranks, then the second's.
+
+A collective that sums in a fixed order fixes the bits for one number of ranks: on another, kernels see other batches.
+So the batch is cut first, into pieces whose number does not depend on the ranks.
 """
 
 from __future__ import annotations

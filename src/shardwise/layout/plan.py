@@ -19,6 +19,7 @@ from shardwise.layout.keys import key, keys_with
 from shardwise.layout.other_words import ours_of
 from shardwise.layout.precisions import PRECISIONS, TORCH
 from shardwise.layout.schedule_kinds import KINDS
+from shardwise.layout.zero_stages import STAGES, UNSHARDED, ZeroStage, default_stage
 
 SCHEDULES = tuple(KINDS)
 REMATS = ("none", "selective", "full")
@@ -36,7 +37,9 @@ class Plan:
     dp_replicate: int = key(1, "replicas of the model (DDP)", degree=True)
     dp_shard: int = key(1, "ranks over which zero shards", degree=True)
     # -1: the default, 3 where dp_shard > 1, else 0; never left after __post_init__
-    zero: int = key(-1, "what dp_shard shards: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters")
+    zero: int = key(
+        -1, f"what dp_shard shards: {', '.join(f'{stage.number} {stage.adds}' for stage in STAGES.values())}"
+    )
     tp: int = key(1, "ranks over which weights are cut, as derived from the module", degree=True)
     sp: bool = key(
         False, "between cut weights, activations are cut along the sequence, on the ranks of tp", needs=keys.TP
@@ -129,9 +132,10 @@ class Plan:
         if not _is_whole(self.deterministic) or self.deterministic < 0:
             raise InputError(f"plan: deterministic must be true or a number of pieces, got {self.deterministic!r}")
         if self.zero == -1:
-            object.__setattr__(self, "zero", 3 if self.dp_shard > 1 else 0)
-        if not _is_whole(self.zero) or self.zero not in (0, 1, 2, 3):
-            raise InputError(f"plan: zero must be 0, 1, 2 or 3, got {self.zero!r}")
+            object.__setattr__(self, "zero", default_stage(self.dp_shard))
+        if not _is_whole(self.zero) or self.zero not in STAGES:
+            *few, last = STAGES
+            raise InputError(f"plan: zero must be {', '.join(map(str, few))} or {last}, got {self.zero!r}")
 
     def _read_pipeline(self) -> None:
         """Fill in defaults of schedule, stages and micro-batches, and read `stages` as text."""
@@ -189,6 +193,11 @@ class Plan:
         return {name: getattr(self, name) for name in ALONG}
 
     @property
+    def sharded(self) -> ZeroStage:
+        """Returns what each of several ranks that share a shard of the plan's zero keeps as its shard."""
+        return STAGES[self.zero] if self.dp_shard * self.cut_positions > 1 else UNSHARDED
+
+    @property
     def data_ranks(self) -> int:
         """Returns over how many ranks the samples of a micro-batch are dealt."""
         return self.dp_replicate * self.dp_shard
@@ -221,7 +230,7 @@ class Plan:
         names = {f.name for f in fields(cls)}
         unknown = [k for k in values if k not in names]
         if unknown:
-            raise InputError("; ".join(f"plan: unknown key {k!r}{nearest_key(k)}" for k in unknown))
+            raise InputError("; ".join(f"plan: unknown key {k!r}{nearest_key(k, str(values[k]))}" for k in unknown))
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}  # TOML and JSON have lists
         for name, value in values.items():
             if isinstance(value, str) and name in ("domain", "zero", "deterministic", *FLAGS, *DEGREES):
@@ -261,7 +270,7 @@ class Plan:
 
     def with_(self, **changes: Any) -> Plan:
         """Returns a copy with some fields replaced; a `zero` that is at its default follows the new `dp_shard`."""
-        by_default = self.zero == (3 if self.dp_shard > 1 else 0)
+        by_default = self.zero == default_stage(self.dp_shard)
         # a zero that was chosen goes too where one rank is left, over which a rule refuses it
         if "dp_shard" in changes and "zero" not in changes and (by_default or changes["dp_shard"] == 1):
             changes["zero"] = -1
@@ -358,9 +367,12 @@ def no_pair(part: str, text: str) -> str:
     return f"expected key=value, got {part!r} in {text!r}{advice}"
 
 
-def nearest_key(word: str) -> str:
+def nearest_key(word: str, value: str = "") -> str:
     """Returns what follows a word that is no key: the one that is meant, or all there are."""
-    if (ours := ours_of(word)) is not None:
+    key = next((name for name, choices in CHOICES.items() if word in choices), None)
+    if key is not None and value.lower() in ("true", "1"):
+        return f"; write {key}={word}"
+    if (ours := ours_of(word, value)) is not None:
         return f"; that is {ours} here" if "=" in ours else f": {ours}"
     names = [field.name for field in fields(Plan)]
     return did_you_mean(word.lower(), sorted(names)) or f" (known: {', '.join(names)})"

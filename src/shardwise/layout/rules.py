@@ -13,6 +13,7 @@ from shardwise.errors import RefusedPlan
 from shardwise.layout.keys import NEEDS, Need, keys_with
 from shardwise.layout.plan import Plan
 from shardwise.layout.schedule_kinds import KINDS, listed
+from shardwise.layout.zero_stages import STAGES
 
 
 @dataclass(frozen=True)
@@ -177,14 +178,14 @@ RULES: tuple[Rule, ...] = (
         "illegal",
         "fully_shard frees a block's weights and reduces its gradients once, after the first part of the backward, "
         "before the second has made them: use zero=2, or 1f1b or interleaved1f1b",
-        lambda p: p.pp > 1 and p.zero == 3 and KINDS[p.schedule].split,
+        lambda p: p.pp > 1 and p.sharded.weights and KINDS[p.schedule].split,
     ),
     Rule(
         "zero >= 1 with dp_shard = 1",
         "illegal",
         "zero shards over the dp_shard axis (and those of a sequence or of tiles), which has one rank: give dp_shard "
         "its degree",
-        lambda p: p.zero >= 1 and p.dp_shard * p.cut_positions == 1,
+        lambda p: STAGES[p.zero].state and not p.sharded.state,
     ),
     Rule(
         "reduce_dtype narrower than fp64 with precision = fp64",

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from shardwise.layout.plan import Plan
 
 
+Sent = tuple[str, int, int, int]  # a message: "F", or "B" of a gradient; from stage, to stage, micro-batch
+
+
 @dataclass(frozen=True)
 class Times:
     """Seconds, in any unit, of one stage for one micro-batch; B takes `input` + `weight`."""
@@ -85,6 +88,29 @@ class Schedule:
                     way = "F" if op.kind == "F" else "B", rank
                     messages[self.owner[goal]].setdefault(way, []).append((op.stage, goal, op.microbatch))
         return tuple(messages)
+
+    @cached_property
+    def rounds(self) -> tuple[tuple[tuple[Sent, ...], ...], ...]:
+        """Returns for each rank the messages that it sends and receives, those that are made at one time together.
+
+        The times are those of the table. All ranks come to the rounds in one order, in which no rank can wait for
+        another that waits for it, even where a message is sent only once its receiver is there.
+        """
+        at: dict[float, list[Sent]] = {}
+        for op, (_, end) in self.timeline().items():
+            goal = op.stage + 1 if op.kind == "F" else op.stage - 1
+            if op.kind != "W" and 0 <= goal < len(self.owner) and self.owner[goal] != self.owner[op.stage]:
+                at.setdefault(end, []).append(("F" if op.kind == "F" else "B", op.stage, goal, op.microbatch))
+        times = [sorted(at[end]) for end in sorted(at)]
+        return tuple(
+            tuple(mine for messages in times if (mine := tuple(m for m in messages if rank in self._ends(m))))
+            for rank in range(self.ranks)
+        )
+
+    def _ends(self, message: Sent) -> tuple[int, int]:
+        """Returns the ranks that a message goes between."""
+        _, source, goal, _ = message
+        return self.owner[source], self.owner[goal]
 
     @cached_property
     def in_order(self) -> list[tuple[int, Op, int, int]]:

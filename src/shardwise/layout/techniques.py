@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardwise.layout.zero_stages import SHARDED
+
 
 @dataclass(frozen=True)
 class Technique:
@@ -24,20 +26,12 @@ TECHNIQUES = (
         "gradients, all-reduce of P, during the last backward of a step", "model, gradients and state fit on a rank",
         "it fits, and is only slow",
     ),
-    Technique(
-        "ZeRO-1", "zero1", "dp_shard=8,zero=1", "samples; optimizer state",
-        "gradients, reduce-scatter of P, once a step; weights, all-gather of P, after the update",
-        "an optimizer that bears pieces, or whole tensors (tried)",
-        "optimizer state does not fit, or to accumulate long",
-    ),
-    Technique(
-        "ZeRO-2", "zero2", "dp_shard=8,zero=2", "samples; state and gradients",
-        "as ZeRO-1, with a reduce-scatter for each micro-batch", "as ZeRO-1", "gradients do not fit either",
-    ),
-    Technique(
-        "ZeRO-3", "zero3", "dp_shard=8,zero=3", "samples; state, gradients and weights",
-        "weights, all-gather of each block before its forward and its backward; gradients, reduce-scatter after it",
-        "repeated blocks (found, or wrap=)", "weights do not fit; a link as fast as inside a node",
+    *(
+        Technique(
+            stage.name, f"zero{stage.number}", f"dp_shard=8,zero={stage.number}", stage.split, stage.sent, stage.needs,
+            stage.when,
+        )
+        for stage in SHARDED
     ),
     Technique(
         "hybrid sharding", "hybrid", "dp_replicate=2,dp_shard=4,zero=3",

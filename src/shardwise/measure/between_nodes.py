@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.cluster.cluster import Between
-from shardwise.comm.collectives import Axis, all_reduce, receive, send
+from shardwise.comm import Axis, all_reduce, receive, send
 from shardwise.measure.collective_times import BYTES, LARGE, OFTEN, SELDOM, after_work, of_size
 from shardwise.measure.pace import Pace
 from shardwise.planner.candidates import divisors

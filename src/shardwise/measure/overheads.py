@@ -30,6 +30,7 @@ from shardwise.costs.layout import Layout, of_plan
 from shardwise.costs.overhead import BASE, DRAWS, Overhead, events
 from shardwise.costs.software import software
 from shardwise.layout import Plan
+from shardwise.layout.zero_stages import SHARDED
 from shardwise.measure.pace import Beat, Budget, Pace, over_ranks, pace_beside
 from shardwise.measure.reference_modules import large_tasks, reference_task
 from shardwise.planner.traced_task import Traced
@@ -58,7 +59,7 @@ def plans(ranks: int, quick: bool = False) -> dict[str, list[str]]:
     """
     texts = {BASE: f"dp_replicate={ranks}"}
     if ranks > 1:
-        texts |= {f"zero{stage}": f"dp_shard={ranks},zero={stage}" for stage in (1, 2, 3)}
+        texts |= {f"zero{stage.number}": f"dp_shard={ranks},zero={stage.number}" for stage in SHARDED}
     if ranks % 2 == 0:
         rest = f",dp_replicate={ranks // 2}" if ranks > 2 else ""
         texts |= {"tp": f"tp=2{rest}", "sp": f"tp=2,sp=true{rest}", "pp": f"pp=2{rest}"}

@@ -21,8 +21,8 @@ from shardwise.comm import Axis, Ledger
 from shardwise.host import to_device
 from shardwise.layout.grid import CHUNKS
 from shardwise.part import Owners, Part, Sum, Uncut, summand
-from shardwise.part.gathering import share_of
 from shardwise.part.levels import Distributed
+from shardwise.part.moves import share_of
 from shardwise.part.sums import whole_over_axis
 from shardwise.trace.twice import differentiable_once
 

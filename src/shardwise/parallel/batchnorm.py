@@ -1,4 +1,4 @@
-"""Batch normalisation over a micro-batch on all its ranks. Cut channels: part/channels; tiles: domain/norms.
+"""Batch normalisation over a micro-batch on all its ranks. Cut channels, and tiles: part/rules/batch_norms.
 
 Each rank sums over its samples; two small all-reduces give the mean and then the variance of all of them:
 

@@ -27,6 +27,7 @@ from torch import nn
 from shardwise.comm import Axis, Gathering, Pending, all_gather, all_reduce, ready, reduce_scatter
 from shardwise.comm.buckets import Bucket, GradientBuckets, shaped
 from shardwise.comm.tree import FixedOrder
+from shardwise.layout.zero_stages import ZeroStage
 from shardwise.parallel.slots import Slot, bring_back, check_shape, follow, is_away, joined
 from shardwise.precision import Precision
 
@@ -75,13 +76,13 @@ class _Shard:
 
 
 class Flat:
-    """ZeRO-1 (`stage` 1) or 2: flat pieces of parameters for the optimizer, whole parameters for the module."""
+    """ZeRO-1 or 2: flat pieces of parameters for the optimizer, whole parameters for the module."""
 
     in_pieces = True
 
     def __init__(
-        self, named: list[tuple[str, nn.Parameter]], shard: Axis, replicate: Axis, precision: Precision, *, stage: int,
-        order: FixedOrder | None = None, pairs: Collection[str] = (),
+        self, named: list[tuple[str, nn.Parameter]], shard: Axis, replicate: Axis, precision: Precision, *,
+        stage: ZeroStage, order: FixedOrder | None = None, pairs: Collection[str] = (),
     ):  # fmt: skip
         """pairs  names of parameters that are complex outside of the module, and real in it"""
         self.axis = shard
@@ -96,7 +97,7 @@ class Flat:
         self.shapes = [param.shape[:-1] if name in pairs else param.shape for name, param in named]
         even = shard.size * (2 if any(self.complex) else 1)  # both parts of a number lie on one rank
         self.buckets = GradientBuckets(
-            named, dtype=precision.reduce, ranks=even, summing=shard.size * replicate.size, keep=stage == 1,
+            named, dtype=precision.reduce, ranks=even, summing=shard.size * replicate.size, keep=not stage.gradients,
             launch=self._reduce, order=order,
         )  # fmt: skip
         self.shards = [_Shard(bucket, shard, precision) for bucket in self.buckets.buckets]
@@ -140,7 +141,7 @@ class Flat:
 
     def start_micro_batch(self, *, last: bool) -> None:
         """Prepare for a micro-batch, whose gradients are reduced under zero=2, under zero=1 only if it is the last."""
-        self.buckets.start_micro_batch(sync=last or self.stage == 2)
+        self.buckets.start_micro_batch(sync=last or self.stage.gradients)
 
     def expect_pieces(self) -> None:
         """Reentrant checkpoints: the next backward shows which gradients come in several pieces."""
@@ -149,7 +150,7 @@ class Flat:
     def finish_micro_batch(self) -> set[int]:
         """Launch what backward did not complete (zero=2 adds reduced shards up); returns the parameters it reached."""
         self.buckets.finish_micro_batch()
-        if self.stage == 2 and self.order is None:
+        if self.stage.gradients and self.order is None:
             self._collect()
             for bucket in self.buckets.buckets:
                 bucket.filled.clear()  # else a bucket that the next backward misses would be sent without its zeros
@@ -158,13 +159,13 @@ class Flat:
     def _reduce(self, bucket: Bucket) -> None:
         part = self.shards[self.buckets.buckets.index(bucket)]
         assert bucket.buffer is not None
-        if self.stage == 1:
-            reduced = bucket.buffer[part.low : part.high]  # in place: the rest of the bucket is not read again
-        else:
+        if self.stage.gradients:
             reduced = bucket.buffer.new_empty(part.high - part.low)
+        else:
+            reduced = bucket.buffer[part.low : part.high]  # in place: the rest of the bucket is not read again
         pending = reduce_scatter(reduced, bucket.buffer, self.axis, "gradients", wait=False)
         self._pending.append((pending, part, reduced))
-        if self.stage == 2:  # whole gradients do not outlive a backward
+        if self.stage.gradients:  # whole gradients do not outlive a backward
             bucket.buffer = None  # the collective keeps it alive until it is done
 
     def _collect(self) -> None:

@@ -62,6 +62,12 @@ def groups_of(unit: FSDPModule) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
+def partial_reductions(root: torch.nn.Module) -> list[torch.Tensor | None]:
+    """Returns the shards' sums of a step so far that are not yet summed over replicas, one for each group of units."""
+    units = [unit for unit in root.modules() if isinstance(unit, FSDPModule)]
+    return [group._partial_reduce_output for unit in units for group in groups_of(unit)]
+
+
 def can_cut(param: torch.Tensor) -> bool:
     """Returns whether FSDP2 shards a parameter of this type: torch 2.11 lets every shard require gradients."""
     return param.is_floating_point() or param.is_complex() or torch.__version__ >= (2, 12)

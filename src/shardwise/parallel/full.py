@@ -35,7 +35,7 @@ from shardwise.comm import Gathering, Trail, all_reduce, broadcast, ready
 from shardwise.comm.tree import FixedOrder, ReduceInOrder
 from shardwise.errors import RefusedPlan
 from shardwise.mesh import Mesh
-from shardwise.parallel.fsdp import can_cut, know_detach, reduce_unused, refuse_transforms
+from shardwise.parallel.fsdp import can_cut, know_detach, partial_reductions, reduce_unused, refuse_transforms
 from shardwise.parallel.slots import Slot, ValueOf, bring_back, joined
 from shardwise.part import Part
 from shardwise.part.pairs import as_complex, as_pairs, pairs_in
@@ -146,7 +146,8 @@ class FullShard:
             cast_forward_inputs=False,
         )
         whole = {param for param in module.parameters() if id(param) in self._whole}
-        options = {"mesh": device_mesh, "reshard_after_forward": True, "shard_placement_fn": placement}
+        frees = mesh.plan.sharded.gathers > 1
+        options = {"mesh": device_mesh, "reshard_after_forward": frees, "shard_placement_fn": placement}
         options |= {"mp_policy": policy, "ignored_params": whole | self._absent}
         for unit in [*inner_first(units), module]:
             fully_shard([unit], **options)  # a list: torch 2.11 takes no `ModuleList` by itself
@@ -201,7 +202,7 @@ class FullShard:
     def materialise(self, value_of: ValueOf, device: torch.device) -> None:
         """Give every shard its slice of the full initial value, one parameter at a time."""
         for name, param in self.place(device):
-            full = value_of(name).to(self.precision.master if param.is_floating_point() else None)
+            full = value_of(name).to(param.dtype if param.is_floating_point() else None)
             if not isinstance(param, DTensor):
                 param.detach().copy_(full)
                 continue
@@ -429,8 +430,8 @@ class FullShard:
         return None
 
     def gradient_buffers(self) -> list[torch.Tensor | None]:
-        """Returns an empty list: gradients are in the parameters' own `.grad` alone."""
-        return []
+        """Returns what replicas of shards hold between micro-batches: FSDP2 keeps it beside `.grad` until the last."""
+        return partial_reductions(self.module)
 
     def select(self, index: int, whole: torch.Tensor, shard_rank: int) -> torch.Tensor:
         """Returns the view of a whole parameter that is the piece of rank `shard_rank` (`torch.chunk`'s cut)."""

@@ -1,25 +1,9 @@
-"""Tensors of which each rank holds a share: `part/` has a rule for each operation; for labels: trace/axis_rules."""
+"""Tensors of which each rank holds a share or a summand; what is known of an operation stands in `part/rules`."""
 
-from shardwise.part import (  # noqa: F401 - the rules
-    aligned,
-    assigned,
-    attention,
-    bins,
-    channels,
-    creation,
-    distances,
-    loss,
-    pointwise,
-    products,
-    rearrange,
-    recurrent,
-    reductions,
-    replacing,
-    slices,
-    views,
-)
+from shardwise.part import assigned, dispatch, rules  # noqa: F401 - they register
 from shardwise.part.cuts import Owners, Uncut
-from shardwise.part.gathering import gather, to_part
+from shardwise.part.gathering import gather
+from shardwise.part.moves import to_part
 from shardwise.part.summands import summand, with_summed_gradient
 from shardwise.part.sums import Sum, plain, whole, whole_gradient
 from shardwise.part.tensor import Part, forget

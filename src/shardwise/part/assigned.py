@@ -4,16 +4,19 @@
     self.weight.data = value      the weight, of which the module reads a view, gets the values
     buffer.data = field           a tensor that every rank has whole gets the value whole (over positions; told)
 
-No operation of torch tells of the assignment: it copies the value's memory into the tensor, and a part has none. The
-attribute of `torch.Tensor` is replaced, since that of the tensor's own class is not asked where the tensor is plain.
-What is assigned to plain tensors is given on as it is.
+No operation of torch tells of the assignment: it copies the value's memory into the tensor, and a part has none. So the
+attribute is one of distributed tensors' own. That of plain ones is replaced while a module reads its weights as parts
+or pairs (`follow_data`); what is assigned to others is given on as it is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
+from torch import nn
 
 from shardwise.part.cuts import Uncut
 from shardwise.part.gathering import gathered
@@ -79,4 +82,18 @@ def _of_every_rank(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-torch.Tensor.data = _Data(_DATA.__get__, _assign)
+Distributed.data = Written.data = _Data(_DATA.__get__, _assign)
+_FOLLOWED: WeakSet[nn.Module] = WeakSet()
+
+
+def follow_data(module: nn.Module) -> Callable[[], None]:
+    """Follows what is assigned to the `.data` of plain tensors, while the module reads weights; returns the undo."""
+    _FOLLOWED.add(module)
+    torch.Tensor.data = _Data(_DATA.__get__, _assign)
+
+    def undo() -> None:
+        _FOLLOWED.discard(module)
+        if not _FOLLOWED:
+            torch.Tensor.data = _DATA
+
+    return undo

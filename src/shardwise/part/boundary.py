@@ -16,8 +16,8 @@ import torch
 
 from shardwise.comm import Axis
 from shardwise.part.cuts import Owners
-from shardwise.part.gathering import share_of
 from shardwise.part.levels import Distributed
+from shardwise.part.moves import share_of
 from shardwise.part.sums import Sum, plain, whole_gradient, whole_over_axis
 from shardwise.part.tensor import Part
 

@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.comm import Axis
 from shardwise.part.cuts import Owners
-from shardwise.part.gathering import share_of
 from shardwise.part.levels import Distributed
+from shardwise.part.moves import share_of
 from shardwise.part.sums import Sum, plain
 from shardwise.part.tensor import Part
 from shardwise.part.written import Written, now_of, stand_for

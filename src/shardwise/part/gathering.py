@@ -8,11 +8,12 @@ Part (2, 2) of (4, 2)  --gather-->  (4, 2) on every rank               all-gathe
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch._prims_common import make_contiguous_strides_for as strides_in_order
-from torch.autograd.function import once_differentiable
 
-from shardwise.comm import Axis, all_gather, all_reduce, reduce_scatter
+from shardwise.comm import Axis, all_gather, reduce_scatter
 from shardwise.host import to_device
 from shardwise.part.cuts import Owners
 from shardwise.part.levels import Distributed
@@ -99,36 +100,6 @@ def packed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride() == strides else tensor.as_strided(tensor.shape, strides)
 
 
-def reduced(local: torch.Tensor, part: Part, op: str = "sum") -> torch.Tensor:
-    """Returns the sum (max, min) of `local` over the ranks of the part's axis. Collective."""
-    return all_sum(local, part.axis, op)
-
-
-def all_sum(local: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
-    """Returns the sum (or "max", "min") over ranks, still cut over inner axes where it was. Collective.
-
-    A sum over turns of one rank stays in summands, which are added up when all have been computed.
-    """
-    if op == "sum" and axis.turns:
-        from shardwise.part.sums import Sum
-
-        return Sum(local, axis, spread=False)
-    # chunks further in are not all computed yet: theirs stays a sum, of what is summed over this axis
-    if isinstance(local, Distributed) and local.axis.turns and not isinstance(local, Part) and op == "sum":
-        return local.like(all_sum(local.local, axis))
-    if local.dtype in UNSENT:
-        return all_sum(local.to(UNSENT[local.dtype]), axis, op).to(local.dtype)
-    if isinstance(local, Distributed):
-        inner = local.settled()
-        # each rank further in sums its own indices, and the cut stays
-        if isinstance(inner, Part):
-            return inner.with_local(all_sum(inner.local, axis, op))
-        return all_sum(inner, axis, op)
-    total = local.clone(memory_format=torch.contiguous_format)
-    all_reduce(total, axis, "activations", op=op)
-    return total
-
-
 def scatter_sum(local: torch.Tensor, dim: int, owners: Owners, axis: Axis) -> torch.Tensor:
     """Returns this rank's share, along `dim`, of the sum of all ranks' tensors. Collective."""
     return Scatter(local, dim, owners, axis).wait()
@@ -161,43 +132,22 @@ def _in_blocks(front: torch.Tensor, owners: Owners, axis: Axis) -> torch.Tensor:
     return padded
 
 
-class _ToPart(torch.autograd.Function):
-    """Makes a part of a plain share; backward takes this rank's share of the gradient."""
+class GatheredView:
+    """A view of a gathered part: the part, the view as a function, and the part's version when it was gathered."""
 
-    @staticmethod
-    def forward(ctx, local: torch.Tensor, dim: int, owners: Owners, axis: Axis, origin: str) -> Part:
-        ctx.cut = dim, owners, axis
-        return Part(local.detach(), dim, owners, axis, origin=origin)
+    def __init__(self, part: Part, view: Callable[[torch.Tensor], torch.Tensor]):
+        self.part, self.view, self.version = part, view, part._version
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient: torch.Tensor):
-        return share_of(gradient, *ctx.cut), None, None, None, None
+    @property
+    def moved(self) -> bool:
+        """Whether the part was written into since it was gathered last."""
+        return self.part._version != self.version
 
+    def through(self, view: Callable[[torch.Tensor], torch.Tensor]) -> GatheredView:
+        """Returns the same of a view of the copy."""
+        return GatheredView(self.part, lambda whole: view(self.view(whole)))
 
-def share_of(tensor: torch.Tensor, dim: int, owners: Owners, axis: Axis) -> torch.Tensor:
-    """Returns this rank's share over `axis` of any tensor. Collective where that is a sum or cut otherwise.
-
-    Over axes further out the result is what the tensor is: the share of a sum is a sum of shares.
-    """
-    if isinstance(tensor, Distributed) and tensor.axis.depth < axis.depth:
-        return tensor.like(share_of(tensor.settled_local(), dim, owners, axis))
-    if isinstance(tensor, Distributed):
-        tensor = tensor.settled()
-    # whole over this axis, on every rank: it takes its own indices
-    if not isinstance(tensor, Part) or tensor.axis is not axis:
-        return owners.take(tensor, dim, axis.index)
-    if tensor.dim_cut == dim and tensor.owners == owners:
-        return tensor.local
-    if axis.positions and tensor.dim_cut == dim:  # each rank fetches what it lacks, and no rank holds it whole
-        from shardwise.part.moves import reowned
-
-        return reowned(tensor, owners).local
-    return owners.take(gather(tensor), dim, axis.index)
-
-
-def to_part(local: torch.Tensor, dim: int, owners: Owners, axis: Axis, origin: str = "") -> Part:
-    """Returns, differentiably, the part of which `local` (a parameter) is this rank's share."""
-    if not local.requires_grad or not torch.is_grad_enabled():
-        return Part(local.detach(), dim, owners, axis, origin=origin)
-    return _ToPart.apply(local, dim, owners, axis, origin)
+    def whole(self) -> torch.Tensor:
+        """Returns the part as it is now, gathered into memory of its own. Collective."""
+        self.version = self.part._version
+        return gathered(self.part)

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 
 from shardwise.part.cuts import REMEMBERED, Owners
-from shardwise.part.moves import Passing, Wanted, picked, way_of, with_size
+from shardwise.part.exchanges import Passing, Wanted, picked, way_of, with_size
 from shardwise.part.tensor import Part
 
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import RefusedPlan
+from shardwise.part.assigned import follow_data
 from shardwise.part.parameters import unannounced
 from shardwise.trace.leaves import tensors_in
 from shardwise.trace.own_calls import by_a_module
@@ -60,6 +61,8 @@ def hold_pairs(module: nn.Module) -> frozenset[str]:
         child.__dict__[_PAIRS] = frozenset(params) | child.__dict__.get(_PAIRS, frozenset())
         child.__class__ = _reading_complex(type(child))
     del originals
+    if made:
+        follow_data(module)
     return pairs_in(module)
 
 

@@ -8,6 +8,9 @@ to know nothing. What its gradient is, however activations are cut, is settled w
 
 A weight that is only *kept* in shares reads as the whole weight, gathered anew. Inside a transform of `torch.func` a
 weight is read as before it: what is settled about its gradient lies outside of the transform.
+
+A module that treats rows apart (experts) may be given one rank's rows as plain tensors (`own_rows`): gradients of
+weights that are read there are summands over the sequence's ranks as they come.
 """
 
 from __future__ import annotations
@@ -23,9 +26,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm import Axis
+from shardwise.part.assigned import follow_data
 from shardwise.part.crossing import dealt_beside
 from shardwise.part.cuts import Owners
-from shardwise.part.gathering import to_part
+from shardwise.part.moves import to_part
 from shardwise.part.summands import with_summed_gradient
 from shardwise.part.sums import whole_gradient, whole_over_axis
 from shardwise.part.tables import cut_ranges
@@ -67,8 +71,6 @@ def own_rows(axes: tuple[Axis, ...]) -> Iterator[None]:
 _CLASSES: dict[tuple[type, tuple[str, ...]], type] = {}
 CUT_MODULES: WeakSet[nn.Module] = WeakSet()  # of this process, whose positions are cut
 ON_CUT: list[Callable[[], None]] = []  # called when a module is added to them
-
-
 FLAT = "_flat_weights"
 KEPT = "kept"  # the role of a parameter that ranks hold in shares, and gather whenever it is read
 ONCE = "kept, read once"  # or once in a forward, which takes gradients by what it has read
@@ -120,9 +122,11 @@ def see_parts(
         for each in ON_CUT:
             each()
     undo_ranges = cut_ranges(module, dealt_beside) if module in CUT_MODULES else lambda: None
+    undo_data = follow_data(module)
 
     def undo() -> None:
         undo_ranges()
+        undo_data()
         for hook in hooks:
             hook.remove()
         CUT_MODULES.discard(module)

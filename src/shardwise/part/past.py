@@ -77,8 +77,12 @@ def read_past(module: nn.Module) -> None:
 
 def refuse_past(plan: Plan) -> None:
     """Raises `RefusedPlan` where no forward of one rank has all parameters as its code takes them."""
-    others = {"zero=3": plan.zero == 3, f"pp={plan.pp}": plan.pp > 1, f"remat={plan.remat}": plan.remat != "none"}
-    others |= {"compile": plan.compile, "position_chunks": plan.position_chunks > 1}
+    others = {f"zero={plan.zero}": plan.sharded.weights, f"pp={plan.pp}": plan.pp > 1}
+    others |= {
+        f"remat={plan.remat}": plan.remat != "none",
+        "compile": plan.compile,
+        "position_chunks": plan.position_chunks > 1,
+    }
     for key in (key for key, wanted in others.items() if wanted):
         raise RefusedPlan(
             "the forward computes with parameters past their attributes, as by parameters(), where positions are cut, "

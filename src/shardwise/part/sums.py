@@ -20,17 +20,9 @@ import torch
 
 from shardwise.comm import Axis, Pending, all_reduce
 from shardwise.part.cuts import Owners, Uncut
-from shardwise.part.gathered_views import GatheredView, opened_anew
-from shardwise.part.gathering import Scatter, all_sum, gathered, scatter_sum
-from shardwise.part.levels import Distributed, ViewOf, here, written_back
-from shardwise.part.tensor import Part, answer, facts, forget, reshaped_in_place, same_memory, strides_of
-from shardwise.trace.leaves import replaced
-
-_REARRANGE = frozenset({
-    "view", "_unsafe_view", "reshape", "_reshape_alias", "transpose", "t", "permute", "unsqueeze", "squeeze", "detach",
-    "alias", "neg",
-})  # fmt: skip
-_ROWS = frozenset({"view", "_unsafe_view", "reshape", "_reshape_alias", "detach", "alias"})  # may keep the last dim
+from shardwise.part.gathering import GatheredView, Scatter, gathered, scatter_sum
+from shardwise.part.levels import Distributed, ViewOf, answered, here
+from shardwise.part.tensor import UNSENT, Part, strides_of
 
 
 class Sum(Distributed):
@@ -123,7 +115,7 @@ class Sum(Distributed):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        return answer(func, args, kwargs or {})
+        return answered(func, args, kwargs or {})
 
     @property
     def stored(self) -> torch.Tensor:
@@ -207,195 +199,37 @@ def _laid_as(total: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(local, dtype=total.dtype).copy_(total)
 
 
+def reduced(local: torch.Tensor, part: Part, op: str = "sum") -> torch.Tensor:
+    """Returns the sum (max, min) of `local` over the ranks of the part's axis. Collective."""
+    return all_sum(local, part.axis, op)
+
+
+def all_sum(local: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
+    """Returns the sum (or "max", "min") over ranks, still cut over inner axes where it was. Collective.
+
+    A sum over turns of one rank stays in summands, which are added up when all have been computed.
+    """
+    if op == "sum" and axis.turns:
+        return Sum(local, axis, spread=False)
+    # chunks further in are not all computed yet: theirs stays a sum, of what is summed over this axis
+    if isinstance(local, Distributed) and local.axis.turns and not isinstance(local, Part) and op == "sum":
+        return local.like(all_sum(local.local, axis))
+    if local.dtype in UNSENT:
+        return all_sum(local.to(UNSENT[local.dtype]), axis, op).to(local.dtype)
+    if isinstance(local, Distributed):
+        inner = local.settled()
+        # each rank further in sums its own indices, and the cut stays
+        if isinstance(inner, Part):
+            return inner.with_local(all_sum(inner.local, axis, op))
+        return all_sum(inner, axis, op)
+    total = local.clone(memory_format=torch.contiguous_format)
+    all_reduce(total, axis, "activations", op=op)
+    return total
+
+
 def is_sum(tensor: Any) -> bool:
     """Whether a tensor is a sum over the axis for which a rule is being applied."""
     return isinstance(tensor, Sum) and here(tensor)
-
-
-def with_sums(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed]) -> Any:
-    """Returns what an operation gives of which some inputs are sums: a sum where it is linear, else of their totals."""
-    op = facts(func)
-    for tensor in inputs:
-        if isinstance(tensor, Sum) and here(tensor) and (tensor.stale or not tensor.untaken):
-            tensor.value()  # what was written into what it is a view of is in it
-    first = args[0] if args and is_sum(args[0]) else None
-    if first is None:  # nothing is viewed or written that is a sum
-        args, kwargs = _totals(args, kwargs)
-        return func(*args, **kwargs)
-    if _gives_shape(op.name, args) and (first.source is not None or first.read_only_copy):
-        return _reshaped(first, args[1])
-    if first.total is None and op.name in _LINEAR:
-        untaken = _LINEAR[op.name](func, first, args, kwargs)
-        if untaken is not None:
-            return _noted(first, untaken, func, args, kwargs)
-    if op.reshapes:
-        return _reshaped_in_place(first, func, args, kwargs)
-    if op.writes:
-        return _written_into(first, func, args, kwargs)
-    args, kwargs = _totals(args, kwargs)
-    output = func(*args, **kwargs)
-    return _view_of_total(first, func, args, kwargs, output) if op.is_view else output
-
-
-def _totals(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Returns the arguments with the total in place of each sum over the axis of the rule. Collective."""
-    return replaced(Sum, lambda tensor: tensor.value() if is_sum(tensor) else tensor, (args, kwargs))
-
-
-def _gives_shape(name: str, args: tuple) -> bool:
-    """Whether an operation is a view or reshape by a shape: not `view(dtype)`, and not `detach`."""
-    return name in _ROWS and len(args) > 1 and isinstance(args[1], list | tuple)
-
-
-def _noted(first: Sum, untaken: Sum, func: Any, args: tuple, kwargs: dict) -> Sum:
-    """Returns the untaken result of a linear operation; a view among them is tied to the sum that it is a view of."""
-    op = facts(func)
-    untaken.read_only_copy = op.is_view and first.read_only_copy
-    if op.is_view:
-        if op.name == "_reshape_alias":  # by strides of the summand, where its total is contiguous
-            func, args = torch.ops.aten.view.default, args[:2]
-        _note_view(first, untaken, func, args[1:], kwargs)
-    return untaken
-
-
-def _reshaped_in_place(first: Sum, func: Any, args: tuple, kwargs: dict) -> Any:
-    """Returns `transpose_(x, a, b)` and the like: the total and the object around it take the shape. Collective."""
-    if first.source is not None:
-        raise Uncut(f"{func} changes the shape of one index of a cut dim")
-    first.value()
-    first.seen = None  # what is gathered anew has the shape of before
-    first.total = getattr(first.total, facts(func).name[:-1])(*args[1:], **kwargs)
-    return reshaped_in_place(first, func, args, kwargs)
-
-
-def _written_into(first: Sum, func: Any, args: tuple, kwargs: dict) -> Sum:
-    """Returns `x.add_(y)` and the like: the total is written, and what the sum is a view of. Collective."""
-    if first.read_only_copy and not opened_anew(first, args):
-        raise Uncut(
-            f"{func} writes, with gradients, into a view of a tensor of which ranks of {first.axis.name} have "
-            "shares; masked_fill, torch.where and scatter give a new one"
-        )
-    if first.source is not None:
-        _anchored(first)
-    args, kwargs = _totals(args, kwargs)
-    func(*args, **kwargs)
-    written_back(first)
-    for view in first.views or ():  # each dealt to ranks by itself, so no memory carries the values to the others
-        if (beside := view()) is not None:
-            beside.stale = beside is not first
-    forget()  # what was gathered last may be what was written into
-    return first
-
-
-def _view_of_total(first: Sum, func: Any, args: tuple, kwargs: dict, output: Any) -> Any:
-    """Returns a view of a total as a sum, where what is written into the total has to reach something else."""
-    if first.read_only_copy:
-        seen = first.seen.through(lambda copy: func(copy, *args[1:], **kwargs)) if first.seen is not None else None
-        return replaced(torch.Tensor, lambda copy: Sum.read_only(copy, first.axis, seen), output)
-    if first.source is not None:
-        return replaced(torch.Tensor, lambda view: Sum.taken(view, first.axis, ViewOf(first)), output)
-    return output
-
-
-def _note_view(first: Sum, view: Sum, func: Callable[..., torch.Tensor], args: tuple, kwargs: dict) -> None:
-    """Ties an untaken view to its sum: taking either takes both, and what is written into one is in the other."""
-    shape = first.shape
-
-    def again(total: torch.Tensor) -> torch.Tensor:
-        if total.shape != shape:
-            raise Uncut("the shape of a sum was changed in place, of which there is a view")
-        return func(total, *args, **kwargs)
-
-    # a sum that stands for an index of a part: both are views of that part
-    if first.source is not None:
-        view.source = ViewOf(first, again=again)
-    elif not first.axis.sequence:
-        view.base = ViewOf(first, again=again)
-    else:  # a (B, S, H) sum is left in shares, others whole: no memory is shared
-        if first.views is None:
-            first.views = [weakref.ref(first)]
-        view.views = first.views
-        view.views.append(weakref.ref(view))
-
-
-def _reshaped(first: Sum, shape: list[int]) -> torch.Tensor:
-    """`first.view(shape)` of one index of a cut dim, or of a copy, to read: neither lies in memory as it does in one
-    process, and whether that would have copied it is not known."""
-    if first.total is not None:
-        return Sum.read_only(first.total.reshape(shape), first.axis)
-    made = Sum(first.local.reshape(shape), first.axis, first.origin, spread=first.spread)
-    made.read_only_copy = True
-    return made
-
-
-def _anchored(view: Sum) -> None:
-    """Makes a view's total a view of its sum's total again, before it is written into."""
-    assert view.source is not None
-    if view.source.again is not None:
-        assert isinstance(view.source.of, Sum)
-        _anchored(view.source.of)
-        view.total = view.source.again(view.source.of.value())
-
-
-def _rearranged(func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | None:
-    """Returns the view, transpose or negative of an untaken sum as one; None where it needs the total."""
-    name = facts(func).name
-    if name not in _ROWS and (first.added is not None or first.coming is not None):
-        return None  # a bias lies along the last dim, and what is coming is viewed as (B, S, H): not of other dims
-    if name == "neg" and first.pending is not None:
-        return None  # the reduction under way writes into the summand, which a negative would read
-    # a summand may lie in memory otherwise than the sum does: one index of what a rank has, or of nothing
-    local = first.local.reshape(args[1]) if _gives_shape(name, args) else func(first.local, *args[1:], **kwargs)
-    begun = first.pending is not None or first.coming is not None
-    if begun and not same_memory(local, first.local):
-        return None  # the total arrives in the summand's memory, and this is a copy of it
-    if first.added is not None and local.shape[-1:] != first.local.shape[-1:]:
-        return None
-    return _like(first, local, first.added)
-
-
-def _scaled(func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | None:
-    """Returns an untaken sum over chunks of positions times a number; None for other sums, whose total is scaled."""
-    if not first.axis.turns or first.added is not None or len(args) != 2 or kwargs or not _is_number(args[1]):
-        return None
-    return Sum(func(first.local, args[1]), first.axis, first.origin, spread=False)
-
-
-def _added(func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | None:
-    """Returns an untaken sum plus another one or a bias (H,), again untaken; None of anything else."""
-    if kwargs or len(args) != 2:  # with `alpha`
-        return None
-    name, second = facts(func).name, args[1]
-    if is_sum(second):
-        both = first.added is not None and second.added is not None
-        if both or not (first.waits and second.waits) or first.shape != second.shape:
-            return None  # of two that have begun, each arrives by itself
-        added = first.added if second.added is None else -second.added if name == "sub" else second.added
-        return Sum(func(first.local, second.local), first.axis, first.origin, added, first.spread)
-    bias = isinstance(second, torch.Tensor) and not isinstance(second, Distributed) and second.dim() == 1
-    if bias and name == "add" and first.added is None and second.shape == first.shape[-1:]:
-        # a copy: zero=3 frees the bias when its module has run, and the sum may be taken later
-        return _like(first, first.local, second.clone())
-    return None
-
-
-# ATen name -> what the operation makes of an untaken sum, again untaken; None where it needs the total
-_LINEAR: dict[str, Callable[[Any, Sum, tuple, dict], Sum | None]] = {
-    **dict.fromkeys(_REARRANGE, _rearranged), **dict.fromkeys(("mul", "div"), _scaled),
-    **dict.fromkeys(("add", "sub"), _added),
-}  # fmt: skip
-
-
-def _is_number(value: Any) -> bool:
-    """Whether a factor is one number, the same in every summand."""
-    plain = isinstance(value, torch.Tensor) and not isinstance(value, Distributed) and not value.dim()
-    return plain or isinstance(value, int | float)
-
-
-def _like(first: Sum, local: torch.Tensor, added: torch.Tensor | None) -> Sum:
-    made = Sum(local, first.axis, first.origin, added, first.spread)
-    made.pending, made.coming = first.pending, first.coming
-    return made
 
 
 def plain(tensor: Any) -> Any:
@@ -488,6 +322,3 @@ class _WholeGradient(torch.autograd.Function):
 def whole_gradient(tensor: torch.Tensor, axis: Axis | None = None) -> torch.Tensor:
     """Returns the tensor, whose gradient is made whole over `axis` (None: over every axis) in backward."""
     return _WholeGradient.apply(tensor, axis) if tensor.requires_grad and torch.is_grad_enabled() else tensor
-
-
-__all__ = ["Sum", "plain", "whole", "whole_gradient", "whole_over", "whole_over_axis", "with_sums"]

@@ -88,7 +88,7 @@ class Slower:
         """Records the forecast of a layout that uses tp or pp alone; `forecast` is None where it does not fit."""
         key = _axis(layout)
         # recompute and zero 2 and 3 cost time of their own, which would hide what the axis costs
-        if key is None or layout.recompute != "none" or layout.zero > 1:
+        if key is None or layout.recompute != "none" or layout.sharded.gradients:
             return
         seen = self.alone.setdefault(key, _Alone())
         if forecast is None:

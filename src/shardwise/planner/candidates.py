@@ -19,6 +19,7 @@ from shardwise.layout import Plan
 from shardwise.layout.keys import keys_with
 from shardwise.layout.plan import ALONG
 from shardwise.layout.schedule_kinds import KINDS, listed
+from shardwise.layout.zero_stages import SHARDED
 
 MOST_TOKENS = 2**19  # of a micro-batch of a decoder: no device holds more; a traced sample is as long as it is
 FAR_FROM = 16384  # positions that a rank keeps at least where heads are dealt beyond a node
@@ -183,13 +184,19 @@ def _sharding(base: Layout, dp: int, node: int, asked: object) -> Iterator[tuple
     yield 0, 1
     if dp * base.split_sequence == 1:
         return
-    # beside a pipeline, zero 2 and 3 communicate for every micro-batch: only where asked for
-    for zero in (1, 2, 3) if base.pp == 1 or asked is not None else (1,):
-        yield zero, dp
+    # beside a pipeline, what communicates for every micro-batch only where asked for
+    for stage in SHARDED:
+        if not stage.gradients or base.pp == 1 or asked is not None:
+            yield stage.number, dp
     inside = max((d for d in divisors(dp) if d * base.tp * base.split_sequence <= node), default=1)
     # hybrid sharding: weights are gathered within a node, gradients are summed over replicas across nodes
     if inside < dp and inside * base.split_sequence > 1 and base.pp == 1:
-        yield 3, inside
+        yield from ((stage.number, inside) for stage in SHARDED if stage.weights)
+
+
+def _stages(constraints: Constraints) -> list[int]:
+    """Returns the stages of ZeRO that are tried beside cuts of a module."""
+    return [stage.number for stage in SHARDED if stage.searched or constraints.value("zero") is not None]
 
 
 def _schedules(
@@ -229,8 +236,8 @@ def plan_of(layout: Layout, precision: str) -> Plan:
 def family(layout: Layout) -> str:
     """Returns the name of a layout's kind: which axes are split, and what ZeRO shards."""
     parts = []
-    if layout.dp > 1 or (layout.zero and layout.cut_positions > 1):
-        parts.append("DDP" if layout.zero == 0 else f"ZeRO-{layout.zero}" + (" hybrid" if layout.replicas > 1 else ""))
+    if layout.dp > 1 or layout.sharded.state:
+        parts.append(layout.sharded.name + (" hybrid" if layout.sharded.state and layout.replicas > 1 else ""))
     if layout.tiles > 1:
         parts.append("domain")
     for name in ("tp", "ulysses", "cp", "ep", "pp"):
@@ -264,7 +271,8 @@ def data_layouts(world: int, batch: int, node: int, recomputes: list[str]) -> It
     part = max(d for d in divisors(batch) if world % d == 0)
     for dp in dict.fromkeys([part, whole[-1], *([world] if batch >= world else [])]):
         inside = max((d for d in divisors(dp) if d <= node), default=1)
-        shardings = {(0, 1), *((z, dp) for z in (1, 2, 3) if dp > 1), *(((3, inside),) if 1 < inside < dp else ())}
+        shardings = {(0, 1), *((stage.number, dp) for stage in SHARDED if dp > 1)}
+        shardings |= {(stage.number, inside) for stage in SHARDED if stage.weights and 1 < inside < dp}
         for zero, shard in sorted(shardings):
             for micro, n_micro in _dealt_over(batch, dp):
                 for recompute in recomputes:
@@ -318,8 +326,7 @@ def cut_layouts(
             n_micro = batch // dp // micro
             if n_micro < 2 * pp * (pp > 1):  # fewer would leave half of the pipeline waiting
                 continue
-            stages = (1, 3) if constraints.value("zero") is None else (1, 2, 3)
-            for zero, shard in [(0, 1), *((zero, dp) for zero in stages if dp > 1)]:
+            for zero, shard in [(0, 1), *((zero, dp) for zero in _stages(constraints) if dp > 1)]:
                 for recompute in recomputes:
                     yield Layout(
                         tp=tp, sp=sp, pp=pp, shard=shard, replicas=dp // shard, zero=zero, micro_batch=micro,
@@ -366,9 +373,8 @@ def spread_layouts(
             continue
         # ranks that the batch does not divide over stay idle
         dp = max(d for d in divisors(ranks) if batch % d == 0)
-        stages = (1, 3) if constraints.value("zero") is None else (1, 2, 3)
         for micro in micro_batches(batch // dp):
-            for zero, shard in [(0, 1), *((zero, dp) for zero in stages)]:
+            for zero, shard in [(0, 1), *((zero, dp) for zero in _stages(constraints))]:
                 for recompute in recomputes:
                     yield base.with_(
                         shard=shard, replicas=dp // shard, zero=zero, micro_batch=micro, n_micro=batch // dp // micro,

@@ -14,6 +14,7 @@ from shardwise.engine.positions import tiled_sizes
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.layout.plan import ALONG
+from shardwise.layout.zero_stages import SHARDED, UNSHARDED, default_stage
 from shardwise.planner.bound import Slower, least_seconds
 from shardwise.planner.candidates import (
     Constraints,
@@ -84,7 +85,7 @@ class TracedLayouts:
 
     def _takes_long(self, layout: Layout) -> bool:
         """Whether a layout needs a trace or rehearsal of its own, beyond the two traces that are made of every task."""
-        return layout.zero >= 3 or layout.recompute != "none" or layout.micro_batch < self.traced.samples[0]
+        return layout.sharded.weights or layout.recompute != "none" or layout.micro_batch < self.traced.samples[0]
 
     def _can_hold(self, layout: Layout, _: set[Layout]) -> bool:
         if self._takes_long(layout):
@@ -134,8 +135,9 @@ class TracedLayouts:
             # if the cut fails without zero it fails with it; layouts with ep have no counterpart without zero
             if layout.ep == 1 and plain.with_(zero=0, shard=1, replicas=layout.dp) in refused:
                 return False
-            # where zero=1 fits, zero 2 and 3 only add messages
-            if layout.zero > 1 and constraints.value("zero") is None and plain.with_(zero=1) in fitted:
+            # where shards of optimizer state alone fit, what shards gradients too only adds messages
+            least = plain.with_(zero=SHARDED[0].number)
+            if layout.sharded.gradients and constraints.value("zero") is None and least in fitted:
                 return False
             if any(fit.cut_positions < layout.cut_positions and fit.world_size == layout.world_size for fit in fitted):
                 return False  # more shares of what fits only have more borders
@@ -193,8 +195,8 @@ class TracedLayouts:
         self.traced.remark(
             f"position_chunks={CHUNKS}, which computes wide tensors a part at a time, answers a wall: {wall}"
         )
-        least = 3 if world > 1 and any(layout.zero == 3 for layout in own) else 0
-        few = [layout for layout in own if layout.micro_batch == 1 and layout.zero == least and layout.replicas == 1]
+        leanest = max((layout.zero for layout in own if layout.sharded.weights), default=UNSHARDED.number)
+        few = [layout for layout in own if layout.micro_batch == 1 and layout.zero == leanest and layout.replicas == 1]
         return [layout.with_(position_chunks=CHUNKS) for layout in few]
 
     def _positions(self, world: int, constraints: Constraints) -> Iterable[Layout]:
@@ -269,7 +271,7 @@ class TracedLayouts:
         room = self.traced.cluster.device.memory_bytes * (1 - constraints.headroom) - CONTEXT_BYTES
         data = max(d for d in divisors(world) if self.batch % d == 0)
         # weights, gradients and optimizer state are sharded as far as possible: the rest is due to the sample
-        solo = Layout(shard=data, zero=3 if data > 1 else 0, micro_batch=1, n_micro=self.batch // data, seq=1)
+        solo = Layout(shard=data, zero=default_stage(data), micro_batch=1, n_micro=self.batch // data, seq=1)
         if self.traced.can_hold(solo, self.batch) and (ledger := self.traced.memory(solo, self.batch)).reserved > room:
             sample_bytes = sum(ledger.terms.get(name, 0.0) for name in ("micro-batch", "inputs", "global batch"))
             if sample_bytes > ledger.allocated / 2:

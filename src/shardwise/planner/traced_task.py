@@ -307,7 +307,7 @@ class Traced:
         self.say(f"{self.task.name}: deriving the cuts of {key.plan}")
         shares = CutRehearsal(self.looks, key)
         # which modules cannot be units of zero=3 (they write into their inputs, say) is known from the whole trace
-        if key.zero == 3:
+        if key.sharded.weights:
             self.looks.enclosed.setdefault(key.wrap, set(self.model("none").small.enclosed))
         models = []
         # a search rehearses only the most demanding tile or sequence share, the forecast of one plan all of them
@@ -341,7 +341,7 @@ class Traced:
         """Whether a search will also need this layout under zero=3 with several micro-batches."""
         data = layout.world_size == layout.dp and layout.ep == 1
         even = layout.global_batch == batch > layout.dp
-        return key.zero == 3 and key.microbatches == 1 and data and even and self.samples[0] < self.samples[1]
+        return key.sharded.weights and key.microbatches == 1 and data and even and self.samples[0] < self.samples[1]
 
     def _key(self, layout: Layout, batch: int) -> tuple[Cuts, Sizes, Beside]:
         """Returns (cuts of the module, micro-batch sizes of each rehearsal, those of the ep group beside them).
@@ -384,7 +384,7 @@ class Traced:
 
     def can_hold(self, layout: Layout, batch: int) -> bool:
         """Whether a layout of data ranks alone can be traced; a remark says why not."""
-        if self._cuts(layout).differ or layout.zero:
+        if self._cuts(layout).differ or layout.sharded.state:
             return self.can_cut(layout, batch) and self.can_recompute(layout.recompute)
         return self.can_recompute(layout.recompute)
 
@@ -394,8 +394,7 @@ class Traced:
             raise RefusedPlan(f"the model draws random numbers, {HIDDEN}")
         if layout.offload != "none":
             raise RefusedPlan(f"offload={layout.offload} is forecast for decoders by their numbers alone")
-        zero = layout.zero if layout.shard_ranks > 1 else 0
-        refuse_optimizer(self.nature, zero, shares_of(layout.tp, layout.ep), layout.pp)
+        refuse_optimizer(self.nature, layout.sharded, shares_of(layout.tp, layout.ep), layout.pp)
 
     def can_cut(self, layout: Layout, batch: int) -> bool:
         """Returns whether a search may try a cut layout; where not, a remark says why."""
@@ -428,7 +427,7 @@ class Traced:
             forecast = simulate_cut(self.cut(layout, batch), layout, *where, ledgers)
         else:
             model = self.model(layout.recompute, layout.dp, layout.micro_batch, layout.wrap)
-            if self._cuts(layout).zero == 3:
+            if self._cuts(layout).sharded.weights:
                 # zero=3 gathers the engine's units, which need not be the repeated blocks
                 model = replace(model, gathered=tuple(self.cut(layout, batch)[0].small.units))
             forecast = simulate_traced(model, layout, *where, ledgers)

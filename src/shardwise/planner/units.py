@@ -24,7 +24,13 @@ def batch(text: str, seq: int | None) -> int:
     if not number:
         raise InputError(f"--global-batch: expected a number of samples such as 512, or 16M-tokens, got {text!r}")
     if unit in ("", "samples", "sample"):
-        return count(number, "--global-batch")
+        samples = count(number, "--global-batch")
+        if samples >= 2**20 and not unit:
+            raise InputError(
+                f"--global-batch: {text} would be {samples:,} samples in a step: write {number}-tokens where tokens "
+                f"are meant, {number}-samples where not"
+            )
+        return samples
     if unit not in ("tokens", "token"):
         raise InputError(f"--global-batch: the unit is samples or tokens, got {unit!r}")
     if seq is None:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from shardwise.engine.groups import named_groups
 from shardwise.proof.settings import LEAST_EPS, raise_eps
+from shardwise.step.task_optimizer import named_groups
 
 CHANGED = 0.1  # of the largest update of a parameter
 ROUNDING = 1e-12  # of the model's largest gradient in float64: a gradient below it is zero but for rounding

@@ -17,10 +17,9 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from shardwise.device import attention_as_ops, pick_device
-from shardwise.engine.groups import named_groups
-from shardwise.engine.replaced import as_one_process
 from shardwise.errors import InputError
 from shardwise.layout.dealing import micro_batches
+from shardwise.look.replaced_parameters import as_one_process
 from shardwise.proof.eps import EpsWatch
 from shardwise.proof.record import Record, kept, kept_state
 from shardwise.proof.settings import Settings, global_batch, nudged
@@ -28,6 +27,7 @@ from shardwise.proof.watch import CallTrace, ModuleWatch
 from shardwise.random import BatchDims, GlobalRandom, Samples
 from shardwise.step.batching import fields_of, samples_in, slice_samples, told_beside_first
 from shardwise.step.loss import loss_on, not_negative
+from shardwise.step.task_optimizer import named_groups
 from shardwise.task import Task, call_arguments
 from shardwise.trace.deferred import build, named_tensors
 from shardwise.trace.double import KeepDouble, default_dtype

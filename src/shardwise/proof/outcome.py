@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,11 @@ FLOAT64_BARS = {
     "optimizer": OPTIMIZER_BAR,
 }
 KINDS = ("gradient", "parameter", "buffer", "optimizer")  # compared by name
+
+
+def _times(error: float, bar: float) -> float:
+    """Returns how often an error holds its bar, which is 0 where nothing moved."""
+    return error / bar if bar else math.inf if error else 0.0
 
 
 @dataclass
@@ -129,7 +135,7 @@ class Parity:
 
     def _line(self, kind: str) -> str:
         errors = self.errors(kind)
-        worst = max(errors, key=lambda name: errors[name] / self.bar(kind, name))
+        worst = max(errors, key=lambda name: _times(errors[name], self.bar(kind, name)))
         where = self.worst.get((kind, worst), "") if errors[worst] > self.bar(kind, worst) else ""
         label = {"optimizer": "optimizer"}.get(kind, f"{kind}s")
         return (

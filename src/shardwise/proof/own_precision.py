@@ -102,7 +102,12 @@ def verify_precision(job: Any, plan: Plan, settings: Settings, on_ranks: Callabl
         if bar < error <= allowed:
             parity.noisy.add(("parameter", name))
             parity.unproven.append(f"'{name}' differs by {error:.1e} of how far it moved, as one epsilon explains")
-    if not any(not torch.equal(value, reference.initial[name]) for name, value in reference.weights.items()):
+    if reference.skipped == STEPS:
+        parity.unproven.append(
+            f"all {STEPS} steps overflowed in one process in {plan.precision}, so that none was taken: use smaller "
+            "inputs or losses, or precision=bf16"
+        )
+    elif not any(not torch.equal(value, reference.initial[name]) for name, value in reference.weights.items()):
         parity.unproven.append("no weight moved in one process")
     parity.notes.append(
         f"{plan.precision}, gradients summed in {str(_reduce(plan)).removeprefix('torch.')}; {STEPS} steps of SGD at "

@@ -34,6 +34,7 @@ def verify(
     seed: int = 0,
     clip_norm: float | None = None,
     device: str = "cpu",
+    backend: str | None = None,
     shrink: bool = False,
     pool: Any = None,
     timeout_s: float = 600.0,
@@ -42,6 +43,7 @@ def verify(
     """Returns the `Parity` of a plan on a task; a refused plan has the reason in its `refused`.
 
     device of both sides: "cpu", or the type of the accelerator ("cuda", "xpu"), which ranks share where there are fewer
+    backend the accelerator's own ("nccl"), for ranks that share a device; by default they meet over gloo
     shrink a small proof of a large plan: least degrees, blocks and samples that keep its structure
 
     pool   a `RankPool` to run in; one is made (and closed) where none is given
@@ -49,8 +51,8 @@ def verify(
     Raises `InputError` for a task that fails in one process too.
     """
     # here and below imported late: `import shardwise` does not import torch
-    from shardwise.device import check_device
-    from shardwise.engine.samples import check_data
+    from shardwise.device import check_device, check_own_backend
+    from shardwise.look.samples import check_data
     from shardwise.proof.settings import Settings
 
     if steps < 1:
@@ -58,6 +60,8 @@ def verify(
     if clip_norm is not None and not clip_norm > 0:
         raise InputError(f"clip_norm must be positive, got {clip_norm}")
     check_device(device)
+    if backend is not None:
+        check_own_backend(backend, "backend")
     chosen = Plan.parse(plan)
     parity = Parity(str(chosen), chosen.world_size)
     try:
@@ -73,7 +77,8 @@ def verify(
         parity.notes += small.notes
         parity.proven = str(chosen)
         parity.world_size = chosen.world_size
-    settings = Settings(steps=steps, seed=seed, accumulate=chosen.step_microbatches, clip_norm=clip_norm, device=device)
+    settings = Settings(steps=steps, seed=seed, accumulate=chosen.step_microbatches, clip_norm=clip_norm, device=device,
+                        own_backend=backend is not None)  # fmt: skip
     if chosen.precision == "fp32":  # in other precisions a run casts the batch itself
         _refuse_half(resolved, settings)
     say(f"verify: {steps} steps of {resolved.name} in one process, float64")
@@ -177,7 +182,7 @@ def _refuse_half(task: Task, settings: Any) -> None:
     import torch
     from torch.utils._pytree import tree_leaves
 
-    from shardwise.engine.alone import Untried, told_alone
+    from shardwise.look.one_process import Untried, told_alone
     from shardwise.precision import Precision
     from shardwise.proof.settings import global_batch
 
@@ -196,8 +201,8 @@ def _refuse_half(task: Task, settings: Any) -> None:
 def _blamed(task: Task, settings: Any, error: Exception) -> ShardwiseError:
     """Returns what to raise where the oracle fails: `InputError` if a plain PyTorch step fails on the batch too."""
     from shardwise.device import pick_device
-    from shardwise.engine.alone import cured, failure_alone, reason
-    from shardwise.engine.room import is_out_of_memory
+    from shardwise.look.memory_limits import is_out_of_memory
+    from shardwise.look.one_process import cured, failure_alone, reason
     from shardwise.precision import Precision
     from shardwise.proof.settings import global_batch
 
@@ -228,7 +233,7 @@ def _on_ranks(function: Any, asked: tuple, parity: Parity, pool: Any, timeout_s:
     exact = plan.exact("fp64" if parity.float64 else "fp32")
     if pool is not None:
         return pool.run(function, plan.world_size, task, exact, settings, *rest, timeout_s=timeout_s)
-    with RankPool(accelerators=settings.device != "cpu") as own:
+    with RankPool(accelerators=settings.device != "cpu", own_backend=settings.own_backend) as own:
         return own.run(function, plan.world_size, task, exact, settings, *rest, timeout_s=timeout_s)
 
 

@@ -23,14 +23,15 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from shardwise.data.order import Order
-from shardwise.engine.groups import named_groups
 from shardwise.errors import RefusedPlan
 from shardwise.proof.oracle import needs_closure, plain_module
 from shardwise.proof.settings import Settings
+from shardwise.proof.visited import literal
 from shardwise.random import BatchDims, GlobalRandom, Samples
 from shardwise.random.reading import drawing
 from shardwise.step.batching import samples_in, slice_samples
 from shardwise.step.loss import read_loss
+from shardwise.step.task_optimizer import named_groups
 from shardwise.task import Task
 from shardwise.trace.double import KeepDouble, default_dtype
 
@@ -132,14 +133,21 @@ def _batches(task: Task, settings: RunSettings) -> Iterator[Any]:
         return
     assert task.data is not None
     length, epoch = len(task.data), 0
-    order = Order(length, settings.seed)
+    indices = _order(task.data, settings)
     while True:
-        shuffled = order.indices(epoch * length, (epoch + 1) * length).tolist()
-        for first in range(0, length, settings.batch):
-            with drawing(settings.seed, epoch, epoch * length + first):
-                batch = task.data.read(shuffled[first : first + settings.batch])
+        for first in range(epoch * length, (epoch + 1) * length, settings.batch):
+            with drawing(settings.seed, epoch, first):
+                batch = task.data.read(indices(first, min(first + settings.batch, (epoch + 1) * length)))
             yield batch
         epoch += 1
+
+
+def _order(data: Any, settings: RunSettings) -> Callable[[int, int], list[int]]:
+    """Returns (start, stop) -> the samples there: of shuffled epochs, or in the order that the source defines."""
+    if getattr(data, "starts", ()):
+        return literal(data.source, settings.seed, data.starts, data.batch)
+    shuffled = Order(len(data), settings.seed)
+    return lambda start, stop: shuffled.indices(start, stop).tolist()
 
 
 def _gradients(

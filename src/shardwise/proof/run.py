@@ -24,7 +24,6 @@ from typing import Any
 import torch
 
 from shardwise.config import Effective
-from shardwise.engine.groups import named_groups
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import check
 from shardwise.layout.dealing import cut
@@ -33,6 +32,8 @@ from shardwise.proof.outcome import FLOAT64_BARS, Parity
 from shardwise.proof.own_precision import verify_precision
 from shardwise.proof.plain_run import RunRecord, RunSettings, plain_run
 from shardwise.proof.settings import LEAST_EPS, Settings, raise_eps
+from shardwise.proof.visited import starts_of, visiting
+from shardwise.step.task_optimizer import named_groups
 from shardwise.task import Source, Task
 from shardwise.trace.double import KeepDouble, as_written, default_dtype
 from shardwise.training.job import Job, make_job
@@ -52,6 +53,17 @@ class First:
     source: Source
     count: int
     draws: bool = True  # never read beside the step, whose new tensors are float64
+    starts: tuple[int, ...] = ()  # where batches of `batch` samples begin in the order that the source defines
+    batch: int = 1
+
+    @property
+    def global_shape(self) -> Any:
+        """Returns the extents of space, of which ranks read their own tiles; None where the source has none."""
+        return getattr(self.source, "global_shape", None)
+
+    def order(self, seed: int) -> Any:
+        """Returns the order that the source defines, at the places that a proof visits; None where it has none."""
+        return visiting(self.source, seed, self.starts, self.batch) if self.starts else None
 
     def __len__(self) -> int:
         return self.count
@@ -64,14 +76,20 @@ class First:
 
 @dataclass(frozen=True)
 class Proving:
-    """The changes that a proof makes to a run's task, the same on both sides. `samples` of an epoch; 0: all."""
+    """The changes that a proof makes to a run's task, the same on both sides.
+
+    samples   of an epoch; 0: all, in the order that the source defines, of which batches begin at `starts`
+    """
 
     samples: int
+    starts: tuple[int, ...] = ()
+    batch: int = 1
 
     def task(self, task: Task) -> Task:
         """Returns the task with fewer samples and an eps not below that of proofs; batches as the task draws them."""
         if task.data is not None:
-            task = task.with_(data=First(task.data, self.samples or len(task.data)))
+            count = self.samples or len(task.data)
+            task = task.with_(data=First(task.data, count, starts=self.starts, batch=self.batch))
         if task.eval_data is not None:
             task = task.with_(eval_data=First(task.eval_data, len(task.eval_data)))
         if task.batch is not None:
@@ -138,7 +156,11 @@ def _small(job: Job, steps: int, parity: Parity) -> tuple[Job, RunSettings]:
     if train.init_from is not None:
         raise InputError("verify CONFIG: train.init_from: give the run without it; a proof begins with drawn weights")
     samples = 0
-    if task.data is not None and not hasattr(task.data, "weights"):
+    starts: tuple[int, ...] = ()
+    if task.data is not None and visiting(task.data, train.seed, (0,), 1) is not None:
+        starts = starts_of(len(task.data), job.batch_samples)
+        parity.notes.append(f"scope: of the order that the data defines, batches at {', '.join(map(str, starts))}")
+    elif task.data is not None:
         samples = min(len(task.data), math.ceil(BATCHES * job.batch_samples))
         if steps * job.batch_samples <= samples:
             parity.notes.append(f"scope: {steps} steps do not reach the end of the first epoch")
@@ -151,7 +173,10 @@ def _small(job: Job, steps: int, parity: Parity) -> tuple[Job, RunSettings]:
     plan = effective.plan.exact("fp64")
     total = max(job.steps, steps)  # the run's own schedule, not one squeezed into a few steps
     small = job.with_(
-        effective=replace(effective, config=config, plan=plan), steps=steps, scheduled=total, proof=Proving(samples)
+        effective=replace(effective, config=config, plan=plan),
+        steps=steps,
+        scheduled=total,
+        proof=Proving(samples, starts, job.batch_samples),
     )
     if effective.plan.precision != "fp64":
         parity.notes.append(f"precision={effective.plan.precision} is proven in float64: the run, not its rounding")

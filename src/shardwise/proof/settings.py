@@ -26,6 +26,7 @@ class Settings:
     nudge: int = 0  # above 0: weights and inputs move by one epsilon of the dtype, each up or down, as this seed has it
     nudge_inside: bool = False  # beside them, what each module without children returns
     device: str = "cpu"  # or the type of the accelerator, which ranks share where there are fewer
+    own_backend: bool = False  # of the accelerator's, where ranks share it too
     share: tuple[int, int] | None = None  # (rank, ranks): the samples of one data rank alone
     halves: bool = False  # accumulate each micro-batch in two parts: the same sum in another order
 

@@ -224,7 +224,7 @@ def _small_degree(plan: Plan, axis: str, uneven: bool) -> int:
 
 def _has_uneven_cut(module: nn.Module, plan: Plan) -> bool:
     """Returns whether a parameter has no dim that dp_shard divides, so that ZeRO-3 cuts it unevenly."""
-    return plan.zero == 3 and any(
+    return plan.sharded.weights and any(
         not any(size and size % plan.dp_shard == 0 for size in param.shape) for param in module.parameters()
     )
 

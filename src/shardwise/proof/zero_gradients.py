@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.engine.groups import named_groups
 from shardwise.proof.compare import tensor_error
 from shardwise.proof.narrow import LEAST_BAR
 from shardwise.proof.oracle import needs_closure, plain_module
@@ -23,6 +22,7 @@ from shardwise.proof.outcome import GRADIENT_BAR, GRADIENT_FLOOR, Parity
 from shardwise.proof.record import Record, Tensors, kept, kept_state
 from shardwise.proof.rounding import ALLOWANCE, nudged_runs
 from shardwise.proof.settings import Settings, raise_eps
+from shardwise.step.task_optimizer import named_groups
 from shardwise.task import Task
 from shardwise.trace.double import KeepDouble, default_dtype
 

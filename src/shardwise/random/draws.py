@@ -228,6 +228,7 @@ DRAWS = {
     _aten.randint.low: _new(_draw_range, 2),
     _aten.randint_like.default: _like(_draw_below),
     _aten.randint_like.low_dtype: _like(_draw_range),
+    _aten.randint_like.Tensor: _like(_draw_below),
     _aten.normal.float_float: _normal_of_floats,
     _aten.normal.Tensor_Tensor: _normal_by,
     _aten.normal.Tensor_float: _normal_by,

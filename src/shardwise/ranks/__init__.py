@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from shardwise.ranks.join import join, leave
 from shardwise.ranks.launch import RankEvent, launch
+from shardwise.ranks.launcher_ranks import LauncherRanks
 from shardwise.ranks.launchers import LaunchedPlace, local_size
 from shardwise.ranks.mpi import here
 from shardwise.ranks.nodes import apart, nodes_of
@@ -14,6 +15,7 @@ from shardwise.ranks.pool import RankPool
 
 __all__ = [
     "LaunchedPlace",
+    "LauncherRanks",
     "RankEvent",
     "RankPool",
     "apart",

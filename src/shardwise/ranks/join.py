@@ -16,6 +16,7 @@ from shardwise.guard import points
 from shardwise.guard.diagnose import Deadlines
 from shardwise.ranks import attempts
 from shardwise.ranks.allocation import keep_freed_memory
+from shardwise.ranks.interfaces import talk_over_reachable
 from shardwise.ranks.launchers import LaunchedPlace
 from shardwise.ranks.meet import MEET_S, await_listener, meet
 from shardwise.ranks.mpi import here
@@ -60,6 +61,8 @@ def _open_group(timeout_s: float | None, meet_s: float) -> None:
     elif place.launcher == "torchrun" and attempts.has_agent():  # which holds the store, and sets threads
         local_rank = place.rank if place.local_rank is None else place.local_rank
         await_listener(place, time.monotonic() + meet_s)
+        if place.master is not None:
+            talk_over_reachable(place.master[0])
         agent = attempts.agent_store(place.rank, place.world_size)
         store = attempts.fresh(agent, place.rank, place.world_size, meet_s)
         options |= {"rank": place.rank, "world_size": place.world_size, "store": store}
@@ -77,8 +80,10 @@ def _meet(place: LaunchedPlace, options: dict[str, Any], meet_s: float) -> None:
         torch.set_num_threads(met.threads)  # each rank would otherwise take all CPUs
     if place.one_host:
         _stay_home()
+    else:
+        talk_over_reachable(met.first_host)
     store = dist.PrefixStore("group", met.store)
-    options |= {"store": store, "rank": place.rank, "world_size": place.world_size}
+    options |= {"store": store, "rank": met.rank, "world_size": place.world_size}
     dist.init_process_group(_backend(met.local_rank), **options)
 
 

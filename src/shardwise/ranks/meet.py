@@ -34,6 +34,7 @@ from typing import Any
 
 from shardwise.errors import InputError, RunError, first_line
 from shardwise.ranks import pmi
+from shardwise.ranks.alike import in_host_order
 from shardwise.ranks.launchers import LaunchedPlace
 from shardwise.ranks.mpi import world_communicator
 
@@ -66,11 +67,18 @@ class Address:
 
 @dataclass(frozen=True)
 class Met:
-    """The store that all ranks share, and this rank's place on its host."""
+    """The store that all ranks share, and this rank's place on its host.
+
+    rank         its number among all: the launcher's, unless that dealt ranks to hosts in turns
+    threads      this rank's share of the CPUs that it may use
+    first_host   rank 0's host, as this one reaches it
+    """
 
     store: Any
+    rank: int
     local_rank: int
-    threads: int  # this rank's share of the CPUs that it may use
+    threads: int
+    first_host: str = ""
 
 
 def meet(place: LaunchedPlace, timeout_s: float = MEET_S) -> Met:
@@ -315,7 +323,13 @@ def _everybody(place: LaunchedPlace, store: Any, until: float) -> Met:
     below = [rank for rank in range(place.rank) if greetings[rank][0] == mine[0]]
     sharing = sum(1 for greeting in greetings if greeting == mine)
     local_rank = len(below) if place.local_rank is None else place.local_rank
-    return Met(store, local_rank, max(1, len(mine[1]) // sharing))
+    first_host = place.master[0] if place.master is not None else store.host
+    if place.rank == 0 and place.master is None:  # which listens for others, and reaches itself anyhow
+        first_host = _own_addresses()[0]
+    rank = place.rank
+    if world_communicator() is None:  # a script may count on the numbers of MPI
+        rank = in_host_order([greeting[0] for greeting in greetings])[rank]
+    return Met(store, rank, local_rank, max(1, len(mine[1]) // sharing), first_host)
 
 
 def _first_line(error: Exception) -> str:

@@ -14,6 +14,7 @@ from shardwise.errors import InputError
 READY = b"ready"  # rank -> caller: the process is up
 IDLE = b"idle"  # rank -> caller: the process group is gone, give me the next job
 RELEASE = b"release"  # caller -> rank: every rank has reported, the process group may go
+OWN = "own"  # in the place of a backend: the accelerator\'s own
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class RankCall:
     rank: int
     world_size: int
     store: str  # path of the FileStore
-    backend: str | None  # None: choose by the devices of this machine
+    backend: str | None  # None: choose by the devices of this machine; OWN: the accelerator's, though ranks share it
     threads: int
     group_timeout_s: float | None
     search_path: list[str]

@@ -1,4 +1,9 @@
-"""`RankPool`: rank processes that are started once and serve many short runs."""
+"""`RankPool`: rank processes that are started once and serve many short runs.
+
+torch keeps meshes, classes and plans of communication in tables of its own, which hold process groups and their
+threads. They are emptied after each job, hooks hold weak references, and what a job imported is set aside, so that a
+collection costs little. An engine that is closed ends its own groups.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from typing import Any
 
 from shardwise.errors import InputError
 from shardwise.guard.diagnose import RankWatch
-from shardwise.ranks.messages import RELEASE, pack_call
+from shardwise.ranks.messages import OWN, RELEASE, pack_call
 from shardwise.ranks.process import START_LIMIT_S, RankProcess, allow_files, refuse_beyond_memory
 from shardwise.ranks.supervise import Outcome, make_job, meeting_place, records_of, start_error, unpack, watch
 
@@ -26,13 +31,15 @@ class RankPool:
             sums = pool.run(add_ranks, 4)
 
     `threads` is each rank's number of torch threads. `quiet` throws the ranks' output away.
-    `accelerators` gives each rank the accelerator of its number, and their own backend where there is one for each.
+    `accelerators` gives each rank the accelerator of its number, and their own backend where there is one for each;
+    with `own_backend` where they share them too.
     """
 
-    def __init__(self, threads: int = 1, *, quiet: bool = False, accelerators: bool = False):
+    def __init__(self, threads: int = 1, *, quiet: bool = False, accelerators: bool = False, own_backend: bool = False):
         self.threads = threads
         self.quiet = quiet
         self.accelerators = accelerators
+        self.own_backend = own_backend
         self._idle: list[RankProcess] = []
         self._started = 0
         self._closed = False
@@ -72,7 +79,7 @@ class RankPool:
         with meeting_place() as folder, records_of(len(ranks)) as (record, readers):
             store = os.path.join(folder, "store")
             choices = {
-                "backend": None if self.accelerators else "gloo",
+                "backend": OWN if self.own_backend else None if self.accelerators else "gloo",
                 "threads": self.threads,
                 "group_timeout_s": max(timeout_s - min(5.0, timeout_s / 10), 0.1),
             }

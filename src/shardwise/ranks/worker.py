@@ -19,13 +19,13 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import InputError, ShardwiseError
 from shardwise.guard import points
 from shardwise.guard.records import RankRecord
 from shardwise.guard.stacks import answer_with_stacks
 from shardwise.ranks.allocation import keep_freed_memory
 from shardwise.ranks.fresh import reset_process
-from shardwise.ranks.messages import IDLE, READY, Failure, RankCall, Report, dumps
+from shardwise.ranks.messages import IDLE, OWN, READY, Failure, RankCall, Report, dumps
 from shardwise.ranks.scheduling import take_turns
 
 BEAT_S = 1.0
@@ -126,7 +126,7 @@ def _perform(job: RankCall) -> Report:
         if record is not None:
             record.ended(False)
         # a half-made group leaves torch counting groups from another number than its peers
-        return Report(None, _describe(job.rank, error), spent=not opened)
+        return Report(None, describe(job.rank, error), spent=not opened)
 
 
 def _watched(job: RankCall) -> RankRecord | None:
@@ -168,10 +168,23 @@ def _open_group(job: RankCall) -> None:
     options = {}
     if job.group_timeout_s is not None:
         options["timeout"] = timedelta(seconds=job.group_timeout_s)
-    backend = job.backend or _backend_for(job)
+    backend = _shared_backend(job) if job.backend == OWN else job.backend or _backend_for(job)
     dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.world_size, **options)
     take_turns()
     keep_freed_memory()
+
+
+def _shared_backend(job: RankCall) -> str:
+    """Returns gloo and the accelerator's own backend, for ranks of which several may have one device."""
+    from shardwise.device import group_backend, take
+
+    # NCCL refuses two ranks of one host on a device: each is a host of its own, and messages go through its sockets
+    os.environ.update(NCCL_HOSTID=f"rank-{job.rank}", NCCL_NET="Socket", NCCL_IB_DISABLE="1")
+    take(job.rank)
+    backend = group_backend(None)
+    if backend == "gloo":
+        raise InputError("an own backend was asked for, but torch sees no accelerator that has one here: leave it out")
+    return backend
 
 
 def _backend_for(job: RankCall) -> str:
@@ -241,7 +254,8 @@ def _forget_meshes() -> None:
     torch._dynamo.reset()
 
 
-def _describe(rank: int, error: BaseException) -> Failure:
+def describe(rank: int, error: BaseException) -> Failure:
+    """Returns an exception of a rank as a failure, for its caller to raise."""
     at = time.monotonic()
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:

@@ -30,13 +30,14 @@ from shardwise.engine.cutting import cut_forward
 from shardwise.engine.experts import look_for_experts, names_of, row_wise_experts
 from shardwise.engine.positions import find_positions
 from shardwise.engine.recipe import make_gradients_dense
-from shardwise.engine.samples import SAMPLES, a_few, few_samples
 from shardwise.engine.tensor import derive_cuts
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.layout.grid import SPACE, inner_axes
 from shardwise.layout.schedule_kinds import Op
 from shardwise.layout.schedules import Schedule, make_schedule
+from shardwise.layout.zero_stages import STAGES, ZeroStage
+from shardwise.look.samples import SAMPLES, a_few, few_samples
 from shardwise.parallel.expert import holds_experts
 from shardwise.parallel.expert.apply import Stack
 from shardwise.parallel.pipeline.placed import StagePlacement
@@ -109,9 +110,7 @@ class Cuts:
     @classmethod
     def of(cls, layout: Layout, precision: str, *, gloo: bool = False) -> Cuts:
         """Returns the cuts of a layout; a long step is played for a few rounds of micro-batches."""
-        played = layout.shard_ranks > 1 and (
-            layout.zero >= 3 or (layout.zero == 2 and (gloo or layout.pp * layout.ep > 1))
-        )
+        played = layout.sharded.weights or (layout.sharded.gradients and (gloo or layout.pp * layout.ep > 1))
         count, rounds = (min(layout.n_micro, ROUNDS) if played else 1), 1
         if layout.pp > 1:
             count, rounds = layout.n_micro, layout.rounds if gloo else min(layout.rounds, ROUNDS) if played else 1
@@ -147,9 +146,14 @@ class Cuts:
         return self.shard * self.cut_positions
 
     @property
+    def sharded(self) -> ZeroStage:
+        """What ranks hold as shards, as far as that is played."""
+        return STAGES[self.zero]
+
+    @property
     def differ(self) -> bool:
         """Whether a rank does or holds something else than a trace of the whole module shows."""
-        return self.tp * self.pp * self.ep * self.cut_positions * self.position_chunks > 1 or self.zero > 0
+        return self.tp * self.pp * self.ep * self.cut_positions * self.position_chunks > 1 or self.sharded.state
 
     @property
     def plan(self) -> Plan:

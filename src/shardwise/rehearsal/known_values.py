@@ -14,6 +14,7 @@ can carry real values beside it (its *shadow*), and so can a small one of floats
     x[mask], masked_select          with the mask's shadow, so that the number of rows is known
     .numpy(), np.asarray(...)       the values, where they are known
     pack_padded_sequence            by lengths that are known (packed_rows.py)
+    ctc_loss                        by the longest target: of lengths that are known, else of the targets' shape
 
 Floats of the batch, of weights, and all that is computed from them have no values, so a branch on a loss or an
 activation is still refused. What is written without values into a tensor, or into a view of it, takes its values away.
@@ -175,7 +176,7 @@ class Values(TorchDispatchMode):
             if all(values is not None for values in shadows):
                 return self._on_values(func, args, kwargs, leaves)
             func, args = self._with_rows(func, args)  # some are known: a mask among the indices, perhaps
-        out = func(*args, **kwargs)
+        out = _WITHOUT_META.get(func._overloadpacket, func)(*args, **kwargs)
         if func._overloadpacket is LAYER:
             out = (*out[:3], torch.empty(workspace_bytes(args), dtype=torch.uint8, device=args[0].device))
         if type(out) is FakeTensor and not out.dim() and func._schema.returns[0].alias_info is None:
@@ -277,6 +278,27 @@ class Values(TorchDispatchMode):
             chosen = balanced(shape, dim % scores.dim() if keeps else -1, scores.shape[dim])
             give(index, chosen if keeps else chosen.squeeze(-1), origins=frozenset({CHOSEN}))
         self.chose = True
+
+
+def _ctc_loss(scores: torch.Tensor, targets: torch.Tensor, _: Any, lengths: Any, *more: Any, **options: Any) -> Any:
+    """Returns losses (B,) and log-probabilities (B, T, 2 longest target + 1), which backward reads, without values."""
+    steps, samples, _ = scores.shape
+    if isinstance(lengths, torch.Tensor):
+        values = shadow(lengths) if isinstance(lengths, FakeTensor) else lengths
+        with _disable_current_modes():
+            lengths = [] if values is None else values.tolist()
+    # without their values: rows of a matrix are as long as they are, and rows end to end equally long
+    whole = targets.shape[1] if targets.dim() == 2 else -(-targets.numel() // max(1, samples))
+    longest = max(lengths) if len(lengths) else whole
+    return scores.new_empty(samples), scores.new_empty(samples, steps, 2 * longest + 1)
+
+
+def _ctc_loss_backward(grad: torch.Tensor, scores: torch.Tensor, *more: Any, **options: Any) -> torch.Tensor:
+    return torch.empty_like(scores)
+
+
+# operations that torch cannot run on tensors without values, since a size inside them hangs on values
+_WITHOUT_META = {_ATEN._ctc_loss: _ctc_loss, _ATEN._ctc_loss_backward: _ctc_loss_backward}
 
 
 def _look_up(table: torch.Tensor, index: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from shardwise.memory.chunks import Chunks, chunked_forwards
 from shardwise.memory.recompute import recompute_block
 from shardwise.parallel.expert import ExpertParallel, install
 from shardwise.parallel.expert.apply import compute_own_rows
-from shardwise.parallel.pipeline.cuts import Stage
+from shardwise.parallel.pipeline.boundaries import Stage
 from shardwise.parallel.pipeline.placed import StagePlacement
 from shardwise.parallel.pipeline.stage import StagedModule
 from shardwise.parallel.tensor import TensorParallel
@@ -82,7 +82,7 @@ class RankModule:
         if self.shares.cuts.position_chunks > 1:
             chunks = Chunks(self.shares.cuts.position_chunks)
             sending = [stack.path for stack in stacks]
-            chunked_forwards(model, blocks.paths, chunks, self.shares.cuts.zero == 3, sending)
+            chunked_forwards(model, blocks.paths, chunks, self.shares.cuts.sharded.weights, sending)
         if self.shares.cuts.recompute != "none":
             # a block under two paths is wrapped once
             for block in {id(b): b for b in map(model.get_submodule, blocks.paths)}.values():

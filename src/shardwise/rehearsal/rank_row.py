@@ -18,6 +18,7 @@ from shardwise.device import generators_kept
 from shardwise.layout import Plan
 from shardwise.layout.grid import SPACE, inner_axes
 from shardwise.layout.schedule_kinds import Op
+from shardwise.layout.zero_stages import PER_MICROBATCH
 from shardwise.memory.live import LiveBytes, resizes_told
 from shardwise.mesh import overlap_from
 from shardwise.parallel.expert import ExpertParallel
@@ -122,7 +123,7 @@ class Rehearsal:
         self.techniques = self._techniques(model, params, enclosed)
         # zero=3 has put shards in their places
         params = self._params_here(model)
-        reads = OutsideReads(model, _made_up) if self.shares.cuts.zero == 3 else None
+        reads = OutsideReads(model, _made_up) if self.shares.cuts.sharded.weights else None
         self.live, routed = LiveBytes(resized=self.resized), Values(self.fake)
         live = self.live
         rests = [*params.values(), *model.buffers(), *pytree.tree_leaves(self.batches)]
@@ -347,7 +348,7 @@ class Rehearsal:
         other_params = {name: param for name, param in trained.items() if name not in expert_params}
         trace.experts = sum(param.numel() for param in expert_params.values())
         techniques: list[FakeFullShard | Flat] = []
-        if cuts.zero == 3:
+        if cuts.sharded.weights:
             units = [model.get_submodule(path) for path in self.blocks.paths if path not in enclosed]
             absent = {name for name, _ in model.named_parameters() if name not in params}
             spread = {name for name in params if name in self.experts.experts}
@@ -360,14 +361,14 @@ class Rehearsal:
             techniques.append(sharded)
         alone: dict[str, nn.Parameter] = {}  # in buckets that rest
         for named, ranks, played in (
-            (other_params, cuts.shard_ranks, cuts.zero == 2),
-            (expert_params, cuts.shard_ranks // cuts.ep, cuts.zero >= 2 and cuts.shard_ranks > cuts.ep),
+            (other_params, cuts.shard_ranks, cuts.sharded.flat),
+            (expert_params, cuts.shard_ranks // cuts.ep, cuts.sharded.gradients and cuts.shard_ranks > cuts.ep),
         ):
             if played and named:
                 with self.fake:
                     techniques.append(self._flat(named, ranks))
             # zero=3 owns the other weights; of experts that one rank alone holds the gradients rest
-            elif cuts.zero < 3 or named is expert_params:
+            elif not cuts.sharded.weights or named is expert_params:
                 alone |= named
         self.arrivals = Arrivals(alone.values())
         return techniques
@@ -376,7 +377,7 @@ class Rehearsal:
         """Returns the technique that reduces gradients of these parameters after every micro-batch (zero=2)."""
         gloo = self.shares.cuts.gloo
         shard = Axis("dp_shard", ranks, 0, None, tuple(range(ranks)), rehearsal=Ledger(), copies=gloo)
-        flat = Flat([*named.items()], shard, Axis.alone("dp_replicate"), self.precision, stage=2)
+        flat = Flat([*named.items()], shard, Axis.alone("dp_replicate"), self.precision, stage=PER_MICROBATCH)
         into_bucket = flat.buckets._on_gradient
 
         def on_gradient(*of_bucket: Any) -> None:

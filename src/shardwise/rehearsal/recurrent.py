@@ -86,7 +86,7 @@ def as_one_call(
     per_layer = 4 if biases else 2
     directions = 2 if both else 1
     tensors = [x, *states, *flat]
-    # a cut layer has a rule of its own (part/recurrent); under a transform of torch.func this call has none
+    # a cut layer has a rule of its own (part/rules/recurrent); under a transform of torch.func this call has none
     if any(isinstance(t, Distributed) or not t.is_floating_point() for t in tensors) or _transformed(tensors):
         return None
     if len(flat) != per_layer * layers * directions or flat[1].shape != (

@@ -3,6 +3,10 @@
 What FSDP2 asks of a backend is how many ranks there are and which one this is; a group of torch's that sends nothing
 says so. Its gathers and reductions are ours (`Exchanges`): they note what would be sent, and hold what a backend holds.
 
+To tell again what FSDP2 makes and frees took 340 lines, which did not know units by name, units inside one another, or
+weights read while their unit does not run. On twelve rehearsals (four modules, one and two micro-batches, bf16 with
+recompute) peaks, shards, gathers and operations were the same to the byte. One takes half as long again.
+
 What this does not do: replicas of shards, whose sums are taken in place; streams, whose allocations may live a little
 longer on a GPU.
 """
@@ -96,7 +100,7 @@ class FakeFullShard(FullShard):
         spread: set[str], fake: FakeTensorMode, *, copies: bool,
     ):  # fmt: skip
         kept = {name: param for name, param in module.named_parameters() if name in spread}
-        empty_parameters(module, precision.master, mesh.device, absent | spread)
+        empty_parameters(module, precision, mesh.device, absent | spread)
         super().__init__(module, units, mesh, precision, absent | spread)
         given_values(units)
         self.seen: list[int] = []  # elements of each gather, in order
@@ -140,8 +144,9 @@ class FakeFullShard(FullShard):
 
     @property
     def held_elements(self) -> int:
-        """Elements of all weight shards on this rank, the padding to even shards included."""
-        return sum(_padded(param) for param in self.module.parameters() if isinstance(param, DTensor))
+        """Elements, of a master's width, of all weight shards on this rank, the padding to even shards included."""
+        shards = [param for param in self.module.parameters() if isinstance(param, DTensor)]
+        return sum(_padded(shard) * shard.dtype.itemsize for shard in shards) // self.precision.master.itemsize
 
     @property
     def rows(self) -> Counter[tuple[int, int]]:

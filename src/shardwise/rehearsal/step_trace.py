@@ -25,11 +25,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shardwise.comm import Axis, Ledger
 from shardwise.comm.ledger import FACTORS
 from shardwise.device import generators_kept
-from shardwise.engine.alone import MOST_ELEMENTS, Untried, told_alone
 from shardwise.engine.recipe import make_gradients_dense, refuse, scripted
-from shardwise.engine.samples import check_data, read_samples
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
+from shardwise.look.one_process import MOST_ELEMENTS, Untried, told_alone
+from shardwise.look.samples import check_data, read_samples
 from shardwise.memory.live import LiveBytes
 from shardwise.memory.recompute import recompute_block
 from shardwise.parallel.batchnorm import CountBatchNorm, JoinBatchNorm, batch_norm_modules, sync_module

@@ -7,12 +7,11 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from shardwise.engine.groups import named_groups
-from shardwise.engine.optimizer import construct, needs_closure
 from shardwise.errors import InputError
 from shardwise.memory.live import LiveBytes
 from shardwise.rehearsal.op_counts import Count
 from shardwise.simulator.counted import StepTrace, Update
+from shardwise.step.task_optimizer import construct, named_groups, needs_closure
 from shardwise.task import Task
 
 

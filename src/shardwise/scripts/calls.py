@@ -25,8 +25,8 @@ from shardwise.mesh import Mesh
 from shardwise.parallel.batchnorm import sync_module
 from shardwise.parallel.full import FullShard
 from shardwise.part import whole as uncut
+from shardwise.part.dispatch import Gathers
 from shardwise.part.levels import Distributed
-from shardwise.part.tensor import Gathers
 from shardwise.scripts.agreement import same_on_all
 from shardwise.scripts.dealt import Dealt
 from shardwise.scripts.draws import SampleDraws

@@ -33,7 +33,7 @@ from shardwise.device import current_device, generators
 from shardwise.errors import RefusedPlan
 from shardwise.layout.dealing import Share
 from shardwise.part import Part
-from shardwise.part.pointwise import draws_of_one_process
+from shardwise.part.rules.random import draws_of_one_process
 from shardwise.random import BatchDims
 from shardwise.scripts.following import may_draw, put_on, take_off
 from shardwise.scripts.script_lines import names_line

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.engine.alike import HeldAlike
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError
+from shardwise.look.ranks_alike import HeldAlike
 from shardwise.parallel.fsdp import groups_of
 from shardwise.scripts.optimizer import THAWS
 from shardwise.scripts.script_lines import names_line

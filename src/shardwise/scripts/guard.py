@@ -85,7 +85,7 @@ def refuse_hooks(model: nn.Module, plan: Plan) -> None:
     too, and `shardwise verify` tells. Shares of weights and pieces of units have no hooks, and a hook behind the sum
     that backward accumulates runs before ranks have added theirs up.
     """
-    spread = plan.tp > 1 or plan.ep > 1 or (plan.zero == 3 and plan.dp_shard > 1)
+    spread = plan.tp > 1 or plan.ep > 1 or plan.sharded.weights
     for name, param in model.named_parameters():
         late = _of_script(param._post_accumulate_grad_hooks)
         if plan.world_size > 1 and (late or (spread and _of_script(param._backward_hooks))):

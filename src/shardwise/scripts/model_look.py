@@ -15,12 +15,12 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwise.comm import gather_rows
-from shardwise.engine.alone import needs_gradients
-from shardwise.engine.check import look
 from shardwise.engine.engine import Engine
-from shardwise.engine.evaluated import TakesGradients
 from shardwise.errors import InputError, RefusedPlan, first_line
 from shardwise.host import put, read
+from shardwise.look.first_samples import look
+from shardwise.look.one_process import needs_gradients
+from shardwise.look.watched_run import TakesGradients
 from shardwise.memory.recompute import note_written
 from shardwise.parallel.batchnorm import batch_norm_modules
 from shardwise.part import plain

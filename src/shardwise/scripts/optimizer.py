@@ -21,9 +21,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from shardwise.engine.engine import Engine
+from shardwise.comm import Axis
 from shardwise.engine.optimizer import Nature, refuse, try_out
 from shardwise.errors import InputError
+from shardwise.layout.zero_stages import ZeroStage
 from shardwise.parallel.slots import DataParallel
 from shardwise.scripts.script_lines import names_line
 from shardwise.step.owners import OwnedMasters, PieceSlots
@@ -108,18 +109,17 @@ def _flat(optimizer: Optimizer, settings: dict[str, Any]) -> Callable[[list[dict
 
 
 def adopt(
-    optimizer: Optimizer, groups: list[list[str]], all_names: list[list[str]], engine: Engine,
-    shapes: dict[str, torch.Size], nature: Nature, *, whole: bool,
+    optimizer: Optimizer, groups: list[list[str]], all_names: list[list[str]], technique: DataParallel,
+    names: list[str], shapes: dict[str, torch.Size], shard: Axis, nature: Nature, *, zero: ZeroStage, whole: bool,
 ) -> OwnedMasters | None:  # fmt: skip
     """Point the optimizer at this rank's pieces, in place. Raises `RefusedPlan` for one that bears none.
 
     all_names   by group, of what was frozen at `prepare` too
     whole   every piece is a whole parameter
     """
-    owners, technique, names, shard = None, engine.technique, engine.state.names, engine.mesh.shard
-    zero = engine.plan.zero if shard.size > 1 else 0
+    owners = None
     refuse(nature, zero, named=type(optimizer).__name__)
-    if zero and nature.whole:
+    if zero.state and nature.whole:
         owners = OwnedMasters(cast(PieceSlots, technique), names, [shapes[name] for name in names], shard)
     held = held_pieces(technique, owners, names)
     pieces = [[piece for name in group for piece in held.get(name, [])] for group in groups]

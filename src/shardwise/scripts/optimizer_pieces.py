@@ -19,14 +19,14 @@ from torch.optim import Optimizer
 from shardwise.errors import RefusedPlan
 from shardwise.scripts.guard import Gate
 from shardwise.scripts.script_lines import names_line
-from shardwise.scripts.script_weights import ParameterUse, ScriptWeights
+from shardwise.scripts.script_weights import ScriptWeights, WeightUse
 
 
 class OptimizerGuard:
     """Guards the pieces that a prepared optimizer holds, while the script's own code runs."""
 
     def __init__(self, weights: ScriptWeights) -> None:
-        self._gate, self._kind = weights.gate, weights.kind(nn.Parameter, ParameterUse("never", "never"))
+        self._gate, self._kind = weights.gate, weights.kind(nn.Parameter, WeightUse("never", "never"))
         self._masters: list[nn.Parameter] = []
         self._hidden: HiddenState | None = None
 

@@ -30,11 +30,12 @@ from shardwise.engine.optimizer import refuse, shares_of
 from shardwise.engine.recipe import trainable
 from shardwise.errors import InputError
 from shardwise.layout import Plan
+from shardwise.layout.zero_stages import UNSHARDED
 from shardwise.mesh import build_mesh
 from shardwise.parallel.flat import Flat
 from shardwise.parallel.full import FullShard
+from shardwise.part.dispatch import Gathers
 from shardwise.part.parameters import read_outside
-from shardwise.part.tensor import Gathers
 from shardwise.random import Randomness
 from shardwise.scripts import optimizer as optimizers
 from shardwise.scripts.agreement import same_given
@@ -232,14 +233,15 @@ class Prepared(Stepping):
         self._groups = [[name for name in group if name in self._shapes] for group in self.all_names]
         with generators_kept():
             self._nature = optimizers.nature_of(optimizer, [[self._kinds[n] for n in group] for group in self._groups])
-        refuse(self._nature, 0, shares_of(self.plan.tp, self.plan.ep), named=type(optimizer).__name__)
+        refuse(self._nature, UNSHARDED, shares_of(self.plan.tp, self.plan.ep), named=type(optimizer).__name__)
 
     def _adopt(self, engine: Engine, before: States) -> None:
         """Point the optimizer at this rank's pieces; `before` is the state that it has. Collective."""
-        plan, optimizer = self.plan, self.optimizer
+        mesh, plan, optimizer = self.mesh, self.plan, self.optimizer
         engine.state.owners = optimizers.adopt(
-            optimizer, self._groups, self.all_names, engine, self._shapes, self._nature, whole=not holds_pieces(plan)
-        )
+            optimizer, self._groups, self.all_names, engine.technique, engine.state.names, self._shapes, mesh.shard,
+            self._nature, zero=plan.sharded, whole=not holds_pieces(plan),
+        )  # fmt: skip
         engine.state.optimizer, engine.state.needs_closure = optimizer, self._nature.needs_closure
         if before and holds_pieces(plan):
             put(engine.state, optimizer, before)

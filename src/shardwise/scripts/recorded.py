@@ -12,9 +12,9 @@ unit's gradient is whole only when all of that is over.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from weakref import WeakSet
+from weakref import finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from shardwise.parallel.fsdp import groups_of
 from shardwise.parallel.full import FullShard
-from shardwise.trace.functional import transforming
-
-_KNOWN: WeakSet[Recorded] = WeakSet()
+from shardwise.trace.backwards import watch_backwards
 
 
 class Recorded:
@@ -39,8 +37,9 @@ class Recorded:
         self._passes, self._world = passes, dist.group.WORLD
         self._units: list[Any] = [child for child in technique.module.modules() if isinstance(child, FSDPModule)]
         self._root: Any = technique.module
-        _KNOWN.add(self)
-        _install()
+        here = ref(self)
+        # for as long as the model lives: its script may differentiate wherever it likes
+        finalize(self, watch_backwards(lambda create_graph: _inside(here(), create_graph))).atexit = False
 
     def may_run(self, *, records: bool) -> bool:
         """Returns whether a backward may go through these units and a record; `records`: it makes one."""
@@ -70,19 +69,9 @@ class Recorded:
                     unit.reshard()
 
 
-def _install() -> None:
-    """Let torch's backwards, whoever calls them, run in the contexts of the models that they may go through."""
-    run = torch.autograd._engine_run_backward
-    if getattr(run, "records", False):
-        return
-
-    def recording(outputs: Any, gradients: Any, keep: bool, create_graph: bool, *rest: Any, **more: Any) -> Any:
-        outermost = torch._C._current_graph_task_id() == -1 and not transforming()
-        with ExitStack() as inside:
-            for one in list(_KNOWN) if outermost else ():
-                if one.may_run(records=create_graph):
-                    inside.enter_context(one.running(records=create_graph))
-            return run(outputs, gradients, keep, create_graph, *rest, **more)
-
-    recording.records = True  # type: ignore[attr-defined]
-    torch.autograd._engine_run_backward = recording
+def _inside(recorded: Recorded | None, records: bool) -> AbstractContextManager[None]:
+    """Returns the context of a backward that may go through a model's units; `records`: it makes a record."""
+    outermost = torch._C._current_graph_task_id() == -1
+    if recorded is None or not outermost or not recorded.may_run(records=records):
+        return nullcontext()
+    return recorded.running(records=records)

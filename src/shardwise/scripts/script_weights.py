@@ -6,7 +6,7 @@
     optimizer.param_groups      this rank's pieces: raise (`optimizer_pieces`)
 
 While the engine reads (`Gate`), in the model's forward and in a backward, a parameter is what this rank holds. How a
-parameter may be used (`ParameterUse`) stands in its class, which is changed in place.
+parameter may be used (`WeightUse`) stands in its class, which is changed in place.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _GRAD, _SET_DATA = torch.Tensor.grad, torch.Tensor.data.__set__
 
 
 @dataclass(frozen=True)
-class ParameterUse:
+class WeightUse:
     """What the script's own code is given of a parameter.
 
     gradient    "own": as it lies there; "later": likewise, once ranks have added up; "whole": gathered; "pieces":
@@ -83,7 +83,7 @@ class ScriptWeights:
         self._once, self._once_beside = once, once_beside
         self._whole: WholeWeights | None = None
         self._sharded: ShardedGradients | None = None
-        self._kinds: dict[tuple[type, ParameterUse], type] = {}
+        self._kinds: dict[tuple[type, WeightUse], type] = {}
 
     def take(
         self, model: nn.Module, whole: WholeWeights | None, sharded: ShardedGradients | None, *, cuts: Iterable[str],
@@ -104,15 +104,15 @@ class ScriptWeights:
         gradient: Any = "whole" if elsewhere else "later" if later else "own"
         for name, param in model.named_parameters():
             if type(param) is DTensor:
-                param.__class__ = self.kind(DTensor, ParameterUse("pieces", "sharded"))
+                param.__class__ = self.kind(DTensor, WeightUse("pieces", "sharded"))
             elif type(param) is nn.Parameter and (name in cuts or name in pairs):
-                param.__class__ = self.kind(nn.Parameter, ParameterUse("whole", "share" if name in cuts else "pairs"))
+                param.__class__ = self.kind(nn.Parameter, WeightUse("whole", "share" if name in cuts else "pairs"))
             elif type(param) is nn.Parameter and param.requires_grad:
-                param.__class__ = self.kind(nn.Parameter, ParameterUse(gradient, values))
+                param.__class__ = self.kind(nn.Parameter, WeightUse(gradient, values))
 
-    def kind(self, base: type, use: ParameterUse) -> type:
+    def kind(self, base: type, use: WeightUse) -> type:
         """Returns the class of parameters of this use."""
-        if use == ParameterUse():
+        if use == WeightUse():
             return base
         if (base, use) not in self._kinds:
             self._kinds[base, use] = _kind(base, use, weakref.ref(self))
@@ -130,7 +130,7 @@ class ScriptWeights:
                 if param.requires_grad:
                     param.register_hook(_refuse_early_loss)
                 param.__dict__["successor"] = successor
-                param.__class__ = self.kind(nn.Parameter, ParameterUse("successor", "successor"))
+                param.__class__ = self.kind(nn.Parameter, WeightUse("successor", "successor"))
 
     # --- what the script asks
 
@@ -212,7 +212,7 @@ class ScriptWeights:
         return replaced(nn.Parameter, once, (args, kwargs))
 
 
-def _kind(base: Any, use: ParameterUse, weights_ref: weakref.ref[ScriptWeights]) -> type:
+def _kind(base: Any, use: WeightUse, weights_ref: weakref.ref[ScriptWeights]) -> type:
     class ScriptWeight(base):
         script_use = use
 

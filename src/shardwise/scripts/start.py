@@ -16,13 +16,14 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
 from shardwise import device
+from shardwise.comm import everybody, gather_json
 from shardwise.engine.assemble import assemble
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan, check
 from shardwise.mesh import Mesh
 from shardwise.precision import met
-from shardwise.ranks import here, join
+from shardwise.ranks import alike, here, join
 from shardwise.ranks.launchers import own_device
 from shardwise.scripts.entries import Way
 from shardwise.scripts.guard import refuse_hooks
@@ -102,8 +103,13 @@ def join_ranks(plan: Plan) -> None:
     if world == 1 and plan.world_size > 1:
         raise InputError(
             f"plan {plan} needs {plan.world_size} ranks, but this script was started as one process: start it with "
-            f"torchrun --nproc-per-node {plan.world_size} (or srun or mpirun -n {plan.world_size})"
+            f"torchrun --nproc-per-node {plan.world_size} (or srun or mpirun -n {plan.world_size}); on several hosts, "
+            "`shardwise launch` writes the lines"
         )
+    place = here()
+    if place is not None and place.launcher != "shardwise":
+        facts = alike.facts_here({"plan": str(plan)})
+        alike.check_alike(gather_json(facts, everybody(), own_device("cpu")))
 
 
 ON_THE_HOST = (

@@ -96,7 +96,7 @@ def _refuse_in_whole(prepared: Whole, what: str) -> None:
 
 def holds_pieces(plan: Plan) -> bool:
     """Whether a rank's optimizer holds less than the whole parameters."""
-    return plan.tp > 1 or plan.ep > 1 or (plan.zero > 0 and plan.dp_shard * plan.cut_positions > 1)
+    return plan.tp > 1 or plan.ep > 1 or plan.sharded.state
 
 
 def states_of(optimizer: Optimizer, names: list[list[str]]) -> States:

@@ -125,7 +125,7 @@ def _rounds(
     busy, talk, tiled = (max(_of_rank(rank, by_op) for rank in ranks) for by_op in (work, sent, of_tiles))
     if layout.pp > 1:
         share = sum(rank.trained for rank in ranks) / max(1, sum(rank.small.parameters for rank in ranks))
-        link = Sharded(wire, states, RankGroup(layout.shard_ranks, layout.tp), share)
+        link = Sharded(wire, states, RankGroup(layout.shard_ranks, layout.tp), layout.sharded.gathers, share)
         waits = _gathers(ranks, {key: work[key] + sent[key] for key in work}, link)
         gathered = max(_of_rank(rank, waits) for rank in ranks)
         played = _played(ranks, layout, (work, sent, waits), wire)

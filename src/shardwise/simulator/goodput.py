@@ -31,9 +31,9 @@ def saved_bytes(memory: list[MemoryLedger], layout: Layout) -> float:
     """Returns the bytes that a rank of the fullest stage writes: masters and optimizer state, each element once."""
 
     def written(ledger: MemoryLedger) -> float:
-        sharded = layout.shard_ranks if layout.zero >= 1 else 1
+        sharded = layout.shard_ranks if layout.sharded.state else 1
         masters = ledger.terms.get("master", 0.0) * sharded
-        whole = masters or ledger.terms.get("weights", 0.0) * (layout.shard_ranks if layout.zero >= 3 else 1)
+        whole = masters or ledger.terms.get("weights", 0.0) * (layout.shard_ranks if layout.sharded.weights else 1)
         return (whole + ledger.terms.get("optimizer", 0.0) * sharded) / layout.gradient_ranks
 
     return max(map(written, memory))

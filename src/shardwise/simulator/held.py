@@ -31,7 +31,7 @@ def policy(precision: str, state_elements: float, layout: Layout) -> States:
     """
     chosen = Precision.of(Plan(precision=precision, reduce_dtype=layout.reduce_dtype))
     master, sent = chosen.master.itemsize, chosen.reduce.itemsize
-    in_buckets = layout.zero < 3 or layout.shard_ranks == 1
+    in_buckets = not layout.sharded.weights
     return States(
         precision, chosen.compute.itemsize, sent if in_buckets else master, master if chosen.mixed else 0,
         state_elements * master, master if in_buckets and sent != master else 0, sent,
@@ -47,23 +47,24 @@ def memory(
     shard_rank  whose shard of those that zero has, where the ranks do not divide a weight; the fullest's by default
     """
     trace, states = model.small, policy(precision, model.update.state_elements, layout)
-    zero, share = layout.zero, 1.0 / layout.shard_ranks
+    stage, share = layout.sharded, 1.0 / layout.shard_ranks
     of_experts = 1.0 / max(1, layout.shard_ranks // layout.ep)  # of the ranks that hold the same ones
     rest = sum(size * count for size, count in trace.sizes.items()) - trace.experts
-    gathered = zero >= 3 and layout.shard_ranks > 1
     # zero=3 pads rows to equal shards; padding takes memory but is not updated
-    updated = _cut(trace, layout.shard_ranks, shard_rank or 0) if gathered else rest * (share if zero else 1.0)
+    updated = rest * (share if stage.state else 1.0)
+    if stage.weights:
+        updated = _cut(trace, layout.shard_ranks, shard_rank or 0)
     owned = _owned(model, layout, shard_rank)
-    experts = trace.experts * (of_experts if zero else 1.0)
+    experts = trace.experts * (of_experts if stage.state else 1.0)
     terms = {
-        "weights": (trace.shard_elements + trace.experts if gathered else trace.parameters) * states.weight,
-        "gradients": _gradients(trace, layout, states, rest * (share if zero >= 2 else 1.0), of_experts),
-        "master": ((trace.shard_elements if gathered else updated) + experts) * states.master,
+        "weights": (trace.shard_elements + trace.experts if stage.weights else trace.parameters) * states.weight,
+        "gradients": _gradients(trace, layout, states, rest * (share if stage.gradients else 1.0), of_experts),
+        "master": ((trace.shard_elements if stage.weights else updated) + experts) * states.master,
         "optimizer": (updated + experts if owned is None else owned) * states.optimizer,
         "whole weights of the optimizer": (owned or 0) * (states.master or states.weight),
         "module's buffers": float(trace.buffers_bytes),
     }
-    if gathered and states.master:  # the masters are the shards
+    if stage.weights and states.master:  # the masters are the shards
         terms["weights"] = trace.experts * states.weight
     reduced = rest + (trace.experts if of_experts < 1 else 0)  # over dp_shard: experts of one rank's own are not
     peaks = _peaks(model, layout, states, updated + experts, reduced, owned)
@@ -72,7 +73,7 @@ def memory(
     if model.batch_bytes and (model.batch_on_device or layout.cut_positions == 1):  # shares of it are in the trace
         samples_here = (samples or layout.global_batch) if model.batch_on_device else layout.micro_batch
         terms["global batch" if model.batch_on_device else "inputs"] = model.batch_bytes * samples_here
-    if zero == 2 and not trace.shard_gradient_bytes:
+    if stage.flat and stage.gradients and not trace.shard_gradient_bytes:
         # whole gradients of the buckets on their way; beside them the part that is added to the sum
         new = 1.0 if layout.n_micro > 1 else 1.0 - share
         terms["gradients in flight"] = min(rest * states.gradient, IN_FLIGHT_BYTES) * new
@@ -82,7 +83,7 @@ def memory(
 def _owned(model: Model, layout: Layout, shard_rank: int | None) -> int | None:
     """Returns the elements of the weights that a rank updates whole; None where it updates its shards."""
     # without shards every rank has whole tensors anyway, and updates all of them
-    if not (model.update.whole and layout.zero and layout.shard_ranks > 1):
+    if not (model.update.whole and layout.sharded.state):
         return None
     sizes, load = [*model.small.in_order.values()], [0] * layout.shard_ranks
     for size, owner in zip(sizes, choose_owners(sizes, layout.shard_ranks), strict=True):
@@ -92,7 +93,7 @@ def _owned(model: Model, layout: Layout, shard_rank: int | None) -> int | None:
 
 def _gradients(trace: StepTrace, layout: Layout, states: States, rest: float, of_experts: float) -> float:
     """Returns bytes of gradients at rest: those that a rehearsal counted, else whole buckets."""
-    shared = layout.zero >= 2 and of_experts < 1
+    shared = layout.sharded.gradients and of_experts < 1
     if trace.shard_gradient_bytes:
         return trace.shard_gradient_bytes + (0 if shared else trace.experts * states.gradient)
     return (rest + trace.experts * (of_experts if shared else 1.0)) * states.gradient
@@ -123,7 +124,7 @@ def _peaks(
         "micro-batch": model.peak(layout.micro_batch),
         "optimizer's temporaries": temporaries * (states.master or states.weight) + updated * states.copies,
     }
-    if here and layout.zero == 1 and layout.shard_ranks > 1:
+    if here and layout.sharded.state and not layout.sharded.gradients:
         # gloo keeps every copy until all are waited for. The gradient that completes the last bucket came in a tensor
         # of its own, unless it was accumulated in the bucket itself
         last = model.small.final if layout.n_micro == 1 else 0
@@ -153,8 +154,8 @@ def _updated_sizes(trace: StepTrace, layout: Layout, states: States, updated: fl
     Under ZeRO 1 and 2 a rank has pieces, by the borders of its shards of the buckets.
     """
     ranks = layout.shard_ranks
-    if layout.zero not in (1, 2) or ranks == 1 or trace.experts:
-        share = ranks if layout.zero >= 3 else 1
+    if not layout.sharded.flat or trace.experts:
+        share = ranks if layout.sharded.weights else 1
         return [[min(size / share, updated) for size in trace.in_order.values()]]
     width, sizes = int(states.gradient), [trace.in_order[place] for place in sorted(trace.in_order)]
     buckets = lay_out(sizes, most_elements(width, ranks * layout.replicas), ranks, FIRST_BUCKET_BYTES // width)

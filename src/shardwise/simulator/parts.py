@@ -212,7 +212,7 @@ def updated(step: StepContext, parameters: dict[str, float]) -> float:
     """Returns the number of parameters that a rank updates."""
     total = 0.0
     for kind, count in parameters.items():
-        ranks = float(step.layout.shard_ranks) if step.layout.zero else 1.0
+        ranks = float(step.layout.shard_ranks) if step.layout.sharded.state else 1.0
         # ep deals experts over data and tp ranks, so fewer of these hold the same ones
         if kind == "experts" and step.layout.ep > 1:
             ranks = max(1.0, ranks * step.layout.tp / step.layout.ep)
@@ -273,8 +273,8 @@ def reduction_seconds(step: StepContext, parameters: dict[str, float], layers: f
     for kind, count in parameters.items():
         group = sharing(step, kind)
         grads = count * step.software.grad_reduce_bytes
-        n = step.software.pieces(count, group.size * lay.replicas, layers, zero=lay.zero)
-        if lay.zero:
+        n = step.software.pieces(count, group.size * lay.replicas, layers, lay.sharded)
+        if lay.sharded.state:
             reduce_s += wire.pieces("reduce_scatter", group, grads, n)
             reduce_s += wire.pieces("all_reduce", replicas, grads / max(1, group.size), n)
             gather_s += wire.pieces("all_gather", group, count * 2.0, n)
@@ -287,7 +287,7 @@ def sent_beside(step: StepContext, parameters: dict[str, float], layers: float) 
     """Returns in how many pieces a backward over `layers` layers can overlap with sending their gradients, at most."""
     lay = step.layout
     counts = (
-        step.software.pieces(count, sharing(step, kind).size * lay.replicas, layers, zero=lay.zero)
+        step.software.pieces(count, sharing(step, kind).size * lay.replicas, layers, lay.sharded)
         for kind, count in parameters.items()
     )
     return max(1, min(int(layers), sum(counts)))

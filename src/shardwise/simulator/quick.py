@@ -61,7 +61,8 @@ class Estimator:
         many = 2 if layout.n_micro * layout.rounds > 1 else 1
         # fields that do not change a layer's time are reset, so that layouts share the cached parts
         key = layout.with_(
-            pp=1, chunks=1, shard=1 if layout.zero < 3 else 2, replicas=1, zero=max(1, layout.zero), n_micro=many,
+            pp=1, chunks=1, shard=2 if layout.sharded.gradients else 1, replicas=1, n_micro=many,
+            zero=layout.zero if layout.sharded.gradients else 0,
             rounds=1, schedule="1f1b", stage_layers=(),
         )  # fmt: skip
         parts = self._parts(key)
@@ -80,14 +81,15 @@ class Estimator:
         front = self.shape.dense_layers if p == 1 else 0
         parameters = stage_parameters(self.shape, layout, self.shape.layers / p, first=p == 1, last=True, dense=front)
         reduce_s, gather_s = reduction_seconds(step, parameters, self.shape.layers / p)
-        if layout.zero >= 3 and layout.shard_ranks > 1:
-            wire = (1 if whole_in_pipeline(self.software, layout) else every) * (2 * gather_s + reduce_s)
+        if layout.sharded.weights:
+            wire = (1 if whole_in_pipeline(self.software, layout) else every) * (
+                layout.sharded.gathers * gather_s + reduce_s
+            )
             seconds = max(seconds, wire) if self.software.prefetch != "none" else seconds + wire
         elif not self.software.overlap_dp:
             seconds += reduce_s + gather_s
         else:
-            times = every if layout.zero == 2 else 1
-            seconds += times * max(0.0, reduce_s - seconds * 0.6 / every)
+            seconds += layout.sharded.reductions(every) * max(0.0, reduce_s - seconds * 0.6 / every)
             seconds += max(0.0, gather_s - seconds * 0.3 / every) if self.software.overlap_gathers else gather_s
         seconds += optimizer_seconds(step, parameters)
         return Quick(GAPS * seconds, self.memory(layout))

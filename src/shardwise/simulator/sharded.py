@@ -30,7 +30,7 @@ def data_seconds(
     )
     if layout.gradient_ranks == 1:
         return 0.0, []
-    if layout.zero >= 3 and shard.size > 1:
+    if layout.sharded.weights:
         if layout.pp > 1:  # what is gathered is part of each stage's ops
             return experts_s + wire.collective("all_reduce", replicas, count * states.on_wire / shard.size), []
         total, timeline = _gathered(model, layout, micro, wire, states, shard, replicas)
@@ -38,9 +38,9 @@ def data_seconds(
     n, pieces = 1, max(1, len(model.units))
     # on a probed device the cost of single messages is among the overheads
     if not wire.cluster.device.overheads:
-        n = software.pieces(count, layout.gradient_ranks, pieces, zero=layout.zero)
+        n = software.pieces(count, layout.gradient_ranks, pieces, layout.sharded)
         pieces = min(n, pieces)
-    if layout.zero:
+    if layout.sharded.state:
         reduce_s = wire.pieces("reduce_scatter", shard, count * states.on_wire, n)
         reduce_s += wire.pieces("all_reduce", replicas, count * states.on_wire / shard.size, n)
         gather_s = wire.pieces("all_gather", shard, count * states.weight, n)
@@ -48,7 +48,7 @@ def data_seconds(
         alike = RankGroup(layout.gradient_ranks, inside)
         reduce_s, gather_s = wire.pieces("all_reduce", alike, count * states.on_wire, n), 0.0
     hidden = 1 - FORWARD_SHARE if software.overlap_dp and not on_cores(wire) else 0.0
-    times = layout.n_micro * layout.rounds if layout.zero == 2 else 1  # ZeRO-2 reduces after every micro-batch
+    times = layout.sharded.reductions(layout.n_micro * layout.rounds)
     # the last bucket is complete only when backward ends, so it is never hidden
     return times * max(reduce_s / pieces, reduce_s - hidden * micro) + gather_s + experts_s, []
 
@@ -67,7 +67,7 @@ def _gathered(
     """
     units = model.units or [model.small.parameters]
     rest = max(0, model.small.parameters - sum(units))
-    link = Sharded(wire, states, shard, model.trained / max(1, model.small.parameters))
+    link = Sharded(wire, states, shard, layout.sharded.gathers, model.trained / max(1, model.small.parameters))
     # two micro-batches are played and scaled to all
     times = min(2, layout.n_micro)
     ops: list[StreamOp] = []
@@ -76,7 +76,7 @@ def _gathered(
         link.play(ops, units[::-1], (1 - FORWARD_SHARE) * micro, back=True)
     seconds = run(ops)
     once = wire.collective("all_reduce", replicas, model.trained * states.on_wire / shard.size)
-    once += layout.n_micro * (2 * link.gather(rest) + link.scatter(rest)) if rest else 0.0
+    once += layout.n_micro * (link.gathers * link.gather(rest) + link.scatter(rest)) if rest else 0.0
     return once + seconds * layout.n_micro / times, [(op.stream, op.name, op.start, op.end) for op in ops]
 
 
@@ -104,12 +104,14 @@ def play_units(
 class Sharded:
     """Weights gathered over a group one unit ahead, gradients scattered behind.
 
+    gathers  of each weight in a micro-batch: before its forward, and before its backward where it was freed
     trained  share of the weights that have gradients, taken to be the same in each unit
     """
 
     wire: Wire
     states: States
     shard: RankGroup
+    gathers: int
     trained: float = 1.0
 
     def gather(self, count: float) -> float:
@@ -124,9 +126,9 @@ class Sharded:
 
     def play(self, ops: list[StreamOp], units: Sequence[float], seconds: float, *, back: bool) -> None:
         """Appends one pass through the units to `ops`."""
-        total = max(1, sum(units))
+        total, times = max(1, sum(units)), self.gathers - 1 if back else 1
         play_units(
-            ops, [seconds * count / total for count in units], [self.gather(count) for count in units],
+            ops, [seconds * count / total for count in units], [times * self.gather(count) for count in units],
             [self.scatter(count) for count in units] if back else [],
             stream="compute" if on_cores(self.wire) else "data",
         )  # fmt: skip

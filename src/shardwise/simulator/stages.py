@@ -124,7 +124,7 @@ def _data_waits(
     """Adds to each stage's seconds what it waits for its data ranks in every micro-batch; returns that, by stage."""
     lay, shape, soft = step.layout, step.shape, step.software
     waits = [0.0] * len(layers)
-    if lay.zero < 2 or lay.shard_ranks == 1 or whole_in_pipeline(soft, lay):
+    if not lay.sharded.gradients or whole_in_pipeline(soft, lay):
         return waits
     inner = replace(step, layout=lay.with_(replicas=1))  # replicas are summed once
     for stage, (count, front) in enumerate(zip(layers, dense, strict=True)):
@@ -133,7 +133,7 @@ def _data_waits(
         ends = stage_parameters(shape, lay, 0.0, first=stage == 0, last=stage == len(layers) - 1)
         end_scatter, end_gather = reduction_seconds(inner, ends, 1.0)
         units = max(1, round(count))
-        if lay.zero == 2:
+        if lay.sharded.flat:
             window = weight[stage] if KINDS[lay.schedule].split else backward[stage] + weight[stage]
             waits[stage] = beside(window, count * scatter + end_scatter, units, soft.overlap_dp)
             weight[stage] += waits[stage]
@@ -141,7 +141,9 @@ def _data_waits(
         back = backward[stage] + weight[stage]
         ahead = soft.prefetch != "none"
         more = end_gather + _gathered(forward[stage], units, gather, 0.0, ahead=ahead)
-        again = end_gather + end_scatter + _gathered(back, units, gather, scatter, ahead=ahead)
+        more_gathers = lay.sharded.gathers - 1
+        again = more_gathers * end_gather + end_scatter
+        again += _gathered(back, units, more_gathers * gather, scatter, ahead=ahead)
         forward[stage] += more
         weight[stage] += again
         waits[stage] = more + again
@@ -163,9 +165,9 @@ def _once(step: StepContext, parameters: dict[str, float], layers: float, backwa
     reduce_s, gather_s = reduction_seconds(step, parameters, layers)
     buckets = sent_beside(step, parameters, layers)
     whole = whole_in_pipeline(step.software, lay)
-    if lay.zero < 2 or whole:
+    if not lay.sharded.gradients or whole:
         reduced = beside(backward, reduce_s, buckets, overlap and not whole)
     else:  # over dp_shard they were summed by then
         reduced = reduce_s - reduction_seconds(replace(step, layout=lay.with_(replicas=1)), parameters, layers)[0]
     ahead = step.software.overlap_gathers or whole  # fully_shard asks for the next unit while one computes
-    return reduced + (beside(forward, gather_s, buckets, ahead) if lay.zero < 3 or whole else 0.0)
+    return reduced + (beside(forward, gather_s, buckets, ahead) if not lay.sharded.weights or whole else 0.0)

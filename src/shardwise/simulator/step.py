@@ -75,15 +75,14 @@ def _one_stage(step: StepContext, times: LayerTimes) -> Forecast:
     n = lay.n_micro
     optimizer = optimizer_seconds(step, parameters)
     timeline: list[tuple[str, str, float, float]] = []
-    if lay.zero >= 3 and lay.shard_ranks > 1:
+    if lay.sharded.weights:
         total, timeline = _gathered(step, times)
         data = max(0.0, total - n * compute)
     else:
         reduce_s, gather_s = reduction_seconds(step, parameters, shape.layers)
         overlap, pieces = step.software.overlap_dp, sent_beside(step, parameters, shape.layers)
         backward, forward = layers.backward + layers.weight, layers.forward
-        # ZeRO-2 keeps sums of its own part alone, so it reduces after every micro-batch
-        data = (n if lay.zero == 2 else 1) * beside(backward, reduce_s, pieces, overlap)
+        data = lay.sharded.reductions(n) * beside(backward, reduce_s, pieces, overlap)
         data += beside(forward, gather_s, pieces, step.software.overlap_gathers)
     parts = {
         "compute": n * (compute - inside),
@@ -198,7 +197,8 @@ class _Zero3:
         """Add the backward of a micro-batch."""
         lay, last = self._step.layout, self._last
         # for the recomputed forward, and again for backward where the software frees the weights in between
-        gathers = 2 if lay.recompute == "full" and self._step.software.gathers_again else 1
+        again = 2 if lay.recompute == "full" and self._step.software.gathers_again else 1
+        gathers = again * (lay.sharded.gathers - 1)
         here: int | None = None  # the last layer is still whole
         for index in reversed(range(self._step.shape.layers)):
             own = self._time(index)

@@ -188,9 +188,9 @@ def engine_seconds(model: Model, layout: Layout, added: Overhead, compute: float
 
 def optimizer_seconds(model: Model, layout: Layout, kernels: Kernels, states: States) -> float:
     """Returns seconds of the optimizer's update on one rank, copies and scaling of gradients included."""
-    over, work = layout.shard_ranks if layout.zero else 1, model.update.work
+    over, work = layout.shard_ranks if layout.sharded.state else 1, model.update.work
     elements = sum(size * times for size, times in model.small.sizes.items())
-    into = 2 * states.gradient * elements if layout.zero < 3 else 0.0  # gradients into their buckets, copied
+    into = 0.0 if layout.sharded.weights else 2 * states.gradient * elements  # gradients into their buckets, copied
     divided = 2 * states.gradient * elements / over  # by the weight
     if kernels.ops is not None:
         ops = kernels.ops

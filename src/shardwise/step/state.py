@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -23,8 +24,10 @@ from shardwise.step.forward import Forward
 from shardwise.step.hooks import Hooks
 from shardwise.step.owners import OwnedMasters
 from shardwise.step.scaler import LossScale
-from shardwise.step.staged import StagedForward
 from shardwise.task import Task
+
+if TYPE_CHECKING:
+    from shardwise.step.staged import StagedForward
 
 
 @dataclass

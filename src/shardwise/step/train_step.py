@@ -31,7 +31,6 @@ from shardwise.step.loss import NO_GRAPH, TWICE, is_second_backward
 from shardwise.step.masks import drawing, seed_masks
 from shardwise.step.normalise import NotFinite, normalise, square_norm
 from shardwise.step.objective import objective_of
-from shardwise.step.pipelined import agree_stages, finish_stages, run_schedule
 from shardwise.step.result import StepResult
 from shardwise.step.state import RankState
 from shardwise.trace.outside_reads import set_training
@@ -75,6 +74,8 @@ def gradients(state: RankState, parts: list[Share]) -> tuple[StepResult, bool]:
     state.technique.start_step()
     tally = Tally(state.device, state.counts, pieces=state.plan.deterministic)
     if state.staged is not None:
+        from shardwise.step.pipelined import run_schedule
+
         reach("forward", state.steps_done, state)
         run_schedule(state, parts, tally)
     else:
@@ -124,6 +125,8 @@ def _reduced(state: RankState, tally: Tally, used: set[int], *, again: bool) -> 
     """
     state.used = used
     if state.staged is not None:
+        from shardwise.step.pipelined import finish_stages
+
         return finish_stages(state, tally, used, again=again)
     if state.technique.in_pieces:
         state.technique.finish_step(used)
@@ -225,7 +228,7 @@ def _in_pieces(state: RankState, index: int, part: Share, tally: Tally, *, last:
     """Run a rank's part of a micro-batch in pieces; one without samples runs where all ranks must meet in units."""
     order = state.order
     assert order is not None
-    first, meet = order.pieces.first(index, state.data_rank), state.plan.zero == 3 and state.mesh.shard.size > 1
+    first, meet = order.pieces.first(index, state.data_rank), state.plan.sharded.weights
     pieces = pieces_of(part, order.pieces.samples(part.total, state.data_rank))
     for place, piece in enumerate(pieces):
         order.begin(first + place, last=last and place == len(pieces) - 1)
@@ -255,7 +258,12 @@ def evaluate(state: RankState, steps: Iterable[list[Share]]) -> tuple[float, flo
     finally:
         set_training(state.module, True)
     take_written(state)
-    agreed = agree(tally, 0.0, state.mesh.gradients) if state.staged is None else agree_stages(state, tally, 0.0)
+    if state.staged is None:
+        agreed = agree(tally, 0.0, state.mesh.gradients)
+    else:
+        from shardwise.step.pipelined import agree_stages
+
+        agreed = agree_stages(state, tally, 0.0)
     return agreed.total, agreed.weight
 
 

@@ -7,6 +7,8 @@ For tests of code that is meant for accelerators, on machines without one. What 
     a copy to or from the host      is counted by `HostReads`, as are values that Python reads
     a draw                          comes from a generator of the device's own
     a collective's result           is NaN until its work is waited for; so is what is being sent
+    a type, strides or sizes that   raise
+      NCCL does not take
 
 What is computed is computed by the CPU's kernels, so it equals the CPU's to the bit.
 
@@ -32,6 +34,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardwise.comm.recording import waits_for
+from shardwise.testing.nccl_takes import refuse_as_nccl
 from shardwise.trace.drawn import is_random
 
 NAME = "mock"
@@ -310,6 +314,7 @@ class _Arriving(dist.Work):
 
     def wait(self, timeout: Any = None) -> bool:
         """Block until it is there."""
+        waits_for(self)
         self.work.wait() if timeout is None else self.work.wait(timeout)
         for goal, arrived in self.arriving:
             goal.copy_(arrived)
@@ -324,6 +329,7 @@ class _Arriving(dist.Work):
 
 def _collective(func: Any, args: tuple, bare_args: tuple, kwargs: dict) -> Any:
     """Run a collective by gloo on copies, and make what it will write unreadable until it is waited for."""
+    refuse_as_nccl(func, bare_args)
     staged: list[tuple[torch.Tensor, torch.Tensor]] = []  # (memory of the device, its copy)
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:

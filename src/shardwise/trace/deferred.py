@@ -84,6 +84,18 @@ class Built:
         with as_written():
             return self._replay(self._refs[name])
 
+    def drawn(self) -> tuple[list[str], int]:
+        """Returns (parameters whose values come from no file, number of those whose values do) where some do of each.
+
+        ([], 0) where the module was built for real.
+        """
+        if self._tape is None or not any(op.stored for op in self._tape.ops):
+            return [], 0
+        names = [name for name, target in self._targets.items() if isinstance(target, nn.Parameter)]
+        slices = {name: map(self._tape.ops.__getitem__, self._tape.slice(self._refs[name].storage)) for name in names}
+        new = [name for name in names if not any(op.stored for op in slices[name])]
+        return new, len(names) - len(new)
+
     def fingerprint(self) -> int:
         """Returns a 64-bit hash of names, shapes, dtypes and captured constants."""
         digest = xxhash.xxh3_64()  # fast: of a model that was made before, these are all its weights
@@ -136,7 +148,8 @@ class Built:
             return empty.set_(storages[ref.storage], ref.offset, ref.size, ref.stride)
 
         with torch.random.fork_rng(devices=[]):
-            for index in tape.slice(target.storage):
+            slice_ = tape.slice(target.storage)
+            for index in slice_:
                 op = tape.ops[index]
                 if op.random:
                     torch.default_generator.manual_seed(self._seeds[index])  # values are made on the CPU
@@ -150,6 +163,10 @@ class Built:
                     kwargs["device"] = torch.device("cpu")
                 output = op.func(*args, **kwargs)
                 for ref, result in zip(op.outputs, tensors_in(output) if op.outputs else (), strict=True):
+                    if op.whole:
+                        # a copy where operations that follow may write into it: it may be a file's memory
+                        alone = index == slice_[-1] and result.untyped_storage().nbytes() == result.nbytes
+                        storages[ref.storage] = (result if alone else result.clone()).untyped_storage()
                     # an operation in place gives a storage that is there already
                     storages.setdefault(ref.storage, result.untyped_storage())
         return tensor_of(target)

@@ -16,7 +16,7 @@ import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import TreeSpec
@@ -24,9 +24,6 @@ from torch.utils._pytree import TreeSpec
 from shardwise.trace.own_calls import Spot
 from shardwise.trace.taken import Taken, influenced
 from shardwise.trace.without_gradient import Place
-
-if TYPE_CHECKING:
-    from shardwise.trace.remembered import Change
 
 
 @dataclass
@@ -89,6 +86,18 @@ class OwnCall:
     place: Spot
     leaf: int
     name: str
+
+
+Attribute = tuple[str, str]  # (path of the module, attribute)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of a plain attribute: its time, the call inside which it came, and the attribute."""
+
+    time: int
+    call: ModuleCall
+    place: Attribute
 
 
 @dataclass

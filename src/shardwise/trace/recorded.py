@@ -20,17 +20,18 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from shardwise.trace.backwards import watching_backwards
 from shardwise.trace.deferred import Built
 from shardwise.trace.fake import Fake, unlogged
-from shardwise.trace.flow import Flow, Leaf, ModuleCall, OwnCall
+from shardwise.trace.flow import Attribute, Flow, Leaf, ModuleCall, OwnCall
 from shardwise.trace.functional import transforming
 from shardwise.trace.generators import shared_states
 from shardwise.trace.numbered import Assignments, Recorder
 from shardwise.trace.own_calls import OwnCalls, Spot
-from shardwise.trace.remembered import AttributeWatch, ForwardState, Place, structure
+from shardwise.trace.remembered import AttributeWatch, ForwardState, structure
 from shardwise.trace.stand_in import standing_in
 from shardwise.trace.state import ModuleState
-from shardwise.trace.taken import GradientWatch, other_backwards
+from shardwise.trace.taken import GradientWatch
 from shardwise.trace.tensors_in_objects import hidden
 from shardwise.trace.without_gradient import HooksLeftOut, switched_off
 
@@ -153,7 +154,7 @@ def _flow(module: nn.Module, forward: Callable[[], Any], ids: dict[str, int], se
 
 
 def _in_a_row(
-    module: nn.Module, run: Callable[[], Any], ids: dict[str, int], gradients: bool, places: list[Place]
+    module: nn.Module, run: Callable[[], Any], ids: dict[str, int], gradients: bool, places: list[Attribute]
 ) -> Flow | None:
     """Returns a first forward's flow, its `later` those that find what it left; None where that changes nothing."""
     recorders, flows, structures = list[Recorder](), list[Flow](), list[Any]()
@@ -208,7 +209,7 @@ def _followed(
     taken = GradientWatch(partial(recorder.take, own))
     with (
         as_written, torch.set_grad_enabled(gradients), HooksLeftOut(), recorder, taken, Assignments(recorder), own,
-        other_backwards(recorder.take_otherwise), _calls(module, recorder, root, own, watch),
+        watching_backwards(recorder.take_otherwise), _calls(module, recorder, root, own, watch),
     ):  # fmt: skip
         output = run()
     recorder.time += 1

@@ -12,9 +12,11 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -77,6 +79,20 @@ class _Recorder(TorchDispatchMode):
 
         args, kwargs = replaced(torch.Tensor, scratch, (args, kwargs))
         function(*args, **kwargs)
+
+    def write_from(self, tensor: torch.Tensor, read: Callable[[], torch.Tensor]) -> None:
+        """Record that the tensor gets the value that `read()` returns; a small one gets it now too."""
+        self._meet(tensor)
+        key, ref = storage_key(tensor), ref_of(tensor)
+        if tensor.numel() >= LARGE:
+            self.tape.deferred.add(key)
+        elif key not in self.tape.deferred:
+            _write(tensor, read)
+        if tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes():
+            value = partial(_laid_out, read, tensor.dtype)
+            self.tape.add(TapedOp(value, (), {}, [ref], set(), {key}, random=False, whole=True, stored=True))
+        else:  # a view of something larger, whose other elements stay
+            self.tape.add(TapedOp(_write, (ref, read), {}, [], {key}, {key}, random=False, stored=True))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -166,6 +182,43 @@ class _Recorder(TorchDispatchMode):
         args, kwargs = replaced(torch.Tensor, ref_of, (args, kwargs))
         draws = is_random(func) and state is None
         tape.add(TapedOp(func, args, kwargs, [ref_of(t) for t in outputs], before, written, draws, state))
+
+
+def write_from(tensor: torch.Tensor, read: Callable[[], torch.Tensor]) -> None:
+    """Write the value that `read()` returns into a tensor: at once, or, in a constructor that is recorded, on replay.
+
+    A tensor without values (meta, fake) gets none.
+    """
+    if tensor.is_meta or isinstance(tensor, FakeTensor):
+        return
+    if not _recording:
+        _write(tensor, read)
+        return
+    with unrecorded():
+        _recording[-1].write_from(tensor, read)
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Context: what runs inside is no part of the constructor that is being recorded, where one is."""
+    if not _recording:
+        yield
+        return
+    recorder, before = _recording[-1], _recording[-1].paused
+    recorder.paused = True
+    try:
+        yield
+    finally:
+        recorder.paused = before
+
+
+@torch.no_grad()
+def _write(tensor: torch.Tensor, read: Callable[[], torch.Tensor]) -> None:
+    tensor.copy_(read())
+
+
+def _laid_out(read: Callable[[], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    return read().to(dtype).contiguous()
 
 
 def _own_state(args: tuple, kwargs: dict) -> torch.Tensor | None:

@@ -12,13 +12,12 @@ What this does not do: look into closures, or into objects of torch's classes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.trace.flow import ModuleCall
+from shardwise.trace.flow import Attribute, Change, ModuleCall
 from shardwise.trace.generators import KINDS, shared_states, state_of
 from shardwise.trace.own_class import CONTAINERS, is_own
 
@@ -27,17 +26,6 @@ _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 _WORDS = (bool, int, str, bytes)
 _FEW = 64  # of a container's values
 DEEP = 6  # containers within containers
-
-Place = tuple[str, str]  # (path of the module, attribute)
-
-
-@dataclass(frozen=True)
-class Change:
-    """A change of a plain attribute: its time, the call inside which it came, and the attribute."""
-
-    time: int
-    call: ModuleCall
-    place: Place
 
 
 def contents(value: Any, *, tensors: bool = True, deep: int = DEEP) -> Any:
@@ -95,15 +83,15 @@ class ForwardState:
         self.module = module
         self._before = self._now()
 
-    def _now(self) -> dict[Place, Any]:
-        places: dict[Place, Any] = {}
+    def _now(self) -> dict[Attribute, Any]:
+        places: dict[Attribute, Any] = {}
         for path, child in self.module.named_modules():
             places |= {(path, key): contents(value) for key, value in vars(child).items() if key not in OWN_OF_TORCH}
             # what operations write into buffers is in the flow; here it counts whether another tensor took the place
             places |= {(path, key): id(value) for key, value in child._buffers.items()}
         return places
 
-    def changed(self) -> list[Place]:
+    def changed(self) -> list[Attribute]:
         """Returns the places that differ from what they were."""
         now = self._now()
         return [place for place in self._before | now if self._before.get(place) != now.get(place)]
@@ -112,7 +100,7 @@ class ForwardState:
 class AttributeWatch:
     """Notes in `changes` inside which calls places change; call `moment` whenever a call begins or ends."""
 
-    def __init__(self, module: nn.Module, places: list[Place]):
+    def __init__(self, module: nn.Module, places: list[Attribute]):
         self._children = {path: module.get_submodule(path) for path, _ in places}
         self._places = places
         self.changes: list[Change] = []

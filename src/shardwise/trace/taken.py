@@ -8,8 +8,8 @@ The operations of its backward belong to nobody's code: they read what any part 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,23 +61,6 @@ class GradientWatch(TorchFunctionMode):
             self.inside = False
 
 
-@contextmanager
-def other_backwards(around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Context: every backward outside of a transform runs inside `around()`, whatever function asked for it."""
-    # every way to ask for a backward (`backward()`, `autograd.grad`) calls this
-    run = torch.autograd._engine_run_backward
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if transforming() else around():
-            return run(*args, **kwargs)
-
-    torch.autograd._engine_run_backward = watched
-    try:
-        yield
-    finally:
-        torch.autograd._engine_run_backward = run
-
-
 def influenced(ops: Iterable[Any], numbers: Iterable[int]) -> set[int]:
     """Returns the numbers of the tensors computed from these, themselves among them. `ops`: a flow's, in order."""
     influenced_numbers = set(numbers)
@@ -87,4 +70,4 @@ def influenced(ops: Iterable[Any], numbers: Iterable[int]) -> set[int]:
     return influenced_numbers
 
 
-__all__ = ["SEVERAL_AT_ONCE", "GradientWatch", "Taken", "influenced", "listed", "other_backwards", "takes_gradients"]
+__all__ = ["SEVERAL_AT_ONCE", "GradientWatch", "Taken", "influenced", "listed", "takes_gradients"]

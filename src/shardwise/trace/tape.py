@@ -37,6 +37,8 @@ class TapedOp:
     writes: set[int]
     random: bool  # it draws from torch's own generator, in a state that replay sets
     generator: torch.Tensor | None = None  # the state of the generator that the constructor gave it
+    whole: bool = False  # it gives the one storage that it writes a new content, whatever was there
+    stored: bool = False  # the content comes from outside of the constructor: a file
 
 
 @dataclass
@@ -67,8 +69,10 @@ class ConstructorTape:
             if horizon.get(key, -1) >= before:
                 continue
             horizon[key] = before
-            for op in self.writers.get(key, ()):
-                if op < before and op not in needed:
+            writers = [op for op in self.writers.get(key, ()) if op < before]
+            anew = next((place for place in reversed(range(len(writers))) if self.ops[writers[place]].whole), 0)
+            for op in writers[anew:]:
+                if op not in needed:
                     needed.add(op)
                     queue.extend((read, op) for read in self.ops[op].reads)
         return sorted(needed)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shardwise.engine.room import is_out_of_memory
 from shardwise.errors import RunError, ShardwiseError, first_line
+from shardwise.look.memory_limits import is_out_of_memory
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 MORE_ROOM = (

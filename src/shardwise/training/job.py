@@ -12,16 +12,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from shardwise.adapters import with_lora
 from shardwise.config import Effective
-from shardwise.engine.samples import check_data
 from shardwise.errors import InputError, ShardwiseError
 from shardwise.layout.dealing import enough_samples, micro_batches
+from shardwise.look.samples import check_data
 from shardwise.observe.profile_steps import read_steps
 from shardwise.observe.sinks import check_sinks
-from shardwise.task import Task
+from shardwise.task import Task, default_optimizer
 from shardwise.task_names import call_task, resolve_task, where
 from shardwise.trace.deferred import LEAVE_OUT, of_a_device
-from shardwise.training.optimizers import make_optimizer
+from shardwise.training.optimizers import make_optimizer, scaled
 from shardwise.training.schedules import make_schedule, scaled_lr
 
 STEPS = 100
@@ -39,6 +40,7 @@ class Job:
     batch_samples: int
     tokens_per_sample: int | None
     lr: float | None  # None: the task's own optimizer
+    lr_factor: float = 1.0  # on the learning rates of the task's own optimizer
     launched: bool = False  # the ranks are ours, their output goes to files
     folder: Path = Path()
     again: bool = False  # an attempt after another one: there may be nothing left but the end
@@ -60,6 +62,8 @@ class Job:
         task = find_task(self.effective, self.task)
         if self.lr is not None:
             task = task.with_(optimizer=make_optimizer(self.effective.config.optimizer, self.lr))
+        elif self.lr_factor != 1:
+            task = task.with_(optimizer=scaled(task.optimizer, self.lr_factor))
         return task if self.proof is None else self.proof.task(task)
 
     def with_(self, **changes: Any) -> Job:
@@ -70,7 +74,8 @@ class Job:
 def find_task(effective: Effective, passed: Task | Callable[[], Task] | None) -> Task:
     """Returns the task that was passed, or the one that the configuration names."""
     section = effective.config.task
-    return resolve_task(section.name, section) if passed is None else call_task(section.name, passed)
+    task = resolve_task(section.name, section) if passed is None else call_task(section.name, passed)
+    return with_lora(task, effective.config.lora)
 
 
 def make_job(effective: Effective, passed: Task | Callable[[], Task] | None = None, *, keep: bool = False) -> Job:
@@ -94,6 +99,7 @@ def make_job(effective: Effective, passed: Task | Callable[[], Task] | None = No
     enough_samples(batch if task.data is None else len(task.data), effective.plan)
     micro_batches(batch, effective.plan.step_microbatches)
     make_schedule(effective.config.schedule, steps)
+    effective = replace(effective, notes=(*effective.notes, *_optimizer_notes(effective, task, batch)))
     read_steps(effective.config.train.profile_steps, steps)
     tokens = effective.config.task.seq_len if effective.config.task.name == "text" else None
     return Job(
@@ -104,6 +110,7 @@ def make_job(effective: Effective, passed: Task | Callable[[], Task] | None = No
         batch_samples=batch,
         tokens_per_sample=tokens,
         lr=_lr(effective, batch),
+        lr_factor=_lr_factor(effective, batch) if effective.own_optimizer else 1.0,
     )
 
 
@@ -179,7 +186,28 @@ def _steps(effective: Effective, task: Task, batch: int) -> int:
 
 def _lr(effective: Effective, batch: int) -> float | None:
     """Returns the learning rate for this batch size; None where the task's own optimizer runs."""
-    if effective.own_optimizer:
-        return None
+    return None if effective.own_optimizer else effective.config.optimizer.lr * _lr_factor(effective, batch)
+
+
+def _lr_factor(effective: Effective, batch: int) -> float:
     optimizer, tokens = effective.config.optimizer, effective.config.train.batch_tokens
-    return scaled_lr(optimizer.lr, tokens or batch, optimizer.base_batch or 1, optimizer.scale_lr)
+    return scaled_lr(1.0, tokens or batch, optimizer.base_batch or 1, optimizer.scale_lr)
+
+
+def _optimizer_notes(effective: Effective, task: Task, batch: int) -> list[str]:
+    """Returns what [optimizer] changes of an optimizer that the task brings itself."""
+    section = effective.config.optimizer
+    if effective.builtin or task.optimizer is default_optimizer:
+        return []
+    if not effective.own_optimizer:
+        lr = _lr(effective, batch)
+        return [
+            f"[optimizer] replaces the task's own optimizer by {section.name} with lr {lr:.3g}: leave the section out "
+            "to keep it"
+        ]
+    if section.scale_lr == "none":
+        return []
+    of = f"{section.scale_lr}, a batch of {effective.config.train.batch_tokens or batch} over {section.base_batch}"
+    return [
+        f"the learning rates of the task's own optimizer are multiplied by {_lr_factor(effective, batch):.3g} ({of})"
+    ]

@@ -29,13 +29,13 @@ from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.stored import Stored
 from shardwise.comm import gather_json, gather_rows
 from shardwise.data import Loader
-from shardwise.engine.alike import HeldAlike
 from shardwise.engine.ema import Ema
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.host import put
+from shardwise.look.ranks_alike import HeldAlike
 from shardwise.training.job import Job
-from shardwise.training.resume import STOPPED, changes, home_of, settings_of
+from shardwise.training.resume import STOPPED, changes, home_of, settings_of, task_digest
 from shardwise.training.stragglers import Stragglers
 
 LOOK_S = 1.0  # between looks at clocks and signals, where steps are shorter
@@ -155,6 +155,11 @@ class Keeper:
             self.check.unlike = fields.get("unlike")
         notices = [*restored.notices, f"goes on from {restored.folder}, after step {self.first}"]
         notices += changes(fields.get("settings") or {}, settings_of(self.job.effective))
+        digest, name = task_digest(self.job.effective), self.job.effective.config.task.name.rpartition(":")[0]
+        if None not in (digest, fields.get("task_file")) and digest != fields["task_file"]:
+            notices.append(
+                f"{name} was edited since the checkpoint: what it says now (model, loss, data) is trained on"
+            )
         if not restored.same_plan:
             notices.append("another plan than the checkpoint's: the same samples in the same order, sums in another")
         self.engine.notices.extend(notices)
@@ -273,6 +278,7 @@ class Keeper:
         fields = {
             "data": None if self.loader is None else self.loader.state_dict(),
             "settings": settings_of(self.job.effective),
+            "task_file": task_digest(self.job.effective),
             "run": {"first_loss": first_loss, "name": self.job.name, "best": self.best},
             "unlike": None if self.check is None else self.check.unlike,
         }

@@ -20,16 +20,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.adapters.files import write_adapters
 from shardwise.comm import everybody, gather_json, gather_rows
 from shardwise.data import evaluation_parts, own_tile, parts_of, samples_in
 from shardwise.dataset import name_of
 from shardwise.engine.ema import Ema
 from shardwise.engine.engine import Engine
-from shardwise.engine.export import save_weights
-from shardwise.engine.samples import read_samples
+from shardwise.engine.export import save_weights, trained_parameters
 from shardwise.errors import InputError
 from shardwise.guard.points import reach
 from shardwise.host import put
+from shardwise.look.samples import read_samples
 from shardwise.measure.pace import Beat, over_ranks, pace_beside
 from shardwise.observe import Flops, InputWatch, MetricsFile, count_flops, finite, peak_flops, write_inputs, write_json
 from shardwise.observe.memory import imbalance, memory_of
@@ -52,6 +53,7 @@ from shardwise.training.writing import written_text
 
 WEIGHTS = "model.safetensors"
 EMA_WEIGHTS = "ema.safetensors"
+ADAPTERS = "adapter"
 OBSERVED = (
     1  # the step of a process whose communication is counted; its first differs (buffers are made, shapes learnt)
 )
@@ -164,6 +166,7 @@ class _Rank:
         if self.ema is not None:
             with self.ema.applied():
                 self._keep_weights(EMA_WEIGHTS)
+        self._keep_adapters()
         with judging(self.job, self.engine, self.keeper):
             self.keeper.end(self.first_loss, self.weights)  # after the weights, which a full disk should not cost
         self._tell()
@@ -184,6 +187,14 @@ class _Rank:
         """Writes the weights into the run's folder, or a temporary folder where that is full; returns the path."""
         spare = Path(tempfile.gettempdir()) / f"shardwise-{self.job.folder.name}" / name
         return save_weights(self.engine.state, self.job.folder / name, spare)
+
+    def _keep_adapters(self) -> None:
+        """Writes the adapters of [lora] by themselves, as peft reads them, into the run's folder. Collective."""
+        if self.job.effective.config.lora.rank is None:
+            return
+        trained = trained_parameters(self.engine.state, rank_0_only=True)
+        if self.engine.rank == 0:
+            write_adapters(self.engine.module, trained, self.job.folder / ADAPTERS)
 
     def _stopped(self, step: int) -> dict[str, Any]:
         """Returns the summary of a run that was asked to stop after this step."""

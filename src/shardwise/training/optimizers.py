@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config.schema import OPTIMIZER_OPTIONS, OptimizerSection
+from shardwise.errors import InputError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -38,3 +39,20 @@ def _build(name: str, options: dict[str, Any], groups: list[dict]) -> Optimizer:
     import torch
 
     return getattr(torch.optim, name)(groups, **options)
+
+
+def scaled(make: Callable[[list[dict]], Optimizer], factor: float) -> Callable[[list[dict]], Optimizer]:
+    """Returns a function for `Task.optimizer`: what `make` gives, the learning rate of each group times `factor`."""
+    return partial(_scale, make, factor)
+
+
+def _scale(make: Callable[[list[dict]], Optimizer], factor: float, groups: list[dict]) -> Optimizer:
+    optimizer = make(groups)
+    for group in optimizer.param_groups:
+        if "lr" not in group:
+            raise InputError(
+                f"optimizer.scale_lr: {type(optimizer).__name__} of the task has no learning rate `lr` to scale: leave "
+                "scale_lr out"
+            )
+        group["lr"] *= factor
+    return optimizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -11,8 +12,10 @@ from typing import Any
 from shardwise.checkpoint import manifest, publish
 from shardwise.checkpoint.remote import is_remote, place
 from shardwise.config import Effective
-from shardwise.config.schema import NOT_TRAINED
+from shardwise.config.load import NO_TASK
+from shardwise.config.schema import BUILTINS, NOT_TRAINED
 from shardwise.errors import InputError
+from shardwise.task_files import is_run
 
 CHECKPOINTS = "checkpoints"
 STOPPED = "stopped.json"  # in a run's folder: it was asked to stop
@@ -50,6 +53,27 @@ def _array_task() -> dict[str, str]:
         None,
     )
     return {} if mine is None else {ARRAY_TASK: mine}
+
+
+def task_digest(effective: Effective) -> str | None:
+    """Returns a digest of the file that has the task; None where no file of Python here is named."""
+    file, _, _ = effective.config.task.name.rpartition(":")
+    path = Path(file if file.endswith(".py") else file.replace(".", "/") + ".py")
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+
+
+def refuse_default_beside(effective: Effective) -> None:
+    """Raises `InputError` where no task is given and the runs that are here are of others than the default one."""
+    out = Path(effective.config.train.out)
+    if NO_TASK not in effective.notes or not out.is_dir():
+        return
+    runs = [re.fullmatch(r"\d{8}-\d{6}-(.+?)(-\d+)?", path.name) for path in out.iterdir() if is_run(path)]
+    names = sorted({run[1] for run in runs if run is not None} - set(BUILTINS))
+    if names:
+        raise InputError(
+            f"no task is given, and {out} has runs of {', '.join(names)}: give the task, as my_tasks.py:NAME, or "
+            f"`{effective.config.task.name}` where the built-in example is meant"
+        )
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -26,7 +26,7 @@ from shardwise.task import Task
 from shardwise.training.holding import LOCK, held
 from shardwise.training.job import Job, make_job
 from shardwise.training.restart import ahead_of, source_of, until_done
-from shardwise.training.resume import find_run, home_of, mark_stopped
+from shardwise.training.resume import find_run, home_of, mark_stopped, refuse_default_beside
 
 LOGS = "ranks"
 RUN = "run"  # under which a launcher's ranks leave word of their run to those that are started after them
@@ -132,6 +132,7 @@ def execute(
     world = effective.plan.world_size
     _check_ranks(effective, nproc, place)
     check(effective.plan)
+    refuse_default_beside(effective)
     job = make_job(effective, task, keep=place is not None or world == 1)
     forecast = _forecast(job)  # a launcher's ranks all make it, so that all refuse together
     if place is not None:
@@ -271,11 +272,13 @@ def _joined(job: Job, forecast: dict[str, Any] | None, resume: str | None) -> Ru
     from shardwise.comm import everybody, gather_json, refuse_shared_devices
     from shardwise.ranks import join
     from shardwise.ranks.launchers import own_device
+    from shardwise.training.hosts import check_folder, check_hosts
 
     config = job.effective.config.train
     rank, _ = join(deadlines=_deadlines(config))
     device = own_device("cpu" if job.effective.config.train.device == "cpu" else None)
     refuse_shared_devices(device)
+    noticed = check_hosts(job, device)
     placed, error = job, ""
     with ExitStack() as stack:
         if rank == 0:
@@ -292,8 +295,9 @@ def _joined(job: Job, forecast: dict[str, Any] | None, resume: str | None) -> Ru
         folder, source, again, notes, error = from_rank_0
         if error:
             raise InputError(error)
-        effective = replace(job.effective, notes=tuple(notes))
+        effective = replace(job.effective, notes=(*notes, *noticed))
         job = job.with_(folder=Path(folder), resume=source, again=again, effective=effective)
+        check_folder(job, device)
         stack.enter_context(_kept_errors(job, f"error-rank{rank}.log"))
         summary = _here(job)
         _raise_stopped(job, summary)

@@ -23,12 +23,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from shardwise.parallel.pipeline.boundaries import CutPoint
 from shardwise.trace.flow import Flow, ModuleCall
-
-if TYPE_CHECKING:
-    from shardwise.parallel.pipeline.cuts import CutPoint
 
 
 def repeated(flow: Flow, other: Flow) -> frozenset[str]:

@@ -10,15 +10,10 @@ or what its own code or a call made. What depends on no parameter, x as a rule, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from shardwise.parallel.pipeline.boundaries import By, CutPoint, Holder
+from shardwise.parallel.pipeline.skips import Skip
 from shardwise.trace.flow import Flow, ModuleCall
-
-if TYPE_CHECKING:
-    from shardwise.parallel.pipeline.cuts import CutPoint, Holder
-    from shardwise.parallel.pipeline.skips import Skip
-
-By = tuple["Holder | bool | None", ...]  # for each x: where a stage has it, True where it was sent, None without
 
 
 def crossed(flow: Flow, call: ModuleCall, numbers: Sequence[int]) -> list[int]:
@@ -55,8 +50,6 @@ def blocked(flow: Flow, call: ModuleCall, numbers: Sequence[int]) -> int | None:
 
 def where(flow: Flow, x: int, before: int, skips: Sequence[Skip]) -> Holder | None:
     """Returns where a stage that ends at `before`, and leaves out `skips`, has the tensor `x`; None: nowhere."""
-    from shardwise.parallel.pipeline.cuts import Holder
-
     if x in flow.root.arguments:
         return Holder("", 0, True, flow.root.arguments.index(x))
     for call, is_argument, leaf in flow.call_leaves.get(x, ()):

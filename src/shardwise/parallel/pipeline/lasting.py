@@ -15,12 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from shardwise.parallel.pipeline.boundaries import CutPoint
 from shardwise.trace.flow import Flow, FlowOp, ModuleCall
-
-if TYPE_CHECKING:
-    from shardwise.parallel.pipeline.cuts import CutPoint
 
 BEFORE, AFTER = 1, 2  # sides of a cut, as bits
 BOTH = BEFORE | AFTER

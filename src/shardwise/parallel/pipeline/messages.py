@@ -3,12 +3,13 @@
     stage s    F: hidden states ------------------------------> stage s + 1
                B: gradients of those that need one <-----------
 
-Sends never wait, receives do, so that ranks meet in any order in which the schedule itself can run. Messages of one
-kind from one rank to another are received in the order in which they were sent, whatever the order in which they are
-needed, since a backend may know no tags; each kind and direction has a process group of its own where the backend
-works through a group's messages one by one (NCCL). What shapes arrive is told once for each shape of the batch, in a
-small message of its own; after that, shapes must stay. Where they follow from values (packed sentences), they are told
-for each micro-batch.
+Over gloo sends never wait, receives do, so that ranks meet in any order in which the schedule itself can run. Messages
+of one kind from one rank to another are received in the order in which they were sent, whatever the order in which
+they are needed. Where a backend works through messages in the order of calls (NCCL), and a large one is sent only once
+its receiver is there, all ranks come to them in the schedule's rounds (`Schedule.rounds`), what is of one round begun
+together: a rank sends as soon as it has computed, and asks for what others have by then. What shapes arrive is told
+once for each shape of the batch, in a small message of its own; after that, shapes must stay. Where they follow from
+values (packed sentences), they are told for each micro-batch.
 Bytes on the wire, for each boundary and micro-batch: the hidden states once forward, and those that need a gradient
 once backward, with a byte for each where there are several. Two stages on one rank hand tensors over without a message.
 
@@ -29,8 +30,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from shardwise.comm import Axis, Pending, copies_of, receive, send
-from shardwise.device import backend_of
+from shardwise.comm import Axis, Pending, RankMessage, exchange, in_order_of_calls, receive, send
 from shardwise.errors import RefusedPlan
 from shardwise.host import read, to_device
 from shardwise.layout.schedules import Schedule
@@ -60,6 +60,7 @@ class MessageSpec:
     cuts: Cuts = ()  # how it lies in the whole
 
 
+Key = tuple[str, int, int, int]  # of a message: its tag, from stage, to stage, micro-batch
 Arriving = list[tuple[Pending, torch.Tensor]]  # the tensors of a message, and what to wait for before they are there
 
 
@@ -77,13 +78,17 @@ class Mail:
         self.axis, self.inner, self.lasting = axis, inner, lasting
         self.owner = tuple(owner)
         self.device = device
-        self._axes = _directions(axis)
         # by (tag, rank): messages (source stage, goal stage, micro-batch) in the order in which that rank sends them
         self._coming: dict[tuple[str, int], deque[tuple[int, int, int]]] = {}
         # by (tag, goal stage, micro-batch): tensors that were received before they were asked for
         self._early: dict[tuple[str, int, int], list[torch.Tensor]] = {}
+        self._asked: dict[tuple[str, int, int], Arriving] = {}  # by the same, of rounds: being received
         self._begun: dict[tuple[str, int], Arriving] = {}  # by (tag, rank): the next message, being received
-        self.ahead = axis.group is not None and backend_of(axis.group, device) in (None, "gloo")
+        self.in_rounds = in_order_of_calls(device, axis)
+        self.ahead = axis.group is not None and not self.in_rounds
+        self._rounds: deque[list[Key]] = deque()  # not begun yet
+        self._due: set[Key] = set()  # their messages
+        self._outbox: dict[Key, tuple[list[RankMessage], list[MessageSpec] | None]] = {}  # made, in a round to come
         self._key_of: Callable[[int], Hashable] = lambda batch: None
         self._specs: dict[tuple[int, Hashable], list[MessageSpec]] = {}  # by (boundary, key)
         self._under_way: list[tuple[Pending, torch.Tensor]] = []  # sent; the tensor must live until it has left
@@ -97,6 +102,13 @@ class Mail:
             (FORWARD if kind == "F" else BACKWARD, rank): deque((a, b, first + batch) for a, b, batch in messages)
             for (kind, rank), messages in schedule.brought[self.axis.index].items()
         }
+        if self.in_rounds:
+            self._coming = {}
+            self._rounds = deque(
+                [(FORWARD if kind == "F" else BACKWARD, a, b, first + batch) for kind, a, b, batch in messages]
+                for messages in schedule.rounds[self.axis.index]
+            )
+            self._due = {message for messages in self._rounds for message in messages}
         for tag, rank in self._coming:
             if tag == FORWARD:  # gradients are the answers to what is sent: `send_forward` begins with them
                 self._begin(tag, rank)
@@ -113,10 +125,8 @@ class Mail:
                 f"stage {stage} sends {_listed(specs)} where it sent {_listed(before)} for a batch of the same shape: "
                 "a forward whose shapes depend on values cannot be cut there; name other places with stages="
             )
-        if before is specs and self.owner[stage] != self.owner[stage + 1]:  # the first of its key
-            self._tell(stage, batch, specs)
-            self._tell_runs(stage, batch, specs)
-        self._send(FORWARD, stage, stage + 1, batch, tensors)
+        # the first of its key tells of its shapes
+        self._send(FORWARD, stage, stage + 1, batch, tensors, specs if before is specs else None)
         self._begin(BACKWARD, self.owner[stage + 1])
 
     def receive_forward(self, stage: int, batch: int, key: Hashable) -> list[tuple[torch.Tensor, bool]]:
@@ -175,23 +185,63 @@ class Mail:
         boundary = 2 * min(source, goal) + (goal < source)
         return (batch * 2 * len(self.owner) + boundary) * MOST_TENSORS + place
 
-    def _send(self, tag: str, source: int, goal: int, batch: int, tensors: Sequence[torch.Tensor]) -> None:
+    def _send(
+        self, tag: str, source: int, goal: int, batch: int, tensors: Sequence[torch.Tensor],
+        told: list[MessageSpec] | None = None,
+    ) -> None:  # fmt: skip
+        """Send the tensors of one message; `told`: what they are like, where the receiver does not know it yet."""
         if len(tensors) >= TELLING:
             raise RefusedPlan(f"stage {source} would send {len(tensors)} tensors at once; {TELLING - 1} are the most")
         if self.owner[source] == self.owner[goal]:  # without its graph: each stage's backward is run by itself
             self._at_home[tag, goal, batch] = [taken_apart(tensor.detach()) for tensor in tensors]
             return
         self._under_way = [(p, t) for p, t in self._under_way if not p.over]
-        axis = self._axes[tag, self.owner[source] < self.owner[goal]]
-        for place, tensor in enumerate(tensors):
-            ready = _bytes(taken_apart(tensor.detach()).contiguous())
-            number = self._number(source, goal, batch, place)
-            self._under_way.append((send(ready, axis, self.owner[goal], tag, number), ready))
+        going = [
+            RankMessage(_bytes(taken_apart(t.detach()).contiguous()), self.owner[goal],
+                    self._number(source, goal, batch, place), tag)
+            for place, t in enumerate(tensors)
+        ]  # fmt: skip
+        key = (tag, source, goal, batch)
+        if key in self._due:
+            self._outbox[key] = going, told
+            self._go_on_to(key)
+        else:
+            self._tell(source, batch, told)
+            self._exchange(going, [])
+
+    def _exchange(self, going: list[RankMessage], coming: list[RankMessage]) -> list[Pending]:
+        """Begin messages together; returns what to wait for, of each that comes."""
+        sent, received = exchange(going, coming, self.axis)
+        self._under_way += [(pending, message.tensor) for pending, message in zip(sent, going, strict=True)]
+        return received
+
+    def _go_on_to(self, key: Key) -> None:
+        """Begin all rounds up to the one with this message. What this rank sends in them is made."""
+        while key in self._due:
+            going: list[RankMessage] = []
+            made: list[tuple[Key, list[torch.Tensor]]] = []
+            for message in self._rounds.popleft():
+                self._due.remove(message)
+                tag, source, goal, batch = message
+                if self.owner[source] == self.axis.index:
+                    messages, told = self._outbox.pop(message)
+                    self._tell(source, batch, told)
+                    going += messages
+                else:
+                    made.append((message, self._like(tag, source, goal, batch, self._key_of(batch))))
+            coming = [m for (tag, source, goal, batch), tensors in made
+                      for m in self._messages(tag, source, goal, batch, tensors)]  # fmt: skip
+            pending = iter(self._exchange(going, coming))
+            for (tag, _, goal, batch), tensors in made:
+                self._asked[tag, goal, batch] = [(next(pending), tensor) for tensor in tensors]
 
     def _fetch(self, tag: str, source: int, goal: int, batch: int, key: Hashable) -> list[torch.Tensor]:
         """Returns the tensors of one message. Those that the same rank sent before it are received too, and kept."""
         if self.owner[source] == self.owner[goal]:
             return self._at_home.pop((tag, goal, batch))
+        self._go_on_to((tag, source, goal, batch))
+        if (tag, goal, batch) in self._asked:
+            return _arrived(self._asked.pop((tag, goal, batch)))
         rank = self.owner[source]
         coming = self._coming.get((tag, rank))
         while coming and (tag, goal, batch) not in self._early:
@@ -218,22 +268,34 @@ class Mail:
             self._begun[tag, rank] = self._receive(tag, source, goal, batch, key)
 
     def _receive(self, tag: str, source: int, goal: int, batch: int, key: Hashable) -> Arriving:
+        tensors = self._like(tag, source, goal, batch, key)
+        pending = self._exchange([], self._messages(tag, source, goal, batch, tensors))
+        return list(zip(pending, tensors, strict=True))
+
+    def _messages(self, tag: str, source: int, goal: int, batch: int, tensors: list[torch.Tensor]) -> list[RankMessage]:
+        """Returns the messages that bring these tensors."""
+        return [
+            RankMessage(_bytes(tensor), self.owner[source], self._number(source, goal, batch, place), tag)
+            for place, tensor in enumerate(tensors)
+        ]
+
+    def _like(self, tag: str, source: int, goal: int, batch: int, key: Hashable) -> list[torch.Tensor]:
+        """Returns new tensors like those of a message; waits for what tells of them, where it is not known."""
         boundary = min(source, goal)
         if (boundary, key) not in self._specs:
             self._specs[boundary, key] = self._hear(boundary, batch)
         specs = [spec for spec in self._specs[boundary, key] if tag == FORWARD or spec.needs_gradient]
         if tag == BACKWARD and len(specs) > 1:  # a byte for each: whether backward reached it (`send_backward`)
             specs.append(MessageSpec((len(specs),), torch.uint8, False))
-        axis = self._axes[tag, self.owner[source] < self.owner[goal]]
-        arriving = []
-        for place, spec in enumerate(specs):
-            tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
-            number = self._number(source, goal, batch, place)
-            arriving.append((receive(_bytes(tensor), axis, self.owner[source], tag, number), tensor))
-        return arriving
+        return [torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs]
 
-    def _tell(self, stage: int, batch: int, specs: list[MessageSpec]) -> None:
-        """Send what the tensors of a boundary are like, as integers: their count, then WIDTH numbers for each."""
+    def _tell(self, stage: int, batch: int, specs: list[MessageSpec] | None) -> None:
+        """Send what the tensors of a boundary are like, as integers: their count, then WIDTH numbers for each.
+
+        Then who owns which index of the cut dims: as many numbers as there are runs, where there are any.
+        """
+        if specs is None:
+            return
         row = torch.zeros(1 + max(TOLD_AT_ONCE, len(specs)) * WIDTH, dtype=torch.int64)
         row[0] = len(specs)
         for place, spec in enumerate(specs):
@@ -249,9 +311,6 @@ class Mail:
         for part in row.split([FIRST, len(row) - FIRST]):
             if len(part):
                 self._control(part.clone(), stage, batch)
-
-    def _tell_runs(self, stage: int, batch: int, specs: list[MessageSpec]) -> None:
-        """Send who owns which index of the cut dims: as many numbers as there are runs, where there are any."""
         runs = [torch.from_numpy(part).long() for spec in specs for _, _, owners in spec.cuts
                 for part in (owners.stops, owners.who)]  # fmt: skip
         if runs:
@@ -260,14 +319,13 @@ class Mail:
     def _control(self, row: torch.Tensor, stage: int, batch: int) -> None:
         ready = to_device(row, self.device)
         number = self._number(stage, stage + 1, batch, TELLING)
-        axis = self._axes[FORWARD, self.owner[stage] < self.owner[stage + 1]]
-        self._under_way.append((send(ready, axis, self.owner[stage + 1], "control", number), ready))
+        self._under_way.append((send(ready, self.axis, self.owner[stage + 1], "control", number), ready))
 
     def _place(self, name: str) -> int:
         return next(place for place, axis in enumerate(self.inner) if axis.name == name)
 
     def _hear(self, boundary: int, batch: int) -> list[MessageSpec]:
-        """Receive what `_tell` and `_tell_runs` sent. Waits."""
+        """Receive what `_tell` sent. Waits."""
         numbers = self._heard(FIRST, boundary, batch)
         if (more := numbers[0] - TOLD_AT_ONCE) > 0:
             numbers += self._heard(more * WIDTH, boundary, batch)
@@ -289,15 +347,8 @@ class Mail:
     def _heard(self, count: int, boundary: int, batch: int) -> list[int]:
         row = torch.zeros(count, dtype=torch.int64, device=self.device)
         number = self._number(boundary, boundary + 1, batch, TELLING)
-        axis = self._axes[FORWARD, self.owner[boundary] < self.owner[boundary + 1]]
-        receive(row, axis, self.owner[boundary], "control", number).wait()
+        receive(row, self.axis, self.owner[boundary], "control", number).wait()
         return read(row, "shapes of messages")
-
-
-def _directions(axis: Axis) -> dict[tuple[str, bool], Axis]:
-    """Returns, by (tag, whether to a higher rank), the axis, with a group of its own where a backend needs one."""
-    ways = [(tag, down) for tag in (FORWARD, BACKWARD) for down in (True, False)]
-    return dict(zip(ways, copies_of(axis, len(ways)), strict=True))
 
 
 def _next(gradients: Iterator[torch.Tensor], reached: int) -> torch.Tensor | None:

@@ -8,7 +8,7 @@ from functools import cached_property
 from torch import nn
 
 from shardwise.layout.schedules import Schedule
-from shardwise.parallel.pipeline.cuts import Stage
+from shardwise.parallel.pipeline.boundaries import Stage
 from shardwise.parallel.slots import ValueOf
 from shardwise.trace.blocks import Blocks
 from shardwise.trace.deferred import Built, named_tensors

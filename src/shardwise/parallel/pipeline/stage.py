@@ -23,6 +23,10 @@ not would show in the loss.
 Where the plan cuts positions too, a stage is sent its rank's share, and results that are made up are cut as those of
 the call were when the whole forward was rehearsed.
 
+New modules for the stages would need the forward rewritten or traced, and fail on code that branches, builds masks or
+ties weights. torch.distributed.pipelining has such stages, and its zero-bubble backward writes gradients past the
+hooks on which data parallelism hangs.
+
 What this does not do: help a forward whose caller looks at values of what a stage does not have; `cuts` refuses it.
 """
 
@@ -39,7 +43,7 @@ from torch.utils._pytree import tree_flatten
 
 from shardwise.comm import Axis
 from shardwise.errors import RefusedPlan
-from shardwise.parallel.pipeline.cuts import Edge, Holder, Stage
+from shardwise.parallel.pipeline.boundaries import Edge, Holder, Stage
 from shardwise.parallel.pipeline.left_out import LeftOutResults
 from shardwise.parallel.pipeline.on_nothing import RAISED, OnNothing
 from shardwise.parallel.pipeline.shared import SharedGradients

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm import Axis, Pending, copies_of, receive, send
+from shardwise.comm import Axis, Pending, beside, receive, send
 from shardwise.device import on_host
 from shardwise.host import read, to_device
 
@@ -27,7 +27,7 @@ class Talk:
 
     def __init__(self, axis: Axis, owner: Sequence[int], device: torch.device):
         self.owner, self.device = owner, device
-        self._ways = dict(zip((True, False), copies_of(axis, 2), strict=True))
+        self.axis = beside(axis, device)  # said while hidden states wait for a stage that asks first
         self._numbers: dict[tuple[int, int], int] = defaultdict(int)  # of messages so far, by (source, goal)
         self._under_way: list[tuple[Pending, torch.Tensor]] = []
 
@@ -70,12 +70,10 @@ class Talk:
 
     def _send(self, tensor: torch.Tensor, source: int, goal: int) -> None:
         ready = tensor if on_host(self.device) else to_device(tensor, self.device)
-        axis = self._ways[source < goal]
-        pending = send(ready, axis, self.owner[goal], "inner gradients", self._next(source, goal))
+        pending = send(ready, self.axis, self.owner[goal], "inner gradients", self._next(source, goal))
         self._under_way.append((pending, ready))
 
     def _receive(self, tensor: torch.Tensor, source: int, goal: int) -> torch.Tensor:
         into = tensor if on_host(self.device) else tensor.to(self.device)
-        axis = self._ways[source < goal]
-        receive(into, axis, self.owner[source], "inner gradients", self._next(source, goal)).wait()
+        receive(into, self.axis, self.owner[source], "inner gradients", self._next(source, goal)).wait()
         return into

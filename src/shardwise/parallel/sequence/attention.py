@@ -1,4 +1,4 @@
-"""`scaled_dot_product_attention` on cut positions: by heads (Ulysses) or a ring; on cut heads: part/attention.
+"""`scaled_dot_product_attention` on cut positions: by heads (Ulysses) or a ring; on cut heads: part/rules/attention.
 
     cp_ulysses   positions -> heads (all-to-all), attention of whole sequences, heads -> positions
     cp           keys and values of every rank pass by, and the blocks' results are merged (see `ring`)
@@ -36,9 +36,8 @@ from shardwise.parallel.sequence.ring import ring_attention
 from shardwise.part import Owners, Part, Sum, Uncut
 from shardwise.part.crossing import apart, axes_of, cuts_of, joined
 from shardwise.part.cuts import repeated
-from shardwise.part.gathering import share_of
 from shardwise.part.levels import Distributed
-from shardwise.part.moves import from_axis, moved, replaced_from_axis
+from shardwise.part.moves import from_axis, moved, replaced_from_axis, share_of
 from shardwise.part.sums import plain, redealt, whole_over_axis
 from shardwise.part.tensor import FUNCTIONS
 

@@ -10,8 +10,9 @@ import torch
 from shardwise.comm import Axis
 from shardwise.parallel.sequence.pair_mask import PairMask
 from shardwise.part import Owners, Part, Sum, Uncut
-from shardwise.part.gathering import gather, share_of
+from shardwise.part.gathering import gather
 from shardwise.part.levels import Distributed
+from shardwise.part.moves import share_of
 from shardwise.part.sums import plain
 
 SAMPLES, HEADS, POSITIONS = 0, 1, 2  # of queries, keys and values (B, H, S, D)

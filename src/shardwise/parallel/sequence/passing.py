@@ -2,6 +2,13 @@
 
 A block goes from one rank that reads any of it to the next, past those that do not; the next one comes while the one
 at hand is computed. The sum of its gradients goes the same way, then to its owner.
+
+    step t of rank r    has the block of r - t    round t of keys: it goes on, the block of r - t - 1 comes
+                        computes on it            round t of sums: its gradients go on, those of r - t - 1 come
+
+What goes and comes in a round begins together, and all ranks come to the rounds in one order, so that no rank waits for
+one that waits for it, whatever a backend buffers. A block that is passed over waits where it is, for the round in
+which its next reader expects it.
 """
 
 from __future__ import annotations
@@ -11,34 +18,43 @@ from typing import Any
 
 import torch
 
-from shardwise.comm import Axis, Pending, receive, send
+from shardwise.comm import Pending, RankMessage, exchange
 from shardwise.parallel.sequence.kernels import wide
 from shardwise.parallel.sequence.layers import POSITIONS
 from shardwise.parallel.sequence.pairs import Call
 
+Tensors = tuple[torch.Tensor, ...]
 
-def blocks_passing(call: Call, mine: tuple[torch.Tensor, ...]) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
+
+def blocks_passing(call: Call, mine: Tensors) -> Iterator[tuple[int, Tensors]]:
     """Yields (rank, its tensors) of this rank, then of those whose keys it reads; the next come while some are used."""
-    axis, me = call.axis, call.axis.index
     if call.keys is None:  # whole on every rank: nothing passes
-        yield me, mine
+        yield call.axis.index, mine
         return
-    block, sent = mine, _Sent(axis)
+    for source, block in _steps(call, mine):
+        if block is not None:
+            yield source, block
+
+
+def _steps(call: Call, mine: Tensors) -> Iterator[tuple[int, Tensors | None]]:
+    """Yields (rank, its tensors, or None where this rank reads none of them) for each step, this rank's own first."""
+    axis, me = call.axis, call.axis.index
+    rounds = _Rounds(call, _KEYS)
+    waiting: dict[int, list[tuple[int, int, Tensors]]] = {}  # by round: (rank, whose block, it) that go on in it
+    block: Tensors | None = mine
     for step in range(axis.size):
         source, coming = (me - step) % axis.size, (me - step - 1) % axis.size
-        if step == 0 or call.before(source) is not None:  # this rank has the block: it reads it, or owns it
-            sent.add(block, call.after(source), _KEYS, source)
-        # posted before the block at hand is yielded, so that the next one arrives while it is used
-        arriving = None
-        if step + 1 < axis.size and call.before(coming) is not None:
-            arriving = _Arriving(call, coming, mine, call.before(coming), _KEYS)
-        if step == 0 or call.before(source) is not None:
-            yield source, block
-        block = arriving.received() if arriving is not None else ()
-    sent.wait()
+        if block is not None and (after := call.after(source)) is not None:
+            waiting.setdefault(_round_of(call, source, after), []).append((after, source, block))
+        sender = call.before(coming) if step + 1 < axis.size else None
+        # begun before the block at hand is yielded, so that the next one arrives while it is used
+        arriving = rounds.begin(waiting.pop(step, []), [] if sender is None else [(sender, coming, mine)])
+        yield source, block
+        block = arriving[0].received() if arriving else None
+    rounds.wait()
 
 
-def gradients_around(call: Call, mine: tuple[torch.Tensor, ...], block: Any) -> tuple[torch.Tensor, ...]:
+def gradients_around(call: Call, mine: Tensors, block: Any) -> Tensors:
     """Returns the gradients of this rank's tensors, summed over the ranks that used them: sums travel with their block.
 
     The sum of a block begins at the first rank that it comes to, and goes to its owner from the last one.
@@ -49,31 +65,52 @@ def gradients_around(call: Call, mine: tuple[torch.Tensor, ...], block: Any) -> 
     if call.keys is None:
         return block(me, *mine)
     like = tuple(tensor.new_empty(0, dtype=wide(tensor.dtype)) for tensor in mine)
-    own: tuple[torch.Tensor, ...] = ()
-    sent = _Sent(axis)
-    sums: dict[int, _Arriving] = {}  # what other ranks have summed of the next block, on its way
-    for source, tensors in blocks_passing(call, mine):
-        gradients = block(source, *tensors)
-        if source in sums:
-            gradients = _added(gradients, sums.pop(source).received())
-        if source == me:
-            own = gradients  # stays here; what other ranks add to it comes at the end
-        else:
-            after = call.after(source)
-            sent.add(gradients, source if after is None else after, _SUMS, source)
-        # the next block that this rank will read: its sum is received while its gradients are computed
-        coming = (source - 1) % axis.size
-        while coming != me and call.before(coming) is None:
-            coming = (coming - 1) % axis.size
-        before = call.before(coming)
-        if before is not None and before != coming:  # from its owner a block comes first to this rank: no sum before
-            sums[coming] = _Arriving(call, coming, like, before, _SUMS)
-        del gradients, tensors  # not kept while the next block is computed
-    if call.ways[me]:
-        home = _Arriving(call, me, like, call.ways[me][-1], _SUMS).received()
-        own = _added(own, home)
-    sent.wait()
+    own: Tensors = ()
+    rounds = _Rounds(call, _SUMS)
+    waiting: dict[int, list[tuple[int, int, Tensors]]] = {}  # by round: (rank, whose block, its sum) that go in it
+    coming: _Arriving | None = None  # what other ranks have summed of the next step's block
+    home: _Arriving | None = None
+    for step, (source, tensors) in enumerate(_steps(call, mine)):
+        if tensors is not None:
+            gradients = block(source, *tensors)
+            if coming is not None:
+                gradients = _added(gradients, coming.received())
+            if source == me:
+                own = gradients  # stays here; what other ranks add to it comes at the end
+            else:
+                after = call.after(source)
+                number = step if after is None else _round_of(call, source, after)
+                waiting.setdefault(number, []).append((source if after is None else after, source, gradients))
+            del gradients
+        del tensors  # not kept while the next block is computed
+        coming, last = None, _last_step(call, me) == step
+        comes = _sums_before(call, (source - 1) % axis.size) if step + 1 < axis.size else None
+        receives = [] if comes is None else [(comes, (source - 1) % axis.size, like)]
+        receives += [(call.ways[me][-1], me, like)] if last else []
+        arriving = rounds.begin(waiting.pop(step, []), receives)
+        if last:
+            home = arriving.pop()
+        coming = arriving[0] if arriving else None
+    if home is not None:
+        own = _added(own, home.received())
+    rounds.wait()
     return own
+
+
+def _round_of(call: Call, source: int, reader: int) -> int:
+    """Returns the round in which a reader expects a block, or its sum: the one before the step in which it has it."""
+    return (reader - source) % call.axis.size - 1
+
+
+def _last_step(call: Call, source: int) -> int:
+    """Returns the step in which the last other rank that reads a block has it, which then sends home its sum; or -1."""
+    return (call.ways[source][-1] - source) % call.axis.size if call.ways[source] else -1
+
+
+def _sums_before(call: Call, source: int) -> int | None:
+    """Returns the rank from which this one gets the sum of a block that it reads next; None where it begins it."""
+    before = call.before(source)
+    return None if before == source else before  # from its owner a block comes first to this rank: no sum before
 
 
 def _added(sums: tuple[torch.Tensor, ...], more: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -89,20 +126,38 @@ def _shapes(shapes: tuple[tuple[int, ...], ...], positions: int) -> list[list[in
 _KEYS, _SUMS = 0, 2  # kinds of messages, of two tensors each
 
 
-class _Sent:
-    """Holds tensors that are being sent until the sends have ended, so that their memory is not used again."""
+class _Rounds:
+    """The rounds of one kind of messages; holds what is sent until it has left, so its memory is not used again."""
 
-    def __init__(self, axis: Axis):
-        self.axis = axis
+    def __init__(self, call: Call, kind: int):
+        self.call, self.kind = call, kind
         self.pending: list[tuple[Pending, torch.Tensor]] = []
 
-    def add(self, tensors: tuple[torch.Tensor, ...], to: int | None, kind: int, source: int) -> None:
-        """Send what is of the block of `source` to a rank; nothing where that is None. Does not wait."""
+    def begin(self, sends: list[tuple[int, int, Tensors]], receives: list[tuple[int, int, Tensors]]) -> list[_Arriving]:
+        """Begin a round: (rank, whose block, tensors, or what they are like) that go and come; does not wait."""
+        kind = self.kind
         self.pending = [(p, t) for p, t in self.pending if not p.over]  # what has left gives its memory back
-        for place, tensor in enumerate(tensors if to is not None else ()):
-            if tensor.numel() and to is not None:  # a rank without positions sends nothing, and nobody expects it
-                out = tensor.contiguous()
-                self.pending.append((send(out, self.axis, to, "ring", 4 * source + kind + place), out))
+        # a tag for each tensor: keys and sums of one block may be on their way between two ranks at once. A rank
+        # without positions sends nothing, and nobody expects it
+        going = [
+            RankMessage(tensor.contiguous(), to, 4 * source + kind + place, "ring")
+            for to, source, tensors in sends
+            for place, tensor in enumerate(tensors)
+            if tensor.numel()
+        ]
+        made = [_Arriving(self.call, source, like) for _, source, like in receives]
+        coming = [
+            RankMessage(tensor, sender, 4 * source + kind + place, "ring")
+            for (sender, source, _), arriving in zip(receives, made, strict=True)
+            for place, tensor in enumerate(arriving.tensors)
+            if tensor.numel()
+        ]
+        sent, received = exchange(going, coming, self.call.axis)
+        self.pending += [(pending, message.tensor) for pending, message in zip(sent, going, strict=True)]
+        arrivals = iter(received)
+        for arriving in made:
+            arriving.pending = [next(arrivals) for tensor in arriving.tensors if tensor.numel()]
+        return made
 
     def wait(self) -> None:
         """Wait until everything has left."""
@@ -114,18 +169,13 @@ class _Sent:
 class _Arriving:
     """What is of the block of `source`, on its way here."""
 
-    def __init__(self, call: Call, source: int, like: tuple[torch.Tensor, ...], sender: int | None, kind: int):
-        assert call.keys is not None and sender is not None
+    def __init__(self, call: Call, source: int, like: Tensors):
+        assert call.keys is not None
         shapes = _shapes(call.shapes, call.keys.counts[source])
         self.tensors = tuple(t.new_empty(shape) for t, shape in zip(like, shapes, strict=True))
-        # a tag for each tensor: keys and sums of one block may be on their way between two ranks at once
-        self.pending = [
-            receive(into, call.axis, sender, "ring", 4 * source + kind + place)
-            for place, into in enumerate(self.tensors)
-            if into.numel()
-        ]
+        self.pending: list[Pending] = []
 
-    def received(self) -> tuple[torch.Tensor, ...]:
+    def received(self) -> Tensors:
         """Returns the tensors of the block that arrives; waits for them."""
         for pending in self.pending:
             pending.wait()

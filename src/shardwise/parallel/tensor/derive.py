@@ -1,6 +1,6 @@
-"""Choose which weights are cut, along which dim, and who holds which index, from the labels of trace/axes.
+"""Choose which weights are cut, along which dim, and who holds which index, from the labels of part/labels.
 
-The labels of `trace/axes` say which indices of which weights must lie together. A *family* is a set of weight dims
+The labels of `part/labels` say which indices of which weights must lie together. A *family* is a set of weight dims
 that share classes: the rows of Wq, Wk, Wv and the columns of Wo, or gate, up and down of an MLP. A family can be cut
 when it has at least as many classes as there are ranks, gives and takes (so that one sum closes it), and no weight of
 it is cut otherwise.
@@ -8,6 +8,9 @@ it is cut otherwise.
     q, k, v: rows | o: columns        family of heads         one all-reduce after o
     up, gate: rows | down: columns    family of the width     one all-reduce after down
     embedding: rows | head: rows      family of the words     one all-reduce after the embedding; the loss by parts
+
+Classes are dealt kind by kind: indices that lie in the same weights among themselves, so that a skip and what it is
+joined with are each spread over all ranks, and a group norm over either finds whole groups.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import numpy as np
 from shardwise.comm import Ledger
 from shardwise.errors import InputError, did_you_mean
 from shardwise.part import Owners
-from shardwise.trace.axes import Found, Use
+from shardwise.part.labels import Found, Use
 
 SHARE = 0.01  # of the model's elements, below which a lone table or head is not worth its collectives
 

@@ -20,10 +20,10 @@ from shardwise.parallel.tensor.derive import Derived, derive, matching, starved
 from shardwise.parallel.tensor.kept import kept_shares
 from shardwise.parallel.tensor.raw_reads import RawReads
 from shardwise.part import Uncut, forget
+from shardwise.part.labels import Axes, Found
 from shardwise.part.parameters import KEPT, ONCE, see_parts
 from shardwise.part.past import PastAttributes
 from shardwise.random import python_restored, seed_python
-from shardwise.trace.axes import Axes, Found
 from shardwise.trace.deferred import Built
 from shardwise.trace.fake import Fake, unlogged
 from shardwise.trace.stand_in import Make, standing_in

@@ -1,0 +1,53 @@
+"""The command `evidence`: what this machine shows of this package, as one page and one JSON (testing/evidence)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from shardwise.cli.answer import Answer
+from shardwise.cli.options import WholeNumber, common
+from shardwise.cli.waiting import begin
+from shardwise.progress import timing
+
+
+@click.command()
+@click.option("-o", "--output", default="docs/evidence", show_default=True, type=click.Path(file_okay=False),
+              help="The folder of the page and the JSON.")  # fmt: skip
+@click.option("--ranks", type=WholeNumber(min=2), help="By default one for each accelerator, or two.")
+@click.option("--device", default=None, help="cpu, or the accelerator's type; by default what is there.")
+@click.option("--backend", help="The accelerator's own, for ranks that share it; by default gloo.")
+@click.option("--minutes", type=WholeNumber(min=1), default=15, show_default=True, help="Nothing is begun after them.")
+@common
+@click.pass_obj
+def evidence(
+    answer: Answer, output: str, ranks: int | None, device: str | None, backend: str | None, minutes: int
+) -> None:
+    """Prove every kind of plan here, and measure against forecasts and loops by hand; one page for docs/evidence.
+
+    \b
+    shardwise evidence                                  on all accelerators of this machine, or two CPU ranks
+    shardwise evidence --ranks 2 --backend NAME --minutes 9     two ranks on one, over its own backend
+
+    Exit code 0 when everything that was tried held, 1 when something did not.
+    """
+    begin(answer, "evidence: loading PyTorch")
+    from shardwise.device import accelerator, check_device, check_own_backend, device_count, group_backend
+    from shardwise.testing.evidence import collect
+    from shardwise.testing.evidence_page import about, page, write
+
+    kind = accelerator()
+    chosen = device or ("cpu" if kind is None else kind.type)
+    check_device(chosen, "--device")
+    count = ranks or max(2, device_count())
+    if backend is not None:
+        check_own_backend(backend, "--backend")
+    own = backend or ("gloo" if chosen == "cpu" else group_backend(count).rpartition(":")[2])
+    with timing(not answer.as_json) as say:
+        rows = collect(device=chosen, backend=backend, ranks=count, limit_s=60.0 * minutes, say=say)
+    facts = about(own, count)
+    paths = write(Path(output), facts, rows)
+    answer.fields.update(about=facts, rows=rows, page=str(paths[0]), json=str(paths[1]))
+    answer.text = f"{page(facts, rows)}\nwritten: {paths[0]}, {paths[1]}"
+    answer.code = 0 if all(row["held"] is not False for row in rows) else 1

@@ -1,0 +1,85 @@
+"""Merge adapters into the model that they adapt, in one process, as a folder that `from_pretrained` reads.
+
+    W + (alpha / rank) B A        in float32, by peft's own layers
+
+What this does not do: merge without the whole model in memory.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.adapters.files import CONFIG, WEIGHTS, write_adapters
+from shardwise.errors import InputError
+
+
+def merged(adapters: Path, source: str | Path, dtype: torch.dtype | None = None) -> Any:
+    """Returns transformers' model of the folder `source` with a folder of adapters merged into it.
+
+    Raises `InputError` for adapters that were made for another model.
+    """
+    import transformers
+    from peft import PeftModel
+    from safetensors import safe_open
+
+    if not (adapters / CONFIG).is_file() or not (adapters / WEIGHTS).is_file():
+        raise InputError(f"{adapters} holds no adapters: a folder with {CONFIG} and {WEIGHTS}")
+    config = transformers.AutoConfig.from_pretrained(str(source), local_files_only=True)
+    kind = getattr(transformers, (config.architectures or ["AutoModel"])[0])
+    model = kind.from_pretrained(str(source), dtype=torch.float32, local_files_only=True)
+    with safe_open(str(adapters / WEIGHTS), framework="pt", device="cpu") as file:
+        of_adapters = sum(".lora_" in name for name in file.keys())  # noqa: SIM118 - not a dict
+    try:
+        adapted = PeftModel.from_pretrained(model, str(adapters))
+    except (ValueError, RuntimeError) as error:  # no such layers, other sizes
+        raise InputError(f"{adapters} are adapters of another model than {source}: {str(error)[:300]}") from error
+    there = sum(".lora_" in name for name, _ in adapted.named_parameters())
+    if there != of_adapters:
+        raise InputError(
+            f"{adapters} are adapters of another model than {source}: it has {of_adapters} tensors for layers, "
+            f"of which the model takes {there}"
+        )
+    return adapted.merge_and_unload().to(dtype or torch.float32)
+
+
+def adapters_of_checkpoint(weights: Path, module: Any, folder: Path) -> Path:
+    """Write the adapters among a file's tensors as peft's files; `module` is on the meta device."""
+    from safetensors import safe_open
+
+    trained = [name for name, param in module.named_parameters() if param.requires_grad]
+    with safe_open(str(weights), framework="pt", device="cpu") as file:
+        tensors = {name: file.get_tensor(name) for name in trained}
+    return write_adapters(module, tensors, folder)
+
+
+def merge_run(run: Path, source: str | None, target: Path) -> Path:
+    """Write a run's model, its adapters merged, as a folder that `from_pretrained` reads; returns it.
+
+    source   the folder that the adapters were trained on; None: that of the run's task
+    """
+    from shardwise.checkpoint.inspect import convert
+    from shardwise.config import load
+    from shardwise.hf.export import export
+    from shardwise.training.job import find_task
+
+    if not (run / "config.toml").is_file():
+        raise InputError(f"--merge: {run} is no run's folder (it has no config.toml)")
+    effective = load(run / "config.toml")
+    if effective.config.lora.rank is None:
+        raise InputError(f"--merge: {run} has no adapters of [lora]: convert it without --merge")
+    task = find_task(effective, None)
+    source = source or getattr(task.weights, "folder", None)
+    if source is None:
+        raise InputError("--merge: the task's model is no folder's: give --like FOLDER, whose weights were adapted")
+    with tempfile.TemporaryDirectory(dir=target.absolute().parent) as between:
+        adapters = run / "adapter"
+        if not adapters.is_dir():  # a run that has not ended
+            (weights,) = convert(run, Path(between) / "weights.safetensors")
+            with torch.device("meta"):
+                module = task.model()
+            adapters = adapters_of_checkpoint(weights, module, Path(between) / "adapter")
+        return export(adapters, target, source, merge=True)

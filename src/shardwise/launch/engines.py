@@ -1,0 +1,130 @@
+"""`LaunchEngine`: how one engine takes a job; `ENGINES` by name. A new engine: a module with `ENGINE`, and a row here.
+
+render   {file name: text} of a job, without the engine
+client   the command that submits a rendered file, and how
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.errors import InputError, RunError, did_you_mean
+from shardwise.launch.job import SECRET, LaunchJob
+
+MODULES = {"slurm": "slurm", "pbs": "pbs", "ray": "ray", "k8s": "kubernetes", "sky": "sky", "torchrun": "torchrun",
+           "hosts": "hosts"}  # fmt: skip
+SHORTEST = 6  # characters of a secret's value that is looked for in what is written
+SUBMIT_S = 600.0
+
+
+@dataclass(frozen=True)
+class LaunchEngine:
+    """An engine that takes jobs.
+
+    render      a job's files, by name, the one that is submitted first
+    submit      (job, first file) -> words of the client that submits it
+    takes       fields of a job that it needs or uses, beside those that all do; others are refused where they are given
+    needs       the same, of which it needs a value: (field, what to do)
+    follow, stop   the client's words, with {name}, to see a job and to end it
+    waits       whether the client ends with the job, so that its output is shown and its exit code is the job's
+    """
+
+    name: str
+    render: Callable[[LaunchJob], dict[str, str]]
+    submit: Callable[[LaunchJob, str], list[str]]
+    takes: tuple[str, ...] = ()
+    needs: tuple[tuple[str, str], ...] = ()
+    follow: str = ""
+    stop: str = ""
+    waits: bool = False
+    remarks: Callable[[LaunchJob], list[str]] = lambda job: []
+
+
+OPTIONAL = ("minutes", "queue", "account", "image", "hosts", "extra", "volume", "accelerator")
+_OPTION = {"minutes": "--time", "queue": "--partition", "hosts": "--host"}
+
+
+def engine(name: str) -> LaunchEngine:
+    """Returns the engine of this name; `InputError` with the nearest for another."""
+    if name not in MODULES:
+        raise InputError(f"--on {name!r} is not one of {', '.join(MODULES)}{did_you_mean(name, MODULES)}")
+    made: LaunchEngine = importlib.import_module(f"shardwise.launch.{MODULES[name]}").ENGINE
+    return made
+
+
+def files_of(chosen: LaunchEngine, job: LaunchJob) -> dict[str, str]:
+    """Returns the job's files by name; `InputError` for what the engine cannot take, or a secret in a text."""
+    for field in OPTIONAL:
+        if getattr(job, field) and field not in chosen.takes:
+            takers = ", ".join(name for name in MODULES if field in engine(name).takes)
+            raise InputError(f"{option(field)} is not for {chosen.name}: it is for {takers}")
+    for field, remedy in chosen.needs:
+        if not getattr(job, field):
+            raise InputError(f"{chosen.name} needs {option(field)}: {remedy}")
+    files = chosen.render(job)
+    _refuse_secrets(files)
+    return files
+
+
+def option(field: str) -> str:
+    """Returns the option of the command line that sets a job's field."""
+    return _OPTION.get(field, f"--{field}")
+
+
+def _refuse_secrets(files: dict[str, str]) -> None:
+    """Raise `InputError` where the value of a variable that may be secret stands in a text."""
+    for name, value in os.environ.items():
+        if SECRET.search(name) and len(value) >= SHORTEST and any(value in text for text in files.values()):
+            raise InputError(
+                f"the value of {name} would be written into a file, and its name tells of a secret: leave it out of "
+                f"the words, and hand the variable on by its name, --env {name}"
+            )
+
+
+def write(files: dict[str, str], folder: Path) -> list[Path]:
+    """Write the files into a folder; returns their paths, the one that is submitted first."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = []
+        for name, text in files.items():
+            path = folder / name
+            path.write_text(text, encoding="utf-8")
+            path.chmod(0o755 if text.startswith("#!") else 0o644)
+            paths.append(path)
+        return paths
+    except OSError as error:
+        raise InputError(f"cannot write the job's files into {folder}: {error.strerror}") from None
+
+
+def submit(chosen: LaunchEngine, job: LaunchJob, path: Path) -> tuple[int, str]:
+    """Hand a job to the engine by its own client; returns (exit code, what the client said).
+
+    Raises `InputError` where the client is not installed, `RunError` with its own words where it refuses the job.
+    """
+    words = chosen.submit(job, str(path))
+    if shutil.which(words[0]) is None:
+        raise InputError(
+            f"{chosen.name}: {words[0]} is not installed here, and it is what takes the job: the files are in "
+            f"{path.parent}; submit them where it is, by: {' '.join(words)}"
+        )
+    if chosen.waits:
+        return subprocess.run(words, check=False).returncode, ""
+    try:
+        ran = subprocess.run(words, capture_output=True, text=True, timeout=SUBMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise RunError(f"{chosen.name}: {' '.join(words)} said nothing in {SUBMIT_S:g} s: is it reachable?") from None
+    if ran.returncode:
+        raise RunError(f"{chosen.name} did not take the job ({' '.join(words)}): {_reason(ran.stderr or ran.stdout)}")
+    return 0, ran.stdout.strip()
+
+
+def _reason(said: str) -> str:
+    """Returns what a client said in its refusal, on one line."""
+    lines: Sequence[str] = [line.strip() for line in said.splitlines() if line.strip()]
+    return "; ".join(lines[-3:]) or "it gave no reason"

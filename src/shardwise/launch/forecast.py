@@ -1,0 +1,40 @@
+"""Hours, devices and price of a job, by the planner's forecast of its configuration or task; nothing is run."""
+
+from __future__ import annotations
+
+from shardwise.cluster import Cluster
+from shardwise.config import Effective
+from shardwise.planner.door import check_plan, layout_of, possible, subject_of
+from shardwise.planner.proposal import Proposal
+from shardwise.planner.text import forecast_lines
+from shardwise.planner.worth import JobCost, job_lines
+from shardwise.progress import Say, silent
+from shardwise.training.job import make_job
+
+SHOWN = 1  # lines of a forecast: its step; the others are `simulate`'s
+
+
+def job_cost(effective: Effective, cluster: Cluster, price: float, say: Say = silent) -> JobCost:
+    """Returns the forecast cost of a run of this configuration on a cluster."""
+    plan = effective.plan
+    check_plan(plan, cluster)
+    job = make_job(effective, keep=True)
+    subject = subject_of(
+        job.build_task(), cluster, global_batch=job.batch_samples, precision=plan.precision, plan=plan, say=say,
+        randomness=job.randomness,
+    )  # fmt: skip
+    layout = layout_of(plan, subject)
+    best = Proposal(plan, layout, possible(subject.simulate(layout)), "as given")
+    return JobCost(best, plan.world_size, job.steps, price)
+
+
+def cost_lines(cost: JobCost, cluster: Cluster) -> list[str]:
+    """Returns lines of text: the step, whether it fits, the job's hours and its price."""
+    forecast, capacity = cost.best.forecast, cluster.device.memory_bytes
+    lines = forecast_lines(forecast)[:SHOWN]
+    if not forecast.fits(capacity):
+        needed = forecast.needed_bytes / 1e9
+        lines.append(
+            f"DOES NOT FIT: {needed:.1f} GB of {capacity / 1e9:.1f} GB; `shardwise plan` looks for plans that do"
+        )
+    return [*lines, *job_lines([cost])]

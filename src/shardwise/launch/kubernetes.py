@@ -1,0 +1,169 @@
+"""Kubernetes: a TrainingRuntime with a TrainJob (Kubeflow Trainer v2), and a JobSet for clusters without it.
+
+    kubectl apply --> TrainJob --> JobSet --> one pod for each node: agent, its ranks
+    a pod that is taken away, or ranks that end with 75 --> the JobSet starts all pods again, which is not counted
+    another failure --> the same, at most `RESTARTS` times
+
+Pods find the first one at its name in the JobSet's own network, which both manifests give it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.errors import Stopped
+from shardwise.launch.engines import LaunchEngine
+from shardwise.launch.job import LaunchJob
+from shardwise.launch.lines import AGENT, header, host_words
+from shardwise.launch.yaml import to_yaml
+
+RESTARTS = 3
+GRACE_S = 120  # between SIGTERM and SIGKILL
+NODE = "node"  # of the container and of the replicated job, as Kubeflow's own runtimes call them
+STEP = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+
+
+def _render(job: LaunchJob) -> dict[str, str]:
+    runtime = {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainingRuntime",
+        "metadata": {"name": job.name},
+        "spec": {
+            "mlPolicy": {"numNodes": job.nodes, "torch": {}},
+            "template": {"spec": _job_set(job, _pod(job, ["sleep", "infinity"]), STEP)},
+        },
+    }
+    # torchrun reads PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and the like, which the runtime sets
+    train_job = {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": {"name": job.name},
+        "spec": {
+            "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job.name},
+            "trainer": {
+                "image": job.image,
+                "command": _command(job, [*AGENT, "--no-python", *map(_kept, job.command)]),
+                "numNodes": job.nodes,
+                "numProcPerNode": job.per_node,
+                "resourcesPerNode": _resources(job),
+            },
+            **_deadline(job),
+        },
+    }
+    first = f"{job.name}-{NODE}-0-0.{job.name}"
+    words = host_words(job.nodes, job.per_node, "$(JOB_COMPLETION_INDEX)", first, job.port)
+    job_set = {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": job.name},
+        "spec": _job_set(job, _pod(job, _command(job, [*AGENT, *words, *map(_kept, job.command)]))),
+    }
+    head = f"{header(job)}\n"
+    return {
+        f"{job.name}-trainjob.yaml": f"{head}{to_yaml(runtime)}---\n{to_yaml(train_job)}",
+        f"{job.name}-jobset.yaml": f"{head}# for a cluster without Kubeflow's trainer\n{to_yaml(job_set)}",
+    }
+
+
+def _deadline(job: LaunchJob) -> dict[str, int]:
+    return {"activeDeadlineSeconds": job.minutes * 60} if job.minutes else {}
+
+
+def _command(job: LaunchJob, words: list[str]) -> list[str]:
+    """Returns a container's command; a setup runs in a shell before it."""
+    if job.setup:
+        words = ["bash", "-c", f'{_kept(job.setup)}\nexec "$@"', "bash", *words]
+    return words
+
+
+def _kept(word: str) -> str:
+    """Returns a word in which Kubernetes puts no variable: `$$(` is its `$(`."""
+    return word.replace("$(", "$$(")
+
+
+def _job_set(job: LaunchJob, pod: dict[str, Any], labels: dict[str, str] | None = None) -> dict[str, Any]:
+    rules: list[dict[str, Any]] = [
+        {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    ]
+    if job.goes_on:
+        codes = {"containerName": NODE, "operator": "In", "values": [Stopped.exit_code]}
+        rules.append({"action": "FailJob", "onExitCodes": codes})
+    again = {
+        "name": "saved",
+        "action": "RestartJobSetAndIgnoreMaxRestarts",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+    }
+    policy = {"maxRestarts": RESTARTS, "rules": [again]} if job.goes_on else {"maxRestarts": 0}
+    spec: dict[str, Any] = {
+        "completionMode": "Indexed",
+        "parallelism": job.nodes,
+        "completions": job.nodes,
+        "backoffLimit": 0,  # one rank less is no run: the JobSet starts all pods again
+        "podFailurePolicy": {"rules": rules},
+        **({} if labels else _deadline(job)),
+        "template": {"spec": pod},
+    }
+    return {
+        "network": {"enableDNSHostnames": True, "subdomain": job.name},
+        "failurePolicy": policy,
+        "replicatedJobs": [
+            {
+                "name": NODE,
+                "replicas": 1,
+                "template": {**({"metadata": {"labels": labels}} if labels else {}), "spec": spec},
+            }
+        ],
+    }
+
+
+def _pod(job: LaunchJob, command: list[str]) -> dict[str, Any]:
+    secrets = [{"name": name, "valueFrom": {"secretKeyRef": {"name": job.name, "key": name}}} for name in job.passed]
+    container = {
+        "name": NODE,
+        "image": job.image,
+        "command": command,
+        "env": [*({"name": name, "value": value} for name, value in job.written.items()), *secrets],
+        "resources": _resources(job),
+        "volumeMounts": [{"name": "runs", "mountPath": job.folder}, {"name": "shared-memory", "mountPath": "/dev/shm"}],
+    }
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": GRACE_S,
+        "containers": [container],
+        "volumes": [
+            {"name": "runs", "persistentVolumeClaim": {"claimName": job.volume}},
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+
+
+def _resources(job: LaunchJob) -> dict[str, Any]:
+    limits: dict[str, Any] = {}
+    if job.accelerated:
+        limits[job.accelerator or "nvidia.com/gpu"] = job.per_node
+    if job.cpus_per_rank:
+        limits["cpu"] = str(job.per_node * job.cpus_per_rank)
+    return {"requests": limits, "limits": limits} if limits else {}
+
+
+def _remarks(job: LaunchJob) -> list[str]:
+    if not job.passed:
+        return []
+    words = " ".join(f'--from-literal={name}="${name}"' for name in job.passed)
+    return [f"before it: kubectl create secret generic {job.name} {words}"]
+
+
+ENGINE = LaunchEngine(
+    "k8s",
+    _render,
+    lambda job, path: ["kubectl", "apply", "-f", path],
+    takes=("minutes", "image", "volume", "accelerator"),
+    needs=(
+        ("image", "containers of which have torch and shardwise, such as --image registry/team/shardwise:1"),
+        ("volume", "a claim that all nodes may write, --volume CLAIM: else each pod has a folder of its own, which "
+                   "ends with it"),
+    ),
+    follow="kubectl logs -f -l jobset.sigs.k8s.io/jobset-name={name} --all-containers",
+    stop="kubectl delete trainjob {name}",
+    remarks=_remarks,
+)  # fmt: skip

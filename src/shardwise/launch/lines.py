@@ -1,0 +1,100 @@
+"""Lines of shell that start a host's ranks: torchrun's, by which hosts find each other, and those of `agent`.
+
+    one host    torchrun --standalone --nproc-per-node 8 --no-python shardwise train ...
+    host r      torchrun --nnodes 4 --node-rank r --master-addr HOST0 --master-port 29500 --nproc-per-node 8 ...
+
+Without a node rank and an address torchrun takes every host for the first one, at 127.0.0.1.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+from shardwise.launch.job import PORT, USUAL_NODE, LaunchJob
+from shardwise.layout import Plan
+
+AGENT = ("python", "-m", "shardwise.launch.agent")  # torchrun, whose signals and exit code are the ranks'
+NODE_RANK, FIRST_HOST = "$NODE_RANK", "$FIRST_HOST"  # of the shell, in a line that is the same on every host
+
+
+def host_words(nodes: int, per_node: int, node_rank: str, address: str, port: int = PORT) -> list[str]:
+    """Returns torchrun's options on one of `nodes` hosts, for a shell: rank and address may be its variables."""
+    if nodes == 1:
+        return ["--standalone", "--nproc-per-node", str(per_node), "--no-python"]
+    return [
+        "--nnodes", str(nodes), "--node-rank", node_rank, "--master-addr", address, "--master-port", str(port),
+        "--nproc-per-node", str(per_node), "--no-python",
+    ]  # fmt: skip
+
+
+def host_line(job: LaunchJob, node_rank: str, address: str, program: tuple[str, ...] = ("torchrun",)) -> str:
+    """Returns the line that starts the ranks of one host; `node_rank` and `address` are written as they are."""
+    return " ".join([*program, *host_words(job.nodes, job.per_node, node_rank, address, job.port), job.shell])
+
+
+def start_line(command: str, plan: Plan, per_node: int = USUAL_NODE) -> str:
+    """Returns the line that starts a plan: `command` where one host has room for its ranks, else torchrun's.
+
+    That one is run on every host, with NODE_RANK from 0 and FIRST_HOST, the name or address of host 0, set there.
+    """
+    world = plan.world_size
+    if world <= per_node:
+        return command
+    per_node = max(count for count in range(1, per_node + 1) if world % count == 0)
+    return " ".join(["torchrun", *host_words(world // per_node, per_node, NODE_RANK, FIRST_HOST), command])
+
+
+def start_hint(line: str, plan: Plan, per_node: int = USUAL_NODE) -> list[str]:
+    """Returns what to say beside a line that is run on several hosts; [] for one that is run on one."""
+    if not line.startswith("torchrun"):
+        return []
+    nodes = plan.world_size // max(count for count in range(1, per_node + 1) if plan.world_size % count == 0)
+    return [
+        f"on each of {nodes} hosts, with NODE_RANK 0 to {nodes - 1} and FIRST_HOST, the name of host 0; or as a job: "
+        "shardwise launch (docs/launch.md)"
+    ]
+
+
+def header(job: LaunchJob) -> str:
+    """Returns the comment at the head of a file."""
+    return f"# {job.what}; written by shardwise launch"
+
+
+def exports(job: LaunchJob) -> list[str]:
+    """Returns lines of shell that set the variables whose values may be written."""
+    return [f"export {name}={shlex.quote(value)}" for name, value in job.written.items()]
+
+
+def setup_lines(job: LaunchJob) -> list[str]:
+    """Returns lines of shell before the ranks start: the setup, and variables."""
+    return [*([job.setup] if job.setup else []), *exports(job)]
+
+
+def host_script(job: LaunchJob, program: tuple[str, ...], before: tuple[str, ...] = ()) -> str:
+    """Returns a script that starts the ranks of one host; of several, it is given the host's number and host 0."""
+    lines = ["#!/bin/bash", header(job), *before]
+    if job.nodes > 1:
+        lines += [
+            f"NODE_RANK=${{1:?which of the hosts this is: 0 to {job.nodes - 1}}}",
+            "FIRST_HOST=${2:?the name or address of host 0}",
+        ]
+    line = host_line(job, f'"{NODE_RANK}"', f'"{FIRST_HOST}"', program)
+    return "\n".join([*lines, *setup_lines(job), f"exec {line}"]) + "\n"
+
+
+def wait_for_all() -> list[str]:
+    """Returns lines of bash that wait for every process in `ranks`; `code` is the first failure's, else 75 or 0.
+
+    A `wait` ends early where a signal is caught, so it is repeated while the process is there.
+    """
+    return [
+        "code=0",
+        'for rank in "${ranks[@]}"; do',
+        "    while true; do",
+        "        ended=0",
+        '        wait "$rank" || ended=$?',
+        '        kill -0 "$rank" 2>/dev/null || break',
+        "    done",
+        '    if [ "$ended" != 0 ] && { [ "$code" = 0 ] || [ "$code" = 75 ]; }; then code=$ended; fi',
+        "done",
+    ]

@@ -1,0 +1,85 @@
+"""The map of a job: which ranks lie on which node, and over which link the ranks of each axis talk."""
+
+from __future__ import annotations
+
+from shardwise.cluster import Cluster, Tier
+from shardwise.layout import Plan
+from shardwise.layout.grid import AXES, Grid
+
+FEW = 4  # nodes that are listed one by one
+
+
+def axes_of(plan: Plan) -> list[tuple[str, int, int]]:
+    """Returns (axis, degree, distance of neighbours in ranks) of each axis with several ranks, innermost first."""
+    rows, stride = [], 1
+    for axis, degree in zip(reversed(AXES), reversed(Grid(plan).shape), strict=True):
+        if degree > 1:
+            rows.append((axis, degree, stride))
+        stride *= degree
+    return rows
+
+
+def leaves_node(degree: int, stride: int, per_node: int) -> bool:
+    """Returns whether any group of an axis lies on more than one node."""
+    span = stride * degree  # a group begins at multiples of it, and `stride` of them are interleaved there
+    return stride * (degree - 1) >= per_node or per_node % span != 0
+
+
+def map_lines(plan: Plan, nodes: int, per_node: int, cluster: Cluster | None = None) -> list[str]:
+    """Returns lines of text: the nodes with their ranks, then each axis and the link that it goes over."""
+    shown = range(nodes) if nodes <= FEW else (0, 1, nodes - 1)
+    lines = ["ranks on nodes:"]
+    for node in shown:
+        if node == nodes - 1 > FEW - 1:
+            lines.append("  ...")
+        first, last = node * per_node, (node + 1) * per_node - 1
+        ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
+        lines.append(f"  node {node}: {ranks}{_held(plan, first, last)}")
+    rows = axes_of(plan)
+    if rows:
+        lines.append("axes, innermost first:")
+    for axis, degree, stride in rows:
+        crosses = nodes > 1 and leaves_node(degree, stride, per_node)
+        lines.append(f"  {axis:12} {degree:5} ranks, {stride} apart, {_link(degree, stride, crosses, cluster)}")
+    return [*lines, *_slow(plan, nodes, per_node)]
+
+
+def _held(plan: Plan, first: int, last: int) -> str:
+    """Returns the coordinates that all ranks of a node share, as text."""
+    grid = Grid(plan)
+    low, high = grid.coordinates(first), grid.coordinates(last)
+    outer = []
+    for axis in AXES:
+        if low[axis] != high[axis]:
+            break
+        if getattr(plan, axis, 1) != 1:
+            outer.append(f"{axis} {low[axis]}")
+    return f" ({', '.join(outer)})" if outer else ""
+
+
+def _link(degree: int, stride: int, crosses: bool, cluster: Cluster | None) -> str:
+    where = "between nodes" if crosses else "inside a node"
+    if cluster is None:
+        return where
+    tier = link_of(degree, stride, crosses, cluster)
+    return f"{where}, over {tier.name} ({tier.gbps.value:g} GB/s a device)"
+
+
+def link_of(degree: int, stride: int, crosses: bool, cluster: Cluster) -> Tier:
+    """Returns the tier of the cluster that an axis's messages go over."""
+    level = cluster.tier_of(stride * (degree - 1) + 1)
+    return cluster.tiers[max(level, 1) if crosses and len(cluster.tiers) > 1 else level]
+
+
+def _slow(plan: Plan, nodes: int, per_node: int) -> list[str]:
+    """Returns a remark where an axis that sends in every layer goes over nodes."""
+    inside = {"tp", "cp_ulysses"}  # what sends activations in every layer and waits for them
+    crossing = [
+        axis for axis, degree, stride in axes_of(plan) if axis in inside and leaves_node(degree, stride, per_node)
+    ]
+    if nodes == 1 or not crossing:
+        return []
+    return [
+        f"note: {', '.join(crossing)} goes over nodes, and waits for messages in every layer: at most {per_node} ranks "
+        "of it keep it inside a node"
+    ]

@@ -1,0 +1,38 @@
+"""`to_yaml`: mappings, lists and plain values as YAML, strings quoted as in JSON, which YAML reads alike."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+_PLAIN = re.compile(r"(?!(?:on|off|yes|no|y|n|true|false|null)$)[A-Za-z_][\w./-]*", re.IGNORECASE)
+
+
+def to_yaml(value: Any, indent: int = 0) -> str:
+    """Returns YAML in block style; a string of several lines becomes a literal block."""
+    return "\n".join(_lines(value, indent)) + "\n"
+
+
+def _lines(value: Any, indent: int) -> list[str]:
+    pad, lines = "  " * indent, []
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            lines += _entry(f"{pad}{key if _PLAIN.fullmatch(key) else json.dumps(key)}:", inner, indent)
+        return lines
+    for inner in value:
+        if isinstance(inner, dict) and inner:
+            first, *rest = _lines(inner, indent + 1)
+            lines += [f"{pad}- {first.lstrip()}", *rest]
+        else:
+            lines += _entry(f"{pad}-", inner, indent)
+    return lines
+
+
+def _entry(head: str, value: Any, indent: int) -> list[str]:
+    if isinstance(value, dict | list) and value:
+        return [head, *_lines(value, indent + 1)]
+    if isinstance(value, str) and "\n" in value:
+        pad = "  " * (indent + 1)
+        return [f"{head} |", *(f"{pad}{line}" if line else "" for line in value.rstrip("\n").split("\n"))]
+    return [f"{head} {json.dumps(value, ensure_ascii=False)}"]

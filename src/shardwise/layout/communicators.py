@@ -1,0 +1,43 @@
+"""Which communicators a rank of a plan makes on accelerators: one for each group of ranks that it sends anything over.
+
+    dp_shard=2,cp=2,tp=2    world . dp_shard . cp . tp . shard (dp_shard and cp) . gradients (the same ranks again)
+
+Each takes memory outside the allocator and, with many ranks, seconds at the start; compared with what ranks issue in
+tests/testing/test_nccl_order.py. A group of all ranks along one axis is the world's.
+
+What this does not do: count groups that a task's own code makes, or those of a stage that takes gradients within its
+forward (parallel/pipeline/talk), of which a plan does not tell.
+"""
+
+from __future__ import annotations
+
+import math
+
+from shardwise.layout.grid import AXES, INNER, Grid
+from shardwise.layout.plan import Plan
+
+# assumed: two neighbours' buffers (NCCL_BUFFSIZE 4 MiB, and those of its low-latency protocols) of some four channels;
+# with more channels, as on NVLink, it is more
+COMMUNICATOR_BYTES = 64e6
+
+
+def communicators(plan: Plan) -> tuple[str, ...]:
+    """Returns the names of a rank's communicators; () for one rank."""
+    if plan.world_size == 1:
+        return ()
+    degrees = dict(zip(AXES, Grid(plan).shape, strict=True))
+    samples = ("dp_replicate", "dp_shard")
+    made = ["world", *(axis for axis, degree in degrees.items() if 1 < degree < plan.world_size)]
+    inner = tuple(axis for axis in INNER if degrees[axis] > 1)
+    together = {"data": samples, "shard": ("dp_shard", *inner)}
+    if inner:
+        together["gradients"] = (*samples, *inner)
+    for name, axes in together.items():
+        sizes = [degrees[axis] for axis in axes if degrees[axis] > 1]
+        if len(sizes) > 1 and math.prod(sizes) < plan.world_size:
+            made.append(name)
+    if plan.ep > 1:
+        shards = degrees["dp_shard"] // plan.ep * math.prod(degrees[axis] for axis in inner)
+        made += ["ep", *(["expert_shard"] if shards > 1 else [])]
+        made += ["expert_data"] if degrees["dp_replicate"] > 1 else []  # else the same ranks, and nothing sent
+    return tuple(made)

@@ -1,0 +1,92 @@
+"""`STAGES`: a row for each stage of ZeRO, read by plans, rules, engine, rehearsals, forecasts and pages. Add one here.
+
+A shard group is the ranks of dp_shard times those that cut positions. Between micro-batches each of its ranks keeps:
+
+    zero   optimizer state, masters   gradients   weights   collectives of a step with m micro-batches
+    0      whole                      whole       whole     all-reduce of gradients
+    1      shard                      whole       whole     reduce-scatter of gradients; all-gather of weights
+    2      shard                      shard       whole     m reduce-scatters; all-gather of weights
+    3      shard                      shard       shard     m reduce-scatters and 2m all-gathers of each unit
+
+A variant is a row at the end of this file and a room for what it does: `parallel/flat` (1, 2), `parallel/full` (3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ZeroStage:
+    """What a rank of a shard group keeps as a shard, and what is said of that.
+
+    number      as plans write it
+    name        of data parallelism of this kind, as families of layouts are called
+    adds        what it shards beside what the stage before it does
+    state       optimizer state and masters are shards: an optimizer must bear pieces, or owners of whole tensors
+    gradients   they are shards too: reduced after every micro-batch, so that none outlives a backward whole
+    weights     they are shards too, of units
+    gathers     of a unit in each micro-batch: 2 where it is freed between forward and backward, 1 where behind these
+    searched    a search tries it beside cuts of the module without being asked: the others save less, or cost more
+    split, sent, needs, when   the facts of docs/techniques (layout/techniques)
+    """
+
+    number: int
+    name: str
+    adds: str
+    state: bool = False
+    gradients: bool = False
+    weights: bool = False
+    gathers: int = 0
+    searched: bool = True
+    split: str = ""
+    sent: str = ""
+    needs: str = ""
+    when: str = ""
+
+    @property
+    def flat(self) -> bool:
+        """Whether shards are flat pieces of buckets, beside weights that stay whole."""
+        return self.state and not self.weights
+
+    def reductions(self, micro_batches: int) -> int:
+        """Returns how often gradients are reduced in a step of so many micro-batches."""
+        return micro_batches if self.gradients else 1
+
+
+STAGES = {
+    stage.number: stage
+    for stage in (
+        ZeroStage(0, "DDP", "nothing"),
+        ZeroStage(
+            1, "ZeRO-1", "optimizer state", state=True,
+            split="samples; optimizer state",
+            sent="gradients, reduce-scatter of P, once a step; weights, all-gather of P, after the update",
+            needs="an optimizer that bears pieces, or whole tensors (tried)",
+            when="optimizer state does not fit, or to accumulate long",
+        ),
+        ZeroStage(
+            2, "ZeRO-2", "and gradients", state=True, gradients=True, searched=False,
+            split="samples; state and gradients",
+            sent="as ZeRO-1, with a reduce-scatter for each micro-batch",
+            needs="as ZeRO-1",
+            when="gradients do not fit either",
+        ),
+        ZeroStage(
+            3, "ZeRO-3", "and parameters", state=True, gradients=True, weights=True, gathers=2,
+            split="samples; state, gradients and weights",
+            sent="weights, all-gather of each block before its forward and its backward; gradients, reduce-scatter "
+            "after it",
+            needs="repeated blocks (found, or wrap=)",
+            when="weights do not fit; a link as fast as inside a node",
+        ),
+    )
+}  # fmt: skip
+UNSHARDED = STAGES[0]
+SHARDED = [stage for stage in STAGES.values() if stage.state]
+PER_MICROBATCH = STAGES[2]  # what is kept whole beside units of zero=3 (experts, written weights) lies in its pieces
+
+
+def default_stage(ranks: int) -> int:
+    """Returns the stage of a plan that names none, over so many ranks of dp_shard."""
+    return SHARDED[-1].number if ranks > 1 else UNSHARDED.number

@@ -1,0 +1,415 @@
+"""Check before the first step that a task's loss adds up over samples. A script's: scripts/model_look.
+
+That single look finds what would make a distributed run differ from one process: a loss that is a mean, a contrastive
+loss, a module that mixes samples or keeps statistics of its own. The same runs show which modules call batch norm,
+and which dim of each random tensor is the batch; masks dealt by those dims must then add up too.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from shardwise.device import autocast_states
+from shardwise.errors import RefusedPlan
+from shardwise.look.in_float64 import Again
+from shardwise.look.one_process import Untried, needs_gradients
+from shardwise.look.watched_run import Evaluate, Runner, Seen, TakesGradients, WritesWeights, has_units
+from shardwise.parallel.batchnorm import batch_norm_modules
+from shardwise.parallel.full import USED_OUTSIDE
+from shardwise.part.pairs import attributes_alone
+from shardwise.random import EACH_ITS_OWN, BatchDims, Drawn, GlobalRandom, Samples
+from shardwise.step.loss import Loss
+from shardwise.trace.all_pairs import AllPairs, told_pairs
+from shardwise.trace.without_gradient import HooksLeftOut
+
+T = TypeVar("T")
+
+
+@dataclass
+class Findings:
+    """What the look at a few samples found."""
+
+    batch_norms: list[nn.Module]
+    dims: BatchDims
+    notices: list[str] = field(default_factory=list)
+    written: list[str] = field(default_factory=list)  # parameters that the forward writes into, or gives other memory
+    reentrant: bool = False  # checkpoints run their backward by themselves
+    changed: list[str] = field(default_factory=list)  # buffers that it changes
+    draws: list[str] | None = field(default_factory=list)  # its random ops, each with its module; None: not looked at
+    scores: bool = False  # attention has dropout
+    outside: list[str] = field(default_factory=list)  # units of zero=3 whose weights are read while they do not run
+    keeps_samples: str = ""  # the name of what it keeps of each sample for the next forward
+    into_arguments: list[str] = field(default_factory=list)  # units of zero=3 that write into what they are given
+    sample_bytes: float = 0.0  # of the widest result of a module, for each sample
+
+
+def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, Any] | None,
+         sizes: tuple[int, int, int], *, joined: Callable[[Any], Loss] | None, dtype: torch.dtype, strict: bool,
+         masks: bool, share: Callable[[list[str]], list[str]] = list, again: Again, staged: bool | None = None,
+         follows: bool = False) -> Findings:  # fmt: skip
+    """Returns what comparing the loss on `whole` with that on its two `parts` shows. `sizes`: (samples, of each part).
+
+    Without gradients; with them for a forward that takes some itself.
+
+    joined   for a loss declared not to add up over samples: (whole, parts) -> the loss on the parts' outputs put
+             together
+    strict   the plan splits samples, so what does not add up is refused; otherwise it is a notice
+    masks    masks will be dealt by global index: try that too
+    share    what any rank that runs a part of the forward found, so that all go the same way from there
+    again    the same in float64 in one process: what differs, as text; asked for where values were read in Python,
+             whose choices may differ by less than this look tells from rounding. Collective, asked or not
+    follows  what forwards write into pieces of weights is brought to them
+    staged   of a module that runs in pipeline stages: whether it takes gradients itself, since this rank's part may
+             fail without them where others' do not
+
+    Raises `TakesGradients` where units of zero=3 are to be put together first.
+    """
+
+    def attempt() -> Findings:
+        plainly = with_attributes_alone(module, evaluate)
+        return _Look(module, plainly, whole, parts, sizes, joined, dtype, strict, masks, share, again, follows).take()
+
+    return gently(module, attempt, share=share, staged=staged)
+
+
+def gently(
+    module: nn.Module, run: Callable[[], T], *, share: Callable[[list[str]], list[str]] = list,
+    staged: bool | None = None,
+) -> T:  # fmt: skip
+    """Returns what `run` gives, without gradients; with them for a forward that takes some itself.
+
+    Raises `TakesGradients` where units of zero=3 free the weights that such gradients go through.
+    """
+    try:
+        if not staged:
+            with torch.no_grad(), HooksLeftOut(), _unwarned():
+                return run()
+    except RuntimeError as error:
+        # Of stages it is known beforehand: one that tried again alone would leave the others waiting.
+        if staged is not None or not needs_gradients(error):
+            raise
+    if has_units(module) if staged is None else share(["units"] if has_units(module) else []):
+        raise TakesGradients
+    with torch.enable_grad(), _unwarned():
+        return run()
+
+
+def with_attributes_alone(module: nn.Module, evaluate: Evaluate) -> Evaluate:
+    """Returns the evaluation under which modules' attributes give complex weights as they are held, as pairs."""
+    context = attributes_alone(module)
+
+    def run(batch: Any) -> Loss:
+        with context:
+            return evaluate(batch)
+
+    return run
+
+
+@contextmanager
+def _unwarned() -> Iterator[None]:
+    """Context: warnings are left out. The task's come in its first step, not for each number of samples looked at."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@dataclass
+class _Look:
+    """One attempt at the look, by the parameters of `look`; `findings` and `problems` grow from case to case."""
+
+    module: nn.Module
+    evaluate: Evaluate
+    whole: Any
+    parts: tuple[Any, Any] | None
+    sizes: tuple[int, int, int]
+    joined: Callable[[Any], Loss] | None
+    dtype: torch.dtype
+    strict: bool
+    masks: bool
+    share: Callable[[list[str]], list[str]]
+    again: Again
+    follows: bool
+
+    def __post_init__(self) -> None:
+        self.findings, self.problems = Findings([], BatchDims()), list[str]()
+        self.drawn: list[Drawn] = []  # by every run
+        self.seen = Seen(self.module)
+        self.run = Runner(self.module, self.evaluate, self.seen)
+
+    def take(self) -> Findings:
+        """Returns what the runs show. Raises `RefusedPlan` for problems where the plan splits samples (`strict`)."""
+        findings, seen = self.findings, self.seen
+        with torch.random.fork_rng(devices=[]), seen.watching():
+            of_whole, calls, pairs = self._run_whole()
+            self.problems += self.share(seen.problems())
+            if self.parts is None:
+                findings.notices.append("a batch of one sample cannot be split: the loss was not checked to add up")
+            elif not self.problems:
+                self._compare(of_whole, *self._run_parts(self.parts, calls, pairs), self.parts)
+            findings.draws = self.share(list(dict.fromkeys(_draw_text(draw.path, draw.op) for draw in self.drawn)))
+        if self.strict and self.parts is not None:
+            # Collective: called by every rank, though a rank asks only where nothing else differs.
+            refused, notices = _choices(self.again, seen.repeats(self.sizes), seen.reads_values and not self.problems)
+            self.problems += self.share(refused)
+            findings.notices += self.share(notices)
+        findings.into_arguments = sorted(seen.into_arguments.paths)
+        findings.reentrant, findings.sample_bytes = seen.reentrant, seen.widest / max(1, self.sizes[0])
+        findings.written = sorted(seen.ever_written)
+        if self.problems and self.strict:
+            raise RefusedPlan("; ".join(self.problems))
+        findings.notices += self.problems
+        return findings
+
+    def _anywhere(self, here: object) -> bool:
+        """Whether this holds on any stage: all stages must take the same branch, or their messages do not meet."""
+        return bool(self.share(["here"] if here else []))
+
+    def _run_whole(self) -> tuple[Loss, list[Drawn], AllPairs]:
+        """Run all samples; returns the loss, the random calls, and calls of torch that made all pairs of samples."""
+        findings, seen = self.findings, self.seen
+        findings.batch_norms = batch_norm_modules(self.module)
+        before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        with AllPairs(self.sizes[0]) as pairs, nullcontext() if self.follows else _written_in_pieces(seen, self.share):
+            of_whole, calls, after = self.run(self.whole)
+        if self._anywhere(seen.attends):
+            # Fused attention draws its dropout inside the kernel: once more, with attention as single operations.
+            findings.scores = self.run.scores = True
+            seen.calls.clear()  # `repeats` counts one run for each of `sizes`
+            of_whole, calls, after = self.run(self.whole)
+        findings.changed = [name for name, value in before.items() if not torch.equal(value, after[name])]
+        self.drawn += calls
+        # Code that calls batch norm as a function is no module of that class.
+        findings.batch_norms += [norm for norm in seen.batch_norms if norm not in findings.batch_norms]
+        return of_whole, calls, pairs
+
+    def _run_parts(self, parts: tuple[Any, Any], calls: list[Drawn], pairs: AllPairs) -> tuple[Loss, Loss, str]:
+        """Run both parts; returns their losses and, as text, where all pairs of samples are made; learns batch dims."""
+        n, _, count = self.sizes
+        first, _, changed_by_first = self.run(parts[0])
+        with AllPairs(count) as pairs_of_part:
+            second, part_calls, changed_by_second = self.run(parts[1])
+        self.drawn += part_calls
+        self.problems += self.share(_norms_differ(*self.seen.norm_rows[-3:]))  # of the whole and the parts
+        self.findings.dims.learn(calls, part_calls, n, count)
+        if self._anywhere(self.seen.reads_values and (calls or part_calls)):
+            for level in (0.02, 0.98):  # the other sides of branches that chance decides
+                calls_at_level = self.run(self.whole, level)[1], self.run(parts[1], level)[1]
+                self.findings.dims.learn(*calls_at_level, n, count)
+                self.drawn += [*calls_at_level[0], *calls_at_level[1]]
+        self.problems += self.share(_statistics_differ(changed_by_first, changed_by_second))
+        return first, second, told_pairs(pairs, pairs_of_part)
+
+    def _compare(self, of_whole: Loss, first: Loss, second: Loss, all_pairs: str, parts: tuple[Any, Any]) -> None:
+        """Compare the whole's loss with its parts', then second forwards and masks where these have found nothing."""
+        findings, seen, sizes, dtype = self.findings, self.seen, self.sizes, self.dtype
+        if not finite(of_whole, first, second):
+            findings.notices.append("the loss on the first samples is not finite: not checked to add up")
+        elif self.joined is None:
+            self.problems += _sums_differ(of_whole, first, second, sizes, dtype, all_pairs)
+        elif self.strict:
+            joined = Runner(self.module, self.joined, seen)((self.whole, parts))[0]
+            self.problems += _joined_differs(of_whole, joined, dtype)
+        if not self.strict or self.joined is not None:
+            return
+        if not self.problems and (left := self.share(seen.left)):
+            # Of other shapes for other numbers of samples: it is kept for each sample.
+            per_sample = seen.kept_shapes[0] != seen.kept_shapes[-1]
+            differs, read = _left_differs(self.run, left, of_whole, self.whole, parts, sizes, dtype)
+            self.problems += self.share(differs)
+            findings.keeps_samples = "".join(self.share(left[:1] if per_sample and read else [])[:1])
+        if self.masks and self._anywhere(findings.dims.dims_by_op) and not self.problems:
+            self.problems += _masks_differ(self.run, findings.dims, self.whole, parts, sizes, dtype)
+
+
+@contextmanager
+def _written_in_pieces(seen: Seen, share: Callable[[list[str]], list[str]]) -> Iterator[None]:
+    """Context: raises `WritesWeights` where the forward inside wrote into weights of which ranks keep pieces."""
+    try:
+        yield
+    except RuntimeError as error:  # of a write of something whole into a piece
+        if seen.ever_written & seen.in_pieces:
+            raise WritesWeights(sorted(seen.ever_written & seen.in_pieces)) from error
+        raise
+    if isinstance(seen.module, FSDPModule) and (names := share(sorted(seen.ever_written & seen.in_pieces))):
+        raise WritesWeights(names)
+
+
+def _choices(again: Again, repeats: str, asked: bool) -> tuple[list[str], list[str]]:
+    """Returns (problems, notices) of choices that a forward makes by values of its batch.
+
+    repeats  as `Seen.repeats` gives it
+    asked    this rank saw values read; others may ask where this one does not
+    """
+    made = (
+        f"the forward reads values of tensors in Python{f', and {repeats}' if repeats else ''}: a choice that is made "
+        "for all samples of a batch at once (the steps of a solver) comes out otherwise on each rank's part"
+    )
+    try:
+        differs = again(asked)
+    except Untried as why:
+        notice = f"{made}, and results differ by as much (not tried in float64: {why})"
+        return [], [notice] if repeats and asked else []
+    if differs is None or not asked:
+        return [], []
+    return [f"{made}: in float64 {differs}. Make the choice for each sample, or one that no value decides"], []
+
+
+def _draw_text(path: str, op: str) -> str:
+    """Returns a random op ("aten.bernoulli_.float") and its module as text: "bernoulli_ in 'path'"."""
+    return op.split(".")[1] + (f" in '{path}'" if path else "")
+
+
+def bar_of(dtype: torch.dtype) -> float:
+    """Returns what rounding may change in a result of this dtype, as a part of it; float32 is less under autocast."""
+    # under autocast float32 weights compute in 16 bits
+    narrow = dtype == torch.float32 and any(autocast_states())
+    return 5e-2 if narrow else {torch.float64: 1e-9, torch.float32: 1e-4}.get(dtype, 5e-2)
+
+
+def close(a: float, b: float, dtype: torch.dtype, least: float = 0.0, terms: float = 0.0) -> bool:
+    """Whether two sums are the same, but for rounding.
+
+    terms   added up without their signs: where a dtype rounds much, sums of terms that cancel differ by a part of these
+    """
+    bar = max(bar_of(dtype), least)
+    return abs(a - b) <= bar * max(abs(a), abs(b), 1e-6, terms if bar > 1e-3 else 0.0)
+
+
+def added_up(name: str, whole: Loss, value: float, dtype: torch.dtype, least: float = 0.0) -> bool:
+    """Whether a number of a loss is what its parts add up to, but for rounding."""
+    return close(whole.numbers()[name], value, dtype, least, whole.terms if name == "sum" else 0.0)
+
+
+def _apart(
+    whole: Loss, first: Loss, second: Loss, dtype: torch.dtype, least: float = 0.0
+) -> tuple[str, float, float] | None:
+    """Returns (name, the whole's value, the parts' sum) of the first number that does not add up, or None."""
+    for name, value in whole.numbers().items():
+        parts = first.numbers().get(name, 0.0) + second.numbers().get(name, 0.0)
+        if not added_up(name, whole, parts, dtype, least):
+            return name, value, parts
+    return None
+
+
+def finite(*losses: Loss) -> bool:
+    """Whether all sums and weights are; the first step names what is not."""
+    return all(math.isfinite(value) for loss in losses for value in loss.numbers().values())
+
+
+def _sums_differ(whole: Loss, first: Loss, second: Loss, sizes: tuple[int, int, int], dtype: torch.dtype,
+                 pairs: str) -> list[str]:  # fmt: skip
+    apart = _apart(whole, first, second, dtype)
+    if apart is None:
+        return []
+    (name, value, parts), (n, a, b) = apart, sizes
+    sums = f"its {name} on {n} samples and on {a} and {b} of them is {value:.6g} against {parts:.6g} in parts"
+    if name.startswith("weight"):
+        return [f"the loss does not add up over samples: {sums}. The weight must be counted from the samples at hand"]
+    if pairs:
+        return [f"the loss does not add up over samples: {sums}; {pairs}"]
+    return [
+        f"the loss does not add up over samples: {sums}. Return (sum, weight), not a mean; a loss over pairs of "
+        'samples (contrastive) declares loss_scope="global"; a module that mixes samples other than by batch norm '
+        'declares loss_scope="model", by which every rank runs it on all of them; a branch or a draw of numpy\'s or '
+        "Python's that depends on which samples are together is made for each sample"
+    ]
+
+
+def _left_differs(run: Runner, left: list[str], of_first: Loss, whole: Any, parts: tuple[Any, Any],
+                  sizes: tuple[int, int, int], dtype: torch.dtype) -> tuple[list[str], bool]:  # fmt: skip
+    """Returns (problems of a second forward, which finds what a first one left; whether it reads that)."""
+    of_whole, first, second = run.second(whole), run.second(parts[0]), run.second(parts[1])
+    apart = _apart(of_whole, first, second, dtype) if finite(of_whole, first, second) else None
+    # Bit by bit: the same samples give another loss only where the second forward uses what the first left.
+    read = of_whole.numbers() != of_first.numbers()
+    if apart is None:
+        return [], read
+    (name, value, added), (n, a, b) = apart, sizes
+    what = f"'{left[0]}'{f' and {len(left) - 1} more' if len(left) > 1 else ''}"
+    return [
+        f"the forward leaves {what} in the module, computed "
+        f"of all samples of a batch together, and a second forward reads it: there the loss's {name} on {n} samples "
+        f"and on {a} and {b} of them is {value:.6g} against {added:.6g} in parts, so ranks would each keep one of "
+        'their own samples: loss_scope="model" (of Task, of prepare) has every rank run the model on all of them'
+    ], read
+
+
+def _joined_differs(whole: Loss, joined: Loss, dtype: torch.dtype) -> list[str]:
+    for name, value in whole.numbers().items():
+        if not added_up(name, whole, joined.numbers().get(name, 0.0), dtype):
+            return [
+                f'with loss_scope="global" the loss\'s {name} on a few samples is {value:.6g}, but '
+                f"{joined.numbers().get(name, 0.0):.6g} on the model's outputs for parts of them put together: return "
+                "what belongs to each sample (embeddings), and compute what compares samples (logits) in the loss"
+            ]
+    return []
+
+
+def _norms_differ(whole: list[int], first: list[int], second: list[int]) -> list[str]:
+    """Returns problems of batch norms over other samples than the batch's: of ghost batches, of a chosen few.
+
+    whole, first, second  how many values of a channel each call was given, on all samples and on both parts
+    """
+    # n == a == b: as many for any number of samples, so they are not what is normalised over
+    same_calls = len(whole) == len(first) == len(second)
+    if same_calls and all(n == a + b or n == a == b for n, a, b in zip(whole, first, second, strict=True)):
+        return []
+    parts = f"{_few(first)} and {_few(second)} on two parts of them"
+    return [
+        f"batch norms get {_few(whole)} values of a channel on some samples, and {parts}: they are taken over groups "
+        "of samples within a batch (ghost batches), which ranks would "
+        'group otherwise: loss_scope="model" (of Task, of prepare) has every rank run the model on all samples'
+    ]
+
+
+def _few(rows: list[int]) -> str:
+    return ", ".join(map(str, rows[:4])) + (f" (and {len(rows) - 4} more)" if len(rows) > 4 else "") or "no"
+
+
+def _masks_differ(run: Runner, dims: BatchDims, whole: Any, parts: tuple[Any, Any], sizes: tuple[int, int, int],
+                  dtype: torch.dtype) -> list[str]:  # fmt: skip
+    n, a, b = sizes
+    apart: list[tuple[str, float, float]] = []
+    for order in dims.orders(n):
+        dims.blocks = order
+        random = GlobalRandom(dims)
+        together = run.masked(whole, random, Samples(0, n, n))
+        first = run.masked(parts[0], random, Samples(0, a, n))
+        second = run.masked(parts[1], random, Samples(a, b, n))
+        differs = _apart(together, first, second, dtype, least=1e-6)  # draws may be float32 in a float64 run
+        if differs is None:
+            return []
+        apart.append(differs)
+    dims.blocks, (name, value, added) = frozenset(), apart[0]
+    return [
+        f"masks dealt by global index do not give one process's: with them the loss's {name} on {n} samples is "
+        f"{value:.6g} against {added:.6g} in parts. A random tensor holds the samples in an order that cannot "
+        "be followed (neither one by one nor all of them several times), or a generator of the module's own draws it; "
+        f"draw tensors with a batch dim, or {EACH_ITS_OWN}"
+    ]
+
+
+def _statistics_differ(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
+    return [
+        f"'{name}' is computed from the samples of a micro-batch, by other means than batch norm, so ranks would "
+        'each keep statistics of their own: loss_scope="model" (of Task, of prepare) has every rank run the model on '
+        "all samples"
+        for name, value in first.items()
+        if name in second and value.shape == second[name].shape and not torch.equal(value, second[name])
+    ]
+
+
+def explained(error: Exception) -> RefusedPlan | None:
+    """Returns the `RefusedPlan` that explains an error which only zero=3 causes, None for any other error."""
+    if "mixed torch.Tensor and DTensor" in str(error):
+        return RefusedPlan(USED_OUTSIDE)
+    return None

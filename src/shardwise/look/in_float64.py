@@ -1,0 +1,186 @@
+"""Check in float64 that choices which a forward makes by values it reads are the same on a part of the batch.
+
+A solver that takes the size of its steps from the largest error of its batch gives, on a rank's part, what it gives on
+the whole batch up to its own tolerance: less than a look in the plan's precision can tell from rounding. So where a
+forward was seen to read values, the loss and its gradients are compared once more in float64, in one process.
+
+    error of a gradient = max|a - b| / max(max|b|, 1e-4 of the largest gradient)       b: the whole batch
+    bars                  1e-11 for the loss, 1e-10 for gradients, a tenth of those of a proof; at least a hundred times
+                          what moving every weight by one epsilon does
+
+What this does not do: meet a choice that the samples at hand do not bring about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm import Axis
+from shardwise.errors import RefusedPlan
+from shardwise.layout import Plan
+from shardwise.look.one_process import MOST_ELEMENTS, Untried
+from shardwise.look.watched_run import Evaluate, Runner, Seen
+from shardwise.precision import Precision
+from shardwise.random import python_restored
+from shardwise.step.batching import samples_in, slice_samples
+from shardwise.step.forward import Forward
+from shardwise.step.loss import Loss
+from shardwise.task import Task
+from shardwise.trace.deferred import build, named_tensors
+from shardwise.trace.double import KeepDouble, default_dtype
+
+LOSS_BAR, GRADIENT_BAR = 1e-11, 1e-10
+ALLOWANCE = 100
+DRAWS = 3  # of initial weights: which choices a solver comes to hangs on them
+FLOOR = 1e-4  # of the largest gradient: a true zero does not fail by its rounding
+DOUBLE = Precision.of(Plan(precision="fp64"))
+
+Parts = tuple[Any, Any]  # of a batch
+Gradients = dict[str, torch.Tensor]
+Result = tuple[dict[str, float], Gradients]  # every sum and weight of the loss, and the gradients of its total
+Again = Callable[[bool], "str | None"]  # whether this rank asks -> what differs
+
+
+def task_differs(task: Task, module: nn.Module, whole: Any, parts: Parts, seed: int) -> str | None:
+    """Returns what differs between the task's loss on `whole` and on its samples one by one, in float64, or None.
+
+    module  the task's, for its size alone
+    parts   two, for a loss over pairs of samples, which cannot be taken sample by sample
+    seed    of the run: its initial weights are tried, and those of the next two seeds
+
+    Raises `Untried` for a model that is large, that cannot be built, or that has no float64.
+    """
+    elements = sum(param.numel() for param in module.parameters())
+    if elements > MOST_ELEMENTS:
+        raise Untried(f"{elements:.2g} parameters are many to hold in float64")
+    count = samples_in(whole)
+    alone = [slice_samples(whole, place, place + 1) for place in range(count)]
+    for weights_seed in range(seed, seed + DRAWS):
+        with torch.random.fork_rng(devices=[]), python_restored():
+            own = _drawn(task, weights_seed)
+        forward = Forward(task, own, DOUBLE, torch.device("cpu"), Axis.alone("data"))
+        if task.loss_scope != "global":
+            text = differs(own, forward.local, whole, alone)
+        else:
+            text = differs(own, forward.local, whole, parts, joined=forward.joined)
+        if text is not None:
+            return text
+    return None
+
+
+def _drawn(task: Task, seed: int) -> nn.Module:
+    """Returns the task's module in float64, with the initial weights that a run of this seed has."""
+    built = build(task.model, seed)
+    built.value_from = task.weights
+    values = {id(tensor): built.value(name).clone() for name, tensor in named_tensors(built.module)}
+    with torch.no_grad():
+        for _, tensor in named_tensors(built.module):
+            tensor.data = values[id(tensor)].to(DOUBLE.dtype_of(tensor))
+    return built.module.train()
+
+
+def differs(
+    module: nn.Module, evaluate: Evaluate, whole: Any, parts: Sequence[Any], *, joined: Evaluate | None = None
+) -> str | None:
+    """Returns, as text, the number or gradient that differs most between `whole` and its `parts`; None where none does.
+
+    module  in float64, and nobody else's: its weights are moved
+    joined  for a loss that does not add up over samples: (whole, parts) -> the loss on the parts' outputs together
+
+    Raises `Untried` where float64 fails.
+    """
+    seen = Seen(module)
+    run = _Doubled(module, seen)
+    try:
+        with torch.random.fork_rng(devices=[]), seen.watching():
+            of_whole = run(evaluate, whole)
+            if joined is not None:
+                of_parts = run(joined, (whole, parts))
+            else:
+                of_parts = reduce(_added, [run(evaluate, part) for part in parts])
+            errors = _errors(of_whole, of_parts)
+            if not any(error > _bar(name) for name, error in errors.items()):
+                return None
+            # A model that magnifies rounding differs by this alone: what one epsilon of the weights does is allowed.
+            _nudge(module)
+            noise = _errors(of_whole, run(evaluate, whole))
+    except RefusedPlan:  # by what watches the forward, and true of the plan too
+        raise
+    except Exception as error:
+        raise Untried(f"in float64 it fails: {type(error).__name__}: {error}") from error
+    noise = {name: noise.get(name, 0.0) for name in errors}
+    beyond = {name: error for name, error in errors.items() if error > max(_bar(name), ALLOWANCE * noise[name])}
+    if not beyond:
+        return None
+    name = max(beyond, key=lambda name: beyond[name] / _bar(name))
+    return f"{name} differs by {beyond[name]:.1e}, and by {noise[name]:.1e} where weights move by one epsilon"
+
+
+class _Doubled:
+    """Runs a loss and its backward in float64, casts of the module's own included."""
+
+    def __init__(self, module: nn.Module, seen: Seen) -> None:
+        self.run = Runner(module, self._evaluate, seen)
+        self.named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+        self.gradients: Gradients = {}
+
+    def __call__(self, evaluate: Evaluate, batch: Any) -> Result:
+        with torch.enable_grad(), KeepDouble(), default_dtype(torch.float64):
+            loss = self.run((evaluate, batch))[0]
+        return loss.numbers(), self.gradients
+
+    def _evaluate(self, call: tuple[Evaluate, Any]) -> Loss:
+        """Returns the loss; its gradients are taken here, before what the forward changed is put back."""
+        evaluate, batch = call
+        loss = evaluate(batch)
+        params = [param for _, param in self.named]
+        taken = torch.autograd.grad(loss.total, params, allow_unused=True) if loss.total.requires_grad else ()
+        pairs = zip(self.named, taken, strict=False)  # none are taken of a loss without a graph
+        self.gradients = {name: gradient for (name, _), gradient in pairs if gradient is not None}
+        return loss
+
+
+def _added(first: Result, second: Result) -> Result:
+    """Returns (numbers, gradients) of two parts added up."""
+    numbers = {name: first[0].get(name, 0.0) + second[0].get(name, 0.0) for name in first[0] | second[0]}
+    gradients = dict(first[1])
+    for name, gradient in second[1].items():
+        gradients[name] = gradients[name] + gradient if name in gradients else gradient
+    return numbers, gradients
+
+
+def _errors(whole: Result, other: Result) -> dict[str, float]:
+    """Returns the relative error of each number and each gradient, by what a message calls it."""
+    errors = {f"its {name}": _apart(value, other[0].get(name, 0.0)) for name, value in whole[0].items()}
+    largest = max((float(gradient.abs().max()) for gradient in whole[1].values() if gradient.numel()), default=0.0)
+    for name in sorted(whole[1] | other[1]):
+        a, b = whole[1].get(name), other[1].get(name)
+        like = a if a is not None else b
+        assert like is not None
+        # a weight that one of the two does not reach has a gradient of zero there
+        a, b = (torch.zeros_like(like) if gradient is None else gradient for gradient in (a, b))
+        scale = max(float(a.abs().max()) if a.numel() else 0.0, FLOOR * largest, 1e-300)
+        errors[f"the gradient of '{name}'"] = float((a - b).abs().max()) / scale if a.numel() else 0.0
+    return errors
+
+
+def _apart(a: float, b: float) -> float:
+    return abs(a - b) / max(abs(a), abs(b), 1e-12)
+
+
+def _bar(name: str) -> float:
+    return GRADIENT_BAR if name.startswith("the gradient") else LOSS_BAR
+
+
+def _nudge(module: nn.Module) -> None:
+    """Move every weight by one epsilon, up or down by its place."""
+    with torch.no_grad():
+        for param in module.parameters():
+            if param.is_floating_point() or param.is_complex():
+                signs = 1 - 2 * (torch.arange(param.numel(), device=param.device) % 2)
+                param.mul_((1 + torch.finfo(torch.float64).eps * signs.double()).view(param.shape))

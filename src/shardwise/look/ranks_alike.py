@@ -1,0 +1,140 @@
+"""Check that ranks that should hold equal weights, and equal saved buffers, do: a few numbers of each are compared.
+
+Ranks that see other samples come to the same weights and buffers, since what they change by is summed over ranks. What
+a forward writes by itself, of its own samples, is not; it may begin after any number of steps (a codebook after a
+warm-up, statistics at every hundredth step). So the comparison goes on, of a few elements, bit by bit, after steps 1,
+2, 4, 8 and so on.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.comm import gather_json, gather_rows
+from shardwise.errors import RefusedPlan, RunError
+from shardwise.host import put
+from shardwise.mesh import Mesh
+from shardwise.part.levels import Distributed
+
+_FEW = 16  # elements of a weight
+_MANY = 2**16  # of a buffer, of which a step may change a few rows
+
+
+class HeldAlike:
+    """Compares this rank's weights and buffers with those of other ranks that should hold the same.
+
+    Every rank makes one and calls it after the same steps.
+
+    remedy  ends the message on a buffer that differs
+    """
+
+    def __init__(self, module: nn.Module, mesh: Mesh, remedy: str) -> None:
+        plan = mesh.plan
+        self._module, self._mesh, self._remedy = module, mesh, remedy
+        # Ranks of one place hold equal tensors: stages and shares of tp differ always; ranks of dp_shard only where
+        # weights lie in pieces (zero=3) or experts are dealt (ep).
+        place = mesh.pp.index * mesh.tp.size * mesh.shard.size + mesh.tp.index * mesh.shard.size
+        self._weights_place = place + (mesh.shard.index if plan.sharded.weights or plan.ep > 1 else 0)
+        self._buffers_place = place + (mesh.shard.index if plan.ep > 1 else 0)
+
+    @staticmethod
+    def is_due(step: int) -> bool:
+        """Returns whether the comparison is made after so many steps."""
+        return step > 0 and step & (step - 1) == 0
+
+    def __call__(self, step: int) -> None:
+        """Raise where ranks differ after so many steps. Collective."""
+        if self._mesh.world.size > 1:
+            self.check(gather_rows(put(self.row(), self._mesh.device), self._mesh.world).cpu(), step)
+
+    def row(self) -> list[float]:
+        """Returns four numbers, which `check` takes of all ranks."""
+        weights, buffers = _checksum(self._weights()), _checksum(self._buffers())
+        return [float(number) for number in (self._weights_place, weights, self._buffers_place, buffers)]
+
+    def check(self, table: torch.Tensor, step: int) -> None:
+        """Raise where ranks that should hold equal tensors do not: each rank gives one row of numbers. Collective."""
+        if _differ(table[:, :2]):
+            self._refuse(self._weights_place, self._weights(), _weights_apart, step)
+        if _differ(table[:, 2:]):
+            self._refuse(self._buffers_place, self._buffers(), _buffer_apart, step)
+
+    def _refuse(self, place: int, mine: dict[str, int], error: Callable[..., Exception], step: int) -> None:
+        # The table tells that some tensor differs, not which: names are exchanged in this case alone.
+        apart = self._first_apart(place, mine)
+        if apart is not None:
+            raise error(step, *apart, self._remedy)
+
+    def _first_apart(self, place: int, mine: dict[str, Any]) -> tuple[list[str], int, int] | None:
+        """Returns (names that differ, rank, first rank of its place), None where all are equal. Collective."""
+        by_rank = gather_json([place, mine], self._mesh.world, self._mesh.device)
+        for rank, (where, theirs) in enumerate(by_rank):
+            first, (_, expected) = next((n, row) for n, row in enumerate(by_rank) if row[0] == where)
+            apart = [name for name in expected if theirs.get(name) != expected[name]]
+            if apart:
+                return apart, rank, first
+        return None
+
+    def _weights(self) -> dict[str, int]:
+        """Returns a checksum of a few elements of each weight, by name, as this rank has them."""
+        return {name: zlib.crc32(_few(param, _FEW)) for name, param in self._module.named_parameters()}
+
+    def _buffers(self) -> dict[str, int]:
+        """Returns a checksum of each buffer that is saved with the weights, by name, as this rank has it."""
+        return {name: zlib.crc32(_few(buffer, _MANY)) for name, buffer in self._saved_buffers()}
+
+    def _saved_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for path, module in self._module.named_modules():
+            for name, buffer in module._buffers.items():
+                if _is_saved(module, name, buffer):
+                    yield f"{path}.{name}" if path else name, buffer
+
+
+def elements(tensor: Any) -> torch.Tensor:
+    """Returns this rank's elements, in a row."""
+    tensor = tensor.detach()
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).reshape(-1)
+
+
+def _weights_apart(step: int, apart: list[str], rank: int, first: int, remedy: str) -> RunError:
+    return RunError(
+        f"after step {step} the weights of '{apart[0]}' ({len(apart)} in all) are others on rank "
+        f"{rank} than on rank {first}, which hold the same: they are changed, or the optimizer's "
+        "settings or state are, on one rank alone, or by a forward, of its own samples"
+    )
+
+
+def _buffer_apart(step: int, apart: list[str], rank: int, first: int, remedy: str) -> RefusedPlan:
+    return RefusedPlan(
+        f"after step {step} the buffer '{apart[0]}' ({len(apart)} in all) is another on rank {rank} "
+        f"than on rank {first}: the model's forward makes it of the samples that it is given, of which "
+        "each rank has a part, where one process makes it of all (a codebook, a queue, a running mean): " + remedy
+    )
+
+
+def _differ(pairs: torch.Tensor) -> bool:
+    """Whether two rows (place, checksum) of one place have different checksums."""
+    return len(pairs.unique(dim=0)) > len(pairs[:, 0].unique())
+
+
+def _is_saved(module: nn.Module, name: str, buffer: Any) -> bool:
+    # A share of a cut tensor differs from rank to rank; a sparse one has no row of elements.
+    dense = buffer is not None and buffer.layout is torch.strided and not isinstance(buffer, Distributed)
+    return dense and name not in module._non_persistent_buffers_set
+
+
+def _checksum(numbers: dict[str, int]) -> int:
+    return zlib.crc32(repr(sorted(numbers.items())).encode())
+
+
+def _few(tensor: torch.Tensor, most: int) -> bytes:
+    flat = elements(tensor)
+    # evenly spaced, as bytes: a NaN equals itself, and -0.0 is not 0.0
+    few = flat[:: max(1, flat.numel() // most)][:most].cpu().contiguous()
+    return few.view(torch.uint8).numpy().tobytes() if few.numel() else b""

@@ -1,0 +1,284 @@
+"""Look at a task under a plan before its first step: a few samples, then as many as a step takes. Collective."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Collection
+from contextlib import nullcontext, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from shardwise.comm import gather_json, of_first
+from shardwise.errors import InputError, RefusedPlan, ShardwiseError
+from shardwise.layout.dealing import cut, deal
+from shardwise.look.first_samples import Findings, explained, gently, look
+from shardwise.look.in_float64 import task_differs
+from shardwise.look.one_process import MOST_ELEMENTS, Untried, blame, failure_alone
+from shardwise.look.samples import a_few, costly, few_samples, fewest_samples
+from shardwise.look.watched_run import InsideTransform, TakesGradients, WritesWeights
+from shardwise.look.whole_batch import look_at_many, many_of, sizes_to_try, too_many
+from shardwise.memory.recompute import note_written
+from shardwise.precision import met_at
+from shardwise.random import HIDDEN, WITHOUT, GlobalRandom, has_kernel
+from shardwise.step.batching import samples_in, slice_samples
+from shardwise.step.loss import Loss, loss_on
+from shardwise.step.state import RankState
+from shardwise.trace.outside_reads import OutsideReads
+
+
+def look_at_task(state: RankState, *, masks: bool) -> Findings:
+    """Returns what a few samples show before the first step. Collective. Raises what would not equal one process."""
+    task, share = state.task, partial(_on_all_stages, state)
+    sample = few_samples(task, state.plan, state.mesh.data, state.device)
+    state.notices += [] if task.batch is None else costly(sample)
+    whole = a_few(sample)
+    if state.staged is not None:
+        _refuse_dtypes(state, whole)
+    if state.same_samples and state.mesh.data.size > 1:
+        state.notices.append(on_all_samples(state))
+    findings = _look_at_few(state, sample, whole, share, masks=masks)
+    if findings.outside or findings.into_arguments:
+        pass  # all is made anew
+    elif task.batch is not None:
+        total = deal(samples_in(sample), state.plan.step_microbatches, state.data_ranks, 0)[0][3]
+        _look_at_many(state, findings, sample, total, share)
+    else:  # how many samples a step takes is not known yet
+        state.look_first = partial(_look_at_many, state, findings, whole, share=share)
+    state.keeps_samples = findings.keeps_samples
+    state.notices += findings.notices
+    state.notices += state.chunks.notices() if state.chunks is not None else []
+    _follow_writes(state, findings)
+    return findings
+
+
+def _on_all_stages(state: RankState, problems: list[str]) -> list[str]:
+    """Returns what any stage of the pipeline found, on every stage. Collective under a pipeline."""
+    if state.staged is None:
+        return problems
+    by_stage = gather_json(problems, state.mesh.pp, state.device)
+    return list(dict.fromkeys(problem for of_stage in by_stage for problem in of_stage))
+
+
+def _look_at_few(
+    state: RankState, sample: Any, whole: Any, share: Callable[[list[str]], list[str]], *, masks: bool
+) -> Findings:
+    """Returns what `look` finds on the first samples, `whole`, and two parts of them. Collective."""
+    task, n, staged = state.task, samples_in(whole), state.staged
+    # A forward may fail on one sample, which no rank of this run is given; unequal parts show a loss that is a mean.
+    first = fewest_samples(task, state.plan, sample) if n > 3 else 1
+    parts = (slice_samples(sample, 0, first), slice_samples(sample, first, n)) if n > 1 else None
+    reads = OutsideReads(state.module)
+    try:
+        with reads if state.plan.sharded.weights else nullcontext():
+            findings = look(
+                state.module, state.forward.local, whole, parts, (n, first, n - first),
+                joined=state.forward.joined if task.loss_scope == "global" else None,
+                dtype=state.precision.compute, strict=state.data_ranks > 1, masks=masks, share=share,
+                again=partial(_in_double, state, whole, parts),
+                staged=None if staged is None else staged.cut.takes_gradients,
+            )  # fmt: skip
+    except (ShardwiseError, TakesGradients):
+        raise
+    except Exception as error:
+        what = f"under plan {state.plan} the forward fails on {n} samples"
+        of = (task, state.precision, state.module, whole, state.device, parts or ())
+        raise (explained(error) or blame(error, what, *of, more=sample)) from error
+    if state.plan.sharded.weights:
+        # What any rank saw: all make the module anew, of the same units.
+        by_rank = gather_json([sorted(reads.units), findings.into_arguments], state.mesh.world, state.device)
+        findings.outside, findings.into_arguments = (
+            sorted({path for paths in by_rank for path in paths[place]}) for place in (0, 1)
+        )
+    return findings
+
+
+def _in_double(state: RankState, whole: Any, parts: tuple[Any, Any] | None, asked: bool) -> str | None:
+    """Returns on every rank what rank 0 finds to differ in float64, where any rank asks; else None. Collective."""
+    if not any(gather_json(asked, state.mesh.world, state.device)):
+        return None
+
+    def tried() -> tuple[str | None, str | None]:
+        assert parts is not None
+        try:
+            return task_differs(state.task, state.module, whole, parts, state.seed), None
+        except Untried as why:  # sent like a result: `of_first` hands on no such error
+            return None, str(why)
+
+    differs, untried = of_first(tried, state.mesh.world, state.device)
+    if untried is not None:
+        raise Untried(untried)
+    return differs
+
+
+def _refuse_dtypes(state: RankState, batch: Any) -> None:
+    """Raises where the module's dtypes do not go together in 16 bits: one stage would find it, and others wait."""
+    if state.precision.compute.itemsize >= 4:
+        return
+    message = ""
+    with suppress(Untried):
+        small = sum(param.numel() for param in state.module.parameters()) <= MOST_ELEMENTS
+        error = failure_alone(state.task, state.precision, batch, state.device) if small else None
+        # an error of dtypes alone, which `parallelize` answers by running operations in one dtype
+        message = "" if error is None or met_at(state.task, state.plan, error) is None else str(error)
+    for failure in filter(None, gather_json(message, state.mesh.world, state.device)):
+        raise InputError(f"the forward fails on {samples_in(batch)} samples in 16 bits: {failure}")
+
+
+def _look_at_many(
+    state: RankState, findings: Findings, sample: Any, total: int, share: Callable[[list[str]], list[str]]
+) -> None:  # fmt: skip
+    """Run the module on `total` samples, as many as a micro-batch has, and on the ranks' parts of them. Collective.
+
+    Raises `RefusedPlan` where it gives another loss, or other statistics of batch norms, for the parts.
+    """
+    ranks, task = range(state.data_ranks), state.task
+    sizes = [high - low for low, high in (cut(total, state.data_ranks, rank) for rank in ranks)]
+    if state.order is not None:  # ranks compute single pieces
+        runs = [run for rank in ranks for run in state.order.pieces.samples(total, rank)]
+        sizes = [last - first for first, last in runs]
+    tried = sizes_to_try(sizes, findings.sample_bytes)
+    if not tried and state.staged is not None:
+        tried = [total]  # stages are cut by fewer samples
+    if not tried:
+        state.notices += too_many(sizes)
+        return
+    many, forward, outputs = many_of(sample, tried), state.forward, []
+
+    def keep_output(batch: Any) -> Loss:
+        batch = forward.to_device(batch)
+        outputs.append((forward.output(batch), batch))
+        # A loss over all pairs of samples has no meaning on a part: the whole's alone is compared, with the joined one.
+        whole = len(outputs) == 1
+        return forward.shared(lambda: loss_on(task, *outputs[0])) if whole else Loss(torch.zeros(()), 0.0)
+
+    def look_at() -> list[str]:
+        together = task.loss_scope == "global"
+        joined = (lambda: forward.shared(lambda: forward.joined_of(*zip(*outputs, strict=True)))) if together else None
+        outputs.clear()  # `gently` may try a second time, with gradients
+        return look_at_many(
+            state.module, keep_output if together else forward.local, many, dtype=state.precision.compute,
+            scores=findings.scores, joined=joined,
+        )  # fmt: skip
+
+    staged = None if state.staged is None else state.staged.cut.takes_gradients
+    state.phase.looked_at = True  # batch norms, joined over ranks by the first step, use a run's own samples
+    try:
+        problems = share(gently(state.module, look_at, share=share, staged=staged))
+    except (ShardwiseError, TakesGradients):
+        raise
+    except Exception as error:
+        what = f"under plan {state.plan} the forward fails on {sum(tried)} samples"
+        raise blame(error, what, task, state.precision, state.module, many.whole, state.device, many.parts) from error
+    finally:
+        state.phase.looked_at = False
+    if problems:
+        raise RefusedPlan("; ".join(problems))
+
+
+def on_all_samples(state: RankState) -> str:
+    """Returns the notice for data ranks that all run the model on all samples; `RefusedPlan` where they cannot."""
+    plan = state.plan
+    for key, value in (("deterministic", plan.deterministic), ("ep", plan.ep if plan.ep > 1 else 0)):
+        if value:
+            raise RefusedPlan(
+                f'loss_scope="model" has every data rank run the model on all samples, and {key} cuts a batch over '
+                "data ranks: leave it out"
+            )
+    return (
+        f'loss_scope="model": each of {state.mesh.data.size} data ranks runs the model on all samples of a '
+        "micro-batch, so that it may mix them; what zero shards is saved, and no time"
+    )
+
+
+def make_and_look(make: Callable[[Collection[str]], RankState], *, masks: bool) -> tuple[RankState, Findings]:
+    """Returns a state, and findings of the look at it; units of zero=3 hold what their own forwards read. Collective.
+
+    make  `enclosed` of `assemble` -> a state
+
+    Where the look saw a weight read while its unit did not run, all is made anew with that unit's parameters in the
+    unit around it, and where it saw one written, with that one whole; until there are none.
+    """
+    enclosed: dict[str, str] = {}
+    while True:
+        state = make(enclosed)  # what is enclosed is no unit any more, so no turn meets it again
+        new, findings = _looked(state, masks)
+        if findings is not None and not new:
+            break
+        enclosed |= new
+        del state, findings
+        gc.collect()  # modules and hooks refer to each other; their weights are not to be held twice
+    for why in sorted(set(enclosed.values())):
+        first, *more = sorted(path for path, of in enclosed.items() if of == why)
+        kind, then = ("parameters", _HELD_WHOLE) if why == _WRITTEN else ("units", _AROUND)
+        state.notices.append(f"zero=3: '{first}'{f' (and {len(more)} more {kind})' if more else ''} {why}, {then}")
+    return state, findings
+
+
+_WRITTEN = "is written by the forward"
+_HELD_WHOLE = "so every rank holds it whole; its gradient and optimizer state are in pieces"
+_AROUND = "so its weights are gathered with what lies around it, and stay whole while that runs"
+
+
+def _looked(state: RankState, masks: bool) -> tuple[dict[str, str], Findings | None]:
+    """Returns (paths of what zero=3 is to hold otherwise -> why, findings; None where the look did not end).
+
+    That is units, which belong into what lies around them, and parameters, which are to be whole.
+    """
+    units = [path for path, child in state.module.named_modules() if path and isinstance(child, FSDPModule)]
+    try:
+        findings = look_at_task(state, masks=masks)
+    except InsideTransform as inside:
+        if state.staged is not None:  # other stages would wait for this one
+            raise RefusedPlan(
+                f"unit '{inside}' runs inside a torch.func transform, where zero=3 cannot gather its weights: let "
+                "wrap= name modules whose own forward calls the transform, or use zero=2"
+            ) from None
+        # a transform runs what lies beside the unit too
+        around = str(inside).rpartition(".")[0]
+        beside = [path for path in units if not around or path.startswith(f"{around}.")]
+        return dict.fromkeys(beside, "runs inside a torch.func transform"), None
+    except WritesWeights as written:
+        return dict.fromkeys(written.names, _WRITTEN), None
+    except TakesGradients:  # its second backward goes through all of them: the root alone keeps weights until then
+        return dict.fromkeys(units, "lies in a forward that takes gradients itself (torch.autograd.grad)"), None
+    new = dict.fromkeys(findings.into_arguments, "writes into what it is given, which its hooks wrap")
+    return new | dict.fromkeys(findings.outside, "has weights that are read outside its forward"), findings
+
+
+def follow_draws(state: RankState, findings: Findings) -> None:
+    """Deal random numbers by global index, where the look saw some. Raises `RefusedPlan` for compiled blocks.
+
+    That is the rule at every door: draws that equal one process's are followed operation by operation, which a
+    compiled block hides, and `compile` would be read and ignored.
+    """
+    draws = findings.draws
+    state.global_random = GlobalRandom(findings.dims, scores=findings.scores or draws is None)
+    state.watch.idle = draws == [] or (draws is None and state.plan.compile)  # which a watched step would leave out
+    if not draws:
+        return
+    what = f"the model draws random numbers ({draws[0]}{f' and {len(draws) - 1} more' if len(draws) > 1 else ''})"
+    if state.plan.compile:
+        raise RefusedPlan(f"{what}, {HIDDEN}")
+    slow = "" if has_kernel(state.device) else WITHOUT.get(state.device.type, "")
+    cost = "a hash for each" + (f", by a dozen operations, since {slow}" if slow else "")
+    cost += ", and attention with dropout writes its scores" if findings.scores else ""
+    state.notices.append(
+        f"{what}: they are those of one process under any plan of as many micro-batches, at {cost}; with "
+        "randomness=fast each rank draws its own, faster"
+    )
+
+
+def _follow_writes(state: RankState, findings: Findings) -> None:
+    """Note a forward that writes into parameters; raise `RefusedPlan` where masters lie beside the weights."""
+    if findings.written and state.precision.mixed:
+        raise RefusedPlan(
+            f"the forward writes into parameter '{findings.written[0]}', and precision={state.plan.precision} keeps "
+            "its master beside it, so that the next update would undo the write: make it a buffer, or use fp32"
+        )
+    state.written = bool(findings.written)
+    # A block that runs again in backward must find weights and buffers as its first run did.
+    if state.plan.remat != "none":
+        note_written(state.module, [*findings.written, *findings.changed], findings.batch_norms)

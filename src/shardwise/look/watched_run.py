@@ -1,0 +1,346 @@
+"""Evaluate a loss and put the module back as it was; note what ran and which weights were written to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import SyncBatchNorm
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardwise.device import attention_as_ops
+from shardwise.errors import RefusedPlan
+from shardwise.look.replaced_parameters import refuse_replaced, replacements
+from shardwise.parallel.batchnorm import FindBatchNorm, KnownStatistics
+from shardwise.parallel.fsdp import IN_TRANSFORM, UNITS_IN_TRANSFORMS
+from shardwise.part.levels import Distributed
+from shardwise.random import ConstantRandom, GlobalRandom, Samples
+from shardwise.step.loss import Loss
+from shardwise.trace.argument_writes import ArgumentWrites
+from shardwise.trace.backwards import watching_backwards
+from shardwise.trace.functional import differentiating, transforming, with_values
+from shardwise.trace.leaves import written_tensors
+from shardwise.trace.own_class import CONTAINERS, is_own
+from shardwise.trace.state import ModuleState
+
+Evaluate = Callable[[Any], Loss]
+WEIGHTS_FREED = (
+    "the loss takes gradients through the model itself (torch.autograd.grad with create_graph=True), whose own "
+    "backward needs weights that zero=3 has freed by then: take them in the model's forward, or use zero=2"
+)
+
+
+class TakesGradients(Exception):
+    """A forward takes gradients itself through units of zero=3, which free their weights before its second backward."""
+
+
+class WritesWeights(TakesGradients):
+    """A forward writes into weights of which zero=3 keeps pieces between forwards, named by their paths."""
+
+    def __init__(self, names: list[str]):
+        super().__init__(", ".join(names))
+        self.names = names
+
+
+class InsideTransform(TakesGradients):
+    """A unit of zero=3, named by its path, runs inside a transform of `torch.func` that takes derivatives."""
+
+
+class Runner:
+    """Evaluates the loss and leaves the module as it was."""
+
+    def __init__(self, module: nn.Module, evaluate: Evaluate, seen: Seen):
+        self.module = module
+        self.evaluate = evaluate
+        self.seen = seen
+        self.scores = False  # attention as operations, since its kernels would draw inside
+        self.statistics: KnownStatistics | None = None  # by which batch norms normalise
+
+    def __call__(self, batch: Any, level: float = 0.5):
+        """Returns (loss, random calls, buffers and written parameters by name, as the forward left them).
+
+        level  the uniform number, in [0, 1), of which every draw is made
+        """
+        random = ConstantRandom(level)
+        with self._put_back():
+            with self._neutral(), random.watching(self.module):
+                loss = self.evaluate(batch)
+            self.seen.reads_values |= random.reads_values
+            # taken before the module is put back
+            changes = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+            changes |= self.seen.restore_parameters()
+        return loss, random.calls, changes
+
+    def masked(self, batch: Any, random: GlobalRandom, samples: Samples) -> Loss:
+        """Returns the loss with random masks dealt by the samples' global indices."""
+        random.begin(0, 0, 0, samples)
+        with self._put_back(), self._neutral(), random.watching(self.module):
+            return self.evaluate(batch)
+
+    def second(self, batch: Any) -> Loss:
+        """Returns the loss of a second forward in a row, which finds what the first one left in the module."""
+        with self._put_back():
+            for _ in range(2):
+                with self._neutral(), ConstantRandom(0.5).watching(self.module):
+                    loss = self.evaluate(batch)
+        return loss
+
+    def _left(self, state: ModuleState) -> list[str]:
+        """Returns the names of what a forward left for the next one, but for statistics of batch norms."""
+        # Those are joined over ranks, and so are no state of a rank's own samples.
+        norms = {id(table) for child in self.seen.batch_norms for table in (child._buffers, vars(child))}
+        return sorted({key for table, key in state.changed() if id(table) not in norms})
+
+    @contextmanager
+    def _put_back(self) -> Iterator[None]:
+        """Context: the module is as it was afterwards, also where its forward failed and is to be run another way."""
+        state = ModuleState(self.module)
+        try:
+            yield
+            # the first forward that leaves something tells what; not reached where it failed
+            self.seen.left = self.seen.left or self._left(state)
+            self.seen.kept_shapes.append(_shapes_of([table.get(key) for table, key in state.changed()]))
+        finally:
+            self.seen.restore_parameters()
+            state.restore()
+
+    @contextmanager
+    def _neutral(self) -> Iterator[None]:
+        """Context: batch norms use mean 0 and variance 1, or given statistics, so that samples do not mix.
+
+        SyncBatchNorm in training would look for a CUDA device.
+        """
+        syncing = [child for child in self.module.modules() if isinstance(child, SyncBatchNorm) and child.training]
+        for child in syncing:
+            child.training = False
+        finder = self.statistics or FindBatchNorm(self.seen.running)
+        if self.statistics is not None:
+            self.statistics.running, self.statistics.syncing = self.seen.running, syncing
+        try:
+            with attention_as_ops(self.scores), finder:
+                yield
+        finally:
+            for child in syncing:
+                child.training = True
+            self.seen.batch_norms += [norm for norm in finder.modules if norm not in self.seen.batch_norms]
+            self.seen.norm_rows.append(finder.rows)
+
+
+def _shapes_of(kept: Any) -> list[torch.Size]:
+    """Returns the shapes of the tensors in a value: in lists, dicts and objects of the user's own classes too."""
+    if isinstance(kept, torch.Tensor):
+        return [kept.shape]
+    below = list(kept.values()) if isinstance(kept, dict) else [*kept] if isinstance(kept, CONTAINERS) else []
+    return [shape for item in (vars(kept).values() if is_own(kept) else below) for shape in _shapes_of(item)]
+
+
+class Seen(TorchDispatchMode):
+    """Notes what runs: modules, reentrant checkpoints, and writes into parameters, whose values it keeps."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.running: list[nn.Module] = []
+        self.batch_norms: list[nn.Module] = []
+        self.norm_rows: list[list[int]] = []  # values of a channel that each batch norm was given, in each forward
+        self.reads_values = False
+        self.calls: list[dict[str, int]] = []  # of each module, by path, in each forward
+        self.reentrant = False
+        self.twice: set[str] = set()  # units of zero=3 that ran more than once in a forward
+        self.into_arguments = ArgumentWrites()  # of the units of zero=3
+        self.widest = 0  # bytes of the largest tensor that a module gave
+        self.written: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.ever_written: set[str] = set()
+        self.in_pieces = {name for name, param in module.named_parameters() if isinstance(param, DTensor)}
+        self.attends = False  # attention with dropout ran
+        self.left: list[str] = []  # names of what a forward left for the next one
+        self.kept_shapes: list[list[torch.Size]] = []  # of the tensors in it, in each forward
+        self.replaced: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by assigning to .data, and what it was
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Context: notes what runs inside; entered around the evaluations."""
+        handles, units = [], dict[str, int]()
+
+        def enter(path: str, child: nn.Module, args: tuple, kwargs: dict) -> None:
+            if child is self.module:  # a new forward of the whole
+                units.clear()
+                self.into_arguments.clear()
+                self.calls.append({})
+            if self.calls:
+                self.calls[-1][path] = self.calls[-1].get(path, 0) + 1
+            if isinstance(child, FSDPModule):
+                units[path] = units.get(path, 0) + 1
+                if units[path] > 1:
+                    self.twice.add(path)
+                if path:  # nothing lies around the outermost unit
+                    self.into_arguments.enter(child, path, args, kwargs)
+            self.running.append(child)
+
+        def leave(child: nn.Module, args: Any, output: Any) -> None:
+            self.into_arguments.leave(child)
+            self.widest = max([self.widest, *(leaf.nbytes for leaf in tree_leaves(output) if torch.is_tensor(leaf))])
+            if self.running[-1:] == [child]:  # else one that was refused before it ran
+                self.running.pop()  # must return None: a hook's result would replace the output
+
+        for path, child in self.module.named_modules():
+            if isinstance(child, FSDPModule):  # before its own hook
+                refuse = partial(_refuse_transformed, path)
+                handles.append(child.register_forward_pre_hook(lambda m, a, refuse=refuse: refuse(), prepend=True))
+            handles.append(child.register_forward_pre_hook(partial(enter, path), with_kwargs=True))
+            # always: a forward that raises must not stay among those that run
+            handles.append(child.register_forward_hook(leave, always_call=True))
+        # Reentrant checkpoints run their backward by themselves, and a weight's gradient then comes in pieces.
+        original = torch_checkpoint.CheckpointFunction.apply
+
+        def reentrant(*args):
+            self.reentrant = True
+            return original(*args)
+
+        torch_checkpoint.CheckpointFunction.apply = reentrant
+        paths = {id(child): path for path, child in self.module.named_modules()}
+        other = replacements(lambda child, leaf: refuse_replaced(child, paths, leaf))
+        try:
+            with self.noting_writes(), watching_backwards(self._refuse_freed), other:
+                yield
+        finally:
+            del torch_checkpoint.CheckpointFunction.apply  # the class's own, which it inherits, is back
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def noting_writes(self) -> Iterator[None]:
+        """Context: notes writes into parameters, and assignments to their memory."""
+        with self, _Functions(self):
+            yield
+
+    def _refuse_freed(self, create_graph: bool) -> AbstractContextManager[None]:
+        """Raise where gradients are to be differentiated themselves and zero=3 has freed weights on their way.
+
+        The outermost unit's are there: it runs from before them until after.
+        """
+        if not create_graph:
+            return nullcontext()
+        if isinstance(self.module, FSDPModule) and not self.running:  # the loss takes them, after the forward
+            raise RefusedPlan(WEIGHTS_FREED)
+        if has_units(self.module):
+            raise TakesGradients
+        return nullcontext()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.is_mutable and func.namespace == "aten":
+            for tensor in written_tensors(func, args, kwargs or {}):
+                self._keep(tensor)  # before it is written
+            self.into_arguments.note(func, args, kwargs or {})
+        return with_values(func)(*args, **(kwargs or {}))
+
+    def _keep(self, tensor: torch.Tensor) -> None:
+        tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        while isinstance(tensor, Distributed):  # a share of a weight is this rank's parameter
+            tensor = tensor.stored
+        storage = tensor.untyped_storage()
+        for name, param in self.module.named_parameters():
+            local = param._local_tensor if isinstance(param, DTensor) else param
+            if name in self.written or local.untyped_storage()._cdata != storage._cdata:
+                continue
+            weight = local.detach()
+            if 0 in weight.stride():  # held by another stage of a pipeline
+                self.ever_written.add(name)
+                continue
+            # One storage holds several weights where they are pieces of a bucket: by address which of them it is.
+            start, at = weight.data_ptr(), tensor.data_ptr()
+            if start <= at < start + weight.numel() * weight.element_size():
+                self.written[name] = (weight, weight.clone())
+                self.ever_written.add(name)
+
+    def keep_data(self, tensor: torch.Tensor) -> None:
+        """Keep a parameter's memory before `tensor.data = ...`, an assignment that no dispatch mode sees."""
+        for name, param in self.module.named_parameters():
+            if param is tensor:
+                self.replaced.setdefault(name, (tensor, tensor.data))
+                self.ever_written.add(name)
+
+    def repeats(self, sizes: tuple[int, int, int]) -> str:
+        """Returns as text which module runs more often on some samples than on others; "" where none does."""
+        if len(self.calls) < len(sizes):  # a look at one sample runs no parts
+            return ""
+        for path in self.calls[0]:
+            counts = [calls.get(path, 0) for calls in self.calls[: len(sizes)]]
+            # a module that is not called at all, as an expert without samples, is no loop
+            if min(counts) and len(set(counts)) > 1:
+                of = ", ".join(f"{count} times on {size}" for count, size in zip(counts, sizes, strict=True))
+                return f"runs '{path}' {of} samples"
+        return ""
+
+    def restore_parameters(self) -> dict[str, torch.Tensor]:
+        """Undo writes into parameters; returns what had been written."""
+        values = {name: weight.clone() for name, (weight, _) in self.written.items() if weight.untyped_storage().size()}
+        for weight, value in self.written.values():
+            if weight.untyped_storage().size():  # else zero=3 has freed it since: the write is lost by itself
+                weight.copy_(value)
+        self.written.clear()
+        for param, data in self.replaced.values():
+            param.data = data
+        self.replaced.clear()
+        return values
+
+    def problems(self) -> list[str]:
+        """Returns what zero=3 could not do right, a line of text for each problem."""
+        if not isinstance(self.module, FSDPModule):
+            return []
+        if not (self.reentrant and self.twice):
+            return []
+        return [
+            f"unit '{min(self.twice)}' runs more than once under a reentrant checkpoint, and zero=3 would reduce "
+            "its gradient before it is whole: use torch.utils.checkpoint(use_reentrant=False), or zero=2"
+        ]
+
+
+def _refuse_transformed(path: str) -> None:
+    """Raise where a unit of zero=3 runs inside a transform of `torch.func`.
+
+    It copies its weights into place when its forward begins, which derivatives forbid, and torch before 2.13 in every
+    transform.
+    """
+    refused = differentiating() or (transforming() and not UNITS_IN_TRANSFORMS)
+    if refused and path:
+        raise InsideTransform(path)
+    if refused:
+        raise RefusedPlan(
+            "the whole model runs inside a torch.func transform with a backward (grad, vjp, jacrev), where zero=3 "
+            "cannot gather its weights: use zero=2"
+            if differentiating()
+            else f"the whole model{IN_TRANSFORM}"
+        )
+
+
+def has_units(module: nn.Module) -> bool:
+    """Whether a module has units of zero=3 (FSDP2) beside the outermost one."""
+    return any(isinstance(child, FSDPModule) for child in module.modules() if child is not module)
+
+
+class _Functions(TorchFunctionMode):
+    """Tells `seen` of what no operation tells: assignments to `tensor.data`, and attention with dropout."""
+
+    def __init__(self, seen: Seen):
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func == torch.Tensor.data.__set__:  # == since it is made anew at each access
+            self.seen.keep_data(args[0])
+        elif func is _ATTENTION:
+            self.seen.attends |= bool(args[4] if len(args) > 4 else (kwargs or {}).get("dropout_p"))
+        return func(*args, **(kwargs or {}))
+
+
+_ATTENTION = torch.nn.functional.scaled_dot_product_attention

@@ -1,0 +1,179 @@
+"""Check that a module gives for a whole batch what it gives for ranks' parts of it, by the number of samples too.
+
+The look at a few samples (check) meets no branch, group or chunk that hangs on how many samples there are. So the
+module runs once, without gradients, on as many as a micro-batch has, and on each rank's part of them:
+
+    loss        the sum over the parts is that of the whole
+    batch norm  normalises in the parts by the statistics of the whole; those of the parts, put together, are the same.
+                So a batch of 16 that a module cuts into groups of at most 6 is met: 3 groups, and 2 in each half of it
+
+What this does not do: run more samples than eight ranks have, or than a GiB holds of the widest result of a module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from shardwise.look.first_samples import added_up, bar_of, finite, with_attributes_alone
+from shardwise.look.samples import COSTLY_BYTES
+from shardwise.look.watched_run import Evaluate, Runner, Seen
+from shardwise.parallel.batchnorm import KnownStatistics, Statistics
+from shardwise.step.batching import samples_in, slice_samples
+from shardwise.step.loss import Loss
+
+_MOST_RANKS = 8
+
+_FOR_PARTS = "of which each rank has a part"
+
+
+@dataclass(frozen=True)
+class Many:
+    """A batch and its parts, one for each rank; `sizes` are the parts' numbers of samples."""
+
+    whole: Any
+    parts: list[Any]
+    sizes: list[int]
+
+
+def sizes_to_try(sizes: Sequence[int], sample_bytes: float) -> list[int]:
+    """Returns the numbers of samples of the first ranks' parts, of as many ranks as can be tried; [] for one alone.
+
+    sample_bytes    of the widest result that a module has, for each sample
+    """
+    tried: list[int] = []
+    for size in sizes:
+        fits = (sum(tried) + size) * sample_bytes <= COSTLY_BYTES
+        # a rank of the last, short batch may have no sample
+        if size and len(tried) < _MOST_RANKS and fits:
+            tried.append(size)
+    return tried if len(tried) > 1 else []
+
+
+def too_many(sizes: Sequence[int]) -> list[str]:
+    """Returns a notice where several ranks have samples and none of their batches can be tried together."""
+    if sum(size > 0 for size in sizes) < 2:  # one rank has the whole batch: there are no parts
+        return []
+    return [
+        "that a module gives for a whole batch what it gives for ranks' parts was not checked: its results are wide"
+    ]
+
+
+def many_of(batch: Any, sizes: Sequence[int]) -> Many:
+    """Returns a batch of as many samples as `sizes` add up to: those of `batch` in their order, each several times
+    where there are fewer."""
+    count, total = samples_in(batch), sum(sizes)
+    batch = slice_samples(batch, 0, total) if count >= total else repeated(batch, times_of(count, total))
+    ends = np.cumsum(sizes).tolist()
+    return Many(batch, [slice_samples(batch, end - size, end) for size, end in zip(sizes, ends, strict=True)], [*sizes])
+
+
+def times_of(count: int, total: int) -> list[int]:
+    """Returns how often each of `count` samples stands in `total`: its copies in a row, so that parts are unlike."""
+    return [total * (at + 1) // count - total * at // count for at in range(count)]
+
+
+def repeated(batch: Any, times: list[int]) -> Any:
+    """Returns a batch whose samples stand in it so many times each, in their order."""
+
+    def of(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            return leaf.repeat_interleave(torch.tensor(times, device=leaf.device), 0)
+        return leaf.repeat(times, 0) if isinstance(leaf, np.ndarray) and leaf.ndim else leaf
+
+    return pytree.tree_map(of, batch)
+
+
+def look_at_many(
+    module: nn.Module, evaluate: Evaluate, many: Many, *, dtype: torch.dtype, scores: bool,
+    joined: Callable[[], Loss] | None = None,
+) -> list[str]:  # fmt: skip
+    """Returns what differs between a batch and its parts, as text.
+
+    scores  attention has dropout
+    joined  for a loss that does not add up over samples: after the whole and its parts, the loss on what they gave
+    """
+    seen = Seen(module)
+    with torch.random.fork_rng(devices=[]), seen.watching():
+        run = Runner(module, with_attributes_alone(module, evaluate), seen)
+        run.scores = scores
+        names = {child: path for path, child in module.named_modules()}
+        of_whole = run.statistics = KnownStatistics(names)
+        whole = run(many.whole)[0]
+        parts, of_parts = [], []
+        for part in many.parts:
+            # by the whole's statistics, as joined over ranks: else each part's loss would differ for that reason
+            run.statistics = KnownStatistics(names, of_whole.noted)
+            parts.append(run(part)[0])
+            of_parts.append(run.statistics.noted)
+    # norms first: where they differ the losses do too, and this names the module
+    unlike = _norms_differ(of_whole.noted, of_parts, many.sizes, dtype)
+    return unlike or _sums_differ(whole, parts if joined is None else [joined()], many.sizes, dtype)
+
+
+def _sums_differ(whole: Loss, parts: list[Loss], sizes: list[int], dtype: torch.dtype) -> list[str]:
+    # a value that is not finite is named by the first step
+    for name, value in whole.numbers().items() if finite(whole, *parts) else ():
+        added = sum(part.numbers().get(name, 0.0) for part in parts)
+        if not added_up(name, whole, added, dtype):
+            return [
+                f"what the module gives for a sample hangs on how many there are: the loss's {name} on {sum(sizes)} "
+                f"samples is {value:.6g} against {added:.6g} on {_joined(sizes)} of them, {_FOR_PARTS} (a branch by "
+                "len(x), the first few samples, groups of a fixed size): let nothing depend on it"
+            ]
+    return []
+
+
+def _norms_differ(whole: list[Statistics], parts: list[list[Statistics]], sizes: list[int],
+                  dtype: torch.dtype) -> list[str]:  # fmt: skip
+    paths_by_run = [[norm.path for norm in noted] for noted in (whole, *parts)]
+    # Numbers of calls before their statistics, which can be paired only where they are equal.
+    for path in dict.fromkeys(path for paths in paths_by_run for path in paths):
+        times, *of_parts = [paths.count(path) for paths in paths_by_run]
+        other = next((at for at, count in enumerate(of_parts) if count != times), None)
+        if other is not None:
+            return [
+                f"batch norm in '{path}' runs {times} times on {sum(sizes)} samples and {of_parts[other]} times on "
+                f"{sizes[other]} of them, {_FOR_PARTS}: {_GROUPS}"
+            ]
+    for at, norm in enumerate(whole):
+        if _apart(norm, [noted[at] for noted in parts], dtype):
+            return [
+                f"batch norm in '{norm.path}' puts other samples together on {sum(sizes)} samples than on "
+                f"{_joined(sizes)} of them, {_FOR_PARTS}: {_GROUPS}"
+            ]
+    return []
+
+
+_GROUPS = (
+    "samples are cut into groups (ghost batch norm, splits of a batch), which come out otherwise on ranks' parts. "
+    "Normalise all samples that the module is given at once"
+)
+
+
+def _apart(whole: Statistics, parts: list[Statistics], dtype: torch.dtype) -> bool:
+    """Whether mean and variance of the parts, put together, differ from the whole's by more than rounding."""
+    if sum(part.rows for part in parts) != whole.rows:
+        return True
+    mean = _weighed([(part.rows, part.mean) for part in parts], whole.rows)
+    # of all rows: the mean variance within parts, and that of the parts' means
+    var = _weighed([(part.rows, part.var + (part.mean - mean).square()) for part in parts], whole.rows)
+    # of the values, not of their spread: a channel that hardly varies has a mean of rounding alone
+    scale = float((whole.var + whole.mean.square()).max().sqrt())
+    bar = 10 * bar_of(dtype)
+    means, variances = (mean - whole.mean).abs(), (var - whole.var).abs()
+    return float(means.max()) > bar * scale or float(variances.max()) > bar * scale**2
+
+
+def _weighed(values: list[tuple[int, torch.Tensor]], rows: int) -> torch.Tensor:
+    return torch.stack([value * (count / rows) for count, value in values]).sum(0)
+
+
+def _joined(sizes: list[int]) -> str:
+    return f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]}"

@@ -1,0 +1,158 @@
+"""Answer an operation on parts and sums: by its rule, by the operations that it is made of, or on gathered tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from shardwise.layout.grid import SPACE
+from shardwise.part.cuts import Uncut
+from shardwise.part.done_whole import done_whole, may_be_done_whole
+from shardwise.part.gathering import GatheredView, gather, gathered
+from shardwise.part.known import with_known
+from shardwise.part.levels import Distributed, ViewOf, answering, answers_operations, here, written_back
+from shardwise.part.rules.losses import added_up
+from shardwise.part.sum_rules import with_sums
+from shardwise.part.sums import Sum
+from shardwise.part.tables import note_table
+from shardwise.part.tensor import GATHERS, RULES, Part, facts, forget, in_backward, is_part, parts_in, same_memory
+from shardwise.trace.elementwise import is_elementwise
+from shardwise.trace.leaves import replaced, tensors_in
+
+_TURNS = frozenset({"t", "numpy_T"})  # of a matrix
+_SAME_VALUES = _TURNS | {"view", "_unsafe_view", "reshape", "_reshape_alias", "_reshape_copy", "view_copy", "detach",
+                         "alias", "clone"}  # fmt: skip
+
+
+@answers_operations
+def answer(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Returns an operation of parts and sums, by its rule, applied for the outermost of their axes."""
+    inputs = tensors_in((args, kwargs), Distributed)
+    with answering(inputs):
+        for each in inputs:
+            # a rehearsal on values: what one process would have is computed beside the shares
+            if each.whole_values is not None:
+                return with_known(func, args, kwargs, inputs, lambda: _answer(func, args, kwargs, inputs))
+        output = _answer(func, args, kwargs, inputs)
+        if inputs[0].recipe is not None:
+            note_table(func, args, kwargs, inputs, output)
+        return output
+
+
+def _answer(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed]) -> Any:
+    """Returns an operation's result by its rule, its parts (composite) or, where it has none, on gathered tensors."""
+    for tensor in inputs:
+        if tensor.summed and here(tensor):
+            # sums first: linear operations keep them, and for others their totals are put in their place
+            return with_sums(func, args, kwargs, inputs)
+    op = facts(func)
+    if op.writes and is_part(args[0]):
+        forget()
+        # what is written would be in the copy, and not in what it is a view of
+        if args[0].copied:
+            raise Uncut(f"{func} writes into a view that is a copy here ({args[0]!r})")
+    try:
+        if op.rule is None:
+            if op.composite:
+                return func.decompose(*args, **kwargs)
+            if not is_elementwise(op.apart or func, args, kwargs):
+                return added_up(func, args, kwargs)
+        output = (op.rule or RULES["add"])(func, args, kwargs)
+    except Uncut:
+        return _on_gathered(func, args, kwargs)
+    if op.is_view:
+        for part in parts_in([output]):
+            part.copied = args[0].copied or not _writes_through(part.local, args[0].local)
+            part.source = ViewOf(args[0]) if args[0].source is not None else None
+    elif op.writes and is_part(args[0]):
+        written_back(args[0])
+    # views of one soft part share what is gathered of it: queries, keys and values each read it
+    if op.name in _SAME_VALUES and is_part(args[0]) and is_part(output):
+        values, turned = args[0].values
+        output.values = values, turned != (op.name in _TURNS)
+    return output
+
+
+def _writes_through(view: torch.Tensor, local: torch.Tensor) -> bool:
+    """Whether what is written into a view of a share is in the share: it shares its memory, or is put back."""
+    return (isinstance(view, Distributed) and view.source is not None) or same_memory(view, local)
+
+
+class Gathers:
+    """Switches for what may be gathered, where code runs that nobody rehearsed (a script's own loss).
+
+    all        any part, where an operation has no rule: a method beside the model's forward, without gradients
+    on_gather  called with (operation, bytes of what is gathered); None where the modules themselves run
+    none       no part, of sequences neither: a rehearsal looks first for a cut under which every operation has a rule
+    """
+
+    on_gather: Callable[[str, int], None] | None = None
+    all: bool = False
+    none: bool = False
+
+
+@contextmanager
+def by_rules(alone: bool = True) -> Iterator[None]:
+    """Context: operations without a rule are refused (`alone`), or done whole where what they read is a sequence."""
+    before, Gathers.none = Gathers.none, alone
+    try:
+        yield
+    finally:
+        Gathers.none = before
+
+
+def _may_be_gathered(part: Part) -> bool:
+    return part.may_gather or Gathers.all or (Gathers.on_gather is not None and part.axis.positions)
+
+
+def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Returns the operation of gathered tensors, where parts may be gathered; else raises the `Uncut` in hand."""
+    writes = facts(func).writes and is_part(args[0])
+    parts = parts_in((args, kwargs))
+    if not writes and (_of_a_whole(func, args, parts) or _in_backward_of_tiles(func, parts)):
+        args, kwargs = replaced(Part, lambda p: gathered(p) if is_part(p) else p, (args, kwargs))
+        output = func(*args, **kwargs)
+        if facts(func).is_view:
+            return replaced(torch.Tensor, lambda copy: Sum.read_only(copy, parts[0].axis), output)
+        return output
+    may_gather = [part for part in parts if _may_be_gathered(part)]
+    if not may_gather and not Gathers.none and may_be_done_whole(func, args, kwargs, parts):
+        return done_whole(func, args, kwargs)
+    if writes or not may_gather:
+        raise  # what is being handled
+    if Gathers.on_gather is not None:
+        Gathers.on_gather(facts(func).name, sum(part.nbytes for part in may_gather))
+    viewed, rest, options = args[0] if args else None, args[1:], kwargs
+    args, kwargs = replaced(Part, lambda p: gather(p) if is_part(p) and _may_be_gathered(p) else p, (args, kwargs))
+    output = func(*args, **kwargs)
+    if facts(func).is_view:  # of a copy: reading it is right, writing into it is another matter
+        # a view of one part can be read anew when the part is written, and written through; of several it is a copy
+        alone = len(parts) == 1 and viewed is may_gather[0] and not isinstance(may_gather[0].local, Distributed)
+        seen = GatheredView(may_gather[0], lambda whole: func(whole, *rest, **options)) if alone else None
+        return replaced(torch.Tensor, lambda copy: Sum.read_only(copy, may_gather[0].axis, seen), output)
+    return output
+
+
+def _in_backward_of_tiles(func: Any, parts: list[Part]) -> bool:
+    """Whether a backward has no rule for what forward did of a field that was whole over the axis; it is noted."""
+    if not in_backward() or not parts or any(part.axis.name not in SPACE for part in parts):
+        return False
+    for part in parts:
+        for tell in GATHERS:
+            tell(f"what the backward {facts(func).name} reads", part)
+    return True
+
+
+def _of_a_whole(func: Any, args: tuple, parts: list[Part]) -> bool:
+    """Whether this is backward of an operation that every rank did of whole tensors, whose gradient arrives cut.
+
+    Such an operation (a resize of learned places, a transform of what was gathered) had no cut input in forward, so
+    its gradient has the size of what the rank held then. Over axes of positions alone: elsewhere cuts are derived.
+    """
+    if not func._schema.name.endswith("_backward") or not all(part.axis.positions for part in parts):
+        return False
+    cut = [given.name for given, value in zip(func._schema.arguments, args, strict=False) if is_part(value)]
+    return len(cut) == len(parts) and all(name.startswith("grad") for name in cut)

@@ -1,0 +1,87 @@
+"""Operations that read all positions of a sequence at once (CTC, packing, recurrence): done whole on every rank.
+
+    ctc_loss               (T, B, C) gathered, the loss of each sequence on every rank; backward gathers again, and each
+                           rank keeps its positions of the gradient
+    pack_padded_sequence   (B, S, H) gathered; rows, and the recurrence over them, on every rank
+    any other without a    what it reads gathered, the operation on every rank, in backward too; a result of the shape
+    rule (`sort`, `topk`)  of what it reads is cut as that is
+
+Bytes received by a rank: (p-1)/p of the tensor, in forward; of `ctc_loss` as many in backward.
+
+What this does not do: operations that draw, or write into what is cut, and tiles of a field, which are gathered where a
+model asks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.layout.grid import SPACE
+from shardwise.part.cuts import Uncut
+from shardwise.part.gathering import gathered
+from shardwise.part.levels import Distributed
+from shardwise.part.sums import Sum
+from shardwise.part.tensor import GATHERS, Part, facts, in_backward, is_part, no_rule, parts_in
+from shardwise.trace.drawn import is_random
+from shardwise.trace.leaves import replaced, tensors_in
+
+
+def may_be_done_whole(func: Any, args: tuple, kwargs: dict, parts: list[Part]) -> bool:
+    """Whether an operation without a rule is right on whole tensors on every rank.
+
+    It draws nothing, and writes into nothing but what every rank has.
+    """
+    draws = is_random(func)
+    if draws or facts(func).name.startswith("as_strided_") or not all(map(_of_a_sequence, parts)):
+        return False
+    arguments = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
+    writable = [each.name for each in func._schema.arguments if each.alias_info and each.alias_info.is_write]
+    written = [arguments.get(name) for name in writable]
+    return bool(parts) and not tensors_in(written, Distributed)
+
+
+def _of_a_sequence(part: Part) -> bool:
+    # chunks (turns) are computed one after the other, so the others are not there to be gathered
+    return part.axis.positions and not part.axis.turns and part.axis.name not in SPACE
+
+
+def done_whole(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Returns an operation of gathered tensors; results that have the first part's shape are cut as that is."""
+    lead = parts_in((args, kwargs))[0]
+    args, kwargs = on_whole_positions(func, args), on_whole_positions(func, kwargs)
+    if facts(func).name == "as_strided":  # reads memory, in which the tensor lies as the module was told
+        args = (torch.empty_strided(lead.shape, lead.stride(), dtype=lead.dtype, device=lead.device).copy_(args[0]),
+                *args[1:])  # fmt: skip
+    output = func(*args, **kwargs)
+    if func._schema.is_mutable:  # it wrote into a plain tensor, which is what it returns
+        return output
+    if facts(func).is_view:  # of a copy: reading it is right, writing into it would be lost
+        return replaced(torch.Tensor, lambda copy: Sum.read_only(copy, lead.axis), output)
+    return replaced(torch.Tensor, lambda each: _cut_as(lead, each) if each.shape == lead.shape else each, output)
+
+
+def _cut_as(lead: Part, whole: torch.Tensor) -> Part:
+    """Returns this rank's share of a whole tensor, cut as `lead` of the same shape is, over axes further in too."""
+    share, inner = lead.share(whole, lead.dim_cut).clone(), lead.local
+    if isinstance(inner, Part) and inner.dim_cut == lead.dim_cut and not isinstance(share, Distributed):
+        share = inner.with_local(inner.share(share, inner.dim_cut).clone())
+    return lead.with_local(share)
+
+
+def on_whole_positions(func: Any, args: Any) -> Any:
+    """Returns the arguments with parts over positions gathered; in forward `GATHERS` is called for each. Collective."""
+    parts: list[Part] = parts_in(args)
+    # refused where weights are cut, so that the weight is left whole (`Uncut.origins`)
+    if any(not part.axis.positions for part in parts):
+        raise Uncut(no_rule(func, parts))
+    name = func._schema.name.partition("::")[2].strip("_")
+    for part in parts if not in_backward() else []:
+        each: Any = part
+        # each axis that cuts this dim is one more all-gather, and one more line for the user
+        while isinstance(each, Part) and each.axis.positions and each.dim_cut == part.dim_cut:
+            for tell in GATHERS:
+                tell(f"what {name} reads", each)
+            each = each.local
+    return replaced(Part, lambda part: gathered(part) if is_part(part) else part, args)

@@ -1,0 +1,231 @@
+"""Messages between the ranks that share a cut dim: `fetch`, its adjoint `give_back`, and what they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from shardwise.comm import Axis, all_to_all
+from shardwise.host import to_device
+from shardwise.part.cuts import REMEMBERED, Owners, Uncut
+from shardwise.part.gathering import gather, gathered
+from shardwise.part.levels import Distributed
+from shardwise.part.tensor import UNSENT, Part
+
+Wanted = tuple[tuple[tuple[int, int], ...], ...]  # of each rank: ranges (start, stop) of global indices, in order
+TAG = "activations"
+
+
+@lru_cache(REMEMBERED)
+def shown(owners: Owners, source: tuple[int, ...]) -> Wanted:
+    """Returns which indices each rank fetches for a result whose index j shows index `source[j]`, on owner j."""
+    places = np.asarray(source, dtype=np.int64)
+    return tuple(_ranges(places[owners.indices(rank)]) for rank in range(owners.ranks))
+
+
+def fetch(part: Part, wanted: Wanted, fill: float = 0.0) -> torch.Tensor:
+    """Returns this rank's wanted indices of the cut dim, in order; an index outside the dim (-1, size) gives `fill`.
+
+    Collective. The result differs between ranks and is no part: an index may lie on several.
+    """
+    local = part.local
+    if isinstance(local, Distributed):
+        inner = local.settled()
+        if isinstance(inner, Part) and inner.dim_cut == part.dim_cut and inner.may_gather:
+            inner = gather(inner)
+        if not isinstance(inner, Part):
+            return fetch(part.with_local(inner), wanted, fill)
+        if inner.dim_cut == part.dim_cut:
+            raise Uncut(f"indices of a dim that is cut over {inner.axis.name} too cannot be fetched")
+        return inner.with_local(fetch(Part(inner.local, part.dim_cut, part.owners, part.axis), wanted, fill))
+    axis, dim, shape = part.axis, part.dim_cut, list(local.shape)
+    way = way_of(part.owners, wanted, axis.index)
+    blocks = [picked(local, dim, places) for places in way.send]
+    pieces = Passing(blocks, shape, dim, way.counts, axis, way.alone).pieces()
+    before, after = way.around
+    if before:
+        pieces.insert(0, local.new_full(with_size(shape, dim, before), fill))
+    if after:
+        pieces.append(local.new_full(with_size(shape, dim, after), fill))
+    rows = torch.cat(pieces, dim)
+    if way.order is None:
+        return rows
+    rows = rows.index_select(dim, to_device(way.order, rows.device))
+    if way.inside is None:
+        return rows
+    whole = rows.new_full(with_size(shape, dim, way.wanted), fill)
+    return whole.index_copy(dim, to_device(way.inside, rows.device), rows)
+
+
+def give_back(gradient: torch.Tensor, dim: int, owners: Owners, axis: Axis, wanted: Wanted) -> Part:
+    """Returns a part with, at its owner, the sum of all ranks' gradients of an index: `fetch`'s adjoint. Collective.
+
+    gradient   on each rank, of the shape that `fetch` gave it;  dim, owners, axis   how the result is cut
+    """
+    if isinstance(gradient, Distributed):
+        inner = gradient.settled()
+        if isinstance(inner, Part) and inner.dim_cut == dim:  # of what was whole over that axis
+            return give_back(gathered(inner), dim, owners, axis, wanted)
+        if isinstance(inner, Part):
+            back = give_back(inner.local, dim, owners, axis, wanted)
+            return Part(inner.with_local(back.local), dim, owners, axis)
+        return give_back(inner, dim, owners, axis, wanted)
+    way = way_of(owners, wanted, axis.index)
+    shape = list(gradient.shape)
+    # `fill` outside the dim has no owner, and so no gradient
+    blocks = gradient.narrow(dim, way.around[0], shape[dim] - sum(way.around))
+    if way.inside is not None:
+        blocks = blocks.index_select(dim, to_device(way.inside, blocks.device))
+    if way.order is not None:
+        blocks = blocks.index_select(dim, to_device(np.argsort(way.order), blocks.device))
+    sizes = [len(places) for places in way.send]
+    pieces = Passing(list(blocks.split(list(way.counts), dim)), shape, dim, sizes, axis, way.alone).pieces()
+    local = gradient.new_zeros(with_size(shape, dim, owners.counts[axis.index]))
+    for piece, places in zip(pieces, way.send, strict=True):
+        if _in_a_row(places):
+            # the same sum as by index, without reading an index from memory
+            local.narrow(dim, int(places[0]), len(places)).add_(piece)
+        elif len(places):
+            local.index_add_(dim, to_device(places, local.device), piece)
+    return Part(local, dim, owners, axis)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """What one rank sends and receives in a fetch."""
+
+    send: tuple[np.ndarray, ...]  # to each rank: places among this rank's own indices
+    counts: tuple[int, ...]  # received from each rank
+    order: np.ndarray | None  # (found,) places of what is received, in the order in which it was wanted
+    inside: np.ndarray | None  # (found,) where among the wanted ones those lie that exist; None where side by side
+    around: tuple[int, int]  # wanted ones that do not exist, before and behind those that do and are in order
+    wanted: int
+    alone: bool  # no rank wants anything of another
+
+
+@lru_cache(REMEMBERED)
+def way_of(owners: Owners, wanted: Wanted, me: int) -> _Way:
+    """Returns what rank `me` sends and receives in a fetch, where each rank wants the ranges `wanted[rank]`."""
+    mine = owners.indices(me)
+    send, alone = [], True
+    for rank in range(owners.ranks):
+        indices = _existing(wanted[rank], owners.size)
+        theirs = _owner(owners, indices)
+        send.append(np.searchsorted(mine, indices[theirs == me]))
+        alone = alone and bool((theirs == rank).all())
+    everything = _expanded(wanted[me])
+    exists = (everything >= 0) & (everything < owners.size)
+    indices = everything[exists]
+    who = _owner(owners, indices)
+    counts = tuple(int((who == rank).sum()) for rank in range(owners.ranks))
+    # pieces arrive rank by rank, each in the order in which it was wanted: `order` undoes that
+    by_rank = np.argsort(who, kind="stable")
+    order = np.empty_like(by_rank)
+    order[by_rank] = np.arange(len(by_rank))
+    in_order = bool((order == np.arange(len(order))).all())
+    inside, around = np.flatnonzero(exists), (0, 0)
+    # what exists lies in one run (halos at an edge): it needs no index, zeros are put around it
+    if in_order and (not len(inside) or inside[-1] - inside[0] + 1 == len(inside)):
+        before = int(inside[0]) if len(inside) else 0
+        around = before, len(everything) - len(inside) - before
+    kept = None if exists.all() or any(around) else inside
+    return _Way(tuple(send), counts, None if in_order and kept is None else order, kept, around, len(everything), alone)
+
+
+def _expanded(ranges: tuple[tuple[int, int], ...]) -> np.ndarray:
+    return np.concatenate([np.arange(a, b) for a, b in ranges]) if ranges else np.zeros(0, dtype=np.int64)
+
+
+def _existing(ranges: tuple[tuple[int, int], ...], size: int) -> np.ndarray:
+    indices = _expanded(ranges)
+    return indices[(indices >= 0) & (indices < size)]
+
+
+def _owner(owners: Owners, indices: np.ndarray) -> np.ndarray:
+    return owners.who[np.searchsorted(owners.stops, indices, side="right")]
+
+
+def _ranges(places: np.ndarray) -> tuple[tuple[int, int], ...]:
+    """Returns indices in any order as ranges (start, stop)."""
+    if not len(places):
+        return ()
+    breaks = np.flatnonzero(np.diff(places) != 1) + 1
+    starts, stops = np.append(0, breaks), np.append(breaks, len(places))
+    return tuple((int(places[a]), int(places[b - 1]) + 1) for a, b in zip(starts, stops, strict=True))
+
+
+def _in_a_row(places: np.ndarray) -> bool:
+    """Whether there are some, each one behind the other."""
+    return bool(len(places)) and places[-1] - places[0] + 1 == len(places) and bool((np.diff(places) == 1).all())
+
+
+def picked(local: torch.Tensor, dim: int, places: np.ndarray) -> torch.Tensor:
+    """Returns a share's indices at these places along `dim`: a view where they lie in a row."""
+    if _in_a_row(places):
+        return local.narrow(dim, int(places[0]), len(places))
+    return local.index_select(dim, to_device(places, local.device))
+
+
+class Passing:
+    """Blocks along `dim` under way between the ranks of an axis, `received` indices from each. Collective.
+
+    alone   no rank has anything for another, so nothing is sent
+    """
+
+    def __init__(
+        self, blocks: list[torch.Tensor], shape: list[int], dim: int, received: Sequence[int], axis: Axis, alone: bool
+    ):  # fmt: skip
+        me, rest = axis.index, _elements(shape, dim)
+        self.mine, self.me = blocks[me], me
+        # a rank's own block is not sent
+        counts = [0 if rank == me else count for rank, count in enumerate(received)]
+        self.sizes, self.shapes = [count * rest for count in counts], [with_size(shape, dim, n) for n in counts]
+        empty = self.mine.new_empty(0)
+        others = [empty if rank == me else block for rank, block in enumerate(blocks)]
+        self.coming = None if alone else _Exchange(others, self.sizes, axis)
+
+    def pieces(self) -> list[torch.Tensor]:
+        """Returns the block from each rank; its own is the tensor that it gave. Waits."""
+        flat = self.mine.new_empty(0) if self.coming is None else self.coming.wait()
+        pieces = [piece.view(shape) for piece, shape in zip(flat.split(self.sizes), self.shapes, strict=True)]
+        pieces[self.me] = self.mine
+        return pieces
+
+
+class _Exchange:
+    """An all-to-all under way: one block to each rank, flat. Collective."""
+
+    def __init__(self, blocks: list[torch.Tensor], received: list[int], axis: Axis):
+        self.kind = blocks[0].dtype
+        sent = torch.cat([block.reshape(-1) for block in blocks])
+        sent = sent.to(UNSENT.get(self.kind, self.kind))
+        if self.kind.is_complex:  # as rows of two numbers, which every backend sends
+            sent = torch.view_as_real(sent.resolve_conj())
+        # kept until the messages are over: they read this memory
+        self.sent = sent.view(torch.uint8) if self.kind is torch.bool else sent
+        self.flat = self.sent.new_empty((sum(received), *self.sent.shape[1:]))
+        sizes = [block.numel() for block in blocks]
+        self.pending = all_to_all(self.flat, self.sent, received, sizes, axis, TAG, wait=False)
+
+    def wait(self) -> torch.Tensor:
+        """Returns what arrived, flat, one sender after another; waits for it."""
+        self.pending.wait()
+        del self.sent
+        if self.kind.is_complex:
+            return torch.view_as_complex(self.flat)
+        return self.flat.view(self.kind) if self.kind is torch.bool else self.flat.to(self.kind)
+
+
+def _elements(shape: list[int], without: int) -> int:
+    n = 1
+    for dim, size in enumerate(shape):
+        n *= size if dim != without else 1
+    return n
+
+
+def with_size(shape: list[int], dim: int, size: int) -> list[int]:
+    return [size if d == dim else n for d, n in enumerate(shape)]

@@ -1,0 +1,43 @@
+"""What is known of each operation on cut tensors, one file for a family, registered side by side.
+
+rule(names)            on shares: ATen's operation, below autograd (`part/tensor`)
+label(names)           how labels of weights go through it, from which cuts are derived (`part/labels`)
+over(names, dims=...)  both, of an operation that runs over some dims and keeps the others apart (`part/dimwise`)
+answers(functions)     on tiles: torch's function, above autograd (`part/tiles/windows`)
+needs_whole, done_whole   the same, of functions that need dims whole, or are done whole (`part/tiles/entire`)
+"""
+
+from shardwise.part.rules import (  # noqa: F401 - they register
+    attention,
+    batch_norms,
+    convolutions,
+    creation,
+    diagonals,
+    dims,
+    embeddings,
+    flips,
+    fourier,
+    indexing,
+    joins,
+    losses,
+    masks,
+    norms,
+    padding,
+    patches,
+    pointwise,
+    pooling,
+    products,
+    random,
+    recurrent,
+    reductions,
+    resizing,
+    sampling,
+    scans,
+    scatters,
+    slices,
+    softmax,
+    sorting,
+    views,
+    whole,
+    writes,
+)

@@ -1,0 +1,143 @@
+"""Dims in another order, new ones, or gone: transposes, permutations, (un)squeezing, expanding, repeating.
+
+The cut goes where its dim goes; nothing is sent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.part.cuts import Uncut, tiled
+from shardwise.part.gathering import gathered
+from shardwise.part.labels import Axes, label, param_of, rearranged
+from shardwise.part.rules.slices import one_of_many
+from shardwise.part.sums import Sum
+from shardwise.part.tensor import RESHAPES, Part, facts, no_rule, reshaped_in_place, rule
+
+
+@rule("transpose")
+def transpose(func: Any, args: tuple, kwargs: dict) -> Part:
+    """Returns `x.transpose(a, b)`."""
+    part = args[0]
+    a, b = (d % part.dim() for d in args[1:3])
+    swapped = {a: b, b: a}
+    made = part.with_local(part.local.transpose(a, b), swapped.get(part.dim_cut, part.dim_cut))
+    return _lying(made, part, [swapped.get(d, d) for d in range(part.dim())])
+
+
+def _lying(made: Part, part: Part, dims: list[int]) -> Part:
+    """Returns `made`, whose dims are `dims` of `part`, with the memory order of that: a share of one index has none."""
+    made.whole_strides = tuple(part.whole_strides[d] for d in dims)
+    return made
+
+
+@rule("t", "numpy_T")
+def t(func: Any, args: tuple, kwargs: dict) -> Part:
+    """Rule of a matrix's transpose."""
+    part = args[0]
+    return part.with_local(part.local.t(), 1 - part.dim_cut if part.dim() == 2 else part.dim_cut)
+
+
+@rule("permute")
+def permute(func: Any, args: tuple, kwargs: dict) -> Part:
+    """Returns `x.permute(dims)`."""
+    part = args[0]
+    dims = [d % part.dim() for d in args[1]]
+    return _lying(part.with_local(part.local.permute(dims), dims.index(part.dim_cut)), part, dims)
+
+
+@rule(*RESHAPES)
+def in_place(func: Any, args: tuple, kwargs: dict) -> Part:
+    """Rule of `transpose_(x, a, b)` and the like: the object itself becomes the part that `transpose` gives.
+
+    torch's recurrent layers of batch first end so.
+    """
+    part = args[0]
+    made = getattr(part, facts(func).name[:-1])(*args[1:], **kwargs)
+    # squeezing the cut dim gives a sum, which no part can become in place
+    if not isinstance(made, Part) or made.source is not None:
+        raise Uncut(f"{func} of a tensor that is cut leaves one that is not: {part!r}")
+    vars(part).update(vars(made))
+    return reshaped_in_place(part, func, args, kwargs)
+
+
+@rule("unsqueeze")
+def unsqueeze(func: Any, args: tuple, kwargs: dict) -> Part:
+    """Returns `x.unsqueeze(dim)`."""
+    part = args[0]
+    dim = args[1] % (part.dim() + 1)
+    return part.with_local(part.local.unsqueeze(dim), part.dim_cut + (dim <= part.dim_cut))
+
+
+@rule("squeeze")
+def squeeze(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """Rule of `squeeze(x)`, `squeeze(x, dim)`, `squeeze(x, dims)`, by the whole tensor's sizes."""
+    part = args[0]
+    asked = range(part.dim()) if len(args) < 2 else [args[1]] if isinstance(args[1], int) else args[1]
+    gone = sorted({d % part.dim() for d in asked if part.shape[d] == 1}, reverse=True)
+    if part.dim_cut in gone and part.axis.positions:  # one index, which one rank has
+        one = one_of_many(part, part.dim_cut, 0)
+        for d in gone:
+            # the cut dim is gone already, and those behind it have moved up
+            one = one if d == part.dim_cut else one.squeeze(d - (d > part.dim_cut))
+        return one
+    if part.dim_cut in gone:
+        raise Uncut(no_rule(func, [part]))
+    local = part.local
+    for d in gone:
+        local = local.squeeze(d)
+    return part.with_local(local, part.dim_cut - sum(d < part.dim_cut for d in gone))
+
+
+@rule("expand", "expand_copy")
+def expand(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """Rule of `expand(x, sizes)`: a dim of one index is repeated, a cut one stays."""
+    part, sizes = args[0], list(args[1])
+    dim = part.dim_cut + len(sizes) - part.dim()
+    if sizes[dim] not in (-1, part.owners.size):
+        if part.axis.positions and part.owners.size == 1:  # one index, which all ranks then have
+            return Sum.read_only(gathered(part).expand(sizes), part.axis)
+        raise Uncut(no_rule(func, [part]))
+    sizes[dim] = -1
+    return part.with_local(part.local.expand(sizes), dim)
+
+
+@rule("repeat")
+def repeat(func: Any, args: tuple, kwargs: dict) -> Part:
+    """Rule of `repeat(x, times)`: the owners of the cut dim are repeated as its indices are."""
+    part, times = args[0], list(args[1])
+    dim = part.dim_cut + len(times) - part.dim()
+    owners = tiled(part.owners, times[dim])
+    return part.with_local(part.local.repeat(times), dim, owners)
+
+
+label("transpose", "t", "numpy_T", "permute")(rearranged)
+
+
+@label("expand", "expand_copy")
+def expand_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
+    """Rule of `expand`: repeated elements have the labels of the one."""
+    x = args[0]
+    if param_of(x) is not None and x.dim() > 1:
+        name, dims_of_param = param_of(x)  # type: ignore[misc]
+        if all(a == b for a, b in zip(x.shape, output.shape[output.dim() - x.dim() :], strict=True)):
+            output._axes_of = (name, (*([None] * (output.dim() - x.dim())), *dims_of_param))
+            return True
+    labels = axes.labels(x)
+    if labels is not None:
+        axes.give(output, labels.reshape([1] * (output.dim() - labels.ndim) + list(labels.shape)))
+    return True
+
+
+@label("repeat")
+def repeat_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
+    """Rule of `repeat`: labels are repeated as the elements are."""
+    x, times = args[0], list(args[1])
+    labels = axes.labels(x)
+    if labels is not None:
+        labels = labels.reshape([1] * (len(times) - labels.ndim) + list(labels.shape))
+        axes.give(output, np.tile(labels, [n if labels.shape[d] > 1 else 1 for d, n in enumerate(times)]))
+    return True

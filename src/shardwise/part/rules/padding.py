@@ -1,0 +1,80 @@
+"""Padding: on tiles each rank fetches the indices that its share of the padded dim shows. Boundaries: boundary.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from shardwise.host import to_device
+from shardwise.part.cuts import REMEMBERED, Uncut
+from shardwise.part.dimwise import over
+from shardwise.part.exchanges import shown
+from shardwise.part.tiles.kept import CutDim
+from shardwise.part.tiles.maps import owners_after
+from shardwise.part.tiles.windows import answers, cuts, fetched, opened, placed
+
+# widths come in pairs, the last dim's first; a dim that is not padded keeps its indices apart
+over("constant_pad_nd", dims=lambda x, given: [x.dim() - 1 - at // 2 for at, width in enumerate(given["pad"]) if width])
+
+
+@answers(F.pad, torch._C._nn.pad)
+def pad(
+    input: torch.Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
+) -> torch.Tensor:  # fmt: skip
+    """Returns `F.pad` of a tensor of which any dim may be cut: constant, circular, reflect or replicate."""
+    # by dim, (front, behind): torch counts pairs from the last dim; what is popped below is padded by a fetch
+    widths = {input.dim() - 1 - place: (pad[2 * place], pad[2 * place + 1]) for place in range(len(pad) // 2)}
+    found = cuts(input, range(input.dim()))
+    if not found:
+        return F.pad(input, list(pad), mode, value)
+    after, fill = [], float(value or 0.0)
+    for cut in found:
+        n, (front, behind) = cut.owners.size, widths.pop(cut.dim, (0, 0))
+        if not front and not behind:
+            input = opened(input, [cut])
+            after.append(cut)
+            continue
+        owners = owners_after(cut.owners, n + front + behind, np.arange(-front, n + behind))
+        input = fetched(input, cut, shown(owners, _source(n, front, behind, mode)), fill)
+        after.append(CutDim(cut.axis, cut.dim, owners))
+    return placed(_locally(input, widths, len(pad), mode, value), after)
+
+
+def _locally(
+    tile: torch.Tensor, widths: dict[int, tuple[int, int]], length: int, mode: str, value: float | None
+) -> torch.Tensor:  # fmt: skip
+    """Returns a tile padded along dims that are not cut. `length`: of the list that `F.pad` was given."""
+    if not any(map(any, widths.values())):
+        return tile
+    if tile.numel() or mode == "constant":  # a list as long as the user's: modes take only as many pairs as they know
+        return F.pad(tile, [n for dim in reversed(range(tile.dim())) for n in widths.get(dim, (0, 0))][:length],
+                     mode, value)  # fmt: skip
+    for dim, width in widths.items():  # kernels take no empty tiles
+        source = to_device(torch.tensor(_source(tile.shape[dim], *width, mode)), tile.device)
+        tile = tile.index_select(dim, source)
+    return tile
+
+
+@lru_cache(REMEMBERED)
+def _source(n: int, before: int, after: int, mode: str) -> tuple[int, ...]:
+    """Returns the index, of n, that each padded index shows; one outside where it shows the constant."""
+    places = np.arange(-before, n + after)
+    if n + before + after < 0:
+        raise RuntimeError(f"padding {n} indices by ({before}, {after}) leaves less than nothing")
+    most = {"circular": n, "reflect": n - 1}.get(mode)
+    if most is not None and max(before, after) > most:
+        raise RuntimeError(f"{mode} padding by ({before}, {after}) of a dim of {n}: at most {most} on either side")
+    if mode == "circular":
+        places = places % n
+    elif mode == "reflect":
+        places = np.where(places < 0, -places, places)
+        places = np.where(places >= n, 2 * (n - 1) - places, places)
+    elif mode == "replicate":
+        places = np.clip(places, 0, n - 1)
+    elif mode != "constant":
+        raise Uncut(f"F.pad(mode={mode!r}) is not known on tiles: constant, circular, reflect or replicate")
+    return tuple(int(place) for place in places)

@@ -1,0 +1,240 @@
+"""Pooling over one to three spatial dims, sliding or adaptive windows. Paddings by a boundary: boundary.py.
+
+On tiles each rank fetches what its outputs read; with indices, and back by them (`max_unpool`), it is done whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from shardwise.boundary import Sizes, each
+from shardwise.host import to_device
+from shardwise.part.cuts import REMEMBERED
+from shardwise.part.labels import Axes, label
+from shardwise.part.rules.resize_tables import Table, entries, opened_for
+from shardwise.part.rules.resizing import along_each
+from shardwise.part.tiles.apart import apart, in_front
+from shardwise.part.tiles.entire import done_whole, of_all
+from shardwise.part.tiles.kept import CutDim
+from shardwise.part.tiles.maps import Sliding
+from shardwise.part.tiles.windows import answers, cuts, placed, windowed
+
+
+def _outputs(n: int, kernel: int, stride: int, padding: int, dilation: int, ceil: bool) -> int:
+    """Returns how many windows fit along a dim of `n`; one that would begin in the padding behind it is dropped."""
+    reach = dilation * (kernel - 1) + 1
+    if padding > kernel // 2 or padding < 0:
+        raise RuntimeError(f"pad should be at most half of the kernel size, got {padding} and {kernel}")
+    size = (n + 2 * padding - reach + (stride - 1 if ceil else 0)) // stride + 1
+    if ceil and (size - 1) * stride >= n + padding:
+        size -= 1
+    if size < 1:
+        raise RuntimeError(f"a window of {reach} is larger than {n} padded by {padding}")
+    return size
+
+
+def _slides(
+    input: torch.Tensor, dims: int, kernel: Sizes, stride: Sizes | None, padding: Sizes, dilation: Sizes, ceil: bool
+) -> tuple[list[int], list[int], list[int], list[Sliding]]:  # fmt: skip
+    """Returns (kernel, stride, dilation) and the windows of each dim, from a pooling function's arguments."""
+    kernels = each(kernel, dims)
+    strides = each(stride, dims) if stride not in (None, [], ()) else kernels  # torch passes [] for no stride too
+    paddings, dilations = each(padding, dims), each(dilation, dims)
+    windows = []
+    for d, n in enumerate(input.shape[-dims:]):
+        size = _outputs(n, kernels[d], strides[d], paddings[d], dilations[d], ceil)
+        windows.append(Sliding(size, kernels[d], strides[d], paddings[d], dilations[d]))
+    return kernels, strides, dilations, windows
+
+
+def _edges(input: torch.Tensor, windows: list[Sliding], cut_dims: list[CutDim]) -> list[int]:
+    """Returns what `F.pad` adds to the dims that are not cut (or, below zero, cuts off) in the place of padding.
+
+    With it, every window of the local operation lies inside, whatever `ceil_mode` is.
+    """
+    first, tiled, around = input.dim() - len(windows), {cut.dim for cut in cut_dims}, []
+    for d in reversed(range(len(windows))):
+        window, n = windows[d], input.shape[first + d]
+        around += [0, 0] if first + d in tiled else [window.before, window.needed - window.before - n]
+    return around
+
+
+def _max_pool(plain: Callable, with_places: Callable, dims: int) -> None:
+    """Register max pooling over `dims` dims, with indices and without."""
+
+    def max_pool(
+        input: torch.Tensor, kernel_size: Sizes, stride: Sizes | None = None, padding: Sizes = 0, dilation: Sizes = 1,
+        ceil_mode: bool = False, return_indices: bool = False,
+    ):  # fmt: skip
+        """The largest of each window of a tensor of which any spatial dim may be cut."""
+        cut_dims = cuts(input, range(-dims, 0))
+        if not cut_dims:
+            return plain(input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
+        if return_indices:  # places are counted in the whole field
+            return whole(input, kernel_size, stride, padding, dilation, ceil_mode, True)
+        kernels, strides, dilations, windows = _slides(input, dims, kernel_size, stride, padding, dilation, ceil_mode)
+        around, first = _edges(input, windows, cut_dims), input.dim() - dims
+
+        def local(window: torch.Tensor) -> torch.Tensor:
+            window = F.pad(window, around, value=lowest) if any(around) else window
+            return plain(window, kernels, strides, 0, dilations)
+
+        lowest = -torch.inf if input.is_floating_point() else torch.iinfo(input.dtype).min
+        along = {cut.dim: windows[cut.dim - first] for cut in cut_dims}
+        return windowed(input, along, cut_dims, local, lowest)
+
+    whole = of_all(plain)
+    answers(with_places, cut_once=False)(of_all(with_places))
+    answers(plain)(max_pool)
+
+
+def _avg_pool(plain: Callable, dims: int) -> Callable:
+    """Register average pooling over `dims` dims."""
+
+    def avg_pool(
+        input: torch.Tensor, kernel_size: Sizes, stride: Sizes | None = None, padding: Sizes = 0,
+        ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The mean of each window of a tensor of which any spatial dim may be cut."""
+        cut_dims = cuts(input, range(-dims, 0))
+        more = () if dims == 1 else (divisor_override,)  # `avg_pool1d` has no such argument
+        if not cut_dims:
+            return plain(input, kernel_size, stride, padding, ceil_mode, count_include_pad, *more)
+        kernels, strides, _, windows = _slides(input, dims, kernel_size, stride, padding, 1, ceil_mode)
+        around, first = _edges(input, windows, cut_dims), input.dim() - dims
+
+        def local(window: torch.Tensor) -> torch.Tensor:
+            window = F.pad(window, around) if any(around) else window
+            return plain(window, kernels, strides)
+
+        # means over whole kernels, zeros of the padding among them; put right below where torch divides by less
+        output = windowed(input, {cut.dim: windows[cut.dim - first] for cut in cut_dims}, cut_dims, local)
+        if divisor_override:
+            return output * (float(np.prod(kernels)) / divisor_override)
+        for d, window in enumerate(windows):
+            factors = _factors(window, input.shape[first + d], count_include_pad)
+            if factors is not None:
+                shape = [-1 if e == d else 1 for e in range(dims)]
+                output = output * to_device(torch.tensor(factors, dtype=output.dtype).view(shape), output.device)
+        return output
+
+    return answers(plain)(avg_pool)
+
+
+@lru_cache(REMEMBERED)
+def _factors(window: Sliding, n: int, padded: bool) -> tuple[float, ...] | None:
+    """Returns, for each window, the kernel's size over how many indices its mean counts; None where all are 1."""
+    start = np.arange(window.size) * window.stride - window.before
+    stop = np.minimum(start + window.kernel, n + window.before)
+    # with `count_include_pad`, padding counts, but not what a window of `ceil_mode` has beyond it
+    counted = stop - start if padded else np.minimum(stop, n) - np.maximum(start, 0)
+    return None if (counted == window.kernel).all() else tuple(float(x) for x in window.kernel / counted)
+
+
+for _dims, _max, _with_places, _avg in (
+    (1, F.max_pool1d, F.max_pool1d_with_indices, F.avg_pool1d),
+    (2, F.max_pool2d, F.max_pool2d_with_indices, F.avg_pool2d),
+    (3, F.max_pool3d, F.max_pool3d_with_indices, F.avg_pool3d),
+):
+    _max_pool(_max, _with_places, _dims)
+    _avg_pool(_avg, _dims)
+done_whole("max_unpool1d", "max_unpool2d", "max_unpool3d")
+
+
+def _adaptive_avg(plain: Callable, dims: int) -> None:
+    """Register adaptive average pooling over `dims` dims."""
+
+    def adaptive_avg_pool(input: torch.Tensor, output_size: Any) -> torch.Tensor:
+        """Means over windows that divide each spatial dim, of which any may be cut."""
+        first = input.dim() - dims
+        cut_dims = cuts(input, range(first, input.dim()))
+        if not cut_dims:
+            return plain(input, output_size)
+        asked = list(output_size) if isinstance(output_size, Sequence) else [output_size] * dims
+        sizes = [n if m is None else m for n, m in zip(input.shape[first:], asked, strict=True)]
+        alone = [first + d for d, m in enumerate(sizes) if m == 1]
+        if alone:  # a single window takes in every tile: a mean over ranks moves numbers, where a fetch moves the field
+            input = input.mean(alone, keepdim=True)
+            cut_dims = cuts(input, range(first, input.dim()))
+        tables = [Table(n, m, "windows") for n, m in zip(input.shape[first:], sizes, strict=True)]
+        return along_each(input, cut_dims, tables)
+
+    answers(plain)(adaptive_avg_pool)
+
+
+def _adaptive_max(plain: Callable, with_places: Callable, slide: Callable, dims: int) -> None:
+    """Register adaptive max pooling over `dims` dims, with indices and without; `slide` is plain max pooling."""
+
+    def adaptive_max_pool(input: torch.Tensor, output_size: Any, return_indices: bool = False):
+        """The largest over windows that divide each spatial dim, of which any may be cut."""
+        first = input.dim() - dims
+        cut_dims = cuts(input, range(first, input.dim()))
+        if not cut_dims:
+            return plain(input, output_size, return_indices)
+        if return_indices:
+            return whole(input, output_size, True)
+        asked = list(output_size) if isinstance(output_size, Sequence) else [output_size] * dims
+        after, rows = [], {}
+        tables = [Table(n, n if m is None else m, "windows")
+                  for n, m in zip(input.shape[first:], asked, strict=True)]  # fmt: skip
+        for cut in cut_dims:
+            input, then, rows[cut.dim] = opened_for(input, cut, tables[cut.dim - first])
+            after.append(then)
+        # windows differ in size and overlap: laid out one behind the other, filled up, they are those of plain pooling
+        kernel = []
+        for dim, table in enumerate(tables, first):
+            places, weights = rows.get(dim, entries(table))
+            assert weights is not None
+            if not table.same:
+                input = _laid_apart(input, dim, places, weights)
+            kernel.append(places.shape[1])
+        if input.numel():
+            return placed(slide(input, kernel), after)
+        for dim, n in enumerate(kernel, first):  # kernels take no empty tile: an empty one, which has a backward
+            input = input.narrow(dim, 0, input.shape[dim] // n)
+        return placed(input, after)
+
+    whole = of_all(plain)
+    answers(plain)(adaptive_max_pool)
+    answers(with_places, cut_once=False)(of_all(with_places))
+
+
+def _laid_apart(tile: torch.Tensor, dim: int, places: np.ndarray, weights: np.ndarray) -> torch.Tensor:
+    """Returns each output's window behind the other along `dim`, filled up with what is never the largest."""
+    around = [0, 0] * (tile.dim() - 1 - dim) + [0, 1]
+    none = tile.shape[dim]  # the place of the -inf that is put behind the tile
+    tile = F.pad(tile, around, value=-torch.inf)
+    return tile.index_select(dim, to_device(np.where(weights > 0, places, none).reshape(-1), tile.device))
+
+
+for _dims, _adaptive, _adaptive_with_places, _slide in (
+    (1, F.adaptive_max_pool1d, F.adaptive_max_pool1d_with_indices, F.max_pool1d),
+    (2, F.adaptive_max_pool2d, F.adaptive_max_pool2d_with_indices, F.max_pool2d),
+    (3, F.adaptive_max_pool3d, F.adaptive_max_pool3d_with_indices, F.max_pool3d),
+):
+    _adaptive_max(_adaptive, _adaptive_with_places, _slide, _dims)
+
+
+for _dims, _plain in ((1, F.adaptive_avg_pool1d), (2, F.adaptive_avg_pool2d), (3, F.adaptive_avg_pool3d)):
+    _adaptive_avg(_plain, _dims)
+
+
+POOLS = ("max_pool{}d", "avg_pool{}d", "adaptive_avg_pool{}d", "adaptive_max_pool{}d")
+
+
+for _dims in (1, 2, 3):
+    for _name in POOLS:
+        apart(getattr(F, _name.format(_dims)), in_front(_dims))
+
+
+@label("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d", "upsample_nearest2d", "upsample_bilinear2d",
+      "upsample_nearest1d", "max_pool3d_with_indices", "avg_pool3d", "reflection_pad2d")  # fmt: skip
+def spatial_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
+    """Rule of operations over space: applies only where the input has no labels, else the input stays whole."""
+    return axes.labels(args[0]) is None

@@ -1,0 +1,224 @@
+"""Reductions: of a rank's own where the cut dim stays; over the cut dim by small collectives (`REDUCTIONS`)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from shardwise.host import to_device
+from shardwise.part.cuts import Owners
+from shardwise.part.dimwise import Along, DimwiseRule, arguments_of, named, over
+from shardwise.part.gathering import gathered
+from shardwise.part.labels import Axes, label, param_of
+from shardwise.part.sums import reduced
+from shardwise.part.tensor import Part, rule
+from shardwise.trace.leaves import tensors_in
+
+
+def _sum(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
+    return reduced(part.local.sum(sorted(dims), keepdim, dtype=bound.get("dtype")), part)
+
+
+def _sum_of_numbers(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
+    return reduced(part.local.nansum(sorted(dims), keepdim, dtype=bound.get("dtype")), part)
+
+
+def _mean(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
+    # the sum over ranks by the count of all: shares are of unequal length, and a mean of means weighs them alike
+    count = 1
+    for d in dims:
+        count *= part.shape[d]
+    return reduced(part.local.sum(sorted(dims), keepdim, dtype=bound.get("dtype")) / count, part)
+
+
+def _extreme(op: str):
+    def run(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> Any:
+        if len(func._schema.returns) > 1:
+            return _extreme_and_place(op, part, keepdim)
+        return reduced(_local_extreme(op, part, dims, keepdim), part, op)
+
+    return run
+
+
+def _place_of_extreme(op: str):
+    def run(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> Any:
+        # a place among all elements is one in the flattened tensor
+        if bound.get("dim") is None:  # among all elements
+            return getattr(part.reshape(-1), f"arg{op}")(0)
+        return _extreme_and_place(op, part, keepdim)[1]
+
+    return run
+
+
+def _local_extreme(op: str, part: Part, dims: set[int], keepdim: bool) -> torch.Tensor:
+    """Returns the max (min) over `dims` of this rank's share; the dtype's lowest (highest) value where it is empty."""
+    local = part.local
+    if local.shape[part.dim_cut]:
+        return getattr(local, f"a{op}")(sorted(dims), keepdim)
+    return of_nothing(local, sorted(dims), keepdim, _beaten(local.dtype, op))
+
+
+def of_nothing(x: torch.Tensor, dims: list[int], keepdim: bool, value: float) -> torch.Tensor:
+    """Returns what a rank without indices gives to a reduction over `dims`, cut further in as others' results are."""
+    return torch.full_like(x.sum(dims, keepdim), value, dtype=x.dtype)
+
+
+def _beaten(dtype: torch.dtype, op: str) -> float | int | bool:
+    if dtype is torch.bool:
+        return op == "min"
+    if dtype.is_floating_point:
+        return -math.inf if op == "max" else math.inf
+    limits = torch.iinfo(dtype)
+    return limits.min if op == "max" else limits.max
+
+
+def _extreme_and_place(op: str, part: Part, keepdim: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (extreme value, its index) along the cut dim; the first of equal ones. Two small reductions."""
+    dim, n = part.dim_cut, part.owners.size
+    value = reduced(_local_extreme(op, part, {dim}, True), part, op)
+    mine = to_device(part.owners.indices(part.axis.index), part.device)
+    at = mine.view([-1 if d == dim else 1 for d in range(part.dim())])
+    same = (part.local == value) | (part.local != part.local)  # the second where it is no number
+    # n stands for no index here, and is larger than all that there are
+    candidates = torch.where(same, at, n)
+    first = candidates.amin(dim, True) if len(mine) else torch.full_like(value, n, dtype=torch.int64)
+    place = reduced(first, part, "min")
+    return (value, place) if keepdim else (value.squeeze(dim), place.squeeze(dim))
+
+
+def _moments(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> Any:
+    """Returns variance or standard deviation, with the mean where it is asked for: two sums over ranks."""
+    name = func._schema.name.partition("::")[2]
+    unbiased = bound.get("unbiased")
+    correction = bound.get("correction") if unbiased is None else float(unbiased)
+    count = math.prod(part.shape[d] for d in dims)
+    along = sorted(dims)
+    mean = reduced(part.local.sum(along, True), part) / count
+    # about the mean of all ranks: the mean of squares minus the square of the mean would cancel
+    spread = reduced((part.local - mean).square().sum(along, True), part)
+    spread = spread / max(count - (1 if correction is None else correction), 0)
+    spread = spread.sqrt() if name.startswith("std") else spread
+    results = [tensor if keepdim else tensor.squeeze(along) for tensor in (spread, mean)]
+    return tuple(results) if name.endswith("_mean") else results[0]
+
+
+def _nonzero(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
+    return _count(part, part.local != 0, dims, False)
+
+
+def _all(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
+    return _count(part, part.local == 0, dims, keepdim) == 0
+
+
+def _any(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
+    return _count(part, part.local != 0, dims, keepdim) > 0
+
+
+def _count(part: Part, hits: torch.Tensor, dims: set[int], keepdim: bool) -> torch.Tensor:
+    return reduced(hits.sum(sorted(dims), keepdim), part)
+
+
+def _prod(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
+    """Returns the product over the cut dim: each rank's own, gathered and multiplied."""
+    own, one_dim = part.local.to(bound.get("dtype") or part.dtype), bound.get("dim") is not None
+    own = own.prod(part.dim_cut, keepdim) if one_dim else own.prod()
+    ranks = part.axis.size
+    return gathered(Part(own.unsqueeze(0), 0, Owners.blocks(ranks, ranks), part.axis)).prod(0)
+
+
+def _least_and_most(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> tuple[torch.Tensor, ...]:
+    return tuple(reduced(_local_extreme(op, part, dims, keepdim), part, op) for op in ("min", "max"))
+
+
+def _norm(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
+    """Returns (sum |x|^p)^(1/p) over all ranks; of an infinite p the extreme |x|, of 0 how many are not 0."""
+    asked = bound.get("ord", bound.get("p"))
+    order, along = 2.0 if asked is None else float(asked), sorted(dims)
+    dtype = bound.get("dtype") or (part.abs().dtype if part.is_complex() else part.dtype)
+    if math.isinf(order):
+        op = "max" if order > 0 else "min"
+        sizes = part.with_local(part.local.abs().to(dtype))
+        return reduced(_local_extreme(op, sizes, dims, keepdim), part, op)
+    if order == 0:
+        return _count(part, part.local != 0, dims, keepdim).to(dtype)
+    # cheaper than powers; the square of a complex number is not that of its absolute value
+    if order == 2 and not part.is_complex():
+        return reduced(part.local.square().sum(along, keepdim, dtype=bound.get("dtype")), part).sqrt()
+    return reduced(part.local.abs().pow(order).sum(along, keepdim, dtype=dtype), part).pow(1 / order)
+
+
+@rule("renorm")
+def renorm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """Returns x with each slice along a dim scaled down so that its p-norm is at most `most`."""
+    x, order, dim, most = args
+    others = [d for d in range(x.dim()) if d != dim % x.dim()]
+    norm = torch.linalg.vector_norm(x, order, others, keepdim=True)
+    return x * torch.where(norm > most, most / (norm + 1e-7), torch.ones_like(norm))
+
+
+@rule("dist")
+def dist(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """Returns the p-norm of `x - y`, of which either may be cut."""
+    x, y, *order = args
+    return torch.linalg.vector_norm(x - y, *order)
+
+
+def _logsumexp(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
+    along, empty = sorted(dims), not part.local.shape[part.dim_cut]
+    top = of_nothing(part.local, along, True, -torch.inf) if empty else part.local.amax(along, True)
+    top = reduced(top, part, "max")
+    # a row of -inf alone: -inf minus -inf would be no number
+    top = torch.where(top.isinf(), torch.zeros_like(top), top)
+    total = reduced((part.local - top).exp().sum(along, True), part).log() + top
+    return total if keepdim else total.squeeze(along)
+
+
+# ATen name -> what the reduction is over a cut dim; None: `Uncut`
+REDUCTIONS: dict[str, Along | None] = {
+    "sum": _sum, "nansum": _sum_of_numbers, "_is_all_true": _all, "_is_any_true": _any,
+    "mean": _mean, "amax": _extreme("max"), "amin": _extreme("min"), "max": _extreme("max"),
+    "min": _extreme("min"), "all": _all, "any": _any, "linalg_vector_norm": _norm, "norm": _norm,
+    "logsumexp": _logsumexp, "argmax": _place_of_extreme("max"), "argmin": _place_of_extreme("min"),
+    "var": _moments, "std": _moments, "var_mean": _moments, "std_mean": _moments, "count_nonzero": _nonzero,
+    "prod": _prod, "aminmax": _least_and_most, "median": None, "nanmedian": None, "kthvalue": None, "mode": None,
+}  # fmt: skip
+for _name, _along in REDUCTIONS.items():
+    over(_name, along=_along)
+
+# those whose result over a cut dim is one small collective
+_SMALL = frozenset({"sum", "mean", "amax", "amin", "max", "min", "any", "all", "argmax", "logsumexp"})
+
+
+@label(*REDUCTIONS)
+def reduction_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
+    """Labels a reduction: what it runs over lies together; in the loss it may be summed over ranks."""
+    x, arguments, by_dims = args[0], arguments_of(func, args, kwargs), DimwiseRule(named)
+    if "other" in arguments:  # max or min of two tensors, element by element
+        return False
+    dims = by_dims.run_over(x, arguments) if x.dim() else set()
+    if _of_weight(axes, x, dims, output):
+        return True
+    name = func._schema.name.partition("::")[2]
+    statistic = name in ("sum", "mean") and len(dims) == 1 and bool(arguments.get("keepdim"))  # of a norm
+    if (axes.in_loss and name in _SMALL) or statistic:
+        labels = axes.labels(x)
+        long = {d for d, n in enumerate(labels.shape) if n > 1} if labels is not None else set()
+        if long and long <= dims:
+            return True  # one small collective gives the whole result
+    return by_dims.labels(axes, func, args, kwargs, output)
+
+
+def _of_weight(axes: Axes, x: torch.Tensor, dims: set[int], output: Any) -> bool:
+    """Labels a statistic of a weight (the norm of its rows, say): it is cut along the dims that are left."""
+    param = param_of(x)
+    if param is None or sum(n > 1 for n in x.shape) < 2:
+        return False
+    name, of_dims = param
+    for result in tensors_in(output):
+        if result.dim() == x.dim():
+            result._axes_of = name, tuple(None if d in dims else entry for d, entry in enumerate(of_dims))
+        else:
+            result._axes_of = name, tuple(entry for d, entry in enumerate(of_dims) if d not in dims)
+    return True

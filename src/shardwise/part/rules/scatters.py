@@ -1,0 +1,237 @@
+"""Writing at indices of a dim: scatters, `index_put`, `index_add`, `index_fill`; masks: masks, slices: writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.part.cuts import Uncut
+from shardwise.part.gathering import gathered
+from shardwise.part.levels import Distributed
+from shardwise.part.moves import share_as
+from shardwise.part.rules.indexing import place_of, places_of, share_of_index, with_one_more
+from shardwise.part.rules.masks import MASKS, is_mask, put
+from shardwise.part.rules.writes import write
+from shardwise.part.sums import Sum, reduced
+from shardwise.part.tensor import FUNCTIONS, GATHERS, Part, is_part, no_rule, parts_in, rule
+from shardwise.part.tiles.entire import Needs, done_whole, needs_whole
+from shardwise.part.tiles.windows import answers
+
+
+@rule("scatter_add", "scatter_add_", "scatter", "scatter_", "scatter_reduce")
+def scatter(func: Any, args: tuple, kwargs: dict) -> Part:
+    """`scatter(x, dim, index, values)` along a dim that is not cut, where index and values are cut as x is.
+
+    `scatter_add` along the cut dim: each rank adds what falls on its own indices, or what it has of what is added.
+    """
+    dim = args[1] % args[0].dim()
+    lead = parts_in(args)[0]
+    cut = lead.dim_cut
+    shapes = [t.shape[cut] for t in (args[0], *args[2:]) if isinstance(t, torch.Tensor) and t.dim()]
+    changes = func._schema.is_mutable
+    adds = func._schema.name == "aten::scatter_add" and not is_part(args[0]) and is_part(args[3])
+    if adds and cut == dim and args[2].shape[cut] == args[3].shape[cut]:  # the gradient of what each rank read of it
+        lead = args[3]
+        index = share_as(args[2], lead, cut, func)
+        return args[0] + Sum.of(func(torch.zeros_like(args[0]), dim, index, lead.local), lead.axis, lead.origin)
+    if cut == dim and func._schema.name.startswith("aten::scatter_add"):
+        return _scattered(func, dim, *args[:1], *args[2:])
+    if cut == dim or set(shapes) != {lead.shape[cut]} or (changes and not is_part(args[0])):
+        raise Uncut(no_rule(func, parts_in(args)))
+    output = func(*_shares(func, args, lead), **kwargs)
+    return args[0] if changes else lead.with_local(output)
+
+
+def _shares(func: Any, values: Sequence[Any], lead: Part) -> list[Any]:
+    """Returns this rank's shares of tensors with dims, dealt as `lead` is; other values as they are."""
+    has_dims = [isinstance(value, torch.Tensor) and value.dim() for value in values]
+    return [share_as(value, lead, lead.dim_cut, func) if cut else value
+            for value, cut in zip(values, has_dims, strict=True)]  # fmt: skip
+
+
+def _scattered(func: Any, dim: int, x: Any, index: Any, values: Any) -> torch.Tensor:
+    """Returns `x.scatter_add(dim, index, values)` along the cut dim, index and values both cut or both plain."""
+    if is_part(x) and not parts_in([index, values]):
+        return added_here(func, x, dim, index, values)
+    if not is_part(index) or not is_part(values) or index.dim_cut != dim or not index.beside(values):
+        raise Uncut(no_rule(func, parts_in([x, index, values])))
+    empty = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    mine = torch.scatter_add(empty, dim, index.local, values.local)
+    # written in place: the others' values have to be in it now, and cannot stay a sum
+    if func._schema.is_mutable:
+        return x.add_(reduced(mine, values))
+    return x + Sum.of(mine, values.axis, values.origin)
+
+
+def added_here(func: Any, x: Part, dim: int, index: torch.Tensor, values: torch.Tensor) -> Part:
+    """Returns `x.scatter_add(dim, index, values)` along the cut dim, of plain values, each added at its owner."""
+    owned, place = place_of(x, index)
+    local = x.local
+    if local.shape[dim]:
+        local = func(local, dim, place, values * owned)
+    return x if func._schema.is_mutable else x.with_local(local)
+
+
+@rule("index_put", "index_put_", "_index_put_impl_")
+def index_put(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """Rule of `x[i, j, ...] = values`, or `+=`; autograd uses it for the gradient of `x[i, j, ...]`."""
+    x, indices, values, *rest = args
+    if is_mask(indices):
+        return put(func, args, kwargs)
+    if is_part(x) and x.axis.positions and not parts_in(indices):
+        return _put_by_whole_indices(func, x, indices, values, rest)
+    # the cases below give new tensors
+    if func._schema.is_mutable:
+        raise Uncut(no_rule(func, parts_in(args)))
+    if not is_part(x) and not is_part(values):  # the gradient of what all ranks read at one place
+        return func(x, [gathered(i) if is_part(i) else i for i in indices], values, *rest)
+    added_up = _put_of_each(func, x, indices, values, rest)
+    if added_up is not None:
+        return added_up
+    used = [d for d, i in enumerate(indices) if i is not None]
+    if parts_in(indices) or used != list(range(used[0], used[-1] + 1)) or not is_part(values):
+        raise Uncut(no_rule(func, parts_in(args)))
+    added = len(torch.broadcast_shapes(*(indices[d].shape for d in used)))
+    if values.dim() != x.dim() - len(used) + added or used[0] <= values.dim_cut < used[0] + added:
+        raise Uncut(no_rule(func, parts_in(args)))
+    dim = values.dim_cut if values.dim_cut < used[0] else values.dim_cut - added + len(used)
+    local = share_as(x, values, dim, func)
+    return values.with_local(func(local, indices, values.local, *rest, **kwargs), dim)
+
+
+def _put_by_whole_indices(func: Any, x: Part, indices: list, values: torch.Tensor, rest: list) -> Part:
+    """Returns x with `x[i, j, ...] = values` by plain indices: each rank writes the entries of its own share."""
+    used = [d for d, i in enumerate(indices) if i is not None]
+    together = used == list(range(used[0], used[-1] + 1))
+    if not together or any(indices[d].dtype in MASKS for d in used):
+        raise Uncut(no_rule(func, parts_in([x, values])))
+    put, cut = torch.ops.aten.index_put.default, x.dim_cut
+    if cut in used:
+        if is_part(values):
+            for tell in GATHERS:
+                tell("what is written at indices of a cut dim", values)
+            values = gathered(values)
+        owned, place = places_of(x, indices[cut])
+        # what others own is written into one row more, which is dropped
+        place = torch.where(owned, place, x.local.shape[cut])
+        own = [place if d == cut else i for d, i in enumerate(indices)]
+        filled = put(with_one_more(x.local, cut), own, values, *rest).narrow(cut, 0, x.local.shape[cut])
+    else:
+        added = len(torch.broadcast_shapes(*(indices[d].shape for d in used)))
+        dim = cut if cut < used[0] else cut - len(used) + added
+        dim -= x.dim() - len(used) + added - values.dim()  # among those of the values
+        if is_part(values):
+            values = share_as(values, x, dim, func)
+        elif dim >= 0 and values.shape[dim] != 1:
+            values = x.share(values, dim)
+        filled = put(x.local, indices, values, *rest)
+    if not func._schema.is_mutable:
+        return x.with_local(filled)
+    x.local.copy_(filled)
+    return x
+
+
+def _put_of_each(func: Any, x: Any, indices: list, values: Any, rest: list) -> torch.Tensor | None:
+    """Returns x plus the sum over ranks of their values at `[..., i, j, ...]`, cut along a dim of the indices.
+
+    None where it is something else. Of nodes read for each cell, (N,)[(cells, neighbours)], this is the gradient.
+    """
+    used = [d for d, i in enumerate(indices) if i is not None]
+    # without `accumulate` values replace each other, and a sum over ranks would add them
+    if rest[:1] != [True] or is_part(x) or not is_part(values):
+        return None
+    added = len(torch.broadcast_shapes(*(indices[d].shape for d in used)))
+    first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
+    place = values.dim_cut - first - added  # of the cut dim among those of the indices, from the last one
+    if not -added <= place < 0 or values.dim() != x.dim() - len(used) + added:
+        return None
+
+    own = [None if index is None else share_of_index(func, index, values, place) for index in indices]
+    return x + Sum.of(func(torch.zeros_like(x), own, values.local, True), values.axis, values.origin)
+
+
+@rule("index_add", "index_add_")
+def index_add(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """Rule of `x.index_add(dim, index, source)`: along the source's cut dim a sum over ranks, along others local.
+
+    Where every rank has all rows that are added, each keeps those of its own indices of x.
+    """
+    x, dim, index, source = args
+    dim = dim % x.dim()
+    if func._schema.is_mutable or not parts_in([source, x]):
+        raise Uncut(no_rule(func, parts_in(args)))
+    if not is_part(source) and is_part(index):
+        raise Uncut(no_rule(func, parts_in(args)))
+    if not is_part(source) and dim == x.dim_cut:
+        added = func(torch.zeros(x.shape, dtype=x.dtype, device=x.device), dim, index, source, **kwargs)
+        return x + x.with_local(x.share(added, dim))
+    if not is_part(source):
+        return x.with_local(func(x.local, dim, index, x.share(source, x.dim_cut), **kwargs))
+    cut = source.dim_cut
+    if dim == cut and not is_part(x):
+        mine = index.local if is_part(index) else source.share(index, 0)
+        return x + Sum.of(func(torch.zeros_like(x), dim, mine, source.local, **kwargs), source.axis, source.origin)
+    if dim == cut or is_part(index) or (is_part(x) and (x.dim_cut != cut or not x.beside(source))):
+        raise Uncut(no_rule(func, parts_in(args)))
+    target = x.local if is_part(x) else source.share(x, cut)
+    return source.with_local(func(target, dim, index, source.local, **kwargs))
+
+
+@rule("index_reduce")
+def index_reduce(func: Any, args: tuple, kwargs: dict) -> Part:
+    """Returns `x.index_reduce(dim, index, source, how)` along a dim that is not cut."""
+    x, dim, index, source, how = args
+    lead = parts_in([x, source, index])[0]
+    if lead is index or lead.dim_cut == dim % x.dim() or is_part(index):
+        raise Uncut(no_rule(func, parts_in(args)))
+    own, own_source = _shares(func, [x, source], lead)
+    return lead.with_local(func(own, dim, index, own_source, how, **kwargs))
+
+
+@rule("index_fill", "index_fill_", "index_copy", "index_copy_")
+def index_replaced(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """Returns x with values at some indices of a dim: a number for all, or a tensor of those indices."""
+    x, dim, places, values = args
+    dim %= x.dim()
+    lead = parts_in([x, values])[0]
+    along = is_part(x) and x.dim_cut == dim and x.axis.positions
+    writes = func._schema.is_mutable
+    # a whole tensor would be written by each rank at its own share of the values alone
+    if parts_in([places]) or (writes and lead is not x):
+        raise Uncut(no_rule(func, parts_in(args)))
+    if along:
+        # along the cut dim each rank puts those that it owns
+        values = values if isinstance(values, torch.Tensor) else torch.tensor(values)
+        put = torch.ops.aten.index_put_ if writes else torch.ops.aten.index_put
+        return put.default(x, [None] * dim + [places], values.to(x.dtype))
+    if lead.dim_cut == dim:
+        raise Uncut(no_rule(func, parts_in(args)))
+    own, own_values = _shares(func, [x, values], lead)
+    made = func(own, dim, places, own_values)
+    return x if writes else lead.with_local(made)
+
+
+def _into(plain: Callable) -> Callable:
+    """Returns what does a method in place (`scatter_`), given the function that gives a new tensor (`scatter`)."""
+
+    def answer(target: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The target, which holds what `plain` gives of it."""
+        result = plain(target.clone(), *args, **kwargs)  # which a gradient may read when the target was written over
+        if isinstance(result, Sum):  # the target is to hold the sum over ranks, not this rank's summand
+            result = result.settled()
+        if isinstance(target, Distributed) or not isinstance(result, Distributed):
+            return target.copy_(result)
+        write(target, slice(None), result)  # a whole target, tiles for it: it becomes a tile, or they are gathered
+        return target
+
+    return answer
+
+
+done_whole("masked_scatter", "put", "diagonal_scatter")
+for _name in ("scatter", "scatter_add", "scatter_reduce"):
+    needs_whole(_name, Needs("dim index src", beside=("index", "src"), apart=_name == "scatter_reduce"))
+for _name in ("index_add", "index_copy", "masked_scatter", "put", "scatter", "scatter_add", "scatter_reduce"):
+    _new = getattr(torch.Tensor, _name)
+    answers(getattr(torch.Tensor, f"{_name}_"), cut_once=False)(_into(FUNCTIONS.get(_new, _new)))

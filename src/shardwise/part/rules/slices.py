@@ -1,0 +1,214 @@
+"""Slices, splits, one index of a dim, what is written into a slice of a copy, and their gradients.
+
+What a rank keeps of a cut dim is what it owns of the slice; nothing is sent. One index of a dim that is cut over
+positions is a sum to which its owner alone adds.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.host import to_device
+from shardwise.part.cuts import Owners, Uncut, unsliced
+from shardwise.part.gathering import gather
+from shardwise.part.labels import Axes, label, param_of, rearranged
+from shardwise.part.levels import Distributed, ViewOf
+from shardwise.part.sums import Sum, reduced
+from shardwise.part.tensor import Part, is_part, no_rule, rule
+
+# (owners after a slice, slice) -> owners before it, for the backward of slices; the oldest are forgotten
+_BEFORE: OrderedDict[tuple, Owners] = OrderedDict()
+_SLICES = 1 << 16
+
+
+@rule("slice")
+def slice_(func: Any, args: tuple, kwargs: dict) -> Part:
+    """Rule of `slice(x, dim, start, end, step)`: each rank keeps its own of the indices."""
+    part, dim, start, end, step = _slice_arguments(*args, **kwargs)
+    if dim != part.dim_cut:
+        return part.with_local(torch.ops.aten.slice.Tensor(part.local, dim, start, end, step))
+    start, end, step = slice(start, end, step).indices(part.shape[dim])
+    owners = part.owners.sliced(start, end, step)
+    # backward is given the slice's owners and its arguments, not the owners of what was sliced
+    _remember((owners, part.shape[dim], start, end, step), part.owners)
+    return part.with_local(_kept(part, dim, start, end, step), dim, owners)
+
+
+def _remember(key: tuple, before: Owners) -> None:
+    _BEFORE[key] = before
+    _BEFORE.move_to_end(key)
+    if len(_BEFORE) > _SLICES:
+        _BEFORE.popitem(last=False)
+
+
+def _slice_arguments(part: Part, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1):
+    dim %= part.dim()
+    return part, dim, 0 if start is None else start, part.shape[dim] if end is None else end, step
+
+
+def _kept(part: Part, dim: int, start: int, end: int, step: int) -> torch.Tensor:
+    _same_way(part.local, dim, part.owners, part.axis.size, start, end, step)
+    places = part.owners.local_slice(part.axis.index, start, end, step)
+    if not len(places):
+        return part.local.narrow(dim, 0, 0)
+    if apart := _evenly_apart(places):  # a view, which may be written into
+        return torch.ops.aten.slice.Tensor(part.local, dim, int(places[0]), int(places[-1]) + 1, apart)
+    return part.local.index_select(dim, to_device(places, part.device))
+
+
+def _evenly_apart(places: np.ndarray) -> int:
+    """Returns the common step between a rank's indices; 0 where they have none."""
+    gaps = np.diff(places)
+    if not len(gaps):
+        return 1
+    return int(gaps[0]) if (gaps == gaps[0]).all() else 0
+
+
+def _same_way(local: torch.Tensor, dim: int, owners: Owners, ranks: int, start: int, end: int, step: int) -> None:
+    """Raises `Uncut` on all ranks where, on some, a share that is cut again along `dim` is read index by index."""
+    if isinstance(local, Part) and local.dim_cut == dim and not all(
+        _evenly_apart(owners.local_slice(rank, start, end, step)) for rank in range(ranks)
+    ):  # fmt: skip
+        # of a dim that is cut again, reading by index gives a sum, and a slice gives a part: ranks would differ
+        raise Uncut(f"indices are taken out of a dim that is cut over two axes, {local!r} among them")
+
+
+@rule("slice_backward")
+def slice_backward(func: Any, args: tuple, kwargs: dict) -> Part:
+    """Returns the gradient of what was sliced: that of the slice in its place, and zero elsewhere."""
+    part, sizes, dim, start, end, step = args
+    dim %= len(sizes)
+    local_sizes = list(sizes)
+    if dim != part.dim_cut:
+        local_sizes[part.dim_cut] = part.local.shape[part.dim_cut]
+        return part.with_local(func(part.local, local_sizes, dim, start, end, step))
+    start, end, step = slice(start, end, step).indices(sizes[dim])
+    owners = _BEFORE.get((part.owners, sizes[dim], start, end, step))
+    if owners is None and part.axis.positions:  # dealt anew since, beside something else
+        owners = unsliced(part.owners, sizes[dim], start, step)
+    if owners is None:
+        raise Uncut(no_rule(func, [part]))
+    rank = part.axis.index
+    local_sizes[dim] = owners.counts[rank]
+    _same_way(part.local, dim, owners, part.axis.size, start, end, step)
+    places = owners.local_slice(rank, start, end, step)
+    if apart := _evenly_apart(places):
+        first, last = (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)
+        whole = torch.ops.aten.slice_backward(part.local, local_sizes, dim, first, last, apart)
+        return part.with_local(whole, dim, owners)
+    placed = to_device(places, part.device)
+    whole = part.local.new_zeros(local_sizes).index_copy(dim, placed, part.local)
+    return part.with_local(whole, dim, owners)
+
+
+@rule("select")
+def select(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """Rule of `select(x, dim, index)`; along a cut dim of positions, a sum to which the owner alone adds."""
+    part, dim, index = args
+    dim %= part.dim()
+    if dim == part.dim_cut and part.axis.positions:
+        return one_of_many(part, dim, index)
+    if dim == part.dim_cut:
+        raise Uncut(f"one index is taken out of a dim whose indices lie on different ranks ({no_rule(func, [part])})")
+    return part.with_local(part.local.select(dim, index), part.dim_cut - (dim < part.dim_cut))
+
+
+def one_of_many(part: Part, dim: int, index: int) -> torch.Tensor:
+    """Returns one index of a cut dim, for every rank: a sum to which its owner alone adds."""
+    own = local = part.local.settled() if isinstance(part.local, Distributed) else part.local
+    if isinstance(local, Part) and local.dim_cut == dim and not local.axis.positions:  # decided before ranks differ
+        if not local.may_gather:
+            raise Uncut(no_rule(torch.ops.aten.select.int, [part]))
+        local = gather(local)
+    mine = part.owners.indices(part.axis.index)
+    place = np.searchsorted(mine, index % part.shape[dim])
+    owned = place < len(mine) and mine[place] == index % part.shape[dim]
+    # elsewhere zeros, cut over axes further in as the owner's
+    row = local.select(dim, int(place)) if owned else local.narrow(dim, 0, 0).sum(dim).to(part.dtype)
+    kept = row.copy_
+    row = row.contiguous()  # laid alike on all ranks: by strides `reshape` views or copies, and a copy takes the sum
+    total = Sum.of(row, part.axis, part.origin) if row.is_floating_point() else reduced(row, part)
+    source = ViewOf(part, kept if owned else None)
+    if not isinstance(total, Distributed):
+        total = Sum.taken(total, part.axis, source)
+    total.source = source
+    if isinstance(total, Sum):
+        total.read_only_copy = local is not own  # what was gathered is not where the owner keeps it
+    return total
+
+
+@rule("select_backward")
+def select_backward(func: Any, args: tuple, kwargs: dict) -> Part:
+    """Returns the gradient of what one index was selected from: zero at the other indices."""
+    part, sizes, dim, index = args
+    dim %= len(sizes)
+    cut = part.dim_cut + (dim <= part.dim_cut)
+    sizes = list(sizes)
+    sizes[cut] = part.local.shape[part.dim_cut]
+    return part.with_local(func(part.local, sizes, dim, index), cut)
+
+
+@rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "split_copy")
+def split(func: Any, args: tuple, kwargs: dict) -> list[Part]:
+    """Returns the pieces of a split along a dim."""
+    part, size = args[0], args[1]
+    dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % part.dim()
+    n = part.shape[dim]
+    sizes = [min(size, n - low) for low in range(0, n, size)] if isinstance(size, int) else list(size)
+    pieces, low = [], 0
+    for each in sizes:
+        pieces.append(slice_(None, (part, dim, low, low + each, 1), {}))
+        low += each
+    return pieces
+
+
+@rule("unbind")
+def unbind(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    """Returns a tensor for each index of a dim that is not cut."""
+    part = args[0]
+    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % part.dim()
+    return [select(func, (part, dim, index), {}) for index in range(part.shape[dim])]
+
+
+@rule("slice_scatter", "select_scatter")
+def slice_replaced(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """Returns a copy of x with values in a slice, or at one index, of a dim."""
+    x, values, dim, start, end, step = _slice_of(func, *args, **kwargs)
+    if not is_part(x):  # zeros into which tiles are put
+        along = values.dim_cut
+        owners = values.owners if along != dim else Owners.blocks(x.shape[dim], values.axis.size)
+        x = values.with_local(owners.take(x, along, values.axis.index), along, owners)
+    copy = x.clone()
+    # a slice is a view of the copy's shares, so what is written there is in the copy
+    if step == 1:
+        torch.ops.aten.slice.Tensor(copy, dim, start, end).copy_(values)
+        return copy
+    places = torch.arange(start, end, step, device=x.device)
+    return torch.ops.aten.index_copy.default(copy, dim, places, values)
+
+
+def _slice_of(func: Any, x: Any, values: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> tuple:
+    """Returns (x, values of the slice, its dim, start, end, step)."""
+    dim %= x.dim()
+    if func._schema.name == "aten::select_scatter":
+        index = start % x.shape[dim]
+        return x, values.unsqueeze(dim), dim, index, index + 1, 1
+    return x, values, dim, *slice(start, end, step).indices(x.shape[dim])
+
+
+label("slice", "split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")(rearranged)
+
+
+@label("select", "unbind")
+def select_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
+    """Labels one index of a dim, or each: what varies along that dim alone is kept whole."""
+    x = args[0]
+    labels = None if param_of(x) is not None and x.dim() > 1 else axes.labels(x)
+    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % x.dim()
+    if labels is not None and labels.shape[dim] > 1:
+        axes.chosen(labels, dim)
+    return rearranged(axes, func, args, kwargs, output)

@@ -1,0 +1,131 @@
+"""Softmax, by two small all-reduces along the cut dim, and gated units (`glu`), whose halves are dealt alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.part.cuts import Owners, Uncut
+from shardwise.part.labels import Axes, label
+from shardwise.part.levels import Distributed
+from shardwise.part.moves import share_as
+from shardwise.part.rules.reductions import of_nothing
+from shardwise.part.sums import reduced
+from shardwise.part.tensor import Part, is_part, no_rule, rule
+from shardwise.part.tiles.entire import Needs, needs_whole
+
+
+@rule("_softmax", "_log_softmax", "_safe_softmax")
+def softmax(func: Any, args: tuple, kwargs: dict) -> Part:
+    """Returns the (log-)softmax as a part; along the cut dim by two all-reduces (maximum, sum), nothing is gathered."""
+    part, dim = args[0], args[1] % args[0].dim()
+    if dim != part.dim_cut:
+        return part.with_local(func(part.local, *args[1:], **kwargs))
+    # the third argument asks for float32 of a half input
+    x = part.local.float() if len(args) > 2 and args[2] is True else part.local
+    logarithm = func._schema.name == "aten::_log_softmax"
+    top = x.amax(dim, True) if x.shape[dim] else of_nothing(x, [dim], True, -torch.inf)
+    top = reduced(top, part, "max")
+    # a row that is masked as a whole has -inf as its maximum, and -inf minus -inf is no number
+    shifted = x - torch.where(top.isinf(), torch.zeros_like(top), top)
+    if logarithm:  # over a vocabulary each of these is among the largest tensors of a step: one more than comes out
+        total = reduced(shifted.exp().sum(dim, True), part)
+        return part.with_local(_reusing(shifted, "sub", total.log()))
+    exponents = _reusing(shifted, "exp")
+    total = reduced(exponents.sum(dim, True), part)
+    output = _reusing(exponents, "div", total)
+    # it gives zeros for a row that is masked as a whole
+    if func._schema.name == "aten::_safe_softmax":
+        output = output.masked_fill(total == 0, 0.0)
+    return part.with_local(output)
+
+
+def _reusing(own: torch.Tensor, name: str, *args: torch.Tensor) -> torch.Tensor:
+    """Returns the operation's result in the memory of `own`, a temporary; anew where `own` is cut once more."""
+    return getattr(own, name if isinstance(own, Distributed) else f"{name}_")(*args)
+
+
+@rule("_softmax_backward_data", "_log_softmax_backward_data")
+def softmax_backward(func: Any, args: tuple, kwargs: dict) -> Part:
+    """Returns the gradient of (log-)softmax: dx = y (dy - sum y dy), or dy - exp(y) sum dy; the sum is over ranks."""
+    gradient, output, dim = args[:3]
+    part = output if is_part(output) else gradient
+    dim %= part.dim()
+    dy, y = (share_as(each, part, part.dim_cut, func) for each in (gradient, output))
+    if dim != part.dim_cut:
+        return part.with_local(func(dy, y, *args[2:], **kwargs))
+    if func._schema.name.endswith("_log_softmax_backward_data"):
+        total = reduced(dy.sum(dim, True), part)
+        dx = _reusing(_reusing(_reusing(y.exp(), "mul", total), "neg"), "add", dy)
+    else:
+        dx = y * (dy - reduced((dy * y).sum(dim, True), part))
+    return part.with_local(dx if len(args) < 4 else dx.to(args[3]))
+
+
+@rule("glu")
+def glu(func: Any, args: tuple, kwargs: dict) -> Part:
+    """Returns `a * sigmoid(b)` of the halves of x along `dim`: of the cut one, where its halves are dealt alike."""
+    part = args[0]
+    dim = (args[1] if len(args) > 1 else kwargs.get("dim", -1)) % part.dim()
+    return part.with_local(func(part.local, dim), owners=_half(func, part, dim))
+
+
+@rule("glu_backward")
+def glu_backward(func: Any, args: tuple, kwargs: dict) -> Part:
+    """Returns the gradient of `glu(x, dim)`, cut like x."""
+    gradient, x, dim = args
+    part = x if is_part(x) else gradient
+    dim %= part.dim()
+    if dim != part.dim_cut:
+        gradient, x = (share_as(each, part, part.dim_cut, func) for each in (gradient, x))
+        return part.with_local(func(gradient, x, dim))
+    if not is_part(x):
+        raise Uncut(no_rule(func, [part]))
+    # along the cut dim: the gradient has the size of a half, and is dealt as one
+    lead = x.with_local(x.local.narrow(dim, 0, x.local.shape[dim] // 2), owners=_half(func, x, dim))
+    return x.with_local(func(share_as(gradient, lead, lead.dim_cut, func), x.local, dim))
+
+
+def _half(func: Any, x: Part, dim: int) -> Owners | None:
+    """Returns the owners of a half of x's cut dim; None where `dim` is another, `Uncut` where the halves differ."""
+    if dim != x.dim_cut:
+        return None
+    first, second = (x.owners.sliced(low, low + x.owners.size // 2) for low in (0, x.owners.size // 2))
+    if first != second:
+        raise Uncut(no_rule(func, [x]))
+    return first
+
+
+@label("_softmax", "_log_softmax", "_safe_softmax")
+def softmax_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
+    """Rule of softmax: classes of a loss may be cut, since two small reductions over ranks do the rest.
+
+    A softmax inside the model that is no loss (routing, attention over labelled keys) keeps what it runs over together.
+    """
+    labels = axes.labels(args[0])
+    if labels is not None:
+        dim = args[1] % args[0].dim()
+        is_loss = axes.in_loss or func._schema.name == "aten::_log_softmax"
+        if not is_loss and labels.shape[dim] > 1:
+            axes.unite_along(labels, [dim])
+        axes.give(output, labels)
+    return True
+
+
+@label("glu")
+def glu_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
+    """Rule of `glu`: each index lies together with the one of the other half that gates it."""
+    labels = axes.labels(args[0])
+    if labels is not None:
+        dim = (args[1] if len(args) > 1 else kwargs.get("dim", -1)) % args[0].dim()
+        if labels.shape[dim] > 1:
+            values, gates = np.split(labels, 2, dim)
+            axes.unite(values, gates)
+            labels = values
+        axes.give(output, labels)
+    return True
+
+
+needs_whole("glu", Needs("dim"))

@@ -1,0 +1,311 @@
+"""Convolve a tile while its halo is on its way; which do, and what is told: convolve, domain, engine/positions.
+
+    forward     post the halo | convolve the tile, zeros around it | wait | the border's outputs again, with the halo
+    backward    gradient of the halo, from the border's | send it back | the tile's and the weight's | wait | add
+
+What is computed is linear in the rows that are read: the gradient of the tile is that of a tile with zeros around it,
+and that of the weight is the tile's and the halo's added up. So no window of tile and halo is made, and what is
+computed twice are the border's outputs: kernel - 1 rows or so for each neighbour.
+
+Of a grid of several dims the exchange of the last one is under way meanwhile; those before bring its corners and are
+waited for. A convolution must be large enough for it (`Axis.overlap_from`), by what all ranks know alike, so that they
+come to the same collectives in one order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from shardwise.part.cuts import REMEMBERED, Owners
+from shardwise.part.exchanges import Wanted
+from shardwise.part.halos import Halo, HaloBack, has_halos
+from shardwise.part.levels import Distributed
+from shardwise.part.tensor import Part
+from shardwise.part.tiles.kept import CutDim, kept_apart
+from shardwise.part.tiles.maps import Sliding, reads
+from shardwise.part.tiles.windows import fetched, opened, placed, used
+from shardwise.trace.twice import differentiable_once
+
+BORDER = 1 / 4  # of a tile's outputs that may be computed twice, unless it is asked for
+NO_SECOND = (
+    "the gradient of a convolution that is computed while its halo is on its way is differentiated again: plan "
+    "domain_overlap=never, under which it waits for its halo"
+)
+_ATEN = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Along one dim: which rows a rank reads, its own and others', and which of its outputs read others'.
+
+    first, own       its own rows that it reads: place among them, and how many
+    front, behind    rows in front of these and behind them that are read, those outside the field too
+    outputs          its own
+    leading, trailing  of these, those that read another rank's rows in front, and behind
+    """
+
+    first: int
+    own: int
+    front: int
+    behind: int
+    outputs: int
+    leading: int
+    trailing: int
+
+
+@lru_cache(REMEMBERED)
+def sides(owners: Owners, along: Sliding) -> tuple[Sides, ...] | None:
+    """Returns each rank's `Sides`; None where a rank has no outputs, or one that reads beyond both ends of its tile."""
+    plan, by_rank = reads(owners, along), []
+    if not has_halos(owners, plan.wanted) or not all(plan.owners.counts):
+        return None
+    for rank, outputs in enumerate(plan.owners.counts):
+        (low, high), (start, count) = plan.wanted[rank][0], owners.span(rank) or (0, 0)
+        first, last = max(low, start), min(high, start + count)
+        leading = trailing = 0
+        # rows outside the field are zeros, which the first pass pads already: only those of other ranks are a border
+        if first > max(low, 0):
+            leading = -(-(first - low) // along.stride)
+        if min(high, owners.size) > last:
+            trailing = outputs - max(0, (last - low - along.extent) // along.stride + 1)
+        # an output that reads the halo in front and beyond the tile's end: neither border alone could compute it again
+        crossing = leading and (leading - 1) * along.stride + along.extent > last - low
+        crossing = crossing or (trailing and (outputs - trailing) * along.stride < first - low)
+        if leading + trailing > outputs or crossing:
+            return None
+        by_rank.append(Sides(first - start, last - first, first - low, high - last, outputs, leading, trailing))
+    return tuple(by_rank)
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """One convolution of tiles: of its window `padding` holds for dims that are not cut."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A convolution along its last cut dim, as this rank does it. `place`: of the dim among those of space."""
+
+    how: Convolution
+    cut: CutDim
+    wanted: Wanted
+    here: Sides
+    place: int
+    kernel: int  # rows from the first to the last that an output reads
+
+    @property
+    def dim(self) -> int:
+        return self.cut.dim
+
+    @property
+    def stride(self) -> int:
+        return self.how.stride[self.place]
+
+    @property
+    def padding(self) -> int | None:
+        """Returns what the kernel may pad by itself along the dim; None where the sides differ."""
+        side = self.here
+        fits = (side.own + 2 * side.front - self.kernel) // self.stride + 1 == side.outputs
+        return side.front if fits and side.own + 2 * side.front >= self.kernel else None
+
+    def own(self, local: torch.Tensor) -> torch.Tensor:
+        """Returns the rows of this rank's tile that it reads, with zeros around them where the kernel cannot pad."""
+        side = self.here
+        tile = local.narrow(self.dim, side.first, side.own) if side.own != local.shape[self.dim] else local
+        return tile if self.padding is not None else _padded(tile, self.dim, side.front, side.behind)
+
+    def pads(self, along: int = 0) -> list[int]:
+        """Returns the padding of all dims, with `along` for the dim that is cut."""
+        return [along if d == self.place else n for d, n in enumerate(self.how.padding)]
+
+    @property
+    def borders(self) -> tuple[_Border | None, _Border | None]:
+        """Returns the borders (in front, behind); None for a side where no other rank's rows are read."""
+        side, front, behind = self.here, None, None
+        if side.leading:
+            end = (side.leading - 1) * self.stride + self.kernel
+            # rows up to the end of the last of these outputs: those of the halo, and the rest of the tile
+            front = _Border(0, side.leading, 0, min(end, side.front), 0, max(0, end - side.front))
+        if side.trailing:
+            first = side.outputs - side.trailing
+            start = first * self.stride - side.front  # among the rows of the tile
+            skip = max(0, start - side.own)
+            behind = _Border(first, side.trailing, skip, side.behind - skip, min(start, side.own),
+                             max(0, side.own - start))  # fmt: skip
+        return front, behind
+
+
+@dataclass(frozen=True)
+class _Border:
+    """Outputs that read a halo, and the rows of halo and tile that they read: places and how many."""
+
+    output: int
+    outputs: int
+    halo: int
+    of_halo: int
+    tile: int
+    of_tile: int
+
+
+def _padded(tensor: torch.Tensor, dim: int, before: int, after: int) -> torch.Tensor:
+    """Returns the tensor with zeros in front of it along a dim, and behind."""
+    return torch.constant_pad_nd(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [before, after])
+
+
+class _Overlapped(torch.autograd.Function):
+    """This rank's outputs of a part, a plain weight and bias. Collective, in backward too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Part, weight: torch.Tensor, bias: torch.Tensor | None, call: _Call
+    ) -> torch.Tensor:  # fmt: skip
+        local, how, dim, side = tensor.local, call.how, call.dim, call.here
+
+        def convolved(rows: torch.Tensor, padding: list[int]) -> torch.Tensor:
+            return _ATEN.convolution(rows, weight, bias, how.stride, padding, how.dilation, False,
+                                     [0] * len(padding), how.groups)  # fmt: skip
+
+        halo = Halo(tensor, call.wanted)  # posted; it is waited for when the tile is convolved
+        output = convolved(call.own(local), call.pads(call.padding or 0))
+        strips = halo.wait()
+        tile = local.narrow(dim, side.first, side.own)
+        # recompute that keeps products keeps this very tensor, before the borders are written into it
+        if any(call.borders) and not _may_write():
+            output = output.clone()
+        for border, strip, ahead in zip(call.borders, strips, (True, False), strict=True):
+            if border is not None and strip is not None:
+                read = [strip.narrow(dim, border.halo, border.of_halo), tile.narrow(dim, border.tile, border.of_tile)]
+                border_outputs = convolved(torch.cat(read if ahead else read[::-1], dim), call.pads())
+                output.narrow(dim, border.output, border.outputs).copy_(border_outputs)
+        ctx.call, ctx.shell, ctx.biased = call, tensor.shell(), bias is not None
+        ctx.save_for_backward(local, weight, *strips)
+        return output
+
+    @staticmethod
+    @differentiable_once(NO_SECOND)
+    def backward(ctx: Any, gradient: torch.Tensor):
+        call, dim, (local, weight, *strips) = ctx.call, ctx.call.dim, ctx.saved_tensors
+        how, side, (wants_tile, wants_weight, wants_bias) = call.how, call.here, _goals(ctx)
+
+        def differentiated(rows: torch.Tensor, outputs: torch.Tensor, padding: list[int], biased: bool) -> tuple:
+            return _ATEN.convolution_backward(
+                outputs, rows, weight, [weight.shape[0]] if ctx.biased else None, how.stride, padding, how.dilation,
+                False, [0] * len(padding), how.groups, [wants_tile, wants_weight, biased],
+            )  # fmt: skip
+
+        # the halo's gradient comes first, so that it is on its way while those of tile and weight are computed
+        of_halo: list[torch.Tensor | None] = [None, None]
+        of_weights = []
+        for at, (border, strip) in enumerate(zip(call.borders, strips, strict=True)):
+            if border is None or strip is None:
+                continue
+            # zeros for the tile's rows: what these give both gradients, and the bias's, is in the pass over the tile
+            zeros = (0, border.of_tile) if at == 0 else (border.of_tile, 0)
+            rows = _padded(strip.narrow(dim, border.halo, border.of_halo), dim, *zeros)
+            of_rows, of_weight, _ = differentiated(
+                rows, gradient.narrow(dim, border.output, border.outputs), call.pads(), False
+            )
+            of_weights.append(of_weight)
+            if wants_tile:
+                whole = strip.shape[dim]
+                of_rows = of_rows.narrow(dim, zeros[0], border.of_halo)
+                of_halo[at] = _padded(of_rows, dim, border.halo, whole - border.halo - border.of_halo)
+        back = HaloBack(of_halo[0], of_halo[1], ctx.shell.with_local(local), call.wanted) if wants_tile else None
+        padding = call.pads(call.padding or 0)
+        of_rows, of_weight, of_bias = differentiated(call.own(local), gradient, padding, wants_bias)
+        for of_border in of_weights if wants_weight else ():
+            of_weight.add_(of_border)
+        if back is not None:
+            if call.padding is None:
+                of_rows = of_rows.narrow(dim, side.front, side.own)
+            if side.own != local.shape[dim]:
+                of_rows = _padded(of_rows, dim, side.first, local.shape[dim] - side.first - side.own)
+            back.add_into(of_rows)
+            of_rows = ctx.shell.with_local(of_rows)
+        return of_rows if wants_tile else None, of_weight, of_bias, None
+
+
+def _goals(ctx: Any) -> list[bool]:
+    """Returns whether the backward under way comes to (tile, weight, bias): a split one, to those of one part alone."""
+    wanted = [
+        needed and (node.name().endswith("AccumulateGrad") or torch._C._will_engine_execute_node(node))
+        for needed, (node, _) in zip(ctx.needs_input_grad, ctx.next_functions, strict=False)
+    ]
+    return wanted if ctx.biased else [*wanted, False]
+
+
+def _may_write() -> bool:
+    """Returns whether nobody keeps what an operation gives, as recompute of all but products does."""
+    enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()
+    return enabled and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
+def overlapped(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: Convolution,
+    along: Mapping[int, Sliding], cut_dims: list[CutDim],
+) -> torch.Tensor | None:  # fmt: skip
+    """Returns a convolution whose last exchange passes while it computes; None where it cannot or should not.
+
+    Collective.
+
+    along   by dim that is cut (`cut_dims`, the outermost first): its outputs and what they read; none where their own
+    """
+    cut, first = cut_dims[-1], input.dim() - len(how.stride)
+    # of a dim of which each rank reads its own rows alone there is no exchange; unbatched fields wait for theirs
+    eligible = first == 2 and input.is_floating_point() and cut.dim in along
+    sides_by_rank = sides(cut.owners, along[cut.dim]) if eligible else None
+    filled = all(all(reads(c.owners, along[c.dim]).owners.counts) for c in cut_dims if c.dim in along)
+    if sides_by_rank is None or not filled:  # a rank without outputs computes what its kernel reads for nobody
+        return None
+    if not _possible(input, weight, bias, cut_dims) or not _worth(input, weight, how, sides_by_rank, cut_dims):
+        return None
+    plan, tensor, outer, after = reads(cut.owners, along[cut.dim]), input, [], []
+    for outer_cut in cut_dims[:-1]:  # waited for: strips of the last dim are taken of what these bring, with corners
+        if outer_cut.dim in along:
+            read = reads(outer_cut.owners, along[outer_cut.dim])
+            tensor = fetched(tensor, outer_cut, read.wanted)
+            outer.append((outer_cut, read.wanted))
+            after.append(CutDim(outer_cut.axis, outer_cut.dim, read.owners))
+        else:
+            tensor = opened(tensor, [outer_cut])
+            after.append(outer_cut)
+    here, place = sides_by_rank[cut.axis.index], cut.dim - first
+    call = _Call(how, cut, plan.wanted, here, place, along[cut.dim].extent)
+    assert isinstance(tensor, Part)
+    with kept_apart(tensor.local, input, outer) if outer else nullcontext():
+        output = _Overlapped.apply(tensor, used(weight, cut_dims), used(bias, cut_dims), call)
+    return placed(output, [*after, CutDim(cut.axis, cut.dim, plan.owners)])
+
+
+def _possible(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut_dims: Sequence[CutDim]
+) -> bool:  # fmt: skip
+    """Returns whether a tile is cut in these ways alone, and weight and bias are plain tensors."""
+    for cut in cut_dims:
+        if not isinstance(input, Part) or input.axis is not cut.axis:
+            return False
+        input = input.local
+    return not any(isinstance(tensor, Distributed) for tensor in (input, weight, bias))
+
+
+def _worth(
+    input: torch.Tensor, weight: torch.Tensor, how: Convolution, by_rank: Sequence[Sides], cut_dims: Sequence[CutDim]
+) -> bool:  # fmt: skip
+    """Returns whether an exchange is to be beside the convolution: by what is the same on all ranks."""
+    # of the largest border and the mean tile: a rank's own would send ranks to different collectives
+    axis, tiles = cut_dims[-1].axis, math.prod(cut.axis.size for cut in cut_dims)
+    most = max((side.leading + side.trailing) / side.outputs for side in by_rank)
+    products = input.numel() / input.shape[1] / math.prod(how.stride) * weight.numel() / tiles
+    return most > 0 and products >= axis.overlap_from and (most <= BORDER or axis.overlap_from == 0)

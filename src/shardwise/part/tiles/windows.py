@@ -1,0 +1,303 @@
+"""Tiles to plain tensors and back, above autograd; `answers` registers functions. Axes of positions alone; tp: part/.
+
+    x (B, C, H, W) cut along H over d0, along W over d1
+    fetched over d0      the rows that this rank's outputs read             Part[d1, W] of (B, C, h + halo, W)
+    fetched over d1      the columns, corners with them                     plain (B, C, h + halo, w + halo)
+    the local operation  as torch has it, with plain weights                plain (B, O, h', w')
+    placed over d1, d0   this rank's tile of the result                     Part[d0, H'] of Part[d1, W']
+
+In between, tensors differ from rank to rank and are plain (or distributed over axes further in, such as tp). Backward
+of a fetch gives each gradient back to its owner and adds; the gradient of a weight is a summand of a sum over ranks.
+All are linear, and each backward is one of them again, so that second derivatives go the same ways:
+
+    fetched  <-> given back        placed  <-> taken        opened -> placed        used  <-> summed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial, wraps
+from typing import Any
+
+import torch
+
+from shardwise.comm import Axis
+from shardwise.layout.grid import SPACE
+from shardwise.part.cuts import Uncut
+from shardwise.part.exchanges import Wanted, fetch, give_back
+from shardwise.part.halos import wants_own
+from shardwise.part.levels import Distributed
+from shardwise.part.moves import from_axis, replaced_from_axis, share_of
+from shardwise.part.sums import Sum, whole_over, whole_over_axis
+from shardwise.part.tensor import FUNCTIONS, Part
+from shardwise.part.tiles.kept import CutDim, kept_apart
+from shardwise.part.tiles.maps import Map, reads
+from shardwise.trace.leaves import replaced, tensors_in
+
+
+def cuts(tensor: Any, dims: Iterable[int]) -> list[CutDim]:
+    """Returns the cuts of a tensor, over axes of positions, along any of these dims; the outermost first.
+
+    Collective where a sum has not been taken yet.
+    """
+    cut_dims, along = [], {d % tensor.dim() for d in dims} if isinstance(tensor, Distributed) else set()
+    while isinstance(tensor, Distributed):
+        if isinstance(tensor, Sum):
+            tensor = tensor.settled()
+            continue
+        assert isinstance(tensor, Part)
+        if tensor.axis.positions and tensor.dim_cut in along:
+            cut_dims.append(CutDim(tensor.axis, tensor.dim_cut, tensor.owners))
+        tensor = tensor.local
+    return cut_dims
+
+
+class _Fetched(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, cut: CutDim, wanted: Wanted, fill: float) -> torch.Tensor:
+        ctx.cut, ctx.wanted = cut, wanted
+        return replaced_from_axis(tensor, cut.axis, fetch(from_axis(tensor.detach(), cut.axis), wanted, fill))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor):
+        return _GivenBack.apply(gradient, ctx.cut, ctx.wanted), None, None, None
+
+
+class _GivenBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, cut: CutDim, wanted: Wanted) -> torch.Tensor:
+        ctx.cut, ctx.wanted = cut, wanted
+        here = from_axis(gradient.detach(), cut.axis)
+        back = give_back(here, cut.dim, cut.owners, cut.axis, wanted)
+        return replaced_from_axis(gradient, cut.axis, back)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor):
+        # a gradient of a gradient may be whole, or dealt otherwise; a fetch reads what is dealt as the tensor was
+        dealt = _Placed.apply(_Taken.apply(gradient, ctx.cut, ()), ctx.cut)
+        return _Fetched.apply(dealt, ctx.cut, ctx.wanted, 0.0), None, None
+
+
+def fetched(tensor: torch.Tensor, cut: CutDim, wanted: Wanted, fill: float = 0.0) -> torch.Tensor:
+    """Returns what this rank wants of the tensor, no more cut over the axis. Differentiable. Collective."""
+    return _Fetched.apply(tensor, cut, wanted, fill)
+
+
+class _Opened(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, cut: CutDim) -> torch.Tensor:
+        ctx.cut = cut
+        part = from_axis(tensor.detach(), cut.axis)
+        return replaced_from_axis(tensor, cut.axis, part.local.detach())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor):
+        return _Placed.apply(gradient, ctx.cut), None
+
+
+def opened(tensor: torch.Tensor, cut_dims: list[CutDim]) -> torch.Tensor:
+    """Returns this rank's own tile, no more cut over the axes of these cuts. Differentiable; nothing is sent."""
+    for cut in cut_dims:
+        tensor = _Opened.apply(tensor, cut)
+    return tensor
+
+
+def _outer_along(tensor: torch.Tensor, cut: CutDim) -> list[Axis]:
+    """Returns the axes further out that cut the dim of `cut` too, the outermost first."""
+    axes = []
+    while isinstance(tensor, Distributed) and tensor.axis.depth < cut.axis.depth:
+        if isinstance(tensor, Part) and tensor.dim_cut == cut.dim:
+            axes.append(tensor.axis)
+        tensor = tensor.settled_local()
+    return axes
+
+
+class _Placed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, cut: CutDim) -> torch.Tensor:
+        ctx.cut, ctx.beside = cut, _outer_along(local, cut)
+        return _inserted(local.detach(), cut.axis, lambda here: Part(here, cut.dim, cut.owners, cut.axis))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor):
+        return _Taken.apply(gradient, ctx.cut, ctx.beside), None
+
+
+class _Taken(torch.autograd.Function):
+    """This rank's share of a gradient, however it is dealt. `beside`: axes further out that cut the same dim of it."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, cut: CutDim, beside: Sequence[Axis]) -> torch.Tensor:
+        ctx.cut, gradient = cut, gradient.detach()
+        for axis in _outer_along(gradient, cut):
+            # that axis cuts the gradient alone: gathered, since `cut` counts the indices of the whole dim
+            if axis not in beside:
+                gradient = whole_over_axis(gradient, axis)
+        return share_of(gradient, cut.dim, cut.owners, cut.axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor):
+        return _Placed.apply(gradient, ctx.cut), None, None
+
+
+def placed(local: torch.Tensor, cut_dims: list[CutDim]) -> torch.Tensor:
+    """Returns the tensor, cut in these ways (the outermost first), of which `local` is a share. Differentiable."""
+    for cut in reversed(cut_dims):
+        local = _Placed.apply(local, cut)
+    return local
+
+
+def taken(tensor: torch.Tensor | None, cut_dims: list[CutDim]) -> torch.Tensor | None:
+    """Returns this rank's share of a weight that has an element for each index of the cut dims. Differentiable."""
+    for cut in cut_dims if tensor is not None else []:
+        tensor = _Taken.apply(tensor, cut, ())
+    return tensor
+
+
+class _Used(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
+        ctx.axes = axes
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor):
+        return _Summed.apply(gradient, ctx.axes), None
+
+
+class _Summed(torch.autograd.Function):
+    """Each rank's gradient of a whole weight as a summand over the axes; its adjoint is `_Used`."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
+        ctx.axes, gradient = axes, gradient.detach()
+        for axis in reversed(axes):
+            gradient = _inserted(gradient, axis, partial(Sum, axis=axis, spread=False))
+        return gradient
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor):
+        for axis in ctx.axes:
+            gradient = whole_over_axis(gradient, axis)
+        return _Used.apply(gradient, ctx.axes), None
+
+
+def used(tensor: torch.Tensor | None, cut_dims: list[CutDim]) -> torch.Tensor | None:
+    """Returns a weight for this rank's tile; its gradient is summed over the cuts' axes later. Differentiable."""
+    if tensor is None:
+        return None
+    if cuts(tensor, range(tensor.dim())):
+        raise Uncut(f"a weight that is cut itself, {tensor!r}, beside a tile")
+    return used_over(tensor, tuple(cut.axis for cut in cut_dims))
+
+
+def used_over(tensor: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
+    """Returns a tensor that all ranks of these axes have; its gradient is summed over them later. Differentiable."""
+    return _Used.apply(tensor, axes)
+
+
+def _inserted(tensor: torch.Tensor, axis: Axis, make: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+    """Returns a tensor distributed over one more axis, by `make`, in its place among those over which it is already."""
+    if isinstance(tensor, Distributed) and tensor.axis.depth < axis.depth:
+        return tensor.like(_inserted(tensor.settled_local(), axis, make))
+    return make(tensor)
+
+
+def windowed(
+    tensor: torch.Tensor,
+    along: Mapping[int, Map],
+    cut_dims: list[CutDim],
+    operation: Callable[[torch.Tensor], Any],
+    fill: float = 0.0,
+    *,
+    views: bool = False,
+) -> Any:
+    """Returns the result of which `operation`, on what this rank's outputs read, gives this rank's tile. Collective.
+
+    along      by dim (not negative): its outputs and what they read; others keep their cuts, and dims their place
+    operation  the local one, which pads nothing along these dims; what it gives (a tensor, or several of one shape)
+               beyond this rank's outputs is dropped
+    fill       what is read outside the tensor
+    views      the operation gives views, and who writes into them writes into what it was given: a copy
+    """
+    plans = [reads(cut.owners, along[cut.dim]) if cut.dim in along else None for cut in cut_dims]
+    whole, afar = tensor, []
+    for cut, plan in zip(cut_dims, plans, strict=True):
+        # where every rank reads its own indices alone, nothing is sent, copied or kept beside the tile
+        if plan is None or (wants_own(cut.owners, plan.wanted) and not views):
+            tensor = opened(tensor, [cut])
+        else:
+            tensor = fetched(tensor, cut, plan.wanted, fill)
+            afar.append((cut, plan.wanted))
+    with kept_apart(tensor, whole, afar) if afar else nullcontext():
+        output = operation(tensor)
+    del tensor, whole  # autograd keeps of the window what `kept_apart` says; nobody else needs it
+    both = list(zip(cut_dims, plans, strict=True))
+    after = [cut if plan is None else CutDim(cut.axis, cut.dim, plan.owners) for cut, plan in both]
+
+    def own(output: torch.Tensor) -> torch.Tensor:
+        for cut, plan in both:
+            me = cut.axis.index
+            # a transposed window adds to outputs of others, and a rank without outputs computes one of zeros
+            if plan is not None and output.shape[cut.dim] != plan.owners.counts[me]:
+                output = output.narrow(cut.dim, plan.skip[me], plan.owners.counts[me])
+        return placed(output, after)
+
+    return own(output) if isinstance(output, torch.Tensor) else tuple(map(own, output))
+
+
+def answers(*functions: Callable, cut_once: bool = True) -> Callable:
+    """Register the function as the answer of these where one of their tensors is distributed.
+
+    cut_once  it is given tensors no dim of which is cut over two axes
+    """
+
+    def register(answer: Callable) -> Callable:
+        @wraps(answer)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return once(answer, args, kwargs) if cut_once else answer(*args, **kwargs)
+
+        for function in functions:
+            FUNCTIONS[function] = run
+        return answer
+
+    return register
+
+
+def _cut_once(part: torch.Tensor) -> tuple[torch.Tensor, list[Axis]]:
+    """Returns (the tensor gathered over axes further in that cut a dim once more, those axes). Collective."""
+    dims_seen: set[int] = set()
+    inner_axes = []
+    for cut in cuts(part, range(part.dim())):
+        if cut.dim in dims_seen:
+            part = whole_over_axis(part, cut.axis)
+            inner_axes.append(cut.axis)
+        dims_seen.add(cut.dim)
+    return part, inner_axes
+
+
+def once(answer: Callable, args: tuple, kwargs: dict) -> Any:
+    """Returns `answer(...)` of tensors with no dim cut over two axes (cp and cp_ulysses): whole over those further in.
+
+    Every rank of those then computes the same, until the result meets a tensor that they cut; its gradient is made
+    whole over them. Collective.
+    """
+    gathered_over: dict[str, Axis] = {}
+
+    def whole_inside(part: Part) -> torch.Tensor:
+        part, axes = _cut_once(part)
+        gathered_over.update({axis.name: axis for axis in axes})
+        return part
+
+    args, kwargs = replaced(Part, whole_inside, (args, kwargs))
+    output = answer(*args, **kwargs)
+    for tensor in tensors_in(output):
+        if not tensor.requires_grad:  # no function of its own: what it gives could not be written into
+            continue
+        for axis in sorted(gathered_over.values(), key=lambda axis: axis.depth):
+            tensor.register_hook(partial(whole_over, axis=axis))
+        # the gradient may be whole over the inner axes already
+        if not gathered_over and isinstance(tensor, Part) and tensor.axis.name not in SPACE:
+            tensor.register_hook(lambda gradient: _cut_once(gradient)[0])
+    return output

@@ -1,0 +1,92 @@
+"""The order that a source defines, in a proof: a few places of it, each read by both sides.
+
+    positions of the proof   batch 0   batch 1             batch 2         batch 3              batch 4
+    positions of the order   first     around block 2's    in the last     across the epoch's   in the next epoch
+                             ones      begin               block           end
+
+The ranks ask the source's own order (`Visited`). The one process deals a blend by itself (`literal`): it counts, place
+by place from the first block on, how many samples each source has given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardwise.data.blend import BLOCK, Blend
+from shardwise.data.order import Order, epoch_keys, permuted
+
+MOST_BLOCKS = 512  # that the one process counts through
+
+
+@dataclass(frozen=True)
+class Visited(Order):
+    """An order of which each batch of a proof reads another place; `starts` are where, `batch` how many there."""
+
+    own: Order | None = None
+    starts: tuple[int, ...] = ()
+    batch: int = 1
+
+    def indices(self, start: int, stop: int) -> np.ndarray:
+        """Returns the samples of the own order at the places that stand for [start, stop)."""
+        assert self.own is not None
+        places = _places(self.starts, self.batch, start, stop)
+        return np.concatenate([self.own.indices(place, place + 1) for place in places])
+
+
+def starts_of(length: int, batch: int) -> tuple[int, ...]:
+    """Returns where the batches of a proof begin in an order of `length` positions an epoch."""
+    last = min(length, MOST_BLOCKS * BLOCK)
+    return (0, BLOCK - batch // 2, last // BLOCK * BLOCK, max(0, last - batch // 2), last + last // 2)
+
+
+def _places(starts: tuple[int, ...], batch: int, start: int, stop: int) -> list[int]:
+    """Returns the positions of the order that stand for positions of the proof."""
+    return [starts[min(p // batch, len(starts) - 1)] + p - min(p // batch, len(starts) - 1) * batch
+            for p in range(start, stop)]  # fmt: skip
+
+
+def visiting(source: Any, seed: int, starts: tuple[int, ...], batch: int) -> Order | None:
+    """Returns the source's order as the ranks of a proof read it; None where it defines none."""
+    ask = getattr(source, "order", None)
+    own = ask(seed) if callable(ask) else None
+    return Visited(len(source), seed, own=own, starts=starts, batch=batch) if isinstance(own, Order) else None
+
+
+def literal(source: Any, seed: int, starts: tuple[int, ...], batch: int) -> Callable[[int, int], list[int]]:
+    """Returns (start, stop) -> samples, as the one process finds them; an order of the task's own is asked itself."""
+    if not isinstance(source, Blend):
+        own = source.order(seed)
+        return lambda start, stop: [int(own.indices(p, p + 1)[0]) for p in _places(starts, batch, start, stop)]
+    return lambda start, stop: [_blended(source, seed, place) for place in _places(starts, batch, start, stop)]
+
+
+def _blended(blend: Blend, seed: int, place: int) -> int:
+    """Returns the sample of a blend at a position, by counting through the blocks before it."""
+    counts = _counts(blend.weights)
+    ends = np.cumsum(counts)
+    taken = [0] * len(counts)
+    for block in range(place // BLOCK + 1):
+        cells = permuted(np.arange(BLOCK, dtype=np.uint64), BLOCK, epoch_keys(seed, block)).astype(np.int64)
+        dealt = [int(np.searchsorted(ends, cell, side="right")) for cell in cells[: place - block * BLOCK + 1]]
+        for one in dealt[:-1] if block == place // BLOCK else dealt:
+            taken[one] += 1
+    one = dealt[-1]
+    name = f"blend/{seed}/{blend.names[one]}".encode()
+    own = Order(blend.lengths[one], seed=int.from_bytes(hashlib.blake2b(name, digest_size=7).digest(), "little"))
+    return sum(blend.lengths[:one]) + int(own.indices(taken[one], taken[one] + 1)[0])
+
+
+def _counts(weights: tuple[float, ...]) -> list[int]:
+    """Returns how many places of a block each source has: rounded down, the largest remainders up, one at least."""
+    exact = [weight / sum(weights) * BLOCK for weight in weights]
+    counts = [max(1, int(value)) for value in exact]
+    for index in sorted(range(len(exact)), key=lambda i: int(exact[i]) - exact[i]):
+        counts[index] += sum(counts) < BLOCK
+    while sum(counts) > BLOCK:
+        counts[counts.index(max(counts))] -= 1
+    return counts

@@ -1,0 +1,63 @@
+"""Call `Task.optimizer` on named groups of parameters: "decay" for matrices, "no_decay" for norms and biases."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from shardwise.errors import InputError, ShardwiseError, did_you_mean
+from shardwise.task_names import where
+
+OptimizerFn = Callable[[list[dict]], Optimizer]
+
+
+def named_groups(params: Sequence[torch.Tensor]) -> list[dict]:
+    """Returns groups as `Task.optimizer` receives them: dicts of `name`, `params` and, in "no_decay", weight_decay 0.
+
+    Norms' weights and biases are the parameters with fewer than two dims.
+    """
+    decay = [param for param in params if param.dim() >= 2]
+    no_decay = [param for param in params if param.dim() < 2]
+    groups: list[dict] = []
+    if decay:
+        groups.append({"name": "decay", "params": decay})
+    if no_decay:
+        groups.append({"name": "no_decay", "params": no_decay, "weight_decay": 0.0})
+    return groups
+
+
+def construct(make: OptimizerFn, params: Sequence[torch.Tensor]) -> Optimizer:
+    """Call the task's optimizer function; raises `InputError` for what it should not return."""
+    try:
+        optimizer = make(named_groups(params))
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        raise InputError(f"Task.optimizer failed: {where(error)}{_like(error)}") from error
+    if not isinstance(optimizer, Optimizer):
+        raise InputError(f"Task.optimizer must return a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    own = {id(param) for param in params}
+    foreign = [param.shape for group in optimizer.param_groups for param in group["params"] if id(param) not in own]
+    if foreign:
+        raise InputError(
+            f"Task.optimizer made an optimizer over {len(foreign)} tensors that are not among the parameters it was "
+            f"given (the first has shape {tuple(foreign[0])}): another model's; build it over its argument, the groups "
+            "(lambda groups: AdamW(groups))"
+        )
+    return optimizer
+
+
+def _like(error: Exception) -> str:
+    """Returns a suggestion for a misspelt name (torch.optim.Adamm), "" for any other error."""
+    if not isinstance(error, AttributeError) or error.name is None:
+        return ""
+    return did_you_mean(error.name, [name for name in dir(error.obj) if not name.startswith("_")])
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether `step` cannot be called without a closure (LBFGS)."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty

@@ -1,0 +1,78 @@
+"""Two hosts of this machine: network namespaces with a name, an address and a link between them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from shardwise.ranks import launchers
+
+NAMES = {name for family in launchers.LAUNCHERS for name in (*family.numbers, *family.job)}
+NAMES |= {*launchers.TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME"}
+BIN = Path(sys.executable).parent
+
+
+@dataclass(frozen=True)
+class Host:
+    """A namespace that programs run in, under a host name of their own."""
+
+    name: str
+    address: str
+
+    def words(self, *command: str) -> list[str]:
+        """The command line that runs a command there."""
+        there = ["ip", "netns", "exec", self.name, "unshare", "--uts", "bash", "-c"]
+        return [*there, f'hostname {self.name} && exec "$@"', "bash", *command]
+
+    def start(self, command: list[str], folder: Path, **environ: str) -> subprocess.Popen:
+        """The running process of a command there; its output is kept together."""
+        return subprocess.Popen(self.words(*command), cwd=folder, env=clean(**environ), text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+
+
+def clean(**environ: str) -> dict[str, str]:
+    """The environment without a launcher's variables, with this environment's programs first."""
+    kept = {name: value for name, value in os.environ.items() if name not in NAMES}
+    return kept | {"OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{kept['PATH']}"} | environ
+
+
+@pytest.fixture(scope="session")
+def hosts() -> Iterator[list[Host]]:
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("needs root and ip, to make two hosts of this one")
+    made = [Host(f"sl{os.getpid()}{end}", f"10.78.0.{at}") for at, end in enumerate("ab", 1)]
+    one, two = (host.name for host in made)
+    lines = [
+        f"ip netns add {one}",
+        f"ip netns add {two}",
+        f"ip link add {one} netns {one} type veth peer {two} netns {two}",
+    ]
+    for host in made:
+        lines += [f"ip -n {host.name} addr add {host.address}/24 dev {host.name}", f"ip -n {host.name} link set lo up",
+                  f"ip -n {host.name} link set {host.name} up"]  # fmt: skip
+    try:
+        for line in lines:
+            ran = subprocess.run(line.split(), capture_output=True, text=True, timeout=30)
+            if ran.returncode != 0:
+                pytest.skip(f"two hosts cannot be made here: {line}: {ran.stderr.strip()}")
+        yield made
+    finally:
+        for host in made:
+            subprocess.run(["ip", "netns", "del", host.name], capture_output=True, timeout=30)
+
+
+def finished(processes: list[subprocess.Popen], timeout_s: float = 150) -> list[tuple[int, str]]:
+    """(exit code, output) of each; all are ended."""
+    try:
+        said = [process.communicate(timeout=timeout_s)[0] for process in processes]
+        return [(process.returncode, text) for process, text in zip(processes, said, strict=True)]
+    finally:
+        for process in processes:
+            process.kill()
