@@ -1,7 +1,7 @@
 """Four collectives on this machine's CPU ranks beside the formula: `python benchmarks/collectives.py --write`.
 
 Writes docs/tables/collectives.md. The formula: steps of a ring x the time of the smallest message, plus the bytes that
-a rank receives (layout/ring.py) at the rate of the largest all-reduce.
+a rank receives (layout/ring_steps.py) at the rate of the largest all-reduce.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from datetime import date
 from pathlib import Path
 
-from shardwise.layout.ring import ring
+from shardwise.layout.ring_steps import ring
 from shardwise.ranks import RankPool
 
 PAGE = Path(__file__).parents[1] / "docs" / "tables" / "collectives.md"

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT / "tests" / "tasks"))
 import architectures  # noqa: E402
 from cells import Found, cell, rows, share, written  # noqa: E402
 
-from shardwise.engine.tensor import describe  # noqa: E402
+from shardwise.engine.tensor_cuts import describe  # noqa: E402
 from shardwise.layout import Plan  # noqa: E402
 from shardwise.ranks import RankPool  # noqa: E402
 

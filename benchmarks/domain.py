@@ -39,7 +39,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from slowest import timed
 
-import shardwise.engine.positions  # noqa: F401 - functions on tiles
+import shardwise.engine.find_positions  # noqa: F401 - functions on tiles
 from shardwise.layout import Plan
 from shardwise.mesh import build_mesh
 from shardwise.part import Owners, to_part

@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("", "tasks")]
 from shardwise.config import Given, load  # noqa: E402
 from shardwise.proof.outcome import Parity  # noqa: E402
 from shardwise.proof.parity import verify  # noqa: E402
-from shardwise.proof.run import verify_run  # noqa: E402
+from shardwise.proof.verify_run import verify_run  # noqa: E402
 from shardwise.ranks import RankPool  # noqa: E402
 
 M, U, T = "shardwise.models.tasks:", "unusual_tasks:", "module_tasks:"

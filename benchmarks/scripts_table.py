@@ -23,7 +23,7 @@ import changed_scripts as scripts  # noqa: E402
 
 from shardwise.errors import InputError  # noqa: E402
 from shardwise.ranks import RankPool  # noqa: E402
-from shardwise.scripts.proof.door import verify_script  # noqa: E402
+from shardwise.scripts.proof.verify_script import verify_script  # noqa: E402
 
 PLANS = ["dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=2", "dp_shard=2,zero=3", "tp=2",
          "dp_replicate=4", "dp_shard=4,zero=1", "dp_shard=4,zero=2", "dp_shard=4,zero=3",

@@ -22,7 +22,7 @@ _HOME = {
     "rollout": "shardwise.rollouts",
     "whole": "shardwise.parallel.domain",
     "verify": "shardwise.proof.parity",
-    "verify_script": "shardwise.scripts.proof.door",
+    "verify_script": "shardwise.scripts.proof.verify_script",
     "Cluster": "shardwise.cluster.cluster",
     "plan": "shardwise.planner.door",
     "probe": "shardwise.measure.machine",
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from shardwise.proof.parity import verify
     from shardwise.rollouts import rollout
     from shardwise.scripts.prepared import prepare
-    from shardwise.scripts.proof.door import verify_script
+    from shardwise.scripts.proof.verify_script import verify_script
     from shardwise.scripts.saved import load, save
     from shardwise.task import Domain, Source, Task
     from shardwise.training.run import train

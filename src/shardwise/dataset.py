@@ -2,7 +2,7 @@
 
 How: the samples asked for are fetched one by one (or together, where the dataset has `__getitems__`) and
 joined by torch's `default_collate`, or by a function of the user's. Who reads seeds the generators before each sample
-(`random.reading`), so that what a dataset draws does not depend on who fetches it.
+(`random.reading_seeds`), so that what a dataset draws does not depend on who fetches it.
 
 What it does not do: wrap iterable-style datasets, which have no indices.
 """

@@ -1,4 +1,4 @@
-"""Show on stderr what a command is doing, in one line or as a log. The steps of a run: observe/progress.
+"""Show on stderr what a command is doing, in one line or as a log. The steps of a run: observe/progress_display.
 
 A line is written by a function that can be pickled, so that rank 0 of a probe writes it itself.
 """

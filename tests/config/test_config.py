@@ -8,7 +8,7 @@ from dataclasses import fields
 import pytest
 
 from shardwise.config import Config, Given, load, show, starter
-from shardwise.config.load import keys
+from shardwise.config.effective import keys
 from shardwise.errors import InputError
 from shardwise.layout import Plan
 from shardwise.layout.plan import TOLD

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.main import call
-from shardwise.config.foreign import _flat, read
+from shardwise.config.other_configs import _flat, read
 from shardwise.errors import InputError
 
 ZERO3 = {

@@ -18,7 +18,7 @@ from shardwise.comm.tree import TreeSum
 from shardwise.digest import digest
 from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
-from shardwise.layout.pieces import BatchPieces
+from shardwise.layout.batch_pieces import BatchPieces
 from shardwise.ranks import RankPool
 from shardwise.step.train_step import dealt
 

@@ -34,7 +34,7 @@ from shardwise.layout.timing import play
 from shardwise.layout.zero_stages import STAGES
 from shardwise.measure.machine import attention_times
 from shardwise.models import tasks
-from shardwise.parallel.sequence.kernels import MOST_SCORES
+from shardwise.parallel.sequence.block_attention import MOST_SCORES
 from shardwise.planner.door import simulate as forecast_of_task
 from shardwise.rehearsal.step_trace import one_sample, trace
 from shardwise.simulator import simulate

@@ -188,7 +188,7 @@ def test_the_bits_of_draws_whose_values_nobody_knows_are_not_computed(monkeypatc
     monkeypatch.setattr(Values, "_on_values", on_values)
     found = trace(task, 2, follow=True)
     assert max(computed) == 8
-    monkeypatch.setattr("shardwise.rehearsal.dispatch._unread", lambda *given: False)
+    monkeypatch.setattr("shardwise.rehearsal.trace_mode._unread", lambda *given: False)
     whole = trace(task, 2, follow=True)
     assert (found.order, found.peak, found.by_batch) == (whole.order, whole.peak, whole.by_batch)
     assert max(computed) == 2000

@@ -518,7 +518,7 @@ def test_a_plan_of_too_many_ranks_has_no_forecast_beside_others() -> None:
 @pytest.mark.parametrize("plan", ["tp=2,pp=4,microbatches=8", "pp=4,microbatches=8,schedule=zbh1,dp_replicate=2"])
 def test_memory_over_time_peaks_at_what_each_rank_allocates(plan: str) -> None:
     """And ends where it began; the page shows each rank's under the same axis as its ops."""
-    from shardwise.simulator.page import memory_over_time, page
+    from shardwise.simulator.step_page import memory_over_time, page
 
     forecast = simulate("llama3-8b", f"{plan},precision=bf16", "8 h100-sxm-80gb", global_batch=16, seq=2048)
     curves = memory_over_time(forecast)
@@ -546,7 +546,7 @@ def test_a_plan_that_no_version_can_run_is_not_forecast(plan: str, told: str) ->
 
 
 def test_memory_over_time_without_a_pipeline_is_that_of_a_micro_batch() -> None:
-    from shardwise.simulator.page import memory_over_time
+    from shardwise.simulator.step_page import memory_over_time
 
     forecast = simulate("llama3-8b", "dp_shard=8,zero=3,precision=bf16", "8 h100-sxm-80gb", global_batch=8, seq=2048)
     ((_, curve),) = memory_over_time(forecast)
@@ -554,7 +554,7 @@ def test_memory_over_time_without_a_pipeline_is_that_of_a_micro_batch() -> None:
 
 
 def test_a_page_says_what_does_not_fit_and_a_step_of_one_stage_has_a_trace() -> None:
-    from shardwise.simulator.page import page
+    from shardwise.simulator.step_page import page
     from shardwise.simulator.timeline import chrome
 
     forecast = simulate("llama3-8b", "dp_replicate=8", "8 h100-sxm-80gb", global_batch=8, seq=2048)

@@ -564,7 +564,7 @@ def test_a_large_sample_is_read_once(monkeypatch) -> None:
     import torch
     from torch import nn
 
-    from shardwise.planner import reading, traced_task
+    from shardwise.planner import read_time, traced_task
     from shardwise.rehearsal import cut_module
 
     reads = []
@@ -581,7 +581,7 @@ def test_a_large_sample_is_read_once(monkeypatch) -> None:
         return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)))
 
     monkeypatch.setattr(cut_module, "LARGE_BYTES", 1)
-    monkeypatch.setattr(reading, "LONG_S", 0.0)
+    monkeypatch.setattr(read_time, "LONG_S", 0.0)
     task = Task(model=chain, loss=lambda output, batch: (output.sum(), len(batch)), data=Fields())
     said: list[str] = []
     subject = traced_task.traced_subject(

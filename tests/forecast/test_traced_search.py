@@ -17,9 +17,9 @@ from shardwise.models import tasks
 from shardwise.planner import propose, traced_layouts
 from shardwise.planner.candidates import Constraints, cut_layouts, data_layouts, expert_layouts
 from shardwise.planner.door import layout_of
+from shardwise.planner.proposal_text import first_text
 from shardwise.planner.propose import search
 from shardwise.planner.subject import Subject
-from shardwise.planner.text import first_text
 from shardwise.planner.traced_task import Traced, traced_subject
 
 NODE = Cluster.parse("8 h100-sxm-80gb")

@@ -17,7 +17,7 @@ from shardwise import Task, parallelize, verify
 from shardwise.data import JsonlSource
 from shardwise.errors import InputError
 from shardwise.hf import export, task
-from shardwise.hf.checkpoint import INDEX, SINGLE, Checkpoint
+from shardwise.hf.folder_tensors import INDEX, SINGLE, Checkpoint
 from shardwise.layout import Plan
 from shardwise.ranks import RankPool
 

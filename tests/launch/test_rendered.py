@@ -16,7 +16,7 @@ import pytest
 from shardwise.cli.main import call
 from shardwise.errors import InputError
 from shardwise.launch import engines
-from shardwise.launch.job import LaunchJob, grid, job_name, variables_of
+from shardwise.launch.launch_job import LaunchJob, grid, job_name, variables_of
 from shardwise.launch.lines import start_line
 from shardwise.launch.yaml import to_yaml
 from shardwise.layout import Plan

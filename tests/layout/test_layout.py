@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import AXES, RULES, Grid, Plan, check
-from shardwise.layout.buckets import lay_out, most_elements
 from shardwise.layout.dealing import cut, deal, micro_batches
+from shardwise.layout.flat_buckets import lay_out, most_elements
 from shardwise.layout.other_words import OURS_OF
 from shardwise.layout.plan import CHOICES, REMATS, SCHEDULES
 from shardwise.layout.precisions import PRECISIONS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise.cluster.tables import bus_factor
-from shardwise.layout.ring import COLLECTIVES, as_svg, as_text, ring
+from shardwise.layout.ring_steps import COLLECTIVES, as_svg, as_text, ring
 
 everything = pytest.mark.parametrize("ranks", [2, 3, 4, 7])
 every_op = pytest.mark.parametrize("op", COLLECTIVES)

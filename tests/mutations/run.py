@@ -25,7 +25,7 @@ from shardwise.config import Given, load  # noqa: E402
 from shardwise.errors import ShardwiseError  # noqa: E402
 from shardwise.layout import Plan  # noqa: E402
 from shardwise.proof.outcome import KINDS, Parity  # noqa: E402
-from shardwise.proof.run import verify_run  # noqa: E402
+from shardwise.proof.verify_run import verify_run  # noqa: E402
 from shardwise.ranks import RankPool  # noqa: E402
 
 FAILS = "the run fails: "

@@ -16,7 +16,7 @@ from shardwise.checkpoint.load import restore
 from shardwise.checkpoint.save import Saver
 from shardwise.comm import Axis
 from shardwise.data import ArraySource, Loader, own_tile, predict_to
-from shardwise.engine.positions import find_positions
+from shardwise.engine.find_positions import find_positions
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.layout.grid import SPACE

@@ -86,16 +86,16 @@ def without_a_weight(rows: Any, index: Any, weight: Any, *rest: Any) -> Any:
 
 def wrong_for_one_expert() -> Task:
     """On ranks, the pairs of one expert get a weight that is off by a millionth."""
-    from shardwise.parallel.expert import apply
+    from shardwise.parallel.expert import expert_forward
 
-    apply.through_owners = without_a_weight
+    expert_forward.through_owners = without_a_weight
     return tasks.moe()
 
 
 def right_again(task: Any) -> None:
-    from shardwise.parallel.expert import apply, exchange
+    from shardwise.parallel.expert import exchange, expert_forward
 
-    apply.through_owners = exchange.through_owners
+    expert_forward.through_owners = exchange.through_owners
 
 
 def test_the_proof_sees_an_expert_that_is_wrong(pool: RankPool) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwise import Plan, Task, parallelize, verify
 from shardwise.comm import Axis
-from shardwise.engine.tensor import derive_cuts
+from shardwise.engine.tensor_cuts import derive_cuts
 from shardwise.look.samples import a_few, few_samples
 from shardwise.parallel.tensor import Derived
 from shardwise.precision import Precision

@@ -12,7 +12,7 @@ from module_tasks import images, sequences, squares, task
 from torch import Tensor, nn
 
 from shardwise import Plan, Task, verify
-from shardwise.engine.tensor import derive_cuts
+from shardwise.engine.tensor_cuts import derive_cuts
 from shardwise.look.samples import a_few
 from shardwise.precision import Precision
 from shardwise.ranks import RankPool

@@ -21,7 +21,7 @@ from shardwise.layout.plan import SCHEDULES
 from shardwise.layout.schedules import schedule_of
 from shardwise.models import tasks
 from shardwise.parallel.pipeline import backward
-from shardwise.parallel.pipeline.cuts import choose, find_places, make_stages
+from shardwise.parallel.pipeline.cut_points import choose, find_places, make_stages
 from shardwise.parallel.pipeline.lasting import conflict
 from shardwise.parallel.pipeline.left_out import LeftOutResults
 from shardwise.precision import Precision
@@ -383,28 +383,28 @@ def test_bytes_are_the_hidden_states_and_their_gradients(schedule: str, pool: Ra
 
 def without_tags(plan: str) -> list[float]:
     """Losses where messages between two ranks cannot be told apart but by their order."""
-    from shardwise.parallel.pipeline import messages
+    from shardwise.parallel.pipeline import stage_messages
 
-    number = messages.Mail._number
-    messages.Mail._number = lambda self, source, goal, *_: int(goal < source)  # type: ignore[method-assign]
+    number = stage_messages.Mail._number
+    stage_messages.Mail._number = lambda self, source, goal, *_: int(goal < source)  # type: ignore[method-assign]
     try:
         task = tasks.decoder()
         engine = parallelize(task, plan)
         return [engine.step(task.batch(step)).loss for step in range(3)]
     finally:
-        messages.Mail._number = number  # type: ignore[method-assign]
+        stage_messages.Mail._number = number  # type: ignore[method-assign]
 
 
 def through_host_memory(plan: str) -> list[float]:
     """Losses where every message is staged in host memory, as for a device under gloo."""
-    from shardwise.comm import messages
+    from shardwise.comm import stage_messages
 
-    needs_host = messages._needs_host
-    messages._needs_host = lambda tensor, axis: True
+    needs_host = stage_messages._needs_host
+    stage_messages._needs_host = lambda tensor, axis: True
     try:
         return losses(plan)
     finally:
-        messages._needs_host = needs_host
+        stage_messages._needs_host = needs_host
 
 
 def losses(plan: str) -> list[float]:

@@ -17,10 +17,10 @@ from shardwise.comm import Axis
 from shardwise.errors import InputError
 from shardwise.layout import Plan
 from shardwise.mesh import build_mesh
-from shardwise.parallel.sequence import candidates, kernels, pairs, rounds
+from shardwise.parallel.sequence import block_attention, candidates, ring_plan, rounds
+from shardwise.parallel.sequence.index_ranges import At
 from shardwise.parallel.sequence.layers import HEADS, Layers, key_heads_read
 from shardwise.parallel.sequence.pair_mask import PairMask, whole_mask
-from shardwise.parallel.sequence.runs import At
 from shardwise.part import Owners, Part, plain, to_part
 from shardwise.part.positions import Positions
 from shardwise.trace.fake import Fake
@@ -182,14 +182,14 @@ def _with_bug(seed: int, count: int, bug: str) -> list[float]:
 
 def _few_rows_at_a_time(seed: int, count: int, first: bool = False) -> list[tuple[dict, float]]:
     """What `_attention` finds where a block's scores are written for some rows at a time, causal ones among them."""
-    rows, most, fused = kernels._of_rows, kernels.MOST_SCORES, kernels.has_fused
-    kernels.MOST_SCORES, kernels.has_fused = 100, lambda device: False
+    rows, most, fused = block_attention._of_rows, block_attention.MOST_SCORES, block_attention.has_fused
+    block_attention.MOST_SCORES, block_attention.has_fused = 100, lambda device: False
     if first:
-        kernels._of_rows = lambda bias, some: rows(bias, slice(0, some.stop - some.start))
+        block_attention._of_rows = lambda bias, some: rows(bias, slice(0, some.stop - some.start))
     try:
         return _attention(seed, count)
     finally:
-        kernels._of_rows, kernels.MOST_SCORES, kernels.has_fused = rows, most, fused
+        block_attention._of_rows, block_attention.MOST_SCORES, block_attention.has_fused = rows, most, fused
 
 
 def test_scores_that_are_written_for_some_rows_at_a_time(pool) -> None:
@@ -291,7 +291,7 @@ def _around(p: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.
     sums = [torch.zeros_like(t, dtype=rounds.wide(dtype)) for t in (k, v)]
     for rank in range(p):
         axis = Axis("cp", p, rank, None, tuple(range(p)))
-        call = pairs.Call(axis, owners, owners, 96, True, 0.25, ())
+        call = ring_plan.Call(axis, owners, owners, 96, True, 0.25, ())
         at = torch.from_numpy(owners.indices(rank))
 
         def blocks(call, mine, p=p, rank=rank):
@@ -425,7 +425,7 @@ class _Largest(TorchDispatchMode):
 
 
 def _largest_of_a_step(name: str, plan: str) -> int:
-    pairs.LEAST_TILE, before = 16, pairs.LEAST_TILE
+    ring_plan.LEAST_TILE, before = 16, ring_plan.LEAST_TILE
     try:
         task = getattr(sequence_tasks, name)()
         engine = parallelize(task, plan)
@@ -434,7 +434,7 @@ def _largest_of_a_step(name: str, plan: str) -> int:
         engine.close()
         return watch.most
     finally:
-        pairs.LEAST_TILE = before
+        ring_plan.LEAST_TILE = before
 
 
 @pytest.mark.parametrize(
@@ -573,7 +573,7 @@ def test_dims_that_a_batch_does_not_have_are_told(named: dict, told: str) -> Non
 
 def test_a_mask_too_large_to_build_is_told_before_it_is(monkeypatch) -> None:
     """Of the window of a task: found without values, told with what to pass."""
-    from shardwise.engine.positions import find_positions
+    from shardwise.engine.find_positions import find_positions
     from shardwise.look import memory_limits
     from shardwise.precision import Precision
     from shardwise.trace.deferred import build

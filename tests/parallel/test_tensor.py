@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise import Plan, Task, parallelize, verify
-from shardwise.engine.tensor import derive_cuts, describe
+from shardwise.engine.tensor_cuts import derive_cuts, describe
 from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.layout.grid import placement
 from shardwise.models import tasks

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-import shardwise.engine.positions  # noqa: F401 - functions on tiles, attention of cut positions
+import shardwise.engine.find_positions  # noqa: F401 - functions on tiles, attention of cut positions
 from shardwise.boundary import Edges
 from shardwise.comm import Axis, Ledger, Observer
 from shardwise.errors import InputError

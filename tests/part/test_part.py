@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from shardwise.comm import Axis, Ledger
 from shardwise.layout import Plan
-from shardwise.layout.views import groups
+from shardwise.layout.view_dims import groups
 from shardwise.mesh import build_mesh
 from shardwise.part import Owners, Part, Sum, Uncut, plain, to_part
 from shardwise.part.cuts import regrouped, unsliced

@@ -12,7 +12,7 @@ from shardwise.mesh import build_mesh
 from shardwise.part import Owners, Part, gather, plain
 from shardwise.part.crossing import dealt_beside
 from shardwise.part.cuts import of_other_rows, runs_of
-from shardwise.part.tables import CutRanges, whole_table
+from shardwise.part.position_tables import CutRanges, whole_table
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_tables_of_positions_are_held_in_shares_and_made_whole_without_sending()
 
 def test_what_ranks_gather_is_compared_by_its_size() -> None:
     """An exchange differs from rank to rank, in what each sends; a sum of other sizes would end the ranks."""
-    from shardwise.engine.positions import _Collectives
+    from shardwise.engine.find_positions import _Collectives
 
     def met(*calls: tuple[str, str, int]) -> tuple[int, ...]:
         ledger = _Collectives()

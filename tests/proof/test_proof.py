@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardwise import Task, verify
 from shardwise.cli.main import call
 from shardwise.models import tasks
-from shardwise.proof.compare import compare, tensor_error
+from shardwise.proof.compare_records import compare, tensor_error
 from shardwise.proof.oracle import run_oracle
 from shardwise.proof.outcome import FLOAT64_BARS, Parity
 from shardwise.proof.record import Record

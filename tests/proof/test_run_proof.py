@@ -14,8 +14,8 @@ from run_tasks import noisy
 from shardwise import Plan, verify
 from shardwise.config import Given, load
 from shardwise.proof.own_precision import plain_steps
-from shardwise.proof.run import verify_run
 from shardwise.proof.settings import Settings
+from shardwise.proof.verify_run import verify_run
 from shardwise.ranks import RankPool
 from shardwise.task_names import resolve_task
 

@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.proof.outcome import Parity
 from shardwise.ranks import RankPool
-from shardwise.scripts.proof.door import verify_script
+from shardwise.scripts.proof.verify_script import verify_script
 
 FOLDER = Path(__file__).parents[1] / "tasks" / "frameworks"
 sys.path.insert(0, str(FOLDER))

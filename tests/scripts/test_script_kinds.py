@@ -9,7 +9,7 @@ from script_kinds import KINDS, script
 
 from shardwise.proof.outcome import Parity
 from shardwise.ranks import RankPool
-from shardwise.scripts.proof.door import verify_script
+from shardwise.scripts.proof.verify_script import verify_script
 
 QUICK = (
     "unequal_tokens", "class_weights", "sum_without_weight", "mean_with_weight", "dice", "contrastive", "queue_of_keys",

@@ -12,8 +12,8 @@ from shardwise.cli.main import call
 from shardwise.errors import InputError
 from shardwise.layout import Plan, check
 from shardwise.ranks import RankPool
-from shardwise.testing import evidence, evidence_page
-from shardwise.testing.evidence import KINDS, EvidenceRow, collect, large_messages
+from shardwise.testing import evidence_page, machine_evidence
+from shardwise.testing.machine_evidence import KINDS, EvidenceRow, collect, large_messages
 
 
 def test_all_kinds_of_plans_are_there_and_none_is_refused() -> None:
@@ -37,7 +37,7 @@ def test_a_failure_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> EvidenceRow:
         raise InputError("no such thing\nand more")
 
-    row = evidence._tried("proofs", "x", fails, float("inf"))
+    row = machine_evidence._tried("proofs", "x", fails, float("inf"))
     assert (row.held, row.what) == (False, "no such thing")
 
 
@@ -61,7 +61,7 @@ def test_the_command_says_what_did_not_hold(tmp_path: Path, monkeypatch: pytest.
         assert words["device"] == "cpu" and words["ranks"] == 2
         return [{"part": "proofs", "name": "c", "held": False, "what": "no", "seconds": 0.0, "figures": None}]
 
-    monkeypatch.setattr(evidence, "collect", nothing)
+    monkeypatch.setattr(machine_evidence, "collect", nothing)
     code = call(["evidence", "-o", str(tmp_path), "--device", "cpu", "--ranks", "2"])
     assert code == 1 and len(list(tmp_path.iterdir())) == 2
 

@@ -21,7 +21,7 @@ from shardwise.errors import RunError
 from shardwise.models import tasks
 from shardwise.ranks import RankPool
 from shardwise.task_names import resolve_task
-from shardwise.testing.evidence import KINDS, large_messages
+from shardwise.testing.machine_evidence import KINDS, large_messages
 
 pytestmark = pytest.mark.gpu
 

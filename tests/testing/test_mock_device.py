@@ -25,7 +25,7 @@ from shardwise.device import device_uuid
 from shardwise.errors import InputError, ShardwiseError
 from shardwise.host import HostReads
 from shardwise.models import tasks
-from shardwise.parallel.sequence import kernels
+from shardwise.parallel.sequence import block_attention
 from shardwise.proof.oracle import run_oracle
 from shardwise.proof.rank import run_rank
 from shardwise.proof.settings import Settings
@@ -74,11 +74,11 @@ def both(name: str, plan: str, own_backend: bool = True) -> Found:
         mock_device.join_group()
     # both take the operations of which attention is composed: kernels of the CPU alone round in another order
     torch.backends.cuda.enable_flash_sdp(False)
-    fused, kernels._is_fused = kernels._is_fused, lambda *_: False
+    fused, block_attention._is_fused = block_attention._is_fused, lambda *_: False
     try:
         here, there = steps_on("cpu", name, plan), steps_on(str(device), name, plan)
     finally:
-        kernels._is_fused = fused
+        block_attention._is_fused = fused
         torch.backends.cuda.enable_flash_sdp(True)
     assert here[1].keys() == there[1].keys()
     differing = [key for key, value in here[1].items() if not torch.equal(value, there[1][key])]

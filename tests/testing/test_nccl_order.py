@@ -15,7 +15,7 @@ from shardwise.layout import Plan
 from shardwise.layout.communicators import communicators
 from shardwise.layout.schedule_kinds import KINDS
 from shardwise.layout.schedules import Schedule, make_schedule, plain_schedule
-from shardwise.parallel.pipeline.messages import Mail
+from shardwise.parallel.pipeline.stage_messages import Mail
 from shardwise.parallel.sequence import passing
 from shardwise.ranks import RankPool
 from shardwise.testing import mock_device, nccl_order

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from shardwise.errors import InputError
 from shardwise.models import tasks
 from shardwise.ranks import RankPool
+from shardwise.trace.constructor_recorder import LARGE
 from shardwise.trace.deferred import Built, build, build_for_real, named_tensors, seed_of
-from shardwise.trace.recorder import LARGE
 
 BIG = 80  # BIG * BIG > LARGE: deferred
 SMALL = 8

@@ -13,7 +13,7 @@ import torch
 from shardwise import parallelize
 from shardwise.memory.recompute import recompute_block
 from shardwise.ranks import RankPool
-from shardwise.trace.state import ModuleState, PassedState
+from shardwise.trace.module_state import ModuleState, PassedState
 
 
 def _state_after_look() -> tuple[int, float]:

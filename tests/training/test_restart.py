@@ -20,13 +20,13 @@ import shardwise
 from shardwise.checkpoint import publish
 from shardwise.checkpoint.replicas import ReplicaCheck, verdict
 from shardwise.digest import bits_hash
-from shardwise.engine import export
+from shardwise.engine import weights_out
 from shardwise.errors import RefusedPlan, RunError
 from shardwise.guard.records import RankRecord
 from shardwise.layout import Plan
 from shardwise.layout.elastic import smaller
 from shardwise.models import tasks
-from shardwise.observe.memory import imbalance
+from shardwise.observe.peak_memory import imbalance
 from shardwise.testing import faults
 from shardwise.testing.faults import Fault
 from shardwise.training import restart
@@ -232,14 +232,14 @@ def test_which_plans_can_shrink() -> None:
 
 
 def test_weights_go_elsewhere_where_their_folder_is_full(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = export._write
+    own = weights_out._write
 
     def full(weights: Any, path: Path, step: int) -> None:
         if "runs" in str(path):
             raise OSError(28, "No space left on device")
         own(weights, path, step)
 
-    monkeypatch.setattr(export, "_write", full)
+    monkeypatch.setattr(weights_out, "_write", full)
     monkeypatch.setattr("tempfile.tempdir", str(here / "elsewhere"))
     run = shardwise.train("digits", "single", **SMALL)
     written = Path(run.summary["weights"])

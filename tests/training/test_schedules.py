@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardwise.config.schema import ScheduleSection
 from shardwise.errors import InputError
-from shardwise.training.schedules import constant, cosine, linear, make_schedule, scaled_lr, wsd
+from shardwise.training.learning_rates import constant, cosine, linear, make_schedule, scaled_lr, wsd
 
 
 def section(**values) -> ScheduleSection:

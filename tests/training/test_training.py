@@ -24,7 +24,7 @@ from shardwise.observe.speed import Speed
 from shardwise.training.builtin import text_task
 from shardwise.training.held_out import Spread
 from shardwise.training.job import make_job
-from shardwise.training.optimizers import CLASSES, make_optimizer
+from shardwise.training.optimizer_section import CLASSES, make_optimizer
 
 TINY = (
     "task.seq_len=16", "task.model.layers=2", "task.model.hidden=16", "task.model.heads=2", "train.batch_samples=6",

@@ -1,4 +1,6 @@
-"""Optimizer state of any class as tensors of a checkpoint and a tree of JSON, and back. A script's: scripts/state.
+"""Optimizer state of any class as tensors of a checkpoint and a tree of JSON, and back.
+
+A script's: scripts/whole_optimizer_state.
 
 A value of the state of one weight becomes a node:
 

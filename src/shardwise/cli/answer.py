@@ -185,7 +185,7 @@ def _as_a_key(error: click.NoSuchOption) -> str:
         return f"--plan {name}=..."
     if "overrides" not in taken:
         return ""
-    from shardwise.config.load import keys
+    from shardwise.config.effective import keys
 
     key = next((key for key in keys() if key.rpartition(".")[2] == name), None)
     return f"--set {key}=..." if key else ""

@@ -40,7 +40,7 @@ def compare(answer: Answer, task: str, plans: str, **words: Any) -> None:
     cluster = Cluster.parse(words["cluster"])
     begin(answer, "compare: loading PyTorch and the figures of the catalogue")
     from shardwise.planner.door import plan_for
-    from shardwise.planner.text import table
+    from shardwise.planner.proposal_text import table
 
     if words["measure"]:
         _can_be_measured(task, words)

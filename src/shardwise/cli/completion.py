@@ -174,7 +174,7 @@ def _plan_values(key: str, value: str) -> list[str]:
 
 
 def _override(word: str) -> list[str]:
-    from shardwise.config.load import keys
+    from shardwise.config.effective import keys
 
     return [f"{key}=" for key in keys() if key.startswith(word)] if "=" not in word else []
 

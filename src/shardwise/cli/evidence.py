@@ -1,4 +1,4 @@
-"""The command `evidence`: what this machine shows of this package, as one page and one JSON (testing/evidence)."""
+"""The command `evidence`: what this machine shows of shardwise, as a page and a JSON (testing/machine_evidence)."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def evidence(
     """
     begin(answer, "evidence: loading PyTorch")
     from shardwise.device import accelerator, check_device, check_own_backend, device_count, group_backend
-    from shardwise.testing.evidence import collect
     from shardwise.testing.evidence_page import about, page, write
+    from shardwise.testing.machine_evidence import collect
 
     kind = accelerator()
     chosen = device or ("cpu" if kind is None else kind.type)

@@ -103,7 +103,7 @@ def plan(answer: Answer, task: str | None, **words: Any) -> None:
     from shardwise.launch.lines import start_hint, start_line
     from shardwise.planner import Constraints
     from shardwise.planner import search as search_plans
-    from shardwise.planner.text import first_text, proposal_dict, search_text
+    from shardwise.planner.proposal_text import first_text, proposal_dict, search_text
     from shardwise.planner.worth import AskedJob, job_lines, jobs
 
     asked = AskedJob.of(words["job"], words["tokens"], words["price"])
@@ -159,7 +159,7 @@ def _translated(answer: Answer, task: str | None, words: dict[str, Any]) -> None
     """Answer with the plan and settings of another library's file, and a sentence for each of its keys."""
     from pathlib import Path
 
-    from shardwise.config.foreign import read
+    from shardwise.config.other_configs import read
     from shardwise.layout import check
 
     if task is not None or words["cluster"] is not None:
@@ -218,8 +218,8 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
     begin(answer, "simulate: loading PyTorch and the figures of the catalogue")
     from shardwise.planner.door import check_plan, layout_of, plan_for, possible
     from shardwise.planner.proposal import lacking
-    from shardwise.planner.text import forecast_lines, rank_map
-    from shardwise.simulator import page, timeline
+    from shardwise.planner.proposal_text import forecast_lines, rank_map
+    from shardwise.simulator import step_page, timeline
 
     cluster, parsed = Cluster.parse(words["cluster"]), plan_for(task, plan_text)
     answer.fields.update(plan=str(parsed), world_size=parsed.world_size)
@@ -262,7 +262,7 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
         answer.fields[f"cost_per_million_{what}"] = cost
         lines.append(f"cost of a million {what}: {cost:.4g} (at {words['price']:g} for a device and hour)")
     title = f"{subject.name}, {parsed}"
-    for option, made in (("trace", timeline.chrome), ("html", partial(page.page, capacity=capacity))):
+    for option, made in (("trace", timeline.chrome), ("html", partial(step_page.page, capacity=capacity))):
         if words[option]:
             write(words[option], made(forecast, title))
             lines.append(f"timeline written to {words[option]}")

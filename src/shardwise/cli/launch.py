@@ -131,7 +131,7 @@ def _job(
 ) -> tuple[Any, Any]:
     """Returns (the `LaunchJob`, the cluster or None)."""
     from shardwise.cluster import Cluster
-    from shardwise.launch.job import LaunchJob, grid, job_name, variables_of
+    from shardwise.launch.launch_job import LaunchJob, grid, job_name, variables_of
     from shardwise.planner.units import duration
 
     cluster = Cluster.parse(words["cluster"]) if words["cluster"] else None
@@ -192,7 +192,7 @@ def _forecast(answer: Answer, effective: Effective | None, cluster: Any, words: 
     if effective is None:
         return ["no forecast of hours: a script is not traced before it runs"]
     begin(answer, "launch: loading PyTorch and the figures of the catalogue")
-    from shardwise.launch.forecast import cost_lines, job_cost
+    from shardwise.launch.job_forecast import cost_lines, job_cost
 
     try:
         with timing(not answer.as_json) as say:

@@ -1,4 +1,4 @@
-"""The command `verify`: prove a task, a configuration or a script (proof/parity, proof/run, scripts/proof/door)."""
+"""The command `verify`: prove a task (proof/parity), a configuration (verify_run), a script (scripts/proof)."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def _refuse(words: dict[str, Any], arguments: tuple[str, ...], what: str, *names
 def _prove_script(answer: Answer, script: str, arguments: tuple[str, ...], words: dict[str, Any]) -> Any:
     answer.fields.update(plan=words["plan"])
     begin(answer, "verify: loading PyTorch")
-    from shardwise.scripts.proof.door import STEPS, verify_script
+    from shardwise.scripts.proof.verify_script import STEPS, verify_script
 
     steps = words["steps"] or STEPS
     with timing(not answer.as_json) as say:
@@ -225,7 +225,7 @@ def _prove_run(answer: Answer, path: str, words: dict[str, Any], pool: Any) -> A
     effective = load(path, overrides, values)
     answer.fields.update(plan=str(effective.plan), world_size=effective.plan.world_size)
     begin(answer, "verify: loading PyTorch")
-    from shardwise.proof.run import verify_run
+    from shardwise.proof.verify_run import verify_run
 
     return verify_run(effective, steps=_number(words["steps"], "a configuration"), pool=pool)
 
@@ -233,7 +233,7 @@ def _prove_run(answer: Answer, path: str, words: dict[str, Any], pool: Any) -> A
 def verified_first(effective: Any) -> None:
     """Prove a run; raises where it is not equal to a plain loop. A launcher's ranks prove it together."""
     from shardwise.errors import RunError
-    from shardwise.proof.run import verify_run
+    from shardwise.proof.verify_run import verify_run
 
     with launcher_ranks() as (pool, code):
         parity = verify_run(effective, pool=pool) if code is None else None

@@ -82,7 +82,7 @@ def run(
 def _prove(answer: Answer, script: str, arguments: tuple[str, ...]) -> None:
     """Prove the script under its own plan; raises where it is not equal to one process."""
     begin(answer, "run: proving the script first")
-    from shardwise.scripts.proof.door import verify_script
+    from shardwise.scripts.proof.verify_script import verify_script
 
     parity = verify_script(script, arguments)
     if parity.refused:

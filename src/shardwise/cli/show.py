@@ -82,14 +82,14 @@ def tp(answer: Answer, task: str, plan: str) -> None:
 
     The cuts are derived from one forward on tensors without values; `tp_whole=...` in the plan keeps weights whole.
     """
-    from shardwise.cli.tables import cuts_table
+    from shardwise.cli.shown_tables import cuts_table
     from shardwise.layout import Plan, check
 
     parsed = Plan.parse(plan)
     answer.fields.update(plan=str(parsed), world_size=parsed.world_size)
     check(parsed)
     begin(answer, "show tp: loading PyTorch")
-    from shardwise.engine.tensor import describe
+    from shardwise.engine.tensor_cuts import describe
     from shardwise.task_names import resolve_task
 
     rows, totals = describe(resolve_task(task), parsed)
@@ -110,7 +110,7 @@ def ranks(answer: Answer, plan: str, devices: int) -> None:
 
     Axes that talk most are innermost: tp, cp_ulysses, cp, domain, dp_shard, pp, dp_replicate.
     """
-    from shardwise.cli.tables import ranks_table
+    from shardwise.cli.shown_tables import ranks_table
     from shardwise.layout import Plan
     from shardwise.layout.grid import placement
 
@@ -139,8 +139,8 @@ def ring(answer: Answer, collective: str, ranks: int, output: str | None) -> Non
     from pathlib import Path
 
     from shardwise.errors import InputError
-    from shardwise.layout.ring import as_svg, as_text
-    from shardwise.layout.ring import ring as drawn_ring
+    from shardwise.layout.ring_steps import as_svg, as_text
+    from shardwise.layout.ring_steps import ring as drawn_ring
 
     drawn = drawn_ring(collective, ranks)
     rows = [[[send.source, send.target, send.piece] for send in step.sends] for step in drawn.steps]

@@ -132,7 +132,7 @@ class Cluster:
             return text
         if text.strip().endswith(".toml"):
             return cls.from_toml(Path(text.strip()))
-        from shardwise.cluster.text import parse
+        from shardwise.cluster.cluster_words import parse
 
         return parse(text)
 

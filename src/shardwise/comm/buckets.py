@@ -23,7 +23,7 @@ from torch import nn
 
 from shardwise.comm.tree import FixedOrder
 from shardwise.errors import RunError
-from shardwise.layout.buckets import FIRST_BUCKET_BYTES, BucketLayout, lay_out, most_elements
+from shardwise.layout.flat_buckets import FIRST_BUCKET_BYTES, BucketLayout, lay_out, most_elements
 
 LINE_BYTES = 64  # kernels may add in another order where weights begin elsewhere in a line of the cache
 _small: ContextVar[list[int] | None] = ContextVar("small buckets", default=None)

@@ -1,4 +1,4 @@
-"""Sums over pieces of a batch in one fixed tree (layout/pieces): the same bits whichever rank had which pieces.
+"""Sums over pieces of a batch in one fixed tree (layout/batch_pieces): the same bits whichever rank had which pieces.
 
     rank 0   pieces 0..3  -> partial sums of the tree's nodes within 0..3   \\  all-to-all: each rank gets its N-th
     rank 1   pieces 4..7  -> partial sums of the tree's nodes within 4..7   /  of every partial sum, and adds them up
@@ -16,7 +16,7 @@ import torch
 
 from shardwise.comm.collectives import Axis, all_gather, all_to_all
 from shardwise.errors import RunError
-from shardwise.layout.pieces import BatchPieces, Run, middle, sibling
+from shardwise.layout.batch_pieces import BatchPieces, Run, middle, sibling
 
 
 class TreeSum:

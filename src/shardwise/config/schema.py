@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 # the built-in tasks, as a task of one's own is named; each takes its [task] section
 BUILTINS = {"text": "shardwise.training.builtin:text_task", "digits": "shardwise.training.builtin:digits_task"}
-FOLDER = "shardwise.hf.folder:folder_task"  # of a checkpoint folder that is named as the task
+FOLDER = "shardwise.hf.folder_task:folder_task"  # of a checkpoint folder that is named as the task
 PATHS = ("task.files", "task.tokenizer")  # files and folders, kept as absolute paths
 UNITS = {"k": 1024, "M": 1024**2}
 

@@ -23,7 +23,7 @@ from shardwise.costs.software import STATES, Software
 RESERVED_SHARE = 1.03  # what the caching allocator holds over what is allocated (assumed; 2 to 6% in SimuMax's runs)
 CONTEXT_BYTES = 0.7e9  # the driver's context and NCCL's buffers, outside the allocator (assumed)
 COPIES = "gradients copied for the optimizer"
-WRITTEN_SCORES = 2**26  # of a ring's block that this package writes at a time (parallel/sequence/kernels)
+WRITTEN_SCORES = 2**26  # of a ring's block that this package writes at a time (parallel/sequence/block_attention)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.costs.layout import Layout
 from shardwise.errors import InputError, did_you_mean
-from shardwise.layout.buckets import BUCKET_BYTES, ELEMENTS_PER_RANK
+from shardwise.layout.flat_buckets import BUCKET_BYTES, ELEMENTS_PER_RANK
 from shardwise.layout.precisions import BYTES
 from shardwise.layout.zero_stages import ZeroStage
 

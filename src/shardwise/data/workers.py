@@ -4,7 +4,7 @@
     consumer    7, 8, 9, 10, in order, whichever was read first
 
 A step is a function of its positions, so order and place in the data do not depend on the number of workers, nor do
-random draws (`random.reading`).
+random draws (`random.reading_seeds`).
 
 What this does not do: share memory with the workers; parts come as bytes, since /dev/shm is small in many containers.
 """
@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from shardwise.data.steps import Steps
 from shardwise.errors import RunError, ShardwiseError
 from shardwise.layout.dealing import Share
-from shardwise.ranks.messages import dumps
+from shardwise.ranks.pool_messages import dumps
 
 PRELOAD = ["torch", "shardwise.data.workers"]
 

@@ -23,7 +23,7 @@ from shardwise.look.samples import few_samples
 from shardwise.mesh import Mesh
 from shardwise.parallel.pipeline.boundaries import CutPoint, Stage
 from shardwise.parallel.pipeline.chance import repeated
-from shardwise.parallel.pipeline.cuts import choose, decisions, make_stages
+from shardwise.parallel.pipeline.cut_points import choose, decisions, make_stages
 from shardwise.parallel.pipeline.lasting import kept_on, kept_twice
 from shardwise.parallel.pipeline.placed import StagePlacement
 from shardwise.precision import Precision

@@ -1,4 +1,4 @@
-"""`parallelize` and its `Engine`. An option: step/state, config/schema, training/parts, proof/settings and its loops.
+"""`parallelize` and its `Engine`. An option: step/state, config/schema, training/rank_parts, proof/settings.
 
 The order in which a plan is applied stands in `assemble` and `recipe`, what a step does in `step/train_step`.
 """
@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.comm import Ledger, Observer, barrier
-from shardwise.engine import export, whole
+from shardwise.engine import weights_out, whole
 from shardwise.engine.assemble import assemble
 from shardwise.engine.optimizer_state import full_optimizer_state
 from shardwise.engine.predict import predict
@@ -184,17 +184,17 @@ class Engine:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns whole parameters and persistent buffers on the CPU, under the module's own names. Collective."""
-        return export.state_dict(self.state)
+        return weights_out.state_dict(self.state)
 
     def save_weights(self, path: str | Path) -> None:
         """Write whole weights and buffers as one safetensors file, by rank 0. Collective."""
-        export.save_weights(self.state, path)
+        weights_out.save_weights(self.state, path)
 
     # --- looking on
 
     def memory(self) -> dict[str, int | None]:
         """Returns bytes held by this rank now: parameters (masters too), gradients, optimizer; peak on a GPU."""
-        return export.memory(self.state)
+        return weights_out.memory(self.state)
 
     @contextmanager
     def observe(self) -> Iterator[Ledger]:

@@ -9,7 +9,7 @@ from shardwise.comm import of_first
 from shardwise.layout import Plan
 from shardwise.mesh import Mesh
 from shardwise.parallel.expert import ExpertParallel, find_experts, find_row_wise
-from shardwise.parallel.expert.apply import ExpertCall, Stack
+from shardwise.parallel.expert.expert_forward import ExpertCall, Stack
 from shardwise.precision import Precision
 from shardwise.step.forward import run_alone
 from shardwise.task import Task

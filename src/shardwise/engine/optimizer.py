@@ -1,4 +1,4 @@
-"""The optimizer over whole tensors or pieces, as a trial finds (`Nature`). Pieces: layout/buckets; whole: step/owners.
+"""The optimizer over whole tensors or pieces, as a trial finds (`Nature`). Pieces: flat_buckets; whole: step/owners.
 
 `Task.optimizer` always sees parameters in their full shapes, so that it may choose by shape. Under ZeRO its groups
 are then pointed at this rank's pieces. That equals one process only if each element's update depends on that

@@ -23,10 +23,10 @@ from shardwise.engine.materialise import (
     hold_recurrent,
     told_of_drawn,
 )
-from shardwise.engine.tensor import cut_tensors
+from shardwise.engine.tensor_cuts import cut_tensors
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
-from shardwise.layout.pieces import BatchPieces
+from shardwise.layout.batch_pieces import BatchPieces
 from shardwise.layout.zero_stages import PER_MICROBATCH, ZeroStage
 from shardwise.look.memory_limits import check_masks, check_room
 from shardwise.look.replaced_parameters import hold_replaced, may_replace
@@ -36,7 +36,7 @@ from shardwise.memory.recompute import recompute_block
 from shardwise.mesh import Mesh
 from shardwise.parallel.expert import ExpertParallel, WithExperts
 from shardwise.parallel.expert import install as install_experts
-from shardwise.parallel.expert.apply import Stack, compute_own_rows
+from shardwise.parallel.expert.expert_forward import Stack, compute_own_rows
 from shardwise.parallel.flat import Flat
 from shardwise.parallel.full import FullShard
 from shardwise.parallel.replicate import Replicate
@@ -221,7 +221,7 @@ def _spread(
         dealt = names_of(spread.experts.stacks) if spread.experts is not None else frozenset()
         spread.tensor = cut_tensors(task, plan, mesh, precision, built, few, dealt)
     if mesh.inner:
-        from shardwise.engine.positions import find_positions  # a fifth of all files, for plans that cut positions
+        from shardwise.engine.find_positions import find_positions  # a fifth of all files, for plans that cut positions
 
         experts = spread.experts
         spread.row_wise = experts.stacks if experts else own_row_experts(task, mesh, precision, built, few)

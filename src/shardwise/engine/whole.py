@@ -126,7 +126,7 @@ def to_all_stages(
 
 def _handed_out(staged: StagedForward, tensor: torch.Tensor | None, source: int) -> torch.Tensor | None:
     """Returns the source rank's tensor on every rank of the pipeline, None where it has none. Collective."""
-    from shardwise.parallel.pipeline.messages import DTYPES, MOST_DIMS
+    from shardwise.parallel.pipeline.stage_messages import DTYPES, MOST_DIMS
 
     axis, device = staged.axis, staged.device
     # shape and dtype first: the others may not know them (a buffer that a forward made)

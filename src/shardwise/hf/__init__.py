@@ -6,8 +6,8 @@ Importing this room does not import transformers; the extra `hf` brings it.
 from __future__ import annotations
 
 from shardwise.heads import HEADS
-from shardwise.hf.checkpoint import Checkpoint
 from shardwise.hf.export import export, save_adapters
-from shardwise.hf.task import task
+from shardwise.hf.folder_tensors import Checkpoint
+from shardwise.hf.model_task import task
 
 __all__ = ["HEADS", "Checkpoint", "export", "save_adapters", "task"]

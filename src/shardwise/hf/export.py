@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-from shardwise.adapters.files import has_adapters, write_adapters
+from shardwise.adapters.peft_files import has_adapters, write_adapters
 from shardwise.comm import gather_json
 from shardwise.engine.engine import Engine
-from shardwise.engine.export import trained_parameters
+from shardwise.engine.weights_out import trained_parameters
 from shardwise.errors import InputError
 from shardwise.heads import read_config
-from shardwise.hf.checkpoint import INDEX, SINGLE
+from shardwise.hf.folder_tensors import INDEX, SINGLE
 from shardwise.hf.names import as_on_disk, is_renamed
 
 FILE_BYTES = 5 * 10**9
@@ -150,7 +150,7 @@ def _of_engine(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
 def _names_in(path: Path) -> set[str]:
     from safetensors import safe_open
 
-    from shardwise.hf.checkpoint import Checkpoint
+    from shardwise.hf.folder_tensors import Checkpoint
 
     if path.name in (SINGLE, INDEX):
         return set(Checkpoint(path.parent).files)
@@ -161,7 +161,7 @@ def _names_in(path: Path) -> set[str]:
 def _of_file(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     from safetensors import safe_open
 
-    from shardwise.hf.checkpoint import Checkpoint
+    from shardwise.hf.folder_tensors import Checkpoint
 
     checkpoint = Checkpoint(path.parent) if path.name in (SINGLE, INDEX) else None
     if checkpoint is not None:

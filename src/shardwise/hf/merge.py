@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardwise.adapters.files import CONFIG, WEIGHTS, write_adapters
+from shardwise.adapters.peft_files import CONFIG, WEIGHTS, write_adapters
 from shardwise.errors import InputError
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import InputError
-from shardwise.hf.checkpoint import Checkpoint
+from shardwise.hf.folder_tensors import Checkpoint
 
 
 @dataclass(frozen=True)

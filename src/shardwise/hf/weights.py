@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from shardwise.errors import InputError
 from shardwise.heads import build_model
-from shardwise.hf.checkpoint import Checkpoint
+from shardwise.hf.folder_tensors import Checkpoint
 from shardwise.hf.names import Recipe, recipes_of
-from shardwise.trace.recorder import unrecorded, write_from
+from shardwise.trace.constructor_recorder import unrecorded, write_from
 
 
 class Weights:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import InputError, RunError, did_you_mean
-from shardwise.launch.job import SECRET, LaunchJob
+from shardwise.launch.launch_job import SECRET, LaunchJob
 
 MODULES = {"slurm": "slurm", "pbs": "pbs", "ray": "ray", "k8s": "kubernetes", "sky": "sky", "torchrun": "torchrun",
            "hosts": "hosts"}  # fmt: skip

@@ -12,7 +12,7 @@ from __future__ import annotations
 import shlex
 
 from shardwise.launch.engines import LaunchEngine
-from shardwise.launch.job import LaunchJob
+from shardwise.launch.launch_job import LaunchJob
 from shardwise.launch.lines import AGENT, header, host_line, setup_lines, wait_for_all
 
 SSH = "ssh -o BatchMode=yes"

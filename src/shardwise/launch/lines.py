@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shlex
 
-from shardwise.launch.job import PORT, USUAL_NODE, LaunchJob
+from shardwise.launch.launch_job import PORT, USUAL_NODE, LaunchJob
 from shardwise.layout import Plan
 
 AGENT = ("python", "-m", "shardwise.launch.agent")  # torchrun, whose signals and exit code are the ranks'

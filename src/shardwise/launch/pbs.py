@@ -9,7 +9,7 @@ A user may not requeue a job under PBS (`qrerun` is the operator's), so the scri
 from __future__ import annotations
 
 from shardwise.launch.engines import LaunchEngine
-from shardwise.launch.job import LaunchJob
+from shardwise.launch.launch_job import LaunchJob
 from shardwise.launch.lines import AGENT, header, host_script, wait_for_all
 
 GRACE_S = 120

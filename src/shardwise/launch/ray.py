@@ -19,7 +19,7 @@ from typing import Any
 
 from shardwise.errors import InputError, RunError, Stopped
 from shardwise.launch.engines import LaunchEngine
-from shardwise.launch.job import LaunchJob
+from shardwise.launch.launch_job import LaunchJob
 
 FAILURES = 3
 SAVED_TEXT = "stopped and saved"

@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwise.errors import InputError, Stopped
 from shardwise.launch.engines import LaunchEngine
-from shardwise.launch.job import LaunchJob
+from shardwise.launch.launch_job import LaunchJob
 from shardwise.launch.lines import AGENT, header, host_line
 from shardwise.launch.yaml import to_yaml
 

@@ -10,7 +10,7 @@ no USR1, so a job that was cancelled stays so.
 from __future__ import annotations
 
 from shardwise.launch.engines import LaunchEngine
-from shardwise.launch.job import LaunchJob
+from shardwise.launch.launch_job import LaunchJob
 from shardwise.launch.lines import header, setup_lines
 
 GRACE_S = 120  # before the time limit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardwise.errors import InputError
 from shardwise.launch.engines import LaunchEngine
-from shardwise.launch.job import LaunchJob
+from shardwise.launch.launch_job import LaunchJob
 from shardwise.launch.lines import host_script
 
 

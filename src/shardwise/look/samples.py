@@ -14,7 +14,7 @@ from shardwise.errors import InputError, ShardwiseError
 from shardwise.host import put
 from shardwise.layout import Plan
 from shardwise.layout.dealing import deal, enough_samples
-from shardwise.random.reading import drawing
+from shardwise.random.reading_seeds import drawing
 from shardwise.step.batching import samples_in, slice_samples
 from shardwise.task import Task
 from shardwise.task_names import where

@@ -19,7 +19,7 @@ from shardwise.look.in_float64 import task_differs
 from shardwise.look.one_process import MOST_ELEMENTS, Untried, blame, failure_alone
 from shardwise.look.samples import a_few, costly, few_samples, fewest_samples
 from shardwise.look.watched_run import InsideTransform, TakesGradients, WritesWeights
-from shardwise.look.whole_batch import look_at_many, many_of, sizes_to_try, too_many
+from shardwise.look.whole_against_parts import look_at_many, many_of, sizes_to_try, too_many
 from shardwise.memory.recompute import note_written
 from shardwise.precision import met_at
 from shardwise.random import HIDDEN, WITHOUT, GlobalRandom, has_kernel

@@ -29,8 +29,8 @@ from shardwise.trace.argument_writes import ArgumentWrites
 from shardwise.trace.backwards import watching_backwards
 from shardwise.trace.functional import differentiating, transforming, with_values
 from shardwise.trace.leaves import written_tensors
+from shardwise.trace.module_state import ModuleState
 from shardwise.trace.own_class import CONTAINERS, is_own
-from shardwise.trace.state import ModuleState
 
 Evaluate = Callable[[Any], Loss]
 WEIGHTS_FREED = (

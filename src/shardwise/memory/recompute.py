@@ -41,7 +41,7 @@ from torch.utils.checkpoint import (
 
 from shardwise.part.tensor import same_memory
 from shardwise.trace.leaves import written_tensors
-from shardwise.trace.state import ModuleState, PassedState
+from shardwise.trace.module_state import ModuleState, PassedState
 
 _KEPT = {
     torch.ops.aten.mm.default,

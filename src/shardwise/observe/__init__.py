@@ -2,10 +2,10 @@
 
 from shardwise.observe.flops import Flops, count_flops, peak_flops
 from shardwise.observe.folder import make_folder, write_inputs, write_json
+from shardwise.observe.input_waits import InputWatch
 from shardwise.observe.metrics import MetricsFile, finite
-from shardwise.observe.progress import Display
+from shardwise.observe.progress_display import Display
 from shardwise.observe.summary import summary_text
-from shardwise.observe.waiting import InputWatch
 
 __all__ = [
     "Display",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.observe.progress import short, size
+from shardwise.observe.progress_display import short, size
 
 
 def summary_text(summary: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ import torch
 
 from shardwise.errors import RefusedPlan
 from shardwise.host import to_device
-from shardwise.layout.views import NoView, groups
+from shardwise.layout.view_dims import NoView, groups
 
 REMEMBERED = 4096  # entries of each cache; a dim of a million indices costs what its runs do
 

@@ -14,10 +14,10 @@ from shardwise.part.done_whole import done_whole, may_be_done_whole
 from shardwise.part.gathering import GatheredView, gather, gathered
 from shardwise.part.known import with_known
 from shardwise.part.levels import Distributed, ViewOf, answering, answers_operations, here, written_back
+from shardwise.part.position_tables import note_table
 from shardwise.part.rules.losses import added_up
 from shardwise.part.sum_rules import with_sums
 from shardwise.part.sums import Sum
-from shardwise.part.tables import note_table
 from shardwise.part.tensor import GATHERS, RULES, Part, facts, forget, in_backward, is_part, parts_in, same_memory
 from shardwise.trace.elementwise import is_elementwise
 from shardwise.trace.leaves import replaced, tensors_in

@@ -17,7 +17,7 @@ from shardwise.comm import Axis, all_gather, reduce_scatter
 from shardwise.host import to_device
 from shardwise.part.cuts import Owners
 from shardwise.part.levels import Distributed
-from shardwise.part.tables import whole_table
+from shardwise.part.position_tables import whole_table
 from shardwise.part.tensor import UNSENT, LastGathered, Part
 
 

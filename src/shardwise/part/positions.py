@@ -1,4 +1,4 @@
-"""`Positions`: which dims of a batch are cut, over which axes, and this rank's shares. Found by engine/positions.
+"""`Positions`: which dims of a batch are cut, over which axes, and this rank's shares. Found by engine/find_positions.
 
     sequence  input_ids (B, S), labels (B, S)   S=10 over cp=2 × cp_ulysses=2
               cp 0: 0..4   of which cp_ulysses 0: 0 1 2, 1: 3 4
@@ -51,7 +51,7 @@ class Positions:
     what     is cut: "sequence" or "field"
     inside   what cuts tensors inside the module, where the batch is whole
     stopped  why positions of the batch itself cannot be cut, for people
-    tables   ranges inside the module are dealt alike (see `part/tables`)
+    tables   ranges inside the module are dealt alike (see `part/position_tables`)
     past     the module's code takes parameters past their attributes (see `part/past`)
     results  how the axes cut each leaf of what a call of a submodule (path, place) gives, as rehearsed, where they do
     """

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from shardwise.layout.views import groups
+from shardwise.layout.view_dims import groups
 from shardwise.part.cuts import regrouped
 from shardwise.part.tensor import Part
 

@@ -12,7 +12,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.layout.plan import DEGREES, Plan
 from shardwise.planner.candidates import Constraints, micro_batches, plan_of
 from shardwise.planner.proposal import Proposal, Search, lacking
-from shardwise.planner.reading import Reading
+from shardwise.planner.read_time import Reading
 from shardwise.planner.subject import Subject
 from shardwise.planner.units import bytes_text, seconds_text
 

@@ -15,7 +15,7 @@ from shardwise.costs.software import STATES, Software, as_planned
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout.precisions import BYTES, PRECISIONS
 from shardwise.planner.candidates import UNSEARCHED, Constraints, decoder_layouts
-from shardwise.planner.reading import Reading
+from shardwise.planner.read_time import Reading
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.quick import Estimator, Quick
 from shardwise.simulator.step import simulate

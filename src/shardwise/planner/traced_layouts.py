@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import CONTEXT_BYTES
-from shardwise.engine.positions import tiled_sizes
+from shardwise.engine.find_positions import tiled_sizes
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.layout.plan import ALONG

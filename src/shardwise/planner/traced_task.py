@@ -22,7 +22,7 @@ from shardwise.parallel.batchnorm import joins_batch_norms
 from shardwise.part.pairs import shapes_outside
 from shardwise.planner.candidates import Constraints
 from shardwise.planner.played import Sizes, dealt, degrees_text, places, played
-from shardwise.planner.reading import Reading, timed_reading
+from shardwise.planner.read_time import Reading, timed_reading
 from shardwise.planner.subject import Subject
 from shardwise.planner.traced_layouts import TracedLayouts
 from shardwise.precision import met_at, told_met

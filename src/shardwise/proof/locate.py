@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from shardwise.proof.compare import number_error, tensor_error
+from shardwise.proof.compare_records import number_error, tensor_error
 from shardwise.proof.kind import kind_of
 from shardwise.proof.oracle import Look
 from shardwise.proof.outcome import Parity

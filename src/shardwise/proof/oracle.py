@@ -31,7 +31,7 @@ from shardwise.step.task_optimizer import named_groups
 from shardwise.task import Task, call_arguments
 from shardwise.trace.deferred import build, named_tensors
 from shardwise.trace.double import KeepDouble, default_dtype
-from shardwise.trace.state import ModuleState
+from shardwise.trace.module_state import ModuleState
 
 
 @dataclass

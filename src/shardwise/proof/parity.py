@@ -115,7 +115,7 @@ def _many(
 
 def _judge(parity: Parity, task: Task, settings: Any, single: Any, ranks: Any) -> None:
     """Compare both records into `parity`; what exceeds a bar by rounding alone is set apart."""
-    from shardwise.proof.compare import compare
+    from shardwise.proof.compare_records import compare
     from shardwise.proof.narrow import set_noise_apart
     from shardwise.proof.rounding import explain_by_rounding
     from shardwise.proof.zero_gradients import set_zero_gradients_apart

@@ -28,7 +28,7 @@ from shardwise.proof.oracle import needs_closure, plain_module
 from shardwise.proof.settings import Settings
 from shardwise.proof.visited import literal
 from shardwise.random import BatchDims, GlobalRandom, Samples
-from shardwise.random.reading import drawing
+from shardwise.random.reading_seeds import drawing
 from shardwise.step.batching import samples_in, slice_samples
 from shardwise.step.loss import read_loss
 from shardwise.step.task_optimizer import named_groups

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from shardwise.digest import digest
 from shardwise.trace.deferred import Built
 from shardwise.trace.fake import Fake
-from shardwise.trace.state import ModuleState
+from shardwise.trace.module_state import ModuleState
 
 Program = tuple[Hashable, ...]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from shardwise.proof.compare import compare
+from shardwise.proof.compare_records import compare
 from shardwise.proof.oracle import run_oracle
 from shardwise.proof.outcome import KINDS, Parity
 from shardwise.proof.record import Record

@@ -14,7 +14,7 @@ from shardwise.checkpoint.inspect import opened, state_dict_names
 from shardwise.checkpoint.load import tensor_of
 from shardwise.checkpoint.pieces import Piece
 from shardwise.errors import InputError
-from shardwise.proof.compare import tensor_error
+from shardwise.proof.compare_records import tensor_error
 from shardwise.proof.outcome import GRADIENT_FLOOR, Parity
 from shardwise.proof.plain_run import RunRecord
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.random.reading import drawing
+from shardwise.random.reading_seeds import drawing
 from shardwise.task import Task
 
 LEAST_EPS = 1e-4  # below it, Adam-family updates turn rounding of near-zero gradients into sign flips

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardwise.engine.positions import field_dims, runs, tiled_sizes
+from shardwise.engine.find_positions import field_dims, runs, tiled_sizes
 from shardwise.errors import RefusedPlan, first_line
 from shardwise.layout import Plan, check
 from shardwise.proof.programs import programs_of

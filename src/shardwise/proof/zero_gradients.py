@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.proof.compare import tensor_error
+from shardwise.proof.compare_records import tensor_error
 from shardwise.proof.narrow import LEAST_BAR
 from shardwise.proof.oracle import needs_closure, plain_module
 from shardwise.proof.outcome import GRADIENT_BAR, GRADIENT_FLOOR, Parity

@@ -2,6 +2,7 @@
 
 from shardwise.random.dims import BatchDims, Drawn
 from shardwise.random.draws import DRAWS
+from shardwise.random.follow_draws import HIDDEN, Randomness, Watch
 from shardwise.random.hashing import WITHOUT, has_kernel, hashed
 from shardwise.random.modes import (
     EACH_ITS_OWN,
@@ -12,7 +13,6 @@ from shardwise.random.modes import (
     python_restored,
     seed_python,
 )  # fmt: skip
-from shardwise.random.watch import HIDDEN, Randomness, Watch
 
 __all__ = [
     "DRAWS", "EACH_ITS_OWN", "HIDDEN", "WITHOUT", "BatchDims", "ConstantRandom", "Drawn", "GlobalRandom", "Randomness",

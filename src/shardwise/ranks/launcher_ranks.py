@@ -17,8 +17,8 @@ from typing import Any
 
 from shardwise.errors import InputError, RunError
 from shardwise.ranks.join import join
-from shardwise.ranks.messages import Report, dumps, pack_call
 from shardwise.ranks.mpi import here
+from shardwise.ranks.pool_messages import Report, dumps, pack_call
 from shardwise.ranks.supervise import Outcome, unpack
 from shardwise.ranks.worker import describe
 

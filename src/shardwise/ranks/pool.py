@@ -16,7 +16,7 @@ from typing import Any
 
 from shardwise.errors import InputError
 from shardwise.guard.diagnose import RankWatch
-from shardwise.ranks.messages import OWN, RELEASE, pack_call
+from shardwise.ranks.pool_messages import OWN, RELEASE, pack_call
 from shardwise.ranks.process import START_LIMIT_S, RankProcess, allow_files, refuse_beyond_memory
 from shardwise.ranks.supervise import Outcome, make_job, meeting_place, records_of, start_error, unpack, watch
 

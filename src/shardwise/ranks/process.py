@@ -16,7 +16,7 @@ from pathlib import Path
 
 from shardwise.errors import InputError, RunError
 from shardwise.guard.stacks import crash_in, readable
-from shardwise.ranks.messages import IDLE, READY, RankCall, Report
+from shardwise.ranks.pool_messages import IDLE, READY, RankCall, Report
 from shardwise.ranks.worker import HandedFd, serve
 
 # Imported once in the fork server, shared by every rank. None of these runs a tensor operation on import,

@@ -20,7 +20,7 @@ from shardwise.errors import InputError, RunError, ShardwiseError, rebuilt
 from shardwise.guard.diagnose import Finding, RankWatch
 from shardwise.guard.records import Reader, memory_folder
 from shardwise.guard.stacks import collect
-from shardwise.ranks.messages import Failure, RankCall
+from shardwise.ranks.pool_messages import Failure, RankCall
 from shardwise.ranks.process import STARTED_BY_IMPORT, RankProcess
 
 # what a collective says on a rank whose peer has gone or never came

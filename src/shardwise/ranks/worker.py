@@ -25,7 +25,7 @@ from shardwise.guard.records import RankRecord
 from shardwise.guard.stacks import answer_with_stacks
 from shardwise.ranks.allocation import keep_freed_memory
 from shardwise.ranks.fresh import reset_process
-from shardwise.ranks.messages import IDLE, OWN, READY, Failure, RankCall, Report, dumps
+from shardwise.ranks.pool_messages import IDLE, OWN, READY, Failure, RankCall, Report, dumps
 from shardwise.ranks.scheduling import take_turns
 
 BEAT_S = 1.0

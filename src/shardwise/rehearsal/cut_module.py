@@ -1,8 +1,8 @@
 """Rehearse one rank of a module that is cut. `Cuts`: plan keys, a new one too (rehearsals of whole modules read it).
 
-The cuts are those of a run (`engine/tensor`, `engine/cutting`, `engine/positions`). A rank's share of the weights is
-put into the module, and its row of the schedule is played: nothing is sent, what would arrive is made up in the right
-shapes. So products, bytes moved, messages, and the peak of live bytes are those of that very rank.
+The cuts are those of a run (`engine/tensor_cuts`, `engine/cutting`, `engine/find_positions`). A rank's share of the
+weights is put into the module, and its row of the schedule is played: nothing is sent, what would arrive is made up in
+the right shapes. So products, bytes moved, messages, and the peak of live bytes are those of that very rank.
 
     tp   weights are shares, activations parts; collectives are noted with their sizes
     domain  fields of the batch are this rank's tile; what it fetches of others is noted and made up
@@ -28,9 +28,9 @@ from shardwise.comm import Axis
 from shardwise.costs.layout import SAME_KEYS, Layout
 from shardwise.engine.cutting import cut_forward
 from shardwise.engine.experts import look_for_experts, names_of, row_wise_experts
-from shardwise.engine.positions import find_positions
+from shardwise.engine.find_positions import find_positions
 from shardwise.engine.recipe import make_gradients_dense
-from shardwise.engine.tensor import derive_cuts
+from shardwise.engine.tensor_cuts import derive_cuts
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.layout.grid import SPACE, inner_axes
@@ -39,7 +39,7 @@ from shardwise.layout.schedules import Schedule, make_schedule
 from shardwise.layout.zero_stages import STAGES, ZeroStage
 from shardwise.look.samples import SAMPLES, a_few, few_samples
 from shardwise.parallel.expert import holds_experts
-from shardwise.parallel.expert.apply import Stack
+from shardwise.parallel.expert.expert_forward import Stack
 from shardwise.parallel.pipeline.placed import StagePlacement
 from shardwise.parallel.tensor import Derived, Followed
 from shardwise.part import forget

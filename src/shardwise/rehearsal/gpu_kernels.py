@@ -6,7 +6,7 @@
                 "global")
     cut         positions go their own ways (parallel/sequence); a ring writes the scores of a block on a GPU
     dropout     a CPU keeps a mask in the dtype of its input, a GPU one byte for each element
-    recurrence  a CPU runs an op for each step, a GPU a layer in one call (rehearsal/recurrent)
+    recurrence  a CPU runs an op for each step, a GPU a layer in one call (rehearsal/cudnn_layers)
 
 Source: which kernel torch takes, `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`.
 
@@ -23,14 +23,14 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from shardwise.parallel.sequence import kernels
+from shardwise.parallel.sequence import block_attention
 from shardwise.part.levels import Distributed
-from shardwise.rehearsal.recurrent import RECURRENT, as_one_call
+from shardwise.rehearsal.cudnn_layers import RECURRENT, as_one_call
 
 _ATEN = torch.ops.aten
 _ATTENTION = functional.scaled_dot_product_attention
 _DROPOUT = functional.dropout
-_HAS_FUSED = kernels.has_fused
+_HAS_FUSED = block_attention.has_fused
 _HALF = (torch.bfloat16, torch.float16)
 MOST_WIDTH = 256  # of a head, in FlashAttention
 
@@ -52,12 +52,12 @@ class Fused(TorchFunctionMode):
     def __enter__(self) -> Fused:
         functional.scaled_dot_product_attention = self._attend
         functional.dropout = partial(_dropout, _DROPOUT)
-        kernels.has_fused = lambda device: False  # a ring's blocks, which have no fused kernel on a GPU here
+        block_attention.has_fused = lambda device: False  # a ring's blocks, which have no fused kernel on a GPU here
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
         functional.scaled_dot_product_attention, functional.dropout = _ATTENTION, _DROPOUT
-        kernels.has_fused = _HAS_FUSED
+        block_attention.has_fused = _HAS_FUSED
         super().__exit__(*error)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.rehearsal.recurrent import recurrent, recurrent_backward
+from shardwise.rehearsal.cudnn_layers import recurrent, recurrent_backward
 from shardwise.simulator.counted import StepTrace
 from shardwise.trace.leaves import tensors_in
 

@@ -24,18 +24,17 @@ from shardwise.mesh import overlap_from
 from shardwise.parallel.expert import ExpertParallel
 from shardwise.parallel.flat import Flat
 from shardwise.parallel.pipeline import backward
-from shardwise.parallel.pipeline.messages import MessageSpec as OfTensor
 from shardwise.parallel.pipeline.stage import StagedModule
+from shardwise.parallel.pipeline.stage_messages import MessageSpec as OfTensor
 from shardwise.parallel.tensor import TensorParallel
 from shardwise.part import forget
 from shardwise.part.crossing import cuts_of, put_together, taken_apart
 from shardwise.precision import Precision
-from shardwise.rehearsal.dispatch import RehearsalMode, followed
+from shardwise.rehearsal.fully_sharded import FakeFullShard, silent_mesh
 from shardwise.rehearsal.gpu_kernels import Fused, like_gpu
 from shardwise.rehearsal.known_values import Values, known_values_read
 from shardwise.rehearsal.op_counts import Count
 from shardwise.rehearsal.rank_module import RankModule
-from shardwise.rehearsal.sharded import FakeFullShard, silent_mesh
 from shardwise.rehearsal.short_rows import telling
 from shardwise.rehearsal.step_trace import (
     Arrivals,
@@ -45,6 +44,7 @@ from shardwise.rehearsal.step_trace import (
     objective,
     on_device,
 )  # fmt: skip
+from shardwise.rehearsal.trace_mode import RehearsalMode, followed
 from shardwise.rehearsal.update_trace import in_order
 from shardwise.simulator.counted import Passed, RankTrace, Sent, StepTrace
 from shardwise.trace.fake import Fake

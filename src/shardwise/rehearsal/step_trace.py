@@ -36,11 +36,11 @@ from shardwise.parallel.batchnorm import CountBatchNorm, JoinBatchNorm, batch_no
 from shardwise.parallel.slots import Phase
 from shardwise.part.pairs import hold_pairs
 from shardwise.precision import Precision
-from shardwise.rehearsal.dispatch import RehearsalMode, followed
 from shardwise.rehearsal.gpu_kernels import Fused, like_gpu
 from shardwise.rehearsal.known_values import BATCH, Values, give, numpy_by_values
 from shardwise.rehearsal.op_counts import Count
 from shardwise.rehearsal.packed_rows import padding_by_values
+from shardwise.rehearsal.trace_mode import RehearsalMode, followed
 from shardwise.rehearsal.untraced import ModulePath, untraced
 from shardwise.rehearsal.update_trace import in_order
 from shardwise.simulator.counted import StepTrace

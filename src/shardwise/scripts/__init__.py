@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.scripts.loader import PartLoader
+from shardwise.scripts.part_loader import PartLoader
 from shardwise.scripts.prepared import Prepared, prepare
 
 __all__ = ["PartLoader", "Prepared", "prepare"]

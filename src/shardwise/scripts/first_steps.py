@@ -20,8 +20,8 @@ from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RunError
 from shardwise.look.ranks_alike import HeldAlike, elements
 from shardwise.parallel.fsdp import groups_of
-from shardwise.scripts.optimizer import THAWS
 from shardwise.scripts.script_lines import names_line
+from shardwise.scripts.script_optimizer import THAWS
 
 _MOVED_BY = 3  # steps
 _FEW = 16  # elements of a weight

@@ -23,7 +23,7 @@ from shardwise.errors import RefusedPlan
 from shardwise.parallel.expert import WithExperts
 from shardwise.parallel.full import FullShard
 from shardwise.scripts.guard import TAKEN, Gate
-from shardwise.scripts.recorded import Recorded
+from shardwise.scripts.recorded_backwards import Recorded
 from shardwise.scripts.script_lines import names_line
 from shardwise.scripts.shares import Door
 

@@ -24,7 +24,7 @@ from shardwise.parallel.full import FullShard
 from shardwise.parallel.slots import Slot
 from shardwise.scripts.guard import Gate
 from shardwise.scripts.script_lines import names_line
-from shardwise.scripts.state import share_of
+from shardwise.scripts.whole_optimizer_state import share_of
 from shardwise.step.state import RankState
 
 _EARLY = (

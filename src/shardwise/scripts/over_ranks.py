@@ -21,8 +21,8 @@ from shardwise.parallel.full import FullShard
 from shardwise.part import whole
 from shardwise.scripts.calls import Calls
 from shardwise.scripts.first_steps import FirstSteps, ParametersInPlace
-from shardwise.scripts.loader import PartLoader
 from shardwise.scripts.optimizer_pieces import OptimizerGuard
+from shardwise.scripts.part_loader import PartLoader
 from shardwise.scripts.script_lines import names_line
 from shardwise.scripts.weight_access import WeightAccess
 

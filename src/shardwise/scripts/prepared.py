@@ -37,7 +37,7 @@ from shardwise.parallel.full import FullShard
 from shardwise.part.dispatch import Gathers
 from shardwise.part.parameters import read_outside
 from shardwise.random import Randomness
-from shardwise.scripts import optimizer as optimizers
+from shardwise.scripts import script_optimizer as optimizers
 from shardwise.scripts.agreement import same_given
 from shardwise.scripts.calls import Calls, leader_of
 from shardwise.scripts.copies import Copies
@@ -46,10 +46,10 @@ from shardwise.scripts.first_steps import FirstSteps, ParametersInPlace, refuse_
 from shardwise.scripts.gradient_arrivals import buckets_of, techniques_of, weakly
 from shardwise.scripts.gradients import Gradients
 from shardwise.scripts.guard import Gate, guard_conversion, mark_like, refuse_hooks
-from shardwise.scripts.loader import Events, PartLoader, Reads
 from shardwise.scripts.meeting import Meeting
 from shardwise.scripts.optimizer_pieces import OptimizerGuard
 from shardwise.scripts.own_batches import OwnBatches
+from shardwise.scripts.part_loader import Events, PartLoader, Reads
 from shardwise.scripts.proof.on_ranks import side_of
 from shardwise.scripts.proof.plain import Plain
 from shardwise.scripts.proof.receipts import line_of, script_under_way
@@ -71,9 +71,9 @@ from shardwise.scripts.start import (
     waits_for_call,
     with_dtype,
 )
-from shardwise.scripts.state import States, holds_pieces, put, states_of
 from shardwise.scripts.stepping import Stepping
 from shardwise.scripts.weight_access import hold
+from shardwise.scripts.whole_optimizer_state import States, holds_pieces, put, states_of
 from shardwise.scripts.whole_weights import WholeWeights
 from shardwise.task import Domain
 

@@ -26,18 +26,18 @@ from shardwise.layout.dealing import Share
 from shardwise.parallel.full import FullShard
 from shardwise.part import forget, plain, whole
 from shardwise.scripts.agreement import compare, note, same_change
-from shardwise.scripts.draws import SampleDraws
 from shardwise.scripts.earlier import Earlier
 from shardwise.scripts.first_steps import FirstSteps
 from shardwise.scripts.following import aside, differentiate
 from shardwise.scripts.gradient_arrivals import buckets_of, share_uncut
 from shardwise.scripts.gradients import Gradients
-from shardwise.scripts.loader import PartLoader
-from shardwise.scripts.optimizer import is_of_torch
+from shardwise.scripts.part_loader import PartLoader
 from shardwise.scripts.proof.on_ranks import RankSide
+from shardwise.scripts.sample_draws import SampleDraws
 from shardwise.scripts.script_lines import Notices, names_line
-from shardwise.scripts.state import open_doors
+from shardwise.scripts.script_optimizer import is_of_torch
 from shardwise.scripts.weighing import Weighing, check_loss, check_number, form_of
+from shardwise.scripts.whole_optimizer_state import open_doors
 from shardwise.step.control import Tally
 from shardwise.step.loss import Loss
 from shardwise.step.normalise import held_gradients, norm_of_gradients, not_finite, sum_of_squares

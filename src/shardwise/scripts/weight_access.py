@@ -22,9 +22,9 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from shardwise.device import memory_bytes, on_host
-from shardwise.engine import export
+from shardwise.engine import weights_out
 from shardwise.engine.engine import Engine
-from shardwise.engine.load import load_state_dict
+from shardwise.engine.load_weights import load_state_dict
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.mesh import Mesh
 from shardwise.parallel.fsdp import units_aside
@@ -200,7 +200,7 @@ class WeightAccess(ABC):
         """Whole weights and buffers as one safetensors file, written by rank 0. Collective."""
         self.meet("save_weights(...)")
         with self._reading():
-            export.save_weights(self.engine.state, path, under=self._prefix)
+            weights_out.save_weights(self.engine.state, path, under=self._prefix)
 
     def memory(self) -> dict[str, int | None]:
         """Bytes on this rank, as `Engine.memory`."""

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardwise.comm import all_reduce, broadcast
 from shardwise.engine.engine import Engine
-from shardwise.engine.load import load_state_dict
+from shardwise.engine.load_weights import load_state_dict
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.parallel.fsdp import groups_of
 from shardwise.parallel.full import FullShard
@@ -40,8 +40,8 @@ from shardwise.scripts.agreement import same_given
 from shardwise.scripts.gradient_arrivals import techniques_of
 from shardwise.scripts.guard import OUTSIDE, READ, TAKEN, mark_like, reads_values, writes_into
 from shardwise.scripts.script_lines import names_line
-from shardwise.scripts.state import put, share_of
 from shardwise.scripts.whole_in_graphs import BesideForward, OfPieces
+from shardwise.scripts.whole_optimizer_state import put, share_of
 from shardwise.trace.leaves import replaced, tensors_in
 
 if TYPE_CHECKING:

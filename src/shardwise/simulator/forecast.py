@@ -1,4 +1,4 @@
-"""`Forecast`: one step of a plan by any simulation. A new figure: `as_dict` (JSON), planner/text (text)."""
+"""`Forecast`: one step of a plan by any simulation. A new figure: `as_dict` (JSON), planner/proposal_text (text)."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
     peak      the largest of what has its own time: a micro-batch, the optimizer's temporaries, a reduction in flight
 
 Under zero=3, and zero=2 beside a pipeline, a micro-batch was played with what the technique makes and frees around it
-(rehearsal/sharded.py): its peak has gathered weights, buffers, and gradients as far as they are there.
+(rehearsal/fully_sharded.py): its peak has gathered weights, buffers, and gradients as far as they are there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger
 from shardwise.costs.software import States
 from shardwise.layout import Plan
-from shardwise.layout.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, lay_out, most_elements
+from shardwise.layout.flat_buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, lay_out, most_elements
 from shardwise.precision import Precision
 from shardwise.simulator.counted import Model, StepTrace
 from shardwise.step.owners import choose_owners

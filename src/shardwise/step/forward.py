@@ -22,7 +22,7 @@ from shardwise.part.positions import Positions
 from shardwise.precision import Precision
 from shardwise.step.batching import samples_in
 from shardwise.step.loss import Loss, loss_on
-from shardwise.step.metrics import MetricTally
+from shardwise.step.task_metrics import MetricTally
 from shardwise.task import Task, call_arguments
 
 

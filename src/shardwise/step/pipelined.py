@@ -30,15 +30,15 @@ from shardwise.layout.schedule_kinds import Op
 from shardwise.layout.schedules import plain_schedule
 from shardwise.parallel.pipeline import backward
 from shardwise.parallel.pipeline.left import as_left
-from shardwise.parallel.pipeline.tape import Tape
+from shardwise.parallel.pipeline.stage_gradients import Tape
 from shardwise.part.pairs import as_pairs
 from shardwise.random import Samples
 from shardwise.step.control import Agreement, Tally, agree
-from shardwise.step.kept import meet_kept
 from shardwise.step.loss import NO_GRAPH, Loss
-from shardwise.step.masks import drawing, seed_masks
 from shardwise.step.normalise import square_norm
 from shardwise.step.objective import objective_of
+from shardwise.step.sample_states import meet_kept
+from shardwise.step.seeded_draws import drawing, seed_masks
 from shardwise.step.staged import StagedForward
 from shardwise.step.state import RankState
 from shardwise.trace.deferred import seed_of

@@ -25,13 +25,13 @@ from shardwise.part import forget, plain
 from shardwise.part.levels import Distributed
 from shardwise.step.batching import fields_of, parts_of, pieces_of, told_beside_first
 from shardwise.step.control import Agreement, PendingRow, Tally, agree, gather_reached
-from shardwise.step.inputs import name_bad_input
-from shardwise.step.kept import meet_kept
 from shardwise.step.loss import NO_GRAPH, TWICE, is_second_backward
-from shardwise.step.masks import drawing, seed_masks
 from shardwise.step.normalise import NotFinite, normalise, square_norm
+from shardwise.step.not_finite import name_bad_input
 from shardwise.step.objective import objective_of
 from shardwise.step.result import StepResult
+from shardwise.step.sample_states import meet_kept
+from shardwise.step.seeded_draws import drawing, seed_masks
 from shardwise.step.state import RankState
 from shardwise.trace.outside_reads import set_training
 

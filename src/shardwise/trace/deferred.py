@@ -32,9 +32,9 @@ from torch.nn.parameter import is_lazy
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError, first_line
 from shardwise.task_names import is_own, where
 from shardwise.trace.caches import forget_tables
+from shardwise.trace.constructor_recorder import recording
 from shardwise.trace.double import as_written
 from shardwise.trace.leaves import replaced, tensors_in
-from shardwise.trace.recorder import recording
 from shardwise.trace.tape import ConstructorTape, NotReplayable, Ref, bytes_of, ref_of
 
 

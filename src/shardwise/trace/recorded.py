@@ -26,11 +26,11 @@ from shardwise.trace.fake import Fake, unlogged
 from shardwise.trace.flow import Attribute, Flow, Leaf, ModuleCall, OwnCall
 from shardwise.trace.functional import transforming
 from shardwise.trace.generators import shared_states
+from shardwise.trace.module_state import ModuleState
 from shardwise.trace.numbered import Assignments, Recorder
 from shardwise.trace.own_calls import OwnCalls, Spot
 from shardwise.trace.remembered import AttributeWatch, ForwardState, structure
 from shardwise.trace.stand_in import standing_in
-from shardwise.trace.state import ModuleState
 from shardwise.trace.taken import GradientWatch
 from shardwise.trace.tensors_in_objects import hidden
 from shardwise.trace.without_gradient import HooksLeftOut, switched_off

@@ -22,8 +22,8 @@ from shardwise.observe.sinks import check_sinks
 from shardwise.task import Task, default_optimizer
 from shardwise.task_names import call_task, resolve_task, where
 from shardwise.trace.deferred import LEAVE_OUT, of_a_device
-from shardwise.training.optimizers import make_optimizer, scaled
-from shardwise.training.schedules import make_schedule, scaled_lr
+from shardwise.training.learning_rates import make_schedule, scaled_lr
+from shardwise.training.optimizer_section import make_optimizer, scaled
 
 STEPS = 100
 BATCH_SAMPLES = 32
@@ -46,7 +46,7 @@ class Job:
     again: bool = False  # an attempt after another one: there may be nothing left but the end
     resume: str | None = None  # a checkpoint, or a folder of them, to go on from
     scheduled: int = 0  # steps that the schedule is for; 0: those of the run
-    proof: Any = None  # what a proof of this run changes (`proof/run`)
+    proof: Any = None  # what a proof of this run changes (`proof/verify_run`)
 
     @property
     def randomness(self) -> Literal["global", "fast"]:

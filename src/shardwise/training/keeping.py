@@ -34,7 +34,7 @@ from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.host import put
 from shardwise.look.ranks_alike import HeldAlike
-from shardwise.ranks.launch import stop_signals
+from shardwise.ranks.start_ranks import stop_signals
 from shardwise.training.job import Job
 from shardwise.training.resume import STOPPED, changes, home_of, settings_of, task_digest
 from shardwise.training.stragglers import Stragglers

@@ -20,23 +20,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.adapters.files import write_adapters
+from shardwise.adapters.peft_files import write_adapters
 from shardwise.comm import everybody, gather_json, gather_rows
 from shardwise.data import evaluation_parts, own_tile, parts_of, samples_in
 from shardwise.dataset import name_of
 from shardwise.engine.ema import Ema
 from shardwise.engine.engine import Engine
-from shardwise.engine.export import save_weights, trained_parameters
+from shardwise.engine.weights_out import save_weights, trained_parameters
 from shardwise.errors import InputError
 from shardwise.guard.points import reach
 from shardwise.host import put
 from shardwise.look.samples import read_samples
 from shardwise.measure.pace import Beat, over_ranks, pace_beside
 from shardwise.observe import Flops, InputWatch, MetricsFile, count_flops, finite, peak_flops, write_inputs, write_json
-from shardwise.observe.memory import imbalance, memory_of
+from shardwise.observe.peak_memory import imbalance, memory_of
 from shardwise.observe.profile import StepProfile, as_text
 from shardwise.observe.profile_steps import read_steps
-from shardwise.observe.progress import Display
+from shardwise.observe.progress_display import Display
 from shardwise.observe.sinks import open_sinks
 from shardwise.observe.speed import Speed
 from shardwise.progress import sayer
@@ -46,7 +46,7 @@ from shardwise.training.failures import told_plainly
 from shardwise.training.held_out import Spread
 from shardwise.training.job import Job
 from shardwise.training.keeping import BEST, Keeper
-from shardwise.training.parts import batches_of, engine_of, loader_of
+from shardwise.training.rank_parts import batches_of, engine_of, loader_of
 from shardwise.training.replay import judging
 from shardwise.training.resume import trim_metrics
 from shardwise.training.writing import written_text

@@ -29,7 +29,7 @@ from shardwise.guard.points import reach
 from shardwise.ranks.nodes import apart
 from shardwise.training.job import Job
 from shardwise.training.keeping import Keeper
-from shardwise.training.parts import batches_of, engine_of, loader_of
+from shardwise.training.rank_parts import batches_of, engine_of, loader_of
 from shardwise.training.resume import home_of
 
 TIMEOUT_S = 1800.0

@@ -27,7 +27,7 @@ from shardwise.checkpoint.remote import is_remote, place
 from shardwise.errors import RefusedPlan, RunError, first_line
 from shardwise.layout.elastic import smaller
 from shardwise.observe import write_json
-from shardwise.ranks.launch import stop_signals
+from shardwise.ranks.start_ranks import stop_signals
 from shardwise.training.job import Job
 from shardwise.training.resume import home_of
 

@@ -12,7 +12,7 @@ from typing import Any
 from shardwise.checkpoint import manifest, publish
 from shardwise.checkpoint.remote import is_remote, place
 from shardwise.config import Effective
-from shardwise.config.load import NO_TASK
+from shardwise.config.effective import NO_TASK
 from shardwise.config.schema import BUILTINS, NOT_TRAINED
 from shardwise.errors import InputError
 from shardwise.task_files import is_run

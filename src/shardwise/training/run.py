@@ -272,7 +272,7 @@ def _joined(job: Job, forecast: dict[str, Any] | None, resume: str | None) -> Ru
     from shardwise.comm import everybody, gather_json, refuse_shared_devices
     from shardwise.ranks import join
     from shardwise.ranks.launchers import own_device
-    from shardwise.training.hosts import check_folder, check_hosts
+    from shardwise.training.hosts_alike import check_folder, check_hosts
 
     config = job.effective.config.train
     rank, _ = join(deadlines=_deadlines(config))

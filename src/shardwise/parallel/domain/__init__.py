@@ -1,6 +1,6 @@
 """Domain parallelism: fields whose spatial dims are cut into tiles over ranks; operations on tiles: part/rules."""
 
-from shardwise.parallel.domain.inputs import as_read, candidates, without_space
+from shardwise.parallel.domain.space_dims import as_read, candidates, without_space
 from shardwise.part.rules.writes import watch
 from shardwise.part.tiles.gathers import Gather, explained, watching, whole
 

@@ -30,12 +30,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from shardwise.errors import RefusedPlan
-from shardwise.parallel.expert.apply import ExpertCall, Stack, counting
+from shardwise.parallel.expert.expert_forward import ExpertCall, Stack, counting
 from shardwise.trace.deferred import Built
 from shardwise.trace.fake import Fake, unlogged
 from shardwise.trace.leaves import tensors_in
+from shardwise.trace.module_state import ModuleState
 from shardwise.trace.stand_in import standing_in
-from shardwise.trace.state import ModuleState
 
 DtypeOf = Callable[[torch.Tensor], torch.dtype]
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the largest value

@@ -9,8 +9,8 @@ import torch
 
 from shardwise.comm import Axis
 from shardwise.parallel.pipeline.placed import StagePlacement
+from shardwise.parallel.pipeline.stage_gradients import Tape
 from shardwise.parallel.pipeline.talk import Talk
-from shardwise.parallel.pipeline.tape import Tape
 
 
 class Serving:

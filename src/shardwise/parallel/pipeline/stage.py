@@ -48,7 +48,7 @@ from shardwise.parallel.pipeline.left_out import LeftOutResults
 from shardwise.parallel.pipeline.on_nothing import RAISED, OnNothing
 from shardwise.parallel.pipeline.shared import SharedGradients
 from shardwise.parallel.pipeline.skips import Skip
-from shardwise.parallel.pipeline.tape import Tape
+from shardwise.parallel.pipeline.stage_gradients import Tape
 from shardwise.part.crossing import Along, overwrite, settled
 from shardwise.part.parameters import read_ahead
 from shardwise.trace.functional import transforming

@@ -1,4 +1,4 @@
-"""`scaled_dot_product_attention` on cut positions: by heads (Ulysses) or a ring; on cut heads: part/rules/attention.
+"""`scaled_dot_product_attention` on cut positions: by heads (Ulysses) or a ring; cut heads: part/rules.
 
     cp_ulysses   positions -> heads (all-to-all), attention of whole sequences, heads -> positions
     cp           keys and values of every rank pass by, and the blocks' results are merged (see `ring`)

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shardwise.parallel.sequence.kernels import wide
+from shardwise.parallel.sequence.block_attention import wide
 from shardwise.parallel.sequence.pair_mask import Bare, PairMask
-from shardwise.parallel.sequence.pairs import kinds_of
+from shardwise.parallel.sequence.ring_plan import kinds_of
 from shardwise.parallel.sequence.rounds import Rounds, backward_around, forward_around
 from shardwise.part.named import by_number, number_of
 

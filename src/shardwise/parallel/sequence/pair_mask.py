@@ -18,9 +18,9 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.host import has_values, read, to_device
-from shardwise.parallel.sequence.runs import At, Range
-from shardwise.part.boundary import APART
+from shardwise.parallel.sequence.index_ranges import At, Range
 from shardwise.part.levels import Distributed
+from shardwise.part.plain_shares import APART
 from shardwise.part.sums import plain
 from shardwise.trace.leaves import replaced, tensors_in
 

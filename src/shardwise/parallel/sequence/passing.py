@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from shardwise.comm import Pending, RankMessage, exchange
-from shardwise.parallel.sequence.kernels import wide
+from shardwise.parallel.sequence.block_attention import wide
 from shardwise.parallel.sequence.layers import POSITIONS
-from shardwise.parallel.sequence.pairs import Call
+from shardwise.parallel.sequence.ring_plan import Call
 
 Tensors = tuple[torch.Tensor, ...]
 

@@ -40,7 +40,7 @@ from shardwise.parallel.sequence.layers import (
 )
 from shardwise.parallel.sequence.operators import backward_written, forward_written
 from shardwise.parallel.sequence.pair_mask import PairMask
-from shardwise.parallel.sequence.pairs import Call, kinds_of, tile_of
+from shardwise.parallel.sequence.ring_plan import Call, kinds_of, tile_of
 from shardwise.parallel.sequence.rounds import Rounds, backward_around, forward_around
 from shardwise.part import Owners
 from shardwise.trace.twice import differentiable_once

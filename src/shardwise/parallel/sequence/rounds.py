@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.host import to_device
-from shardwise.parallel.sequence.kernels import attended, finite, gradients, wide
+from shardwise.parallel.sequence.block_attention import attended, finite, gradients, wide
 from shardwise.parallel.sequence.layers import HEADS
-from shardwise.parallel.sequence.pairs import Call, add_to_mask, bias_of, pairs
 from shardwise.parallel.sequence.passing import blocks_passing, gradients_around
+from shardwise.parallel.sequence.ring_plan import Call, add_to_mask, bias_of, pairs
 
 
 @dataclass(frozen=True)

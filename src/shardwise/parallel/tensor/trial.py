@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise.comm import Axis, Ledger
 from shardwise.errors import InputError, RefusedPlan
-from shardwise.parallel.tensor.apply import TensorParallel
+from shardwise.parallel.tensor.cut_weights import TensorParallel
 from shardwise.parallel.tensor.derive import Derived, derive, matching, starved
-from shardwise.parallel.tensor.kept import kept_shares
+from shardwise.parallel.tensor.gathered_weights import kept_shares
 from shardwise.parallel.tensor.raw_reads import RawReads
 from shardwise.part import Uncut, forget
 from shardwise.part.labels import Axes, Found
@@ -26,8 +26,8 @@ from shardwise.part.past import PastAttributes
 from shardwise.random import python_restored, seed_python
 from shardwise.trace.deferred import Built
 from shardwise.trace.fake import Fake, unlogged
+from shardwise.trace.module_state import ModuleState
 from shardwise.trace.stand_in import Make, standing_in
-from shardwise.trace.state import ModuleState
 
 Run = Callable[[nn.Module, Any], Any]  # (module, batch) -> loss, as the engine computes it
 

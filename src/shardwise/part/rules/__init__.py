@@ -8,15 +8,15 @@ needs_whole, done_whole   the same, of functions that need dims whole, or are do
 """
 
 from shardwise.part.rules import (  # noqa: F401 - they register
-    attention,
     batch_norms,
     convolutions,
     creation,
     diagonals,
-    dims,
+    dim_order,
     embeddings,
     flips,
     fourier,
+    fused_attention,
     indexing,
     joins,
     losses,
@@ -28,6 +28,7 @@ from shardwise.part.rules import (  # noqa: F401 - they register
     pooling,
     products,
     random,
+    rare,
     recurrent,
     reductions,
     resizing,
@@ -38,6 +39,5 @@ from shardwise.part.rules import (  # noqa: F401 - they register
     softmax,
     sorting,
     views,
-    whole,
     writes,
 )

@@ -25,7 +25,7 @@ from shardwise.part.levels import Distributed
 from shardwise.part.moves import share_as
 from shardwise.part.sums import Sum, all_sum
 from shardwise.part.tensor import is_part, no_rule, parts_in, rule
-from shardwise.part.tiles.kept import CutDim
+from shardwise.part.tiles.saved_halos import CutDim
 from shardwise.part.tiles.windows import answers, cuts, opened, placed, taken, used
 from shardwise.trace.leaves import tensors_in
 

@@ -13,8 +13,8 @@ from shardwise.host import to_device
 from shardwise.part.cuts import REMEMBERED, Uncut
 from shardwise.part.dimwise import over
 from shardwise.part.exchanges import shown
-from shardwise.part.tiles.kept import CutDim
 from shardwise.part.tiles.maps import owners_after
+from shardwise.part.tiles.saved_halos import CutDim
 from shardwise.part.tiles.windows import answers, cuts, fetched, opened, placed
 
 # widths come in pairs, the last dim's first; a dim that is not padded keeps its indices apart

@@ -18,8 +18,8 @@ from shardwise.part.cuts import Uncut
 from shardwise.part.gathering import gather, gathered
 from shardwise.part.labels import Axes, is_free, label, param_of
 from shardwise.part.moves import recut, whole_inside
+from shardwise.part.position_tables import is_table
 from shardwise.part.sums import Sum
-from shardwise.part.tables import is_table
 from shardwise.part.tensor import GATHERS, Part, facts, is_part, no_rule, parts_in, rule
 from shardwise.trace.leaves import replaced, tensors_in
 

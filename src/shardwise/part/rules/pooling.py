@@ -21,8 +21,8 @@ from shardwise.part.rules.resize_tables import Table, entries, opened_for
 from shardwise.part.rules.resizing import along_each
 from shardwise.part.tiles.apart import apart, in_front
 from shardwise.part.tiles.entire import done_whole, of_all
-from shardwise.part.tiles.kept import CutDim
 from shardwise.part.tiles.maps import Sliding
+from shardwise.part.tiles.saved_halos import CutDim
 from shardwise.part.tiles.windows import answers, cuts, placed, windowed
 
 

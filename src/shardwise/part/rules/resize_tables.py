@@ -18,8 +18,8 @@ import torch
 
 from shardwise.host import to_device
 from shardwise.part.cuts import Uncut
-from shardwise.part.tiles.kept import CutDim
 from shardwise.part.tiles.maps import reads
+from shardwise.part.tiles.saved_halos import CutDim
 from shardwise.part.tiles.windows import fetched, opened
 
 

@@ -15,8 +15,8 @@ from shardwise.part.cuts import repeated
 from shardwise.part.rules.resize_tables import Table, applied, entries, opened_for, output_size
 from shardwise.part.tiles.apart import apart, in_front
 from shardwise.part.tiles.entire import of_all
-from shardwise.part.tiles.kept import CutDim
 from shardwise.part.tiles.maps import Sliding
+from shardwise.part.tiles.saved_halos import CutDim
 from shardwise.part.tiles.windows import answers, cuts, opened, placed, windowed
 
 _KINDS = {"linear": "linear", "bilinear": "linear", "trilinear": "linear", "nearest": "nearest",

@@ -16,7 +16,7 @@ from shardwise.part.moves import from_axis
 from shardwise.part.tensor import Part
 from shardwise.part.tiles.entire import dealt_alike
 from shardwise.part.tiles.gathers import noted
-from shardwise.part.tiles.kept import CutDim
+from shardwise.part.tiles.saved_halos import CutDim
 from shardwise.part.tiles.windows import answers, cuts, fetched, once, opened, placed, used
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.layout.views import groups
+from shardwise.layout.view_dims import groups
 from shardwise.part.cuts import Owners, Uncut, group_size, in_whole_groups, of_other_rows, regrouped, runs_of
 from shardwise.part.exchanges import fetch
 from shardwise.part.gathering import gathered

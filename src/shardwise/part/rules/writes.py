@@ -23,7 +23,7 @@ from shardwise.part.levels import Distributed
 from shardwise.part.rules.masks import mask_cut_like
 from shardwise.part.sums import whole_over_axis
 from shardwise.part.tiles.gathers import noted
-from shardwise.part.tiles.kept import CutDim
+from shardwise.part.tiles.saved_halos import CutDim
 from shardwise.part.tiles.windows import answers, cuts, opened, placed
 from shardwise.part.written import Written, now_of, stand_for
 

@@ -34,8 +34,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.part.cuts import REMEMBERED, Owners
 from shardwise.part.levels import Distributed
 from shardwise.part.tensor import MARGINS, Part
-from shardwise.part.tiles.kept import CutDim, kept_apart
 from shardwise.part.tiles.maps import Sliding, reads
+from shardwise.part.tiles.saved_halos import CutDim, kept_apart
 from shardwise.part.tiles.windows import fetched, opened, placed, used
 from shardwise.trace.drawn import is_random
 from shardwise.trace.elementwise import is_elementwise

@@ -25,7 +25,7 @@ from shardwise.part.moves import from_axis, moved, owners_inside, replaced_from_
 from shardwise.part.sums import redealt, whole_gradient, whole_over_axis
 from shardwise.part.tensor import Part
 from shardwise.part.tiles.gathers import noted
-from shardwise.part.tiles.kept import CutDim
+from shardwise.part.tiles.saved_halos import CutDim
 from shardwise.part.tiles.windows import answers, cuts, opened, placed, used_over
 from shardwise.trace.leaves import replaced, tensors_in
 

@@ -1,4 +1,4 @@
-"""Note every tensor that tiles gather whole, and its bytes, in a rehearsal; engine/positions tells or refuses.
+"""Note every tensor that tiles gather whole, and its bytes, in a rehearsal; engine/find_positions tells or refuses.
 
 Nothing is gathered in silence. What mixes positions and has no rule is refused; `whole` is how a model asks for it.
 """
@@ -14,7 +14,7 @@ import torch
 from shardwise.part.levels import Distributed
 from shardwise.part.sums import whole_over_axis
 from shardwise.part.tensor import GATHERS, Part
-from shardwise.part.tiles.kept import CutDim
+from shardwise.part.tiles.saved_halos import CutDim
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Convolve a tile while its halo is on its way; which do, and what is told: convolve, domain, engine/positions.
+"""Convolve a tile while its halo is on its way; which do, and what is told: convolve, domain, engine/find_positions.
 
     forward     post the halo | convolve the tile, zeros around it | wait | the border's outputs again, with the halo
     backward    gradient of the halo, from the border's | send it back | the tile's and the weight's | wait | add
@@ -28,8 +28,8 @@ from shardwise.part.exchanges import Wanted
 from shardwise.part.halos import Halo, HaloBack, has_halos
 from shardwise.part.levels import Distributed
 from shardwise.part.tensor import Part
-from shardwise.part.tiles.kept import CutDim, kept_apart
 from shardwise.part.tiles.maps import Sliding, reads
+from shardwise.part.tiles.saved_halos import CutDim, kept_apart
 from shardwise.part.tiles.windows import fetched, opened, placed, used
 from shardwise.trace.twice import differentiable_once
 

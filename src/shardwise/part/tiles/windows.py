@@ -31,8 +31,8 @@ from shardwise.part.levels import Distributed
 from shardwise.part.moves import from_axis, replaced_from_axis, share_of
 from shardwise.part.sums import Sum, whole_over, whole_over_axis
 from shardwise.part.tensor import FUNCTIONS, Part
-from shardwise.part.tiles.kept import CutDim, kept_apart
 from shardwise.part.tiles.maps import Map, reads
+from shardwise.part.tiles.saved_halos import CutDim, kept_apart
 from shardwise.trace.leaves import replaced, tensors_in
 
 

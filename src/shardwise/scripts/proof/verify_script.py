@@ -23,16 +23,16 @@ from typing import Any
 from shardwise.errors import InputError, RefusedPlan, RunError, ShardwiseError
 from shardwise.layout import Plan, check
 from shardwise.progress import Say, silent
-from shardwise.proof.compare import compare
+from shardwise.proof.compare_records import compare
 from shardwise.proof.narrow import LEAST_BAR, MOST_BAR, bar_of, set_noise_apart
 from shardwise.proof.outcome import FLOAT64_BARS, KINDS, Parity
 from shardwise.proof.rounding import NUDGES, Noise, add_noise
 from shardwise.proof.settings import LEAST_EPS
 from shardwise.scripts.proof import receipts
 from shardwise.scripts.proof.cause import Difference, cause_of
+from shardwise.scripts.proof.comparison_records import joined, record_of, zero_gradients
 from shardwise.scripts.proof.recorder import ScriptRecord
-from shardwise.scripts.proof.records import joined, record_of, zero_gradients
-from shardwise.scripts.proof.run import ScriptJob, run_in_proof
+from shardwise.scripts.proof.run_script import ScriptJob, run_in_proof
 from shardwise.scripts.proof.scratch import looking_like
 
 STEPS = 6

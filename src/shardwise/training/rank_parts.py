@@ -11,7 +11,7 @@ from shardwise.engine.engine import Engine, parallelize
 from shardwise.ranks.launchers import own_device
 from shardwise.task import Task
 from shardwise.training.job import Job, batch_of
-from shardwise.training.schedules import make_schedule
+from shardwise.training.learning_rates import make_schedule
 
 
 def engine_of(job: Job, task: Task) -> Engine:

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from shardwise.config.load import SCALING, Effective
+from shardwise.config.effective import SCALING, Effective
 from shardwise.config.schema import BUILTIN_DEFAULTS, Config, Section, without_effect
 from shardwise.config.sources import to_toml
 from shardwise.layout.plan import TOLD, Plan

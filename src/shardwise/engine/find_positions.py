@@ -25,7 +25,7 @@ from shardwise.layout import Plan
 from shardwise.layout.grid import SPACE
 from shardwise.mesh import Mesh
 from shardwise.parallel import domain, sequence
-from shardwise.parallel.expert.apply import Stack, on_own_rows
+from shardwise.parallel.expert.expert_forward import Stack, on_own_rows
 from shardwise.parallel.tensor import Derived, TrialModule
 from shardwise.part import Uncut
 from shardwise.part.crossing import Along, cuts_of

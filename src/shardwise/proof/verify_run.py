@@ -28,7 +28,7 @@ from shardwise.config import Effective
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import check
 from shardwise.layout.dealing import cut
-from shardwise.proof.compare import number_error, tensor_error
+from shardwise.proof.compare_records import number_error, tensor_error
 from shardwise.proof.outcome import FLOAT64_BARS, Parity
 from shardwise.proof.own_precision import verify_precision
 from shardwise.proof.plain_run import RunRecord, RunSettings, plain_run
@@ -39,8 +39,8 @@ from shardwise.step.task_optimizer import named_groups
 from shardwise.task import Source, Task
 from shardwise.trace.double import KeepDouble, as_written, default_dtype
 from shardwise.training.job import Job, make_job
+from shardwise.training.learning_rates import make_schedule
 from shardwise.training.loop import EMA_WEIGHTS, WEIGHTS, run_rank
-from shardwise.training.schedules import make_schedule
 
 OnRanks = Callable[..., list[Any]]
 STEPS = 5

@@ -32,12 +32,12 @@ from shardwise.layout.dealing import Share
 from shardwise.mesh import Mesh
 from shardwise.scripts.agreement import same_samples
 from shardwise.scripts.dealt import Dealt, deal
-from shardwise.scripts.draws import SampleDraws
 from shardwise.scripts.gradient_arrivals import Heard
-from shardwise.scripts.loader import Events
 from shardwise.scripts.meeting import Meeting
 from shardwise.scripts.own_batches import UNFED
+from shardwise.scripts.part_loader import Events
 from shardwise.scripts.reading import share_generators
+from shardwise.scripts.sample_draws import SampleDraws
 from shardwise.scripts.script_lines import names_line
 from shardwise.scripts.spread import tensors_of
 from shardwise.scripts.whole_batch import WholeBatch

@@ -1,4 +1,4 @@
-"""Propose which dims of a batch are positions of a sequence (tried by engine/positions).
+"""Propose which dims of a batch are positions of a sequence (tried by engine/find_positions).
 
 Those of one size, over all tensors, of which a batch can lose half and still be a batch for the module: names and
 kinds of modules play no part. Where a tensor has several of that size, all of them are tried (a mask (S, S)), then the

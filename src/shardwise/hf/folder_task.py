@@ -10,7 +10,7 @@ from shardwise.data.chat import ChatTemplate
 from shardwise.data.jsonl import JsonlSource
 from shardwise.errors import InputError
 from shardwise.heads import read_config
-from shardwise.hf.task import task
+from shardwise.hf.model_task import task
 from shardwise.task import Task
 
 LENGTH = 1024  # tokens of a row where task.seq_len is not set and the model takes as many

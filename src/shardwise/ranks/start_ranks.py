@@ -14,7 +14,7 @@ from typing import Any
 
 from shardwise.errors import InputError, ShardwiseError
 from shardwise.guard.diagnose import Deadlines, RankWatch
-from shardwise.ranks.messages import RELEASE, pack_call
+from shardwise.ranks.pool_messages import RELEASE, pack_call
 from shardwise.ranks.process import START_LIMIT_S, RankProcess, allow_files, refuse_beyond_memory
 from shardwise.ranks.supervise import Outcome, make_job, meeting_place, records_of, start_error, unpack, watch
 

@@ -1,4 +1,4 @@
-"""Propose which dims of a batch are space, and so cut into tiles (tried by engine/positions).
+"""Propose which dims of a batch are space, and so cut into tiles (tried by engine/find_positions).
 
     x (B, C, H, W), mask (B, H, W), label (B,)     domain=2x3: x and mask are cut, label is whole
     x (B, C, H, W), fine (B, C, 2H, 2W)            x is cut; fine is whole and read where it meets what is cut
