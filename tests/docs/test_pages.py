@@ -49,7 +49,7 @@ def commands(page: Path) -> Iterator[tuple[list[str], str]]:
             started = re.match(r"(?:[A-Z_]+=\S+ )*(?:\$ )?(?:torchrun|srun|mpirun|mpiexec|eval|shardwise)\b", line)
             if place is None or started is None or any(word in line for word in BY_MISTAKE):
                 continue
-            words = shlex.split(re.split(r"\s[|>]\s|\s2>|\)\"", line[place.end() :])[0], comments=True)
+            words = shlex.split(re.split(r"\s[|>]\s|\s2>|\s&$|\)\"", line[place.end() :])[0], comments=True)
             yield words, answer if answer.startswith("shardwise: ") else ""
 
 

@@ -231,7 +231,10 @@ def test_weights_that_would_not_be_found_again_are_refused(tmp_path: Path) -> No
     name = next(iter(weights))
     wrapped = {f"base_model.model.{key}": value for key, value in weights.items()}
     cases = [
-        ({**weights, f"{name}.lora_A.default.weight": weights[name].clone()}, "have .*lora_A.*merge the adapters"),
+        (
+            {**weights, f"{name}.lora_A.default.weight": weights[name].clone()},
+            "have .*lora_A.*merge=True merges the adapters",
+        ),
         (wrapped, r"lack .* and have base_model"),
         ({key: value for key, value in weights.items() if key != name}, f"lack .*{name}"),
     ]
@@ -334,7 +337,7 @@ def broken(folder: Path, how: str) -> Path:
         ("cut shard", r"model-00001-of-00002\.safetensors cannot be read as safetensors"),
         ("bad index", rf"{INDEX} cannot be read"),
         ("pickle", r"has neither .*pytorch_model\.bin is a pickle"),
-        ("other sizes", r"'model.layers.0.mlp.gate_proj.weight' has shape \(32, 16\), but the model's has \(48, 16\)"),
+        ("other sizes", r"'model.layers.0.mlp.down_proj.weight' has shape \(16, 32\), but the model's has \(16, 48\)"),
         ("other model", "holds none of the model's tensors: it is another model's"),
     ],
 )

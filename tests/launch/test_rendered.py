@@ -74,8 +74,8 @@ def test_what_is_rendered_is_read_by_its_language(engine: str, case: str, tmp_pa
 
 
 SHELLCHECK = shutil.which("shellcheck") or next(
-    (str(path) for entry in sys.path for path in [Path(entry).parents[2] / "bin" / "shellcheck"]
-     if len(Path(entry).parents) > 2 and path.is_file()), None)  # fmt: skip
+    (str(path) for entry in sys.path if len(Path(entry).parents) > 2
+     for path in [Path(entry).parents[2] / "bin" / "shellcheck"] if path.is_file()), None)  # fmt: skip
 
 
 @pytest.mark.parametrize(("engine", "case"), PARAMETERS)

@@ -135,7 +135,7 @@ class Lent:
     def __init__(self, pool: RankPool) -> None:
         self.pool = pool
 
-    def __call__(self, accelerators: bool = False) -> Lent:
+    def __call__(self, accelerators: bool = False, own_backend: bool = False) -> Lent:
         return self
 
     def __enter__(self) -> RankPool:

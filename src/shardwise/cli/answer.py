@@ -179,6 +179,8 @@ def _usage(error: click.ClickException) -> str:
 
 def _as_a_key(error: click.NoSuchOption) -> str:
     """Returns how to set an unknown option as a key of the plan or configuration; "" where it is none."""
+    if any(option.startswith(error.option_name) for option in error.possibilities or ()):  # the option's own name, cut
+        return ""
     taken = {param.name for param in error.ctx.command.params} if error.ctx is not None else set()
     name = error.option_name.lstrip("-").replace("-", "_")
     if "plan" in taken and name in Plan.__dataclass_fields__:

@@ -26,6 +26,7 @@ from shardwise.random import HIDDEN, WITHOUT, GlobalRandom, has_kernel
 from shardwise.step.batching import samples_in, slice_samples
 from shardwise.step.loss import Loss, loss_on
 from shardwise.step.state import RankState
+from shardwise.step.task_metrics import METRICS
 from shardwise.trace.outside_reads import OutsideReads
 
 
@@ -74,7 +75,8 @@ def _look_at_few(
 
     def loss_of(batch: Any) -> Loss:
         loss = state.forward.local(batch)
-        state.terms |= {name: extra.weight is not None for name, extra in loss.extras.items()}
+        terms = {name: extra for name, extra in loss.extras.items() if not name.startswith(METRICS)}
+        state.terms |= {name: extra.weight is not None for name, extra in terms.items()}
         return loss
 
     try:

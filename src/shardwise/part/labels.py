@@ -299,7 +299,7 @@ def rearranged(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) ->
     if labels is not None:
         with _disable_current_modes():  # labels have values, whatever the forward runs on
             # repeated, without memory of its own; of no samples (an expert without tokens) labels are those of one
-            wide = torch.from_numpy(np.ascontiguousarray(labels)).expand([max(n, 1) for n in x.shape])
+            wide = torch.from_numpy(np.array(labels)).expand([max(n, 1) for n in x.shape])
             views = tensors_in(func(wide, *args[1:], **kwargs))
         for result, view in zip(results, views, strict=True):
             for dim in range(view.dim()):

@@ -40,7 +40,7 @@ def _with_all_terms(state: RankState, loss: Loss) -> Loss:
     """
     nothing = loss.total.detach() * 0
     missing = {name: weighted for name, weighted in state.terms.items() if name not in loss.extras}
-    if missing and state.plan.zero == 3 and state.mesh.data.size > 1:
+    if missing and state.plan.sharded.weights and state.mesh.data.size > 1:
         raise RefusedPlan(
             f"zero=3: Task.loss gave no term '{min(missing)}' for the samples of rank {state.mesh.world.index}, so its "
             "backward may reach fewer units than other ranks', which would wait for it: return the term for every "

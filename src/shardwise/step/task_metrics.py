@@ -22,6 +22,7 @@ from shardwise.host import read
 from shardwise.part import plain
 from shardwise.step.loss import Extra
 
+METRICS = "metrics/"  # before the names of metrics among a loss's terms, which the look alone is given
 _FINISH: dict[str, Callable[[float], float]] = {"sqrt": math.sqrt, "exp": math.exp}
 _SHAPE = "Task.metrics must return {name: (sum, weight)} or {name: (sum, weight, 'sqrt' | 'exp' | function)}"
 
@@ -66,7 +67,7 @@ class MetricTally:
         with torch.no_grad():
             for name, total, weight, _ in self._read(self.metrics(output, batch)):
                 for place, (s, w) in enumerate(zip(total.view(-1), weight.reshape(-1), strict=True)):
-                    extras[f"metrics/{name}/{place}" if total.dim() else f"metrics/{name}"] = Extra(s, w)
+                    extras[f"{METRICS}{name}/{place}" if total.dim() else f"{METRICS}{name}"] = Extra(s, w)
         return extras
 
     def collect(self, axis: Axis) -> dict[str, float]:
