@@ -14,7 +14,7 @@ from shardwise.errors import RefusedPlan
 from shardwise.layout.schedule_kinds import Op
 
 
-class OpTable(Protocol):
+class ScheduleRows(Protocol):
     """What is read of a table of ops (`schedules.Schedule`)."""
 
     @property
@@ -43,7 +43,7 @@ class Played:
     seconds: float
     busy: list[float]
     in_flight: list[int]
-    table: OpTable
+    table: ScheduleRows
     starts: list[float]
     ends: list[float]
 
@@ -70,7 +70,7 @@ class Played:
 
 
 def play(
-    table: OpTable, forward: Sequence[float], backward: Sequence[float], weight: Sequence[float],
+    table: ScheduleRows, forward: Sequence[float], backward: Sequence[float], weight: Sequence[float],
     send: Sequence[float], *, blocking: bool = False,
 ) -> Played:  # fmt: skip
     """Returns the table, played with the seconds of each stage, and of a message between stages s and s + 1.
@@ -102,7 +102,7 @@ def play(
     return Played(max(free), busy, [*table.live()], table, starts, ends[:-1])
 
 
-def in_order(table: OpTable) -> list[tuple[int, Op, int, int]]:
+def in_order(table: ScheduleRows) -> list[tuple[int, Op, int, int]]:
     """Returns (rank, op, its kind and stage as a number, place of the op it waits for or -1), each after what it needs.
 
     Raises `RefusedPlan` where the rows wait for each other in a circle.
