@@ -187,6 +187,30 @@ def test_allowances_within_a_floor_are_all_in_use_or_in_order() -> None:
     assert not unused, f"drop what no room needs any more: {unused}"
 
 
+def test_no_files_import_each_other_round_a_circle() -> None:
+    """Imports for typing count, those inside functions do not; what a package re-exports is looked through."""
+    paths = {".".join(p.relative_to(SOURCE.parent).with_suffix("").parts): p for p in SOURCE.rglob("*.py")}
+    above = {name: beside for name, path in paths.items() if path.stem != "__init__"
+             if (beside := files_imported(tree_of(path).body, paths))}  # fmt: skip
+    while ends := [name for name, beside in above.items() if not beside & above.keys()]:
+        for name in ends:
+            del above[name]
+    assert not above, f"these import each other, or those that do: {sorted(above)}"
+
+
+def files_imported(body: list[ast.stmt], paths: dict[str, Path]) -> set[str]:
+    """The files that statements outside of functions import, those under `if` and `try` too."""
+    names = set[str]()
+    for node in body:
+        if isinstance(node, ast.ImportFrom):
+            names |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)} & paths.keys()
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names} & paths.keys()
+        elif isinstance(node, ast.If | ast.Try):
+            names |= files_imported(node.body, paths)
+    return names
+
+
 @pytest.mark.parametrize("room", ["errors", "task", "layout", "config", "cluster"])
 def test_floor_zero_knows_no_process_group(room: str) -> None:
     paths = [SOURCE / f"{room}.py"] if (SOURCE / f"{room}.py").exists() else sorted((SOURCE / room).rglob("*.py"))

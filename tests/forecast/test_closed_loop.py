@@ -17,9 +17,10 @@ from shardwise.layout import Plan
 from shardwise.measure.overheads import LARGE, REFERENCES, _seconds, fit, non_negative, plans
 from shardwise.measure.pace import Pace
 from shardwise.measure.reference_modules import large_tasks, reference_task
-from shardwise.planner.traced_task import traced_subject
+from shardwise.planner.traced_subject import traced_subject
 from shardwise.rehearsal import cut_module
 from shardwise.rehearsal.step_trace import one_sample, trace
+from shardwise.rehearsal.trace_of_rank import trace_of
 from shardwise.task import Task
 
 ROWS = (
@@ -192,7 +193,7 @@ def test_ops_on_cut_tensors_are_counted_beside_those_that_their_rules_start() ->
     task = reference_task(2, 1, 4)
     looks = cut_module.TaskAnalysis(task, one_sample(task))
     assert trace(task, 2).cut_calls == 0
-    alone, cut = (cut_module.CutRehearsal(looks, cut_module.Cuts(tp=tp)).trace(0, 0, (2,)) for tp in (1, 2))
+    alone, cut = (trace_of(cut_module.CutRehearsal(looks, cut_module.Cuts(tp=tp)), 0, 0, (2,)) for tp in (1, 2))
     assert alone.cut_calls == 0
     assert 0 < cut.cut_calls < cut.calls
 
@@ -202,7 +203,7 @@ def test_an_op_on_cut_tensors_has_its_own_cost_in_a_forecast() -> None:
     dear = tuple((*row[:3], row[3] + 100.0, *row[4:]) for row in ROWS)
     task = reference_task(2, 1, 4)
     looks = cut_module.TaskAnalysis(task, one_sample(task))
-    calls = cut_module.CutRehearsal(looks, cut_module.Cuts(tp=2)).trace(0, 0, (8,)).cut_calls
+    calls = trace_of(cut_module.CutRehearsal(looks, cut_module.Cuts(tp=2)), 0, 0, (8,)).cut_calls
     added = seconds_of(probed(dear), "tp=2", task) - seconds_of(probed(), "tp=2", task)
     assert added == pytest.approx(calls * 100e-6 * 1.2), "and its ranks wait for a fifth of what they do"
     assert seconds_of(probed(dear), "dp_replicate=2", task) == seconds_of(probed(), "dp_replicate=2", task)

@@ -205,7 +205,7 @@ def test_a_step_of_which_half_is_waited_for_names_half_of_the_devices() -> None:
 def test_no_batch_is_named_that_would_not_do_either() -> None:
     """8 devices are not a multiple of 3, whatever the batch."""
     from shardwise.models import tasks
-    from shardwise.planner.traced_task import traced_subject
+    from shardwise.planner.traced_subject import traced_subject
 
     for subject in (
         traced_subject(tasks.mlp(), NODE, software("shardwise"), 12, "bf16", ("none",)),

@@ -57,7 +57,7 @@ def test_a_trace_counts_what_a_step_does() -> None:
 @pytest.mark.parametrize("name", ["decoder", "gpt2", "vit", "mlp", "unet_field"])
 def test_reference_tasks_get_a_ranked_table(name: str) -> None:
     from shardwise.models import tasks
-    from shardwise.planner.traced_task import traced_subject
+    from shardwise.planner.traced_subject import traced_subject
 
     make = getattr(tasks, name, None) or next(
         getattr(tasks, other) for other in dir(tasks) if other.startswith(name.split("_")[0])
@@ -85,7 +85,7 @@ def test_flops_are_those_of_the_model_whatever_ranks_do_twice() -> None:
     """Recompute, and what tp does not cut, add work but no model FLOPs: MFU follows the rate."""
     from shardwise.costs.layout import Layout
     from shardwise.models import tasks
-    from shardwise.planner.traced_task import traced_subject
+    from shardwise.planner.traced_subject import traced_subject
 
     subject = traced_subject(tasks.gpt2(), NODE, software("shardwise"), 8, "bf16", ("full",))
     plain = subject.simulate(Layout(seq=1, micro_batch=4, n_micro=1, replicas=2))
@@ -540,6 +540,7 @@ def test_the_telling_part_of_a_row_holds_as_much_as_the_whole(name: str, degree:
     from shardwise.models import tasks
     from shardwise.rehearsal import cut_module, rank_row
     from shardwise.rehearsal.step_trace import one_sample
+    from shardwise.rehearsal.trace_of_rank import trace_of
 
     task = tasks.gpt2()
     stages = ("blocks.0", "blocks.1", "head") if chunks == 2 else ()
@@ -548,10 +549,10 @@ def test_the_telling_part_of_a_row_holds_as_much_as_the_whole(name: str, degree:
     shorter = 0
     for sizes in ((1,), (2, 1, 1, 1)):
         for rank in range(degree):
-            short = cut_module.CutRehearsal(looks, cuts).trace(0, rank, sizes)
+            short = trace_of(cut_module.CutRehearsal(looks, cuts), 0, rank, sizes)
             with monkeypatch.context() as patch:
                 patch.setattr(rank_row, "telling", lambda row, sizes, stages: list(row))
-                whole = cut_module.CutRehearsal(looks, cuts).trace(0, rank, sizes)
+                whole = trace_of(cut_module.CutRehearsal(looks, cuts), 0, rank, sizes)
             assert (short.peak, short.messages, short.wire) == (whole.peak, whole.messages, whole.wire)
             assert {key: op.order for key, op in short.ops.items()} == {key: op.order for key, op in whole.ops.items()}
             row = cut_module.CutRehearsal(looks, cuts).schedule.rows[rank]
@@ -564,7 +565,7 @@ def test_a_large_sample_is_read_once(monkeypatch) -> None:
     import torch
     from torch import nn
 
-    from shardwise.planner import read_time, traced_task
+    from shardwise.planner import read_time, traced_subject
     from shardwise.rehearsal import cut_module
 
     reads = []
@@ -584,7 +585,7 @@ def test_a_large_sample_is_read_once(monkeypatch) -> None:
     monkeypatch.setattr(read_time, "LONG_S", 0.0)
     task = Task(model=chain, loss=lambda output, batch: (output.sum(), len(batch)), data=Fields())
     said: list[str] = []
-    subject = traced_task.traced_subject(
+    subject = traced_subject.traced_subject(
         task, Cluster.parse("4 l40s"), software("shardwise"), 16, "bf16", ("none",), say=said.append
     )
     found = search_plans(subject, Cluster.parse("4 l40s"))
@@ -754,7 +755,7 @@ def test_memory_of_modules_of_ones_own(name: str, plans: list[str], pool) -> Non
 
 def test_batch_norms_over_ranks_are_in_the_step() -> None:
     """Each sends twice in forward and once in backward; alone it sends nothing, and needs more than one sample."""
-    from shardwise.planner.traced_task import traced_subject
+    from shardwise.planner.traced_subject import traced_subject
     from shardwise.rehearsal.step_trace import trace
 
     assert sum(trace(normed(), 1, joined=2).joined.values()) == 4 * 3

@@ -239,10 +239,11 @@ def test_a_forward_that_takes_gradients_is_refused_where_it_is_followed_without(
     from shardwise.cluster import Cluster
     from shardwise.costs.software import software
     from shardwise.planner.candidates import Constraints
+    from shardwise.planner.traced_subject import subject_of
     from shardwise.planner.traced_task import Traced
 
     made = Traced(pinn(), Cluster.parse("4 h100-sxm-80gb"), software("shardwise"), "fp32", (1, 2), True)
-    found = list(made.subject(16, ("none",)).layouts(4, Constraints()))
+    found = list(subject_of(made, 16, ("none",)).layouts(4, Constraints()))
     assert {layout.zero for layout in found if layout.tp * layout.pp == 1} == {0, 1, 2, 3}
     assert {(layout.tp, layout.pp) for layout in found} == {(1, 1), (2, 1)}
     assert any("tp beyond 2 is not looked at" in remark for remark in made.remarks)

@@ -20,7 +20,8 @@ from shardwise.planner.door import layout_of
 from shardwise.planner.proposal_text import first_text
 from shardwise.planner.propose import search
 from shardwise.planner.subject import Subject
-from shardwise.planner.traced_task import Traced, traced_subject
+from shardwise.planner.traced_subject import subject_of, traced_subject
+from shardwise.planner.traced_task import Traced
 
 NODE = Cluster.parse("8 h100-sxm-80gb")
 
@@ -236,7 +237,7 @@ def test_a_layout_that_cannot_be_rehearsed_is_not_tried_with_recompute_and_zero_
         raise RefusedPlan("not this one")
 
     made = Traced(tied(), NODE, software("shardwise"), "fp32", (1, 2), True)
-    found = made.subject(32, ("selective", "full"))
+    found = subject_of(made, 32, ("selective", "full"))
     monkeypatch.setattr(cut_module.CutRehearsal, "trace", refused)
     assert not [
         layout for layout in found.layouts(8, Constraints(most=(("tp", 2), ("pp", 2)))) if layout.tp * layout.pp > 1
@@ -267,7 +268,7 @@ def picks(name: str) -> Task:
 @pytest.mark.parametrize(("name", "counts"), [("max", False), ("topk", False), ("nonzero", True)])
 def test_what_picks_by_scores_is_no_router_unless_work_hangs_on_it(name: str, counts: bool) -> None:
     made = Traced(picks(name), NODE, software("shardwise"), "fp32", (1, 2), True)
-    found = made.subject(8, ("none",))
+    found = subject_of(made, 8, ("none",))
     forecast = found.simulate(next(iter(found.layouts(8, Constraints()))))
     assert ("routing" in forecast.basis) is counts
     if not counts:
@@ -326,7 +327,7 @@ def test_plans_for_which_the_optimizer_would_have_too_little_are_left_out(monkey
         (torch.optim.AdamW, {0, 1, 2, 3}, {"tp", "pp"}),
     ):
         made = Traced(replace(deep(), optimizer=optimizer), NODE, software("shardwise"), "fp32", (1, 2), True)
-        found = list(made.subject(32, ("none",)).layouts(8, Constraints(most=(("tp", 2), ("pp", 2)))))
+        found = list(subject_of(made, 32, ("none",)).layouts(8, Constraints(most=(("tp", 2), ("pp", 2)))))
         assert {layout.zero for layout in found if layout.tp * layout.pp == 1} == zeros
         assert {"tp" for layout in found if layout.tp > 1} <= cut
         assert all("optimizer's update" in remark for remark in made.remarks if "left out" in remark)
@@ -362,7 +363,7 @@ def test_more_ranks_of_an_axis_that_is_behind_are_not_rehearsed(monkeypatch) -> 
     made = Traced(task, Cluster.parse("4 h100-sxm-80gb"), software("shardwise"), "fp32", (2, 4), True)
 
     def found(**fixed: object) -> tuple[set[tuple[int, int]], float]:
-        seen = made.subject(2**11, ("none",))
+        seen = subject_of(made, 2**11, ("none",))
         layouts = list(seen.layouts(4, Constraints(fixed=tuple(fixed.items()))))
         return {(one.tp, one.pp) for one in layouts}, min(seen.simulate(one).step_s for one in layouts)
 

@@ -15,7 +15,8 @@ from shardwise.costs.software import software
 from shardwise.layout import Plan
 from shardwise.planner import Constraints, simulate
 from shardwise.planner import search as search_plans
-from shardwise.planner.traced_task import Traced, traced_subject
+from shardwise.planner.traced_subject import traced_subject
+from shardwise.planner.traced_task import Traced
 
 LONG = pytest.mark.long
 DEGREES = ["cp=2", "cp=3", "cp_ulysses=2", "cp=2,cp_ulysses=2"]

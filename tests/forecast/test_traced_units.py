@@ -15,9 +15,11 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.planner import Constraints, simulate
 from shardwise.planner import search as search_plans
-from shardwise.planner.traced_task import Traced, traced_subject
+from shardwise.planner.traced_subject import traced_subject
+from shardwise.planner.traced_task import Traced
 from shardwise.rehearsal.cut_module import CutRehearsal, Cuts, TaskAnalysis
 from shardwise.rehearsal.step_trace import one_sample
+from shardwise.rehearsal.trace_of_rank import trace_of
 from shardwise.step.batching import samples_in
 
 WIDE = 64
@@ -181,7 +183,9 @@ def test_a_unit_has_what_no_unit_inside_it_has() -> None:
         ("reaching", ("Outer",), [mix + 2 * inner, mix + 2 * inner - 2 * WIDE * WIDE]),
     ):
         task = task_of(f"test_traced_units:{name}")
-        found = CutRehearsal(TaskAnalysis(task, one_sample(task)), Cuts(zero=3, shard=2, wrap=wrap)).trace(0, 0, (2,))
+        found = trace_of(
+            CutRehearsal(TaskAnalysis(task, one_sample(task)), Cuts(zero=3, shard=2, wrap=wrap)), 0, 0, (2,)
+        )
         assert found.units == units, (name, wrap)
         assert found.rest == found.parameters - sum(units)
 
@@ -222,6 +226,6 @@ def test_one_micro_batch_is_the_first_of_two(name: str) -> None:
     looks = TaskAnalysis(task, one_sample(task))
     for gloo in (False, True):
         one, two = (
-            CutRehearsal(looks, Cuts(zero=3, shard=4, microbatches=n, gloo=gloo)).trace(0, 0, (3,)) for n in (1, 2)
+            trace_of(CutRehearsal(looks, Cuts(zero=3, shard=4, microbatches=n, gloo=gloo)), 0, 0, (3,)) for n in (1, 2)
         )
         assert one.peak == one.first == two.first < two.peak

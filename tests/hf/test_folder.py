@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from shardwise.config import load
 from shardwise.errors import InputError
-from shardwise.hf.merge import merge_run
+from shardwise.hf.export import merge_run
 from shardwise.task_names import resolve_task
 from shardwise.training import execute
 

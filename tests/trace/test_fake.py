@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from shardwise.models import tasks
 from shardwise.rehearsal import rank_row, step_trace
 from shardwise.rehearsal.cut_module import CutRehearsal, Cuts, TaskAnalysis
+from shardwise.rehearsal.trace_of_rank import trace_of
 from shardwise.trace import fake
 from shardwise.trace.fake import Fake
 
@@ -79,7 +80,7 @@ def test_rehearsals_are_those_of_torchs_mode(cuts: Cuts, monkeypatch: pytest.Mon
     found = {}
     for how in (plain, Compared, Fake):
         monkeypatch.setattr(rank_row, "Fake", how)
-        found[how] = CutRehearsal(TaskAnalysis(task, step_trace.one_sample(task)), cuts).trace(0, 0, (2,))
+        found[how] = trace_of(CutRehearsal(TaskAnalysis(task, step_trace.one_sample(task)), cuts), 0, 0, (2,))
     for how in (Compared, Fake):
         now, was = (vars(found[each]) | {"ops": {key: vars(op) for key, op in found[each].ops.items()}}
                     for each in (how, plain))  # fmt: skip

@@ -105,7 +105,7 @@ def convert(
     if merge:
         if ema or allow_pickle:
             raise InputError("--merge takes a run with adapters: leave --ema and --allow-pickle out")
-        from shardwise.hf.merge import merge_run
+        from shardwise.hf.export import merge_run
 
         folder = merge_run(Path(path), like, Path(target))
         answer.fields.update(checkpoint=path, files=[str(file) for file in sorted(folder.glob("*.safetensors"))])

@@ -79,13 +79,13 @@ def launch(answer: Answer, target: str, arguments: tuple[str, ...], **words: Any
     answer.fields.update(plan=str(plan), world_size=plan.world_size, files=files, nodes=job.nodes)
     if words["yes"] and words["dry_run"]:
         raise click.UsageError("--yes submits and --dry-run does not: give one of them")
-    told = [job.what, *_map(answer, job, cluster), *_forecast(answer, effective, cluster, words), *chosen.remarks(job)]
+    lines = [job.what, *_map(answer, job, cluster), *_forecast(answer, effective, cluster, words), *chosen.remarks(job)]
     if words["dry_run"] or (answer.as_json and not words["yes"]):
-        answer.text = "\n".join([*told, *(f"\n--- {name}\n{text}".rstrip() for name, text in files.items())])
+        answer.text = "\n".join([*lines, *(f"\n--- {name}\n{text}".rstrip() for name, text in files.items())])
         return
     paths = engines.write(files, Path(words["output"]))
-    told.append(f"written: {', '.join(map(str, paths))}")
-    click.echo("\n".join(told), err=answer.as_json)
+    lines.append(f"written: {', '.join(map(str, paths))}")
+    click.echo("\n".join(lines), err=answer.as_json)
     command = shlex.join(chosen.submit(job, str(paths[0])))
     if not words["yes"] and not _agreed(command):
         answer.text = f"not submitted; later by: {command}"

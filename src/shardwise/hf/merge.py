@@ -7,7 +7,6 @@ What this does not do: merge without the whole model in memory.
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -54,32 +53,3 @@ def adapters_of_checkpoint(weights: Path, module: Any, folder: Path) -> Path:
     with safe_open(str(weights), framework="pt", device="cpu") as file:
         tensors = {name: file.get_tensor(name) for name in trained}
     return write_adapters(module, tensors, folder)
-
-
-def merge_run(run: Path, source: str | None, target: Path) -> Path:
-    """Write a run's model, its adapters merged, as a folder that `from_pretrained` reads; returns it.
-
-    source   the folder that the adapters were trained on; None: that of the run's task
-    """
-    from shardwise.checkpoint.inspect import convert
-    from shardwise.config import load
-    from shardwise.hf.export import export
-    from shardwise.training.job import find_task
-
-    if not (run / "config.toml").is_file():
-        raise InputError(f"--merge: {run} is no run's folder (it has no config.toml)")
-    effective = load(run / "config.toml")
-    if effective.config.lora.rank is None:
-        raise InputError(f"--merge: {run} has no adapters of [lora]: convert it without --merge")
-    task = find_task(effective, None)
-    source = source or getattr(task.weights, "folder", None)
-    if source is None:
-        raise InputError("--merge: the task's model is no folder's: give --like FOLDER, whose weights were adapted")
-    with tempfile.TemporaryDirectory(dir=target.absolute().parent) as between:
-        adapters = run / "adapter"
-        if not adapters.is_dir():  # a run that has not ended
-            (weights,) = convert(run, Path(between) / "weights.safetensors")
-            with torch.device("meta"):
-                module = task.model()
-            adapters = adapters_of_checkpoint(weights, module, Path(between) / "adapter")
-        return export(adapters, target, source, merge=True)

@@ -145,7 +145,7 @@ def job_name(asked: str | None, target: str) -> str:
 
 def variables_of(words: Sequence[str]) -> tuple[tuple[str, str | None], ...]:
     """Returns the variables of `NAME` and `NAME=VALUE`; `InputError` for a secret's value, and for bad names."""
-    found: dict[str, str | None] = {}
+    variables: dict[str, str | None] = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
@@ -155,5 +155,5 @@ def variables_of(words: Sequence[str]) -> tuple[tuple[str, str | None], ...]:
                 f"--env {name}=...: its name tells of a secret, whose value would be written into a file: give the "
                 f"name alone, --env {name}, and the engine hands on what it is"
             )
-        found[name] = value if equals else None
-    return tuple(found.items())
+        variables[name] = value if equals else None
+    return tuple(variables.items())

@@ -34,7 +34,7 @@ def map_lines(plan: Plan, nodes: int, per_node: int, cluster: Cluster | None = N
             lines.append("  ...")
         first, last = node * per_node, (node + 1) * per_node - 1
         ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
-        lines.append(f"  node {node}: {ranks}{_held(plan, first, last)}")
+        lines.append(f"  node {node}: {ranks}{_shared_coordinates(plan, first, last)}")
     rows = axes_of(plan)
     if rows:
         lines.append("axes, innermost first:")
@@ -44,7 +44,7 @@ def map_lines(plan: Plan, nodes: int, per_node: int, cluster: Cluster | None = N
     return [*lines, *_slow(plan, nodes, per_node)]
 
 
-def _held(plan: Plan, first: int, last: int) -> str:
+def _shared_coordinates(plan: Plan, first: int, last: int) -> str:
     """Returns the coordinates that all ranks of a node share, as text."""
     grid = Grid(plan)
     low, high = grid.coordinates(first), grid.coordinates(last)

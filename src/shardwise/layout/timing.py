@@ -8,13 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from shardwise.errors import RefusedPlan
 from shardwise.layout.schedule_kinds import Op
 
-if TYPE_CHECKING:
-    from shardwise.layout.schedules import Schedule
+
+class ScheduleRows(Protocol):
+    """What is read of a table of ops (`schedules.Schedule`)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def rows(self) -> tuple[tuple[Op, ...], ...]: ...
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def stages(self) -> int: ...
+    @property
+    def in_order(self) -> list[tuple[int, Op, int, int]]: ...
+    def live(self) -> tuple[int, ...]: ...
 
 
 @dataclass
@@ -30,7 +43,7 @@ class Played:
     seconds: float
     busy: list[float]
     in_flight: list[int]
-    table: Schedule
+    table: ScheduleRows
     starts: list[float]
     ends: list[float]
 
@@ -57,7 +70,7 @@ class Played:
 
 
 def play(
-    table: Schedule, forward: Sequence[float], backward: Sequence[float], weight: Sequence[float],
+    table: ScheduleRows, forward: Sequence[float], backward: Sequence[float], weight: Sequence[float],
     send: Sequence[float], *, blocking: bool = False,
 ) -> Played:  # fmt: skip
     """Returns the table, played with the seconds of each stage, and of a message between stages s and s + 1.
@@ -89,7 +102,7 @@ def play(
     return Played(max(free), busy, [*table.live()], table, starts, ends[:-1])
 
 
-def in_order(table: Schedule) -> list[tuple[int, Op, int, int]]:
+def in_order(table: ScheduleRows) -> list[tuple[int, Op, int, int]]:
     """Returns (rank, op, its kind and stage as a number, place of the op it waits for or -1), each after what it needs.
 
     Raises `RefusedPlan` where the rows wait for each other in a circle.

@@ -12,10 +12,11 @@ import itertools
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -25,10 +26,25 @@ from shardwise.memory.chunk_trial import Tried, Unmade, look
 from shardwise.part import Uncut
 from shardwise.trace.leaves import replaced, tensors_in
 
-if TYPE_CHECKING:
-    from shardwise.memory.chunks import Chunks
-
 _calls = itertools.count(1)
+
+
+class ChunkCounts:
+    """The number of chunks, and counts of wide tensors that were computed in chunks and of those that were not.
+
+    computed  by what was computed in chunks: (rows, widest, result) as shapes without samples, how often
+    whole     by name of the operation before which a wide tensor was made whole, how often
+    written   of operations that wrote into one: path of the module that did it first, "" where none was running
+    left_whole  whether the module, or a block, returned one, which was made whole while its weights were there
+    """
+
+    def __init__(self, count: int):
+        self.count = count
+        self.left_whole = False
+        self.written: dict[str, str] = {}
+        self.paths: dict[int, str] = {}  # by id of a module
+        self.computed: Counter[str] = Counter()
+        self.whole: Counter[str] = Counter()
 
 
 class _Here(threading.local):
@@ -38,7 +54,7 @@ class _Here(threading.local):
     """
 
     def __init__(self) -> None:
-        self.chunks: Chunks | None = None
+        self.chunks: ChunkCounts | None = None
         self.making = False
         self.pending: weakref.WeakSet[WaitingCall] = weakref.WeakSet()
 
@@ -67,7 +83,7 @@ class WaitingCall:
     values        the results, once they were made whole
     """
 
-    def __init__(self, func: Callable, args: tuple, kwargs: dict, tried: Tried, least: int, chunks: Chunks):
+    def __init__(self, func: Callable, args: tuple, kwargs: dict, tried: Tried, least: int, chunks: ChunkCounts):
         self.func, self.args, self.kwargs, self.chunks = func, args, kwargs, chunks
         self.like, self.least, self.number = tried.like, least, tried.number
         self.grad = torch.is_grad_enabled()

@@ -22,7 +22,6 @@ positions; autocast; second derivatives. Before them the wide tensor is made who
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,7 +32,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from shardwise.memory.chunk_trial import look, look_of_rows, without_values
-from shardwise.memory.chunk_waiting import HERE, Waiting, WaitingCall, answered, rows_of, waits, whole
+from shardwise.memory.chunk_waiting import HERE, ChunkCounts, Waiting, WaitingCall, answered, rows_of, waits, whole
 from shardwise.part import Part
 from shardwise.part.levels import Distributed
 
@@ -44,22 +43,8 @@ _ROWS: dict[Callable, int] = {
 }  # fmt: skip
 
 
-class Chunks:
-    """The number of chunks, and counts of wide tensors that were computed in chunks and of those that were not.
-
-    computed  by what was computed in chunks: (rows, widest, result) as shapes without samples, how often
-    whole     by name of the operation before which a wide tensor was made whole, how often
-    written   of operations that wrote into one: path of the module that did it first, "" where none was running
-    left_whole  whether the module, or a block, returned one, which was made whole while its weights were there
-    """
-
-    def __init__(self, count: int):
-        self.count = count
-        self.left_whole = False
-        self.written: dict[str, str] = {}
-        self.paths: dict[int, str] = {}  # by id of a module
-        self.computed: Counter[str] = Counter()
-        self.whole: Counter[str] = Counter()
+class Chunks(ChunkCounts):
+    """Makes forwards compute wide tensors in chunks, and counts them."""
 
     def inside(self, forward: Callable[..., Any], *, leaves_whole: bool = False) -> Callable[..., Any]:
         """Returns a forward in which wide tensors wait; what it returns may wait too, unless `leaves_whole`."""

@@ -42,16 +42,16 @@ def units_aside(module: nn.Module) -> Iterator[None]:
     A unit takes what it finds there after `load_state_dict` for its shards.
     """
     before = [(child._load_state_dict_post_hooks, {**child._load_state_dict_post_hooks}) for child in module.modules()]
-    for hooks, known in before:
-        for key, hook in known.items():
+    for hooks, hooks_before in before:
+        for key, hook in hooks_before.items():
             if getattr(hook, "__module__", "").startswith("torch.distributed.fsdp"):
                 del hooks[key]
     try:
         yield
     finally:
-        for hooks, known in before:
+        for hooks, hooks_before in before:
             hooks.clear()
-            hooks.update(known)
+            hooks.update(hooks_before)
 
 
 def groups_of(unit: FSDPModule) -> list[Any]:

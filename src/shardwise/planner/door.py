@@ -105,7 +105,7 @@ class _Where:
 
     def traced(self, task: Task, samples: int | None, remarks: tuple[str, ...] = ()) -> Subject:
         """Returns the subject of a task whose module is traced."""
-        from shardwise.planner.traced_task import default_samples, traced_subject
+        from shardwise.planner.traced_subject import default_samples, traced_subject
 
         if self.software.fp8:
             plain = self.software.name.split("-fp8")[0].split("-mxfp8")[0]

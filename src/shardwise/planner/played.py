@@ -6,8 +6,7 @@ from itertools import product
 
 from shardwise.costs.layout import Layout
 from shardwise.layout.dealing import deal
-from shardwise.rehearsal.cut_module import Cuts
-from shardwise.rehearsal.rank_row import ALIKE, Beside
+from shardwise.rehearsal.cut_module import ALIKE, Beside, Cuts
 
 Sizes = tuple[tuple[int, ...], ...]  # of the micro-batches of each rehearsal
 

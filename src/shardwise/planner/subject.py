@@ -1,4 +1,4 @@
-"""`Subject`: what a search needs of a model. Made here for decoders by numbers, by traced_task for any task."""
+"""`Subject`: what a search needs of a model. Made here for decoders by numbers, by traced_subject for any task."""
 
 from __future__ import annotations
 

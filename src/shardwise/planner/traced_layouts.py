@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 from math import inf
-from typing import TYPE_CHECKING
 
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import CONTEXT_BYTES
@@ -28,11 +27,9 @@ from shardwise.planner.candidates import (
     tile_layouts,
 )
 from shardwise.planner.played import degrees_text
+from shardwise.planner.traced_task import Traced
 from shardwise.planner.units import bytes_text, seconds_text
 from shardwise.simulator.cut import HALOS
-
-if TYPE_CHECKING:
-    from shardwise.planner.traced_task import Traced
 
 MOST_OPS = 30_000  # of the rehearsals of a search: some twenty seconds
 CHUNKS = 8  # of positions, where wide tensors are computed a part at a time

@@ -1,4 +1,4 @@
-"""A task as a `Subject` of the search: its module is traced on tensors without values (rehearsal/)."""
+"""A task's forecasts: its module is traced on tensors without values, and rehearsed where it is cut (rehearsal/)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from time import perf_counter, process_time
 from typing import cast
 
 from shardwise.cluster import Cluster
-from shardwise.costs.layout import RECOMPUTES, Layout
+from shardwise.costs.layout import Layout
 from shardwise.costs.memory import CONTEXT_BYTES, MemoryLedger
 from shardwise.costs.software import Software, as_planned
 from shardwise.engine.optimizer import Nature, shares_of, try_out
@@ -23,60 +23,19 @@ from shardwise.part.pairs import shapes_outside
 from shardwise.planner.candidates import Constraints
 from shardwise.planner.played import Sizes, dealt, degrees_text, places, played
 from shardwise.planner.read_time import Reading, timed_reading
-from shardwise.planner.subject import Subject
-from shardwise.planner.traced_layouts import TracedLayouts
 from shardwise.precision import met_at, told_met
 from shardwise.progress import Say, silent
 from shardwise.random import HIDDEN, Randomness
-from shardwise.rehearsal.cut_module import CutRehearsal, Cuts, TaskAnalysis, once
-from shardwise.rehearsal.rank_row import ALIKE, Beside, Place
+from shardwise.rehearsal.cut_module import ALIKE, Beside, CutRehearsal, Cuts, Place, TaskAnalysis, once
 from shardwise.rehearsal.step_trace import batch_bytes, one_sample, trace
+from shardwise.rehearsal.trace_of_rank import trace_of
 from shardwise.rehearsal.update_trace import update_of
 from shardwise.simulator.counted import Model, RankTrace, StepTrace
 from shardwise.simulator.cut import same_row, simulate_cut
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.held import memory
-from shardwise.simulator.quick import Quick
 from shardwise.simulator.traced import same_ops, simulate_traced, switches
-from shardwise.step.batching import samples_in
 from shardwise.task import Task
-
-DEFAULT_SAMPLES = 32  # of a step, for a task with a data source and no batch of its own
-# samples of the two traces that others are on a line with; one sample alone runs other operations (a dim of 1 is
-# broadcast, not copied), so it is traced by itself
-TRACED = (2, 4)
-
-
-def default_samples(task: Task) -> int:
-    """Returns the number of samples in a step where the user gives none: a batch of the task, or `DEFAULT_SAMPLES`."""
-    return samples_in(task.batch(0)) if task.batch is not None else DEFAULT_SAMPLES
-
-
-def traced_subject(
-    task: Task,
-    cluster: Cluster,
-    software: Software,
-    global_batch: int | None,
-    precision: str,
-    wanted: tuple[str, ...] = RECOMPUTES,
-    samples: tuple[int, int] = TRACED,
-    cuts: bool = True,
-    say: Say = silent,
-    remarks: tuple[str, ...] = (),
-    randomness: Randomness = "global",
-) -> Subject:
-    """Returns the `Subject` of a task: replicas, ZeRO 1 to 3, hybrid sharding, micro-batches, tp, pp, recompute.
-
-    cuts     whether a search looks at tp and pp
-    samples  the two sizes of micro-batch that are traced, or the only one, twice; larger ones are on the line through
-             the two, where both ran the same operations
-    say      is told what is being traced
-    remarks  to be told beside its own
-    randomness  as in `parallelize`
-    """
-    batch = default_samples(task) if global_batch is None else global_batch
-    traced = Traced(task, cluster, software, precision, samples, cuts, say, remarks, randomness)
-    return traced.subject(batch, wanted)
 
 
 class Traced:
@@ -117,27 +76,6 @@ class Traced:
         """Whether the cluster's ranks are CPU ranks: they hold the whole global batch, and gloo reduces copies."""
         return self.cluster.device.kind == "cpu"
 
-    def subject(self, batch: int, wanted: tuple[str, ...]) -> Subject:
-        """Returns the `Subject` for one global batch (samples). `wanted`: recompute policies to try beside "none"."""
-        units = len(self.first.units)
-        self._remark_on(self.first)
-        # recompute applies to repeated blocks, and this module has none
-        recomputes = [*dict.fromkeys(("none", *wanted))] if units else ["none"]
-
-        layouts = TracedLayouts(self, batch, recomputes)
-
-        def estimate(layout: Layout) -> Quick:
-            forecast = self.simulate(layout, batch)
-            return Quick(forecast.step_s, forecast.worst)
-
-        return Subject(
-            self.task.name, units, batch, 1, layouts.candidates, estimate, lambda layout: self.memory(layout, batch),
-            lambda layout: self.simulate(layout, batch), self.remarks, own=True,
-            with_batch=lambda count: self.subject(count, wanted), reading=lambda: self.reading,
-            exact=lambda layout: self.of_micro_batch(layout.micro_batch).simulate(layout, batch),
-            when_long=lambda call: setattr(self, "before_long", call), draws=lambda layout: self.draws(layout, batch),
-        )  # fmt: skip
-
     def of_micro_batch(self, micro: int) -> Traced:
         """Returns a copy that forecasts from a trace of exactly `micro` samples; traces already made are shared."""
         other = copy(self)
@@ -161,12 +99,6 @@ class Traced:
             seq=1, recompute=layout.recompute,
         )  # fmt: skip
         return own.simulate(plain, batch).step_s, fast.simulate(plain, batch).step_s
-
-    def _remark_on(self, first: StepTrace) -> None:
-        if first.idle:
-            self.remark(f"no gradient reaches {first.idle:,} of {first.parameters:,} parameters on such samples")
-        if first.drawn:
-            self.remark("a single random number is taken as 0.5: what it decides (layerdrop) goes the likelier way")
 
     @cached_property
     def first(self) -> StepTrace:
@@ -316,7 +248,7 @@ class Traced:
             tile = f"share {'x'.join(map(str, at))} of positions, " if key.cut_positions > 1 else ""
             self.say(f"{self.task.name}: rehearsing {key.plan}, {tile}rank {tp} of tp, stage {pp}")
             self.spent += len(sizes) * self.model("none").small.kernels
-            traces = [shares.trace(tp, pp, counts, beside, at) for counts in sizes]
+            traces = [trace_of(shares, tp, pp, counts, beside, at) for counts in sizes]
             models.append(self._model(traces[0], traces[-1]))
         return models
 

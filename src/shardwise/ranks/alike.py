@@ -72,18 +72,20 @@ def _own_modules() -> list[tuple[str, Path]]:
 
 def check_alike(rows: Sequence[dict[str, Any]]) -> None:
     """Raise `InputError` naming each fact that hosts do not have alike, with the ranks; `rows` in rank order."""
-    told = []
+    differing = []
     for name in dict.fromkeys(name for row in rows for name in row["alike"]):
         values: dict[str, list[int]] = {}
         for rank, row in enumerate(rows):
             values.setdefault(row["alike"].get(name, "nothing"), []).append(rank)
         if len(values) > 1:
-            told.append(f"{name}: " + ", ".join(f"{value} on {_where(ranks, rows)}" for value, ranks in values.items()))
-    if told:
-        more = f"; and {len(told) - MOST} more" if len(told) > MOST else ""
+            differing.append(
+                f"{name}: " + ", ".join(f"{value} on {_where(ranks, rows)}" for value, ranks in values.items())
+            )
+    if differing:
+        more = f"; and {len(differing) - MOST} more" if len(differing) > MOST else ""
         raise InputError(
-            f"the ranks' hosts differ, so they would not compute alike: {'; '.join(told[:MOST])}{more}. Give all hosts "
-            "the same environment, code and files"
+            f"the ranks' hosts differ, so they would not compute alike: {'; '.join(differing[:MOST])}{more}. Give all "
+            "hosts the same environment, code and files"
         )
 
 

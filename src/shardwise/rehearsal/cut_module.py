@@ -24,32 +24,30 @@ from typing import Any
 
 import torch
 
-from shardwise.comm import Axis
+from shardwise.comm import Axis, Ledger
 from shardwise.costs.layout import SAME_KEYS, Layout
 from shardwise.engine.cutting import cut_forward
 from shardwise.engine.experts import look_for_experts, names_of, row_wise_experts
 from shardwise.engine.find_positions import find_positions
 from shardwise.engine.recipe import make_gradients_dense
 from shardwise.engine.tensor_cuts import derive_cuts
-from shardwise.errors import InputError, RefusedPlan, ShardwiseError
+from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.layout.grid import SPACE, inner_axes
 from shardwise.layout.schedule_kinds import Op
 from shardwise.layout.schedules import Schedule, make_schedule
 from shardwise.layout.zero_stages import STAGES, ZeroStage
 from shardwise.look.samples import SAMPLES, a_few, few_samples
+from shardwise.mesh import overlap_from
 from shardwise.parallel.expert import holds_experts
 from shardwise.parallel.expert.expert_forward import Stack
 from shardwise.parallel.pipeline.placed import StagePlacement
+from shardwise.parallel.pipeline.stage_messages import MessageSpec as OfTensor
 from shardwise.parallel.tensor import Derived, Followed
-from shardwise.part import forget
 from shardwise.part.pairs import hold_pairs
 from shardwise.part.positions import Positions
 from shardwise.precision import Precision
-from shardwise.rehearsal.rank_row import ALIKE, Beside, MessageSpec, Place, Rehearsal, axes_at
-from shardwise.rehearsal.step_trace import as_real, batch_bytes, repeated
-from shardwise.rehearsal.untraced import ModulePath, untraced
-from shardwise.simulator.counted import RankTrace
+from shardwise.rehearsal.step_trace import batch_bytes, repeated
 from shardwise.step.forward import run_alone
 from shardwise.task import Task
 from shardwise.trace.blocks import blocks_of
@@ -58,6 +56,23 @@ from shardwise.trace.deferred import build as build_deferred
 
 ROUNDS = 2  # of micro-batches through the pipeline, after which no rank holds more than before
 LARGE_BYTES = 16 * 2**20  # of a sample, from which a few more are not worth reading
+
+Place = tuple[int, ...]  # along each axis that cuts positions, of `inner_axes`
+Beside = tuple[int, tuple[tuple[int, ...], ...]]  # place in ep; of each micro-batch, the samples of each rank there
+ALIKE: Beside = (0, ())  # all have as many
+MessageSpec = list[OfTensor]  # of the tensors of a message
+
+
+def axes_at(plan: Plan, place: Place = (), ledger: Ledger | None = None, gloo: bool = False) -> tuple[Axis, ...]:
+    """Returns the axes that cut positions, outermost first, as the rank at `place` (by default the first) has them."""
+    places = dict(enumerate(place))
+    axes = [
+        Axis(name, size, places.get(number, 0), None, tuple(range(size)), rehearsal=ledger, copies=gloo)
+        for number, (name, size) in enumerate(inner_axes(plan.domain, **plan.along))
+    ]
+    least, depth = overlap_from(plan, gloo), plan.domain_depth
+    axes = [replace(axis, overlap_from=least, halo_depth=depth) if axis.name in SPACE else axis for axis in axes]
+    return tuple(axis for axis in axes if axis.size > 1)
 
 
 def alone(microbatches: int) -> Schedule:
@@ -333,28 +348,3 @@ class CutRehearsal:
         return [
             (place, tp, pp) for place in places for pp in range(self.cuts.pp) for tp in dict.fromkeys(self.alike)
         ]  # fmt: skip
-
-    def trace(
-        self, tp: int, pp: int, sizes: Sequence[int], beside: Beside = ALIKE, place: Place = ()
-    ) -> RankTrace:  # fmt: skip
-        """Returns the trace of one rank. Raises `InputError` for a module that cannot be traced.
-
-        sizes   samples of each micro-batch; the last holds for those that follow
-        beside  the rank's place in ep, and how many samples each rank there has
-        place   along each axis that cuts positions
-        """
-        enclosed = self.looks.enclosed.setdefault(self.cuts.wrap, set())
-        try:
-            with as_real():
-                while True:  # as a run does: all anew, until no unit's weights are read while it does not run
-                    rehearsal = Rehearsal(self, tp, pp, sizes, beside, place)
-                    trace = rehearsal.run(enclosed)
-                    if not rehearsal.outside:
-                        return trace
-                    enclosed |= rehearsal.outside
-        except (InputError, RefusedPlan):
-            raise
-        except Exception as error:
-            raise InputError(untraced(error, ModulePath())) from error
-        finally:
-            forget()  # a gathered tensor of this rehearsal is none of the next one's

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,12 +22,10 @@ from shardwise.part.crossing import axes_of
 from shardwise.part.parameters import see_parts
 from shardwise.part.positions import Positions
 from shardwise.precision import Precision
+from shardwise.rehearsal.cut_module import CutRehearsal
 from shardwise.rehearsal.step_trace import build
 from shardwise.trace.blocks import Blocks, blocks_of
 from shardwise.trace.fake import Fake
-
-if TYPE_CHECKING:
-    from shardwise.rehearsal.cut_module import CutRehearsal
 
 
 class _FakeStages(StagedModule):

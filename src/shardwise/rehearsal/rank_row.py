@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,12 +14,9 @@ from torch.utils import _pytree as pytree
 from shardwise.comm import Axis, Ledger
 from shardwise.comm.ledger import FACTORS
 from shardwise.device import generators_kept
-from shardwise.layout import Plan
-from shardwise.layout.grid import SPACE, inner_axes
 from shardwise.layout.schedule_kinds import Op
 from shardwise.layout.zero_stages import PER_MICROBATCH
 from shardwise.memory.live import LiveBytes, resizes_told
-from shardwise.mesh import overlap_from
 from shardwise.parallel.expert import ExpertParallel
 from shardwise.parallel.flat import Flat
 from shardwise.parallel.pipeline import backward
@@ -30,6 +26,7 @@ from shardwise.parallel.tensor import TensorParallel
 from shardwise.part import forget
 from shardwise.part.crossing import cuts_of, put_together, taken_apart
 from shardwise.precision import Precision
+from shardwise.rehearsal.cut_module import ALIKE, Beside, CutRehearsal, MessageSpec, Place, axes_at
 from shardwise.rehearsal.fully_sharded import FakeFullShard, silent_mesh
 from shardwise.rehearsal.gpu_kernels import Fused, like_gpu
 from shardwise.rehearsal.known_values import Values, known_values_read
@@ -49,27 +46,6 @@ from shardwise.rehearsal.update_trace import in_order
 from shardwise.simulator.counted import Passed, RankTrace, Sent, StepTrace
 from shardwise.trace.fake import Fake
 from shardwise.trace.outside_reads import OutsideReads
-
-if TYPE_CHECKING:
-    from shardwise.rehearsal.cut_module import CutRehearsal
-
-
-Place = tuple[int, ...]  # along each axis that cuts positions, of `inner_axes`
-Beside = tuple[int, tuple[tuple[int, ...], ...]]  # place in ep; of each micro-batch, the samples of each rank there
-ALIKE: Beside = (0, ())  # all have as many
-MessageSpec = list[OfTensor]  # of the tensors of a message
-
-
-def axes_at(plan: Plan, place: Place = (), ledger: Ledger | None = None, gloo: bool = False) -> tuple[Axis, ...]:
-    """Returns the axes that cut positions, outermost first, as the rank at `place` (by default the first) has them."""
-    places = dict(enumerate(place))
-    axes = [
-        Axis(name, size, places.get(number, 0), None, tuple(range(size)), rehearsal=ledger, copies=gloo)
-        for number, (name, size) in enumerate(inner_axes(plan.domain, **plan.along))
-    ]
-    least, depth = overlap_from(plan, gloo), plan.domain_depth
-    axes = [replace(axis, overlap_from=least, halo_depth=depth) if axis.name in SPACE else axis for axis in axes]
-    return tuple(axis for axis in axes if axis.size > 1)
 
 
 class Rehearsal:

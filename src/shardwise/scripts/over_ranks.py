@@ -21,6 +21,7 @@ from shardwise.parallel.full import FullShard
 from shardwise.part import whole
 from shardwise.scripts.calls import Calls
 from shardwise.scripts.first_steps import FirstSteps, ParametersInPlace
+from shardwise.scripts.gradients import Gradients
 from shardwise.scripts.optimizer_pieces import OptimizerGuard
 from shardwise.scripts.part_loader import PartLoader
 from shardwise.scripts.script_lines import names_line
@@ -33,6 +34,7 @@ class OverRanks(WeightAccess):
     optimizer: Optimizer
     calls: Calls
     loader: PartLoader
+    gradients: Gradients | None  # as the script sees them, once the model is spread
     _optimizer_guard: OptimizerGuard
     _first: FirstSteps
     _pieces: bool  # ranks' optimizers hold less than whole parameters

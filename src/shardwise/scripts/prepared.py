@@ -54,7 +54,6 @@ from shardwise.scripts.proof.on_ranks import side_of
 from shardwise.scripts.proof.plain import Plain
 from shardwise.scripts.proof.receipts import line_of, script_under_way
 from shardwise.scripts.proof.recorder import recorder
-from shardwise.scripts.saved import put as put_saved
 from shardwise.scripts.script_lines import names_line
 from shardwise.scripts.script_weights import ScriptWeights
 from shardwise.scripts.sharded_weights import ShardedGradients
@@ -316,7 +315,7 @@ class Prepared(Stepping):
             written=weakly(self.may_have_written), compares=weakly(self.compare),
         )  # fmt: skip
         if self.pending is not None:
-            put_saved(self, self.pending)
+            self._restored(self.pending)
         self._notices.say(self.notices)
 
     def _made(self, args: tuple, kwargs: dict) -> Engine:

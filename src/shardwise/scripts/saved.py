@@ -12,26 +12,22 @@ What this does not do: bring back where generators stood in a loader's workers, 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten_with_path
 
 from shardwise.checkpoint.inspect import opened
-from shardwise.checkpoint.load import restore
 from shardwise.checkpoint.optimizers import Node, NoJson, decoded, leaves, plain_node
 from shardwise.checkpoint.remote import place
 from shardwise.checkpoint.save import Saver
 from shardwise.errors import InputError
 from shardwise.scripts.agreement import dotted
+from shardwise.scripts.prepared import Prepared
 from shardwise.scripts.proof.plain import Plain, load_refused
 from shardwise.scripts.proof.recorder import recorder
 from shardwise.scripts.reading import Generators
 from shardwise.scripts.script_lines import names_line
-from shardwise.scripts.start import generators_kept
-
-if TYPE_CHECKING:
-    from shardwise.scripts.prepared import Prepared
 
 
 @names_line
@@ -84,7 +80,7 @@ def load(prepared: Prepared, folder: str | Path) -> dict[str, Any]:
         prepared.pending = chosen
     else:
         prepared.meet("shardwise.load(...)", always=True)
-        fields = put(prepared, place(folder))
+        fields = prepared._restored(place(folder))
     prepared.loader.go_on(fields["loader"])
     prepared.calls.forwards = fields["forwards"]
     Generators.from_json(prepared.loader.whole, fields["generators"]).restore()
@@ -118,11 +114,3 @@ def _value_of(node: Node) -> Any:
     if list(leaves(node)):
         raise InputError("the checkpoint's fields name tensors, which a script's have not")
     return decoded(node, None, torch.device("cpu"), near=False)
-
-
-def put(prepared: Prepared, folder: Path) -> dict[str, Any]:
-    """Load a checkpoint's weights and state into the engine; returns what was saved beside them. Collective."""
-    with prepared._gate.open(), prepared._state_gate.open(), generators_kept():
-        restored = restore(prepared.engine, folder)
-    prepared.engine.notices.extend(restored.notices)
-    return restored.manifest.fields["script"]

@@ -14,8 +14,9 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -30,7 +31,6 @@ from shardwise.scripts.gradients import Gradients
 from shardwise.scripts.guard import TAKEN, Gate, mark_like, reads_values
 from shardwise.scripts.script_lines import names_line
 from shardwise.scripts.sharded_weights import ShardedGradients
-from shardwise.scripts.whole_weights import WholeWeights
 from shardwise.trace.leaves import replaced, tensors_in
 
 _OF_A_SHARE = (
@@ -46,6 +46,17 @@ _EARLY_LOSS = (
     "plan put another in its place: compute what is made of model.parameters() (a penalty) after model(x)"
 )
 _GRAD, _SET_DATA = torch.Tensor.grad, torch.Tensor.data.__set__
+
+
+class WeightsForScript(Protocol):
+    """The whole weights of one prepared model, for the script's own code (`whole_weights.WholeWeights`)."""
+
+    is_open: bool
+
+    def outside(self, func: Any, args: tuple, kwargs: dict) -> Any: ...
+    def opened(self, grads: bool, state: bool) -> AbstractContextManager[None]: ...
+    def paused(self) -> AbstractContextManager[None]: ...
+    def forget_gradients(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -81,13 +92,13 @@ class ScriptWeights:
         """
         self.gate, self._gradients, self._inside = gate, gradients, inside
         self._once, self._once_beside = once, once_beside
-        self._whole: WholeWeights | None = None
+        self._whole: WeightsForScript | None = None
         self._sharded: ShardedGradients | None = None
         self._kinds: dict[tuple[type, ParameterUse], type] = {}
 
     def take(
-        self, model: nn.Module, whole: WholeWeights | None, sharded: ShardedGradients | None, *, cuts: Iterable[str],
-        pairs: Iterable[str], elsewhere: bool, later: bool,
+        self, model: nn.Module, whole: WeightsForScript | None, sharded: ShardedGradients | None, *,
+        cuts: Iterable[str], pairs: Iterable[str], elsewhere: bool, later: bool,
     ) -> None:  # fmt: skip
         """Answer for the model's parameters from here on.
 

@@ -52,7 +52,6 @@ class Stepping(Weighing):
     all_names: list[list[str]]  # of the optimizer's groups, frozen parameters among them
     _notices: Notices
     _first: FirstSteps
-    gradients: Gradients | None  # as the script sees them, once the model is spread
     side: RankSide | None  # of a proof, which records
     _shares: bool  # tp or ep cut weights
     _unguarded: bool  # experts beside the rest, whose gradients are FSDP's own parameters'

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from shardwise.checkpoint.load import restore
 from shardwise.device import memory_bytes, on_host
 from shardwise.engine import weights_out
 from shardwise.engine.engine import Engine
@@ -33,7 +34,8 @@ from shardwise.scripts.entries import Several
 from shardwise.scripts.guard import Gate
 from shardwise.scripts.meeting import Meeting
 from shardwise.scripts.script_lines import names_line
-from shardwise.scripts.whole_weights import WholeWeights
+from shardwise.scripts.script_weights import WeightsForScript
+from shardwise.scripts.start import generators_kept
 
 
 class WeightAccess(ABC):
@@ -46,7 +48,7 @@ class WeightAccess(ABC):
     _state_gate: Gate
     meeting: Meeting | None  # where there are other ranks
     _pieces: bool  # ranks hold pieces of weights or state
-    _whole_weights: WholeWeights | None  # where ranks hold pieces of weights, gradients or state
+    _whole_weights: WeightsForScript | None  # where ranks hold pieces of weights, gradients or state
     _copied_from: Engine | None  # where the model's own tensors are not the whole weights in full precision
 
     @property
@@ -201,6 +203,13 @@ class WeightAccess(ABC):
         self.meet("save_weights(...)")
         with self._reading():
             weights_out.save_weights(self.engine.state, path, under=self._prefix)
+
+    def _restored(self, folder: Path) -> dict[str, Any]:
+        """Load a checkpoint's weights and state into the engine; returns what was saved beside them. Collective."""
+        with self._gate.open(), self._state_gate.open(), generators_kept():
+            restored = restore(self.engine, folder)
+        self.engine.notices.extend(restored.notices)
+        return restored.manifest.fields["script"]
 
     def memory(self) -> dict[str, int | None]:
         """Bytes on this rank, as `Engine.memory`."""

@@ -21,7 +21,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,12 +40,10 @@ from shardwise.scripts.agreement import same_given
 from shardwise.scripts.gradient_arrivals import techniques_of
 from shardwise.scripts.guard import OUTSIDE, READ, TAKEN, mark_like, reads_values, writes_into
 from shardwise.scripts.script_lines import names_line
+from shardwise.scripts.stepping import Stepping
 from shardwise.scripts.whole_in_graphs import BesideForward, OfPieces
 from shardwise.scripts.whole_optimizer_state import put, share_of
 from shardwise.trace.leaves import replaced, tensors_in
-
-if TYPE_CHECKING:
-    from shardwise.scripts.prepared import Prepared
 
 _ABOUT = frozenset({
     "size", "dim", "ndimension", "numel", "nelement", "__len__", "stride", "is_contiguous", "is_complex",
@@ -111,7 +109,7 @@ class WholeWeight(nn.Parameter):
 class WholeWeights:
     """The whole weights of one prepared model, for the script's own code."""
 
-    def __init__(self, prepared: Prepared, engine: Engine) -> None:
+    def __init__(self, prepared: Stepping, engine: Engine) -> None:
         self._prepared, self._state = weakref.ref(prepared), engine.state
         self.is_open = self._fills = False
         held = dict(engine.module.named_parameters())
@@ -135,7 +133,7 @@ class WholeWeights:
         }
 
     @property
-    def _script(self) -> Prepared:
+    def _script(self) -> Stepping:
         script = self._prepared()
         assert script is not None
         return script

@@ -133,8 +133,8 @@ def large_messages() -> list[str]:
     axis = Axis("world", ranks, me, dist.group.WORLD, tuple(range(ranks)))
     count = LARGE_BYTES // 4 // ranks * ranks
     mine = torch.full((count,), float(me), device=device)
-    found: dict[str, torch.Tensor] = {"all_reduce": mine.clone()}
-    all_reduce(found["all_reduce"], axis, "evidence")
+    results: dict[str, torch.Tensor] = {"all_reduce": mine.clone()}
+    all_reduce(results["all_reduce"], axis, "evidence")
     came = torch.empty_like(mine)
     after, before = (me + 1) % ranks, (me - 1) % ranks
     going, coming = RankMessage(mine, after, 1, "evidence"), RankMessage(came, before, 1, "evidence")
@@ -148,13 +148,13 @@ def large_messages() -> list[str]:
     dealt = torch.empty_like(mine)
     all_to_all(dealt, mine, [count // ranks] * ranks, [count // ranks] * ranks, axis, "evidence")
     total = float(sum(range(ranks)))
-    each = torch.arange(float(ranks), device=device).repeat_interleave(count // ranks)
+    by_rank = torch.arange(float(ranks), device=device).repeat_interleave(count // ranks)
     right = {
-        "all_reduce": bool((found["all_reduce"] == total).all()),
+        "all_reduce": bool((results["all_reduce"] == total).all()),
         "exchange": bool((came == before).all()),
-        "all_gather": bool(torch.equal(full, each)),
+        "all_gather": bool(torch.equal(full, by_rank)),
         "reduce_scatter": bool((shard == total).all()),
-        "all_to_all": bool(torch.equal(dealt, each)),
+        "all_to_all": bool(torch.equal(dealt, by_rank)),
     }
     return [name for name, ok in right.items() if not ok]
 

@@ -156,14 +156,14 @@ def _members(entry: Issued, rank: int) -> tuple[int, ...]:
 def _unlike(units: list[list[_Unit]]) -> list[str]:
     """Returns what differs between ranks under one key: another collective, dtype or size."""
     first: dict[Key, tuple[int, Issued]] = {}
-    told: dict[Key, str] = {}  # the first of each way: those after it differ by it
+    differing: dict[Key, str] = {}  # the first of each way: those after it differ by it
     for rank, own in enumerate(units):
         for unit in own:
             for entry, key in unit.operations:
                 other, theirs = first.setdefault(key, (rank, entry))
                 if _alike(entry) != _alike(theirs):
-                    told.setdefault(key[:-1], f"rank {other} issues {theirs}, where rank {rank} issues {entry}")
-    return list(told.values())
+                    differing.setdefault(key[:-1], f"rank {other} issues {theirs}, where rank {rank} issues {entry}")
+    return list(differing.values())
 
 
 def _alike(entry: Issued) -> tuple[object, ...]:

@@ -6,32 +6,29 @@ What this does not do: tell the gradients that the calls of a closure (LBFGS) ha
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.proof.settings import raise_eps
+from shardwise.scripts.over_ranks import OverRanks
 from shardwise.scripts.proof.recorder import ScriptRecorder
 from shardwise.scripts.proof.shorten import shortened
 from shardwise.scripts.proof.sketch import sketch
 from shardwise.scripts.script_lines import line_of_script
 
-if TYPE_CHECKING:
-    from shardwise.scripts.prepared import Prepared
-    from shardwise.scripts.stepping import Stepping
-
 
 class RankSide:
     """Records one prepared model on this rank, in every step. All is collective."""
 
-    def __init__(self, prepared: Prepared, recorder: ScriptRecorder) -> None:
+    def __init__(self, prepared: OverRanks, recorder: ScriptRecorder) -> None:
         self.recorder = recorder
         trained = {name for name, param in prepared.model.named_parameters() if param.requires_grad}
         named = [*prepared.model.named_parameters(), *prepared.model.named_buffers()]
         self.number = recorder.add(prepared, named, trained)
 
-    def apart(self, prepared: Stepping, loss: torch.Tensor) -> None:
+    def apart(self, prepared: OverRanks, loss: torch.Tensor) -> None:
         """A backward begins: what this rank's loss alone asks of whole weights, where the proof looks for a cause."""
         if not self.recorder.apart or prepared.engine.state.tensor is not None:
             return
@@ -45,7 +42,7 @@ class RankSide:
         """A backward: the loss over all ranks, how it was given, and the weight or mean_over of this rank."""
         self.recorder.loss(self.number, float(value), form, float(weight or 0.0))
 
-    def before(self, prepared: Stepping) -> None:
+    def before(self, prepared: OverRanks) -> None:
         """The optimizer's step begins; the script has done to gradients what it does."""
         self.recorder.record.raised_eps |= bool(raise_eps(prepared.optimizer))
         with prepared._gate.open():
@@ -54,7 +51,7 @@ class RankSide:
                 named = [(name, prepared.gradients.seen(name) if g is None else g) for name, g in named]
             self.recorder.before(self.number, named, line_of_script())
 
-    def after(self, prepared: Stepping) -> None:
+    def after(self, prepared: OverRanks) -> None:
         """The step is over, and the weights are published."""
         engine = prepared.engine
         with prepared._reading():
@@ -64,7 +61,7 @@ class RankSide:
                 self.number, parameters, list(engine.full_buffers()), states, prepared.optimizer.param_groups
             )
 
-    def _states(self, prepared: Stepping) -> Iterator[tuple[str, Any]]:
+    def _states(self, prepared: OverRanks) -> Iterator[tuple[str, Any]]:
         record = self.recorder.record
         try:
             yield from prepared.engine.full_optimizer_state()
@@ -77,7 +74,7 @@ class RankSide:
             record.states_known = False
 
 
-def side_of(prepared: Prepared, loader: Any, recorder: ScriptRecorder | None) -> RankSide | None:
+def side_of(prepared: OverRanks, loader: Any, recorder: ScriptRecorder | None) -> RankSide | None:
     """Returns what records a model that is being prepared, whose loader becomes short; None outside of a proof."""
     if recorder is None:
         return None
