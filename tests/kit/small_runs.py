@@ -21,8 +21,8 @@ def losses_of(run: Any) -> list[float]:
 
 
 def weights_of(folder: Path) -> dict[str, str]:
-    """A digest of each weight of a run's folder, and of each average of one."""
-    files = sorted(folder.glob("*.safetensors"))
+    """A digest of each weight that a run ended with, and of each average of one; its best ones are apart."""
+    files = [path for path in (folder / "ema.safetensors", folder / "model.safetensors") if path.exists()]
     return {f"{file.name}/{name}": digest(value) for file in files for name, value in load_file(file).items()}
 
 

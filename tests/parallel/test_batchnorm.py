@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from norm_tasks import normed
 from torch import nn
 from torch.nn import functional
 
-from shardwise import Plan, Task, parallelize
+from shardwise import Plan, parallelize
 from shardwise.comm import Axis
 from shardwise.look.first_samples import _norms_differ
 from shardwise.parallel.batchnorm import synced_batch_norm
@@ -29,15 +28,6 @@ def test_channels_that_are_cut_have_their_statistics(plan: str, pool: RankPool) 
     parity = verify("norm_tasks:normed", plan, pool=pool)
     assert parity.parity, parity.text()
     assert f"{plan[:4]} cuts" in parity.text()
-
-
-def of_groups() -> Task:
-    """Its norm's groups of channels are dealt over ranks."""
-
-    def model() -> nn.Module:
-        return nn.Sequential(nn.Conv2d(2, 8, 3), nn.GroupNorm(4, 8), nn.ReLU(), nn.Conv2d(8, 3, 3))
-
-    return replace(normed(), model=model, loss=lambda out, b: (out.square().sum(), len(out)))
 
 
 @pytest.mark.parametrize(("task", "begins"), [("normed", "body.1"), ("of_groups", "1")])

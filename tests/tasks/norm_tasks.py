@@ -64,6 +64,15 @@ def apart() -> Task:
     return normed().with_(model=Apart)
 
 
+def of_groups() -> Task:
+    """Its norm's groups of channels are dealt over ranks."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(2, 8, 3), nn.GroupNorm(4, 8), nn.ReLU(), nn.Conv2d(8, 3, 3))
+
+    return normed().with_(model=model, loss=lambda out, b: (out.square().sum(), len(out)))
+
+
 def normed() -> Task:
     def batch(step: int) -> dict[str, torch.Tensor]:
         g = torch.Generator().manual_seed(step)

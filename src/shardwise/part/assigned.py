@@ -12,6 +12,7 @@ or pairs (`follow_data`); what is assigned to others is given on as it is.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -29,10 +30,16 @@ _DATA = torch.Tensor.data
 
 
 class _Data(property):
+    """The attribute, over the one that plain tensors had: torch's, or that of an accelerator written in Python."""
+
     __name__ = "data"  # as torch's own, by which function modes know what is assigned
 
+    def __init__(self, before: Any):
+        super().__init__(before.__get__, partial(_assign, before))
+        self.before = before
 
-def _assign(tensor: torch.Tensor, value: Any) -> None:
+
+def _assign(before: Any, tensor: torch.Tensor, value: Any) -> None:
     if getattr(tensor, "reads_weight", False):
         value = now_of(value)
         if value.shape != tensor.shape:  # which `copy_` would repeat
@@ -45,7 +52,7 @@ def _assign(tensor: torch.Tensor, value: Any) -> None:
         _become(tensor, value if isinstance(value, Distributed) else _whole(value, tensor))
     else:
         value = now_of(value)
-        _DATA.__set__(tensor, _of_every_rank(value) if isinstance(value, Distributed) else value)
+        before.__set__(tensor, _of_every_rank(value) if isinstance(value, Distributed) else value)
 
 
 def _become(tensor: Distributed, value: Distributed) -> None:
@@ -82,18 +89,19 @@ def _of_every_rank(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-Distributed.data = Written.data = _Data(_DATA.__get__, _assign)
+Distributed.data = Written.data = _Data(_DATA)
 _FOLLOWED: WeakSet[nn.Module] = WeakSet()
 
 
 def follow_data(module: nn.Module) -> Callable[[], None]:
     """Follows what is assigned to the `.data` of plain tensors, while the module reads weights; returns the undo."""
     _FOLLOWED.add(module)
-    torch.Tensor.data = _Data(_DATA.__get__, _assign)
+    if not isinstance(torch.Tensor.data, _Data):
+        torch.Tensor.data = _Data(torch.Tensor.data)
 
     def undo() -> None:
         _FOLLOWED.discard(module)
-        if not _FOLLOWED:
-            torch.Tensor.data = _DATA
+        if not _FOLLOWED and isinstance(torch.Tensor.data, _Data):
+            torch.Tensor.data = torch.Tensor.data.before
 
     return undo

@@ -45,7 +45,7 @@ _EARLY_LOSS = (
     "the loss is computed from a parameter as it was before the model's first forward in training, by which the "
     "plan put another in its place: compute what is made of model.parameters() (a penalty) after model(x)"
 )
-_GRAD, _SET_DATA = torch.Tensor.grad, torch.Tensor.data.__set__
+_GRAD = torch.Tensor.grad
 
 
 class WeightsForScript(Protocol):
@@ -199,7 +199,7 @@ class ScriptWeights:
         if uses & _PIECES and not self._runs():
             assert self._whole is not None
             return names_line(self._whole.outside)(func, args, kwargs)
-        if "sharded" in uses and func == _SET_DATA and self._inside() and self._sharded is not None:
+        if "sharded" in uses and func == torch.Tensor.data.__set__ and self._inside() and self._sharded is not None:
             return self._sharded.assign(*args)
         if "share" in uses and reads_values(func):
             _refuse(TAKEN if func is torch.autograd.grad else _OF_A_SHARE.format(name or func))

@@ -36,7 +36,6 @@ _ALONE = frozenset(
     for name in (plain, f"{plain}_", f"__{plain}__", f"__r{plain}__", f"__i{plain}__")
 ) | {"__rtruediv__", "__truediv__", "__itruediv__"}  # fmt: skip
 _SIZES = (torch.Tensor.shape.__get__, torch.Tensor.size, torch.Tensor.numel)
-_DATA = torch.Tensor.data.__get__
 
 _How = tuple[str, int, Any]  # of a share: its parameter's name, the cut dim, the owners
 
@@ -82,7 +81,8 @@ class RawReads(TorchFunctionMode):
             return
         # element by element on shares that are all cut alike, beside numbers at most: right on each rank's elements
         alike = len({how[1:] for how in met}) == 1 and len(met) == sum(tensor.dim() > 0 for tensor in tensors)
-        if not alike or not (name in _ALONE or func == _DATA):
+        data = torch.Tensor.data.__get__  # now: another attribute is there while assignments to it are followed
+        if not alike or not (name in _ALONE or func == data):
             error = Uncut(
                 f"the forward computes with '{met[0][0]}' past its module's attribute, as by parameters(), where it "
                 f"would meet a share of it ({'its size' if func in _SIZES else name})"
