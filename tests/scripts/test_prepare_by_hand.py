@@ -32,8 +32,10 @@ from torch import nn
 from torch.nn.functional import normalize
 from torch.utils.data import DataLoader, TensorDataset
 
+import shardwise
 from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.layout import Plan
+from shardwise.part.assigned import follow_data
 from shardwise.ranks import RankPool
 
 LONG = pytest.mark.long
@@ -398,6 +400,17 @@ def in_a_forward(plan: str | None, writes: str, scope: Any) -> tuple:
     return train(plan, model, batches(20), mse, optimizer, loss_scope=scope)
 
 
+def beside_a_cut_model(plan: str | None) -> tuple:
+    """Another model of the process reads its weights as parts, for which `.data` of all tensors is followed."""
+    assert shardwise.prepare  # loaded, as by a first model, before the attribute is replaced
+    cut = nn.Linear(1, 1)
+    undo = follow_data(cut)
+    try:
+        return in_a_forward(plan, "in place", "sample")
+    finally:
+        undo()
+
+
 class Words(nn.Module):
     """(B, T) words -> (B T, 9) logits, which tp=2 cuts unevenly."""
 
@@ -524,7 +537,7 @@ EQUAL: list[tuple] = [
     (script, "dp_shard=3,zero=3", drawn, adamw), (script, "dp_shard=2,zero=3", noised, adamw),
     (script, "tp=2", reset, adamw), (averaged, "tp=2"), 
     (kept_in_lists, "dp_shard=2,zero=3"), (kept_in_lists, "tp=2"),
-    (in_a_forward, "dp_shard=2,zero=3", "in place", "sample"),
+    (in_a_forward, "dp_shard=2,zero=3", "in place", "sample"), (beside_a_cut_model, "dp_shard=2,zero=3"),
 ]  # fmt: skip
 MORE_EQUAL: list[tuple] = [
     (script, "dp_replicate=2,dp_shard=2,zero=3", given, adamw),
