@@ -228,17 +228,18 @@ def test_what_is_refused_is_refused_once(monkeypatch) -> None:
 
 def test_a_layout_that_cannot_be_rehearsed_is_not_tried_with_recompute_and_zero_3(monkeypatch) -> None:
     from shardwise.errors import RefusedPlan
-    from shardwise.rehearsal import cut_module
+    from shardwise.planner import traced_task
 
     tried = []
 
-    def refused(self, tp, pp, sizes, beside=None, place=()):
-        tried.append((self.cuts.tp, self.cuts.sp, self.cuts.pp, self.cuts.microbatches, self.cuts.zero))
+    def refused(shares, tp, pp, sizes, beside=None, place=()):
+        cuts = shares.cuts
+        tried.append((cuts.tp, cuts.sp, cuts.pp, cuts.microbatches, cuts.zero))
         raise RefusedPlan("not this one")
 
     made = Traced(tied(), NODE, software("shardwise"), "fp32", (1, 2), True)
     found = subject_of(made, 32, ("selective", "full"))
-    monkeypatch.setattr(cut_module.CutRehearsal, "trace", refused)
+    monkeypatch.setattr(traced_task, "trace_of", refused)
     assert not [
         layout for layout in found.layouts(8, Constraints(most=(("tp", 2), ("pp", 2)))) if layout.tp * layout.pp > 1
     ]

@@ -64,7 +64,7 @@ def test_only_what_ran_one_process_speaks_of_it() -> None:
     source = Path(blame.__code__.co_filename).parents[1]
     words = ("in one process too", "one process would meet")
     found = {path.name for path in source.rglob("*.py") if any(word in path.read_text() for word in words)}
-    assert found - {"errors.py"} <= {"one_process.py", "parity.py", "deferred.py", "door.py"}  # door: of scripts/proof
+    assert found - {"errors.py"} <= {"one_process.py", "parity.py", "deferred.py", "verify_script.py"}
 
 
 def test_an_optimizer_over_another_models_parameters() -> None:

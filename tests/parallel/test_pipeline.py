@@ -397,14 +397,14 @@ def without_tags(plan: str) -> list[float]:
 
 def through_host_memory(plan: str) -> list[float]:
     """Losses where every message is staged in host memory, as for a device under gloo."""
-    from shardwise.comm import stage_messages
+    from shardwise.comm import messages
 
-    needs_host = stage_messages._needs_host
-    stage_messages._needs_host = lambda tensor, axis: True
+    needs_host = messages._needs_host
+    messages._needs_host = lambda tensor, axis: True
     try:
         return losses(plan)
     finally:
-        stage_messages._needs_host = needs_host
+        messages._needs_host = needs_host
 
 
 def losses(plan: str) -> list[float]:

@@ -74,7 +74,7 @@ def test_what_an_attempt_goes_on_with(store: Any, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(attempts, "_agent", store)
     monkeypatch.chdir(tmp_path)
     older = shardwise.train("digits", **SMALL)
-    job = make_job(shardwise.config.effective(older.folder / "config.toml"))
+    job = make_job(shardwise.config.load(older.folder / "config.toml"))
     first = runs._placed_in_turn(job, None)
     assert first.folder != older.folder and first.resume is None and not first.again
     again = runs._placed_in_turn(job, None)  # it died before a checkpoint
