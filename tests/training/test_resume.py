@@ -468,6 +468,8 @@ def until_steps(here: Path, count: int, process: subprocess.Popen) -> None:
     ("plan", "number"), [("single", signal.SIGINT), ("dp_shard=2,zero=1", signal.SIGUSR1), ("single", signal.SIGHUP)]
 )
 def test_a_signal_saves_and_the_same_command_goes_on(plan: str, number: int, here):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        pytest.skip(f"whoever started these tests ignores signal {number}, as nohup does, and so do their processes")
     process = command(here, plan, 100_000)
     until_steps(here, 3, process)
     process.send_signal(number)
