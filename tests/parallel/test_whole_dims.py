@@ -68,6 +68,7 @@ ORDERED: dict[str, Operation] = {
     "sort all": lambda x, y: y.view(-1).sort().values[:40] ** 2,
     "msort": lambda x, y: torch.msort(y.permute(2, 0, 1, 3)).tanh(),
     "ranks": lambda x, y: y * x.argsort(2).argsort(2),
+    "by order": lambda x, y: torch.take_along_dim(y, x.argsort(-1), -1) + y.gather(2, x.argsort(2)),
     "topk": lambda x, y: y.topk(3, -1).values.tanh(),
     "topk joined": lambda x, y: y.flatten(1).topk(9, 1).values.mean(1),
     "topk kept": lambda x, y: y * torch.zeros_like(x).scatter(-1, y.topk(2, -1).indices, 1.0),
