@@ -132,12 +132,7 @@ def apply_plan(
     blocks = blocks if cut is None else cut.here(module, blocks)
     if not _get_current_dispatch_mode_stack():  # a rehearsal makes nothing
         _check_memory(module, plan, mesh, precision, absent, spread.positions)
-    chunks = Chunks(plan.position_chunks) if plan.position_chunks > 1 else None
-    if chunks is not None:
-        stacks = spread.experts.stacks if spread.experts is not None else spread.row_wise
-        sending = [stack.path for stack in stacks]
-        # before recompute and compile, which wrap the forwards as they are then
-        chunked_forwards(module, blocks.paths, chunks, plan.sharded.weights, sending)
+    chunks = _in_chunks(module, blocks, plan, spread)
     notices += _prepare(module, blocks, plan)
     order = _fixed_order(plan, mesh)
     if plan.sharded.weights:
@@ -161,6 +156,17 @@ def apply_plan(
         set_training(module, True), technique, spread.tensor, spread.experts, spread.positions, notices, cut, staged,
         trained, frozen, order, chunks, marks,
     )  # fmt: skip
+
+
+def _in_chunks(module: nn.Module, blocks: Blocks, plan: Plan, spread: _Spread) -> Chunks | None:
+    """Let wide products of the blocks wait, to be computed in chunks of positions; returns their counts, or None."""
+    if plan.position_chunks <= 1:
+        return None
+    chunks = Chunks(plan.position_chunks)
+    stacks = spread.experts.stacks if spread.experts is not None else spread.row_wise
+    # before recompute and compile, which wrap the forwards as they are then
+    chunked_forwards(module, blocks.paths, chunks, plan.sharded.weights, [stack.path for stack in stacks])
+    return chunks
 
 
 @dataclass
