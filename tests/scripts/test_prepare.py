@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from changed_scripts import CHANGES, SCRIPTS, changed, run_script, same
 from small_scripts import (
     adamw,
@@ -122,6 +123,22 @@ def check(name: str, plan: str, alone: dict, pool: RankPool, tmp_path: Path) -> 
 @pytest.mark.parametrize(("name", "plan"), SHORT + CUT + SHARES)
 def test_scripts_equal_one_process(name: str, plan: str, alone: dict, pool: RankPool, tmp_path: Path) -> None:
     check(name, plan, alone, pool, tmp_path)
+
+
+def meet_cut_positions() -> None:
+    """What a model with cut positions leaves behind, on rank 0 alone: a pool may replace one rank's process."""
+    import transformers.modeling_utils  # noqa: F401  whose attention is replaced
+
+    from shardwise.parallel.sequence import hf_attention
+
+    if dist.get_rank() == 0:
+        hf_attention.install()
+
+
+def test_a_process_that_met_cut_positions_comes_to_the_same_collectives(alone: dict, tmp_path: Path) -> None:
+    with RankPool() as own:
+        own.run(meet_cut_positions, 2)
+        check("causal_lm", "tp=2,sp=true", alone, own, tmp_path)
 
 
 @pytest.mark.long

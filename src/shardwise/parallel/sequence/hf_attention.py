@@ -109,8 +109,9 @@ def _attention(own: Any) -> Any:
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         fewer = key.shape[1] != query.shape[1]
         asked = any(kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap"))
-        # without a mask transformers leaves them as few by itself; with one it would repeat them for each query head
-        if not fewer or asked or attention_mask is None or not isinstance(query, Part):
+        # without a mask transformers leaves them as few by itself; with one it would repeat them for each query head.
+        # Where no positions are cut its own function is asked, whatever the process has met before
+        if not fewer or asked or attention_mask is None or not _has_cut_positions(query):
             return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
                        is_causal=is_causal, **kwargs)  # fmt: skip
         output = F.scaled_dot_product_attention(
@@ -119,6 +120,15 @@ def _attention(own: Any) -> Any:
         return output.transpose(1, 2).contiguous(), None
 
     return attention
+
+
+def _has_cut_positions(tensor: torch.Tensor) -> bool:
+    """Returns whether an axis of positions cuts a tensor. Takes no sum: ranks may ask at different times."""
+    while isinstance(tensor, Part):
+        if tensor.axis.positions:
+            return True
+        tensor = tensor.local
+    return False
 
 
 ON_CUT.append(install)
