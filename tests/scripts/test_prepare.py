@@ -125,6 +125,12 @@ def test_scripts_equal_one_process(name: str, plan: str, alone: dict, pool: Rank
     check(name, plan, alone, pool, tmp_path)
 
 
+def test_it_unpacks_into_as_many_as_were_given() -> None:
+    for given in (), (None,), (DataLoader(samples(4), batch_size=2),):
+        model = net()
+        assert len([*shardwise.prepare(model, adamw(model), *given)]) == 2 + len(given)
+
+
 def meet_cut_positions() -> None:
     """What a model with cut positions leaves behind, on rank 0 alone: a pool may replace one rank's process."""
     import transformers.modeling_utils  # noqa: F401  whose attention is replaced

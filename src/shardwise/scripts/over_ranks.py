@@ -76,7 +76,7 @@ class OverRanks(WeightAccess):
         if not self.loader.is_pushed:
             raise InputError(
                 "prepared.deal: a loader was given to prepare, which deals out its batches by itself: go through it, "
-                "or prepare(model, optimizer, None, plan=...)"
+                "or prepare(model, optimizer, plan=...)"
             )
         return self.loader.whole.deal(self.loader, batch[0] if len(batch) == 1 else batch)
 

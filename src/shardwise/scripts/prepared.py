@@ -79,11 +79,14 @@ from shardwise.task import Domain
 _PREPARED: WeakSet[nn.Module] = WeakSet()  # what a plan has changed in place
 
 
+_NO_LOADER: Any = object()  # None is a loader that is given: the script unpacks three
+
+
 @names_line
 def prepare(
     model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer,
-    loader: Any = None,
+    loader: Any = _NO_LOADER,
     *,
     plan: Plan | str = "single",
     randomness: Randomness = "global",
@@ -102,8 +105,8 @@ def prepare(
     model       built, with its weights; rank 0's are handed out where ranks differ. Changed in place. Or several that
                 one optimizer trains, as a tuple: (encoder, head)
     optimizer   made from the model's parameters, before its first step. Changed in place
-    loader      the one that one process would use; a batch of it is a global micro-batch. None: the script makes its
-                batches by itself (`deal`, or another loss_scope than "sample")
+    loader      the one that one process would use; a batch of it is a global micro-batch. None, or left out: the script
+                makes its batches by itself (`deal`, or another loss_scope than "sample")
     plan        any but pipelines; accumulate is the calls of `backward` in one step. What tp, ep, cp, cp_ulysses and
                 domain cut is derived in the model's first forward in training
     randomness  "global": noise and masks drawn for samples are those of one process; "fast": each rank draws its own
@@ -123,9 +126,10 @@ def prepare(
     thaws       what is frozen now is in the plan too, with memory for its gradients, and may be trained later
                 (requires_grad, add_param_group)
 
-    Returns a `Prepared`, which unpacks into model, optimizer and loader:
+    Returns a `Prepared`, which unpacks into as many as were given:
 
         prepared = model, optimizer, loader = shardwise.prepare(model, optimizer, loader, plan="dp_shard=8,zero=3")
+        prepared = model, optimizer = shardwise.prepare(model, optimizer, plan="dp_shard=8,zero=3")
 
     Raises `InputError` for what cannot be prepared or a wrong number of ranks, `RefusedPlan` for a plan that a
     script's own loop cannot follow.
@@ -133,14 +137,15 @@ def prepare(
     proof = recorder()
     plan = Plan.parse(plan) if proof is None else proof.plan_for(Plan.parse(plan))
     _refuse_twice(model)
+    unpacks, loader = (2, None) if loader is _NO_LOADER else (3, loader)
     if proof is not None and proof.plain:
-        return Plain(model, optimizer, loader, plan, proof, dim=batch_dim)  # type: ignore[return-value]
+        return Plain(model, optimizer, loader, plan, proof, dim=batch_dim, unpacks=unpacks)  # type: ignore[return-value]
     model = with_own(model, optimizer)
     check_given(model, optimizer, plan, randomness, loss_scope)
     join_ranks(plan)
     options = PrepareOptions(
         plan, randomness, branches, reads, batch_dim, seed, device_of(model, device), check_loss, spatial, loss_scope,
-        thaws,
+        thaws, unpacks,
     )  # fmt: skip
     with torch.device("cpu"):  # not torch's default: what is made here says where it lies
         prepared = Prepared(model, optimizer, loader, options)
@@ -179,10 +184,11 @@ class PrepareOptions:
     spatial: Domain | None
     loss_scope: Literal["sample", "global", "model"]
     thaws: bool
+    unpacks: int
 
 
 class Prepared(Stepping):
-    """A script's model, optimizer and loader on this rank. Made by `prepare`; unpacks into the three."""
+    """A script's model, optimizer and loader on this rank. Made by `prepare`; unpacks into what was given to it."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, loader: Any, options: PrepareOptions) -> None:
         self.plan = plan = with_dtype(options.plan, model)
@@ -416,7 +422,7 @@ class Prepared(Stepping):
 
     def __iter__(self) -> Iterator[Any]:
         model = self.model.given if isinstance(self.model, Several) else self.model
-        return iter((model, self.optimizer, self.loader))
+        return iter((model, self.optimizer, self.loader)[: self._options.unpacks])
 
     def split(self, loader: Any, *, trains: bool = False) -> PartLoader:
         """Another loader, cut like the main one. A rank without a sample gets a stand-in: its `part.count` is 0, and

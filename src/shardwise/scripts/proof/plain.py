@@ -82,9 +82,10 @@ class Plain:
     world_size = 1
 
     def __init__(
-        self, model: Any, optimizer: Optimizer, loader: Any, plan: Plan, recorder: ScriptRecorder, *, dim: int | None
-    ) -> None:
-        self.plan, self.optimizer, self._recorder = plan, optimizer, recorder
+        self, model: Any, optimizer: Optimizer, loader: Any, plan: Plan, recorder: ScriptRecorder, *, dim: int | None,
+        unpacks: int = 3,
+    ) -> None:  # fmt: skip
+        self.plan, self.optimizer, self._recorder, self._unpacks = plan, optimizer, recorder, unpacks
         self.model = with_own(model, optimizer)
         self.loader = loader if isinstance(loader, PlainLoader) else PlainLoader(loader, recorder, dim)
         self.loss = torch.tensor(float("nan"))
@@ -102,7 +103,7 @@ class Plain:
 
     def __iter__(self) -> Iterator[Any]:
         model = self.model.given if isinstance(self.model, Several) else self.model
-        return iter((model, self.optimizer, self.loader))
+        return iter((model, self.optimizer, self.loader)[: self._unpacks])
 
     # --- what a script calls
 
