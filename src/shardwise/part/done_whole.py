@@ -20,6 +20,7 @@ import torch
 
 from shardwise.layout.grid import SPACE
 from shardwise.part.cuts import Uncut
+from shardwise.part.dimwise import arguments_of
 from shardwise.part.gathering import gathered
 from shardwise.part.levels import Distributed
 from shardwise.part.sums import Sum
@@ -36,7 +37,7 @@ def may_be_done_whole(func: Any, args: tuple, kwargs: dict, parts: list[Part]) -
     draws = is_random(func)
     if draws or facts(func).name.startswith("as_strided_") or not all(map(_of_a_sequence, parts)):
         return False
-    arguments = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
+    arguments = arguments_of(func, args, kwargs)
     writable = [each.name for each in func._schema.arguments if each.alias_info and each.alias_info.is_write]
     written = [arguments.get(name) for name in writable]
     return bool(parts) and not tensors_in(written, Distributed)

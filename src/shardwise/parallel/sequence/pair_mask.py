@@ -14,16 +14,18 @@ from dataclasses import dataclass, field
 from types import CellType, FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.host import has_values, read, to_device
-from shardwise.parallel.sequence.index_ranges import At, Range
 from shardwise.part.levels import Distributed
 from shardwise.part.plain_shares import APART
 from shardwise.part.sums import plain
 from shardwise.trace.leaves import replaced, tensors_in
 
+Range = tuple[int, int]
+At = Range | np.ndarray  # global indices of queries and keys that attention takes together: a range, or each of them
 Function = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 _CPU = torch.device("cpu")
 

@@ -17,8 +17,7 @@ import torch
 
 from shardwise.comm import Axis
 from shardwise.host import can_read, read, to_device
-from shardwise.parallel.sequence.index_ranges import At, Range
-from shardwise.parallel.sequence.pair_mask import PairMask
+from shardwise.parallel.sequence.pair_mask import At, PairMask, Range
 from shardwise.part import Owners
 
 MOST_PAIRS = 256  # of runs, of all ranks together, whose masks are looked at one by one
