@@ -24,7 +24,7 @@ from shardwise.part.dimwise import arguments_of
 from shardwise.part.gathering import gathered
 from shardwise.part.levels import Distributed
 from shardwise.part.sums import Sum
-from shardwise.part.tensor import GATHERS, Part, facts, in_backward, is_part, no_rule, parts_in
+from shardwise.part.tensor import Part, facts, in_backward, is_part, no_rule, parts_in, tell
 from shardwise.trace.drawn import is_random
 from shardwise.trace.leaves import replaced, tensors_in
 
@@ -82,7 +82,6 @@ def on_whole_positions(func: Any, args: Any) -> Any:
         each: Any = part
         # each axis that cuts this dim is one more all-gather, and one more line for the user
         while isinstance(each, Part) and each.axis.positions and each.dim_cut == part.dim_cut:
-            for tell in GATHERS:
-                tell(f"what {name} reads", each)
+            tell(f"what {name} reads", each)
             each = each.local
     return replaced(Part, lambda part: gathered(part) if is_part(part) else part, args)
