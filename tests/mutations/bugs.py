@@ -411,7 +411,7 @@ SEQUENCE = [
         "gather(part) if", "gather(part) * part.axis.index if", S + "one_for_all", "cp=3"),
     bug("what a boolean mask picks leaves rank 0 without its gradient", "part.rules.masks:put",
         "theirs], values, *rest", "theirs], values * lead.axis.index, *rest", S + "losses", "cp=3"),
-    bug("what a mask's function leaves in part is taken for all", "parallel.sequence.pair_mask:PairMask.kinds",
+    bug("what a mask's function leaves in part is taken for all", "parallel.sequence.pair_mask:kinds_by_pair",
         'else "masked"', 'else "full"', S + "a_window", "cp=2"),
     bug("a mask's function is asked for the first rows", "parallel.sequence.pair_mask:MaskBlock.of_rows",
         "at[0] + rows.start, at[0] + rows.stop", "rows.start, rows.stop", S + "a_window", "cp=2"),
