@@ -13,7 +13,7 @@ from shardwise import parallelize
 from shardwise.digest import digest
 from shardwise.ranks import RankPool
 
-PLANS = ["tp=2", "cp=2", "dp_shard=2,zero=3", "cp_ulysses=2"]
+PLANS = ["tp=2", "cp=2", "dp_shard=2,zero=3"]
 KEPT: list[nn.Module] = []  # of an earlier run, which nobody has collected yet
 
 
