@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.overrides import TorchFunctionMode
@@ -40,25 +39,22 @@ from shardwise.host import require
 from shardwise.layout import Plan
 from shardwise.parallel.slots import Phase
 from shardwise.part import Part, plain
+from shardwise.part.sums import linear
 from shardwise.precision import Precision
 
 _TAG = "batch_norm"
 NORMALISED = "batch norm over ranks"  # in the metadata of the node of autograd that gave one's output
 
 
-class _SumOfShares(torch.autograd.Function):
-    """Sums statistics whose channels tp cuts over the ranks that hold the same channels."""
+def _sum_of_shares(sums: Part, axis: Axis) -> torch.Tensor:
+    """Returns, differentiably, statistics whose channels tp cuts, summed over the ranks that hold the same channels."""
+    lead = sums.shell()
 
-    @staticmethod
-    def forward(ctx, sums: Part, axis: Axis) -> Part:
-        ctx.axis, ctx.lead = axis, sums.shell()
-        return sums.with_local(sum_over(sums.local, axis, _TAG))
+    def over_ranks(part: torch.Tensor) -> Part:  # and its own adjoint
+        mine = part.local if isinstance(part, Part) else lead.share(part, 0)
+        return lead.with_local(sum_over(mine, axis, _TAG))
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient: torch.Tensor):
-        mine = gradient.local if isinstance(gradient, Part) else ctx.lead.share(gradient, 0)
-        return ctx.lead.with_local(sum_over(mine, ctx.axis, _TAG)), None
+    return linear(sums, over_ranks, over_ranks, once=True)
 
 
 def _over_channels(statistic: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -203,14 +199,14 @@ def _in_operations(
     count = wide.new_full((1,), share * x.numel() / x.shape[1])
     sums = wide.sum(dims) * share
     if isinstance(sums, Part):
-        n, total = sum_over(count, axis, _TAG)[0].detach(), _SumOfShares.apply(sums, axis)
+        n, total = sum_over(count, axis, _TAG)[0].detach(), _sum_of_shares(sums, axis)
     else:
         totals = sum_over(torch.cat([sums, count]), axis, _TAG)
         n, total = totals[-1].detach(), totals[:-1]
     mean = total / n
     centred = wide - _over_channels(mean, x)
     squares = centred.square().sum(dims) * share
-    var = (_SumOfShares.apply(squares, axis) if isinstance(squares, Part) else sum_over(squares, axis, _TAG)) / n
+    var = (_sum_of_shares(squares, axis) if isinstance(squares, Part) else sum_over(squares, axis, _TAG)) / n
     y = centred * _over_channels(torch.rsqrt(var + over.eps), x)
     if weight is not None:
         y = y * _over_channels(weight, x)

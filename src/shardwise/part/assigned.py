@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from shardwise.part.cuts import Uncut
-from shardwise.part.gathering import gathered
+from shardwise.part.gathering import gathered_told
 from shardwise.part.levels import Distributed
 from shardwise.part.sums import Sum
-from shardwise.part.tensor import GATHERS, Part, forget
+from shardwise.part.tensor import Part, forget
 from shardwise.part.written import Written, now_of, stand_for
 
 _DATA = torch.Tensor.data
@@ -83,9 +83,7 @@ def _of_every_rank(value: torch.Tensor) -> torch.Tensor:
                 error = Uncut("a cut tensor is assigned to the `.data` of a whole one")
                 error.origins |= {value.origin} if value.origin else set()
                 raise error
-            for tell in GATHERS:
-                tell("what is assigned to the `.data` of a whole tensor", value)
-            value = gathered(value)
+            value = gathered_told(value, "what is assigned to the `.data` of a whole tensor")
     return value
 
 

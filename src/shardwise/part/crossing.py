@@ -8,16 +8,16 @@ What is cut over other axes (tensor parallelism) leaves whole; cuts over positio
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from shardwise.comm import Axis
 from shardwise.part.cuts import Owners
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import share_of
-from shardwise.part.sums import Sum, plain
+from shardwise.part.sums import Sum, linear, plain, redealt
 from shardwise.part.tensor import Part
 from shardwise.part.written import Written, now_of, stand_for
 
@@ -44,16 +44,6 @@ def axes_of(tensor: torch.Tensor) -> tuple[Axis, ...]:
     return tuple(part.axis for part in _parts_of(tensor))
 
 
-class _Settled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return _settled(tensor.detach())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor):
-        return gradient
-
-
 def _settled(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, Distributed) and tensor.axis.positions:
         tensor = tensor.settled()
@@ -65,7 +55,7 @@ def _settled(tensor: torch.Tensor) -> torch.Tensor:
 def settled(tensor: Any) -> Any:
     """Returns, differentiably, the tensor cut over axes of positions alone, with every sum taken. Collective."""
     tensor = now_of(tensor)
-    return _Settled.apply(tensor) if isinstance(tensor, Distributed) else tensor
+    return redealt(tensor, _settled) if isinstance(tensor, Distributed) else tensor
 
 
 def taken_apart(tensor: torch.Tensor) -> torch.Tensor:
@@ -103,38 +93,34 @@ def share_under(tensor: torch.Tensor, cuts: Cuts, axes: Iterable[Axis]) -> torch
     return plain(tensor)
 
 
-class _Apart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, cuts: Cuts, axes: Sequence[Axis]) -> torch.Tensor:
-        ctx.cut = cuts, axes
-        return share_under(tensor.detach(), cuts, axes)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor):
-        return put_together(gradient, *ctx.cut), None, None
-
-
 def apart(tensor: torch.Tensor, cuts: Cuts, axes: Sequence[Axis]) -> torch.Tensor:
     """Returns, differentiably, this rank's plain share under `cuts`. Collective where it is cut otherwise."""
-    return _Apart.apply(tensor, cuts, axes) if cuts else settled(tensor)
-
-
-class _Joined(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, payload: torch.Tensor, cuts: Cuts, axes: Sequence[Axis]) -> torch.Tensor:
-        ctx.cut = cuts, axes
-        return put_together(payload.detach(), cuts, axes)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor):
-        return share_under(gradient, *ctx.cut).contiguous(), None, None
+    if not cuts:
+        return settled(tensor)
+    there, back = partial(share_under, cuts=cuts, axes=axes), partial(put_together, cuts=cuts, axes=axes)
+    return linear(tensor, there, back, once=True)
 
 
 def joined(payload: torch.Tensor, cuts: Cuts, axes: Sequence[Axis]) -> torch.Tensor:
     """Returns, differentiably, the tensor cut by `cuts` of which this rank holds the plain `payload`."""
-    return _Joined.apply(payload, cuts, axes) if cuts else payload
+    if not cuts:
+        return payload
+    return linear(payload, partial(put_together, cuts=cuts, axes=axes),
+                  lambda gradient: share_under(gradient, cuts, axes).contiguous(), once=True)  # fmt: skip
+
+
+def _dealt(tensor: torch.Tensor, cuts: Cuts, axes: Sequence[Axis]) -> torch.Tensor:
+    return put_together(share_under(tensor, cuts, axes).contiguous(), cuts, axes)
+
+
+def entering(tensor: torch.Tensor, cuts: Cuts, axes: Sequence[Axis]) -> torch.Tensor:
+    """Returns, differentiably, a plain tensor cut into shares; its gradient is gathered. Collective in backward."""
+    return linear(tensor, partial(_dealt, cuts=cuts, axes=axes), plain, once=True)
+
+
+def leaving(tensor: torch.Tensor, cuts: Cuts, axes: Sequence[Axis]) -> torch.Tensor:
+    """Returns, differentiably, a cut tensor as every rank has it; each takes its share of the gradient."""
+    return linear(tensor, plain, partial(_dealt, cuts=cuts, axes=axes), once=True)
 
 
 def filled(
@@ -178,20 +164,7 @@ def overwrite(tensor: torch.Tensor, value: torch.Tensor, axes: Sequence[Axis]) -
         tensor.may_gather, tensor.origin, tensor.copied, tensor.rows = value.may_gather, value.origin, False, None
 
 
-class Entering(torch.autograd.Function):
-    """Differentiable: cuts a plain tensor into shares; the gradient is gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, cuts: Cuts, axes: tuple[Axis, ...]) -> torch.Tensor:
-        return put_together(share_under(tensor.detach(), cuts, axes).contiguous(), cuts, axes)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor):
-        return plain(gradient), None, None
-
-
 __all__ = [
-    "Along", "Cuts", "Entering", "apart", "axes_of", "cuts_of", "dealt_beside", "filled", "joined", "overwrite",
-    "put_together", "settled", "share_under", "taken_apart",
+    "Along", "Cuts", "apart", "axes_of", "cuts_of", "dealt_beside", "entering", "filled", "joined", "leaving",
+    "overwrite", "put_together", "settled", "share_under", "taken_apart",
 ]  # fmt: skip

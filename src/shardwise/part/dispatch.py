@@ -18,7 +18,7 @@ from shardwise.part.position_tables import note_table
 from shardwise.part.rules.losses import added_up
 from shardwise.part.sum_rules import with_sums
 from shardwise.part.sums import Sum
-from shardwise.part.tensor import GATHERS, RULES, Part, facts, forget, in_backward, is_part, parts_in, same_memory
+from shardwise.part.tensor import RULES, Part, facts, forget, in_backward, is_part, parts_in, same_memory, tell
 from shardwise.trace.elementwise import is_elementwise
 from shardwise.trace.leaves import replaced, tensors_in
 
@@ -141,8 +141,7 @@ def _in_backward_of_tiles(func: Any, parts: list[Part]) -> bool:
     if not in_backward() or not parts or any(part.axis.name not in SPACE for part in parts):
         return False
     for part in parts:
-        for tell in GATHERS:
-            tell(f"what the backward {facts(func).name} reads", part)
+        tell(f"what the backward {facts(func).name} reads", part)
     return True
 
 

@@ -20,10 +20,11 @@ import torch
 
 from shardwise.layout.grid import SPACE
 from shardwise.part.cuts import Uncut
+from shardwise.part.dimwise import arguments_of
 from shardwise.part.gathering import gathered
 from shardwise.part.levels import Distributed
 from shardwise.part.sums import Sum
-from shardwise.part.tensor import GATHERS, Part, facts, in_backward, is_part, no_rule, parts_in
+from shardwise.part.tensor import Part, facts, in_backward, is_part, no_rule, parts_in, tell
 from shardwise.trace.drawn import is_random
 from shardwise.trace.leaves import replaced, tensors_in
 
@@ -36,7 +37,7 @@ def may_be_done_whole(func: Any, args: tuple, kwargs: dict, parts: list[Part]) -
     draws = is_random(func)
     if draws or facts(func).name.startswith("as_strided_") or not all(map(_of_a_sequence, parts)):
         return False
-    arguments = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
+    arguments = arguments_of(func, args, kwargs)
     writable = [each.name for each in func._schema.arguments if each.alias_info and each.alias_info.is_write]
     written = [arguments.get(name) for name in writable]
     return bool(parts) and not tensors_in(written, Distributed)
@@ -81,7 +82,6 @@ def on_whole_positions(func: Any, args: Any) -> Any:
         each: Any = part
         # each axis that cuts this dim is one more all-gather, and one more line for the user
         while isinstance(each, Part) and each.axis.positions and each.dim_cut == part.dim_cut:
-            for tell in GATHERS:
-                tell(f"what {name} reads", each)
+            tell(f"what {name} reads", each)
             each = each.local
     return replaced(Part, lambda part: gathered(part) if is_part(part) else part, args)

@@ -18,7 +18,7 @@ from shardwise.host import to_device
 from shardwise.part.cuts import Owners
 from shardwise.part.levels import Distributed
 from shardwise.part.position_tables import whole_table
-from shardwise.part.tensor import UNSENT, LastGathered, Part
+from shardwise.part.tensor import UNSENT, LastGathered, Part, tell
 
 
 def gather(part: Part) -> torch.Tensor:
@@ -64,6 +64,12 @@ def gathered(part: Part) -> torch.Tensor:
     table = flat.new_empty((axis.size * len(front), *front.shape[1:]))
     all_gather(table.view(-1), flat.view(-1), axis, "activations")
     return whole_of(table.view(kind) if kind is torch.bool else table, dim, owners)
+
+
+def gathered_told(part: Part, what: str) -> torch.Tensor:
+    """Returns what `gathered` does, and tells who listens that it is gathered. Collective."""
+    tell(what, part)
+    return gathered(part)
 
 
 def rows_of(share: torch.Tensor, dim: int, owners: Owners, *, repeat: bool = False) -> torch.Tensor:

@@ -13,11 +13,11 @@ What each rank sends to whom is computed from owners and wishes alone, on every 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch.autograd.function import once_differentiable
 
 from shardwise.comm import Axis
 from shardwise.host import to_device
@@ -25,7 +25,7 @@ from shardwise.part.cuts import Owners, Uncut, in_whole_groups
 from shardwise.part.exchanges import _elements, _Exchange, _ranges, fetch, with_size
 from shardwise.part.gathering import gather, gathered
 from shardwise.part.levels import Distributed
-from shardwise.part.sums import redealt, whole_over_axis
+from shardwise.part.sums import linear, redealt, whole_over_axis
 from shardwise.part.tensor import Part, is_part
 
 
@@ -260,22 +260,8 @@ def share_of(tensor: torch.Tensor, dim: int, owners: Owners, axis: Axis) -> torc
     return owners.take(gather(tensor), dim, axis.index)
 
 
-class _ToPart(torch.autograd.Function):
-    """Makes a part of a plain share; backward takes this rank's share of the gradient."""
-
-    @staticmethod
-    def forward(ctx, local: torch.Tensor, dim: int, owners: Owners, axis: Axis, origin: str) -> Part:
-        ctx.cut = dim, owners, axis
-        return Part(local.detach(), dim, owners, axis, origin=origin)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient: torch.Tensor):
-        return share_of(gradient, *ctx.cut), None, None, None, None
-
-
 def to_part(local: torch.Tensor, dim: int, owners: Owners, axis: Axis, origin: str = "") -> Part:
     """Returns, differentiably, the part of which `local` (a parameter) is this rank's share."""
-    if not local.requires_grad or not torch.is_grad_enabled():
-        return Part(local.detach(), dim, owners, axis, origin=origin)
-    return _ToPart.apply(local, dim, owners, axis, origin)
+    there = partial(Part, dim=dim, owners=owners, axis=axis, origin=origin)
+    back = partial(share_of, dim=dim, owners=owners, axis=axis)
+    return linear(local, there, back, once=True)

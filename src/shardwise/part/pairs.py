@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import RefusedPlan
 from shardwise.part.assigned import follow_data
-from shardwise.part.parameters import unannounced
+from shardwise.part.parameters import as_class_gives, unannounced
 from shardwise.trace.leaves import tensors_in
 from shardwise.trace.own_calls import by_a_module
 
@@ -124,14 +124,7 @@ def _reading_complex(kind: type) -> type:
             return pairs
         numbers = _read(pairs)
         numbers.reads_weight = True  # for `self.weight.data = ...`: see `part.assigned`
-        # a class with a `__getattr__` of its own is asked below, with the complex numbers in the parameter's place
-        if kind.__getattr__ is nn.Module.__getattr__:  # type: ignore[attr-defined]
-            return numbers
-        self.__dict__["_parameters"] = {**parameters, name: numbers}  # what the module's own code makes of it
-        try:
-            return kind.__getattr__(self, name)  # type: ignore[attr-defined]
-        finally:
-            self.__dict__["_parameters"] = parameters
+        return as_class_gives(kind, self, name, numbers)
 
     _CLASSES[kind] = unannounced(kind, {"__getattr__": __getattr__})
     return _CLASSES[kind]

@@ -171,14 +171,14 @@ def _flat_weights(self: nn.Module) -> Any:
     return [getattr(self, name, None) for name in self._flat_weights_names]
 
 
-def _in_its_way(module: nn.Module, leaf: str, seen: torch.Tensor) -> torch.Tensor:
-    """Returns what the module's own `__getattr__` makes of a weight (complex numbers of pairs), where it has one."""
-    if type(module).__getattr__ is nn.Module.__getattr__:
+def as_class_gives(kind: type, module: nn.Module, leaf: str, seen: torch.Tensor) -> torch.Tensor:
+    """Returns what a class's own `__getattr__` makes of a weight that is seen as `seen`, where it has one."""
+    if kind.__getattr__ is nn.Module.__getattr__:  # type: ignore[attr-defined]
         return seen
     parameters = module.__dict__["_parameters"]
     module.__dict__["_parameters"] = {**parameters, leaf: seen}
     try:
-        return type(module).__getattr__(module, leaf)
+        return kind.__getattr__(module, leaf)  # type: ignore[attr-defined]
     finally:
         module.__dict__["_parameters"] = parameters
 
@@ -248,7 +248,7 @@ def _reader(leaf: str):
         outermost = before_transforms() if innermost(param) is param else nullcontext()
         with outermost, torch.enable_grad() if _OWN.ahead else nullcontext():
             weight = _read_once(self, leaf, param, lambda: seen(param, *cutting))
-        return _in_its_way(self, leaf, weight)
+        return as_class_gives(type(self), self, leaf, weight)  # complex numbers of pairs
 
     def seen(param: torch.Tensor, cuts: Mapping[str, Any], axis: Axis, summed: tuple[Axis, ...]) -> torch.Tensor:
         """Returns the weight as the forward reads it, a part or whole, its gradient summed over the right axes."""

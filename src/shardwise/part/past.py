@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import RefusedPlan
 from shardwise.layout import Plan
+from shardwise.part.position_tables import run_under
 from shardwise.trace.leaves import replaced, tensors_in
 from shardwise.trace.own_calls import by_a_module
 
@@ -62,17 +63,7 @@ class PastAttributes(TorchFunctionMode):
 
 def read_past(module: nn.Module) -> None:
     """Makes every forward of the module run under `PastAttributes`."""
-    entered: list[PastAttributes] = []
-
-    def enter(*_: Any) -> None:
-        entered.append(PastAttributes(module))
-        entered[-1].__enter__()
-
-    def leave(*_: Any) -> None:
-        entered.pop().__exit__(None, None, None)
-
-    module.register_forward_pre_hook(enter)
-    module.register_forward_hook(leave, always_call=True)
+    run_under(module, lambda args, kwargs: PastAttributes(module))
 
 
 def refuse_past(plan: Plan) -> None:

@@ -18,7 +18,7 @@ from shardwise.comm import Axis
 from shardwise.part.cuts import Owners
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import share_of
-from shardwise.part.sums import Sum, plain, whole_gradient, whole_over_axis
+from shardwise.part.sums import Sum, linear, plain, whole_gradient, whole_over_axis
 from shardwise.part.tensor import Part
 
 # of a kind of tensor that a program cannot be given: what it is without its tensors, which has a method `filled` that
@@ -73,29 +73,11 @@ class PartLayout:
         return plain(share) if self.inside is None else self.inside.share(share)
 
 
-class _Unwrapped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, layout: PartLayout | None) -> torch.Tensor:
-        ctx.layout = layout
-        while isinstance(tensor, Distributed):
-            value = tensor.settled()
-            tensor = value.local if isinstance(value, Part) else value
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor):
-        return gradient if ctx.layout is None else ctx.layout.part(gradient), None
-
-
-class _Wrapped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, layout: PartLayout) -> Part:
-        ctx.layout = layout
-        return layout.part(local.detach())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor):
-        return ctx.layout.share(gradient).contiguous(), None
+def _innermost(tensor: torch.Tensor) -> torch.Tensor:
+    while isinstance(tensor, Distributed):
+        value = tensor.settled()
+        tensor = value.local if isinstance(value, Part) else value
+    return tensor.detach()
 
 
 def unwrapped(tensor: torch.Tensor) -> tuple[torch.Tensor, PartLayout | None]:
@@ -104,13 +86,11 @@ def unwrapped(tensor: torch.Tensor) -> tuple[torch.Tensor, PartLayout | None]:
     # a sum has no layout where its total is plain, and is taken all the same
     if layout is None and not isinstance(tensor, Sum):
         return tensor, None
-    return _Unwrapped.apply(tensor, layout), layout
+    return linear(tensor, _innermost, layout.part if layout is not None else lambda gradient: gradient), layout
 
 
 def wrapped(local: torch.Tensor, layout: PartLayout | None) -> torch.Tensor:
     """Returns the part of which `local` is a share; without a layout itself, and its gradient arrives whole."""
     if layout is None:
         return whole_gradient(local)
-    if not local.requires_grad or not torch.is_grad_enabled():
-        return layout.part(local.detach())
-    return _Wrapped.apply(local, layout)
+    return linear(local, layout.part, lambda gradient: layout.share(gradient).contiguous())

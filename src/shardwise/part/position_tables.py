@@ -113,19 +113,17 @@ class CutRanges(TorchFunctionMode):
         return part
 
 
-def cut_ranges(module: nn.Module, share: Callable[[torch.Tensor, Any], Any]) -> Callable[[], None]:
-    """Makes ranges inside the module parts, dealt as the parts that it is called with; returns the undo function."""
-    open_: list[CutRanges] = []
+def run_under(module: nn.Module, mode_of: Callable[[tuple, dict], TorchFunctionMode]) -> Callable[[], None]:
+    """Makes every forward of the module run under `mode_of(its arguments)`; returns the undo function."""
+    entered: list[TorchFunctionMode] = []
 
     def enter(_: nn.Module, args: tuple, kwargs: dict) -> None:
-        leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Distributed) and leaf.deals]
-        mode = CutRanges({leaf.owners.size: leaf for leaf in leaves}, share)
-        open_.append(mode)
-        mode.__enter__()
+        entered.append(mode_of(args, kwargs))
+        entered[-1].__enter__()
 
     def leave(*_: Any) -> None:
-        if open_:
-            open_.pop().__exit__(None, None, None)
+        if entered:
+            entered.pop().__exit__(None, None, None)
 
     handles = [
         module.register_forward_pre_hook(enter, with_kwargs=True),
@@ -137,3 +135,13 @@ def cut_ranges(module: nn.Module, share: Callable[[torch.Tensor, Any], Any]) -> 
             handle.remove()
 
     return undo
+
+
+def cut_ranges(module: nn.Module, share: Callable[[torch.Tensor, Any], Any]) -> Callable[[], None]:
+    """Makes ranges inside the module parts, dealt as the parts that it is called with; returns the undo function."""
+
+    def mode_of(args: tuple, kwargs: dict) -> CutRanges:
+        leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Distributed) and leaf.deals]
+        return CutRanges({leaf.owners.size: leaf for leaf in leaves}, share)
+
+    return run_under(module, mode_of)

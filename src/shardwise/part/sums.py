@@ -17,12 +17,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from shardwise.comm import Axis, Pending, all_reduce
 from shardwise.part.cuts import Owners, Uncut
 from shardwise.part.gathering import GatheredView, Scatter, gathered, scatter_sum
 from shardwise.part.levels import Distributed, ViewOf, answered, here
 from shardwise.part.tensor import UNSENT, Part, strides_of
+
+TensorMap = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Sum(Distributed):
@@ -240,19 +243,44 @@ def plain(tensor: Any) -> Any:
     return tensor
 
 
-class _Whole(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tensor: torch.Tensor) -> torch.Tensor:
-        return plain(tensor.detach())
+    def forward(ctx, tensor: torch.Tensor, there: TensorMap, back: TensorMap) -> torch.Tensor:
+        ctx.back = back
+        return there(tensor.detach())
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
-        return gradient
+        return ctx.back(gradient), None, None
+
+
+class _LinearOnce(_Linear):
+    backward = staticmethod(once_differentiable(_Linear.backward))
+
+
+def linear(tensor: torch.Tensor, there: TensorMap, back: TensorMap, *, once: bool = False) -> torch.Tensor:
+    """Returns `there(tensor)`, whose gradient comes back by `back`, the adjoint of that linear map.
+
+    once  `back` has no derivative of its own: torch raises where a gradient is differentiated again
+    """
+    return (_LinearOnce if once else _Linear).apply(tensor, there, back)
+
+
+def _as_it_is(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient
+
+
+def redealt(tensor: torch.Tensor, how: TensorMap) -> torch.Tensor:
+    """Returns, differentiably, `how(tensor)`, which must be the same tensor over all ranks, dealt otherwise.
+
+    A backward that deals its gradient anew says so by this, that a second derivative is not lost where shares are read.
+    """
+    return linear(tensor, how, _as_it_is)
 
 
 def whole(tensor: Any) -> Any:
     """Returns, differentiably, a tensor whole on every rank. Collective where it is a part or a sum."""
-    return _Whole.apply(tensor) if isinstance(tensor, Distributed) else tensor
+    return redealt(tensor, plain) if isinstance(tensor, Distributed) else tensor
 
 
 def whole_over(tensor: Any, axis: Axis) -> Any:
@@ -260,16 +288,6 @@ def whole_over(tensor: Any, axis: Axis) -> Any:
     if isinstance(tensor, Distributed) and tensor.axis.depth < axis.depth:
         return tensor.like(whole_over(tensor.settled_local(), axis))
     return plain(tensor)
-
-
-class _Uncut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
-        return _uncut(tensor.detach(), axis)
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor):
-        return gradient, None
 
 
 def _uncut(tensor: Any, axis: Axis) -> Any:
@@ -284,41 +302,20 @@ def _uncut(tensor: Any, axis: Axis) -> Any:
 
 def whole_over_axis(tensor: Any, axis: Axis) -> Any:
     """Returns, differentiably, a tensor whole over one axis; over others it stays as it is. Collective."""
-    return _Uncut.apply(tensor, axis) if isinstance(tensor, Distributed) else tensor
-
-
-class _Redealt(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor: torch.Tensor, how: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        return how(tensor.detach())
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor):
-        return gradient, None
-
-
-def redealt(tensor: torch.Tensor, how: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Returns, differentiably, `how(tensor)`, which must be the same tensor over all ranks, dealt otherwise.
-
-    A backward that deals its gradient anew says so by this, that a second derivative is not lost where shares are read.
-    """
-    return _Redealt.apply(tensor, how)
-
-
-class _WholeGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor: torch.Tensor, axis: Axis | None) -> torch.Tensor:
-        ctx.axis = axis
-        return tensor.detach()  # no view, whose base nobody could write into afterwards (a table with `max_norm`)
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor):
-        if not isinstance(gradient, Distributed):
-            return gradient, None
-        axis = ctx.axis
-        return redealt(gradient, plain if axis is None else lambda given: whole_over(given, axis)), None
+    if not isinstance(tensor, Distributed):
+        return tensor
+    return redealt(tensor, lambda given: _uncut(given, axis))
 
 
 def whole_gradient(tensor: torch.Tensor, axis: Axis | None = None) -> torch.Tensor:
     """Returns the tensor, whose gradient is made whole over `axis` (None: over every axis) in backward."""
-    return _WholeGradient.apply(tensor, axis) if tensor.requires_grad and torch.is_grad_enabled() else tensor
+    if not tensor.requires_grad or not torch.is_grad_enabled():
+        return tensor
+
+    def back(gradient: torch.Tensor) -> torch.Tensor:
+        if not isinstance(gradient, Distributed):
+            return gradient
+        return redealt(gradient, plain if axis is None else lambda given: whole_over(given, axis))
+
+    # of no view, whose base nobody could write into afterwards (a table with `max_norm`)
+    return linear(tensor, _as_it_is, back)

@@ -46,6 +46,12 @@ GATHERS: list[Callable[[str, Any], None]] = []  # told what a rule gathers whole
 MARGINS: list[Callable] = []  # answers functions of parts that have a margin, or gives None
 
 
+def tell(what: str, part: Part) -> None:
+    """Tells who listens what of a part is gathered whole over an axis of positions."""
+    for listener in GATHERS:
+        listener(what, part)
+
+
 def rule(*names: str) -> Callable[[Rule], Rule]:
     """Returns a decorator that registers a function as the rule of these ATen operations.
 

@@ -28,7 +28,7 @@ from shardwise.comm import Axis
 from shardwise.errors import InputError
 from shardwise.mesh import Mesh
 from shardwise.part import Part
-from shardwise.part.crossing import Entering, axes_of, cuts_of, put_together, share_under
+from shardwise.part.crossing import axes_of, cuts_of, entering, put_together, share_under
 from shardwise.part.levels import Distributed
 from shardwise.part.positions import Positions, name_of
 
@@ -107,7 +107,7 @@ class Door:
         if any(leaf.dim() <= dim or leaf.shape[dim] < self._positions.fewest(axes) for dim, axes in cuts):
             return leaf
         dealt, axes = self._positions.dealt(leaf.shape, cuts), tuple(axis for _, each in cuts for axis in each)
-        return Entering.apply(leaf, dealt, axes)
+        return entering(leaf, dealt, axes)
 
 
 def let_out(output: Any) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import weakref
 from collections.abc import Iterator
 from functools import _lru_cache_wrapper
 from types import FunctionType
@@ -20,16 +19,13 @@ import torch
 from torch import nn
 
 _OURS = ("torch", "shardwise", "functools", "builtins")
-_of_classes: weakref.WeakKeyDictionary[type, list[Any]] = weakref.WeakKeyDictionary()
 
 
 def caches_of(module: nn.Module) -> list[Any]:
     """Returns the caches of functions that a module's classes, their files and its submodules themselves have."""
     caches = {id(value): value for child in module.modules() for value in vars(child).values() if _is_cache(value)}
     for kind in {type(child) for child in module.modules()}:
-        if kind not in _of_classes:
-            _of_classes[kind] = [cache for base in kind.__mro__ for cache in _of_class(base)]
-        caches |= {id(cache): cache for cache in _of_classes[kind]}
+        caches |= {id(cache): cache for base in kind.__mro__ for cache in _of_class(base)}
     return list(caches.values())
 
 

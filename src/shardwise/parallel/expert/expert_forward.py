@@ -25,8 +25,8 @@ rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -167,26 +167,34 @@ def _dispatched(child: nn.Module, stack: Stack, axis: Axis, trail: Trail) -> Any
 
 
 @contextmanager
-def on_own_rows(module: nn.Module, stacks: Sequence[Stack]) -> Iterator[None]:
-    """Context: each module of experts computes the rows of this rank alone, with all its experts."""
-    changed = [module.get_submodule(stack.path) for stack in stacks]
-    before = [vars(child).get("forward") for child in changed]
-    compute_own_rows(module, stacks)
+def other_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Context: modules run these forwards in the place of their own."""
+    before = {child: vars(child).get("forward") for child in forwards}
+    for child, forward in forwards.items():
+        vars(child)["forward"] = forward
     try:
         yield
     finally:
-        for child, forward in zip(changed, before, strict=True):
-            if forward is None:  # it had its class's
-                del vars(child)["forward"]
-            else:
-                vars(child)["forward"] = forward
+        for child, own in before.items():
+            del vars(child)["forward"]  # then it has its class's
+            if own is not None:
+                vars(child)["forward"] = own
+
+
+def on_own_rows(module: nn.Module, stacks: Sequence[Stack]) -> AbstractContextManager[None]:
+    """Context: each module of experts computes the rows of this rank alone, with all its experts."""
+    return other_forwards(_on_own_rows(module, stacks))
 
 
 def compute_own_rows(module: nn.Module, stacks: Sequence[Stack]) -> None:
     """Let each module of experts compute the rows of this rank alone, where positions are cut over ranks."""
-    for stack in stacks:
-        child = module.get_submodule(stack.path)
-        vars(child)["forward"] = _of_own_rows(child.forward, stack)
+    for child, forward in _on_own_rows(module, stacks).items():
+        vars(child)["forward"] = forward
+
+
+def _on_own_rows(module: nn.Module, stacks: Sequence[Stack]) -> dict[nn.Module, Callable[..., Any]]:
+    children = {module.get_submodule(stack.path): stack for stack in stacks}
+    return {child: _of_own_rows(child.forward, stack) for child, stack in children.items()}
 
 
 def _of_own_rows(own: Callable[..., Any], stack: Stack) -> Callable[..., Any]:

@@ -18,8 +18,8 @@ stacked.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from shardwise.errors import RefusedPlan
-from shardwise.parallel.expert.expert_forward import ExpertCall, Stack, counting
+from shardwise.parallel.expert.expert_forward import ExpertCall, Stack, counting, other_forwards
 from shardwise.trace.deferred import Built
 from shardwise.trace.fake import Fake, unlogged
 from shardwise.trace.leaves import tensors_in
@@ -162,22 +162,15 @@ def _forward(
     return calls, touched.seen
 
 
-@contextmanager
-def _watched(module: nn.Module, calls: dict[str, CandidateCall]) -> Iterator[None]:
+def _watched(module: nn.Module, calls: dict[str, CandidateCall]) -> AbstractContextManager[None]:
     """Context: candidates note their calls, and return tensors of the right shape instead of computing."""
-    changed = []
-    for path, child in module.named_modules():
-        if path and not isinstance(child, nn.ModuleList | nn.ModuleDict) and _first_dims(child):
-            changed.append((child, vars(child).get("forward")))
-            vars(child)["forward"] = _recorder(child, path, calls)
-    try:
-        yield
-    finally:
-        for child, before in changed:
-            if before is None:
-                del vars(child)["forward"]
-            else:
-                vars(child)["forward"] = before
+    return other_forwards(
+        {
+            child: _recorder(child, path, calls)
+            for path, child in module.named_modules()
+            if path and not isinstance(child, nn.ModuleList | nn.ModuleDict) and _first_dims(child)
+        }
+    )
 
 
 def _first_dims(child: nn.Module) -> list[int]:

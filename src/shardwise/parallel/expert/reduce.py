@@ -16,8 +16,27 @@ from typing import Any
 
 import torch
 
-from shardwise.comm import Gathering
 from shardwise.parallel.slots import DataParallel, Slot
+
+
+def _of_both(name: str) -> Any:
+    """Returns the method of this name: that of both techniques, one after the other."""
+
+    def call(self: WithExperts, *args: Any, **kwargs: Any) -> None:
+        for technique in (self.rest, self.experts):
+            getattr(technique, name)(*args, **kwargs)
+
+    return call
+
+
+def _of_its_technique(name: str) -> Any:
+    """Returns the method of this name of one parameter (of an expert one: of this rank's experts), by its index."""
+
+    def call(self: WithExperts, index: int, *args: Any) -> Any:
+        technique, place = self._home[index]
+        return getattr(technique, name)(place, *args)
+
+    return call
 
 
 class WithExperts:
@@ -29,6 +48,12 @@ class WithExperts:
     """
 
     in_pieces = True  # no rank of ep holds every gradient
+    start_step, start_micro_batch, expect_pieces, take_weights, publish = map(
+        _of_both, ("start_step", "start_micro_batch", "expect_pieces", "take_weights", "publish")
+    )
+    load_masters, full_parameter, full_gradient, whole = map(
+        _of_its_technique, ("load_masters", "full_parameter", "full_gradient", "whole")
+    )
 
     def __init__(
         self,
@@ -59,21 +84,6 @@ class WithExperts:
         home: list[tuple[Any, int]] = [self._home[index] for index in range(len(self._home))]
         return [technique.params[place] for technique, place in home]
 
-    def start_step(self) -> None:
-        """Forget the last step's gradients."""
-        self.rest.start_step()
-        self.experts.start_step()
-
-    def start_micro_batch(self, *, last: bool) -> None:
-        """Start a micro-batch in both techniques, before its forward."""
-        self.rest.start_micro_batch(last=last)
-        self.experts.start_micro_batch(last=last)
-
-    def expect_pieces(self) -> None:
-        """Reentrant checkpoints: both techniques learn which gradients come in several pieces."""
-        self.rest.expect_pieces()
-        self.experts.expect_pieces()
-
     def finish_micro_batch(self) -> set[int]:
         """Returns which parameters (by index) this rank's backward reached."""
         used = set()
@@ -87,16 +97,6 @@ class WithExperts:
         for technique in (self.rest, self.experts):
             technique.finish_step({p for p, i in enumerate(self._indices[id(technique)]) if i in used})
 
-    def take_weights(self) -> None:
-        """Set the masters to what was written into the weights, in both techniques."""
-        self.rest.take_weights()
-        self.experts.take_weights()
-
-    def publish(self) -> None:
-        """Bring the module's weights up to the masters."""
-        self.rest.publish()
-        self.experts.publish()
-
     def flat_gradients(self) -> list[torch.Tensor] | None:
         """Returns None: of experts' gradients and the others' not every rank counts all."""
         return None
@@ -104,11 +104,6 @@ class WithExperts:
     def gradient_buffers(self) -> list[torch.Tensor | None]:
         """Returns the gradient buffers of both techniques."""
         return self.rest.gradient_buffers() + self.experts.gradient_buffers()
-
-    def load_masters(self, index: int, value: torch.Tensor) -> None:
-        """Set a master from this rank's full initial value (of an expert parameter: its own experts)."""
-        technique, place = self._home[index]
-        technique.load_masters(place, value)
 
     def select(self, index: int, whole: torch.Tensor, shard_rank: int) -> torch.Tensor:
         """Returns the view of a parameter (of an expert one: of this rank's experts) that is this rank's piece."""
@@ -118,18 +113,3 @@ class WithExperts:
 
     def _rank(self, technique: DataParallel, shard_rank: int) -> int:
         return shard_rank if self.ranks is None else self.ranks[technique is self.experts]
-
-    def full_parameter(self, index: int) -> Gathering:
-        """Gathers the master weight; of an expert parameter, this rank's experts."""
-        technique, place = self._home[index]
-        return technique.full_parameter(place)
-
-    def full_gradient(self, index: int) -> Gathering:
-        """Gathers a gradient (of experts, this rank's); None where the parameter was not used."""
-        technique, place = self._home[index]
-        return technique.full_gradient(place)
-
-    def whole(self, index: int, piece: torch.Tensor) -> Gathering:
-        """Gathers the whole of a tensor (of an expert one: of this rank's experts) from every rank's piece."""
-        technique, place = self._home[index]
-        return technique.whole(place, piece)

@@ -21,6 +21,7 @@ What this does not do: cut inside a submodule that no other submodule is entered
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -33,7 +34,7 @@ from shardwise.parallel.pipeline.chance import met_always, met_by_chance
 from shardwise.parallel.pipeline.inner import blocked, crossed, crossed_at, found_by
 from shardwise.parallel.pipeline.lasting import conflict, told_lasting, twin_of
 from shardwise.parallel.pipeline.left import told_written
-from shardwise.parallel.pipeline.skips import Skip, skips_after, skips_before
+from shardwise.parallel.pipeline.skips import Skip, skips_between
 from shardwise.trace.flow import Flow, ModuleCall
 
 WORTH = 0.8  # of the slowest stage's time, for which tensors travel that the next module is not given
@@ -307,10 +308,11 @@ def make_stages(flow: Flow, other: Flow, samples: tuple[int, int], places: list[
             stage.parameters |= {flow.parameters[n] for n in flow.returned if n in flow.parameters}
         written = any(0 <= flow.made[number] < start for number in flow.parameters)
         stage.careful = written or bool(flow.later)  # a forward that failed and ran again would leave things twice
-        stage.skips = skips_before(stage.entry.call, flow, other, samples) if stage.entry is not None else []
+        entry = -math.inf if stage.entry is None else stage.entry.call.enter
+        stage.skips = skips_between(-math.inf, entry, flow, other, samples)
         stage.runs_on = stage.exit is not None and stage.exit.runs_on
         if stage.exit is not None and stage.runs_on:
-            stage.skips += skips_after(stage.exit.call, flow, other, samples)
+            stage.skips += skips_between(stage.exit.call.enter, math.inf, flow, other, samples)
         for later in flow.later:  # a layer's memory is empty in the first forward, and read from the second on
             _add_used(stage, later)
         stage.entries, stage.exits = _edges(flow, stage, stage.entry), _edges(flow, stage, stage.exit)

@@ -23,8 +23,8 @@ class Skip:
     samples: tuple[int, int]
 
 
-def skips_before(entry: ModuleCall, flow: Flow, other: Flow, samples: tuple[int, int]) -> list[Skip]:
-    """Returns the outermost calls before a stage's entry that can be left out.
+def skips_between(start: float, stop: float, flow: Flow, other: Flow, samples: tuple[int, int]) -> list[Skip]:
+    """Returns the outermost calls that a stage can leave out, of those that lie between two moments of the forward.
 
     other    the same forward on another number of samples
     samples  how many each of the two had
@@ -35,33 +35,14 @@ def skips_before(entry: ModuleCall, flow: Flow, other: Flow, samples: tuple[int,
 
     def walk(call: ModuleCall) -> None:
         for inner in call.inside:
-            if inner.enter >= entry.enter:
-                return
-            if inner.exit > entry.enter:  # the stage begins inside it
-                walk(inner)
+            if inner.enter >= stop or inner.exit < start:
                 continue
-            skip = _skip(flow, inner, twins, samples, total)
+            # else the stage begins, or ends, inside it
+            whole = start <= inner.enter and inner.exit <= stop
+            skip = _skip(flow, inner, twins, samples, total) if whole else None
             if skip is not None:
                 skips.append(skip)
             else:
-                walk(inner)
-
-    walk(flow.root)
-    return skips
-
-
-def skips_after(exit: ModuleCall, flow: Flow, other: Flow, samples: tuple[int, int]) -> list[Skip]:
-    """Returns the outermost calls that a stage that runs on to the forward's end can leave out, from its own end on."""
-    twins = _twins(flow, other)
-    total = sum(op.cost for op in flow.ops)
-    skips: list[Skip] = []
-
-    def walk(call: ModuleCall) -> None:
-        for inner in call.inside:
-            skip = _skip(flow, inner, twins, samples, total) if inner.enter >= exit.enter else None
-            if skip is not None:
-                skips.append(skip)
-            elif inner.exit > exit.enter:
                 walk(inner)
 
     walk(flow.root)

@@ -38,8 +38,9 @@ from shardwise.part.crossing import apart, axes_of, cuts_of, joined
 from shardwise.part.cuts import repeated
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import from_axis, moved, replaced_from_axis, share_of
-from shardwise.part.sums import plain, redealt, whole_over_axis
+from shardwise.part.sums import redealt, whole, whole_over_axis
 from shardwise.part.tensor import FUNCTIONS
+from shardwise.part.tiles.windows import used_over
 
 HEADS, POSITIONS = 1, 2  # of queries, keys and values (B, H, S, D)
 
@@ -151,8 +152,11 @@ def _of_whole_positions(
 ) -> torch.Tensor:  # fmt: skip
     """Returns attention of which positions are not cut; a mask that is a function is read in tiles here too."""
     if isinstance(mask, PairMask):
-        # a ring of one rank, which takes what one axis further in cuts
-        if max(len(_levels(tensor)) for tensor in (query, key, value)) < 2:
+        # a ring of one rank, which takes what one axis further in cuts. Where no axis of positions cuts anything, the
+        # mask is that of a model beside another one of this process whose positions are cut: as it would be alone
+        levels = [_levels(tensor) for tensor in (query, key, value)]
+        of_cut = any(part.axis.positions for parts in levels for part in parts)
+        if of_cut and max(map(len, levels)) < 2:
             return ring_attention(query, key, value, mask, Axis.alone("cp"), is_causal=False, scale=options["scale"])
         mask = whole_mask(mask)
     return F.scaled_dot_product_attention(query, key, value, mask, **options)
@@ -237,25 +241,9 @@ def _of_own_queries(
         raise Uncut(f"attention of {query.shape[HEADS]} heads whose positions are cut over {axis.name}={axis.size} "
                     "within another axis: heads are dealt there, and every rank needs one where masks or draws differ "
                     "between rows")  # fmt: skip
-    keys, values = (_ReadByAll.apply(tensor, axes) for tensor in (key, value))
+    keys, values = (used_over(whole(tensor), axes) for tensor in (key, value))
     here = apart(query, cuts, axes)
     return joined(F.scaled_dot_product_attention(here, keys, values, mask, **options), cuts, axes)
-
-
-class _ReadByAll(torch.autograd.Function):
-    """A tensor whole on each rank, which every rank reads for itself: its gradient is a sum over the axes."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
-        ctx.axes = axes
-        return plain(tensor.detach())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor):
-        for axis in reversed(ctx.axes):  # from the innermost out, as a tensor over several axes is built
-            gradient = Sum(gradient, axis, spread=False)
-        return gradient, None
 
 
 @dataclass(frozen=True)

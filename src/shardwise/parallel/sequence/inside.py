@@ -18,13 +18,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardwise.comm import Axis
 from shardwise.errors import InputError, RefusedPlan
-from shardwise.part import Owners, Part, plain, whole
-from shardwise.part.crossing import Cuts, Entering, put_together, share_under
+from shardwise.part import Owners, Part, whole
+from shardwise.part.crossing import Cuts, entering, leaving
 
 DIM = 1  # of (B, S, E)
 
@@ -76,7 +75,7 @@ class CutBlocks:
             raise RefusedPlan(f"'{self.first}' is not given (B, S, E) first, so its positions cannot be cut")
         # recompute runs the block again on what it was given then: shares
         if not (isinstance(leaves[place], Part) and leaves[place].axis.positions):
-            leaves[place] = Entering.apply(whole(leaves[place]), self._cuts(leaves[place].shape[DIM]), self.axes)
+            leaves[place] = entering(whole(leaves[place]), self._cuts(leaves[place].shape[DIM]), self.axes)
         return tree_unflatten(leaves, spec)
 
     def _leave(self, block: nn.Module, args: tuple, output: Any) -> Any:
@@ -85,7 +84,7 @@ class CutBlocks:
     def _joined(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns an output of the last block as every rank has it."""
         if isinstance(tensor, Part) and tensor.axis is self.axes[0] and tensor.dim_cut == DIM:
-            return _Joined.apply(tensor, self._cuts(tensor.shape[DIM]), self.axes)
+            return leaving(tensor, self._cuts(tensor.shape[DIM]), self.axes)
         return whole(tensor)  # behind the blocks nothing is cut, in whatever way it was
 
     def _cuts(self, size: int) -> Cuts:
@@ -112,17 +111,3 @@ def insides(blocks: Sequence[str], axes: tuple[Axis, ...], least: int) -> Iterat
     for paths in beside.values():
         if len(paths) > 1:
             yield CutBlocks(paths[0], paths[-1], axes, least)
-
-
-class _Joined(torch.autograd.Function):
-    """The adjoint of `Entering`: shares as a tensor that every rank has, of whose gradient each takes its share."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, cuts: Cuts, axes: tuple[Axis, ...]) -> torch.Tensor:
-        ctx.cut = cuts, axes
-        return plain(tensor.detach())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor):
-        return put_together(share_under(gradient, *ctx.cut).contiguous(), *ctx.cut), None, None

@@ -14,16 +14,18 @@ from dataclasses import dataclass, field
 from types import CellType, FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.host import has_values, read, to_device
-from shardwise.parallel.sequence.index_ranges import At, Range
 from shardwise.part.levels import Distributed
 from shardwise.part.plain_shares import APART
 from shardwise.part.sums import plain
 from shardwise.trace.leaves import replaced, tensors_in
 
+Range = tuple[int, int]
+At = Range | np.ndarray  # global indices of queries and keys that attention takes together: a range, or each of them
 Function = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 _CPU = torch.device("cpu")
 
@@ -70,7 +72,7 @@ class PairMask(torch.Tensor):
         """Returns the mask there: (B or 1, 1, rows, columns)."""
         device = self.device if device is None else device
         sample = torch.arange(self.shape[0], device=device).view(-1, 1, 1, 1)
-        query, key = (_indices(at, device) for at in (rows, columns))
+        query, key = (indices_at(at, device) for at in (rows, columns))
         allowed = self.function(sample, torch.zeros_like(sample[:1]), query.view(1, 1, -1, 1), key.view(1, 1, 1, -1))
         return allowed.expand(-1, -1, len(query), len(key))
 
@@ -92,18 +94,28 @@ class PairMask(torch.Tensor):
             table = read(torch.stack([self._look(q, k, self.device) for q, k in pairs]), "which blocks a mask leaves")
         else:
             return None
-        names = ["empty" if not some else "full" if every else "diagonal" if diagonal else "masked"
-                 for some, every, diagonal in table]  # fmt: skip
-        self._kinds[pairs] = dict(zip(pairs, names, strict=True))
+        self._kinds[pairs] = kinds_by_pair(pairs, table)
         return self._kinds[pairs]
 
     def _look(self, rows: Range, columns: Range, device: torch.device) -> torch.Tensor:
-        """Returns (3,): whether a block lets anything be read, everything, just what lies on or below its diagonal."""
-        block = self.values(rows, columns, device)
-        diagonal = block.new_zeros(())
-        if rows == columns:
-            diagonal = (block == torch.ones_like(block[0, 0]).tril()).all()
-        return torch.stack([block.any(), block.all(), diagonal])
+        return look_at(self.values(rows, columns, device), rows == columns)
+
+
+def look_at(block: torch.Tensor, alike: bool, full: bool = True) -> torch.Tensor:
+    """Returns (3,): whether a block lets anything be read, everything, just what lies on or below its diagonal.
+
+    alike  its rows and columns are the same positions;  full  it may be all that is asked for
+    """
+    none = block.new_zeros(())
+    diagonal = (block == torch.ones_like(block[0, 0]).tril()).all() if alike else none
+    return torch.stack([block.any(), block.all() if full else none, diagonal])
+
+
+def kinds_by_pair(pairs: Sequence[tuple[Range, Range]], table: Any) -> dict[tuple[Range, Range], str]:
+    """Returns "empty", "full", "diagonal" or "masked" of each pair, from what `look_at` gave of each."""
+    names = ["empty" if not some else "full" if every else "diagonal" if diagonal else "masked"
+             for some, every, diagonal in table]  # fmt: skip
+    return dict(zip(pairs, names, strict=True))
 
 
 class MaskBlock:
@@ -149,7 +161,8 @@ def whole_mask(mask: PairMask) -> torch.Tensor:
     return mask.values((0, s), (0, t)).expand(b, 1, s, t)
 
 
-def _indices(at: At, device: torch.device) -> torch.Tensor:
+def indices_at(at: At, device: torch.device) -> torch.Tensor:
+    """Returns (n,) the indices of a range, or these single ones, on a device."""
     return torch.arange(*at, device=device) if isinstance(at, tuple) else to_device(at, device)
 
 

@@ -17,8 +17,7 @@ import torch
 
 from shardwise.comm import Axis
 from shardwise.host import can_read, read, to_device
-from shardwise.parallel.sequence.index_ranges import At, Range
-from shardwise.parallel.sequence.pair_mask import PairMask
+from shardwise.parallel.sequence.pair_mask import At, PairMask, Range, indices_at, kinds_by_pair, look_at
 from shardwise.part import Owners
 
 MOST_PAIRS = 256  # of runs, of all ranks together, whose masks are looked at one by one
@@ -170,14 +169,9 @@ def _look(mask: torch.Tensor, runs: list[Range], others: list[Range]) -> Mapping
     for q, k in pairs:
         block = _block(allowed, q, k)
         # an added mask is never "full": its numbers count even where it forbids nothing
-        every = block.all() if holds else block.new_zeros(())
         alike = holds and q == k and block.shape[-2:] == (q[1] - q[0],) * 2
-        diagonal = (block == torch.ones_like(block[0, 0]).tril()).all() if alike else block.new_zeros(())
-        looks.append(torch.stack([block.any(), every, diagonal]))
-    table = read(torch.stack(looks), "which blocks a mask leaves")
-    names = {pair: "empty" if not some else "full" if every else "diagonal" if diagonal else "masked"
-             for pair, (some, every, diagonal) in zip(pairs, table, strict=True)}  # fmt: skip
-    return names
+        looks.append(look_at(block, alike, full=holds))
+    return kinds_by_pair(pairs, read(torch.stack(looks), "which blocks a mask leaves"))
 
 
 def tile_of(queries: int, keys: int) -> int:
@@ -207,10 +201,6 @@ def _along(mask: torch.Tensor, dim: int, at: At) -> torch.Tensor:
     return mask.index_select(dim, to_device(at, mask.device))
 
 
-def _positions(at: At, device: torch.device) -> torch.Tensor:
-    return torch.arange(*at, device=device) if isinstance(at, tuple) else to_device(at, device)
-
-
 def bias_of(call: Call, mask: torch.Tensor | None, q: At, k: At, kind: str, device: torch.device) -> Any:
     """Returns the mask of one pair of runs, with causality in it where the pair lies across the diagonal; or None."""
     if kind in ("full", "diagonal"):
@@ -218,7 +208,7 @@ def bias_of(call: Call, mask: torch.Tensor | None, q: At, k: At, kind: str, devi
     part = None if mask is None else _block(mask, q, k)
     if kind == "masked":
         return part
-    allowed = _positions(q, device).unsqueeze(1) >= _positions(k, device)
+    allowed = indices_at(q, device).unsqueeze(1) >= indices_at(k, device)
     if part is None:
         return allowed
     return part & allowed if part.dtype is torch.bool else torch.where(allowed, part, -torch.inf)
@@ -231,6 +221,6 @@ def add_to_mask(dmask: torch.Tensor, ds: torch.Tensor, rows: At, columns: At) ->
     if isinstance(rows, tuple) and isinstance(columns, tuple):
         _block(dmask, rows, columns).add_(gradient)
         return
-    at = [_positions(indices, dmask.device) if dmask.shape[dim] != 1 else torch.zeros(1, dtype=torch.int64)
+    at = [indices_at(indices, dmask.device) if dmask.shape[dim] != 1 else torch.zeros(1, dtype=torch.int64)
           for dim, indices in ((-2, rows), (-1, columns))]  # fmt: skip
     dmask[..., at[0].unsqueeze(1), at[1]] += gradient

@@ -8,10 +8,10 @@ import torch
 
 from shardwise.part.cuts import Uncut
 from shardwise.part.dimwise import DimwiseRule, last_two
-from shardwise.part.gathering import gathered
+from shardwise.part.gathering import gathered_told
 from shardwise.part.labels import label
 from shardwise.part.sums import Sum
-from shardwise.part.tensor import GATHERS, Part, no_rule, rule
+from shardwise.part.tensor import Part, no_rule, rule
 
 
 @rule("diagonal")
@@ -24,9 +24,8 @@ def diagonal(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         return part.with_local(func(part.local, *args[1:], **kwargs), place)
     if not part.axis.positions:
         raise Uncut(no_rule(func, [part]))
-    for tell in GATHERS:
-        tell("a field of which a diagonal is read", part)
-    return Sum.read_only(func(gathered(part), *args[1:], **kwargs), part.axis)
+    whole = gathered_told(part, "a field of which a diagonal is read")
+    return Sum.read_only(func(whole, *args[1:], **kwargs), part.axis)
 
 
 label("tril", "triu")(DimwiseRule(last_two).labels)

@@ -9,6 +9,7 @@ import torch
 
 from shardwise.host import to_device
 from shardwise.part.cuts import Uncut, repeated
+from shardwise.part.dimwise import arguments_of
 from shardwise.part.labels import Axes, label
 from shardwise.part.sums import reduced
 from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
@@ -97,14 +98,10 @@ class _Heads:
         return reduced(whole.index_add_(1, self.read, local), self.part)
 
 
-def _names(func: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
-    return dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
-
-
 @rule(*_FORWARD)
 def forward(func: Any, args: tuple, kwargs: dict) -> tuple:
     """Rule: output and log-sum-exp are cut along heads; generator states are the same on all ranks."""
-    names = _names(func, args, kwargs)
+    names = arguments_of(func, args, kwargs)
     if names.get("dropout_p"):
         raise Uncut("dropout inside a fused attention kernel draws for a rank's heads alone: randomness='global' draws "
                     "for all, with scores that are written")  # fmt: skip
@@ -116,7 +113,7 @@ def forward(func: Any, args: tuple, kwargs: dict) -> tuple:
 @rule(*(f"{name}_backward" for name in _FORWARD))
 def backward(func: Any, args: tuple, kwargs: dict) -> tuple:
     """Rule: gradients of queries, keys and values are cut along heads."""
-    heads = _Heads(func, args, _names(func, args, kwargs))
+    heads = _Heads(func, args, arguments_of(func, args, kwargs))
     output = heads.run(args, kwargs)
     inputs = (heads.query, heads.key, heads.value)
     gradients = [heads.gradient(of, each) for of, each in zip(inputs, output, strict=False)]
@@ -146,7 +143,7 @@ def attention_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: A
         return False
     for other in labelled[1:]:
         axes.unite(labelled[0], other)
-    arguments = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
+    arguments = arguments_of(func, args, kwargs)
     of_mask = axes.labels(arguments.get("attn_mask", arguments.get("attn_bias")))
     if of_mask is not None:
         axes.keep_whole(of_mask, "it is an attention bias inside a fused kernel")

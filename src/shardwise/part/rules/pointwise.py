@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from shardwise.part.cuts import Uncut
-from shardwise.part.gathering import gather, gathered
+from shardwise.part.gathering import gather, gathered, gathered_told
 from shardwise.part.labels import Axes, is_free, label, param_of
 from shardwise.part.moves import recut, whole_inside
 from shardwise.part.position_tables import is_table
 from shardwise.part.sums import Sum
-from shardwise.part.tensor import GATHERS, Part, facts, is_part, no_rule, parts_in, rule
+from shardwise.part.tensor import Part, facts, is_part, no_rule, parts_in, rule
 from shardwise.trace.leaves import replaced, tensors_in
 
 # elementwise by their definition; `add` stands for every operation that is tagged so, or found to be so by trying
@@ -166,10 +166,11 @@ def _dealt_alike(tensors: list[Any]) -> bool:
 
 def _into_a_whole(func: Any, args: tuple, kwargs: dict) -> Any:
     """Returns `whole.add_(part)` of the gathered part, as for statistics that a module keeps. Collective."""
-    for part in parts_in((args, kwargs)):
-        for tell in GATHERS:
-            tell("a field that is written into a whole tensor", part)
-    args, kwargs = replaced(Part, lambda part: gathered(part) if is_part(part) else part, (args, kwargs))
+
+    def whole(part: Part) -> torch.Tensor:
+        return gathered_told(part, "a field that is written into a whole tensor") if is_part(part) else part
+
+    args, kwargs = replaced(Part, whole, (args, kwargs))
     return func(*args, **kwargs)
 
 

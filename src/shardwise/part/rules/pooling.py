@@ -1,6 +1,7 @@
 """Pooling over one to three spatial dims, sliding or adaptive windows. Paddings by a boundary: boundary.py.
 
-On tiles each rank fetches what its outputs read; with indices, and back by them (`max_unpool`), it is done whole.
+On tiles each rank fetches what its outputs read; with indices, back by them (`max_unpool`), and by adaptive windows of
+which there are several, it is done whole.
 """
 
 from __future__ import annotations
@@ -17,13 +18,11 @@ from shardwise.boundary import Sizes, each
 from shardwise.host import to_device
 from shardwise.part.cuts import REMEMBERED
 from shardwise.part.labels import Axes, label
-from shardwise.part.rules.resize_tables import Table, entries, opened_for
-from shardwise.part.rules.resizing import along_each
 from shardwise.part.tiles.apart import apart, in_front
 from shardwise.part.tiles.entire import done_whole, of_all
 from shardwise.part.tiles.maps import Sliding
 from shardwise.part.tiles.saved_halos import CutDim
-from shardwise.part.tiles.windows import answers, cuts, placed, windowed
+from shardwise.part.tiles.windows import answers, cuts, windowed
 
 
 def _outputs(n: int, kernel: int, stride: int, padding: int, dilation: int, ceil: bool) -> int:
@@ -144,85 +143,30 @@ for _dims, _max, _with_places, _avg in (
 ):
     _max_pool(_max, _with_places, _dims)
     _avg_pool(_avg, _dims)
-done_whole("max_unpool1d", "max_unpool2d", "max_unpool3d")
 
 
 def _adaptive_avg(plain: Callable, dims: int) -> None:
-    """Register adaptive average pooling over `dims` dims."""
+    """Register adaptive average pooling over `dims` dims: to one cell a mean over ranks, else done whole."""
 
     def adaptive_avg_pool(input: torch.Tensor, output_size: Any) -> torch.Tensor:
         """Means over windows that divide each spatial dim, of which any may be cut."""
-        first = input.dim() - dims
-        cut_dims = cuts(input, range(first, input.dim()))
-        if not cut_dims:
+        if not cuts(input, range(-dims, 0)):
             return plain(input, output_size)
         asked = list(output_size) if isinstance(output_size, Sequence) else [output_size] * dims
-        sizes = [n if m is None else m for n, m in zip(input.shape[first:], asked, strict=True)]
-        alone = [first + d for d, m in enumerate(sizes) if m == 1]
-        if alone:  # a single window takes in every tile: a mean over ranks moves numbers, where a fetch moves the field
+        sizes = [n if m is None else m for n, m in zip(input.shape[-dims:], asked, strict=True)]
+        alone = [d - dims for d, m in enumerate(sizes) if m == 1]
+        if alone:  # a single window takes in every tile: numbers are moved, not the field
             input = input.mean(alone, keepdim=True)
-            cut_dims = cuts(input, range(first, input.dim()))
-        tables = [Table(n, m, "windows") for n, m in zip(input.shape[first:], sizes, strict=True)]
-        return along_each(input, cut_dims, tables)
-
-    answers(plain)(adaptive_avg_pool)
-
-
-def _adaptive_max(plain: Callable, with_places: Callable, slide: Callable, dims: int) -> None:
-    """Register adaptive max pooling over `dims` dims, with indices and without; `slide` is plain max pooling."""
-
-    def adaptive_max_pool(input: torch.Tensor, output_size: Any, return_indices: bool = False):
-        """The largest over windows that divide each spatial dim, of which any may be cut."""
-        first = input.dim() - dims
-        cut_dims = cuts(input, range(first, input.dim()))
-        if not cut_dims:
-            return plain(input, output_size, return_indices)
-        if return_indices:
-            return whole(input, output_size, True)
-        asked = list(output_size) if isinstance(output_size, Sequence) else [output_size] * dims
-        after, rows = [], {}
-        tables = [Table(n, n if m is None else m, "windows")
-                  for n, m in zip(input.shape[first:], asked, strict=True)]  # fmt: skip
-        for cut in cut_dims:
-            input, then, rows[cut.dim] = opened_for(input, cut, tables[cut.dim - first])
-            after.append(then)
-        # windows differ in size and overlap: laid out one behind the other, filled up, they are those of plain pooling
-        kernel = []
-        for dim, table in enumerate(tables, first):
-            places, weights = rows.get(dim, entries(table))
-            assert weights is not None
-            if not table.same:
-                input = _laid_apart(input, dim, places, weights)
-            kernel.append(places.shape[1])
-        if input.numel():
-            return placed(slide(input, kernel), after)
-        for dim, n in enumerate(kernel, first):  # kernels take no empty tile: an empty one, which has a backward
-            input = input.narrow(dim, 0, input.shape[dim] // n)
-        return placed(input, after)
+        return input if sizes == list(input.shape[-dims:]) else whole(input, sizes)
 
     whole = of_all(plain)
-    answers(plain)(adaptive_max_pool)
-    answers(with_places, cut_once=False)(of_all(with_places))
-
-
-def _laid_apart(tile: torch.Tensor, dim: int, places: np.ndarray, weights: np.ndarray) -> torch.Tensor:
-    """Returns each output's window behind the other along `dim`, filled up with what is never the largest."""
-    around = [0, 0] * (tile.dim() - 1 - dim) + [0, 1]
-    none = tile.shape[dim]  # the place of the -inf that is put behind the tile
-    tile = F.pad(tile, around, value=-torch.inf)
-    return tile.index_select(dim, to_device(np.where(weights > 0, places, none).reshape(-1), tile.device))
-
-
-for _dims, _adaptive, _adaptive_with_places, _slide in (
-    (1, F.adaptive_max_pool1d, F.adaptive_max_pool1d_with_indices, F.max_pool1d),
-    (2, F.adaptive_max_pool2d, F.adaptive_max_pool2d_with_indices, F.max_pool2d),
-    (3, F.adaptive_max_pool3d, F.adaptive_max_pool3d_with_indices, F.max_pool3d),
-):
-    _adaptive_max(_adaptive, _adaptive_with_places, _slide, _dims)
+    answers(plain)(adaptive_avg_pool)
 
 
 for _dims, _plain in ((1, F.adaptive_avg_pool1d), (2, F.adaptive_avg_pool2d), (3, F.adaptive_avg_pool3d)):
     _adaptive_avg(_plain, _dims)
+for _dims in (1, 2, 3):
+    done_whole(f"max_unpool{_dims}d", f"adaptive_max_pool{_dims}d", f"adaptive_max_pool{_dims}d_with_indices")
 
 
 POOLS = ("max_pool{}d", "avg_pool{}d", "adaptive_avg_pool{}d", "adaptive_max_pool{}d")

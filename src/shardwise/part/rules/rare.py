@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from shardwise.part.sums import plain
 from shardwise.part.tensor import FUNCTIONS
 from shardwise.part.tiles.apart import apart, in_front
-from shardwise.part.tiles.entire import done_whole
+from shardwise.part.tiles.entire import done_whole, of_all
 from shardwise.part.tiles.windows import answers
 
 done_whole(  # of diagonals, of places in a flattened field, of patches and points
@@ -26,6 +27,8 @@ done_whole(  # of matrices
     "matrix_rank", "matrix_norm", "solve", "solve_ex", "solve_triangular", "lstsq", "householder_product", "cross",
 )  # fmt: skip
 
+answers(F.unfold, cut_once=False)(of_all(F.unfold))
+apart(F.unfold, in_front(3))
 apart(torch.isin, in_front(0))
 _isin_apart = FUNCTIONS[torch.isin]
 

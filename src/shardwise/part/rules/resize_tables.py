@@ -1,14 +1,12 @@
-"""Operations along one dim whose outputs each read a few inputs with fixed weights: resizing, adaptive windows.
+"""Resizing along one dim, nearest and linear: which inputs each output reads, and their weights.
 
-    bilinear, 4 -> 8     output 3 = 0.75 * input 1 + 0.25 * input 2
-    adaptive, 7 -> 3     outputs are over inputs 0..2, 2..4, 4..6
+    linear, 4 -> 8     output 3 = 0.75 * input 1 + 0.25 * input 2
 
 Indices and weights are computed in the dtype and order in which torch's kernels do.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -17,7 +15,6 @@ import numpy as np
 import torch
 
 from shardwise.host import to_device
-from shardwise.part.cuts import Uncut
 from shardwise.part.tiles.maps import reads
 from shardwise.part.tiles.saved_halos import CutDim
 from shardwise.part.tiles.windows import fetched, opened
@@ -27,7 +24,7 @@ from shardwise.part.tiles.windows import fetched, opened
 class Table:
     """What each output along one dim reads: `n` inputs to `size` outputs.
 
-    kind    nearest, nearest-exact, linear, or windows (adaptive pooling)
+    linear  of two inputs, else of the nearest one
     align   corners are aligned
     scale   the factor that was asked for; None: size / n
     double  indices and weights are computed in float64, as for a float64 tensor
@@ -35,7 +32,7 @@ class Table:
 
     n: int
     size: int
-    kind: str
+    linear: bool
     align: bool = False
     scale: float | None = None
     double: bool = True
@@ -46,10 +43,14 @@ class Table:
         """Returns whether each output along the dim is the input at the same index."""
         return self.size == self.n and self.scale in (None, 1.0)
 
+    @property
+    def one_way(self) -> bool:
+        """Returns whether torch's backward reads the places that its forward does, rounded in ways of their own."""
+        return self.linear or not self.on_cpu or bool((_ahead(self) == _behind(self)).all())
+
     def reach(self, start: int, stop: int) -> tuple[int, int]:
         """As in `Map`."""
-        sources, _ = entries(self)
-        rows = sources[start:stop]
+        rows = entries(self)[0][start:stop]
         return int(rows.min()), int(rows.max()) + 1
 
     def centre(self, outputs: np.ndarray) -> np.ndarray:
@@ -65,20 +66,18 @@ class Table:
 @lru_cache(256)
 def entries(table: Table) -> tuple[np.ndarray, np.ndarray | None]:
     """Returns (size, K) inputs that each output reads, ascending, and their weights (None: 1)."""
-    if table.kind == "windows":
-        return _windows(table)
+    if not table.linear:
+        return _behind(table)[:, None], None
     # in the kernels' own dtype: a place that is rounded otherwise is another input
     kind: Any = np.float64 if table.double else np.float32
-    if table.kind.startswith("nearest"):
-        return _nearest(table, kind)[:, None], None
     outputs: Any = np.arange(table.size)
     n = table.n
     if table.align:
         ratio = kind(n - 1) / kind(table.size - 1) if table.size > 1 else kind(0)
         source = ratio * outputs.astype(kind)
     else:
-        ratio = _ratio(table, kind)
-        source = (np.float64(ratio) * (outputs + 0.5) - 0.5).astype(kind)  # one rounding, as of a fused product
+        # one rounding, as of a fused product
+        source = (np.float64(_ratio(table, kind)) * (outputs + 0.5) - 0.5).astype(kind)
     source = np.maximum(source, kind(0))
     first = np.minimum(source.astype(np.int64), n - 1)
     weight = np.clip(source - first, 0, 1).astype(kind)
@@ -91,39 +90,24 @@ def _ratio(table: Table, kind: Any) -> Any:
     return kind(table.n) / kind(table.size)
 
 
-def _nearest(table: Table, kind: Any) -> np.ndarray:
-    """Returns the input of each output, as the forward kernel has it; refused where the backward kernel has another."""
-    outputs: Any = np.arange(table.size)
-    n = table.n
-    exact = table.kind == "nearest-exact"
-    half, single = (0.5 if exact else 0.0), np.float32
-    # as the backward kernel has it, which computes in float32 and has a way of its own for equal and doubled sizes
-    behind = np.floor((outputs.astype(single) + single(half)) * _ratio(table, single))
-    if not exact and table.size in (n, 2 * n):
-        behind = outputs // (table.size // n)
-    behind = np.minimum(behind.astype(np.int64), n - 1)
-    if not table.on_cpu:
-        return behind
-    source = (np.float64(_ratio(table, kind)) * (outputs + half) - half).astype(kind)
-    ahead = np.minimum(np.floor((source + kind(half)).astype(single)).astype(np.int64), n - 1)
-    if (ahead != behind).any():
-        raise Uncut(
-            f"interpolate(mode={table.kind!r}) from {n} to {table.size}: torch's backward reads other places than its "
-            "forward here, and tiles have one set of places; use a size that divides, or mode='bilinear'"
-        )
-    return ahead
+def _behind(table: Table) -> np.ndarray:
+    """Returns the nearest input of each output, as the backward kernel has it, and on accelerators the forward one.
 
-
-def _windows(table: Table) -> tuple[np.ndarray, np.ndarray]:
-    """Returns, as `entries`, windows of adaptive pooling: output j is over floor(j n / size) to ceil((j + 1) n / size).
-
-    Weights are 0 behind a window that is shorter than the longest.
+    It computes in float32, and has a way of its own for equal and doubled sizes.
     """
-    outputs = np.arange(table.size)
-    start, stop = outputs * table.n // table.size, -(-(outputs + 1) * table.n // table.size)
-    places = start[:, None] + np.arange((stop - start).max())
-    inside = places < stop[:, None]
-    return np.minimum(places, (stop - 1)[:, None]), inside / (stop - start)[:, None]
+    outputs: Any = np.arange(table.size)
+    if table.size in (table.n, 2 * table.n):
+        return outputs // (table.size // table.n)
+    places = np.floor(outputs.astype(np.float32) * _ratio(table, np.float32))
+    return np.minimum(places.astype(np.int64), table.n - 1)
+
+
+def _ahead(table: Table) -> np.ndarray:
+    """Returns the nearest input of each output, as the forward kernel of a CPU has it."""
+    kind: Any = np.float64 if table.double else np.float32
+    outputs: Any = np.arange(table.size)
+    source = (np.float64(_ratio(table, kind)) * outputs).astype(kind)
+    return np.minimum(np.floor(source.astype(np.float32)).astype(np.int64), table.n - 1)
 
 
 Rows = tuple[np.ndarray, np.ndarray | None]  # (outputs, K) places, and their weights
@@ -147,40 +131,13 @@ def opened_for(tensor: torch.Tensor, cut: CutDim, table: Table) -> tuple[torch.T
 
 def applied(tile: torch.Tensor, dim: int, places: np.ndarray, weights: np.ndarray | None) -> torch.Tensor:
     """Returns (…, outputs, …): sums over k of weights[:, k] times the tile at places[:, k] along `dim`."""
+    read = [tile.index_select(dim, _on(places[:, k], tile.device)) for k in range(places.shape[1])]
     if weights is None:
-        return tile.index_select(dim, _on(places[:, 0], tile.device))
-    # few outputs of long windows: one mean for each, not one product of the outputs for each of many k
-    if places.shape[1] > max(2 * len(places), 4) and _of_means(weights):
-        return _by_output(tile, dim, places, weights)
+        return read[0]
     shape = [-1 if d == dim else 1 for d in range(tile.dim())]
-    total = None
-    for k in range(places.shape[1]):
-        term = tile.index_select(dim, _on(places[:, k], tile.device))
-        weight = to_device(np.ascontiguousarray(weights[:, k]), tile.device)
-        term = term * weight.to(tile.dtype).view(shape)
-        total = term if total is None else total + term
-    assert total is not None
-    return total
+    low, high = (_on(weights[:, k], tile.device).to(tile.dtype).view(shape) for k in range(2))
+    return read[0] * low + read[1] * high
 
 
-def _of_means(weights: np.ndarray) -> bool:
-    """Returns whether each output is the mean of what it reads."""
-    return bool(((weights == 0) | (weights == weights.max(1, keepdims=True, initial=0))).all())
-
-
-def _by_output(tile: torch.Tensor, dim: int, places: np.ndarray, weights: np.ndarray) -> torch.Tensor:
-    """Returns one mean of the tile for each window, of equal weights. Without outputs, none of the tile."""
-    means = []
-    for row, weight in zip(places, weights, strict=True):
-        # a window is a range of inputs, and weights of 0 behind it fill up its row
-        means.append(tile.narrow(dim, int(row[0]), int((weight > 0).sum())).mean(dim, keepdim=True))
-    return torch.cat(means, dim) if means else tile.narrow(dim, 0, 0)
-
-
-def _on(places: np.ndarray, device: torch.device) -> torch.Tensor:
-    return to_device(np.ascontiguousarray(places), device)
-
-
-def output_size(n: int, scale: float) -> int:
-    """Returns the number of outputs along a dim of `n` that is resized by a factor."""
-    return math.floor(n * scale)
+def _on(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
+    return to_device(np.ascontiguousarray(numbers), device)

@@ -12,16 +12,14 @@ import torch.nn.functional as F
 from shardwise.boundary import each
 from shardwise.device import on_host
 from shardwise.part.cuts import repeated
-from shardwise.part.rules.resize_tables import Table, applied, entries, opened_for, output_size
+from shardwise.part.rules.resize_tables import Table, applied, entries, opened_for
 from shardwise.part.tiles.apart import apart, in_front
 from shardwise.part.tiles.entire import of_all
 from shardwise.part.tiles.maps import Sliding
 from shardwise.part.tiles.saved_halos import CutDim
 from shardwise.part.tiles.windows import answers, cuts, opened, placed, windowed
 
-_KINDS = {"linear": "linear", "bilinear": "linear", "trilinear": "linear", "nearest": "nearest",
-          "nearest-exact": "nearest-exact", "area": "windows"}  # fmt: skip
-_DIMS = {"linear": 1, "bilinear": 2, "trilinear": 3}
+_LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}  # by the number of spatial dims
 _interpolated_whole = of_all(F.interpolate)
 
 
@@ -35,18 +33,21 @@ def interpolate(
     cut_dims = cuts(input, range(2, input.dim()))
     if not cut_dims:
         return F.interpolate(input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
-    # filters of many inputs for each output, by tables that only these need: done whole (see `whole`)
-    if antialias or mode not in _KINDS or _DIMS.get(mode, dims) != dims:
-        return _interpolated_whole(input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
-    sizes, scales = _sizes(input.shape[2:], size, scale_factor, not recompute_scale_factor and mode != "area")
+    options = size, scale_factor, mode, align_corners, recompute_scale_factor, antialias
+    # filters of many inputs for each output, and places of a rounding of its own: done whole (see `of_all`)
+    if antialias or mode not in ("nearest", _LINEAR.get(dims)):
+        return _interpolated_whole(input, *options)
+    sizes, scales = _sizes(input.shape[2:], size, scale_factor, not recompute_scale_factor)
     if min(sizes) < 1:
         raise RuntimeError(f"interpolate of {tuple(input.shape)} to {sizes}: sizes must be positive")
     # one rounding at the end for 16-bit fields, not one for each dim
     wide = torch.promote_types(input.dtype, torch.float32) if input.is_floating_point() else input.dtype
     double, host = wide is torch.float64, on_host(input.device)
-    tables = [Table(n, m, _KINDS[mode], bool(align_corners), s, double, host)
+    tables = [Table(n, m, mode != "nearest", bool(align_corners), s, double, host)
               for n, m, s in zip(input.shape[2:], sizes, scales, strict=True)]  # fmt: skip
-    return along_each(input.to(wide), cut_dims, tables).to(input.dtype)
+    if not all(table.one_way for table in tables):
+        return _interpolated_whole(input, *options)
+    return _along_each(input.to(wide), cut_dims, tables).to(input.dtype)
 
 
 def _sizes(
@@ -62,11 +63,11 @@ def _sizes(
     if size is not None:
         return each(size, dims), [None] * dims
     factors = [float(f) for f in (scale_factor if isinstance(scale_factor, Sequence) else [scale_factor] * dims)]
-    sizes = [output_size(n, f) for n, f in zip(space, factors, strict=True)]
+    sizes = [math.floor(n * f) for n, f in zip(space, factors, strict=True)]
     return sizes, [f if by_factor else None for f in factors]
 
 
-def along_each(input: torch.Tensor, cut_dims: list[CutDim], tables: list[Table]) -> torch.Tensor:
+def _along_each(input: torch.Tensor, cut_dims: list[CutDim], tables: list[Table]) -> torch.Tensor:
     """Returns the tensor with each of the last dims resized by its table; ranks fetch what they read of a cut dim."""
     first, after, todo = input.dim() - len(tables), [], {}
     for cut in cut_dims:  # all are fetched before any is resized, so that what is computed below is plain

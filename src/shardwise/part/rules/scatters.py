@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from shardwise.part.cuts import Uncut
-from shardwise.part.gathering import gathered
+from shardwise.part.gathering import gathered, gathered_told
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import share_as
 from shardwise.part.rules.indexing import place_of, places_of, share_of_index, with_one_more
 from shardwise.part.rules.masks import MASKS, is_mask, put
 from shardwise.part.rules.writes import write
 from shardwise.part.sums import Sum, reduced
-from shardwise.part.tensor import FUNCTIONS, GATHERS, Part, is_part, no_rule, parts_in, rule
+from shardwise.part.tensor import FUNCTIONS, Part, is_part, no_rule, parts_in, rule
 from shardwise.part.tiles.entire import Needs, done_whole, needs_whole
 from shardwise.part.tiles.windows import answers
 
@@ -110,9 +110,7 @@ def _put_by_whole_indices(func: Any, x: Part, indices: list, values: torch.Tenso
     put, cut = torch.ops.aten.index_put.default, x.dim_cut
     if cut in used:
         if is_part(values):
-            for tell in GATHERS:
-                tell("what is written at indices of a cut dim", values)
-            values = gathered(values)
+            values = gathered_told(values, "what is written at indices of a cut dim")
         owned, place = places_of(x, indices[cut])
         # what others own is written into one row more, which is dropped
         place = torch.where(owned, place, x.local.shape[cut])

@@ -16,12 +16,12 @@ import torch
 from shardwise.layout.view_dims import groups
 from shardwise.part.cuts import Owners, Uncut, group_size, in_whole_groups, of_other_rows, regrouped, runs_of
 from shardwise.part.exchanges import fetch
-from shardwise.part.gathering import gathered
+from shardwise.part.gathering import gathered, gathered_told
 from shardwise.part.labels import Axes, Merged, base, is_free, label, param_of, slim
 from shardwise.part.levels import Distributed, ViewOf
 from shardwise.part.moves import reowned
 from shardwise.part.sums import Sum
-from shardwise.part.tensor import GATHERS, Part, in_backward, no_rule, rule
+from shardwise.part.tensor import Part, in_backward, no_rule, rule
 from shardwise.part.whole_view import WHOLE, WholeView, factors_of, goal_of
 
 
@@ -44,9 +44,8 @@ def view(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         dealt = _with_some_for_all(part, whole)
         # however the dim is dealt, some rank has no whole dims of the view (`_with_some_for_all`)
         if dealt is None:
-            for tell in GATHERS:
-                tell("what views make of a field that one rank alone has", part)
-            return Sum.read_only(gathered(part).reshape(shape), part.axis)
+            whole_field = gathered_told(part, "what views make of a field that one rank alone has")
+            return Sum.read_only(whole_field.reshape(shape), part.axis)
         part = dealt
         try:
             dim, owners = _cut_after(part, tuple(shape), whole)

@@ -255,8 +255,9 @@ def _shared(whole: torch.Tensor, cut_dims: list[CutDim]) -> torch.Tensor:
 
 
 def _functions(name: str) -> set[Callable]:
-    """Returns the functions of torch that have a name: of torch, of tensors, and of its two namespaces."""
-    return {getattr(place, name) for place in (torch, torch.Tensor, F, torch.linalg) if hasattr(place, name)}
+    """Returns the functions of torch that have a name: of torch, of tensors, and of its namespaces."""
+    places = (torch, torch.Tensor, F, torch.linalg, torch.fft)
+    return {getattr(place, name) for place in places if callable(getattr(place, name, None))}
 
 
 def needs_whole(name: str, needs: Needs) -> None:

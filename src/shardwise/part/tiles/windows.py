@@ -29,7 +29,7 @@ from shardwise.part.exchanges import Wanted, fetch, give_back
 from shardwise.part.halos import wants_own
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import from_axis, replaced_from_axis, share_of
-from shardwise.part.sums import Sum, whole_over, whole_over_axis
+from shardwise.part.sums import Sum, linear, whole_over, whole_over_axis
 from shardwise.part.tensor import FUNCTIONS, Part
 from shardwise.part.tiles.maps import Map, reads
 from shardwise.part.tiles.saved_halos import CutDim, kept_apart
@@ -53,53 +53,33 @@ def cuts(tensor: Any, dims: Iterable[int]) -> list[CutDim]:
     return cut_dims
 
 
-class _Fetched(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, cut: CutDim, wanted: Wanted, fill: float) -> torch.Tensor:
-        ctx.cut, ctx.wanted = cut, wanted
-        return replaced_from_axis(tensor, cut.axis, fetch(from_axis(tensor.detach(), cut.axis), wanted, fill))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor):
-        return _GivenBack.apply(gradient, ctx.cut, ctx.wanted), None, None, None
-
-
-class _GivenBack(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gradient: torch.Tensor, cut: CutDim, wanted: Wanted) -> torch.Tensor:
-        ctx.cut, ctx.wanted = cut, wanted
-        here = from_axis(gradient.detach(), cut.axis)
-        back = give_back(here, cut.dim, cut.owners, cut.axis, wanted)
-        return replaced_from_axis(gradient, cut.axis, back)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor):
-        # a gradient of a gradient may be whole, or dealt otherwise; a fetch reads what is dealt as the tensor was
-        dealt = _Placed.apply(_Taken.apply(gradient, ctx.cut, ()), ctx.cut)
-        return _Fetched.apply(dealt, ctx.cut, ctx.wanted, 0.0), None, None
+def _fetched(tensor: torch.Tensor, cut: CutDim, wanted: Wanted, fill: float) -> torch.Tensor:
+    return replaced_from_axis(tensor, cut.axis, fetch(from_axis(tensor, cut.axis), wanted, fill))
 
 
 def fetched(tensor: torch.Tensor, cut: CutDim, wanted: Wanted, fill: float = 0.0) -> torch.Tensor:
     """Returns what this rank wants of the tensor, no more cut over the axis. Differentiable. Collective."""
-    return _Fetched.apply(tensor, cut, wanted, fill)
+    there = partial(_fetched, cut=cut, wanted=wanted, fill=fill)
+    return linear(tensor, there, partial(_given_back, cut=cut, wanted=wanted))
 
 
-class _Opened(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, cut: CutDim) -> torch.Tensor:
-        ctx.cut = cut
-        part = from_axis(tensor.detach(), cut.axis)
-        return replaced_from_axis(tensor, cut.axis, part.local.detach())
+def _given_back(gradient: torch.Tensor, cut: CutDim, wanted: Wanted) -> torch.Tensor:
+    def there(given: torch.Tensor) -> torch.Tensor:
+        back = give_back(from_axis(given, cut.axis), cut.dim, cut.owners, cut.axis, wanted)
+        return replaced_from_axis(given, cut.axis, back)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor):
-        return _Placed.apply(gradient, ctx.cut), None
+    # a gradient of a gradient may be whole, or dealt otherwise; a fetch reads what is dealt as the tensor was
+    return linear(gradient, there, lambda second: fetched(_placed(_taken(second, cut), cut), cut, wanted))
+
+
+def _open(tensor: torch.Tensor, cut: CutDim) -> torch.Tensor:
+    return replaced_from_axis(tensor, cut.axis, from_axis(tensor, cut.axis).local.detach())
 
 
 def opened(tensor: torch.Tensor, cut_dims: list[CutDim]) -> torch.Tensor:
     """Returns this rank's own tile, no more cut over the axes of these cuts. Differentiable; nothing is sent."""
     for cut in cut_dims:
-        tensor = _Opened.apply(tensor, cut)
+        tensor = linear(tensor, partial(_open, cut=cut), partial(_placed, cut=cut))
     return tensor
 
 
@@ -113,45 +93,39 @@ def _outer_along(tensor: torch.Tensor, cut: CutDim) -> list[Axis]:
     return axes
 
 
-class _Placed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, cut: CutDim) -> torch.Tensor:
-        ctx.cut, ctx.beside = cut, _outer_along(local, cut)
-        return _inserted(local.detach(), cut.axis, lambda here: Part(here, cut.dim, cut.owners, cut.axis))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor):
-        return _Taken.apply(gradient, ctx.cut, ctx.beside), None
+def _placed(local: torch.Tensor, cut: CutDim) -> torch.Tensor:
+    """Returns, differentiably, the tensor cut in one more way of which `local` is a share."""
+    make, beside = partial(Part, dim=cut.dim, owners=cut.owners, axis=cut.axis), _outer_along(local, cut)
+    return linear(local, partial(_inserted, axis=cut.axis, make=make), partial(_taken, cut=cut, beside=beside))
 
 
-class _Taken(torch.autograd.Function):
-    """This rank's share of a gradient, however it is dealt. `beside`: axes further out that cut the same dim of it."""
+def _taken(gradient: torch.Tensor, cut: CutDim, beside: Sequence[Axis] = ()) -> torch.Tensor:
+    """Returns, differentiably, this rank's share of a gradient, however it is dealt.
 
-    @staticmethod
-    def forward(ctx: Any, gradient: torch.Tensor, cut: CutDim, beside: Sequence[Axis]) -> torch.Tensor:
-        ctx.cut, gradient = cut, gradient.detach()
-        for axis in _outer_along(gradient, cut):
-            # that axis cuts the gradient alone: gathered, since `cut` counts the indices of the whole dim
-            if axis not in beside:
-                gradient = whole_over_axis(gradient, axis)
-        return share_of(gradient, cut.dim, cut.owners, cut.axis)
+    beside  axes further out that cut the same dim of it
+    """
+    return linear(gradient, partial(_share, cut=cut, beside=beside), partial(_placed, cut=cut))
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor):
-        return _Placed.apply(gradient, ctx.cut), None, None
+
+def _share(gradient: torch.Tensor, cut: CutDim, beside: Sequence[Axis]) -> torch.Tensor:
+    for axis in _outer_along(gradient, cut):
+        # that axis cuts the gradient alone: gathered, since `cut` counts the indices of the whole dim
+        if axis not in beside:
+            gradient = whole_over_axis(gradient, axis)
+    return share_of(gradient, cut.dim, cut.owners, cut.axis)
 
 
 def placed(local: torch.Tensor, cut_dims: list[CutDim]) -> torch.Tensor:
     """Returns the tensor, cut in these ways (the outermost first), of which `local` is a share. Differentiable."""
     for cut in reversed(cut_dims):
-        local = _Placed.apply(local, cut)
+        local = _placed(local, cut)
     return local
 
 
 def taken(tensor: torch.Tensor | None, cut_dims: list[CutDim]) -> torch.Tensor | None:
     """Returns this rank's share of a weight that has an element for each index of the cut dims. Differentiable."""
     for cut in cut_dims if tensor is not None else []:
-        tensor = _Taken.apply(tensor, cut, ())
+        tensor = _taken(tensor, cut)
     return tensor
 
 
@@ -163,24 +137,20 @@ class _Used(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor):
-        return _Summed.apply(gradient, ctx.axes), None
+        return linear(gradient, partial(_summed, axes=ctx.axes), partial(_of_a_sum, axes=ctx.axes)), None
 
 
-class _Summed(torch.autograd.Function):
-    """Each rank's gradient of a whole weight as a summand over the axes; its adjoint is `_Used`."""
+def _summed(gradient: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
+    """Returns each rank's gradient of a whole weight as a summand over the axes."""
+    for axis in reversed(axes):
+        gradient = _inserted(gradient, axis, partial(Sum, axis=axis, spread=False))
+    return gradient
 
-    @staticmethod
-    def forward(ctx: Any, gradient: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
-        ctx.axes, gradient = axes, gradient.detach()
-        for axis in reversed(axes):
-            gradient = _inserted(gradient, axis, partial(Sum, axis=axis, spread=False))
-        return gradient
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor):
-        for axis in ctx.axes:
-            gradient = whole_over_axis(gradient, axis)
-        return _Used.apply(gradient, ctx.axes), None
+def _of_a_sum(gradient: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
+    for axis in axes:
+        gradient = whole_over_axis(gradient, axis)
+    return _Used.apply(gradient, axes)
 
 
 def used(tensor: torch.Tensor | None, cut_dims: list[CutDim]) -> torch.Tensor | None:
