@@ -92,10 +92,14 @@ class WithExperts:
         self.rest.take_weights()
         self.experts.take_weights()
 
-    def publish(self) -> None:
+    def wide_masters(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns (weight, wider master) of both techniques."""
+        return self.rest.wide_masters() + self.experts.wide_masters()
+
+    def publish(self, *, rounded: bool = False) -> None:
         """Bring the module's weights up to the masters."""
-        self.rest.publish()
-        self.experts.publish()
+        self.rest.publish(rounded=rounded)
+        self.experts.publish(rounded=rounded)
 
     def flat_gradients(self) -> list[torch.Tensor] | None:
         """Returns None: of experts' gradients and the others' not every rank counts all."""
