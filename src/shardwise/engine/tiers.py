@@ -44,7 +44,7 @@ def make_tier(state: RankState) -> StateTiers | None:
         )
     places: list[tuple[Place, list[Subgroup]]] = []
     for placement, part in zip(placed, rules.dealt(units, placed), strict=True):
-        groups = rules.grouped(part, rules.SUBGROUP_BYTES)
+        groups = rules.grouped(part)
         if groups:
             places.append((_place(placement, groups, state), groups))
     params = [param for group in state.optimizer.param_groups for param in group["params"]]

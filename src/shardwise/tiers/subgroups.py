@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,8 @@ from shardwise.layout.offload import Placement
 
 PAGE = 4096  # bytes: O_DIRECT's unit for addresses, offsets and lengths on any disk of today
 LINE = 64  # tensors begin at lines of a cache, as torch's own do
-SUBGROUP_BYTES = 64 << 20  # at least, where there are so many: large enough that a disk is at its full rate
+SUBGROUP_BYTES = 64 << 20  # large enough that a disk is at its full rate
+SUBGROUPS = 8  # at least, where there are so many parameters: a small model goes the same way as a large one
 
 Path = tuple[Any, ...]  # of a tensor within the state of one parameter: keys of dicts, places in lists
 
@@ -146,8 +147,9 @@ class Subgroup:
         return [param for unit in self.units for param in unit.params]
 
 
-def grouped(units: Iterable[Unit], target: int) -> list[Subgroup]:
-    """Returns the units in sub-groups, in order, each closed once it has `target` bytes."""
+def grouped(units: Sequence[Unit]) -> list[Subgroup]:
+    """Returns the units in sub-groups, in order, each closed once it has its bytes."""
+    target = min(SUBGROUP_BYTES, sum(unit.size for unit in units) // SUBGROUPS)
     groups: list[list[Unit]] = [[]]
     size = 0
     for unit in units:
