@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from mutations.tasks import adafactor
 
 from shardwise import Task, parallelize
 from shardwise.digest import digest
@@ -77,3 +78,17 @@ def test_same_bits(layout: str, setting: str, tier: str, pool: RankPool) -> None
 @pytest.mark.parametrize(("layout", "setting", "tier"), [case for case in CASES if case not in QUICK])
 def test_same_bits_in_full(layout: str, setting: str, tier: str, pool: RankPool) -> None:
     assert_same("decoder", layout, setting, tier, pool, LAYOUTS[layout])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["dp_shard=2,zero=1", "dp_shard=2,zero=3,precision=bf16", "dp_shard=2,zero=2"])
+def test_whole_tensors_on_their_owners(layout: str, pool: RankPool) -> None:
+    assert_same(adafactor, layout, "", "optimizer:disk", pool, 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["moe", "mlp_frozen_unused"])
+@pytest.mark.parametrize("layout", ["dp_shard=2,zero=1,ep=2", "dp_shard=2,zero=3,precision=bf16,ep=2"])
+def test_experts_and_unused_parameters(name: str, layout: str, pool: RankPool) -> None:
+    layout = layout if name == "moe" else layout.replace(",ep=2", "")
+    assert_same(name, layout, "", "optimizer:disk", pool, 2)
