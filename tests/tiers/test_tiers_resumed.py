@@ -31,7 +31,10 @@ def assert_goes_on(before: str, after: str, same_bits: bool, folder: Path) -> No
         assert losses_of(again)[-2:] == pytest.approx(losses_of(whole)[-2:], rel=1e-5)
 
 
-@pytest.mark.parametrize(("before", "after"), [("single", DISK), (f"precision=bf16,{DISK}", "precision=bf16")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [pytest.param("single", DISK, marks=pytest.mark.long), (f"precision=bf16,{DISK}", "precision=bf16")],
+)
 def test_goes_on_with_and_without_the_tier(
     before: str, after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip

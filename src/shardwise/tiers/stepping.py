@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from shardwise.device import on_host
 from shardwise.errors import RunError
+from shardwise.ranks.allocation import give_back_freed
 from shardwise.tiers.places import Place
 from shardwise.tiers.subgroups import Entry, Spec, Subgroup, spec_of, tensor_at, tensors_of
 
@@ -100,6 +101,9 @@ class StateTiers:
         for _, group in self.groups:
             for entry in group.entries:
                 self._rest(group, entry)
+        for place in self.places:
+            place.begin()  # what was written through the map is not kept resident
+        give_back_freed()
 
     def _rest(self, group: Subgroup, entry: Entry) -> None:
         tensor = self._tensor(entry)
@@ -142,7 +146,7 @@ class StateTiers:
 
     @torch.no_grad()
     def _leave(self, group: Subgroup) -> None:
-        pairs = self.masters()
+        pairs, came = self.masters(), False
         for entry in group.entries:
             tensor = self._tensor(entry)
             if tensor is None:
@@ -154,7 +158,10 @@ class StateTiers:
             here = entry.spec.within(group.buffer, entry.offset)
             if not _lies_in(tensor, here):
                 here.copy_(tensor.detach())
+                came = came or on_host(tensor.device)
             self._point(entry, entry.spec.alone(group.after, entry.offset))
+        if came:  # else the first step would fill the host: malloc seldom fits a freed block to the next one's size
+            give_back_freed()
 
     def _go_back(self, begun: list[Subgroup]) -> None:
         """Let what rested when the step began lie there again, and forget state that came in it."""
