@@ -147,7 +147,7 @@ def configuration() -> str:
         "## [plan]\n\n"
         'A table, or one text at the top of the file: `plan = "dp_shard=2,zero=3"`. '
         "The world size is dp_replicate · dp_shard · tp · pp · cp · cp_ulysses · the tiles of domain. "
-        "[What cannot combine](compatibility.md) lists what is refused, `offload` among it, which is not built.\n\n"
+        "[What cannot combine](compatibility.md) lists what is refused.\n\n"
         f"| key | default | meaning |\n|---|---|---|\n{plan}\n\n"
         "## Which optimizer reads what\n\n"
         "`lr` is read by all.\n\n"

@@ -28,7 +28,7 @@ FLOORS = {
     "parallel.sequence": 3,
     "parallel.domain": 3,
     "parallel.pipeline": 3,
-    "memory": 3,
+    "memory": 3, "tiers": 3,
     "step": 4, "rollouts": 4,
     "look": 5, "engine": 5,
     "simulator": 6, "rehearsal": 6, "planner": 6, "measure": 6,

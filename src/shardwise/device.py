@@ -81,6 +81,11 @@ def describe() -> str:
     return f"torch {torch.__version__}, {cores} CPU cores, {devices}"
 
 
+def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns a tensor of the host's in memory that the device copies from at its link's full rate."""
+    return tensor if on_host(device) else tensor.pin_memory()
+
+
 def on_host(device: torch.device) -> bool:
     """Whether ops on this device run on the host's own cores (a CPU)."""
     return device.type == "cpu"

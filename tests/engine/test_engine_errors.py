@@ -76,8 +76,8 @@ def test_a_refused_plan_is_refused_before_anything_is_built() -> None:
     def never() -> nn.Module:
         raise AssertionError
 
-    with pytest.raises(RefusedPlan, match="offload to host memory is not built yet"):
-        parallelize(tasks.mlp().with_(model=never), "offload=optimizer")
+    with pytest.raises(RefusedPlan, match="the optimizer's state is moved to the host or a disk, and nothing else yet"):
+        parallelize(tasks.mlp().with_(model=never), "offload=parameters")
 
 
 def plain() -> Task:

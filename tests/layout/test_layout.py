@@ -25,6 +25,7 @@ from shardwise.layout.precisions import PRECISIONS
 from shardwise.layout.rules import as_markdown
 
 degree = st.integers(1, 4)
+OFFLOADS = ["none", "optimizer", "parameters", "optimizer:disk", "optimizer:host:0.5|optimizer:disk:0.25"]
 PATTERNS = st.lists(st.sampled_from(["Block", "layers.*", "encoder.layers.0", "ResNet_2"]), max_size=3, unique=True)
 ANY_PLAN = st.builds(
     Plan,
@@ -33,7 +34,7 @@ ANY_PLAN = st.builds(
     stages=PATTERNS.map(tuple),
     cp_ulysses=degree, ep=degree, domain=st.lists(degree, min_size=1, max_size=3).map(tuple),
     precision=st.sampled_from(list(PRECISIONS)), reduce_dtype=st.sampled_from(CHOICES["reduce_dtype"]),
-    remat=st.sampled_from(REMATS), offload=st.sampled_from(CHOICES["offload"]), compile=st.booleans(),
+    remat=st.sampled_from(REMATS), offload=st.sampled_from(OFFLOADS), compile=st.booleans(),
     wrap=PATTERNS.map(tuple), deterministic=st.sampled_from([0, 1, 12, 24]),
 ) | st.builds(Plan, pp=degree, schedule=st.sampled_from(["none", *SCHEDULES]), stages_per_rank=degree)  # fmt: skip
 SMALL_GRID = st.builds(
@@ -49,6 +50,13 @@ SMALL_GRID = st.builds(
 def test_text_and_back(plan: Plan) -> None:
     assert Plan.parse(str(plan)) == plan
     assert Plan.parse(plan) is plan
+
+
+def test_an_offload_has_one_text() -> None:
+    same = {"optimizer:host": "optimizer", "optimizer:host:1": "optimizer", "optimizer:disk:1.0": "optimizer:disk"}
+    for text, canonical in same.items():
+        assert str(Plan.parse(f"offload={text}")) == f"offload={canonical}"
+    assert Plan(offload="optimizer:host:0.60") == Plan(offload="optimizer:host:0.6")
 
 
 @given(ANY_PLAN)
@@ -146,7 +154,17 @@ BAD_TEXT = [
     ("reduce_dtype=int8", "reduce_dtype=int8 is not one of auto, fp32, bf16, fp16, fp64"),
     ("remat=selectiv", "remat=selectiv is not one of none, selective, full; did you mean 'selective'?"),
     ("schedule=2f2b", "schedule=2f2b is not one of none, gpipe"),
-    ("offload=disk", "offload=disk is not one of none, optimizer, parameters, activations"),
+    (
+        "offload=disk",
+        "disk is not one of none, optimizer, parameters, gradients, activations; write offload=optimizer:",
+    ),
+    ("offload=optimiser:disk", "did you mean 'optimizer'?"),
+    ("offload=optimizer:nvme", "the tier nvme is not one of host, disk; host is the processor's memory"),
+    ("offload=optimizer:disk:0", "a fraction lies above 0 and is at most 1, got '0'"),
+    ("offload=optimizer:disk:half", "a fraction lies above 0 and is at most 1, got 'half'"),
+    ("offload=optimizer:disk:0.6|optimizer:host:0.6", "moves 1.2 of optimizer: fractions add up to at most 1"),
+    ("offload=optimizer:disk:0.2|optimizer:disk:0.3", "names a class twice for one tier"),
+    ("offload=optimizer:disk:0.2:4", "a part is class:tier:fraction, such as optimizer:disk:0.6"),
     ("nowhere.toml", "no file nowhere.toml"),
 ]
 
@@ -352,7 +370,11 @@ TRIGGERS: dict[str, list[str]] = {
         f"{field},deterministic=true" for field in ("compile=true", "precision=fp16", "precision=bf16-full")
     ],
     "deterministic that accumulate x data ranks does not divide": ["dp_replicate=5,deterministic=true"],
-    "offload": ["offload=optimizer"],
+    "offload of parameters, gradients or activations": [
+        "offload=parameters",
+        "offload=gradients:disk",
+        "offload=optimizer:disk|activations:host:0.5",
+    ],
     "zero >= 1 with dp_shard = 1": ["zero=1", "zero=3,dp_replicate=2"],
     "wrap with zero < 3": ["wrap=Block", "dp_shard=2,zero=2,wrap=Block"],
     "reduce_dtype narrower than fp64 with precision = fp64": ["precision=fp64,reduce_dtype=fp32"],
@@ -449,7 +471,7 @@ def test_tiles_have_an_axis_for_each_dim_of_space() -> None:
         ("FULL_SHARD", "that is dp_shard=N,zero=3 here"),
         ("gradient-checkpointing=true", "that is remat=full or remat=selective here"),
         ("tp:2", "write tp=2"),
-        ("offload=cpu", "offload=optimizer, which is forecast"),
+        ("offload=cpu", "offload=optimizer, or offload=optimizer:disk"),
         ("world_size=4", "the product of the plan's degrees"),
         ("sharding_strategy=HYBRID_SHARD", "that is dp_replicate=M,dp_shard=N,zero=3 here"),
         ("zero_stage=2", "that is dp_shard=N,zero=2 here"),

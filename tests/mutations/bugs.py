@@ -155,7 +155,8 @@ STEP = [
     bug("a global loss counts on every rank", "step.forward:Forward._gathered",
         "if self.data.index == 0:", "if True:", "module_tasks:pairs", "dp_replicate=2"),
     bug("updates never reach the module", "step.train_step:update",
-        "state.technique.publish()", "pass", M + "mlp", "dp_shard=2,zero=1", steps=1),
+        "state.technique.publish(rounded=state.tier is not None and state.tier.rounds)", "pass", M + "mlp",
+        "dp_shard=2,zero=1", steps=1),
     bug("masks repeat in every step", "step.seeded_draws:seed_masks",
         "state.global_random.begin(state.seed, state.steps_done,", "state.global_random.begin(state.seed, 0,",
         M + "decoder_dropout", "dp_replicate=2"),
@@ -700,7 +701,29 @@ COMPLEX = [
         "complex_tasks:fno2d", "tp=2"),
 ]  # fmt: skip
 
+TIERS = [
+    bug("the halves of a file do not change places", "tiers.disk:StateFile.commit",
+        "self._offsets[group.number].reverse()", "pass", M + "decoder", "dp_shard=2,zero=1,offload=optimizer:disk"),
+    bug("a sub-group's state is that of the one before in its buffer", "tiers.stepping:StateTiers._fetch",
+        "place.fetch(group)", "pass", M + "decoder", "dp_shard=2,zero=3,offload=optimizer:disk"),
+    bug("state is written to the place of the first sub-group", "tiers.disk:StateFile.store",
+        "self._offsets[group.number][1]", "self._offsets[0][1]", M + "decoder",
+        "dp_replicate=2,offload=optimizer:disk"),
+    bug("the last page of a sub-group is not moved", "tiers.disk:StateFile._start",
+        "range(0, group.size, REQUEST_BYTES)", "range(0, group.size - PAGE, REQUEST_BYTES)", M + "mlp",
+        "dp_shard=2,zero=2,offload=optimizer:disk"),
+    bug("what lies in no tier does not step", "tiers.stepping:StateTiers.step",
+        "if held or not reached:", "if not reached:", M + "decoder", "tp=2,offload=optimizer:disk:0.5"),
+    bug("each sub-group steps all parameters", "tiers.stepping:StateTiers.step",
+        "choose(group.params)", "pass", M + "decoder", "pp=2,offload=optimizer:disk"),
+    bug("state that came in a step is not put into the buffer", "tiers.stepping:StateTiers._leave",
+        "here.copy_(tensor.detach())", "pass", M + "decoder", "dp_shard=2,zero=1,offload=optimizer:disk"),
+    bug("rank 1 writes nothing", "tiers.stepping:StateTiers.step",
+        "place.store(group)", "pass", M + "decoder", "dp_shard=2,zero=3,offload=optimizer:disk", (1,)),
+]  # fmt: skip
+
 BUGS = [
     *COMM, *PARALLEL, *BATCH_NORM, *STEP, *PIPELINE, *TENSOR, *EXPERT, *MORE, *SEQUENCE, *DOMAIN, *DETERMINISTIC, *RUNS,
     *SCRIPTS, *CHUNKS, *COMPLEX, *MANY,
+    *TIERS,
 ]  # fmt: skip

@@ -210,6 +210,8 @@ def _read_optimizer(engine: Engine, stored: Stored, tree: Mapping[str, Mapping[s
             state = {k: decoded(node, read, master.device, near) for k, node in tree.get(name, {}).items()}
             if state:
                 engine.optimizer.state[param] = state
+                if engine.state.tier is not None:  # at once: all of it may be more than there is memory
+                    engine.state.tier.settle(param)
             else:
                 engine.optimizer.state.pop(param, None)
 

@@ -47,6 +47,8 @@ class NoJson(Exception):
 
 def state_of(engine: Engine) -> tuple[dict[str, dict[str, Node]], list[Holding]]:
     """Returns (weight -> state key -> node, the tensors) of this rank's optimizer."""
+    if engine.state.tier is not None:
+        engine.state.tier.check()
     tree: dict[str, dict[str, Node]] = {}
     holdings: list[Holding] = []
     pieces = optimized(engine)

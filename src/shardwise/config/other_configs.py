@@ -117,7 +117,14 @@ def _mixed(made: Translation, value: Any) -> str:
 def _offload(made: Translation, value: Any) -> str:
     if str(value) in ("none", "None", "False"):
         return "nothing is offloaded"
-    return f"{value}: offload=optimizer is forecast and does not run yet: left out"
+    made.plan["offload"] = "optimizer:disk" if str(value) == "nvme" else "optimizer"
+    return f"offload={made.plan['offload']}"
+
+
+def _offload_weights(made: Translation, value: Any) -> str:
+    if str(value) in ("none", "None", "False"):
+        return "nothing is offloaded"
+    return f"{value}: weights are not offloaded here, the optimizer's state is (offload=optimizer): left out"
 
 
 def _micro(made: Translation, value: Any) -> str:
@@ -221,7 +228,8 @@ ROWS: dict[str, Row] = {
     "train_micro_batch_size_per_gpu": _micro, "train_batch_size": _setting("train.batch_samples", int),
     "steps_per_print": _setting("train.log_every", int), f"{ZERO}stage": _stage, "zero_stage": _stage,
     f"{ZERO}mics_shard_size": _hybrid, f"{ZERO}offload_optimizer.device": _offload,
-    f"{ZERO}offload_param.device": _offload, "offload_optimizer_device": _offload, "offload_param_device": _offload,
+    f"{ZERO}offload_param.device": _offload_weights, "offload_optimizer_device": _offload,
+    "offload_param_device": _offload_weights,
     f"{ZERO}cpu_offload": _offload, "optimizer.type": _optimizer, "optimizer.params.lr": _setting("optimizer.lr"),
     "optimizer.params.eps": _setting("optimizer.eps"), "optimizer.params.momentum": _setting("optimizer.momentum"),
     "optimizer.params.weight_decay": _setting("optimizer.weight_decay"),
@@ -232,7 +240,7 @@ ROWS: dict[str, Row] = {
     f"{FSDP}sharding_strategy": _strategy, f"{FSDP}reshard_after_forward": _reshard,
     f"{FSDP}transformer_layer_cls_to_wrap": _wrap,
     f"{FSDP}activation_checkpointing": _true("remat", "full", "remat=none, the default"),
-    f"{FSDP}offload_params": _offload, "dynamo_config.dynamo_backend": _compile, "dynamo_backend": _compile,
+    f"{FSDP}offload_params": _offload_weights, "dynamo_config.dynamo_backend": _compile, "dynamo_backend": _compile,
     "megatron_lm_config.megatron_lm_tp_degree": _field("tp"), "megatron_lm_config.megatron_lm_pp_degree": _field("pp"),
     "megatron_lm_config.megatron_lm_sequence_parallelism": _true("sp", True, "sp=false, the default"),
     "megatron_lm_config.megatron_lm_num_micro_batches": _field("microbatches"),

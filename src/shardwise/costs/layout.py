@@ -51,7 +51,7 @@ class Layout:
     domain_depth: int = 1
     tp_overlap: bool = False
     reduce_dtype: str = "auto"
-    offload: str = "none"  # what lies in the host's memory: "optimizer", its state and the float32 weights
+    offload: str = "none"  # what lies outside of the device between steps, as a plan says
     # layers of each stage where they are not even, first stage first
     stage_layers: tuple[int, ...] = ()
     # of a plan for a module: what tp leaves whole, and where the stages begin

@@ -19,6 +19,7 @@ from shardwise.costs.layout import Layout
 from shardwise.costs.rings import ACT_BYTES, merged_block
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import STATES, Software
+from shardwise.layout.offload import in_tier
 
 RESERVED_SHARE = 1.03  # what the caching allocator holds over what is allocated (assumed; 2 to 6% in SimuMax's runs)
 CONTEXT_BYTES = 0.7e9  # the driver's context and NCCL's buffers, outside the allocator (assumed)
@@ -80,7 +81,7 @@ def states(parameters: dict[str, float], layout: Layout, software: Software, pre
     """Bytes of weights, gradients, master copy and optimizer on one rank, and of the gradients' copies, which live
     while the optimizer runs.
 
-    Experts are sharded over the data ranks that hold the same ones. What is offloaded is not on the rank.
+    Experts are sharded over the data ranks that hold the same ones. State that is offloaded is not on the rank.
     """
     policy, stage = STATES[precision or software.states], layout.sharded
     out = dict.fromkeys(("weights", "gradients", "master", "optimizer", COPIES), 0.0)
@@ -97,10 +98,10 @@ def states(parameters: dict[str, float], layout: Layout, software: Software, pre
         if whole_in_pipeline(software, layout):  # shards of gradients come as whole ones go
             out["weights"] += count * 2.0 if stage.weights else 0.0
             out["gradients"] += count * (software.grad_reduce_bytes - policy.gradient * share)
-        if stage.weights and policy.master > policy.weight and layout.offload == "none":
+        if stage.weights and policy.master > policy.weight:
             out["weights"] -= count * policy.weight * share  # FSDP keeps the masters alone at rest
-    if layout.offload == "optimizer":
-        out["master"] = out["optimizer"] = out[COPIES] = 0.0
+    # masters stay on an accelerator, where gradients lie beside them
+    out["optimizer"] *= 1.0 - sum(in_tier(layout.offload, "optimizer", tier) for tier in ("host", "disk"))
     return out
 
 

@@ -1,13 +1,15 @@
-"""Time of keeping the optimizer's state in the host's memory and updating there. A forecast only: no plan runs it.
+"""Time and bytes of an optimizer's state that lies outside of the device between steps, as `tiers/` moves it.
 
-Once in a step, nothing of it hidden, for the parameters that a rank updates:
+Once in a step, for the parameters that a rank updates, whatever its batch:
 
-    device ── gradients ──> host        over the device's own link (PCIe, C2C)
-    host      reads gradients, reads and writes masters and state: the memory of a node, shared by its devices
-    device <── weights ──── host
+    host ── state ──> device    update    device ── state ──> host     over the device's link, waited for
+    disk ── state ──> host      ...                host ── state ──> disk      beside the update, one sub-group ahead
 
-Ren et al. 2021 (ZeRO-Offload) move the same; what they hide behind backward is not taken off here. *A forecast: no plan
-of this version offloads.*
+So the update takes as long as the longer of (update + link) and disk. Masters move with the state where the device is
+a processor and they are no shards of zero=3; on an accelerator they stay, since gradients lie beside them. The ranks of
+a host share its disk.
+
+What this does not do: know whether a host has the memory, or a disk the room: a run finds that at start.
 """
 
 from __future__ import annotations
@@ -18,43 +20,100 @@ from shardwise.cluster import Cluster
 from shardwise.costs.layout import Layout
 from shardwise.costs.software import States
 from shardwise.errors import RefusedPlan
+from shardwise.layout.offload import in_tier
 
-HOST_MEMORY_GBPS = 300.0  # of a node, for a processor's Adam (assumed: eight channels of DDR5 at 38 GB/s)
 HOST_DEVICES = 8  # of one host at most, also where a domain of links joins more (assumed)
 LINK_SHARE = 0.8  # of the device's link to its host that large pinned copies reach (assumed)
+SUBGROUP_BYTES = 64 << 20  # what moves at once, unless one parameter has more (tiers/subgroups)
+BUFFERS = 3  # of a disk, in the host's memory (tiers/disk)
 
 
 @dataclass(frozen=True)
 class Offloaded:
-    """Seconds of a step that the update takes on the host, and the bytes that a node holds for its devices."""
+    """What a step's moves of state take, and where it lies: seconds, and bytes of one rank by tier."""
 
     link_s: float
-    host_s: float
-    node_bytes: float
+    disk_s: float
+    host_bytes: float
+    disk_bytes: float
 
-    @property
-    def seconds(self) -> float:
-        return self.link_s + self.host_s
+    def beside(self, update_s: float) -> float:
+        """Returns the seconds of an update that takes `update_s` without them."""
+        return max(update_s + self.link_s, self.disk_s)
+
+
+def moved(states: States, layout: Layout, *, on_host: bool) -> dict[str, float]:
+    """Returns by tier the bytes that lie there for each parameter which a rank updates.
+
+    on_host  the device is the host's processor
+    """
+    masters = states.master if on_host and not layout.sharded.weights else 0.0
+    return {
+        tier: in_tier(layout.offload, "optimizer", tier) * (states.optimizer + masters) for tier in ("host", "disk")
+    }
+
+
+def staged(layout: Layout, size: float, largest: float) -> float:
+    """Returns bytes of the buffers through which a disk's state goes, in the host's memory.
+
+    size     bytes that lie on the disk; `largest`: those of the largest parameter
+    """
+    if not in_tier(layout.offload, "optimizer", "disk"):
+        return 0.0
+    return min(size, max(SUBGROUP_BYTES, largest) + (BUFFERS - 1) * SUBGROUP_BYTES)
 
 
 def offloaded(count: float, states: States, layout: Layout, cluster: Cluster) -> Offloaded:
-    """Returns the cost of updating `count` parameters of each rank on the host."""
-    link = cluster.device.host_gbps
-    if link is None:
-        raise RefusedPlan(f"offload: {cluster.device.name} has no figure for its link to the host (host_gbps)")
-    ranks = min(cluster.sizes[0], layout.world_size, HOST_DEVICES)  # of a host, whose memory they share
-    own = states.master or states.weight
-    host = count * ranks * (states.gradient + 2 * own + 2 * states.optimizer)
-    return Offloaded(
-        count * (states.gradient + states.weight) / (link.value * LINK_SHARE * 1e9),
-        host / (HOST_MEMORY_GBPS * 1e9),
-        count * ranks * (states.master + states.optimizer),
-    )
+    """Returns the cost of `count` parameters that each rank updates."""
+    device, on_host = cluster.device, cluster.device.kind == "cpu"
+    by_tier = moved(states, layout, on_host=on_host)
+    if by_tier["host"] and on_host:
+        raise RefusedPlan(
+            f"offload={layout.offload}: {device.name} is a processor, whose memory is the host's: nothing is gained"
+        )
+    link_s = disk_s = 0.0
+    if not on_host:
+        if device.host_gbps is None:
+            raise RefusedPlan(f"offload: {device.name} has no figure for its link to the host (host_gbps)")
+        link_s = 2 * count * sum(by_tier.values()) / (device.host_gbps.value * LINK_SHARE * 1e9)
+    if by_tier["disk"]:
+        if device.disk_gbps is None:
+            raise RefusedPlan(
+                f"offload to disk: {device.name} has no figure for the disk of its host: give disk_gbps in the "
+                "cluster's file, or measure it by shardwise probe"
+            )
+        ranks = min(cluster.sizes[0], layout.world_size, HOST_DEVICES)
+        disk_s = 2 * count * by_tier["disk"] * ranks / (device.disk_gbps.value * 1e9)
+    return Offloaded(link_s, disk_s, count * by_tier["host"], count * by_tier["disk"])
+
+
+def told(cost: Offloaded, cluster: Cluster) -> str:
+    """Returns a remark on what moves in a step and what the forecast assumes of it."""
+    parts = []
+    if cost.link_s:
+        parts.append(
+            f"{cost.link_s:.3g} s of state over the link to the host and back ({LINK_SHARE:g} of its rate, assumed), "
+            "waited for"
+        )
+    if cost.disk_s and cluster.device.disk_gbps is not None:
+        rate = cluster.device.disk_gbps
+        parts.append(
+            f"{cost.disk_s:.3g} s of reads and writes at {rate.value:.3g} GB/s of a host's disk ({rate.source}), "
+            "beside the update"
+        )
+    places = {"the host's memory": cost.host_bytes, "a disk (twice that in the file)": cost.disk_bytes}
+    lies = [f"{size / 1e9:,.3g} GB of each rank in {where}" for where, size in places.items() if size]
+    return "; ".join([*parts, *lies])
 
 
 def refuse(layout: Layout) -> None:
     """Raises `RefusedPlan` for layouts whose offload is not forecast."""
-    if layout.offload not in ("none", "optimizer"):
+    others = layout.offload != "none" and any(
+        in_tier(layout.offload, state, tier)
+        for state in ("parameters", "gradients", "activations")
+        for tier in ("host", "disk")
+    )
+    if others:
         raise RefusedPlan(
             f"offload={layout.offload} is not forecast: what weights or activations that come and go with every layer "
             "cost hangs on how much of it is hidden, which is not modelled; offload=optimizer is"

@@ -20,6 +20,7 @@ from shardwise.engine import weights_out, whole
 from shardwise.engine.assemble import assemble
 from shardwise.engine.optimizer_state import full_optimizer_state
 from shardwise.engine.predict import predict
+from shardwise.engine.tiers import make_tier
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan, check
 from shardwise.look.deterministic import fix_threads, refuse_shared
@@ -112,6 +113,7 @@ def parallelize(
             "random numbers that are drawn in the outermost forward are used by several pipeline stages, which would "
             "each draw their own: use randomness='global', where masks depend on their place alone"
         )
+    state.tier = make_tier(state)
     return Engine(state)
 
 
@@ -215,6 +217,8 @@ class Engine:
         if dist.is_initialized():
             barrier(self.mesh.world)
             self.mesh.close()
+        if self.state.tier is not None:
+            self.state.tier.close()
 
     # --- what it is
 

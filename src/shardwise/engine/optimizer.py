@@ -28,6 +28,7 @@ from shardwise.layout.zero_stages import ZeroStage
 from shardwise.parallel.slots import DataParallel, PieceSlots
 from shardwise.step.owners import OwnedMasters
 from shardwise.step.task_optimizer import OptimizerFn, construct, needs_closure
+from shardwise.tiers import only
 from shardwise.trace.double import KeepDouble
 from shardwise.trace.leaves import tensors_in
 
@@ -210,6 +211,33 @@ def _one_at_a_time(make: OptimizerFn, values, gradients) -> list[torch.Tensor]:
         _run(construct(make, params), params, alone)
         done.append(params[index].detach())
     return done
+
+
+def same_by_subgroups(make: OptimizerFn, shapes: Sequence[torch.Size], numbers: Sequence[bool]) -> bool:
+    """Whether the optimizer gives the same bits where each tensor has a step of its own (`tiers.only`)."""
+    generator = torch.Generator().manual_seed(0)
+    small = _small(shapes, numbers)
+    values = [torch.randn(shape, dtype=dtype, generator=generator) for shape, dtype in small]
+    gradients = [[torch.randn(shape, dtype=dtype, generator=generator) for shape, dtype in small] for _ in range(4)]
+    whole = _whole(make, values, gradients)
+    parts = _trial(lambda: _by_subgroups(make, values, gradients))
+    return parts is not None and all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+
+
+def _by_subgroups(make: OptimizerFn, values, gradients) -> list[torch.Tensor]:
+    params = [nn.Parameter(value.clone()) for value in values]
+    optimizer = construct(make, params)
+    step = optimizer.step
+
+    def by_subgroups() -> None:
+        with only(optimizer) as choose:
+            for param in params:
+                choose([param])
+                step()
+
+    optimizer.step = by_subgroups
+    _run(optimizer, params, gradients)
+    return [param.detach() for param in params]
 
 
 def shares_of(tp: int, ep: int) -> str:

@@ -50,6 +50,8 @@ def full_optimizer_state(state: RankState) -> Iterator[tuple[str, dict[Any, Any]
     `RefusedPlan` where nothing tells how a tensor is made of what the ranks hold, `ShardwiseError` where a rank lost
     the state of its piece.
     """
+    if state.tier is not None:
+        state.tier.check()
     rows, tensors_of = _mine(state)
     table = gather_json({name: vars(row) for name, row in rows.items()}, state.mesh.world, state.device)
     by_rank = [{name: _Row(**row) for name, row in ranks_rows.items()} for ranks_rows in table]

@@ -104,16 +104,24 @@ def _sort_metadata(path: Path) -> None:
 
 
 def memory(state: RankState) -> dict[str, int | None]:
-    """Returns bytes that this rank holds now: parameters (masters too), gradients, optimizer state; peak on a GPU."""
+    """Returns bytes that this rank holds now: parameters (masters too), gradients, optimizer state; peak on a GPU.
+
+    What lies in a tier is no part of these, and beside them: "host", "disk".
+    """
+
+    def here(tensor: torch.Tensor) -> bool:
+        return state.tier is None or not state.tier.rests(tensor)
+
     masters = [slot.master for slot in state.technique.slots]
     masters += list(state.owners.masters.values()) if state.owners is not None else []
-    parameters = [*state.module.parameters(), *masters]
-    gradients = [p.grad for p in parameters] + state.technique.gradient_buffers()
+    parameters = [*state.module.parameters(), *filter(here, masters)]
+    gradients = [p.grad for p in (*state.module.parameters(), *masters)] + state.technique.gradient_buffers()
     states = state.optimizer.state.values()  # of weights, and what an optimizer keeps under names of its own
     tensors = [v for s in states for v in (s.values() if isinstance(s, dict) else (s,)) if isinstance(v, torch.Tensor)]
     return {
         "parameters": storage_bytes(parameters),
         "gradients": storage_bytes(gradients),
-        "optimizer": storage_bytes(tensors),
+        "optimizer": storage_bytes(filter(here, tensors)),
         "peak": peak_bytes(state.device),
+        **(state.tier.held_bytes() if state.tier is not None else {}),
     }

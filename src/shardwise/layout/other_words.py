@@ -27,7 +27,7 @@ OURS_OF = {
     ("mixed_precision", "amp", "autocast", "dtype"): "precision=bf16 or fp16",
     ("torch_compile",): "compile=true",
     ("cpu_offload", "zero_offload", "zero_infinity", "offload_optimizer"):
-        "offload=optimizer, which is forecast and does not run yet",
+        "offload=optimizer, or offload=optimizer:disk",
     ("world_size", "nnodes", "nproc_per_node", "num_gpus", "gpus"): _RANKS,
     ("batch_size", "micro_batch_size", "global_batch"):
         "no key: the batch is the task's, or train.batch_samples; accumulate=N divides it",

@@ -16,6 +16,7 @@ from typing import Any
 from shardwise.errors import InputError, did_you_mean
 from shardwise.layout import keys
 from shardwise.layout.keys import key, keys_with
+from shardwise.layout.offload import canonical
 from shardwise.layout.other_words import ours_of
 from shardwise.layout.precisions import PRECISIONS, TORCH
 from shardwise.layout.schedule_kinds import KINDS
@@ -73,7 +74,9 @@ class Plan:
     position_chunks: int = key(
         1, "chunks of positions in which wide tensors are computed, and again in backward", degree=True
     )
-    offload: str = key("none", choices=("none", "optimizer", "parameters", "activations"))
+    offload: str = key(
+        "none", "what lies outside of the device between steps: optimizer, optimizer:disk, optimizer:host:0.6"
+    )
     compile: bool = key(False, "torch.compile for each block", rounds=True)
     wrap: tuple[str, ...] = key(
         (), "units of zero = 3: class names or module paths, | between them; empty: repeated blocks are found",
@@ -114,9 +117,8 @@ class Plan:
             if value not in choices:
                 # torch's names, float16 and bfloat16, are far from ours to a search for spellings
                 hint = did_you_mean(str(value).replace("float", "fp").replace("bfp", "bf"), list(choices))
-                if name == "offload":
-                    hint = f"; {ours_of('cpu_offload')}"
                 raise InputError(f"plan: {name}={value} is not one of {', '.join(choices)}{hint}")
+        object.__setattr__(self, "offload", canonical(self.offload))
         for name in ("wrap", "tp_whole"):
             value = getattr(self, name)
             if isinstance(value, str):

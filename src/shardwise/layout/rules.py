@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from shardwise.errors import RefusedPlan
 from shardwise.layout.keys import NEEDS, Need, keys_with
+from shardwise.layout.offload import placements
 from shardwise.layout.plan import Plan
 from shardwise.layout.schedule_kinds import KINDS, listed
 from shardwise.layout.zero_stages import STAGES
@@ -24,10 +25,6 @@ class Rule:
     kind: str  # "not built" | "illegal"
     reason: str
     when: Callable[[Plan], bool]
-
-
-def _unbuilt(field: str, what: str, when: Callable[[Plan], bool]) -> Rule:
-    return Rule(field, "not built", f"{what} is not built yet", when)
 
 
 def _no_schedule(plan: Plan) -> bool:
@@ -114,7 +111,13 @@ RULES: tuple[Rule, ...] = (
         "every rank computes as many pieces in each micro-batch: give another number of pieces",
         lambda p: p.deterministic > 0 and p.deterministic % (p.accumulate * p.data_ranks) != 0,
     ),
-    _unbuilt("offload", "offload to host memory", lambda p: p.offload != "none"),
+    Rule(
+        "offload of parameters, gradients or activations",
+        "not built",
+        "the optimizer's state is moved to the host or a disk, and nothing else yet: use offload=optimizer, with "
+        "zero=3 for parameters and gradients, and remat=full for activations",
+        lambda p: any(one.state != "optimizer" for one in placements(p.offload)),
+    ),
     Rule(
         "compile with tp > 1, cp, cp_ulysses or domain, and remat = selective",
         "not built",

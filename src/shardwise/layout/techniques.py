@@ -81,6 +81,13 @@ TECHNIQUES = (
         "activations do not fit, before smaller micro-batches",
     ),
     Technique(
+        "offload of the optimizer", "offload", "dp_shard=8,zero=1,offload=optimizer:disk",
+        "nothing: the optimizer's state lies on a disk or the host between steps",
+        "between ranks nothing; state to the update and back, once a step",
+        "an optimizer that treats tensors one by one",
+        "the state does not fit, and there are no more ranks to shard it over",
+    ),
+    Technique(
         "chunks of positions", "chunks", "cp=8,position_chunks=8", "wide tensors of a rank's own positions, in time",
         "nothing (with tp, sums in pieces)", "products that widen, and operations that keep positions apart (tried)",
         "feed-forward networks and logits of long sequences do not fit",

@@ -218,18 +218,22 @@ class Flat:
                 slot.master.data = self._outside(index, part.master[start:stop])
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """All-gather the updated shards into everybody's weights."""
+    def publish(self, *, rounded: bool = False) -> None:
+        """All-gather the updated shards into everybody's weights; `rounded`: masters are in this rank's already."""
         # the update may have set a master's `.data`, which lies elsewhere then: back into the shard first
         for slot, (part, index, start, stop) in zip(self.slots, self._places, strict=True):
             bring_back(slot.master, self._outside(index, part.master[start:stop]))
         pending = []
         for part in self.shards:
-            if self.precision.mixed:
+            if self.precision.mixed and not rounded:
                 part.mine.copy_(part.master)
             pending.append(all_gather(part.weights, part.mine, self.axis, "parameters", wait=False))
         for work in pending:
             work.wait()
+
+    def wide_masters(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns (this rank's N-th, its wider master) of each bucket in mixed precision."""
+        return [(part.mine, part.master) for part in self.shards if part.master is not part.mine]
 
     def gradient_buffers(self) -> list[torch.Tensor | None]:
         """Returns buckets (zero=1, whose slices the shards are) and this rank's shards (zero=2)."""

@@ -408,8 +408,12 @@ class FullShard:
                 for gradient, shared in zip(alike, flat.split([g.numel() for g in alike]), strict=True):
                     gradient.copy_(shared.view(gradient.shape))
 
+    def wide_masters(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns []: the shards, which units gather from, are the masters."""
+        return []
+
     @torch.no_grad()
-    def publish(self) -> None:
+    def publish(self, *, rounded: bool = False) -> None:
         """Bring the module's weights up to the masters: shards lie on their memory, what is not cut is broadcast."""
         for index, (param, slot) in enumerate(zip(self.params, self.slots, strict=True)):
             bring_back(slot.master, self.piece(index, param.detach()))

@@ -138,13 +138,19 @@ class Replicate:
                 slot.master.data = as_complex(param.detach())
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """Round the masters into the module's weights, where they differ."""
-        if self.precision.mixed:
+    def publish(self, *, rounded: bool = False) -> None:
+        """Round the masters into the module's weights, where they differ and are not `rounded` already."""
+        if self.precision.mixed and not rounded:
             torch._foreach_copy_(self.params, [slot.master for slot in self.slots])
         for param, slot, pairs in zip(self.params, self.slots, self._pairs, strict=True):
             if pairs:
                 bring_back(slot.master, as_complex(param.detach()))
+
+    def wide_masters(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns (weight, wider master) of each parameter in mixed precision."""
+        if not self.precision.mixed:
+            return []
+        return [(param.detach(), slot.master) for param, slot in zip(self.params, self.slots, strict=True)]
 
     def gradient_buffers(self) -> list[torch.Tensor | None]:
         """Returns the buckets' buffers."""

@@ -72,8 +72,12 @@ class DataParallel(Protocol):
         """Returns the tensors in which this step's gradients lie end to end, zeros between; None where they do not."""
         ...
 
-    def publish(self) -> None:
-        """After the optimizer: bring the module's weights up to the masters."""
+    def wide_masters(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns (weight, wider master) of each tensor in which masters lie; [] where masters are the weights."""
+        ...
+
+    def publish(self, *, rounded: bool = False) -> None:
+        """After the optimizer: bring the module's weights up to the masters; `rounded`: this rank's are already."""
 
     def take_weights(self) -> None:
         """Copy into the masters what was written into the module's weights past the optimizer. Nothing is sent."""

@@ -245,7 +245,7 @@ def family(layout: Layout) -> str:
             parts.append(name)
     parts += [name for name, _ in layout.others]
     if layout.offload != "none":
-        parts.append(f"{layout.offload} on the host")
+        parts.append(f"offload {layout.offload}")
     return " + ".join(parts) or "one device"
 
 

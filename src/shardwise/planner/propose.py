@@ -31,9 +31,9 @@ EXACT = 3  # proposals in front that are forecast from traces of their own micro
 SIMULATED = 24  # of all that fit, the best by estimate; beside them the best of each family
 LATER = 3  # plans that this version cannot run yet, told beside those that it can
 OFFLOADED = (
-    "nothing fits in the devices' memory alone: these plans keep the optimizer's state in the hosts', which is a "
-    "forecast and does not run in this version; what runs is more devices, a smaller batch or sequence, or "
-    "adapters alone (--lora 16), since frozen weights have no such state"
+    "nothing fits in the devices' memory alone: these plans keep the optimizer's state outside of it between steps, "
+    "which each step waits for; more devices, a smaller batch or sequence, or adapters alone (--lora 16), since frozen "
+    "weights have no such state, would do without"
 )
 EVERY_S = 0.3  # between two lines of progress
 # The best so far are shown once: after FIRST_S of looking, and before what takes long, as a process is SOON_S old
@@ -77,10 +77,11 @@ def search(
     # no layout exists (rather than none that fits): the batch may divide over fewer devices
     if not looked.considered:
         return _on_part(subject, cluster, constraints, precision, say, show)
-    offloaded = not looked.fits and subject.offloads and constraints.offload and constraints.value("offload") is None
+    tier = _tier(cluster) if constraints.offload and constraints.value("offload") is None else None
+    offloaded = not looked.fits and tier is not None
     if offloaded:
         nearest = looked.tightest
-        asked = replace(constraints, fixed=(*constraints.fixed, ("offload", "optimizer")))
+        asked = replace(constraints, fixed=(*constraints.fixed, ("offload", tier)))
         looked = _look(subject, cluster.world_size, asked, precision, capacity, say)
         # keeps the families without offload, so that `lost` says that they need too much memory
         looked.tightest |= nearest
@@ -109,6 +110,13 @@ def search(
         result.notes.insert(0, "interrupted: the best so far, of what had been looked at by then")
     result.seconds = time.monotonic() - began
     return result
+
+
+def _tier(cluster: Cluster) -> str | None:
+    """Returns what a plan's `offload` says where nothing fits otherwise; None where a figure for it is not known."""
+    if cluster.device.kind == "cpu":
+        return None if cluster.device.disk_gbps is None else "optimizer:disk"
+    return None if cluster.device.host_gbps is None else "optimizer"
 
 
 def _on_part(

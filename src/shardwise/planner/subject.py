@@ -50,7 +50,6 @@ class Subject:
     sample: str = ""  # made up for a model without data, in words
     head: str = ""  # of transformers, for a model that was built of a configuration
     unsearched: str = ""  # which plans a search does not look at, in words
-    offloads: bool = False  # whether plans whose optimizer lies on the host are forecast
 
 
 def decoder(shape: Shape, cluster: Cluster, soft: Software, global_batch: int, seq: int, precision: str) -> Subject:
@@ -74,7 +73,6 @@ def decoder(shape: Shape, cluster: Cluster, soft: Software, global_batch: int, s
         lambda layout: estimators(as_planned(soft, layout)).memory(layout),
         lambda layout: simulate(shape, _forecast(shape, layout), cluster, as_planned(soft, layout)),
         with_batch=lambda count: decoder(shape, cluster, soft, count, seq, precision), unsearched=UNSEARCHED,
-        offloads=True,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from typing import cast
 from shardwise.cluster import Cluster
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import CONTEXT_BYTES, MemoryLedger
+from shardwise.costs.offload import refuse as refuse_offload
 from shardwise.costs.software import Software, as_planned
 from shardwise.engine.optimizer import Nature, shares_of, try_out
 from shardwise.engine.optimizer import refuse as refuse_optimizer
@@ -324,8 +325,7 @@ class Traced:
         """Raises `RefusedPlan` for compiled draws, offload, and optimizers that cannot update what a rank holds."""
         if layout.compile and self.model("none").small.follows:
             raise RefusedPlan(f"the model draws random numbers, {HIDDEN}")
-        if layout.offload != "none":
-            raise RefusedPlan(f"offload={layout.offload} is forecast for decoders by their numbers alone")
+        refuse_offload(layout)
         refuse_optimizer(self.nature, layout.sharded, shares_of(layout.tp, layout.ep), layout.pp)
 
     def can_cut(self, layout: Layout, batch: int) -> bool:

@@ -29,3 +29,10 @@ def keep_freed_memory() -> bool:
     if mallopt is None:  # another C library
         return False
     return bool(mallopt(M_MMAP_THRESHOLD, LARGEST)) and bool(mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
+
+
+def give_back_freed() -> None:
+    """Have malloc hand the system what lies free between blocks in use, which it keeps otherwise; glibc alone does."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -38,6 +38,8 @@ from shardwise.simulator.traced import (
     same_ops,
     span_seconds,
     taken,
+    tiers_basis,
+    with_tiers,
 )
 
 OpKey = tuple[str, int]  # (kind, stage)
@@ -92,7 +94,9 @@ def simulate_cut(
     parts["data-parallel communication"] = rounds.gathered_s + max(
         data_seconds(rank, layout, rounds.micro_s, wire, states, software)[0] for rank in ranks
     )
-    parts["optimizer"] = max(optimizer_seconds(rank, layout, kernels, states) for rank in ranks)
+    parts["optimizer"] = max(
+        with_tiers(rank, layout, cluster, states, optimizer_seconds(rank, layout, kernels, states)) for rank in ranks
+    )
     parts |= engine_seconds(ranks[0], layout, added, parts["compute"])
     if cluster.device.kind != "cpu":
         parts["slowest device, clocks and gaps"] = (GAPS - 1) * sum(parts.values())
@@ -113,6 +117,7 @@ def simulate_cut(
         forecast.halos = halo_bytes(ranks, layout, wire)
     forecast.basis = _basis(ranks, layout, kernels, wire)
     ops = max(rank.linear(rank.small.kernels, rank.large.kernels, layout.micro_batch) for rank in ranks)
+    forecast.basis |= tiers_basis(ranks[0], layout, cluster, states)
     forecast.basis |= taken(ranks) | host_basis(kernels, ops, rounds.busy_s)
     return forecast
 

@@ -13,9 +13,11 @@ from collections import Counter
 
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger
+from shardwise.costs.offload import staged
 from shardwise.costs.software import States
 from shardwise.layout import Plan
 from shardwise.layout.flat_buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, lay_out, most_elements
+from shardwise.layout.offload import in_tier
 from shardwise.precision import Precision
 from shardwise.simulator.counted import Model, StepTrace
 from shardwise.step.owners import choose_owners
@@ -64,6 +66,7 @@ def memory(
         "whole weights of the optimizer": (owned or 0) * (states.master or states.weight),
         "module's buffers": float(trace.buffers_bytes),
     }
+    terms |= _offloaded(model, layout, states, terms)
     if stage.weights and states.master:  # the masters are the shards
         terms["weights"] = trace.experts * states.weight
     reduced = rest + (trace.experts if of_experts < 1 else 0)  # over dp_shard: experts of one rank's own are not
@@ -78,6 +81,25 @@ def memory(
         new = 1.0 if layout.n_micro > 1 else 1.0 - share
         terms["gradients in flight"] = min(rest * states.gradient, IN_FLIGHT_BYTES) * new
     return MemoryLedger({k: v for k, v in terms.items() if v}, top)
+
+
+def _offloaded(model: Model, layout: Layout, states: States, terms: dict[str, float]) -> dict[str, float]:
+    """Returns the terms that change where state lies in a tier between steps, and the buffers that it goes through."""
+    if layout.offload == "none":
+        return {}
+    on_host = model.batch_on_device
+    fractions = {tier: in_tier(layout.offload, "optimizer", tier) for tier in ("host", "disk")}
+    gone = sum(fractions.values())
+    masters = on_host and not layout.sharded.weights and not (model.update.whole and layout.sharded.state)
+    lies = terms["optimizer"] + (terms["master"] if masters else 0.0)
+    each = states.optimizer + (states.master if masters else 0)
+    share = layout.shard_ranks if layout.sharded.state else 1
+    largest = max(model.small.in_order.values(), default=0) * each / share
+    return {
+        "optimizer": terms["optimizer"] * (1 - gone),
+        "master": terms["master"] * (1 - gone if masters else 1),
+        "state on its way to the disk": staged(layout, lies * fractions["disk"], largest) if on_host else 0.0,
+    }
 
 
 def _owned(model: Model, layout: Layout, shard_rank: int | None) -> int | None:

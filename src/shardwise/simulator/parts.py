@@ -15,7 +15,7 @@ from shardwise.costs.block import BlockCosts, BlockTimes, Message, host_seconds
 from shardwise.costs.kernels import Kernels
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger
-from shardwise.costs.offload import HOST_MEMORY_GBPS, LINK_SHARE, offloaded
+from shardwise.costs.offload import offloaded, told
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import STATES, Software
 from shardwise.costs.wire import RankGroup, Wire
@@ -236,12 +236,7 @@ def offload_basis(step: StepContext, parameters: dict[str, float]) -> dict[str, 
     if step.layout.offload == "none":
         return {}
     cost = offloaded(updated(step, parameters), STATES[step.software.states], step.layout, step.cluster)
-    return {
-        "offload": f"a forecast, no plan of this version offloads: {cost.link_s:.3g} s of gradients and weights over "
-        f"the link to the host ({LINK_SHARE:g} of its rate, assumed), {cost.host_s:.3g} s of update there "
-        f"({HOST_MEMORY_GBPS:.0f} GB/s of a node, assumed), nothing hidden; {cost.node_bytes / 1e9:,.0f} GB of each "
-        "node's memory"
-    }  # fmt: skip
+    return {"offload": told(cost, step.cluster)}
 
 
 def optimizer_seconds(step: StepContext, parameters: dict[str, float]) -> float:
@@ -249,12 +244,15 @@ def optimizer_seconds(step: StepContext, parameters: dict[str, float]) -> float:
     and buffers into which products add them set to zero."""
     policy = STATES[step.software.states]
     total = updated(step, parameters)
-    if step.layout.offload != "none":
-        return offloaded(total, policy, step.layout, step.cluster).seconds
     moved = 2 * policy.gradient + 2 * (policy.master or policy.weight) + 2 * policy.optimizer
     moved += policy.weight + policy.master if policy.master else 0  # masters read again, for the weights made of them
     zeroed = sum(parameters.values()) * policy.gradient if step.software.accumulates else 0.0
-    return step.kernels.stream(total * moved * (1.0 if step.software.fused_adam else FOREACH) + zeroed, 10)
+    seconds = step.kernels.stream(total * moved * (1.0 if step.software.fused_adam else FOREACH) + zeroed, 10)
+    return (
+        offloaded(total, policy, step.layout, step.cluster).beside(seconds)
+        if step.layout.offload != "none"
+        else seconds
+    )
 
 
 def sharing(step: StepContext, kind: str) -> RankGroup:

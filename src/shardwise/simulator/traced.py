@@ -15,6 +15,7 @@ from shardwise.costs.block import EAGER, host_seconds
 from shardwise.costs.kernels import Kernels, peak_tflops
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger
+from shardwise.costs.offload import Offloaded, offloaded, told
 from shardwise.costs.ops import op_seconds
 from shardwise.costs.overhead import Overhead, events, overhead_of
 from shardwise.costs.software import Software, States
@@ -132,7 +133,7 @@ def simulate_traced(
     micro = between(model.small, model.large, layout.micro_batch, kernels, software)
     states = policy(precision, model.update.state_elements, layout)
     data, timeline = data_seconds(model, layout, micro, wire, states, software)
-    optimizer = optimizer_seconds(model, layout, kernels, states)
+    optimizer = with_tiers(model, layout, cluster, states, optimizer_seconds(model, layout, kernels, states))
     parts = {"compute": layout.n_micro * micro, "data-parallel communication": data, "optimizer": optimizer}
     if model.small.joined:
         group = RankGroup(layout.dp, 1)
@@ -157,6 +158,7 @@ def simulate_traced(
         "work": f"{len(model.small.products)} shapes of products and {model.small.kernels} ops counted on fake tensors",
     }
     ops = model.linear(model.small.kernels, model.large.kernels, layout.micro_batch)
+    forecast.basis |= tiers_basis(model, layout, cluster, states)
     forecast.basis |= taken([model]) | host_basis(kernels, ops, micro)
     if cluster.device.correction is not None:
         forecast.basis["correction"] = f"x {correction:.3g}, {cluster.device.correction.source}"
@@ -184,6 +186,22 @@ def engine_seconds(model: Model, layout: Layout, added: Overhead, compute: float
     seconds = added.step + added.event * events(layout, len(model.units))
     by_name = {"engine": seconds, "waiting for the slower rank": added.wait * compute}
     return {name: value for name, value in by_name.items() if value}
+
+
+def _tiers(model: Model, layout: Layout, cluster: Cluster, states: States) -> Offloaded:
+    elements = sum(size * times for size, times in model.small.sizes.items())
+    over = layout.shard_ranks if layout.sharded.state else 1
+    return offloaded(elements / over, states, layout, cluster)
+
+
+def with_tiers(model: Model, layout: Layout, cluster: Cluster, states: States, update_s: float) -> float:
+    """Returns the seconds of an update of `update_s`, of state that lies where the layout's `offload` says."""
+    return update_s if layout.offload == "none" else _tiers(model, layout, cluster, states).beside(update_s)
+
+
+def tiers_basis(model: Model, layout: Layout, cluster: Cluster, states: States) -> dict[str, str]:
+    """Returns a remark on what the forecast of offloaded state assumes; else {}."""
+    return {} if layout.offload == "none" else {"offload": told(_tiers(model, layout, cluster, states), cluster)}
 
 
 def optimizer_seconds(model: Model, layout: Layout, kernels: Kernels, states: States) -> float:

@@ -25,6 +25,7 @@ from shardwise.step.hooks import Hooks
 from shardwise.step.owners import OwnedMasters
 from shardwise.step.scaler import LossScale
 from shardwise.task import Task
+from shardwise.tiers import StateTiers
 
 if TYPE_CHECKING:
     from shardwise.step.staged import StagedForward
@@ -49,6 +50,7 @@ class RankState:
     chunks        what was computed in chunks of positions, where the plan has position_chunks
     pairs         complex parameters that the module holds as real ones (part/pairs)
     written       the forward writes into weights
+    tier          where the optimizer's state lies between steps, where the plan has offload
     used          indices of the parameters that any rank reached in the last step
     terms         extra terms of the loss that the look met, and whether they have a weight of their own
     first_fields  what the first batch held, for the error of a later one
@@ -92,6 +94,7 @@ class RankState:
     order: FixedOrder | None = None
     chunks: Chunks | None = None
     pairs: frozenset[str] = frozenset()
+    tier: StateTiers | None = None
     keeps_samples: str = ""  # the name of what the forward keeps of each sample for the next one
     last_total: int = 0  # samples of the last micro-batch, then
     steps_done: int = 0

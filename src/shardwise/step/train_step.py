@@ -136,16 +136,16 @@ def _reduced(state: RankState, tally: Tally, used: set[int], *, again: bool) -> 
     return asked.answer(square_norm(state))
 
 
-def update(state: RankState, step: Callable[[], T]) -> T:
+def update(state: RankState, step: Callable[[], T]) -> T | None:
     """Run the optimizer's `step` where its tensors are whole enough, then publish the new weights. Collective."""
     with state.hooks.inside("update"):
         reach("update", subject=state)
         if state.owners is not None:
             state.owners.collect_gradients(state.used)
-        result = step()
+        result = step() if state.tier is None else state.tier.step(step)
         if state.owners is not None:
             state.owners.hand_out(state.used)
-        state.technique.publish()
+        state.technique.publish(rounded=state.tier is not None and state.tier.rounds)
         return result
 
 

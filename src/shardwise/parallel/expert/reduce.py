@@ -97,6 +97,10 @@ class WithExperts:
         for technique in (self.rest, self.experts):
             technique.finish_step({p for p, i in enumerate(self._indices[id(technique)]) if i in used})
 
+    def wide_masters(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns (weight, wider master) of both techniques."""
+        return self.rest.wide_masters() + self.experts.wide_masters()
+
     def flat_gradients(self) -> list[torch.Tensor] | None:
         """Returns None: of experts' gradients and the others' not every rank counts all."""
         return None

@@ -1,0 +1,118 @@
+"""From a plan's `offload` to a rank's `StateTiers`: what is refused, what moves and where. Made by `parallelize`.
+
+An optimizer is tried, not recognised: on small tensors, sub-group by sub-group, it must give the same bits as at once.
+Then a copy of it takes a step on zeros for each kind of parameter, which tells what it keeps of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import proxy
+
+import torch
+from torch import nn
+
+from shardwise.device import on_host
+from shardwise.engine.optimizer import same_by_subgroups
+from shardwise.errors import RefusedPlan
+from shardwise.layout.offload import Placement, placements
+from shardwise.step.state import RankState
+from shardwise.tiers import HostMemory, Place, StateFile, StateTiers, Subgroup, Unit, kept_for
+from shardwise.tiers import subgroups as rules
+
+IN_MEMORY = (
+    "the device of this rank is its processor, whose memory is the host's, so that nothing is gained: use "
+    "offload=optimizer:disk, or leave it out"
+)
+
+
+def make_tier(state: RankState) -> StateTiers | None:
+    """Returns where the optimizer's state lies between steps, as the plan says; None where that is the device.
+
+    Raises `RefusedPlan` for an optimizer whose state cannot lie elsewhere, and a place that has no room.
+    """
+    placed = placements(state.plan.offload)
+    if not placed:
+        return None
+    _refuse(state, placed)
+    with torch.random.fork_rng(devices=[]):
+        units = _units(state)
+    if not any(unit.size for unit in units):
+        raise RefusedPlan(
+            f"offload={state.plan.offload}: {type(state.optimizer).__name__} keeps no state beside the weights that "
+            "could lie elsewhere (SGD without momentum): leave offload out"
+        )
+    places: list[tuple[Place, list[Subgroup]]] = []
+    for placement, part in zip(placed, rules.dealt(units, placed), strict=True):
+        groups = rules.grouped(part)
+        if groups:
+            places.append((_place(placement, groups, state), groups))
+    params = [param for group in state.optimizer.param_groups for param in group["params"]]
+    rounds = state.owners is None
+    # no cycle: an engine that is dropped gives the file's room back at once
+    technique = proxy(state.technique)
+    return StateTiers(
+        state.optimizer, places, lambda: technique.wide_masters() if rounds else [], params, rounds=rounds
+    )  # fmt: skip
+
+
+def gains(device: torch.device) -> bool:
+    """Whether the host's memory is another than the device's."""
+    return not on_host(device)
+
+
+def _refuse(state: RankState, placed: Sequence[Placement]) -> None:
+    text = f"offload={state.plan.offload}"
+    if not gains(state.device) and any(one.tier == "host" for one in placed):
+        raise RefusedPlan(f"{text}: {IN_MEMORY}")
+    slots = state.technique.slots
+    alike = not state.needs_closure and same_by_subgroups(
+        state.task.optimizer, [slot.shape for slot in slots], [slot.master.is_complex() for slot in slots]
+    )
+    if not alike:
+        raise RefusedPlan(
+            f"{text}: the optimizer would step by sub-groups of parameters, and on a trial "
+            f"{type(state.optimizer).__name__} does not give the same bits so (the update of one tensor depends on "
+            "others, or it counts its own calls): leave offload out, or use an optimizer that treats tensors one by one"
+        )
+
+
+def _place(placement: Placement, groups: list[Subgroup], state: RankState) -> Place:
+    if placement.tier == "host":
+        return HostMemory(groups, state.device)
+    disk = StateFile(groups, state.mesh.rank)
+    state.notices.extend(disk.notices)
+    return disk
+
+
+def _units(state: RankState) -> list[Unit]:
+    """Returns what moves together, in the order of the optimizer's parameters: one, or the pieces of a bucket."""
+    # a device's masters stay: their gradients lie beside them, and torch has no gradient on another device
+    masters = state.technique.wide_masters() if state.owners is None and on_host(state.device) else []
+    known: dict[tuple, dict] = {}
+    units: list[Unit] = []
+    of_master: dict[int, Unit] = {}
+    for number, group in enumerate(state.optimizer.param_groups):
+        for param in group["params"]:
+            kind = (number, param.shape, param.stride(), param.dtype, *sorted(map(str, vars(param).items())))
+            if kind not in known:
+                known[kind] = kept_for(state.optimizer, number, param) if param.numel() else {}
+            wide = _master_of(param, masters)
+            if wide is None or wide not in of_master:
+                units.append(Unit([], [], wide, None if wide is None else rules.spec_of(masters[wide][1])))
+                units[-1].wide = wide if units[-1].master is not None else None
+                if wide is not None:
+                    of_master[wide] = units[-1]
+            unit = units[-1] if wide is None else of_master[wide]
+            unit.params.append(param)
+            unit.states.append(known[kind])
+    return units
+
+
+def _master_of(param: nn.Parameter, masters: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> int | None:
+    """Returns the number of the wide master that a parameter is, or is a view of."""
+    for number, (_, master) in enumerate(masters):
+        start = master.data_ptr()
+        if param.numel() and start <= param.data_ptr() < start + master.numel() * master.element_size():
+            return number
+    return None

@@ -1,0 +1,85 @@
+"""What `offload=` says: which class of state lies in which tier between steps, and how much of it; no torch.
+
+offload=optimizer                  all of the optimizer's state in the host's memory
+offload=optimizer:disk             in a file on a disk of the host
+offload=optimizer:disk:0.6         six tenths of its bytes, to the nearest parameter; the rest stays on the device
+offload=optimizer:host:0.5|optimizer:disk:0.5     a part in each
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.errors import InputError, did_you_mean
+from shardwise.layout.other_words import ours_of
+
+CLASSES = ("optimizer", "parameters", "gradients", "activations")
+TIERS = ("host", "disk")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A class of state, the tier where it lies between steps, and the fraction of its bytes that does."""
+
+    state: str
+    tier: str = "host"
+    fraction: float = 1.0
+
+    def __str__(self) -> str:
+        if self.fraction < 1:
+            return f"{self.state}:{self.tier}:{self.fraction:g}"
+        return self.state if self.tier == "host" else f"{self.state}:{self.tier}"
+
+
+def placements(text: str) -> tuple[Placement, ...]:
+    """Returns what a plan's `offload` says, () for "none"; raises `InputError` for what says nothing."""
+    if text == "none":
+        return ()
+    if not isinstance(text, str):
+        raise InputError(f"plan: offload must be a text such as optimizer:disk, got {text!r}")
+    found = tuple(_placement(part.strip(), text) for part in text.split("|"))
+    if len({(one.state, one.tier) for one in found}) < len(found):
+        raise InputError(f"plan: offload={text} names a class twice for one tier: give one fraction for each")
+    for state in CLASSES:
+        total = sum(one.fraction for one in found if one.state == state)
+        if total > 1 + 1e-9:
+            raise InputError(f"plan: offload={text} moves {total:g} of {state}: fractions add up to at most 1")
+    return found
+
+
+def canonical(text: str) -> str:
+    """Returns the text of `offload` as plans print and compare it."""
+    return "|".join(map(str, placements(text))) or "none"
+
+
+def in_tier(text: str, state: str, tier: str) -> float:
+    """Returns the fraction of a class of state that lies in a tier."""
+    return sum(one.fraction for one in placements(text) if (one.state, one.tier) == (state, tier))
+
+
+def _placement(part: str, text: str) -> Placement:
+    state, *rest = part.split(":")
+    if state not in CLASSES:
+        hint = did_you_mean(state, list(CLASSES)) or f"; {ours_of('cpu_offload')}"
+        if state in TIERS:
+            hint = f"; write offload=optimizer:{state}"
+        raise InputError(f"plan: offload={text}: {state or 'nothing'} is not one of none, {', '.join(CLASSES)}{hint}")
+    if len(rest) > 2:
+        raise InputError(f"plan: offload={text}: a part is class:tier:fraction, such as optimizer:disk:0.6")
+    tier = rest[0] if rest else "host"
+    if tier not in TIERS:
+        hint = did_you_mean(tier, list(TIERS)) or "; host is the processor's memory, disk a file on a local disk"
+        raise InputError(
+            f"plan: offload={text}: the tier {tier or 'of no name'} is not one of {', '.join(TIERS)}{hint}"
+        )
+    return Placement(state, tier, _fraction(rest[1], text) if rest[1:] else 1.0)
+
+
+def _fraction(word: str, text: str) -> float:
+    try:
+        fraction = float(word)
+    except ValueError:
+        fraction = -1.0
+    if not 0 < fraction <= 1:
+        raise InputError(f"plan: offload={text}: a fraction lies above 0 and is at most 1, got {word!r}")
+    return fraction

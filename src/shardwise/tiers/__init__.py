@@ -1,0 +1,29 @@
+"""Where a slot's optimizer state lies between steps: the host's memory, or a file on a disk (`offload=`).
+
+A tier is a place and nothing else: the tensors of `optimizer.state` stay what they are, and their memory is moved.
+
+    between steps   state, masters   ── lie in ──>  host memory, or the mapped file: whoever reads them, reads there
+    in a step       sub-group by sub-group of parameters:
+
+        disk  ── read ──> |buffer k+1|      one ahead
+                          |buffer k  |  ──> optimizer.step over these parameters alone
+        disk <── write ── |buffer k-1|      one behind
+
+Which sub-groups there are follows from bytes (`subgroups`); their state is measured by a step on zeros before the
+first one, so that a disk that is too small is found at start. The file has two halves: a step reads one and writes the
+other, and only when all of it is written do the halves change places (`disk`).
+
+Bytes on the disk in a step: the state and masters read once and written once; 2 x their size in the file.
+Sources: Rajbhandari et al., "ZeRO-Infinity" (SC 2021); Ren et al., "ZeRO-Offload" (ATC 2021).
+
+What this does not do: cut one parameter into several sub-groups (the largest one bounds the buffers), move masters
+that are the module's own weights (fp32, zero=3) or their owners' (whole tensors under zero), move what an optimizer
+first keeps after its first step, or hide the host's copies behind the device's steps.
+"""
+
+from shardwise.tiers.disk import StateFile
+from shardwise.tiers.places import HostMemory, Place
+from shardwise.tiers.stepping import StateTiers, kept_for, only
+from shardwise.tiers.subgroups import Subgroup, Unit
+
+__all__ = ["HostMemory", "Place", "StateFile", "StateTiers", "Subgroup", "Unit", "kept_for", "only"]

@@ -1,0 +1,69 @@
+"""What a tier's place does for a step, and the host's memory as one. The disk: disk.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from shardwise.device import pinned
+from shardwise.tiers.subgroups import Subgroup
+
+
+class Place(Protocol):
+    """Where sub-groups lie between steps. Each has `rest` there, and a `buffer` in the host's memory within a step."""
+
+    name: str
+
+    def begin(self) -> None:
+        """Called before a step."""
+
+    def fetch(self, group: Subgroup) -> None:
+        """Start to bring what rests of a sub-group into its buffer."""
+
+    def wait_for(self, group: Subgroup) -> None:
+        """Wait until the buffer holds what was fetched, and nothing of another sub-group that is still written."""
+
+    def store(self, group: Subgroup) -> None:
+        """Start to put the buffer where the sub-group rests after this step."""
+
+    def finish(self) -> None:
+        """Wait for all that was started."""
+
+    def commit(self, groups: Sequence[Subgroup]) -> None:
+        """From now on the sub-groups rest where this step put them."""
+
+    def abandon(self) -> None:
+        """Wait for all that was started, whatever came of it."""
+
+
+class HostMemory:
+    """The host's memory: a buffer for each sub-group, allocated once, pinned where the device copies from it."""
+
+    name = "host"
+
+    def __init__(self, groups: Sequence[Subgroup], device: torch.device):
+        for group in groups:
+            group.rest = group.after = group.buffer = pinned(torch.empty(group.size, dtype=torch.uint8), device)
+
+    def begin(self) -> None:
+        """Nothing to do, here and below: what rests lies in the buffer."""
+
+    def fetch(self, group: Subgroup) -> None:
+        """Nothing to do."""
+
+    def wait_for(self, group: Subgroup) -> None:
+        """Nothing to wait for."""
+
+    def store(self, group: Subgroup) -> None:
+        """Nothing to do."""
+
+    def finish(self) -> None:
+        """Nothing to wait for."""
+
+    def commit(self, groups: Sequence[Subgroup]) -> None:
+        """Nothing to do."""
+
+    def abandon(self) -> None:
+        """Nothing to wait for."""

@@ -1,0 +1,281 @@
+"""`StateTiers`: an optimizer's step over sub-groups of parameters whose state lies elsewhere between steps."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.device import on_host
+from shardwise.errors import RunError
+from shardwise.ranks.allocation import give_back_freed
+from shardwise.tiers.places import Place
+from shardwise.tiers.subgroups import Entry, Spec, Subgroup, spec_of, tensor_at, tensors_of
+
+T = TypeVar("T")
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class StateTiers:
+    """The state of one rank's optimizer, in places outside of the device between steps.
+
+    groups   the sub-groups of each place, which step in this order; what is in none of them steps last, where it is
+    masters  gives (module's weight, wider master) where masters move too; the same tensors, in the same order
+    rounds   `step` puts masters into the module's weights itself, as each sub-group is done
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, places: Sequence[tuple[Place, list[Subgroup]]],
+        masters: Callable[[], list[Pair]], slots: Sequence[nn.Parameter], *, rounds: bool,
+    ):  # fmt: skip
+        self.optimizer = optimizer
+        self.places = [place for place, _ in places]
+        self.groups = [(place, group) for place, groups in places for group in groups]
+        self.masters = masters
+        self.rounds = rounds
+        self._broken = False
+        self._views = _views(masters(), slots)
+        self._in_groups = {id(param) for _, group in self.groups for param in group.params}
+        self._moved_masters = {entry.wide for _, group in self.groups for entry in group.entries if entry.param is None}
+        self.settle_all()
+
+    def check(self) -> None:
+        """Raise `RunError` where a step failed on its way: weights and state belong to different steps."""
+        if self._broken:
+            raise RunError(
+                "a step failed on its way, so that weights and the optimizer's state belong to different steps: go on "
+                "from the last checkpoint"
+            )
+
+    def step(self, step: Callable[[], T]) -> T | None:
+        """Run the optimizer's `step` sub-group by sub-group; returns what its last call did."""
+        self.check()
+        for place in self.places:
+            place.begin()
+        reached = [(p, g) for p, g in self.groups if any(param.grad is not None for param in g.params)]
+        held = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in self._in_groups]
+        begun: list[Subgroup] = []
+        result = None
+        try:
+            with only(self.optimizer) as choose:
+                for number, (place, group) in enumerate(reached):
+                    if number == 0:
+                        self._fetch(place, group)
+                    if number + 1 < len(reached):
+                        self._fetch(*reached[number + 1])
+                    place.wait_for(group)
+                    begun.append(group)
+                    self._bring(group)
+                    choose(group.params)
+                    result = step()
+                    self._leave(group)
+                    place.store(group)
+                if held or not reached:
+                    choose(held)
+                    result = step()
+            for place in self.places:
+                place.finish()
+        except BaseException:
+            self._go_back(begun)
+            raise
+        for place in self.places:
+            place.commit([group for other, group in reached if other is place])
+        self._round_others()
+        return result
+
+    def settle(self, param: nn.Parameter) -> None:
+        """Let the state that a parameter has been given (by a checkpoint) lie in its tier."""
+        self.check()
+        for _, group in self.groups:
+            for entry in group.entries:
+                if entry.param is param:
+                    self._rest(group, entry)
+
+    def settle_all(self) -> None:
+        """Let all state and masters that the tier has room for lie there."""
+        for _, group in self.groups:
+            for entry in group.entries:
+                self._rest(group, entry)
+        for place in self.places:
+            place.begin()  # what was written through the map is not kept resident
+        give_back_freed()
+
+    def _rest(self, group: Subgroup, entry: Entry) -> None:
+        tensor = self._tensor(entry)
+        if tensor is None or _lies_in(tensor, group.rest):
+            return
+        place = entry.spec.alone(group.rest, entry.offset)
+        place.copy_(tensor.detach())
+        self._point(entry, place)
+
+    def rests(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in a tier now."""
+        return any(_lies_in(tensor, group.rest) for _, group in self.groups)
+
+    def held_bytes(self) -> dict[str, int]:
+        """Returns the bytes of state and masters that each place has room for, by the place's name."""
+        out = {place.name: 0 for place in self.places}
+        for place, group in self.groups:
+            out[place.name] += group.size
+        return out
+
+    def close(self) -> None:
+        """End what the places have started."""
+        for place in self.places:
+            getattr(place, "close", lambda: None)()
+
+    # --- one sub-group
+
+    def _fetch(self, place: Place, group: Subgroup) -> None:
+        for entry in group.entries:
+            tensor = self._tensor(entry)
+            entry.rested = tensor is not None and _lies_in(tensor, group.rest)
+        if any(entry.rested for entry in group.entries):
+            place.fetch(group)
+
+    def _bring(self, group: Subgroup) -> None:
+        for entry in group.entries:
+            if entry.rested:
+                here = entry.spec.within(group.buffer, entry.offset)
+                self._point(entry, here if on_host(entry.spec.device) else here.to(entry.spec.device))
+
+    @torch.no_grad()
+    def _leave(self, group: Subgroup) -> None:
+        pairs, came = self.masters(), False
+        for entry in group.entries:
+            tensor = self._tensor(entry)
+            if tensor is None:
+                continue  # no state yet, or of another kind than on zeros: it stays where it is
+            if entry.param is None:
+                self._gather_views(entry.wide, tensor)
+                if self.rounds:
+                    pairs[entry.wide][0].copy_(tensor)
+            here = entry.spec.within(group.buffer, entry.offset)
+            if not _lies_in(tensor, here):
+                here.copy_(tensor.detach())
+                came = came or on_host(tensor.device)
+            self._point(entry, entry.spec.alone(group.after, entry.offset))
+        if came:  # else the first step would fill the host: malloc seldom fits a freed block to the next one's size
+            give_back_freed()
+
+    def _go_back(self, begun: list[Subgroup]) -> None:
+        """Let what rested when the step began lie there again, and forget state that came in it."""
+        self._broken = True
+        for place in self.places:
+            place.abandon()
+        for group in begun:
+            for entry in group.entries:
+                if entry.rested:
+                    self._point(entry, entry.spec.alone(group.rest, entry.offset))
+                elif entry.param is not None:
+                    self.optimizer.state.pop(entry.param, None)
+
+    def _round_others(self) -> None:
+        if self.rounds:
+            for number, (weight, master) in enumerate(self.masters()):
+                if number not in self._moved_masters:
+                    with torch.no_grad():
+                        weight.copy_(master)
+
+    # --- tensors and their memory
+
+    def _tensor(self, entry: Entry) -> torch.Tensor | None:
+        """Returns the tensor of an entry; None where there is none of its kind."""
+        if entry.param is None:
+            return self.masters()[entry.wide][1]
+        tensor = tensor_at(self.optimizer.state.get(entry.param), entry.path)
+        if tensor is None:
+            return None
+        spec = spec_of(tensor)
+        # between steps a tensor of a device's lies on the host
+        alike = spec is not None and (spec.shape, spec.stride, spec.dtype) == (
+            entry.spec.shape, entry.spec.stride, entry.spec.dtype,
+        )  # fmt: skip
+        return tensor if alike else None
+
+    def _point(self, entry: Entry, memory: torch.Tensor) -> None:
+        tensor = self._tensor(entry)
+        assert tensor is not None
+        tensor.data = memory
+        for param, view in self._views.get(entry.wide, []) if entry.param is None else []:
+            param.data = view(memory)
+
+    def _gather_views(self, wide: int, master: torch.Tensor) -> None:
+        """Copy pieces whose `.data` the optimizer has set back into the master that they are views of."""
+        for param, view in self._views.get(wide, []):
+            place = view(master)
+            if param.data_ptr() != place.data_ptr():
+                place.copy_(param.detach())
+
+
+def _views(pairs: list[Pair], slots: Sequence[nn.Parameter]) -> dict[int, list[tuple[nn.Parameter, Callable]]]:
+    """Returns for each wide master the optimizer's parameters that are views of it, and how each is made of it."""
+    views: dict[int, list[tuple[nn.Parameter, Callable]]] = {}
+    for number, (_, master) in enumerate(pairs):
+        start, size = master.data_ptr(), master.numel() * master.element_size()
+        for param in slots:
+            offset = param.data_ptr() - start
+            if param is master or not param.numel() or not 0 <= offset < size:
+                continue
+            spec = Spec(param.shape, param.stride(), param.dtype, param.device)
+            views.setdefault(number, []).append((param, _view(spec, offset)))
+    return views
+
+
+def _view(spec: Spec, offset: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda master: spec.within(master.detach().view(-1).view(torch.uint8), offset)
+
+
+def _lies_in(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
+    start = memory.data_ptr()
+    return start <= tensor.data_ptr() < start + memory.numel() * memory.element_size() and memory.numel() > 0
+
+
+@contextmanager
+def only(optimizer: Optimizer) -> Iterator[Callable[[Sequence[nn.Parameter]], None]]:
+    """Context: yields a function that leaves these parameters in the optimizer's groups, for its next step.
+
+    A group's options, and the optimizer's own attributes, are before each of these steps what they were before the
+    first, so that a counter counts once.
+    """
+    groups = optimizer.param_groups
+    whole = [list(group["params"]) for group in groups]
+    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    attributes = dict(vars(optimizer))
+
+    def choose(params: Sequence[nn.Parameter]) -> None:
+        chosen = {id(param) for param in params}
+        vars(optimizer).update(attributes)
+        for group, everything, before in zip(groups, whole, options, strict=True):
+            group.update(before)
+            group["params"] = [param for param in everything if id(param) in chosen]
+
+    try:
+        yield choose
+    finally:
+        for group, params in zip(groups, whole, strict=True):
+            group["params"] = params
+
+
+def kept_for(optimizer: Optimizer, number: int, like: torch.Tensor) -> dict[tuple, Spec]:
+    """Returns path -> kind of the tensors that the optimizer keeps for a parameter like this of its `number`-th group.
+
+    A copy of the optimizer takes a step on zeros.
+    """
+    copied = object.__new__(type(optimizer))
+    vars(copied).update(vars(optimizer))
+    vars(copied).update(state=defaultdict(dict), _optimizer_step_pre_hooks=OrderedDict(),
+                        _optimizer_step_post_hooks=OrderedDict())  # fmt: skip
+    copied.param_groups = [dict(group, params=[]) for group in optimizer.param_groups]
+    param = nn.Parameter(torch.zeros_like(like))
+    param.__dict__.update(like.__dict__)
+    param.grad = torch.zeros_like(like)
+    copied.param_groups[number]["params"] = [param]
+    type(optimizer).step(copied)
+    specs = ((path, spec_of(tensor)) for path, tensor in tensors_of(copied.state.get(param, {})))
+    return {path: spec for path, spec in specs if spec is not None}

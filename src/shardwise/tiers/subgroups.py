@@ -1,0 +1,181 @@
+"""Which parameters step together, and where each tensor of their state lies in the sub-group's bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.layout.offload import Placement
+
+PAGE = 4096  # bytes: O_DIRECT's unit for addresses, offsets and lengths on any disk of today
+LINE = 64  # tensors begin at lines of a cache, as torch's own do
+SUBGROUP_BYTES = 64 << 20  # large enough that a disk is at its full rate
+SUBGROUPS = 8  # at least, where there are so many parameters: a small model goes the same way as a large one
+
+Path = tuple[Any, ...]  # of a tensor within the state of one parameter: keys of dicts, places in lists
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a tensor's memory is like: it is dense, in any order of its dims."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def size(self) -> int:
+        """Returns its bytes."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    def within(self, memory: torch.Tensor, offset: int) -> torch.Tensor:
+        """Returns the view of `memory` (bytes) from `offset` on."""
+        return memory[offset : offset + self.size].view(self.dtype).as_strided(self.shape, self.stride)
+
+    def alone(self, memory: torch.Tensor, offset: int) -> torch.Tensor:
+        """Returns a tensor on the same bytes of the host's `memory`, whose storage ends where it does.
+
+        So a state that is saved by `torch.save` is no larger than itself.
+        """
+        bits = torch.from_numpy(memory.numpy()[offset : offset + self.size])
+        return bits.view(self.dtype).as_strided(self.shape, self.stride)
+
+
+def spec_of(tensor: torch.Tensor) -> Spec | None:
+    """Returns what a tensor's memory is like; None for one that stays where it is: one number, or not dense."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.numel() <= 1:
+        return None
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if stride != expected:
+            return None
+        expected *= size
+    return Spec(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def tensors_of(state: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
+    """Yields (path, tensor) of all tensors in the state of one parameter."""
+    if isinstance(state, torch.Tensor):
+        yield path, state
+    elif isinstance(state, dict):
+        for key, value in state.items():
+            yield from tensors_of(value, (*path, key))
+    elif isinstance(state, list | tuple):
+        for place, value in enumerate(state):
+            yield from tensors_of(value, (*path, place))
+
+
+def tensor_at(state: Any, path: Path) -> torch.Tensor | None:
+    """Returns the tensor at a path; None where there is none."""
+    for key in path:
+        try:
+            state = state[key]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return state if isinstance(state, torch.Tensor) else None
+
+
+@dataclass
+class Unit:
+    """Parameters that move together: one, or those whose masters lie in one tensor (a bucket of flat pieces).
+
+    wide    number, among the technique's `wide_masters`, of the master that moves with them; None: it stays
+    states  of each parameter, path -> what its state's tensors are like
+    """
+
+    params: list[nn.Parameter]
+    states: list[dict[Path, Spec]]
+    wide: int | None = None
+    master: Spec | None = None
+
+    @property
+    def size(self) -> int:
+        """Returns the bytes that it takes, each tensor to a whole line."""
+        specs = [spec for state in self.states for spec in state.values()]
+        return sum(_up(spec.size, LINE) for spec in (*specs, *filter(None, [self.master])))
+
+
+@dataclass
+class Entry:
+    """One tensor of a sub-group. param: whose state has it at `path`; None: it is the `wide`-th master."""
+
+    offset: int
+    spec: Spec
+    param: nn.Parameter | None = None
+    path: Path = ()
+    wide: int = -1
+    rested: bool = False  # in the tier, when this step began
+
+
+@dataclass
+class Subgroup:
+    """Parameters that one call of the optimizer updates, and the bytes in which their state lies.
+
+    rest    where these are between steps, `after` where this step puts them, `buffer` where it works on them
+    """
+
+    units: list[Unit]
+    number: int
+    entries: list[Entry] = field(default_factory=list)
+    size: int = 0
+    rest: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    after: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+
+    def __post_init__(self) -> None:
+        for unit in self.units:
+            if unit.wide is not None and unit.master is not None:
+                self._add(Entry(0, unit.master, wide=unit.wide))
+            for param, specs in zip(unit.params, unit.states, strict=True):
+                for path, spec in specs.items():
+                    self._add(Entry(0, spec, param, path))
+        self.size = _up(self.size, PAGE)
+
+    def _add(self, entry: Entry) -> None:
+        entry.offset = self.size
+        self.entries.append(entry)
+        self.size += _up(entry.spec.size, LINE)
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """Returns the parameters that step together."""
+        return [param for unit in self.units for param in unit.params]
+
+
+def grouped(units: Sequence[Unit]) -> list[Subgroup]:
+    """Returns the units in sub-groups, in order, each closed once it has its bytes."""
+    target = min(SUBGROUP_BYTES, sum(unit.size for unit in units) // SUBGROUPS)
+    groups: list[list[Unit]] = [[]]
+    size = 0
+    for unit in units:
+        if size >= target:
+            groups.append([])
+            size = 0
+        groups[-1].append(unit)
+        size += unit.size
+    return [Subgroup(group, number) for number, group in enumerate(filter(None, groups))]
+
+
+def dealt(units: Sequence[Unit], placed: Sequence[Placement]) -> list[list[Unit]]:
+    """Returns for each placement the units that lie there, by fractions of bytes; what is left over stays."""
+    total, at, reached, wanted = sum(unit.size for unit in units), 0, 0.0, 0.0
+    parts: list[list[Unit]] = []
+    for placement in placed:
+        wanted += placement.fraction * total
+        part = []
+        # a unit goes where more than half of it lies
+        while at < len(units) and reached + units[at].size / 2 <= wanted + 1e-6 * total:
+            part.append(units[at])
+            reached += units[at].size
+            at += 1
+        parts.append(part)
+    return parts
+
+
+def _up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit

@@ -1,0 +1,93 @@
+"""A tier changes where the optimizer's state lies, and not one bit of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from mutations.tasks import adafactor
+
+from shardwise import Task, parallelize
+from shardwise.digest import digest
+from shardwise.engine import tiers as engine_tiers
+from shardwise.models import tasks
+from shardwise.ranks import RankPool
+from shardwise.tiers import subgroups
+
+LAYOUTS = {
+    "dp_replicate=2": 2, "dp_shard=2,zero=1": 2, "dp_shard=2,zero=2": 2, "dp_shard=2,zero=3": 2, "tp=2": 2, "pp=2": 2,
+    "cp=2": 2, "tp=2,dp_shard=2,zero=1": 4, "tp=2,dp_shard=2,zero=3": 4, "pp=2,dp_shard=2,zero=2": 4,
+}  # fmt: skip
+TIERS = ["optimizer:disk", "optimizer", "optimizer:host:0.5|optimizer:disk:0.5", "optimizer:disk:0.4"]
+SETTINGS = ["", "accumulate=2", "precision=bf16", "clip"]
+STEPS = 3
+
+
+def ran(name: str | Callable[[], Task], plan: str, clip: float | None, steps: int = STEPS) -> dict[str, Any]:
+    """Take steps in small sub-groups, the host's tier forced; returns losses and digests of all that is trained."""
+    forced, size = engine_tiers.gains, subgroups.SUBGROUP_BYTES
+    engine_tiers.gains, subgroups.SUBGROUP_BYTES = lambda device: True, 20_000
+    try:
+        task = getattr(tasks, name)() if isinstance(name, str) else name()
+        engine = parallelize(task, plan, clip_norm=clip)
+        assert task.batch is not None
+        out: dict[str, Any] = {"losses": [engine.step(task.batch(step)).loss for step in range(steps)]}
+        out["weights"] = {key: digest(value) for key, value in engine.full_parameters()}
+        out["used"] = {key: digest(value) for key, value in engine.used_parameters()}
+        out["state"] = {
+            f"{key}/{part}": digest(value)
+            for key, kept in engine.full_optimizer_state()
+            for part, value in kept.items()
+            if isinstance(value, torch.Tensor)
+        }
+        out["held"] = engine.memory()
+        out["groups"] = len(engine.state.tier.groups) if engine.state.tier is not None else 0
+    finally:
+        engine_tiers.gains, subgroups.SUBGROUP_BYTES = forced, size
+    return out
+
+
+def assert_same(name: Any, layout: str, setting: str, tier: str, pool: RankPool, ranks: int) -> None:
+    clip = 0.05 if setting == "clip" else None
+    plan = ",".join(filter(None, [layout, "" if setting == "clip" else setting]))
+    plain = pool.run(ran, ranks, name, plan, clip)
+    moved = pool.run(ran, ranks, name, f"{plan},offload={tier}", clip)
+    for without, within in zip(plain, moved, strict=True):
+        assert within["groups"] > 0
+        for what in ("losses", "weights", "used", "state"):
+            assert within[what] == without[what], f"{what} differ"
+
+
+QUICK = [
+    ("dp_shard=2,zero=1", "precision=bf16", TIERS[2]), ("dp_shard=2,zero=3", "accumulate=2", TIERS[3]),
+    ("pp=2", "clip", TIERS[0]),
+]  # fmt: skip
+CASES = list(product(LAYOUTS, SETTINGS, TIERS))
+
+
+@pytest.mark.parametrize(("layout", "setting", "tier"), QUICK)
+def test_same_bits(layout: str, setting: str, tier: str, pool: RankPool) -> None:
+    assert_same("decoder", layout, setting, tier, pool, LAYOUTS[layout])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("layout", "setting", "tier"), [case for case in CASES if case not in QUICK])
+def test_same_bits_in_full(layout: str, setting: str, tier: str, pool: RankPool) -> None:
+    assert_same("decoder", layout, setting, tier, pool, LAYOUTS[layout])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["dp_shard=2,zero=1", "dp_shard=2,zero=3,precision=bf16", "dp_shard=2,zero=2"])
+def test_whole_tensors_on_their_owners(layout: str, pool: RankPool) -> None:
+    assert_same(adafactor, layout, "", "optimizer:disk", pool, 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["moe", "mlp_frozen_unused"])
+@pytest.mark.parametrize("layout", ["dp_shard=2,zero=1,ep=2", "dp_shard=2,zero=3,precision=bf16,ep=2"])
+def test_experts_and_unused_parameters(name: str, layout: str, pool: RankPool) -> None:
+    layout = layout if name == "moe" else layout.replace(",ep=2", "")
+    assert_same(name, layout, "", "optimizer:disk", pool, 2)
