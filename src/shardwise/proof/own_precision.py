@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -29,8 +30,9 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise.engine.engine import parallelize
 from shardwise.layout import Plan
-from shardwise.layout.precisions import PRECISIONS
-from shardwise.precision import dtype, met_at
+from shardwise.precision import met_at
+from shardwise.proof import dtypes
+from shardwise.proof.dtypes import SeenDtypes
 from shardwise.proof.oracle import plain_module
 from shardwise.proof.outcome import Parity
 from shardwise.proof.settings import Settings, global_batch, nudged
@@ -53,6 +55,7 @@ class Narrow:
     rate     the learning rate
     initial  weights before the first step; final ones are in `weights`, as the optimizer has them
     skipped  steps that overflowed
+    dtypes   of one process's modules in the first step; of a rank in one step more
     """
 
     rate: float
@@ -61,6 +64,7 @@ class Narrow:
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     skipped: int = 0
+    dtypes: SeenDtypes = field(default_factory=SeenDtypes)
 
 
 def verify_precision(job: Any, plan: Plan, settings: Settings, on_ranks: Callable[..., list[Any]]) -> Parity:
@@ -82,7 +86,9 @@ def verify_precision(job: Any, plan: Plan, settings: Settings, on_ranks: Callabl
         return parity
     nudges = [plain_steps(task, plan, replace(settings, nudge=n), reference.rate) for n in range(1, NUDGES + 1)]
     exact = plan.with_(compile=False)  # a compiled block does not show its draws, and masks follow them
-    under_plan = on_ranks(narrow_rank, plan.world_size, job, exact, settings, reference.rate)[0]
+    ranks = on_ranks(narrow_rank, plan.world_size, job, exact, settings, reference.rate)
+    under_plan = ranks[0]
+    parity.differences += dtypes.first_differences(plan, [rank.dtypes for rank in ranks], reference.dtypes)
     if under_plan.skipped != reference.skipped:
         parity.differences.append(f"{under_plan.skipped} steps skipped by overflow, in one process {reference.skipped}")
     of = partial(_compare_numbers, parity, plan)
@@ -146,15 +152,15 @@ def _compare_numbers(
 
 
 def _compute(plan: Plan) -> torch.dtype:
-    return dtype(PRECISIONS[plan.precision].compute)
+    return dtypes.said(plan)[0]
 
 
 def _master(plan: Plan) -> torch.dtype:
-    return dtype(PRECISIONS[plan.precision].master)
+    return dtypes.said(plan)[1]
 
 
 def _reduce(plan: Plan) -> torch.dtype:
-    return dtype(PRECISIONS[plan.precision].summed if plan.reduce_dtype == "auto" else plan.reduce_dtype)
+    return dtypes.said(plan)[2]
 
 
 def _sgd(rate: float, groups: list[dict]) -> torch.optim.Optimizer:
@@ -164,7 +170,8 @@ def _sgd(rate: float, groups: list[dict]) -> torch.optim.Optimizer:
 def narrow_rank(job: Any, plan: Plan, settings: Settings, rate: float) -> Narrow:
     """Returns what one rank measured in the plan's own precision; rank 0's has the weights. Collective."""
     task = job.build_task()
-    with_sgd = task.with_(optimizer=partial(_sgd, rate))
+    read: set[str] = set()
+    with_sgd = task.with_(optimizer=partial(_sgd, rate), loss=dtypes.noting(task.loss, read))
     engine = parallelize(with_sgd, plan, **settings.of_engine)
     record = Narrow(rate)
     for step in range(STEPS):
@@ -174,6 +181,9 @@ def narrow_rank(job: Any, plan: Plan, settings: Settings, rate: float) -> Narrow
         record.skipped += bool(result.skipped)
     weights = {name: tensor.detach().double().cpu().clone() for name, tensor in engine.full_parameters()}
     record.weights = weights if engine.rank == 0 else {}
+    with dtypes.watched(engine) as record.dtypes:
+        engine.step(global_batch(task, settings, STEPS))
+    record.dtypes.read = read
     return record
 
 
@@ -197,11 +207,16 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
         for index in range(settings.accumulate):
             low, high = samples * index // settings.accumulate, samples * (index + 1) // settings.accumulate
             random.begin(settings.seed, step, index, Samples(0, high - low, high - low))
-            with random.watching(module):
-                loss, objective = _loss(task, module, slice_samples(batch, low, high), compute, settings, step)
+            with (
+                random.watching(module),
+                nullcontext(SeenDtypes().returned) if step else dtypes.returned(module) as seen,
+            ):
+                part = slice_samples(batch, low, high)
+                loss, objective = _loss(task, module, part, compute, settings, step, record.dtypes.read)
+                record.dtypes.returned.update(seen)
                 weight_here = float(loss.weight)
                 # in the first micro-batch, whose weight stands for each of the others
-                if PRECISIONS[plan.precision].scaled and not scale:  # 2^15 over the global weight
+                if compute == torch.float16 and not scale:  # 2^15 over the global weight
                     scale = 2.0 ** (15 - round(math.log2(max(weight_here * settings.accumulate, 1.0))))
                 (objective * (scale or 1.0)).backward()
             total, weight = total + float(objective.detach()), weight + weight_here
@@ -227,8 +242,13 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
     return record
 
 
-def _loss(task: Task, module: Any, part: Any, compute: torch.dtype, settings: Settings, step: int) -> tuple[Any, Any]:
-    """Returns (the loss, what is differentiated) of a part of a batch, computed in the plan's dtype."""
+def _loss(
+    task: Task, module: Any, part: Any, compute: torch.dtype, settings: Settings, step: int, read: set[str]
+) -> tuple[Any, Any]:  # fmt: skip
+    """Returns (the loss, what is differentiated) of a part of a batch, computed in the plan's dtype.
+
+    read   the dtypes of the output are added to it
+    """
     wide = torch.promote_types(compute, torch.float32)
 
     def narrow(tensor: torch.Tensor) -> torch.Tensor:
@@ -238,7 +258,7 @@ def _loss(task: Task, module: Any, part: Any, compute: torch.dtype, settings: Se
     with _WideNorms():
         output = module(*args, **kwargs)
     output = tree_map_only(torch.Tensor, lambda t: t.to(wide) if t.is_floating_point() else t, output)
-    loss = read_loss(task.loss(output, part))
+    loss = read_loss(dtypes.noting(task.loss, read)(output, part))
     objective = loss.total
     for extra in loss.extras.values():
         objective = objective + extra.total * (
