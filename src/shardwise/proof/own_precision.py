@@ -199,7 +199,7 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
     random, scale = GlobalRandom(BatchDims()), 0.0
     for step in range(STEPS):
         for place, (name, param) in enumerate(named):
-            param.data = _moved(masters[name].to(compute), settings, step, place)
+            param.data = moved_by_epsilon(masters[name].to(compute), settings, step, place)
         batch = global_batch(task, settings, step)
         sums = {name: torch.zeros_like(value, dtype=_reduce(plan)) for name, value in masters.items()}
         total = weight = 0.0
@@ -212,7 +212,7 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
                 nullcontext(SeenDtypes().returned) if step else dtypes.returned(module) as seen,
             ):
                 part = slice_samples(batch, low, high)
-                loss, objective = _loss(task, module, part, compute, settings, step, record.dtypes.read)
+                loss, objective = loss_in(task, module, part, compute, settings, step, record.dtypes.read)
                 record.dtypes.returned.update(seen)
                 weight_here = float(loss.weight)
                 # in the first micro-batch, whose weight stands for each of the others
@@ -242,7 +242,7 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
     return record
 
 
-def _loss(
+def loss_in(
     task: Task, module: Any, part: Any, compute: torch.dtype, settings: Settings, step: int, read: set[str]
 ) -> tuple[Any, Any]:  # fmt: skip
     """Returns (the loss, what is differentiated) of a part of a batch, computed in the plan's dtype.
@@ -252,7 +252,7 @@ def _loss(
     wide = torch.promote_types(compute, torch.float32)
 
     def narrow(tensor: torch.Tensor) -> torch.Tensor:
-        return _moved(tensor.to(compute), settings, step, -1) if tensor.is_floating_point() else tensor
+        return moved_by_epsilon(tensor.to(compute), settings, step, -1) if tensor.is_floating_point() else tensor
 
     args, kwargs = tree_map_only(torch.Tensor, narrow, task.inputs(part))
     with _WideNorms():
@@ -283,6 +283,6 @@ class _WideNorms(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _moved(tensor: torch.Tensor, settings: Settings, step: int, place: int) -> torch.Tensor:
+def moved_by_epsilon(tensor: torch.Tensor, settings: Settings, step: int, place: int) -> torch.Tensor:
     """Returns the tensor; with `nudge`, each element one epsilon up or down, drawn anew in each step."""
     return nudged(tensor, settings, place + 1000 * (step + 1)) if settings.nudge else tensor

@@ -100,7 +100,7 @@ def plain_run(task: Task, settings: RunSettings) -> RunRecord:
                 averages[name] = settings.decay * averages[name] + (1 - settings.decay) * param.detach()
         numbers["lr"] = float(optimizer.param_groups[0].get("lr", math.nan))
         record.steps.append(numbers)
-        if _due(task, settings, step):
+        if is_due(task, settings, step):
             evaluation = {f"eval_{key}": value for key, value in _evaluated(task, module, settings).items()}
             if settings.decay is not None:
                 with _replaced(named, averages):
@@ -213,7 +213,7 @@ def _double(batch: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, batch)
 
 
-def _due(task: Task, settings: RunSettings, step: int) -> bool:
+def is_due(task: Task, settings: RunSettings, step: int) -> bool:
     """Returns whether the run evaluates after this step."""
     every, last = settings.eval_every, step + 1 == settings.steps
     return task.eval_data is not None and every != 0 and (last or bool(every and (step + 1) % every == 0))
