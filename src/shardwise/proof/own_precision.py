@@ -36,6 +36,7 @@ from shardwise.proof.dtypes import SeenDtypes
 from shardwise.proof.oracle import plain_module
 from shardwise.proof.outcome import Parity
 from shardwise.proof.settings import Settings, global_batch, nudged
+from shardwise.proof.sizes import small_of, small_sizes
 from shardwise.random import BatchDims, GlobalRandom, Samples
 from shardwise.step.batching import samples_in, slice_samples
 from shardwise.step.loss import read_loss
@@ -55,6 +56,7 @@ class Narrow:
     rate     the learning rate
     initial  weights before the first step; final ones are in `weights`, as the optimizer has them
     skipped  steps that overflowed
+    scales   of the loss after each step; 0 where it has none
     dtypes   of one process's modules in the first step; of a rank in one step more
     """
 
@@ -64,6 +66,7 @@ class Narrow:
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     skipped: int = 0
+    scales: list[float] = field(default_factory=list)
     dtypes: SeenDtypes = field(default_factory=SeenDtypes)
 
 
@@ -91,6 +94,8 @@ def verify_precision(job: Any, plan: Plan, settings: Settings, on_ranks: Callabl
     parity.differences += dtypes.first_differences(plan, [rank.dtypes for rank in ranks], reference.dtypes)
     if under_plan.skipped != reference.skipped:
         parity.differences.append(f"{under_plan.skipped} steps skipped by overflow, in one process {reference.skipped}")
+    elif under_plan.scales != reference.scales:
+        parity.differences.append(f"the loss scale is {under_plan.scales}, in one process {reference.scales}")
     of = partial(_compare_numbers, parity, plan)
     parity.loss_error = of("loss", reference.losses, [run.losses for run in nudges], under_plan.losses)
     parity.norm_error = of("norm", reference.norms, [run.norms for run in nudges], under_plan.norms)
@@ -175,7 +180,9 @@ def narrow_rank(job: Any, plan: Plan, settings: Settings, rate: float) -> Narrow
     engine = parallelize(with_sgd, plan, **settings.of_engine)
     record = Narrow(rate)
     for step in range(STEPS):
-        result = engine.step(global_batch(task, settings, step))
+        with small_sizes():
+            result = engine.step(global_batch(task, settings, step))
+        record.scales.append(engine.state.scale.value if engine.state.scale is not None else 0.0)
         record.losses.append(float(result.loss))
         record.norms.append(float(result.grad_norm))
         record.skipped += bool(result.skipped)
@@ -196,7 +203,7 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
     for _, param in module.named_parameters():
         param.data = param.data.to(compute)
     record = Narrow(rate or 0.0, initial={name: value.double() for name, value in masters.items()})
-    random, scale = GlobalRandom(BatchDims()), 0.0
+    random, scale, good = GlobalRandom(BatchDims()), 0.0, 0
     for step in range(STEPS):
         for place, (name, param) in enumerate(named):
             param.data = moved_by_epsilon(masters[name].to(compute), settings, step, place)
@@ -229,8 +236,12 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
         record.losses.append(total / weight)
         record.norms.append(norm)
         if not math.isfinite(norm):  # overflow in fp16: the step is skipped, as a run skips it
-            scale, record.skipped = scale / 2, record.skipped + 1
+            scale, good, record.skipped = scale / 2, 0, record.skipped + 1
+            record.scales.append(scale)
             continue
+        good += 1
+        scale *= 2.0 if good % small_of("GROW_AFTER") == 0 else 1.0
+        record.scales.append(scale)
         clip = min(1.0, settings.clip_norm / (norm + 1e-6)) if settings.clip_norm is not None else 1.0
         if not record.rate:
             size = math.sqrt(sum(float(value.double().square().sum()) for value in masters.values()))

@@ -36,6 +36,7 @@ from shardwise.proof.own_precision import verify_precision
 from shardwise.proof.plain_run import RunRecord, RunSettings, plain_run
 from shardwise.proof.saved import compare_saved, read_saved
 from shardwise.proof.settings import LEAST_EPS, Settings, raise_eps
+from shardwise.proof.sizes import small_sizes
 from shardwise.proof.visited import starts_of, visiting
 from shardwise.step.task_optimizer import named_groups
 from shardwise.task import Source, Task
@@ -110,7 +111,7 @@ class Proving:
             with self.watching.around(engine):
                 yield
             return
-        with KeepDouble(), default_dtype(torch.float64):
+        with KeepDouble(), default_dtype(torch.float64), small_sizes():
             yield
 
 
