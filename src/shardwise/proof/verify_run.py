@@ -29,7 +29,7 @@ from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan, check
 from shardwise.layout.dealing import cut
-from shardwise.proof import own_run
+from shardwise.proof import literal_settings, own_run
 from shardwise.proof.compare_records import number_error, tensor_error
 from shardwise.proof.outcome import FLOAT64_BARS, Parity
 from shardwise.proof.own_precision import verify_precision
@@ -186,6 +186,9 @@ def _small(job: Job, steps: int, parity: Parity) -> tuple[Job, RunSettings]:
     config = effective.config.model_copy(update={"train": train.model_copy(update=changed)})
     plan = effective.plan.exact("fp64")
     total = max(job.steps, steps)  # the run's own schedule, not one squeezed into a few steps
+    length = None if task.data is None else len(task.data)
+    factor = make_schedule(config.schedule, total)
+    parity.differences += literal_settings.differences(job, length, factor, total)
     small = job.with_(
         effective=replace(effective, config=config, plan=plan),
         steps=steps,
@@ -199,7 +202,7 @@ def _small(job: Job, steps: int, parity: Parity) -> tuple[Job, RunSettings]:
         parity.notes.append(f"the optimizer's eps of {raised[0]:g} is {LEAST_EPS:g} on both sides")
     settings = RunSettings(
         steps=steps, seed=train.seed, batch=job.batch_samples, accumulate=plan.step_microbatches,
-        factor=make_schedule(config.schedule, total), clip_norm=train.clip_norm, eval_every=every,
+        factor=factor, clip_norm=train.clip_norm, eval_every=every,
         eval_count=train.eval_samples, decay=train.ema_decay,
     )  # fmt: skip
     return small, settings
