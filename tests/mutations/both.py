@@ -52,7 +52,7 @@ LOSS = [
 ]  # fmt: skip
 
 OPTIMIZER = [
-    bug("biases decay too", "step.task_optimizer:named_groups", "param.dim() >= 2]", "param.dim() >= 1]", RUN, TWO),
+    bug("biases are in no group", "step.task_optimizer:named_groups", "param.dim() < 2]", "param.dim() < 1]", RUN, TWO),
     bug("no decay is a little one", "step.task_optimizer:named_groups", '"weight_decay": 0.0', '"weight_decay": 0.05',
         RUN, TWO),
     bug("matrices do not decay", "step.task_optimizer:named_groups", '"name": "decay", "params": decay',
@@ -141,8 +141,9 @@ def try_both(planted_bug: Bug, pool: Any, *, thorough: bool = False) -> tuple[st
             parity = _proof(Bug(**{**vars(planted_bug), "options": options}), buggy)
         except NotPlanted:
             raise
-        except ShardwiseError as error:
-            return FAILS + str(error).splitlines()[0], here() + buggy.ran
+        except Exception as error:  # of the one process too, which has the bug
+            kind = "" if isinstance(error, ShardwiseError) else f"{type(error).__name__}: "
+            return FAILS + kind + str(error).splitlines()[0], here() + buggy.ran
         return _caught(parity)[0], here() + buggy.ran
 
 

@@ -10,7 +10,7 @@ import pytest
 from mutations.plant import Bug, BuggyPool
 
 from shardwise import verify
-from shardwise.proof.sizes import SIZES, Size, sizes_of, small_sizes
+from shardwise.proof.sizes import SIZES, PathSize, sizes_of, small_sizes
 from shardwise.ranks import RankPool
 
 
@@ -27,7 +27,7 @@ def _codes(module: Any) -> list[CodeType]:
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: size.name)
-def test_each_size_is_read_where_it_stands_when_it_is_needed(size: Size) -> None:
+def test_each_size_is_read_where_it_stands_when_it_is_needed(size: PathSize) -> None:
     module = import_module(f"shardwise.{size.module}")
     before = getattr(module, size.name)
     assert any(_reads(code, size.name) for code in _codes(module))

@@ -33,13 +33,13 @@ from shardwise.layout import Plan
 from shardwise.precision import met_at
 from shardwise.proof import dtypes
 from shardwise.proof.dtypes import SeenDtypes
+from shardwise.proof.literal import loss_of, samples_of
 from shardwise.proof.oracle import plain_module
 from shardwise.proof.outcome import Parity
 from shardwise.proof.settings import Settings, global_batch, nudged
 from shardwise.proof.sizes import small_of, small_sizes
 from shardwise.random import BatchDims, GlobalRandom, Samples
-from shardwise.step.batching import samples_in, slice_samples
-from shardwise.step.loss import read_loss
+from shardwise.step.batching import samples_in
 from shardwise.task import Task
 
 STEPS = 10
@@ -94,7 +94,7 @@ def verify_precision(job: Any, plan: Plan, settings: Settings, on_ranks: Callabl
     parity.differences += dtypes.first_differences(plan, [rank.dtypes for rank in ranks], reference.dtypes)
     if under_plan.skipped != reference.skipped:
         parity.differences.append(f"{under_plan.skipped} steps skipped by overflow, in one process {reference.skipped}")
-    elif under_plan.scales != reference.scales:
+    elif _steps_of(under_plan.scales) != _steps_of(reference.scales):
         parity.differences.append(f"the loss scale is {under_plan.scales}, in one process {reference.scales}")
     of = partial(_compare_numbers, parity, plan)
     parity.loss_error = of("loss", reference.losses, [run.losses for run in nudges], under_plan.losses)
@@ -154,6 +154,11 @@ def _compare_numbers(
     parity.bars[kind] = max(ALLOWANCE * max(responses, default=0.0), least)
     errors = [abs(actual[step] - reference[step]) / of[step] for step in finite]
     return max((error if error == error else math.inf for error in errors), default=0.0)
+
+
+def _steps_of(scales: list[float]) -> list[float]:
+    """Returns loss scales over the first one, which either side chooses by the weight that it knows then."""
+    return [scale / (scales[0] or 1.0) for scale in scales]
 
 
 def _compute(plan: Plan) -> torch.dtype:
@@ -218,7 +223,7 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
                 random.watching(module),
                 nullcontext(SeenDtypes().returned) if step else dtypes.returned(module) as seen,
             ):
-                part = slice_samples(batch, low, high)
+                part = samples_of(batch, low, high)
                 loss, objective = loss_in(task, module, part, compute, settings, step, record.dtypes.read)
                 record.dtypes.returned.update(seen)
                 weight_here = float(loss.weight)
@@ -269,7 +274,7 @@ def loss_in(
     with _WideNorms():
         output = module(*args, **kwargs)
     output = tree_map_only(torch.Tensor, lambda t: t.to(wide) if t.is_floating_point() else t, output)
-    loss = read_loss(dtypes.noting(task.loss, read)(output, part))
+    loss = loss_of(task.with_(loss=dtypes.noting(task.loss, read)), output, part)
     objective = loss.total
     for extra in loss.extras.values():
         objective = objective + extra.total * (

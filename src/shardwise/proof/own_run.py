@@ -29,12 +29,12 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.engine.engine import Engine
 from shardwise.proof import dtypes
+from shardwise.proof.literal import groups
 from shardwise.proof.oracle import plain_module
 from shardwise.proof.own_precision import ALLOWANCE, NUDGES, loss_in, moved_by_epsilon
 from shardwise.proof.plain_run import RunSettings, is_due
 from shardwise.proof.settings import Settings
 from shardwise.random.reading_seeds import drawing
-from shardwise.step.task_optimizer import named_groups
 from shardwise.task import Task
 from shardwise.training.keeping import BEST
 from shardwise.training.loop import EMA_WEIGHTS, WEIGHTS
@@ -221,7 +221,7 @@ def _off_states(task: Task, plan: Any, ranks: list[Watching]) -> list[str]:
         if param.is_floating_point():
             param.data = param.data.to(dtypes.said(plan)[1])
         param.grad = torch.full_like(param, 1e-3)
-    optimizer = task.optimizer(named_groups(params))
+    optimizer = task.optimizer(groups(params))
     optimizer.step()
     single = dtypes.SeenDtypes(states=dtypes.of_states(optimizer))
     return dtypes.first_differences(plan, [dtypes.SeenDtypes(states=rank.seen.states) for rank in ranks], single)

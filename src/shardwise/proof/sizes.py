@@ -20,7 +20,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Size:
+class PathSize:
     """A named constant of a module, which its functions read when they run.
 
     small  its value for proofs; of a function, what stands in its place
@@ -38,17 +38,17 @@ def _never(*args: Any) -> bool:
 
 
 SIZES = (
-    Size("parallel.sequence.block_attention", "MOST_SCORES", 64, "scores of more are written a few rows at a time"),
-    Size("parallel.sequence.block_attention", "has_fused", _never, "blocks are written out, as where no kernel is"),
-    Size("parallel.sequence.ring_plan", "LEAST_TILE", 2, "positions whose mask is made and looked at by itself"),
-    Size("parallel.sequence.ring_plan", "MOST_PAIRS", 2, "more pairs of runs are one masked block"),
-    Size("comm.together", "MOST_BYTES", 64, "tables of more are gathered in several rounds"),
-    Size("checkpoint.save", "SPLIT_BYTES", 8, "a piece of more is written by several ranks"),
-    Size("checkpoint.stored", "AT_ONCE", 3, "elements of more are read in several parts"),
-    Size("checkpoint.pieces", "FEW", 1, "more runs of a dim are copied by index"),
-    Size("checkpoint.files", "CHUNK", 48, "bytes of more are written and read in several parts"),
-    Size("digest", "_CHUNK", 2, "words of more are hashed in several parts"),
-    Size("step.scaler", "GROW_AFTER", 3, "after as many good steps the loss scale grows"),
+    PathSize("parallel.sequence.block_attention", "MOST_SCORES", 64, "scores of more are written a few rows at a time"),
+    PathSize("parallel.sequence.block_attention", "has_fused", _never, "blocks are written out, as where no kernel is"),
+    PathSize("parallel.sequence.ring_plan", "LEAST_TILE", 2, "positions whose mask is made and looked at by itself"),
+    PathSize("parallel.sequence.ring_plan", "MOST_PAIRS", 2, "more pairs of runs are one masked block"),
+    PathSize("comm.together", "MOST_BYTES", 64, "tables of more are gathered in several rounds"),
+    PathSize("checkpoint.save", "SPLIT_BYTES", 8, "a piece of more is written by several ranks"),
+    PathSize("checkpoint.stored", "AT_ONCE", 3, "elements of more are read in several parts"),
+    PathSize("checkpoint.pieces", "FEW", 1, "more runs of a dim are copied by index"),
+    PathSize("checkpoint.files", "CHUNK", 48, "bytes of more are written and read in several parts"),
+    PathSize("digest", "_CHUNK", 2, "words of more are hashed in several parts"),
+    PathSize("step.scaler", "GROW_AFTER", 6, "after as many good steps the loss scale grows"),
 )
 
 
