@@ -45,7 +45,7 @@ SUMS = 4  # units in the last place that one step of an average may be off by
 
 
 @dataclass
-class Seen:
+class SeenRun:
     """One rank's record of a run: by step, weights and buffers and their average where it evaluates, and at the end."""
 
     weights: dict[int, Weights] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Watching:
     due: tuple[int, ...]
     decay: float | None
     spoilt: int | None
-    seen: Seen = field(default_factory=Seen)
+    seen: SeenRun = field(default_factory=SeenRun)
     _average: Weights = field(default_factory=dict)
     _engine: Engine | None = None
 
@@ -158,7 +158,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
-def _off_average(path: Path, seen: Seen, last: int, plan: Any, steps: int) -> list[str]:
+def _off_average(path: Path, seen: SeenRun, last: int, plan: Any, steps: int) -> list[str]:
     stored, unit = _read(path), torch.finfo(dtypes.said(plan)[1]).eps
     for name, average in seen.averages[last].items():
         if name not in stored or not average.numel():
@@ -171,7 +171,7 @@ def _off_average(path: Path, seen: Seen, last: int, plan: Any, steps: int) -> li
 
 
 def _off_evaluations(
-    task: Task, plan: Any, settings: RunSettings, seen: Seen, evaluations: dict[int, Any]
+    task: Task, plan: Any, settings: RunSettings, seen: SeenRun, evaluations: dict[int, Any]
 ) -> list[str]:  # fmt: skip
     """Returns a sentence for each held-out loss that is further from one process's than its arithmetic allows."""
     own = Settings(seed=settings.seed, dtype=torch.promote_types(dtypes.said(plan)[1], torch.float32))
