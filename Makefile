@@ -61,6 +61,7 @@ test-gpu: $(VENV)/.installed
 
 test-mutations: $(VENV)/.installed
 	$(BIN)/python tests/mutations/run.py --write
+	$(BIN)/python tests/mutations/both.py --thorough
 
 coverage-table: $(VENV)/.installed
 	$(BIN)/python benchmarks/coverage.py --write

@@ -46,6 +46,9 @@ class StepCount(click.ParamType):
     is_flag=True,
     help="A small proof of a large plan: the least ranks, blocks and samples that keep its structure.",
 )
+@click.option(
+    "--thorough", is_flag=True, help="Of a task: a second proof with 3 ranks of an axis, 3 steps, odd batches, ties."
+)
 @click.option("--clip-norm", type=float, default=None, help="Largest norm of the gradient, clipped on both sides.")
 @click.option("--device", default="cpu", show_default=True, help="Of both sides: cpu, or the accelerator: cuda, xpu.")
 @click.option("--backend", help="The accelerator's own, for ranks that share it; by default gloo.")
@@ -130,8 +133,8 @@ def launcher_ranks() -> Iterator[tuple[Any, int | None]]:
 def _prove(answer: Answer, target: str, arguments: tuple[str, ...], words: dict[str, Any], pool: Any) -> Any:
     """Returns the `Parity` of what the target is: a configuration, a script, or else a task."""
     if target.endswith(".toml"):
-        _refuse(words, arguments, "a configuration", "device", "backend", "epochs", "against", "nproc", "one", "cwd",
-                "check_order")  # fmt: skip
+        _refuse(words, arguments, "a configuration", "thorough", "device", "backend", "epochs", "against", "nproc",
+                "one", "cwd", "check_order")  # fmt: skip
         return _prove_run(answer, target, words, pool)
     if is_run(Path(target)):
         raise InputError(
@@ -144,7 +147,19 @@ def _prove(answer: Answer, target: str, arguments: tuple[str, ...], words: dict[
     if is_script(target):
         if pool is not None:
             raise InputError("verify: a script's ranks are started by verify itself: call it alone, without a launcher")
-        _refuse(words, (), "a script", "overrides", "seed", "shrink", "clip_norm", "device", "backend", "check_order")
+        _refuse(
+            words,
+            (),
+            "a script",
+            "overrides",
+            "seed",
+            "shrink",
+            "thorough",
+            "clip_norm",
+            "device",
+            "backend",
+            "check_order",
+        )
         return _prove_script(answer, target, arguments, words)
     _refuse(words, arguments, "a task", "epochs", "against", "nproc", "one", "cwd")
     return _prove_task(answer, target, words, pool)
@@ -159,7 +174,7 @@ def is_script(target: str) -> bool:
     return not Path(target).is_file() or calls_prepare(target) or not defines_task(target)
 
 
-_UNSET = {"overrides": (), "device": "cpu", "shrink": False, "check_order": False}
+_UNSET = {"overrides": (), "device": "cpu", "shrink": False, "thorough": False, "check_order": False}
 
 
 def _refuse(words: dict[str, Any], arguments: tuple[str, ...], what: str, *names: str) -> None:
@@ -202,7 +217,8 @@ def _prove_task(answer: Answer, task: str, words: dict[str, Any], pool: Any) -> 
     with timing(not answer.as_json) as say:
         return prove(
             adapted, parsed, steps=_number(words["steps"], "a task") or 2, seed=words["seed"] or 0,
-            shrink=words["shrink"], clip_norm=words["clip_norm"], device=words["device"], backend=words["backend"],
+            shrink=words["shrink"], thorough=words["thorough"], clip_norm=words["clip_norm"], device=words["device"],
+            backend=words["backend"],
             pool=pool,
             say=say,
         )  # fmt: skip

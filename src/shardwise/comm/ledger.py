@@ -51,6 +51,7 @@ class Ledger:
     loads     in a rehearsal of one rank: how much each rank of an exchange brings; () for all alike
     arrivals  in a rehearsal: bytes by (op, axis, rank of it that they come from), where an op sends to each rank apart
     overlaps  in a rehearsal: the exchanges that were not waited for at once
+    dtypes    names of the floating-point dtypes that were carried, by (tag, op); where an `Observer` fills the ledger
     clock     in a rehearsal: how many operations have run
     """
 
@@ -58,6 +59,7 @@ class Ledger:
     loads: tuple[int, ...] = ()
     arrivals: Counter[tuple[str, str, int]] = field(default_factory=Counter)
     overlaps: list[Overlap] = field(default_factory=list)
+    dtypes: dict[tuple[str, str], set[str]] = field(default_factory=lambda: defaultdict(set))
     clock: Callable[[], int] = lambda: 0
 
     def record(
@@ -91,3 +93,4 @@ class Ledger:
         self.entries.clear()
         self.arrivals.clear()
         self.overlaps.clear()
+        self.dtypes.clear()

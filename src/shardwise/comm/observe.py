@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,6 +71,14 @@ def _bytes(value) -> int:
     return 0
 
 
+def _dtypes(value) -> set[str]:
+    """Returns the names of the floating-point dtypes of a tensor, or of all in a list."""
+    if isinstance(value, torch.Tensor):
+        dtype = value.dtype.to_real() if value.is_complex() else value.dtype
+        return {str(dtype).removeprefix("torch.")} if dtype.is_floating_point else set()
+    return set().union(*map(_dtypes, value)) if isinstance(value, list | tuple) else set()
+
+
 class Observer(TorchDispatchMode):
     """Dispatch mode that adds every collective to `ledger`; `axes` maps a process group's name to its mesh axis."""
 
@@ -89,10 +98,11 @@ class Observer(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _record(
-        self, kind: str, full_bytes: int, group: dist.ProcessGroup, received_bytes: float | None = None
+        self, kind: str, carried: Any, full_bytes: int, group: dist.ProcessGroup, received_bytes: float | None = None
     ) -> None:
         tag = getattr(_local, "tag", None) or "torch"
         axis = self.axes.get(group.group_name, "other")
+        self.ledger.dtypes[tag, kind] |= _dtypes(carried)
         self.ledger.record(tag, kind, axis, full_bytes, group.size(), received_bytes)
 
     def _record_c10d(self, name: str, args: tuple) -> None:
@@ -101,7 +111,7 @@ class Observer(TorchDispatchMode):
             dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject) and _is_group(arg)
         )
         uneven = _from_others(args[0], args[3], group) if name == "alltoall_base_" and args[3] else None
-        self._record(kind, 0 if full is None else _bytes(args[full]), group, uneven)
+        self._record(kind, args[full or 0], 0 if full is None else _bytes(args[full]), group, uneven)
 
     def _record_functional(self, name: str, args: tuple) -> None:
         from torch.distributed.distributed_c10d import _resolve_process_group
@@ -110,7 +120,7 @@ class Observer(TorchDispatchMode):
         kind = _FUNCTIONAL[name]
         # a functional op is given the shard, not the full tensor
         size = _bytes(args[0]) * (group.size() if kind == "all_gather" else 1)
-        self._record(kind, size, group)
+        self._record(kind, args[0], size, group)
 
 
 def _from_others(received: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> float:

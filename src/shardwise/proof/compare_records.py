@@ -46,7 +46,7 @@ def number_error(a: float, b: float) -> float:
 def compare(parity: Parity, single: Record, ranks: Record) -> None:
     """Write the errors of the ranks under the plan, against the one process, into `parity`."""
     parity.notes += single.notices + ranks.notices
-    parity.differences += ranks.differences
+    parity.differences += single.differences + ranks.differences
     parity.bars = parity.bars or dict(FLOAT64_BARS)
     floors = _floors(single, -1)
     _compare_named(parity, "parameter", single.initial, ranks.initial, floors["parameter"], -1)

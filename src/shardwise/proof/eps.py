@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection
 
 import torch
 
+from shardwise.proof.literal import groups
 from shardwise.proof.settings import LEAST_EPS, raise_eps
-from shardwise.step.task_optimizer import named_groups
 
 CHANGED = 0.1  # of the largest update of a parameter
 ROUNDING = 1e-12  # of the model's largest gradient in float64: a gradient below it is zero but for rounding
@@ -35,7 +35,7 @@ class EpsWatch:
         self.others: dict[str, torch.nn.Parameter] = {}
         if self.raised:
             self.others = {name: torch.nn.Parameter(param.detach().clone()) for name, param in named}
-            self.own = make(named_groups(list(self.others.values())))
+            self.own = make(groups(list(self.others.values())))
         self.changed: set[str] = set()
         self.largest = 0.0
         self.gradients: dict[str, float] = {}

@@ -21,13 +21,13 @@ from shardwise.errors import InputError
 from shardwise.layout.dealing import micro_batches
 from shardwise.look.replaced_parameters import as_one_process
 from shardwise.proof.eps import EpsWatch
+from shardwise.proof.literal import bounds, groups, loss_of, samples_of
 from shardwise.proof.record import Record, kept, kept_state
 from shardwise.proof.settings import Settings, global_batch, nudged
 from shardwise.proof.watch import CallTrace, ModuleWatch
 from shardwise.random import BatchDims, GlobalRandom, Samples
-from shardwise.step.batching import fields_of, samples_in, slice_samples, told_beside_first
-from shardwise.step.loss import loss_on, not_negative
-from shardwise.step.task_optimizer import named_groups
+from shardwise.step.batching import fields_of, samples_in, told_beside_first
+from shardwise.step.loss import not_negative
 from shardwise.task import Task, call_arguments
 from shardwise.trace.deferred import build, named_tensors
 from shardwise.trace.double import KeepDouble, default_dtype
@@ -52,12 +52,12 @@ def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Reco
     """Returns the record of `settings.steps` steps in this process in float64; `look` takes one of them closely."""
     module = plain_module(task, settings)
     named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
-    optimizer = task.optimizer(named_groups([param for _, param in named]))
+    optimizer = task.optimizer(groups([param for _, param in named]))
     eps = EpsWatch(named, optimizer, task.optimizer)
     record = Record(lr=max(float(group.get("lr", 0.0)) for group in optimizer.param_groups))
     record.trained = {name for name, _ in named}
     record.initial = {name: kept(param) for name, param in module.named_parameters()}
-    random = GlobalRandom(BatchDims())
+    random = _Noted(BatchDims())
     arithmetic = KeepDouble()
     first: dict[str, str] = {}
     for step in range(settings.steps):
@@ -107,9 +107,24 @@ def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Reco
         record.trained.discard(name)
         del record.initial[name]
     record.notices += eps.notes()
+    if len(set(random.seeds.values())) < len(random.seeds):
+        record.differences.append("two micro-batches, or steps, draw their masks from one seed")
     if arithmetic.met:
         record.notices.append("the optimizer computes in less than float64 by itself; both sides kept it in float64")
     return record
+
+
+class _Noted(GlobalRandom):
+    """Notes the seed of each micro-batch's masks, by (step, micro-batch)."""
+
+    def __init__(self, dims: BatchDims):
+        super().__init__(dims)
+        self.seeds: dict[tuple[int, int], int] = {}
+
+    def begin(self, seed: int, step: int, micro_batch: int, samples: Samples, *, alone: bool = True) -> None:
+        """Starts a micro-batch."""
+        super().begin(seed, step, micro_batch, samples, alone=alone)
+        self.seeds[step, micro_batch] = torch.initial_seed()
 
 
 def _gradients(
@@ -140,7 +155,7 @@ def _sums(task, module, named, batch, step, settings, random, watch: ModuleWatch
         param.grad = None
     total, weight = 0.0, 0.0
     for index, low, high, samples in _cuts(samples_in(batch), settings):
-        part = slice_samples(batch, low, high)
+        part = samples_of(batch, low, high)
         random.begin(settings.seed, step, index, samples)
         if watch is not None:
             watch.begin(index, samples.start, samples.count, samples.total)
@@ -151,7 +166,7 @@ def _sums(task, module, named, batch, step, settings, random, watch: ModuleWatch
             default_dtype(settings.dtype),
         ):
             args, kwargs = call_arguments(task, part)
-            loss = loss_on(task, module(*args, **kwargs), part)
+            loss = loss_of(task, module(*args, **kwargs), part)
             objective = loss.total
             for extra in loss.extras.values():
                 factor = 1.0 if extra.weight is None else _ratio(float(loss.weight), float(extra.weight))
@@ -191,7 +206,8 @@ def _ratio(a: float, b: float) -> float:
 
 def _cuts(samples: int, settings: Settings):
     """Yields (micro-batch, first, last, samples) of each forward: one for a micro-batch, or two halves of it."""
-    for index, (low, high) in enumerate(micro_batches(samples, settings.accumulate)):
+    micro_batches(samples, settings.accumulate)  # refuses too few of them
+    for index, (low, high) in enumerate(bounds(samples, settings.accumulate)):
         middle = low + (high - low) // 2 if settings.halves else high
         parts = [(low, middle), (middle, high)]
         if settings.share is not None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -29,14 +30,16 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise.engine.engine import parallelize
 from shardwise.layout import Plan
-from shardwise.layout.precisions import PRECISIONS
-from shardwise.precision import dtype, met_at
+from shardwise.precision import met_at
+from shardwise.proof import dtypes
+from shardwise.proof.dtypes import SeenDtypes
+from shardwise.proof.literal import loss_of, samples_of
 from shardwise.proof.oracle import plain_module
 from shardwise.proof.outcome import Parity
 from shardwise.proof.settings import Settings, global_batch, nudged
+from shardwise.proof.sizes import small_of, small_sizes
 from shardwise.random import BatchDims, GlobalRandom, Samples
-from shardwise.step.batching import samples_in, slice_samples
-from shardwise.step.loss import read_loss
+from shardwise.step.batching import samples_in
 from shardwise.task import Task
 
 STEPS = 10
@@ -53,6 +56,8 @@ class Narrow:
     rate     the learning rate
     initial  weights before the first step; final ones are in `weights`, as the optimizer has them
     skipped  steps that overflowed
+    scales   of the loss after each step; 0 where it has none
+    dtypes   of one process's modules in the first step; of a rank in one step more
     """
 
     rate: float
@@ -61,6 +66,8 @@ class Narrow:
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     skipped: int = 0
+    scales: list[float] = field(default_factory=list)
+    dtypes: SeenDtypes = field(default_factory=SeenDtypes)
 
 
 def verify_precision(job: Any, plan: Plan, settings: Settings, on_ranks: Callable[..., list[Any]]) -> Parity:
@@ -82,9 +89,13 @@ def verify_precision(job: Any, plan: Plan, settings: Settings, on_ranks: Callabl
         return parity
     nudges = [plain_steps(task, plan, replace(settings, nudge=n), reference.rate) for n in range(1, NUDGES + 1)]
     exact = plan.with_(compile=False)  # a compiled block does not show its draws, and masks follow them
-    under_plan = on_ranks(narrow_rank, plan.world_size, job, exact, settings, reference.rate)[0]
+    ranks = on_ranks(narrow_rank, plan.world_size, job, exact, settings, reference.rate)
+    under_plan = ranks[0]
+    parity.differences += dtypes.first_differences(plan, [rank.dtypes for rank in ranks], reference.dtypes)
     if under_plan.skipped != reference.skipped:
         parity.differences.append(f"{under_plan.skipped} steps skipped by overflow, in one process {reference.skipped}")
+    elif _steps_of(under_plan.scales) != _steps_of(reference.scales):
+        parity.differences.append(f"the loss scale is {under_plan.scales}, in one process {reference.scales}")
     of = partial(_compare_numbers, parity, plan)
     parity.loss_error = of("loss", reference.losses, [run.losses for run in nudges], under_plan.losses)
     parity.norm_error = of("norm", reference.norms, [run.norms for run in nudges], under_plan.norms)
@@ -145,16 +156,21 @@ def _compare_numbers(
     return max((error if error == error else math.inf for error in errors), default=0.0)
 
 
+def _steps_of(scales: list[float]) -> list[float]:
+    """Returns loss scales over the first one, which either side chooses by the weight that it knows then."""
+    return [scale / (scales[0] or 1.0) for scale in scales]
+
+
 def _compute(plan: Plan) -> torch.dtype:
-    return dtype(PRECISIONS[plan.precision].compute)
+    return dtypes.said(plan)[0]
 
 
 def _master(plan: Plan) -> torch.dtype:
-    return dtype(PRECISIONS[plan.precision].master)
+    return dtypes.said(plan)[1]
 
 
 def _reduce(plan: Plan) -> torch.dtype:
-    return dtype(PRECISIONS[plan.precision].summed if plan.reduce_dtype == "auto" else plan.reduce_dtype)
+    return dtypes.said(plan)[2]
 
 
 def _sgd(rate: float, groups: list[dict]) -> torch.optim.Optimizer:
@@ -164,16 +180,22 @@ def _sgd(rate: float, groups: list[dict]) -> torch.optim.Optimizer:
 def narrow_rank(job: Any, plan: Plan, settings: Settings, rate: float) -> Narrow:
     """Returns what one rank measured in the plan's own precision; rank 0's has the weights. Collective."""
     task = job.build_task()
-    with_sgd = task.with_(optimizer=partial(_sgd, rate))
+    read: set[str] = set()
+    with_sgd = task.with_(optimizer=partial(_sgd, rate), loss=dtypes.noting(task.loss, read))
     engine = parallelize(with_sgd, plan, **settings.of_engine)
     record = Narrow(rate)
     for step in range(STEPS):
-        result = engine.step(global_batch(task, settings, step))
+        with small_sizes():
+            result = engine.step(global_batch(task, settings, step))
+        record.scales.append(engine.state.scale.value if engine.state.scale is not None else 0.0)
         record.losses.append(float(result.loss))
         record.norms.append(float(result.grad_norm))
         record.skipped += bool(result.skipped)
     weights = {name: tensor.detach().double().cpu().clone() for name, tensor in engine.full_parameters()}
     record.weights = weights if engine.rank == 0 else {}
+    with dtypes.watched(engine) as record.dtypes:
+        engine.step(global_batch(task, settings, STEPS))
+    record.dtypes.read = read
     return record
 
 
@@ -186,10 +208,10 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
     for _, param in module.named_parameters():
         param.data = param.data.to(compute)
     record = Narrow(rate or 0.0, initial={name: value.double() for name, value in masters.items()})
-    random, scale = GlobalRandom(BatchDims()), 0.0
+    random, scale, good = GlobalRandom(BatchDims()), 0.0, 0
     for step in range(STEPS):
         for place, (name, param) in enumerate(named):
-            param.data = _moved(masters[name].to(compute), settings, step, place)
+            param.data = moved_by_epsilon(masters[name].to(compute), settings, step, place)
         batch = global_batch(task, settings, step)
         sums = {name: torch.zeros_like(value, dtype=_reduce(plan)) for name, value in masters.items()}
         total = weight = 0.0
@@ -197,11 +219,16 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
         for index in range(settings.accumulate):
             low, high = samples * index // settings.accumulate, samples * (index + 1) // settings.accumulate
             random.begin(settings.seed, step, index, Samples(0, high - low, high - low))
-            with random.watching(module):
-                loss, objective = _loss(task, module, slice_samples(batch, low, high), compute, settings, step)
+            with (
+                random.watching(module),
+                nullcontext(SeenDtypes().returned) if step else dtypes.returned(module) as seen,
+            ):
+                part = samples_of(batch, low, high)
+                loss, objective = loss_in(task, module, part, compute, settings, step, record.dtypes.read)
+                record.dtypes.returned.update(seen)
                 weight_here = float(loss.weight)
                 # in the first micro-batch, whose weight stands for each of the others
-                if PRECISIONS[plan.precision].scaled and not scale:  # 2^15 over the global weight
+                if compute == torch.float16 and not scale:  # 2^15 over the global weight
                     scale = 2.0 ** (15 - round(math.log2(max(weight_here * settings.accumulate, 1.0))))
                 (objective * (scale or 1.0)).backward()
             total, weight = total + float(objective.detach()), weight + weight_here
@@ -214,8 +241,12 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
         record.losses.append(total / weight)
         record.norms.append(norm)
         if not math.isfinite(norm):  # overflow in fp16: the step is skipped, as a run skips it
-            scale, record.skipped = scale / 2, record.skipped + 1
+            scale, good, record.skipped = scale / 2, 0, record.skipped + 1
+            record.scales.append(scale)
             continue
+        good += 1
+        scale *= 2.0 if good % small_of("GROW_AFTER") == 0 else 1.0
+        record.scales.append(scale)
         clip = min(1.0, settings.clip_norm / (norm + 1e-6)) if settings.clip_norm is not None else 1.0
         if not record.rate:
             size = math.sqrt(sum(float(value.double().square().sum()) for value in masters.values()))
@@ -227,18 +258,23 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
     return record
 
 
-def _loss(task: Task, module: Any, part: Any, compute: torch.dtype, settings: Settings, step: int) -> tuple[Any, Any]:
-    """Returns (the loss, what is differentiated) of a part of a batch, computed in the plan's dtype."""
+def loss_in(
+    task: Task, module: Any, part: Any, compute: torch.dtype, settings: Settings, step: int, read: set[str]
+) -> tuple[Any, Any]:  # fmt: skip
+    """Returns (the loss, what is differentiated) of a part of a batch, computed in the plan's dtype.
+
+    read   the dtypes of the output are added to it
+    """
     wide = torch.promote_types(compute, torch.float32)
 
     def narrow(tensor: torch.Tensor) -> torch.Tensor:
-        return _moved(tensor.to(compute), settings, step, -1) if tensor.is_floating_point() else tensor
+        return moved_by_epsilon(tensor.to(compute), settings, step, -1) if tensor.is_floating_point() else tensor
 
     args, kwargs = tree_map_only(torch.Tensor, narrow, task.inputs(part))
     with _WideNorms():
         output = module(*args, **kwargs)
     output = tree_map_only(torch.Tensor, lambda t: t.to(wide) if t.is_floating_point() else t, output)
-    loss = read_loss(task.loss(output, part))
+    loss = loss_of(task.with_(loss=dtypes.noting(task.loss, read)), output, part)
     objective = loss.total
     for extra in loss.extras.values():
         objective = objective + extra.total * (
@@ -263,6 +299,6 @@ class _WideNorms(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _moved(tensor: torch.Tensor, settings: Settings, step: int, place: int) -> torch.Tensor:
+def moved_by_epsilon(tensor: torch.Tensor, settings: Settings, step: int, place: int) -> torch.Tensor:
     """Returns the tensor; with `nudge`, each element one epsilon up or down, drawn anew in each step."""
     return nudged(tensor, settings, place + 1000 * (step + 1)) if settings.nudge else tensor

@@ -36,6 +36,7 @@ def verify(
     device: str = "cpu",
     backend: str | None = None,
     shrink: bool = False,
+    thorough: bool = False,
     pool: Any = None,
     timeout_s: float = 600.0,
     say: Say = silent,
@@ -45,6 +46,7 @@ def verify(
     device of both sides: "cpu", or the type of the accelerator ("cuda", "xpu"), which ranks share where there are fewer
     backend the accelerator's own ("nccl"), for ranks that share a device; by default they meet over gloo
     shrink a small proof of a large plan: least degrees, blocks and samples that keep its structure
+    thorough   a second proof: 3 ranks of an axis of 2, 3 steps, odd batches, ties and zeros; about 3 times the cost
 
     pool   a `RankPool` to run in; one is made (and closed) where none is given
     say    is told what is being done
@@ -92,6 +94,14 @@ def verify(
     if not parity.equal and parity.exceeded:
         say("verify: running both again, to find where they differ first")
         _locate(parity, oracle, record, (task, chosen, settings), pool, timeout_s)
+    if thorough and parity.equal:
+        from shardwise.proof import thorough as room
+
+        def prove(other: Any, third: Plan) -> Parity:
+            return verify(other, third, steps=max(steps, room.STEPS), seed=seed, clip_norm=clip_norm, device=device,
+                          backend=backend, pool=pool, timeout_s=timeout_s, say=say)  # fmt: skip
+
+        room.prove_thirds(parity, task, chosen, prove)
     return parity
 
 

@@ -24,14 +24,13 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise.data.order import Order
 from shardwise.errors import RefusedPlan
+from shardwise.proof.literal import groups, loss_of, samples_of
 from shardwise.proof.oracle import needs_closure, plain_module
 from shardwise.proof.settings import Settings
 from shardwise.proof.visited import literal
 from shardwise.random import BatchDims, GlobalRandom, Samples
 from shardwise.random.reading_seeds import drawing
-from shardwise.step.batching import samples_in, slice_samples
-from shardwise.step.loss import read_loss
-from shardwise.step.task_optimizer import named_groups
+from shardwise.step.batching import samples_in
 from shardwise.task import Task
 from shardwise.trace.double import KeepDouble, default_dtype
 
@@ -81,7 +80,7 @@ def plain_run(task: Task, settings: RunSettings) -> RunRecord:
     """Returns what the run does in float64 in this process. `RefusedPlan` for an optimizer that needs a closure."""
     module = plain_module(task, Settings(seed=settings.seed))
     named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
-    optimizer = task.optimizer(named_groups([param for _, param in named]))
+    optimizer = task.optimizer(groups([param for _, param in named]))
     if needs_closure(optimizer):
         raise RefusedPlan(f"a run with {type(optimizer).__name__}, which needs a closure: verify the task itself")
     rates = [group.get("lr") for group in optimizer.param_groups]
@@ -100,7 +99,7 @@ def plain_run(task: Task, settings: RunSettings) -> RunRecord:
                 averages[name] = settings.decay * averages[name] + (1 - settings.decay) * param.detach()
         numbers["lr"] = float(optimizer.param_groups[0].get("lr", math.nan))
         record.steps.append(numbers)
-        if _due(task, settings, step):
+        if is_due(task, settings, step):
             evaluation = {f"eval_{key}": value for key, value in _evaluated(task, module, settings).items()}
             if settings.decay is not None:
                 with _replaced(named, averages):
@@ -177,7 +176,7 @@ def _gradients(
     extras: Numbers = {}
     for index in range(count):
         low, high = samples * index // count, samples * (index + 1) // count
-        part = _double(slice_samples(batch, low, high))
+        part = _double(samples_of(batch, low, high))
         random.begin(settings.seed, step, index, Samples(0, high - low, high - low))
         with random.watching(module), KeepDouble(), default_dtype(torch.float64):
             output, loss = _forward(task, module, part)
@@ -206,14 +205,14 @@ def _gradients(
 def _forward(task: Task, module: nn.Module, part: Any) -> tuple[Any, Any]:
     args, kwargs = task.inputs(part)
     output = module(*args, **kwargs)
-    return output, read_loss(task.loss(output, part))
+    return output, loss_of(task, output, part)
 
 
 def _double(batch: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, batch)
 
 
-def _due(task: Task, settings: RunSettings, step: int) -> bool:
+def is_due(task: Task, settings: RunSettings, step: int) -> bool:
     """Returns whether the run evaluates after this step."""
     every, last = settings.eval_every, step + 1 == settings.steps
     return task.eval_data is not None and every != 0 and (last or bool(every and (step + 1) % every == 0))

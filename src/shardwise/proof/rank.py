@@ -23,6 +23,7 @@ from shardwise.layout.dealing import cut
 from shardwise.part import plain
 from shardwise.proof.record import Deviation, Record, Tensors, kept, kept_state
 from shardwise.proof.settings import Settings, global_batch, raise_eps
+from shardwise.proof.sizes import sizes_of
 from shardwise.proof.watch import CallTrace, ModuleWatch
 from shardwise.random import Samples
 from shardwise.task import Task
@@ -44,7 +45,8 @@ def run_rank(task: Any, plan: Plan, settings: Settings) -> Record:
     for step in range(settings.steps):
         last = step == settings.steps - 1
         batch = global_batch(resolved, settings, step)
-        with engine.observe() if last else nullcontext() as ledger, KeepDouble(), default_dtype(settings.dtype):
+        observing = engine.observe() if last else nullcontext()
+        with observing as ledger, KeepDouble(), default_dtype(settings.dtype), sizes_of(step):
             result = engine.step(batch)
         record.ledger = ledger.rows() if ledger is not None else []
         record.losses.append(result.loss)
@@ -78,7 +80,8 @@ def trace_rank(task: Any, plan: Plan, settings: Settings, step: int) -> CallTrac
         batch = global_batch(resolved, settings, number)
         if number == step:
             random.__dict__["begin"] = noted  # called where a micro-batch begins
-        with watch.watching() if number == step else nullcontext(), KeepDouble(), default_dtype(settings.dtype):
+        watching = watch.watching() if number == step else nullcontext()
+        with watching, KeepDouble(), default_dtype(settings.dtype), sizes_of(number):
             engine.step(batch)
     return watch.trace
 

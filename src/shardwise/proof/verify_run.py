@@ -17,7 +17,7 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,18 @@ from typing import Any
 import torch
 
 from shardwise.config import Effective
+from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan
-from shardwise.layout import check
+from shardwise.layout import Plan, check
 from shardwise.layout.dealing import cut
+from shardwise.proof import literal_settings, own_run
 from shardwise.proof.compare_records import number_error, tensor_error
 from shardwise.proof.outcome import FLOAT64_BARS, Parity
 from shardwise.proof.own_precision import verify_precision
 from shardwise.proof.plain_run import RunRecord, RunSettings, plain_run
 from shardwise.proof.saved import compare_saved, read_saved
 from shardwise.proof.settings import LEAST_EPS, Settings, raise_eps
+from shardwise.proof.sizes import small_sizes
 from shardwise.proof.visited import starts_of, visiting
 from shardwise.step.task_optimizer import named_groups
 from shardwise.task import Source, Task
@@ -86,6 +89,7 @@ class Proving:
     samples: int
     starts: tuple[int, ...] = ()
     batch: int = 1
+    watching: own_run.Watching | None = None  # of a run in its own precision
 
     def task(self, task: Task) -> Task:
         """Returns the task with fewer samples and an eps not below that of proofs; batches as the task draws them."""
@@ -96,12 +100,18 @@ class Proving:
             task = task.with_(eval_data=First(task.eval_data, len(task.eval_data)))
         if task.batch is not None:
             task = task.with_(batch=_AsDrawn(task.batch))
+        if self.watching is not None:
+            task = task.with_(loss=self.watching.loss(task.loss))
         return task.with_(optimizer=_Raised(task.optimizer))
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Context around the steps of a rank, in which float64 stays float64."""
-        with KeepDouble(), default_dtype(torch.float64):
+    def inside(self, engine: Engine) -> Iterator[None]:
+        """Context around the steps of a rank: of one in its own precision; or in which float64 stays float64."""
+        if self.watching is not None:
+            with self.watching.around(engine):
+                yield
+            return
+        with KeepDouble(), default_dtype(torch.float64), small_sizes():
             yield
 
 
@@ -144,6 +154,7 @@ def verify_run(
         with _ranks(pool, timeout_s) as on_ranks:
             ranks = _run(small, on_ranks)
             parity.second = _second(job, settings, on_ranks)
+            _own_run(small, job.effective.plan, settings, on_ranks, parity.second or parity)
     except RefusedPlan as refusal:
         parity.refused = str(refusal)
         return parity
@@ -175,6 +186,9 @@ def _small(job: Job, steps: int, parity: Parity) -> tuple[Job, RunSettings]:
     config = effective.config.model_copy(update={"train": train.model_copy(update=changed)})
     plan = effective.plan.exact("fp64")
     total = max(job.steps, steps)  # the run's own schedule, not one squeezed into a few steps
+    length = None if task.data is None else len(task.data)
+    factor = make_schedule(config.schedule, total)
+    parity.differences += literal_settings.differences(job, length, factor, total)
     small = job.with_(
         effective=replace(effective, config=config, plan=plan),
         steps=steps,
@@ -188,7 +202,7 @@ def _small(job: Job, steps: int, parity: Parity) -> tuple[Job, RunSettings]:
         parity.notes.append(f"the optimizer's eps of {raised[0]:g} is {LEAST_EPS:g} on both sides")
     settings = RunSettings(
         steps=steps, seed=train.seed, batch=job.batch_samples, accumulate=plan.step_microbatches,
-        factor=make_schedule(config.schedule, total), clip_norm=train.clip_norm, eval_every=every,
+        factor=factor, clip_norm=train.clip_norm, eval_every=every,
         eval_count=train.eval_samples, decay=train.ema_decay,
     )  # fmt: skip
     return small, settings
@@ -229,10 +243,38 @@ def _second(job: Job, settings: RunSettings, on_ranks: OnRanks) -> Parity | None
     return verify_precision(job, plan, own, on_ranks)
 
 
-def prove_rank(job: Job) -> None:
-    """Run the training loop of one rank."""
-    with KeepDouble():
+def _own_run(small: Job, plan: Plan, settings: RunSettings, on_ranks: OnRanks, parity: Parity) -> None:
+    """Run the training loop in its own precision; what it writes beside its own weights goes into `parity`."""
+    if parity.unproven:  # one process cannot run in it
+        return
+    task = small.build_task()
+    train = small.effective.config.train
+    evaluates = task.eval_data is not None and settings.eval_every != 0
+    decay = None if settings.decay is None else max(settings.decay, own_run.DECAY)
+    settings = replace(settings, decay=decay)
+    own = train.model_copy(update={"on_nonfinite": "skip", "keep_best": evaluates, "ema_decay": decay})
+    effective = replace(
+        small.effective,
+        config=small.effective.config.model_copy(update={"train": own}),
+        plan=plan.with_(compile=False),
+    )
+    watching = own_run.watching(task, settings)
+    with tempfile.TemporaryDirectory(prefix="shardwise-proof-") as folder:
+        job = small.with_(effective=effective, folder=Path(folder), proof=replace(small.proof, watching=watching))
+        ranks = on_ranks(prove_rank, plan.world_size, job)
+        parity.differences += own_run.differences(task, plan, settings, ranks, Path(folder))
+    parity.notes.append(
+        f"in {plan.precision}: averages, held-out losses, best weights and the file at the end are those of the run's "
+        "own weights" + ("" if watching.spoilt is None else f"; step {watching.spoilt} overflowed, and was skipped")
+    )
+
+
+def prove_rank(job: Job) -> own_run.Watching | None:
+    """Run the training loop of one rank; returns what watched it."""
+    with KeepDouble() if job.proof.watching is None else nullcontext():
         run_rank(job)
+    watching: own_run.Watching | None = job.proof.watching
+    return watching
 
 
 def _read(folder: Path) -> RunRecord:

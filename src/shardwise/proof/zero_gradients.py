@@ -16,13 +16,13 @@ from __future__ import annotations
 import torch
 
 from shardwise.proof.compare_records import tensor_error
+from shardwise.proof.literal import groups
 from shardwise.proof.narrow import LEAST_BAR
 from shardwise.proof.oracle import needs_closure, plain_module
 from shardwise.proof.outcome import GRADIENT_BAR, GRADIENT_FLOOR, Parity
 from shardwise.proof.record import Record, Tensors, kept, kept_state
 from shardwise.proof.rounding import ALLOWANCE, nudged_runs
 from shardwise.proof.settings import Settings, raise_eps
-from shardwise.step.task_optimizer import named_groups
 from shardwise.task import Task
 from shardwise.trace.double import KeepDouble, default_dtype
 
@@ -87,7 +87,7 @@ def _of_the_same_gradients(
 ) -> dict[tuple[str, str], float] | None:  # fmt: skip
     """Returns errors of values and states against one process's optimizer on the plan's gradients, or None."""
     named = [(name, p) for name, p in plain_module(task, settings).named_parameters() if p.requires_grad]
-    optimizer = task.optimizer(named_groups([param for _, param in named]))
+    optimizer = task.optimizer(groups([param for _, param in named]))
     if needs_closure(optimizer):  # it computes gradients itself, so it cannot be given the plan's
         return None
     raise_eps(optimizer)

@@ -78,7 +78,7 @@ def _run_rank(job: Job) -> dict[str, Any]:
     say("")
     with ExitStack() as stack:
         if job.proof is not None:
-            stack.enter_context(job.proof.inside())
+            stack.enter_context(job.proof.inside(engine))
         summary = _Rank(job, task, engine, flops, stack).run()
     engine.close()  # waits for all ranks, so never on the way out of an error
     return summary

@@ -1,0 +1,192 @@
+"""Dtypes that a step under a plan used, seen in its collectives and tensors, against what the plan says.
+
+    gradients on the wire, and the buffers they add up in   `reduce_dtype`, or the precision's own
+    weights that are gathered or published                  the compute dtype; one that is held whole: its master's
+    masters, their gradients                                the master dtype
+    the optimizer's state                                   what it is in one process, of masters of that dtype
+    what a module returns                                   no narrower than in one process
+    control rows; statistics of batch norms                 64 bits; 32 bits or more
+    anything else on the wire                               the compute dtype, or a wider one
+
+A sum in 16 bits, or a result that is cast to them, looks like rounding: no bar on values tells it from what the plan
+asks for. `SAYS` is written here, beside the table of layout/precisions, so that a wrong row there shows.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from shardwise.engine.engine import Engine
+from shardwise.layout import Plan
+
+# precision -> (compute, master, summed)
+SAYS = {
+    "fp32": ("float32", "float32", "float32"),
+    "fp64": ("float64", "float64", "float64"),
+    "bf16": ("bfloat16", "float32", "float32"),
+    "bf16-full": ("bfloat16", "bfloat16", "float32"),
+    "fp16": ("float16", "float32", "float32"),
+}
+NAMES = {"fp32": "float32", "fp64": "float64", "bf16": "bfloat16", "fp16": "float16"}
+REDUCING = ("all_reduce", "reduce_scatter")
+Named = dict[str, set[str]]  # what -> the dtypes that were seen of it
+
+
+@dataclass
+class SeenDtypes:
+    """The dtypes that one rank, or one process, used in a step.
+
+    carried   by collectives: (tag, op) -> dtypes
+    masters, gradients, buffers   by parameter's name; of buffers in which gradients add up, by number
+    states    of the optimizer, by key
+    returned  by modules, by their path
+    read      by the loss, of the model's output
+    """
+
+    carried: dict[tuple[str, str], set[str]] = field(default_factory=dict)
+    masters: Named = field(default_factory=dict)
+    gradients: Named = field(default_factory=dict)
+    buffers: Named = field(default_factory=dict)
+    states: Named = field(default_factory=dict)
+    returned: Named = field(default_factory=dict)
+    read: set[str] = field(default_factory=set)
+
+
+def said(plan: Plan) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    """Returns the dtypes that a plan asks for: (of products, of masters, of gradients' sums)."""
+    compute, master, summed = SAYS[plan.precision]
+    summed = summed if plan.reduce_dtype == "auto" else NAMES[plan.reduce_dtype]
+    return getattr(torch, compute), getattr(torch, master), getattr(torch, summed)
+
+
+def named(values: Any) -> set[str]:
+    """Returns the names of the floating-point dtypes in a tree of tensors, of complex ones that of their parts."""
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    dtypes = {leaf.dtype.to_real() if leaf.is_complex() else leaf.dtype for leaf in tensors}
+    return {str(dtype).removeprefix("torch.") for dtype in dtypes if dtype.is_floating_point}
+
+
+@contextmanager
+def returned(module: nn.Module) -> Iterator[Named]:
+    """Context: yields the dtypes of what modules return inside, by path."""
+    seen: Named = defaultdict(set)
+
+    def of(path: str) -> Any:
+        def note(child: nn.Module, args: tuple, output: Any) -> None:
+            if torch.is_grad_enabled():  # what a stage runs only to find shapes counts nothing
+                seen[path] |= named(output)
+
+        return note
+
+    handles = [child.register_forward_hook(of(path)) for path, child in module.named_modules()]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def noting(loss: Callable[..., Any], seen: set[str]) -> Callable[..., Any]:
+    """Returns the loss, which adds to `seen` the dtypes of the output that it reads."""
+
+    @wraps(loss)
+    def noted(output: Any, *args: Any) -> Any:
+        seen.update(named(output))
+        return loss(output, *args)
+
+    return noted
+
+
+@contextmanager
+def watched(engine: Engine) -> Iterator[SeenDtypes]:
+    """Context around one step: yields its dtypes, complete when it ends."""
+    seen = SeenDtypes()
+    with engine.observe() as ledger, returned(engine.module) as seen.returned:
+        yield seen
+    seen.carried = dict(ledger.dtypes)
+    seen.returned = dict(seen.returned)
+    seen.buffers = {str(place): named(tensor) for place, tensor in enumerate(engine.technique.gradient_buffers())}
+    for slot in engine.technique.slots:
+        seen.masters[slot.name], seen.gradients[slot.name] = named(slot.master), named(slot.master.grad)
+    for index, master in engine.state.owners.masters.items() if engine.state.owners is not None else ():
+        seen.masters[engine.state.names[index]] = named(master)
+    seen.states = of_states(engine.optimizer)
+
+
+def of_states(optimizer: torch.optim.Optimizer) -> Named:
+    """Returns the dtypes of an optimizer's state by its keys, of tensors with dims."""
+    seen: Named = defaultdict(set)
+    for state in optimizer.state.values():
+        for key, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, torch.Tensor) and value.dim():
+                seen[str(key)] |= named(value)
+    return dict(seen)
+
+
+def differences(plan: Plan, ranks: SeenDtypes, single: SeenDtypes) -> list[str]:
+    """Returns a sentence for each kind of thing that has another dtype than the plan, or one process, gives it."""
+    compute, master, summed = (named(torch.empty(0, dtype=dtype)) for dtype in said(plan))
+    told = [
+        _unlike(f"{op} of {tag}", dtypes, _allowed(tag, op, compute, master, summed))
+        for (tag, op), dtypes in ranks.carried.items()
+    ]
+    told += [_first("the buffer of gradients", ranks.buffers, summed), _first("the master of", ranks.masters, master)]
+    told += [_first("the gradient that the optimizer gets of", ranks.gradients, master)]
+    told.append(_unlike("what the loss reads", ranks.read, _or_wider(single.read)))
+    for key in sorted(ranks.states.keys() & single.states.keys()):
+        told.append(_unlike(f"the optimizer's {key}", ranks.states[key], single.states[key]))
+    for path in sorted(ranks.returned.keys() & single.returned.keys()):
+        told.append(_unlike(f"what '{path or 'the model'}' returns", ranks.returned[path],
+                            _or_wider(single.returned[path])))  # fmt: skip
+    return [sentence for sentence in told if sentence]
+
+
+def _allowed(tag: str, op: str, compute: set[str], master: set[str], summed: set[str]) -> set[str]:
+    """Returns the dtypes that a collective may carry. `torch`: FSDP2's gathers and reductions."""
+    if op in REDUCING and tag in ("gradients", "torch"):
+        return summed
+    if tag == "gradients":  # whole ones, which go to the rank that updates a tensor
+        return master
+    if tag == "torch":
+        return compute
+    if tag == "parameters":
+        return compute if op == "all_gather" else compute | master
+    if tag == "control":
+        return {"float64"}
+    wide = tag == "batch_norm" and all(getattr(torch, name).itemsize < 4 for name in compute)
+    return _or_wider({"float32"} if wide else compute)
+
+
+def _or_wider(dtypes: set[str]) -> set[str]:
+    """Returns the dtypes, and all that are wider than the narrowest of them."""
+    least = min((getattr(torch, name).itemsize for name in dtypes), default=8)
+    return dtypes | {name for name in ("float32", "float64") if getattr(torch, name).itemsize > least}
+
+
+def _first(what: str, seen: Named, allowed: set[str]) -> str:
+    """Returns a sentence on the first that has another dtype, "" where none has."""
+    sentences = (_unlike(f"{what} '{name}'", dtypes, allowed) for name, dtypes in seen.items())
+    return next((sentence for sentence in sentences if sentence), "")
+
+
+def _unlike(what: str, dtypes: Iterable[str], allowed: set[str]) -> str:
+    wrong = sorted(set(dtypes) - allowed)
+    return f"dtype of {what}: {', '.join(wrong)}, not {' or '.join(sorted(allowed))}" if wrong and allowed else ""
+
+
+def first_differences(plan: Plan, ranks: list[SeenDtypes], single: SeenDtypes) -> list[str]:
+    """Returns what `differences` says of each rank, each sentence once, with the first rank of which it is true."""
+    told: dict[str, int] = {}
+    for rank, seen in enumerate(ranks):
+        for sentence in differences(plan, seen, single):
+            told.setdefault(sentence, rank)
+    return [f"{sentence} (rank {rank})" for sentence, rank in told.items()]

@@ -1,0 +1,74 @@
+"""What the one process takes from a task, written again: batches cut, losses read, groups of parameters.
+
+The rooms of a step do the same for the ranks, with the checks and messages that a user meets. Written once for both
+sides, a mistake in them would be on both: a sample that no micro-batch has, a weight read twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map
+
+from shardwise.step.loss import loss_on, read_loss
+from shardwise.task import Task
+
+
+@dataclass
+class LiteralExtra:
+    """An extra term: its sum, and the weight that it has of its own."""
+
+    total: torch.Tensor
+    weight: float | None
+
+
+@dataclass
+class LiteralLoss:
+    """What a task's loss returned."""
+
+    total: torch.Tensor
+    weight: float
+    extras: dict[str, LiteralExtra] = field(default_factory=dict)
+
+
+def bounds(samples: int, pieces: int) -> list[tuple[int, int]]:
+    """Returns [start, stop) of so many pieces, one after the other, of which none is more than one longer."""
+    stops = [samples * (piece + 1) // pieces for piece in range(pieces)]
+    return list(zip([0, *stops[:-1]], stops, strict=True))
+
+
+def samples_of(batch: Any, low: int, high: int) -> Any:
+    """Returns samples [low, high) of everything in a batch that has samples."""
+
+    def of(leaf: Any) -> Any:
+        return leaf[low:high] if isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim else leaf
+
+    return tree_map(of, batch)
+
+
+def loss_of(task: Task, output: Any, batch: Any) -> LiteralLoss:
+    """Returns the task's loss of an output; raises `InputError` as a step does for one that is not right."""
+    try:
+        returned = task.loss(output, batch)
+    except (TypeError, AttributeError):
+        loss_on(task, output, batch)  # fails again, and says more
+        raise
+    read_loss(returned)
+    total, weight, *rest = returned
+    loss = LiteralLoss(total.reshape(()), float(weight))
+    for name, extra in (rest[0] if rest else {}).items():
+        own = isinstance(extra, tuple | list)
+        value, of = (extra[0], float(extra[1])) if own else (extra, None)
+        loss.extras[name] = LiteralExtra(value.reshape(()), of)
+    return loss
+
+
+def groups(params: Sequence[torch.Tensor]) -> list[dict]:
+    """Returns what `Task.optimizer` is given: matrices, which decay, and vectors and numbers, which do not."""
+    matrices = {"name": "decay", "params": [param for param in params if len(param.shape) > 1]}
+    others = {"name": "no_decay", "params": [param for param in params if len(param.shape) < 2], "weight_decay": 0.0}
+    return [group for group in (matrices, others) if group["params"]]

@@ -1,0 +1,227 @@
+"""What a run writes in its own precision, held against the weights that it has itself after each of its steps.
+
+    average of the weights   those weights, averaged here in float64: as close as its own dtype adds up
+    evaluations              one process in the compute dtype with those weights: as one epsilon moves it, times 3
+    best weights             those after the evaluation that was best, bit by bit
+    the file at the end      the last ones, bit by bit
+    a step that overflows    is skipped: no update, nothing taken into the average; the gradients of one are made
+                             infinite for it
+
+So nothing that rounds twice passes for rounding: an error does not have to outgrow that of whole steps.
+
+What this does not do: say whether those weights are right; `own_precision` and `verify_run` do.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from shardwise.engine.engine import Engine
+from shardwise.proof import dtypes
+from shardwise.proof.literal import groups
+from shardwise.proof.oracle import plain_module
+from shardwise.proof.own_precision import ALLOWANCE, NUDGES, loss_in, moved_by_epsilon
+from shardwise.proof.plain_run import RunSettings, is_due
+from shardwise.proof.settings import Settings
+from shardwise.random.reading_seeds import drawing
+from shardwise.task import Task
+from shardwise.training.keeping import BEST
+from shardwise.training.loop import EMA_WEIGHTS, WEIGHTS
+
+Weights = dict[str, torch.Tensor]
+DECAY = 0.98  # of a proof's average, at least: it lags so far behind that what is evaluated with it shows
+SUMS = 4  # units in the last place that one step of an average may be off by
+
+
+@dataclass
+class SeenRun:
+    """One rank's record of a run: by step, weights and buffers and their average where it evaluates, and at the end."""
+
+    weights: dict[int, Weights] = field(default_factory=dict)
+    averages: dict[int, Weights] = field(default_factory=dict)
+    updated: list[int] = field(default_factory=list)
+    states: dtypes.Named = field(default_factory=dict)  # dtypes of the optimizer's
+
+
+@dataclass
+class Watching:
+    """Records what a rank's engine has while the loop runs it, and makes the gradients of step `spoilt` infinite."""
+
+    due: tuple[int, ...]
+    decay: float | None
+    spoilt: int | None
+    seen: SeenRun = field(default_factory=SeenRun)
+    _average: Weights = field(default_factory=dict)
+    _engine: Engine | None = None
+
+    @contextmanager
+    def around(self, engine: Engine) -> Iterator[None]:
+        """Context around a rank's steps. Collective."""
+        self._average = {name: value.double() for name, value in _whole(engine).items()}
+        self._engine = engine
+        with engine.around("update", partial(self._noting, engine)):
+            yield
+        self._engine = None  # what is returned to the proof is plain
+        self.seen.states = dtypes.of_states(engine.optimizer)
+        if engine.rank:
+            self.seen.weights, self.seen.averages = {}, {}
+
+    def loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the loss, through which infinite gradients go back in the step that is spoilt."""
+
+        @wraps(loss)
+        def spoiling(output: Any, *args: Any) -> Any:
+            if self._engine is not None and self._engine.steps_done == self.spoilt and torch.is_grad_enabled():
+                for leaf in tree_leaves(output):
+                    if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                        leaf.register_hook(lambda gradient: gradient * math.inf)
+            return loss(output, *args)
+
+        return spoiling
+
+    @contextmanager
+    def _noting(self, engine: Engine) -> Iterator[None]:
+        yield
+        step, now = engine.steps_done, _whole(engine)
+        self.seen.updated.append(step)
+        if self.decay is not None:
+            for name, value in self._average.items():
+                self._average[name] = self.decay * value + (1 - self.decay) * now[name].double()
+        if step in self.due:
+            self.seen.weights[step] = now | {name: t.detach().cpu().clone() for name, t in engine.full_buffers()}
+            self.seen.averages[step] = dict(self._average)
+
+
+def _whole(engine: Engine) -> Weights:
+    return {name: tensor.detach().cpu().clone() for name, tensor in engine.full_parameters()}
+
+
+def watching(task: Task, settings: RunSettings) -> Watching:
+    """Returns what watches a run that skips steps which are not finite; one is made so, where none is evaluated."""
+    due = tuple(step for step in range(settings.steps) if is_due(task, settings, step) or step + 1 == settings.steps)
+    free = [step for step in range(1, settings.steps) if step not in due]
+    return Watching(due, settings.decay, free[0] if free else None)
+
+
+def differences(task: Task, plan: Any, settings: RunSettings, ranks: list[Watching], folder: Path) -> list[str]:
+    """Returns a sentence for each thing that the run wrote and that is not what its own weights say."""
+    watched = ranks[0]
+    seen, last = watched.seen, settings.steps - 1
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    evaluations = {row["step"]: row for row in rows if "eval_loss" in row}
+    expected = [step for step in range(settings.steps) if step != watched.spoilt]
+    told = []
+    if seen.updated != expected:
+        told.append(f"steps {seen.updated} were updates, where {expected} are finite")
+        return told
+    skipped = [row["step"] for row in rows if row.get("skipped")]
+    if skipped != [step for step in [watched.spoilt] if step is not None]:
+        told.append(f"steps {skipped} are told to be skipped, and step {watched.spoilt} overflowed")
+    told += _unlike_file(folder / WEIGHTS, seen.weights[last], "the file of weights")
+    if settings.decay is not None:
+        told += _off_average(folder / EMA_WEIGHTS, seen, last, plan, settings.steps)
+    if evaluations:
+        best = min(sorted(evaluations), key=lambda step: evaluations[step]["eval_loss"])
+        told += _unlike_file(folder / BEST, seen.weights[best], f"the best weights, of step {best},")
+        told += _off_evaluations(task, plan, settings, seen, evaluations)
+    return told + _off_states(task, plan, ranks)
+
+
+def _read(path: Path) -> Weights:
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+def _unlike_file(path: Path, weights: Weights, what: str) -> list[str]:
+    """Returns a sentence where a file's tensors are not these, bit by bit; names that one of both lacks are left."""
+    if not path.exists():
+        return [f"{what} was not written"]
+    for name, value in _read(path).items():
+        if name in weights and (value.dtype != weights[name].dtype or not _same(value, weights[name])):
+            return [f"{what}: '{name}' is not the run's own weight, bit by bit"]
+    return []
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def _off_average(path: Path, seen: SeenRun, last: int, plan: Any, steps: int) -> list[str]:
+    stored, unit = _read(path), torch.finfo(dtypes.said(plan)[1]).eps
+    for name, average in seen.averages[last].items():
+        if name not in stored or not average.numel():
+            continue
+        allowed = SUMS * steps * unit * float(average.abs().max())
+        error = float((stored[name].double() - average).abs().max())
+        if not error <= allowed:
+            return [f"the average of '{name}' is off by {error:.1e} from that of the run's weights, over {allowed:.1e}"]
+    return []
+
+
+def _off_evaluations(
+    task: Task, plan: Any, settings: RunSettings, seen: SeenRun, evaluations: dict[int, Any]
+) -> list[str]:  # fmt: skip
+    """Returns a sentence for each held-out loss that is further from one process's than its arithmetic allows."""
+    own = Settings(seed=settings.seed, dtype=torch.promote_types(dtypes.said(plan)[1], torch.float32))
+    module, told = plain_module(task, own).eval(), []
+    for step, numbers in sorted(evaluations.items()):
+        for key, weights in (("eval_loss", {}), ("ema_eval_loss", seen.averages[step])):
+            if key not in numbers:
+                continue
+            held = seen.weights[step] | weights
+            runs = [_held_out(task, module, held, plan, settings, nudge) for nudge in range(NUDGES + 1)]
+            least = 16 * torch.finfo(own.dtype).eps * abs(runs[0])
+            allowed = max(ALLOWANCE * max(abs(run - runs[0]) for run in runs[1:]), least)
+            if not abs(numbers[key] - runs[0]) <= allowed:
+                told.append(f"{key} after step {step}: {numbers[key]:.6g}, of the run's own weights {runs[0]:.6g} "
+                            f"in one process (up to {allowed:.1e} apart)")  # fmt: skip
+    return told
+
+
+@torch.no_grad()
+def _held_out(task: Task, module: nn.Module, held: Weights, plan: Any, settings: RunSettings, nudge: int) -> float:
+    """Returns the mean held-out loss of these weights and buffers in the compute dtype; `nudge` moves all a little."""
+    compute, own = dtypes.said(plan)[0], Settings(seed=settings.seed, nudge=nudge)
+    for place, (name, param) in enumerate(module.named_parameters()):
+        master = held[name].to(dtypes.said(plan)[1]) if name in held else param
+        param.data = moved_by_epsilon(master.to(compute), own, 0, place)
+    for name, buffer in module.named_buffers():
+        if name in held:
+            buffer.copy_(held[name])
+    assert task.eval_data is not None
+    length = len(task.eval_data)
+    count = min(settings.eval_count, length) if settings.eval_count else length
+    chosen = [length * index // count for index in range(count)]
+    total = weight = 0.0
+    for first in range(0, count, settings.batch):
+        with drawing(0, 0, first):
+            batch = task.eval_data.read(chosen[first : first + settings.batch])
+        loss, _ = loss_in(task, module, batch, compute, own, first, set())
+        total, weight = total + float(loss.total), weight + float(loss.weight)
+    return total / weight
+
+
+def _off_states(task: Task, plan: Any, ranks: list[Watching]) -> list[str]:
+    """Returns a sentence for each key of the optimizer's state whose dtype one process does not give it."""
+    module = plain_module(task, Settings())
+    params = [param for param in module.parameters() if param.requires_grad]
+    for param in params:
+        if param.is_floating_point():
+            param.data = param.data.to(dtypes.said(plan)[1])
+        param.grad = torch.full_like(param, 1e-3)
+    optimizer = task.optimizer(groups(params))
+    optimizer.step()
+    single = dtypes.SeenDtypes(states=dtypes.of_states(optimizer))
+    return dtypes.first_differences(plan, [dtypes.SeenDtypes(states=rank.seen.states) for rank in ranks], single)

@@ -1,0 +1,81 @@
+"""`SIZES`: every size at which the code takes another path, and the small one at which a proof meets the other side.
+
+    verify TASK     steps 0, 2, ... at the sizes as they are, steps 1, 3, ... at the small ones
+    verify CONFIG   the run in float64 and the steps in its own precision at the small ones, the run in its own
+                    precision at the sizes as they are
+
+A small model never reaches 2^26 scores or a megabyte of a file, so what happens there would be proven by nobody.
+Buckets of gradients are made small by `comm/buckets.small_buckets`, since they are laid out once.
+
+What this does not do: caches that only forget (their sizes change nothing that is computed), and limits that refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+
+@dataclass(frozen=True)
+class PathSize:
+    """A named constant of a module, which its functions read when they run.
+
+    small  its value for proofs; of a function, what stands in its place
+    what   changes at it
+    """
+
+    module: str
+    name: str
+    small: Any
+    what: str
+
+
+def _never(*args: Any) -> bool:
+    return False
+
+
+SIZES = (
+    PathSize("parallel.sequence.block_attention", "MOST_SCORES", 64, "scores of more are written a few rows at a time"),
+    PathSize("parallel.sequence.block_attention", "has_fused", _never, "blocks are written out, as where no kernel is"),
+    PathSize("parallel.sequence.ring_plan", "LEAST_TILE", 2, "positions whose mask is made and looked at by itself"),
+    PathSize("parallel.sequence.ring_plan", "MOST_PAIRS", 2, "more pairs of runs are one masked block"),
+    PathSize("comm.together", "MOST_BYTES", 64, "tables of more are gathered in several rounds"),
+    PathSize("checkpoint.save", "SPLIT_BYTES", 8, "a piece of more is written by several ranks"),
+    PathSize("checkpoint.stored", "AT_ONCE", 3, "elements of more are read in several parts"),
+    PathSize("checkpoint.pieces", "FEW", 1, "more runs of a dim are copied by index"),
+    PathSize("checkpoint.files", "CHUNK", 48, "bytes of more are written and read in several parts"),
+    PathSize("digest", "_CHUNK", 2, "words of more are hashed in several parts"),
+    PathSize("step.scaler", "GROW_AFTER", 6, "after as many good steps the loss scale grows"),
+)
+
+
+def small_of(name: str) -> Any:
+    """Returns the small value of the size of this name."""
+    return next(size.small for size in SIZES if size.name == name)
+
+
+@contextmanager
+def small_sizes() -> Iterator[None]:
+    """Context: every size is its small one, in this process and all of its threads (backward may run in another)."""
+    modules = [import_module(f"shardwise.{size.module}") for size in SIZES]
+    before = [getattr(module, size.name) for module, size in zip(modules, SIZES, strict=True)]
+    try:
+        for module, size in zip(modules, SIZES, strict=True):
+            setattr(module, size.name, size.small)
+        yield
+    finally:
+        for module, size, value in zip(modules, SIZES, before, strict=True):
+            setattr(module, size.name, value)
+
+
+@contextmanager
+def sizes_of(step: int) -> Iterator[None]:
+    """Context around a step of a proof of several: odd ones are taken at the small sizes."""
+    if step % 2 == 0:
+        yield
+        return
+    with small_sizes():
+        yield

@@ -1,0 +1,56 @@
+"""Dtypes of a step: what a plan says of them holds in its collectives and tensors, and a narrower one is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mutations.plant import Bug, BuggyPool
+
+from shardwise import Plan
+from shardwise.config import Given, load
+from shardwise.layout.precisions import PRECISIONS
+from shardwise.precision import dtype
+from shardwise.proof.dtypes import said
+from shardwise.proof.own_precision import verify_precision
+from shardwise.proof.settings import Settings
+from shardwise.ranks import RankPool
+from shardwise.training.job import make_job
+
+NARROW = Path(__file__).parents[1] / "mutations" / "narrow.toml"
+
+
+def test_what_is_said_of_a_precision_is_what_its_row_says() -> None:
+    for name, row in PRECISIONS.items():
+        assert said(Plan(precision=name)) == (dtype(row.compute), dtype(row.master), dtype(row.summed))
+    assert said(Plan(precision="bf16", reduce_dtype="bf16"))[2] == dtype("bf16")
+
+
+PLACES = "shardwise."
+BUGS = [
+    ("precision:Precision.of", 'row.summed if plan.reduce_dtype == "auto" else plan.reduce_dtype', "row.summed",
+     "dp_shard=2,zero=3,precision=bf16,reduce_dtype=bf16", "dtype of reduce_scatter of torch: float32, not bfloat16"),
+    ("precision:Precision.of", 'row.summed if plan.reduce_dtype == "auto" else plan.reduce_dtype', "row.compute",
+     "dp_replicate=2,precision=bf16", "dtype of all_reduce of gradients: bfloat16, not float32"),
+    ("precision:Precision.of", "dtype(row.master)", "dtype(row.compute)",
+     "dp_shard=2,zero=2,precision=bf16", "dtype of the master of"),
+    ("precision:Precision.cast_outputs", "wide = torch.promote_types(self.compute, torch.float32)",
+     "wide = self.compute", "dp_replicate=2,precision=bf16", "dtype of what the loss reads: bfloat16"),
+    ("comm.collectives:all_reduce", "with tagged(tag):",
+     "if tag == 'gradients':\n        short = tensor.bfloat16()\n        dist.all_reduce(short, group=axis.group)\n"
+     "        tensor.copy_(short)\n        return Pending(None)\n    with tagged(tag):",
+     "dp_replicate=2,precision=bf16", "dtype of all_reduce of torch: bfloat16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("where", "old", "new", "plan", "told"), [
+    pytest.param(*bug, marks=[pytest.mark.long] if place in (2, 4) else []) for place, bug in enumerate(BUGS)
+], ids=["reduce_dtype is ignored", "sums in 16 bits", "masters in 16", "losses of 16", "sent narrow"])  # fmt: skip
+def test_a_dtype_that_the_plan_does_not_ask_for_is_told(
+    where: str, old: str, new: str, plan: str, told: str, pool: RankPool
+) -> None:
+    effective = load(NARROW, values=[Given("plan", plan, "the test")])
+    ranks = BuggyPool(pool, Bug("", PLACES + where, old, new, "", plan))
+    parity = verify_precision(make_job(effective), effective.plan, Settings(clip_norm=0.5), ranks.run)
+    assert not parity.parity
+    assert any(sentence.startswith(told) for sentence in parity.differences), parity.text()

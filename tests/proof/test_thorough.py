@@ -1,0 +1,41 @@
+"""`verify --thorough`: what goes wrong only with a third rank, a third step, an odd share, ties or zeros."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mutations.plant import Bug, BuggyPool
+from torch.utils._pytree import tree_leaves
+
+from shardwise import Plan, verify
+from shardwise.proof.thorough import OddTask, _thirds
+from shardwise.ranks import RankPool
+from shardwise.step.batching import samples_in
+
+MLP = "shardwise.models.tasks:mlp"
+
+
+def test_plans_with_three_of_an_axis_come_first() -> None:
+    plans = list(_thirds(Plan.parse("dp_replicate=2,dp_shard=2,zero=2")))
+    assert [(plan.dp_replicate, plan.dp_shard) for plan in plans] == [(2, 3), (3, 2), (2, 2)]
+    assert all(plan.zero == 2 for plan in plans)
+
+
+def test_batches_are_odd_and_the_third_is_on_a_grid() -> None:
+    batch: Any = OddTask(MLP)().batch
+    assert samples_in(batch(0)) % 2 == 1
+    floats = [value for value in tree_leaves(batch(2)) if value.is_floating_point()]
+    assert floats and all((2 * value == (2 * value).round()).all() and (value == 0).any() for value in floats)
+
+
+def test_what_is_right_is_equal(pool: RankPool) -> None:
+    parity = verify(MLP, "dp_replicate=2", thorough=True, pool=pool, timeout_s=100)
+    assert parity.parity and parity.second is not None and parity.second.world_size == 3, parity.text()
+    assert any(note.startswith("not met: a step after the third") for note in parity.notes)
+
+
+def test_what_goes_wrong_on_the_third_rank_is_found(pool: RankPool) -> None:
+    bug = Bug("", "shardwise.parallel.replicate:Replicate._reduce", "assert bucket.buffer is not None",
+              "bucket.buffer.mul_(1 + (self.axis.index == 2))", MLP, "dp_replicate=2")  # fmt: skip
+    parity = verify(MLP, "dp_replicate=2", thorough=True, pool=BuggyPool(pool, bug), timeout_s=100)
+    assert parity.equal and not parity.parity and parity.verdict == "NOT EQUAL to one process"
