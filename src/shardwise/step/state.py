@@ -48,6 +48,7 @@ class RankState:
     order         in which sums over pieces of a batch are taken, where the plan is deterministic
     chunks        what was computed in chunks of positions, where the plan has position_chunks
     pairs         complex parameters that the module holds as real ones (part/pairs)
+    read          digests of the whole values that frozen weights have in the task's files, of those held here
     written       the forward writes into weights
     used          indices of the parameters that any rank reached in the last step
     terms         extra terms of the loss that the look met, and whether they have a weight of their own
@@ -92,6 +93,7 @@ class RankState:
     order: FixedOrder | None = None
     chunks: Chunks | None = None
     pairs: frozenset[str] = frozenset()
+    read: dict[str, str] = field(default_factory=dict)
     keeps_samples: str = ""  # the name of what the forward keeps of each sample for the next one
     last_total: int = 0  # samples of the last micro-batch, then
     steps_done: int = 0
