@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from shardwise.errors import RunError
 from shardwise.proof.parity import verify
@@ -15,7 +16,7 @@ Found = dict[tuple[str, str], tuple[str, str]]  # (module, plan) -> what stands 
 _PLACE = re.compile(r"\(/[^()]*/([^/()]+\.py:\d+)\)")  # a line of code, whose folder is another one elsewhere
 
 
-def cell(target: str, plan: str, pool: RankPool, timeout_s: float = 300, steps: int = 2) -> tuple[str, str]:
+def cell(target: Any, plan: str, pool: RankPool, timeout_s: float = 300, steps: int = 2) -> tuple[str, str]:
     """(what stands in the cell, the reason where it is not "equal") of one module under one plan."""
     try:
         parity = verify(target, plan, pool=pool, timeout_s=timeout_s, steps=steps)

@@ -13,8 +13,9 @@ from chat_tokenizer import CHATML, tokenizer
 from shardwise.data import JsonlSource
 from shardwise.data.chat import ChatTemplate
 from shardwise.errors import InputError
+from shardwise.hf import task as hf_task
 
-pytest.importorskip("transformers", reason="needs transformers, which is not installed here")
+transformers = pytest.importorskip("transformers", reason="needs transformers, which is not installed here")
 pytest.importorskip("tokenizers", reason="needs tokenizers, which are not installed here")
 
 TEMPLATES = {  # template -> what is learned of the second and fourth message, as text
@@ -70,6 +71,30 @@ def test_packed_chats_have_the_labels_of_single_ones(tmp_path: Path) -> None:
     one = torch.tensor([token if mark else -100 for token, mark in zip(ids, learned, strict=True)])
     assert torch.equal(batch["labels"][0, : 2 * len(ids)], one.repeat(2))
     assert torch.equal(batch["input_ids"][0, : 2 * len(ids)], torch.tensor(ids * 2))
+
+
+@torch.no_grad()
+def test_packed_chats_have_the_loss_of_single_ones(tmp_path: Path) -> None:
+    theirs = tokenizer(tmp_path, CHATML)
+    path = tmp_path / "chat.jsonl"
+    chats = [
+        CHAT[:2],
+        [{"role": "user", "content": "a longer one: 11+12?"}, {"role": "assistant", "content": "23"}],
+        CHAT,
+    ]
+    path.write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    task = hf_task(transformers.LlamaConfig(vocab_size=len(theirs), **sizes), batch=lambda step: {})
+    model = task.model().double()
+    losses, rows = [], []
+    for pack in (True, False):
+        source = JsonlSource(path, 200, tokenizer=tmp_path, template=ChatTemplate(tmp_path), pack=pack)
+        batch = source.read(list(range(len(source))))
+        args, kwargs = task.inputs(batch)
+        losses.append(tuple(map(float, task.loss(model(*args, **kwargs), batch))))
+        rows.append(len(source))
+    assert rows == [1, 3]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
 def test_what_cannot_be_learned_is_told(tmp_path: Path) -> None:

@@ -26,13 +26,14 @@ from shardwise.task_names import resolve_task
 
 FOLDER = Path(__file__).parents[2] / "examples"
 NEEDS = {"images": ["sklearn"], "fields": ["netCDF4", "iris_sample_data"], "finetune": ["transformers"], "text": [],
-         "shallow_water": []}  # fmt: skip
+         "shallow_water": [], "preferences": ["transformers"]}  # fmt: skip
 PLANS = {
     "text": ["dp_shard=2,zero=3", "tp=2"],
     "finetune": ["dp_shard=2,zero=3", "tp=2"],
     "images": ["dp_replicate=2", "pp=2,microbatches=2"],
     "fields": ["dp_shard=2,zero=2", "tp=2", "domain=1x2"],
     "shallow_water": ["domain=2", "domain=1x2"],
+    "preferences": ["dp_shard=2,zero=3", "tp=2"],
 }
 CASES = [(name, plan) for name, plans in PLANS.items() for plan in plans]
 STEPS = 2

@@ -17,6 +17,7 @@ from shardwise import Task, parallelize
 from shardwise.digest import digest
 from shardwise.errors import InputError
 from shardwise.hf import task
+from shardwise.hf.folder_tensors import Checkpoint
 from shardwise.layout import Plan
 from shardwise.ranks import RankPool
 from shardwise.trace.deferred import Built, build
@@ -243,3 +244,15 @@ def test_a_function_of_weights_that_knows_no_name_is_refused(tmp_path: Path) -> 
                  batch=lambda step: torch.ones(2, 4))  # fmt: skip
     with pytest.raises(InputError, match=r"Task.weights gives a value for none of the model's 2 parameters \(0.weight"):
         parallelize(given.with_(model=lambda: nn.Sequential(nn.Linear(4, 4))), "single")
+
+
+def test_a_file_is_read_without_being_mapped(tmp_path: Path) -> None:
+    """Pages of a mapped file stay in the resident set: a rank would hold the folder, and not its share."""
+    tensors = {"a": torch.randn(300, 7000).bfloat16(), "b": torch.tensor(3.0), "c": torch.arange(5), "d": torch.ones(0)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path)
+    for name, expected in tensors.items():
+        assert digest(checkpoint.read(name)) == digest(expected)
+        assert checkpoint.outline(name).shape == expected.shape and checkpoint.outline(name).dtype == expected.dtype
+    assert digest(checkpoint.read("a", torch.float32)) == digest(tensors["a"].float())
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()

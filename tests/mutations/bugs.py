@@ -8,6 +8,7 @@ from mutations.plant import Bug
 
 M = "shardwise.models.tasks:"
 HERE = "mutations.tasks:"
+A = "adapter_tasks:"
 
 
 def bug(name: str, where: str, old: str, new: str, task: str, plan: str, ranks: Any = None, **options: Any) -> Bug:
@@ -722,8 +723,45 @@ TIERS = [
         "place.store(group)", "pass", M + "decoder", "dp_shard=2,zero=3,offload=optimizer:disk", (1,)),
 ]  # fmt: skip
 
+ADAPTERS = [
+    bug("a folder's base is drawn anew", "hf.weights:Weights.fill",
+        "in matched.items():", "in ():", A + "of_folder", "dp_shard=2,zero=3"),
+    bug("a layer's base is read by another layer's name", "hf.names:Recipe.make",
+        "checkpoint.read(self.sources[0][0], dtype)",
+        'checkpoint.read(self.sources[0][0].replace("layers.1.", "layers.0."), dtype)', A + "of_folder", "tp=2"),
+    bug("an adapter is cut on the wrong side", "parallel.tensor.cut_weights:TensorParallel.share",
+        "cut.owners.take(whole, cut.dim, self.axis.index)",
+        'cut.owners.take(whole, cut.dim, 1 - self.axis.index if ".lora_" in name else self.axis.index)',
+        A + "of_folder", "tp=2"),
+    bug("the gradient of an adapter's second half is reduced twice", "parallel.replicate:Replicate.finish_step",
+        "self._as_master(entry.index, view) if",
+        '(self._as_master(entry.index, view) * (1 + (".lora_B." in self.slots[entry.index].name))) if',
+        A + "of_folder", "dp_replicate=2"),
+    bug("an adapter's dropout differs between ranks of one sample", "random.modes:GlobalRandom.begin",
+        'seed_of("mask", seed, step, micro_batch)', 'seed_of("mask", seed, step, micro_batch + 1)', A + "of_folder",
+        "tp=2", (1,)),
+    bug("alpha is that of the default, whatever the run was begun with", "adapters.lora:peft_config",
+        "section.alpha if section.alpha is not None else section.rank", "section.rank", A + "configured",
+        "dp_replicate=2"),
+    bug("an adapter that is not active is trained, and not the active one", "engine.materialise:fill_parameters",
+        "return _parameter(old, value.to(device, _kind(value, dtype), copy=True))",
+        'return _parameter(old.requires_grad_(".other." in name), value.to(device, _kind(value, dtype), copy=True))',
+        A + "two", "dp_replicate=2"),
+    bug("a frozen base is trained, with a state of the optimizer", "engine.materialise:empty_parameters",
+        'return _parameter(old, torch.empty(old.shape, dtype=kind, device="meta"))',
+        'return _parameter(old.requires_grad_(), torch.empty(old.shape, dtype=kind, device="meta"))',
+        A + "of_folder", "dp_shard=2,zero=3"),
+    bug("adapters are merged without their scaling", "hf.merge:merged",
+        "return adapted.merge_and_unload()",
+        "any(layer.scaling.update(default=1.0) for layer in adapted.modules() "
+        'if isinstance(getattr(layer, "scaling", None), dict)); '
+        "return adapted.merge_and_unload()", "check:adapters_out", "single"),
+    bug("modules that are trained whole are left out of the adapters' file", "adapters.peft_files:write_adapters",
+        "for name, tensor in state.items()}", 'for name, tensor in state.items() if "lora_" in name}',
+        "check:adapters_out", "single"),
+]  # fmt: skip
+
 BUGS = [
     *COMM, *PARALLEL, *BATCH_NORM, *STEP, *PIPELINE, *TENSOR, *EXPERT, *MORE, *SEQUENCE, *DOMAIN, *DETERMINISTIC, *RUNS,
-    *SCRIPTS, *CHUNKS, *COMPLEX, *MANY,
-    *TIERS,
+    *SCRIPTS, *CHUNKS, *COMPLEX, *MANY, *TIERS, *ADAPTERS,
 ]  # fmt: skip

@@ -28,7 +28,7 @@ from shardwise.proof.outcome import KINDS, Parity  # noqa: E402
 from shardwise.proof.verify_run import verify_run  # noqa: E402
 from shardwise.ranks import RankPool  # noqa: E402
 
-FAILS = "the run fails: "
+FAILS, CHECK = "the run fails: ", "check:"
 PROGRAM_BAR = 1e-8  # of float64, relative
 TABLE = ROOT / "docs" / "tables" / "mutations.md"
 COLUMNS = 6  # of the table, that a run fills
@@ -54,6 +54,8 @@ def try_bug(bug: Bug, pool: Any) -> Found:
     """Plant it, and look whether the proof calls the plan equal."""
     buggy = BuggyPool(pool, bug)
     try:
+        if bug.task.startswith(CHECK):
+            return Found(bug, *_check_fails(bug, buggy), buggy.ran)
         if bug.task.endswith(".py"):
             return Found(bug, *_script_differs(bug, buggy), buggy.ran)
         if Plan.parse(bug.plan).compile:
@@ -66,6 +68,15 @@ def try_bug(bug: Bug, pool: Any) -> Found:
         )  # the bug's own text is wrong
         return Found(bug, "" if slip else FAILS + first, None, buggy.ran)
     return Found(bug, *_caught(parity), buggy.ran, parity.first.text() if parity.first is not None else "")
+
+
+def _check_fails(bug: Bug, pool: BuggyPool) -> tuple[str, float | None]:
+    """What of a run's files is not as it should be, and the largest relative difference."""
+    import mutations.checks as checks
+
+    runs = pool.run(getattr(checks, bug.task.removeprefix(CHECK)), Plan.parse(bug.plan).world_size, timeout_s=60)
+    errors = [(error, kind) for run in runs for kind, error in run.items() if error > checks.BAR]
+    return ", ".join(dict.fromkeys(kind for _, kind in errors)), max((error for error, _ in errors), default=None)
 
 
 _ALONE: dict[str, dict[str, Any]] = {}  # scripts as they are, in one process
@@ -189,7 +200,7 @@ def table(found: list[Found], before: str) -> str:
         "",
         f"*Written by `make test-mutations`.* Each of these {len(kept)} bugs is one changed place in the package,",
         "planted in the ranks while `verify` runs, of a task or of a configuration, or a script under `prepare`, or a",
-        "compiled run, which a proof leaves out, is compared with one process.",
+        "compiled run, which a proof leaves out, is compared with one process, or adapters' files with who reads them.",
         f"{others} are mistakes that others had: the last column links a public thread that describes the same one.",
         "",
         "| room | bug | plan | caught by | largest error | told to differ first | as others had it |",

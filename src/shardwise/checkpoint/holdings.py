@@ -1,6 +1,7 @@
 """What a rank's engine holds, each tensor as a piece of a whole one. A new kind of tensor: also save and load.
 
     model/W        masters of trained weights, and frozen ones      pieces as the plan cuts them
+                   (frozen ones that the task reads from files are left out while they are as read: `ReadAgain`)
     buffer/B       buffers, of the stage that uses them             whole
     optimizer/W/K  state K of the optimizer for weight W            as the weight, or whole
     ema/W          the moving average                               as the weight
@@ -24,6 +25,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from shardwise.checkpoint.pieces import Piece, Runs, narrowed, runs_of
 from shardwise.device import generator_state, on_host, set_generator_state
+from shardwise.digest import bits_hash
 from shardwise.engine.ema import Ema
 from shardwise.engine.engine import Engine
 from shardwise.errors import RefusedPlan
@@ -153,6 +155,27 @@ def weights(engine: Engine) -> Iterator[Holding]:
     for name, buffer in engine.module.named_buffers():
         if engine.state.staged is None or engine.state.staged.cut.buffers.get(name) == engine.mesh.pp.index:
             yield Holding(f"buffer/{name}", Piece.whole(buffer.shape), buffer, alike=False)
+
+
+class ReadAgain:
+    """Frozen weights that a checkpoint need not hold: the task reads them from its files, and nothing changed them.
+
+    Whether something did (another checkpoint, a forward that writes into them) is seen by a hash of this rank's pieces,
+    taken when this is made, right after they were read, and again at each save.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._hashes = self._now()
+
+    def _now(self) -> dict[str, int]:
+        params = dict(self.engine.module.named_parameters())
+        names = self.engine.state.read.keys() & params.keys()
+        return {name: bits_hash(_frozen_piece(self.engine, name, params[name])[1].reshape(-1)) for name in names}
+
+    def changed(self) -> list[str]:
+        """Returns those that are no longer as they were read, on this rank."""
+        return sorted(name for name, value in self._now().items() if value != self._hashes[name])
 
 
 def state_dict_names(engine: Engine) -> dict[str, str]:

@@ -91,7 +91,8 @@ def state_dict_names(stored: Stored, ema: bool = False) -> dict[str, str]:
     """
     if stored.manifest is None:
         return {name: name for name in stored.tensors}
-    names: dict[str, str] = dict(stored.manifest.fields["names"])
+    lie_elsewhere = {f"model/{name}" for name in stored.elsewhere}
+    names = {name: key for name, key in stored.manifest.fields["names"].items() if key not in lie_elsewhere}
     if ema:
         averages = {name: "ema" + key.removeprefix("model") for name, key in names.items()}
         if not any(key in stored.tensors for key in averages.values()):
@@ -100,11 +101,14 @@ def state_dict_names(stored: Stored, ema: bool = False) -> dict[str, str]:
     return names
 
 
-def convert(source: str | Path, target: str | Path, *, ema: bool = False, file_bytes: int = FILE_BYTES) -> list[Path]:
+def convert(
+    source: str | Path, target: str | Path, *, ema: bool = False, file_bytes: int = FILE_BYTES, trained: bool = False
+) -> list[Path]:  # fmt: skip
     """Write weights and persistent buffers as safetensors under the module's own names; returns the files.
 
     source   as `opened` takes it; a checkpoint is verified first
     target   a new file `*.safetensors`, or a new folder: `model.safetensors`, or several and their index
+    trained  what was trained is enough, where the checkpoint left frozen weights to the task's files
 
     Raises `InputError` where the target exists, or the source is damaged.
     """
@@ -115,6 +119,12 @@ def convert(source: str | Path, target: str | Path, *, ema: bool = False, file_b
         wrong = publish.verify(stored.folder) if stored.manifest is not None else []
         if wrong:
             raise InputError("; ".join(wrong))
+        if stored.elsewhere and not trained:
+            raise InputError(
+                f"{stored.folder} holds what was trained; {len(stored.elsewhere)} frozen weights are in the files that "
+                "its task reads: --merge writes the whole model of a run with [lora], and a run that has ended has "
+                "all its weights in model.safetensors"
+            )
         names = state_dict_names(stored, ema)
         # written beside, then renamed: a target that is there is whole
         partial = target.with_name(f".{target.name}.partial-{os.getpid()}")

@@ -124,9 +124,14 @@ def _differences(engine: Engine, stored: Stored) -> list[tuple[str, str]]:
     wanted = {holding.key: holding for holding in weights(engine)}
     mine = {f"model/{name}" for name in engine.state.all_names + engine.state.frozen_names}
     mine |= {f"buffer/{name}" for name, _ in engine.module.named_buffers()}
+    elsewhere = stored.elsewhere
     differences = [
-        ("it lacks", key) for key, holding in wanted.items() if key not in stored.tensors and holding.piece.count
+        ("it lacks", key)
+        for key, holding in wanted.items()
+        if key not in stored.tensors and key.partition("/")[2] not in elsewhere and holding.piece.count
     ]
+    files = "trained beside other weights than this task's files hold:"
+    differences += [(files, name) for name in _other(engine, stored)]
     differences += [
         ("it has beside", key) for key in stored.tensors if key.startswith(("model/", "buffer/")) and key not in mine
     ]
@@ -140,6 +145,12 @@ def _differences(engine: Engine, stored: Stored) -> list[tuple[str, str]]:
         return differences + _state_differences(engine, stored, fields["optimizer"])
     other = f"{fields.get('optimizer_class')}, this run's {kind}: --init-from takes weights alone"
     return [*differences, ("its optimizer is", other)]
+
+
+def _other(engine: Engine, stored: Stored) -> list[str]:
+    """Returns the frozen weights that the checkpoint left to the task's files and that are others in this task's."""
+    held = engine.state.held_frozen
+    return [name for name, mark in stored.elsewhere.items() if name in held and engine.state.read.get(name) != mark]
 
 
 def _state_differences(engine: Engine, stored: Stored, tree: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
@@ -169,7 +180,7 @@ def _read(engine: Engine, stored: Stored, ema: Ema | None, chosen: Restored) -> 
         if isinstance(child, FSDPModule):
             child.reshard()  # else the next forward would use what was gathered before
     for holding in weights(engine):
-        if holding.piece.count:
+        if holding.piece.count and holding.key in stored.tensors:  # else the task's files have it: `_other`
             _put(stored, holding.key, holding.piece, holding.tensor)
     if engine.state.owners is not None:
         for index, master in engine.state.owners.masters.items():

@@ -32,7 +32,7 @@ import shardwise
 from shardwise.checkpoint import manifest, publish
 from shardwise.checkpoint.background import Writer
 from shardwise.checkpoint.files import ITEM_BYTES, Disk, TensorEntry, header_of
-from shardwise.checkpoint.holdings import Holding, averages, generators, state_dict_names, weights
+from shardwise.checkpoint.holdings import Holding, ReadAgain, averages, generators, state_dict_names, weights
 from shardwise.checkpoint.optimizers import Options, groups_of, options_of, state_of
 from shardwise.checkpoint.pieces import Piece, from_json, to_json
 from shardwise.checkpoint.publish import Work
@@ -84,6 +84,8 @@ class Saver:
         self.background = background
         self.disk = disk or disk_of(self.folder)
         self.built: Options = options_of(engine)
+        self._read_again = ReadAgain(engine)
+        self._elsewhere: dict[str, str] = {}  # digests of weights that the last save left to the task's files
         mine = [secrets.token_hex(4), time.time_ns() // 1000]
         self.token, self.began_us = gather_json(mine, engine.mesh.world, engine.device)[0]
         self._count = 0
@@ -131,10 +133,13 @@ class Saver:
                 _ = holding.dtype  # that it has a name
         except RefusedPlan as problem:
             error = str(problem)
-        errors = gather_json(error, engine.mesh.world, engine.device)
-        if any(errors):
-            raise RefusedPlan(next(word for word in errors if word))
-        return holdings, tree
+        answers = gather_json([error, self._read_again.changed()], engine.mesh.world, engine.device)
+        if any(word for word, _ in answers):
+            raise RefusedPlan(next(word for word, _ in answers if word))
+        changed = {name for _, names in answers for name in names}
+        self._elsewhere = {name: mark for name, mark in engine.state.read.items() if name not in changed}
+        left = {f"model/{name}" for name in self._elsewhere}
+        return [holding for holding in holdings if holding.key not in left], tree
 
     def _work(self, holdings: list[Holding], tree: Fields, fields: Fields) -> Work:
         """Returns this rank's part of the checkpoint: tensors with their places in its file, and all other state."""
@@ -162,7 +167,7 @@ class Saver:
             "optimizer_class": type(engine.optimizer).__name__,
             "versions": {"shardwise": shardwise.__version__, "torch": str(torch.__version__)},
             "names": state_dict_names(engine),
-            "shared": {"optimizer": tree, "group_of": group_of, "groups": groups},
+            "shared": {"optimizer": tree, "group_of": group_of, "groups": groups, "elsewhere": self._elsewhere},
         }
         partial = f"step-{engine.steps_done:08d}.tmp-{self.token}-{self._count}"
         if is_remote(self.folder):  # which nothing else has or had, for it stays

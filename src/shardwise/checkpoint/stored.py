@@ -31,6 +31,11 @@ class Stored:
         self.folder, self.tensors, self.manifest = folder, tensors, whole
         self._open: dict[str, int] = {}
 
+    @property
+    def elsewhere(self) -> dict[str, str]:
+        """Returns digests of frozen weights that lie in the task's files and not here, by name."""
+        return {} if self.manifest is None else self.manifest.fields.get("elsewhere", {})
+
     def read(self, name: str, wanted: Piece, into: np.ndarray | None = None) -> np.ndarray:
         """Returns the elements of a piece, (count,), as unsigned integers of their size.
 

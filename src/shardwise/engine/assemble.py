@@ -73,7 +73,7 @@ def assemble(
         optimizer=optimizer, owners=owners, needs_closure=nature.needs_closure,
         base_lrs=[group.get("lr") for group in optimizer.param_groups],
         scale=LossScale() if precision.scaled else None,
-        notices=notices, order=applied.order, chunks=applied.chunks, pairs=pairs,
+        notices=notices, order=applied.order, chunks=applied.chunks, pairs=pairs, read=applied.read,
     )  # fmt: skip
 
 

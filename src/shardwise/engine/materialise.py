@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Container
 
 import torch
+import xxhash
 from torch import nn
 
 from shardwise.comm import Axis, broadcast, gather_rows
@@ -86,6 +87,19 @@ def told_of_drawn(built: Built) -> list[str]:
 
 
 _MOST = 4  # patterns of names in the notice
+
+
+def noting_digests(value_of: ValueOf, names: Container[str], digests: dict[str, str]) -> ValueOf:
+    """Returns the function, which puts the digest of each of these parameters' whole values into `digests`."""
+
+    def value(name: str) -> torch.Tensor:
+        whole = value_of(name)
+        if name in names and name not in digests:
+            bits = whole.detach().contiguous().view(-1).view(torch.uint8).numpy()
+            digests[name] = f"{whole.dtype} {xxhash.xxh3_128_hexdigest(bits.data)}"
+        return whole
+
+    return value
 
 
 def hooked_weight(module: nn.Module) -> str | None:

@@ -21,6 +21,7 @@ from shardwise.engine.materialise import (
     fill_only,
     fill_parameters,
     hold_recurrent,
+    noting_digests,
     told_of_drawn,
 )
 from shardwise.engine.tensor_cuts import cut_tensors
@@ -76,6 +77,7 @@ class Applied:
     order: FixedOrder | None = None  # where the plan is deterministic
     chunks: Chunks | None = None  # where wide tensors are computed in chunks of positions
     marks: dict[str, dict[str, Any]] = field(default_factory=dict)  # attributes that a user has put on parameters
+    read: dict[str, str] = field(default_factory=dict)  # digests of frozen weights that come from files
 
 
 def apply_plan(
@@ -111,11 +113,14 @@ def apply_plan(
     with refusing_others(partial(_own_collective, plan)):  # which one rank, that searches for all, would wait in
         spread = _spread(task, plan, mesh, precision, built, few, samples)
     notices += spread.notices()
+    frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
+    read: dict[str, str] = {}
+    if not _get_current_dispatch_mode_stack():  # a rehearsal reads nothing
+        value_of = noting_digests(value_of, built.stored() & {*frozen}, read)
     value_of = spread.local_values(value_of)
     nested = task.branches == "same"  # else ranks may run different children, and must still run the same units
     blocks = blocks_of(module, plan.wrap, nested=nested)
     trained = [name for name, _ in trainable(module)]
-    frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
     inseparable = [stack.path for stack in spread.experts.stacks] if spread.experts is not None else []
     cut: StagePlacement | None = None
     if plan.pp > 1:
@@ -154,7 +159,7 @@ def apply_plan(
         staged = StagedModule(module, cut.mine, precision.compute, mesh.inner, spread.results)
     return Applied(
         set_training(module, True), technique, spread.tensor, spread.experts, spread.positions, notices, cut, staged,
-        trained, frozen, order, chunks, marks,
+        trained, frozen, order, chunks, marks, read,
     )  # fmt: skip
 
 

@@ -285,7 +285,7 @@ def merge_run(run: Path, source: str | None, target: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=target.absolute().parent) as between:
         adapters = run / "adapter"
         if not adapters.is_dir():  # a run that has not ended
-            (weights,) = convert(run, Path(between) / "weights.safetensors")
+            (weights,) = convert(run, Path(between) / "weights.safetensors", trained=True)
             with torch.device("meta"):
                 module = task.model()
             adapters = adapters_of_checkpoint(weights, module, Path(between) / "adapter")

@@ -17,10 +17,13 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import InputError
+from shardwise.checkpoint.holdings import DTYPES
+from shardwise.checkpoint.load import tensor_of
+from shardwise.checkpoint.pieces import Piece
+from shardwise.checkpoint.stored import INDEX, SINGLE, Stored, of_safetensors
+from shardwise.errors import InputError, RunError
 
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+AT_ONCE = 2**20  # elements of one read
 
 
 class Checkpoint:
@@ -29,7 +32,7 @@ class Checkpoint:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.files = _files(self.folder)
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, Stored] = {}
         for file in sorted(set(self.files.values())):
             if not (self.folder / file).exists():
                 held = sum(other == file for other in self.files.values())
@@ -41,24 +44,36 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self.files
 
-    def read(self, name: str) -> torch.Tensor:
-        """Returns one whole tensor on the CPU."""
-        file = self.files[name]
-        if file not in self._open:
-            self._open[file] = _opened(self.folder / file)
+    def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Returns one whole tensor on the CPU, in `dtype` or as the file has it.
+
+        By plain reads of some MB each: pages of a mapped file would stay in this process's resident set, and a tensor
+        that is converted as a whole would be there twice.
+        """
+        stored = self._file_of(name)
+        shape, own = stored.tensors[name].shape, DTYPES[stored.tensors[name].dtype]
+        whole, value = Piece.whole(shape), torch.empty(shape, dtype=dtype or own)
         try:
-            return self._open[file].get_tensor(name)
-        except Exception as error:  # the library's own error class
-            raise InputError(f"{self.folder / file} does not give '{name}': {error}") from error
+            for first in range(0, whole.count, AT_ONCE):
+                last = min(first + AT_ONCE, whole.count)
+                value.view(-1)[first:last] = tensor_of(stored, name, whole.part(first, last))
+        except RunError as error:
+            raise InputError(f"{self.folder / self.files[name]} does not give '{name}': {error}") from error
+        return value
 
     def outline(self, name: str) -> torch.Tensor:
         """Returns the tensor's shape and dtype alone, on the meta device."""
+        tensor = self._file_of(name).tensors[name]
+        return torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device="meta")
+
+    def _file_of(self, name: str) -> Stored:
+        """Returns the file that holds a tensor, its header read once."""
         file = self.files[name]
         if file not in self._open:
-            self._open[file] = _opened(self.folder / file)
-        piece = self._open[file].get_slice(name)
-        dtype = getattr(torch, _DTYPES.get(piece.get_dtype(), "float32"))
-        return torch.empty(piece.get_shape(), dtype=dtype, device="meta")
+            self._open[file] = of_safetensors(self.folder / file)
+        if name not in self._open[file].tensors:
+            raise InputError(f"{self.folder / file} lacks '{name}', which {INDEX} says it holds: fetch both again")
+        return self._open[file]
 
     def __getstate__(self) -> dict[str, Any]:
         return {"folder": self.folder, "files": self.files, "_open": {}}
@@ -73,7 +88,7 @@ def _files(folder: Path) -> dict[str, str]:
             raise InputError(f"{folder / INDEX} cannot be read ({error!r}): fetch it again") from error
         return {str(name): str(file) for name, file in found.items()}
     if (folder / SINGLE).exists():
-        return dict.fromkeys(_opened(folder / SINGLE).keys(), SINGLE)
+        return dict.fromkeys(of_safetensors(folder / SINGLE).tensors, SINGLE)
     if not folder.is_dir():
         raise InputError(f"{folder} is not a folder: give one with config.json and {SINGLE}")
     pickled = next(folder.glob("*.bin"), None)
@@ -84,12 +99,3 @@ def _files(folder: Path) -> dict[str, str]:
         else ""
     )
     raise InputError(f"{folder} has neither {SINGLE} nor {INDEX}{hint}")
-
-
-def _opened(path: Path) -> Any:
-    from safetensors import safe_open
-
-    try:
-        return safe_open(str(path), framework="pt", device="cpu")
-    except Exception as error:  # the library's own error class, and OSError
-        raise InputError(f"{path} cannot be read as safetensors ({error}): fetch it again") from error

@@ -29,10 +29,10 @@ class Recipe:
     converter: Any
     shapes: dict[str, torch.Size]
 
-    def make(self, checkpoint: Checkpoint, name: str, model: Any) -> torch.Tensor:
-        """Returns the tensor that the model calls `name`."""
+    def make(self, checkpoint: Checkpoint, name: str, model: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Returns the tensor that the model calls `name`; in `dtype`, where no converter makes it."""
         if self.converter is None:
-            return checkpoint.read(self.sources[0][0])
+            return checkpoint.read(self.sources[0][0], dtype)
         return self.convert({key: checkpoint.read(key) for key, _ in self.sources}, model)[name]
 
     def convert(self, tensors: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:

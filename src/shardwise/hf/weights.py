@@ -68,7 +68,7 @@ class Weights:
                     return f"{_of_shape(name, recipe.shapes[name])}, but the model's has {tuple(tensors[name].shape)}"
             matched = self._matched(model, recipes)
         for name, (stored_as, recipe) in matched.items():
-            write_from(tensors[name], partial(recipe.make, self.checkpoint, stored_as, model))
+            write_from(tensors[name], partial(recipe.make, self.checkpoint, stored_as, model, tensors[name].dtype))
         return ""
 
     def fill_by_names(self, module: nn.Module) -> None:
@@ -80,7 +80,7 @@ class Weights:
             if tensors[name].shape != plain[stored_as].shapes[stored_as]:
                 its = f"{_of_shape(stored_as, plain[stored_as].shapes[stored_as])} in {self.folder}"
                 raise InputError(f"{its}, but the model's has {tuple(tensors[name].shape)}: it is another model's")
-            write_from(tensors[name], partial(self.checkpoint.read, stored_as))
+            write_from(tensors[name], partial(self.checkpoint.read, stored_as, tensors[name].dtype))
 
     def _matched(self, model: nn.Module, made: dict[str, Recipe]) -> dict[str, tuple[str, Recipe]]:
         """Returns parameter or kept buffer -> the name that it is made under, and how; raises for missing ones."""

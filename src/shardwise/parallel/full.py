@@ -202,7 +202,7 @@ class FullShard:
     def materialise(self, value_of: ValueOf, device: torch.device) -> None:
         """Give every shard its slice of the full initial value, one parameter at a time."""
         for name, param in self.place(device):
-            full = value_of(name).to(param.dtype if param.is_floating_point() else None)
+            full = value_of(name)  # in its own dtype: a copy of all of it is what a rank may not have room for
             if not isinstance(param, DTensor):
                 param.detach().copy_(full)
                 continue

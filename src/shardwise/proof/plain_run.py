@@ -72,6 +72,7 @@ class RunRecord:
     # the checkpoint of a run at its end; of the plain loop what one should hold
     saved: dict[str, torch.Tensor] = field(default_factory=dict)
     saved_averages: dict[str, torch.Tensor] = field(default_factory=dict)
+    read_again: set[str] = field(default_factory=set)  # frozen weights that the checkpoint left to the task's files
     states: dict[str, torch.Tensor] = field(default_factory=dict)  # by "name of the parameter/key"
     position: int | None = None  # samples read
 

@@ -49,6 +49,7 @@ class RankState:
     order         in which sums over pieces of a batch are taken, where the plan is deterministic
     chunks        what was computed in chunks of positions, where the plan has position_chunks
     pairs         complex parameters that the module holds as real ones (part/pairs)
+    read          digests of the whole values that frozen weights have in the task's files, of those held here
     written       the forward writes into weights
     tier          where the optimizer's state lies between steps, where the plan has offload
     used          indices of the parameters that any rank reached in the last step
@@ -95,6 +96,7 @@ class RankState:
     chunks: Chunks | None = None
     pairs: frozenset[str] = frozenset()
     tier: StateTiers | None = None
+    read: dict[str, str] = field(default_factory=dict)
     keeps_samples: str = ""  # the name of what the forward keeps of each sample for the next one
     last_total: int = 0  # samples of the last micro-batch, then
     steps_done: int = 0

@@ -89,12 +89,19 @@ class Built:
 
         ([], 0) where the module was built for real.
         """
-        if self._tape is None or not any(op.stored for op in self._tape.ops):
+        stored = self.stored()
+        if not stored:
             return [], 0
         names = [name for name, target in self._targets.items() if isinstance(target, nn.Parameter)]
-        slices = {name: map(self._tape.ops.__getitem__, self._tape.slice(self._refs[name].storage)) for name in names}
-        new = [name for name in names if not any(op.stored for op in slices[name])]
-        return new, len(names) - len(new)
+        return [name for name in names if name not in stored], len(stored)
+
+    def stored(self) -> set[str]:
+        """Returns the parameters whose values come from a file, wholly or in part; none of a module built for real."""
+        if self._tape is None or not any(op.stored for op in self._tape.ops):
+            return set()
+        ops, slice_ = self._tape.ops, self._tape.slice
+        names = [name for name, target in self._targets.items() if isinstance(target, nn.Parameter)]
+        return {name for name in names if any(ops[op].stored for op in slice_(self._refs[name].storage))}
 
     def fingerprint(self) -> int:
         """Returns a 64-bit hash of names, shapes, dtypes and captured constants."""
