@@ -401,6 +401,7 @@ class Prepared(Stepping):
             *(self._engine.notices if self._engine is not None else []),
             *self.loader.notices,
             *([OWN] if self._prefix else []),
+            *(optimizers.notices_of_hooks(self.optimizer) if self._pieces else []),
             *(said if followed else []),
         ]
 
