@@ -135,6 +135,7 @@ def prepare(
     _refuse_twice(model)
     if proof is not None and proof.plain:
         return Plain(model, optimizer, loader, plan, proof, dim=batch_dim)  # type: ignore[return-value]
+    loss_scope = (proof and proof.scope) or loss_scope  # type: ignore[assignment]
     model = with_own(model, optimizer)
     check_given(model, optimizer, plan, randomness, loss_scope)
     join_ranks(plan)
