@@ -71,7 +71,7 @@ class Precision:
         return tree_map_only(torch.Tensor, lambda t: t.to(wide) if t.is_floating_point() else t, tree)
 
 
-# --- modules that make or hold tensors of 32 bits beside weights of 16
+# --- modules that make or hold tensors of 32 bits beside weights of 16, or of 64
 
 _ABOUT_DTYPES = re.compile(r"dtype|scalar type|type \(", re.I)
 
@@ -83,8 +83,8 @@ def met_at(task: Task, plan: Plan, error: Exception) -> Task | None:
 
 def met(task: Task, plan: Plan) -> Task | None:
     """Returns the task whose module's operations take tensors of several dtypes; None where the plan has no use."""
-    narrow = Precision.of(plan).compute
-    if narrow.itemsize >= 4 or plan.compile or task.model is None:
+    compute = Precision.of(plan).compute
+    if compute == torch.float32 or plan.compile or task.model is None:
         return None
     build = task.model
 
@@ -92,7 +92,7 @@ def met(task: Task, plan: Plan) -> Task | None:
         module = build()
         for child in module.modules():
             if not hasattr(child.__dict__.get("forward"), "one_dtype"):
-                child.__dict__["forward"] = types.MethodType(_meeting(child, narrow), child)
+                child.__dict__["forward"] = types.MethodType(_meeting(child, compute), child)
         return module
 
     return task.with_(model=built)
@@ -102,7 +102,7 @@ def told_met(plan: Plan) -> str:
     """Returns the notice on a task that runs as `met_at` gives it."""
     return (
         f"precision={plan.precision}: the module has or makes tensors of other dtypes beside its weights; operations "
-        "that refuse them are given all in 16 bits, as under torch.autocast"
+        f"that refuse them are given all in {Precision.of(plan).compute.itemsize * 8} bits, as under torch.autocast"
     )
 
 

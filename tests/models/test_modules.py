@@ -81,6 +81,7 @@ EQUAL = {
         gathers_in_forward             ZERO3
         into_its_input                 ZERO3
         remembering                    tp=2,pp=2
+        keeping                        tp=2,pp=2
     """,
     # which write into weights, or share statistics between calls
     "written_tasks": """
@@ -131,6 +132,7 @@ EQUAL = {
     "remembering_tasks": """
         updated                        pp=2,microbatches=2 | pp=2,schedule=zbh1,microbatches=4
         counted                        pp=2,microbatches=2 | pp=4
+        outside                        tp=2 REPLICAS | ZERO3 pp=2,microbatches=2
         stored                         pp=2,microbatches=2 | ZERO3 tp=2 dp_replicate=2,accumulate=2
         telling                        pp=2
         dropped                        pp=2,microbatches=2 | pp=4,microbatches=4 pp=2,schedule=interleaved1f1b
@@ -170,7 +172,6 @@ REFUSED = [
     ("unlike_tasks:gathers_when_built", "tp=2", "the forward issues a collective itself (all_gather at"),
     ("unlike_tasks:gathers_in_forward", "pp=2", "the forward issues a collective itself (all_reduce at"),
     ("unlike_tasks:gathers_when_built", "tp=2,pp=2", "unlike_tasks.py"),
-    ("unlike_tasks:keeping", "tp=2,pp=2", "something outside of the module keeps what an earlier forward made"),
     *(("unlike_tasks:fails_beside_others", plan, "though one process runs on them")
       for plan in ("tp=2", "pp=2", "REPLICAS")),
     ("written_tasks:twice", "pp=2,stages=tower.0",
@@ -186,7 +187,7 @@ REFUSED = [
      'loss_scope="model" (of Task, of prepare) has every rank run the model on all samples'),
     ("remembering_tasks:ghost_on_all", "dp_shard=2,zero=3,deterministic=4",
      'loss_scope="model" has every data rank run'),
-    ("remembering_tasks:averaged", "REPLICAS", "the forward leaves 'mean' in the module, computed of all samples"),
+    ("remembering_tasks:averaged", "REPLICAS", "the forward leaves 'mean' for the next one, computed of all"),
     ("remembering_tasks:listed", "pp=2,schedule=interleaved1f1b",
      "the forward changes 'memory' for the next one to find"),
     ("remembering_tasks:counted", "pp=2,schedule=interleaved1f1b", "use schedule=1f1b"),

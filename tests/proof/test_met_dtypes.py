@@ -1,4 +1,4 @@
-"""Modules that hold or make tensors of 32 bits beside weights of 16."""
+"""Modules that hold or make tensors of 32 bits beside weights of 16, or of 64."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def trained(plan: str) -> tuple[list[float], list[str]]:
 
 @pytest.mark.parametrize("plan", [
     "precision=bf16", "dp_shard=2,zero=3,precision=bf16,remat=full", "tp=2,precision=bf16-full",
-    "pp=2,microbatches=2,precision=fp16",
+    "pp=2,microbatches=2,precision=fp16", "dp_replicate=2,precision=fp64",
 ])  # fmt: skip
 def test_they_train_as_in_float32(plan: str, pool: RankPool) -> None:
     ((expected, notices),) = pool.run(trained, 1, "single")

@@ -49,6 +49,11 @@ def test_a_run_equals_a_plain_loop(plan: str, values: dict, pool: RankPool) -> N
     assert "weights at the end and their averages" in parity.text()
 
 
+def test_what_a_forward_makes_in_float32_is_float64_in_the_look_too(pool: RankPool) -> None:
+    parity = proof("dp_replicate=2", pool, "run_tasks:timed", eval_every=0)
+    assert parity.parity, parity.text()
+
+
 # --- the source itself is read: its order, its tiles
 
 

@@ -78,6 +78,23 @@ def test_a_mean_with_a_weight_is_named(pool: RankPool, tmp_path: Path) -> None:
     assert "mean_over" in parity.text()
 
 
+UNIT = """
+class Unit(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, x: x.view_as(x))
+    backward = staticmethod(lambda ctx, g: g / (g.norm() + 1e-3))
+class Shaped(nn.Tanh):
+    def forward(self, x): return Unit.apply(super().forward(x))
+model = nn"""
+
+
+def test_a_remedy_is_tried_before_it_is_told(pool: RankPool, tmp_path: Path) -> None:
+    """A model that shapes gradients by all samples: the loss of whole batches is no remedy, the model on them is."""
+    shaped = PREPARED.replace("nn.Tanh()", "Shaped()").replace("\nmodel = nn", UNIT)
+    parity = prove(pool, tmp_path, shaped)
+    assert parity.cause is not None and parity.cause.name == "loss_scope", parity.text()
+    assert 'Take prepare(..., loss_scope="model")' in parity.cause.text and "it was tried" in parity.cause.text
+
+
 def test_a_script_that_differs_from_itself_is_told(pool: RankPool, tmp_path: Path) -> None:
     text = PREPARED.replace("model = nn", "import time\ntorch.manual_seed(time.time_ns() % 2**31)\nmodel = nn")
     text = text.replace("for epoch", "torch.manual_seed(1)\nfor epoch")  # ranks take rank 0's weights

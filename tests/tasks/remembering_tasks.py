@@ -298,6 +298,45 @@ def averaged() -> Task:
     return task(Averaged, EVEN)
 
 
+# --- what lies outside the module
+
+FORWARDS = [0]
+STORE: dict[str, Tensor] = {}
+
+
+def noted(x: Tensor, calls: list[int] = []) -> Tensor:  # noqa: B006
+    calls.append(len(calls))
+    STORE["last"] = x
+    return x
+
+
+class Outside(Layers):
+    """Scales by the number of forwards, which a list of the file, a class and a closure's cell count."""
+
+    seen = 0
+
+    def start(self) -> None:
+        FORWARDS[0], Outside.seen, count = 0, 0, 0
+
+        def hook(module: nn.Module, args: Any) -> None:
+            nonlocal count
+            count += 1
+            module.scale = 1 / count
+
+        self.layers[0].register_forward_pre_hook(hook)
+
+    def forward(self, x: Tensor) -> Tensor:
+        FORWARDS[0] += 1
+        Outside.seen += 1
+        for layer in self.layers:
+            x = x + layer(x) * (1 + 1 / FORWARDS[0] + 1 / Outside.seen + self.layers[0].scale)
+        return self.head(noted(x))
+
+
+def outside() -> Task:
+    return task(Outside, EVEN)
+
+
 # --- numbers drawn by Python and numpy
 
 

@@ -149,3 +149,15 @@ def steep(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple:
 
 def overflowing() -> Task:
     return classified().with_(loss=steep)
+
+
+class Timed(Net):
+    """Adds an embedding of integer labels in float32, whatever the weights are."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        place = torch.arange(6, dtype=torch.float32)
+        return self.layers(x + (x.argmax(1).float()[:, None] * place).sin())
+
+
+def timed() -> Task:
+    return classified().with_(model=Timed)

@@ -22,7 +22,7 @@ from shardwise.device import autocast_states
 from shardwise.errors import RefusedPlan
 from shardwise.look.in_float64 import Again
 from shardwise.look.one_process import Untried, needs_gradients
-from shardwise.look.watched_run import Evaluate, Runner, Seen, TakesGradients, WritesWeights, has_units
+from shardwise.look.watched_run import Evaluate, Functions, Runner, Seen, TakesGradients, WritesWeights, has_units
 from shardwise.parallel.batchnorm import batch_norm_modules
 from shardwise.parallel.full import USED_OUTSIDE
 from shardwise.part.pairs import attributes_alone
@@ -55,7 +55,7 @@ class Findings:
 def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, Any] | None,
          sizes: tuple[int, int, int], *, joined: Callable[[Any], Loss] | None, dtype: torch.dtype, strict: bool,
          masks: bool, share: Callable[[list[str]], list[str]] = list, again: Again, staged: bool | None = None,
-         follows: bool = False) -> Findings:  # fmt: skip
+         follows: bool = False, functions: Functions = ()) -> Findings:  # fmt: skip
     """Returns what comparing the loss on `whole` with that on its two `parts` shows. `sizes`: (samples, of each part).
 
     Without gradients; with them for a forward that takes some itself.
@@ -70,13 +70,16 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
     follows  what forwards write into pieces of weights is brought to them
     staged   of a module that runs in pipeline stages: whether it takes gradients itself, since this rank's part may
              fail without them where others' do not
+    functions  of the user's that `evaluate` calls beside the module
 
     Raises `TakesGradients` where units of zero=3 are to be put together first.
     """
 
     def attempt() -> Findings:
         plainly = with_attributes_alone(module, evaluate)
-        return _Look(module, plainly, whole, parts, sizes, joined, dtype, strict, masks, share, again, follows).take()
+        return _Look(
+            module, plainly, whole, parts, sizes, joined, dtype, strict, masks, share, again, follows, functions
+        ).take()
 
     return gently(module, attempt, share=share, staged=staged)
 
@@ -138,12 +141,13 @@ class _Look:
     share: Callable[[list[str]], list[str]]
     again: Again
     follows: bool
+    functions: Functions
 
     def __post_init__(self) -> None:
         self.findings, self.problems = Findings([], BatchDims()), list[str]()
         self.drawn: list[Drawn] = []  # by every run
         self.seen = Seen(self.module)
-        self.run = Runner(self.module, self.evaluate, self.seen)
+        self.run = Runner(self.module, self.evaluate, self.seen, self.functions)
 
     def take(self) -> Findings:
         """Returns what the runs show. Raises `RefusedPlan` for problems where the plan splits samples (`strict`)."""
@@ -216,7 +220,7 @@ class _Look:
         elif self.joined is None:
             self.problems += _sums_differ(of_whole, first, second, sizes, dtype, all_pairs)
         elif self.strict:
-            joined = Runner(self.module, self.joined, seen)((self.whole, parts))[0]
+            joined = Runner(self.module, self.joined, seen, self.functions)((self.whole, parts))[0]
             self.problems += _joined_differs(of_whole, joined, dtype)
         if not self.strict or self.joined is not None:
             return
@@ -336,7 +340,7 @@ def _left_differs(run: Runner, left: list[str], of_first: Loss, whole: Any, part
     (name, value, added), (n, a, b) = apart, sizes
     what = f"'{left[0]}'{f' and {len(left) - 1} more' if len(left) > 1 else ''}"
     return [
-        f"the forward leaves {what} in the module, computed "
+        f"the forward leaves {what} for the next one, computed "
         f"of all samples of a batch together, and a second forward reads it: there the loss's {name} on {n} samples "
         f"and on {a} and {b} of them is {value:.6g} against {added:.6g} in parts, so ranks would each keep one of "
         'their own samples: loss_scope="model" (of Task, of prepare) has every rank run the model on all of them'

@@ -86,7 +86,7 @@ def _look_at_few(
                 joined=state.forward.joined if task.loss_scope == "global" else None,
                 dtype=state.precision.compute, strict=state.data_ranks > 1, masks=masks, share=share,
                 again=partial(_in_double, state, whole, parts),
-                staged=None if staged is None else staged.cut.takes_gradients,
+                staged=None if staged is None else staged.cut.takes_gradients, functions=(task.loss, task.inputs),
             )  # fmt: skip
     except (ShardwiseError, TakesGradients):
         raise
@@ -168,7 +168,7 @@ def _look_at_many(
         outputs.clear()  # `gently` may try a second time, with gradients
         return look_at_many(
             state.module, keep_output if together else forward.local, many, dtype=state.precision.compute,
-            scores=findings.scores, joined=joined,
+            scores=findings.scores, joined=joined, functions=(task.loss, task.inputs),
         )  # fmt: skip
 
     staged = None if state.staged is None else state.staged.cut.takes_gradients

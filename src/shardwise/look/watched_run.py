@@ -33,6 +33,7 @@ from shardwise.trace.module_state import ModuleState
 from shardwise.trace.own_class import CONTAINERS, is_own
 
 Evaluate = Callable[[Any], Loss]
+Functions = tuple[Callable, ...]
 WEIGHTS_FREED = (
     "the loss takes gradients through the model itself (torch.autograd.grad with create_graph=True), whose own "
     "backward needs weights that zero=3 has freed by then: take them in the model's forward, or use zero=2"
@@ -56,12 +57,13 @@ class InsideTransform(TakesGradients):
 
 
 class Runner:
-    """Evaluates the loss and leaves the module as it was."""
+    """Evaluates the loss and leaves the module as it was, and what its code and the user's `functions` reach."""
 
-    def __init__(self, module: nn.Module, evaluate: Evaluate, seen: Seen):
+    def __init__(self, module: nn.Module, evaluate: Evaluate, seen: Seen, functions: Functions = ()):
         self.module = module
         self.evaluate = evaluate
         self.seen = seen
+        self.functions = functions
         self.scores = False  # attention as operations, since its kernels would draw inside
         self.statistics: KnownStatistics | None = None  # by which batch norms normalise
 
@@ -98,12 +100,13 @@ class Runner:
         """Returns the names of what a forward left for the next one, but for statistics of batch norms."""
         # Those are joined over ranks, and so are no state of a rank's own samples.
         norms = {id(table) for child in self.seen.batch_norms for table in (child._buffers, vars(child))}
-        return sorted({key for table, key in state.changed() if id(table) not in norms})
+        outside = state.outside.changed() if state.outside is not None else []
+        return sorted({key for table, key in state.changed() if id(table) not in norms}.union(outside))
 
     @contextmanager
     def _put_back(self) -> Iterator[None]:
         """Context: the module is as it was afterwards, also where its forward failed and is to be run another way."""
-        state = ModuleState(self.module)
+        state = ModuleState(self.module, functions=self.functions)
         try:
             yield
             # the first forward that leaves something tells what; not reached where it failed

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise.look.first_samples import added_up, bar_of, finite, with_attributes_alone
 from shardwise.look.samples import COSTLY_BYTES
-from shardwise.look.watched_run import Evaluate, Runner, Seen
+from shardwise.look.watched_run import Evaluate, Functions, Runner, Seen
 from shardwise.parallel.batchnorm import KnownStatistics, Statistics
 from shardwise.step.batching import samples_in, slice_samples
 from shardwise.step.loss import Loss
@@ -92,7 +92,7 @@ def repeated(batch: Any, times: list[int]) -> Any:
 
 def look_at_many(
     module: nn.Module, evaluate: Evaluate, many: Many, *, dtype: torch.dtype, scores: bool,
-    joined: Callable[[], Loss] | None = None,
+    joined: Callable[[], Loss] | None = None, functions: Functions = (),
 ) -> list[str]:  # fmt: skip
     """Returns what differs between a batch and its parts, as text.
 
@@ -101,7 +101,7 @@ def look_at_many(
     """
     seen = Seen(module)
     with torch.random.fork_rng(devices=[]), seen.watching():
-        run = Runner(module, with_attributes_alone(module, evaluate), seen)
+        run = Runner(module, with_attributes_alone(module, evaluate), seen, functions)
         run.scores = scores
         names = {child: path for path, child in module.named_modules()}
         of_whole = run.statistics = KnownStatistics(names)

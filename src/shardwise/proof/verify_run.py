@@ -105,13 +105,18 @@ class Proving:
         return task.with_(optimizer=_Raised(task.optimizer))
 
     @contextmanager
-    def inside(self, engine: Engine) -> Iterator[None]:
-        """Context around the steps of a rank: of one in its own precision; or in which float64 stays float64."""
+    def inside(self) -> Iterator[None]:
+        """Context around all that a rank runs: float64 stays float64, but where it runs in its own precision."""
         if self.watching is not None:
-            with self.watching.around(engine):
-                yield
+            yield
             return
-        with KeepDouble(), default_dtype(torch.float64), small_sizes():
+        with KeepDouble(), default_dtype(torch.float64):
+            yield
+
+    @contextmanager
+    def around(self, engine: Engine) -> Iterator[None]:
+        """Context around the steps of a rank's engine: what they write is watched, or they run at the small sizes."""
+        with small_sizes() if self.watching is None else self.watching.around(engine):
             yield
 
 

@@ -140,6 +140,7 @@ def prepare(
     unpacks, loader = (2, None) if loader is _NO_LOADER else (3, loader)
     if proof is not None and proof.plain:
         return Plain(model, optimizer, loader, plan, proof, dim=batch_dim, unpacks=unpacks)  # type: ignore[return-value]
+    loss_scope = (proof and proof.scope) or loss_scope  # type: ignore[assignment]
     model = with_own(model, optimizer)
     check_given(model, optimizer, plan, randomness, loss_scope)
     join_ranks(plan)
@@ -407,6 +408,7 @@ class Prepared(Stepping):
             *(self._engine.notices if self._engine is not None else []),
             *self.loader.notices,
             *([OWN] if self._prefix else []),
+            *(optimizers.notices_of_hooks(self.optimizer) if self._pieces else []),
             *(said if followed else []),
         ]
 

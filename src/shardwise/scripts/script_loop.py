@@ -90,6 +90,10 @@ class OtherLoop(Events):
         self.handed: Handed | None = None
         self.ran = self.since = False  # ever, and since the main batch is at hand
 
+    def goes_beside(self) -> bool:
+        """Returns True: a script counts held-out samples by len(batch), so each is held once where there are enough."""
+        return True
+
     def before_epoch(self) -> None:
         """What the loader draws now is alike on every rank."""
         self.pauses()

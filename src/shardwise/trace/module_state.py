@@ -6,15 +6,18 @@ otherwise the next forward, which finds no such attribute, would add them a seco
 
 What containers and objects of a class of one's own hold is kept to any depth, tensors that are written to among it.
 
-What this does not do: follow state outside the module, or in objects of torch's classes.
+What lies outside the module and is reached by its code is kept by `trace/outside_state`.
+
+What this does not do: follow state in objects of torch's classes.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,11 +27,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.trace.caches import CacheState
 from shardwise.trace.generators import KINDS, put_back, standing_at, state_of
+from shardwise.trace.outside_state import HOOKS, OutsideState
 from shardwise.trace.own_class import is_own
 
 _OWN = frozenset(vars(nn.Module()))
-# not the hooks of state dicts, which FSDP2 adds in its first forward and keeps
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _CONTAINERS = (list, dict, set, deque)
 _PLAIN = (type(None), bool, int, float, complex, str, tuple, torch.Tensor, *_CONTAINERS)
 
@@ -44,7 +46,7 @@ def _tables(module: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
 def _hooks(module: nn.Module) -> Iterator[dict[int, Any]]:
     """Yields each module's tables of hooks."""
     for child in module.modules():
-        for name in _HOOKS:
+        for name in HOOKS:  # not those of state dicts, which FSDP2 adds in its first forward and keeps
             table = getattr(child, name)
             if isinstance(table, dict):
                 yield table
@@ -69,14 +71,17 @@ def _kept_in(child: nn.Module, table: dict[str, Any]) -> list[tuple[dict[str, An
 class ModuleState:
     """A module's buffers and plain attributes as they are now, to compare with and to put back.
 
-    only      limits it to what `changed` returned earlier
-    by_value  compare the values of tensors too: torch's batch norm writes running statistics without a note of it
+    only       limits it to what `changed` returned earlier
+    by_value   compare the values of tensors too: torch's batch norm writes running statistics without a note of it
+    functions  of the user's, that run with the module and may change what lies outside it (a loss)
     """
 
     def __init__(
-        self, module: nn.Module, only: list[tuple[dict[str, Any], str]] | None = None, by_value: bool = False
+        self, module: nn.Module, only: list[tuple[dict[str, Any], str]] | None = None, by_value: bool = False,
+        functions: tuple[Callable, ...] = (),
     ):  # fmt: skip
         self._caches = CacheState(module) if only is None else None
+        self.outside = None if only is not None else OutsideState(module, partial(PassedState, written=True), functions)
         # `only` is what a first forward changed, batch norm's statistics among it, of which no version tells: all of it
         # counts as changed from then on
         self._by_value, self._all = by_value, by_value and only is not None
@@ -129,6 +134,8 @@ class ModuleState:
         """Put everything back: the same objects, with the values they had."""
         if self._caches is not None:
             self._caches.restore()
+        if self.outside is not None:
+            self.outside.restore()
         for (child, table), before in zip(self.tables, self._keys, strict=True):
             for key in _keys(child, table):
                 if key not in before:

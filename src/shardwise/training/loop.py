@@ -74,11 +74,13 @@ def _run_rank(job: Job) -> dict[str, Any]:
     # only rank 0 reports FLOPs, so only it counts them
     flops = _flops(job, task) if _rank() == 0 else Flops(None, "")
     say(f"train: placing weights under plan {job.effective.plan}, then a look at a few samples")
-    engine = engine_of(job, task)
-    say("")
     with ExitStack() as stack:
+        if job.proof is not None:  # around the look too: what it runs is the proof's float64
+            stack.enter_context(job.proof.inside())
+        engine = engine_of(job, task)
+        say("")
         if job.proof is not None:
-            stack.enter_context(job.proof.inside(engine))
+            stack.enter_context(job.proof.around(engine))
         summary = _Rank(job, task, engine, flops, stack).run()
     engine.close()  # waits for all ranks, so never on the way out of an error
     return summary

@@ -25,6 +25,15 @@ from shardwise.proof.record import Tensors
 from shardwise.scripts.proof.recorder import ScriptRecord, StepRecord
 
 NEAR = 1e-6
+SCOPES = {
+    "global": "by which every rank computes the loss of the whole batch",
+    "model": "by which every rank runs the model on whole batches, which is no faster",
+}
+NO_SCOPE = (
+    'Neither loss_scope="global" nor "model" of prepare makes it equal (both were tried): a hook on a parameter is '
+    "given what is no sum yet (change param.grad after prepared.backward instead), or the script keeps numbers of a "
+    "rank's own"
+)
 # what each cause is, and what to do; {} are the facts
 CAUSES = {
     "not_deterministic": "the script does not equal itself in one process: {}. Seed what draws, and leave out clocks",
@@ -63,9 +72,7 @@ CAUSES = {
     "draws": "random numbers are drawn in step {} whose use differs between ranks and one process: numbers for samples "
     "must be drawn by torch, with a dim that counts the samples",
     "loss_scope": "the loss does not add up over samples: what one sample asks depends on the others of the batch, and "
-    "no sum of the ranks' gradients is that of one process ({:.0e} is left over). Take prepare(..., "
-    'loss_scope="global"), by which every rank computes the loss of the whole batch; a hook on a parameter is given '
-    "what is no sum yet: change param.grad after prepared.backward instead",
+    "no sum of the ranks' gradients is that of one process ({:.0e} is left over). {}",
     "gradient_written": "what ranks' losses ask adds up to one process's gradient, and the optimizer finds another: "
     "the script or a hook changes gradients on the way, by numbers of a rank's own",
 }
@@ -85,6 +92,7 @@ class Difference:
 
     control     one process against itself
     apart       runs the ranks as replicas, which keep what each rank's loss asks; None where that fails
+    cures       runs the ranks with a loss_scope, and tells whether that is equal to one process
     """
 
     single: ScriptRecord
@@ -93,6 +101,7 @@ class Difference:
     plan: Plan
     control: Parity
     apart: Callable[[], list[ScriptRecord] | None] = field(default=lambda: None)
+    cures: Callable[[str], bool] = field(default=lambda scope: False)
     foreign: bool = False  # the script sets up its ranks by itself
 
 
@@ -216,7 +225,15 @@ def _not_a_sum(sides: Difference, step: int, rest: float) -> Cause:
         return _cause("kept", step)
     if step in single.drew:
         return _cause("draws", step)
-    return _cause("loss_scope", rest)
+    return _cause("loss_scope", rest, _tried(sides.cures))
+
+
+def _tried(cures: Callable[[str], bool]) -> str:
+    """Returns the loss_scope with which the script is equal, as advice."""
+    scope = next(filter(cures, SCOPES), None)
+    if scope is None:
+        return NO_SCOPE
+    return f'Take prepare(..., loss_scope="{scope}"), {SCOPES[scope]}: it was tried, and is equal'
 
 
 def _other_samples(sides: Difference) -> int | None:

@@ -89,11 +89,13 @@ class ScriptRecorder:
     plain    this is the one process: `prepare` does nothing but record
     plan     takes the place of the plan that the script gives
     shorten  batches of an epoch that are kept beside its last one; None: all
+    scope    takes the place of the loss_scope that the script gives
     """
 
     def __init__(self, *, limit: int | None, plain: bool, plan: str | None = None, shorten: int | None = None,
-                 apart: bool = False) -> None:  # fmt: skip
+                 apart: bool = False, scope: str | None = None) -> None:  # fmt: skip
         self.limit, self.plain, self.plan, self.shorten, self.apart = limit, plain, plan, shorten, apart
+        self.scope = scope
         self.record = ScriptRecord()
         self.models: list[Any] = []  # what was prepared, by number
         self.exact = True  # in float64; else in the precision that the script has

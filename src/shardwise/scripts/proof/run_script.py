@@ -48,7 +48,7 @@ class ScriptJob:
 
     plain       as the one process, in which `prepare` only records
     plan        in the place of the script's own; None: its own
-    limit, epochs, shorten, apart       of `ScriptRecorder`
+    limit, epochs, shorten, apart, scope  of `ScriptRecorder`
     exact       in float64; False: in the script's own precision
     nudge       above 0: weights are moved by one epsilon, each up or down, as this seed has it
     foreign     a script that does not call `prepare`: recorded through torch's hooks, RANK and the like are shown
@@ -64,6 +64,7 @@ class ScriptJob:
     epochs: int | None = None
     shorten: int | None = None
     apart: bool = False
+    scope: str | None = None
     exact: bool = True
     nudge: int = 0
     foreign: bool = False
@@ -76,7 +77,12 @@ class ScriptJob:
 def run_in_proof(asked: ScriptJob) -> ScriptRecord:
     """Returns what the script did in this process; an error of it is in the record. Collective on ranks."""
     recorder = ScriptRecorder(
-        limit=asked.limit, plain=asked.plain, plan=asked.plan, shorten=asked.shorten, apart=asked.apart
+        limit=asked.limit,
+        plain=asked.plain,
+        plan=asked.plan,
+        shorten=asked.shorten,
+        apart=asked.apart,
+        scope=asked.scope,
     )
     recorder.epochs, recorder.exact, recorder.nudge = asked.epochs, asked.exact, asked.nudge
     recorder.tells = asked.tells

@@ -119,7 +119,8 @@ def verify_script(
             judge(control, first, again, [again], foreign=False)
             layout = chosen or Plan(dp_replicate=world)
             apart = _apart(several, asked, layout, timeout_s)
-            parity.cause = cause_of(Difference(first, records, parity, layout, control, apart, asked.foreign))
+            cures = _cures(several, asked, layout, first, timeout_s)
+            parity.cause = cause_of(Difference(first, records, parity, layout, control, apart, cures, asked.foreign))
         if chosen is not None:
             receipts.write(asked.path, chosen, parity, len(many.steps), many.files)
         return parity
@@ -361,6 +362,24 @@ def _apart(pool: Any, asked: ScriptJob, plan: Plan, timeout_s: float) -> Callabl
     return run
 
 
+def _cures(
+    pool: Any, asked: ScriptJob, plan: Plan, single: ScriptRecord, timeout_s: float
+) -> Callable[[str], bool]:  # fmt: skip
+    """Returns what runs the ranks with another loss_scope: whether they are equal to `single` then."""
+
+    def run(scope: str) -> bool:
+        job = replace(asked, plain=False, scope=scope)
+        try:
+            records = _in_scratch(pool, plan.world_size, job, timeout_s)
+        except ShardwiseError:
+            return False  # refused, or it fails: no remedy
+        tried = Parity(str(plan), plan.world_size, bars=dict(FLOAT64_BARS))
+        judge(tried, single, joined(records, foreign=False), records, foreign=False)
+        return tried.equal
+
+    return run
+
+
 def _in_scratch(pool: Any, ranks: int, asked: ScriptJob, timeout_s: float) -> list[ScriptRecord]:
     """The records of all ranks, which stand in one scratch folder unless the job runs for real."""
     if not asked.stands_in:
@@ -382,7 +401,7 @@ def _in_one(pool: Any, asked: ScriptJob, timeout_s: float) -> ScriptRecord:
 def _failed_on_ranks(error: RunError) -> str:
     trace = getattr(error, "remote_traceback", "")
     last = trace.rstrip().splitlines()[-1] if trace else str(error)
-    if last.startswith(ShardwiseError.__module__):  # what prepare found in a step: it says what to do
+    if last.startswith("shardwise."):  # an error of ours, found in a step: it says what to do
         return f"on rank {getattr(error, 'rank', 0)}: {last.partition(': ')[2]}"
     return f"the script fails on rank {getattr(error, 'rank', 0)}, and not in one process: {last}"
 

@@ -1,0 +1,208 @@
+"""Keep what a forward may change outside its module: globals, closures, default arguments, attributes of classes.
+
+    COUNT = [0]                                        a list of the file's own
+    class Net(nn.Module):
+        seen = 0
+        def forward(self, x):
+            COUNT[0] += 1; type(self).seen += 1        neither is in the module
+
+What the code of a module's classes and hooks names is looked up, and what functions that are named there name. A name
+that the code assigns is kept with its value; of containers and objects of the user's own classes, what they hold.
+
+What this does not do: follow code that is named by a string, files of torch's, Python's and our own, what C code keeps,
+and containers of more than `MOST` entries, which are data.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache, partial
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from shardwise.trace.own_class import CONTAINERS, is_own
+
+MOST = 10_000
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_FOREIGN = frozenset({"torch", "shardwise", "numpy", *sys.stdlib_module_names}) - {"__main__"}
+_ASSIGN = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR")
+_ABSENT = object()
+_VALUES = (type(None), bool, int, float, complex, str, torch.Tensor, *CONTAINERS)
+
+Place = tuple[Any, str]  # (a file's names, a class or a closure's cell; the name in it)
+
+
+def _own(module_name: Any) -> bool:
+    return str(module_name).partition(".")[0] not in _FOREIGN
+
+
+@lru_cache(maxsize=4096)
+def _names(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """Returns the names that code uses, in functions inside it too, and those of them that it assigns."""
+    used, assigned = set(code.co_names), {op.argval for op in dis.get_instructions(code) if op.opname in _ASSIGN}
+    for inner in (const for const in code.co_consts if isinstance(const, CodeType)):
+        used_inside, assigned_inside = _names(inner)
+        used |= used_inside
+        assigned |= assigned_inside
+    return frozenset(used), frozenset(assigned)
+
+
+def _read(owner: Any, name: str) -> Any:
+    """Returns what stands at a place, `_ABSENT` where nothing does."""
+    if isinstance(owner, CellType):
+        try:
+            return owner.cell_contents
+        except ValueError:  # not filled yet
+            return _ABSENT
+    return (owner if isinstance(owner, dict) else vars(owner)).get(name, _ABSENT)
+
+
+def _write(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, CellType):
+        owner.cell_contents = value
+    elif isinstance(owner, dict):
+        owner[name] = value
+    else:
+        setattr(owner, name, value)
+
+
+def _remove(owner: Any, name: str) -> None:
+    if isinstance(owner, dict):
+        owner.pop(name, None)
+    elif isinstance(owner, type) and name in vars(owner):
+        delattr(owner, name)
+
+
+class Reached:
+    """What code reaches outside its module: `places` that may get another value, `objects` that hold some, classes."""
+
+    def __init__(self, module: nn.Module, functions: Iterable[Callable] = ()) -> None:
+        self.places: dict[tuple[int, str], Place] = {}
+        self.objects: dict[int, tuple[str, Any]] = {}  # with the name by which each was first met
+        self.classes: dict[type, None] = {}
+        self._seen: set[int] = set()
+        for kind in {type(child): None for child in module.modules()}:
+            for base in kind.__mro__:
+                self._of_class(base, None)
+        for function in (*_hooks_of(module), *functions):
+            self._of_function(function)
+
+    def _of_function(self, function: Any) -> None:
+        function = (
+            getattr(function, "__func__", function) if isinstance(function, staticmethod | classmethod) else function
+        )
+        if isinstance(function, partial):
+            self._of_values("partial", [function.func, *function.args, *function.keywords.values()])
+        elif isinstance(function, MethodType):
+            self._of_values("self", [function.__self__, function.__func__])
+        elif type(function) is FunctionType and id(function) not in self._seen and _own(function.__module__):
+            self._seen.add(id(function))
+            self._of_code(function)
+        elif _is_object(function):
+            self._of_values(type(function).__name__, [function])
+
+    def _of_code(self, function: FunctionType) -> None:
+        used, assigned = _names(function.__code__)
+        for name in used & function.__globals__.keys() | assigned:
+            self._of_name(function.__globals__, name, used, assigned)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self.places[id(cell), name] = (cell, name)
+            self._of_values(name, [_read(cell, name)], used)
+        defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        self._of_values(f"a default of {function.__name__}", defaults, used)
+
+    def _of_name(self, names: dict[str, Any], name: str, used: frozenset, assigned: frozenset) -> None:
+        value = names.get(name, _ABSENT)
+        if name in assigned and (value is _ABSENT or isinstance(value, _VALUES) or is_own(value)):
+            self.places[id(names), name] = (names, name)
+        if isinstance(value, ModuleType) and _own(value.__name__) and id(value) not in self._seen:
+            self._seen.add(id(value))
+            for inner in used & vars(value).keys():
+                self._of_name(vars(value), inner, used, assigned)
+        self._of_values(name, [value], used)
+
+    def _of_values(self, name: str, values: Iterable[Any], used: frozenset | None = None) -> None:
+        for value in values:
+            if isinstance(value, type):
+                for base in value.__mro__:
+                    self._of_class(base, used)
+            elif isinstance(value, FunctionType | MethodType | partial):
+                self._of_function(value)
+            elif isinstance(value, CONTAINERS) and len(value) <= MOST:
+                self.objects[id(value)] = (name, value)
+            elif _is_object(value) and id(value) not in self._seen:
+                self._seen.add(id(value))
+                self.objects[id(value)] = (name, vars(value) if callable(value) else value)
+                for base in type(value).__mro__:
+                    self._of_class(base, None if used is None else used | {"__call__"})
+
+    def _of_class(self, kind: type, used: frozenset | None) -> None:
+        """Note a class's attributes and follow its functions: those named in `used`, all of them where it is None."""
+        if not _own(kind.__module__):
+            return
+        self.classes[kind] = None
+        for name, value in list(vars(kind).items()):
+            if isinstance(value, FunctionType | staticmethod | classmethod | property):
+                if used is None or name in used:
+                    self._of_function(value.fget if isinstance(value, property) else value)
+            elif not name.startswith("__") and (isinstance(value, _VALUES) or is_own(value)):
+                self.places[id(kind), name] = (kind, name)
+                self._of_values(name, [value], used)
+
+
+def _is_object(value: Any) -> bool:
+    """Whether a value is an object of a class of the user's own; one with `__call__` may be a hook."""
+    kind = type(value)
+    plain = isinstance(value, nn.Module | type | FunctionType | MethodType | ModuleType | torch.Tensor)
+    return not plain and _own(kind.__module__) and isinstance(getattr(value, "__dict__", None), dict)
+
+
+def _hooks_of(module: nn.Module) -> Iterator[Callable]:
+    """Yields the hooks of a module and its children, those of all modules, and functions that are attributes."""
+    for child in module.modules():
+        for name in HOOKS:
+            yield from list(getattr(child, name).values())
+        yield from [value for value in vars(child).values() if isinstance(value, FunctionType | MethodType | partial)]
+    for name in HOOKS:
+        yield from list(getattr(torch_module, f"_global{name}").values())
+
+
+class OutsideState:
+    """What a module's code may change outside it, as it is now, to put it back.
+
+    keep  value -> its contents, with `changed()` and `restore()`
+    """
+
+    def __init__(self, module: nn.Module, keep: Callable[..., Any], functions: Iterable[Callable] = ()) -> None:
+        reached = Reached(module, functions)
+        self._kept = [(owner, name, _read(owner, name)) for owner, name in reached.places.values()]
+        self._classes = [(kind, set(vars(kind))) for kind in reached.classes]
+        values = [(name, value) for _, name, value in self._kept if _bounded(value)]
+        self._contents = [(name, keep(value)) for name, value in (*reached.objects.values(), *values)]
+
+    def changed(self) -> list[str]:
+        """Returns the names of what has another value or other contents."""
+        names = [name for owner, name, value in self._kept if _read(owner, name) is not value]
+        return [*names, *(name for name, contents in self._contents if contents.changed())]
+
+    def restore(self) -> None:
+        """Put everything back: the same objects, with the values they had."""
+        for owner, name, value in self._kept:
+            if _read(owner, name) is not value:
+                _remove(owner, name) if value is _ABSENT else _write(owner, name, value)
+        for kind, before in self._classes:
+            for name in vars(kind).keys() - before:
+                if isinstance(vars(kind)[name], _VALUES) and not name.startswith("__"):
+                    delattr(kind, name)
+        for _, contents in self._contents:
+            contents.restore()
+
+
+def _bounded(value: Any) -> bool:
+    return not isinstance(value, CONTAINERS) or len(value) <= MOST

@@ -1,0 +1,42 @@
+"""What a forward changes outside its module is known by name and put back."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import remembering_tasks
+import torch
+from torch import nn
+
+from shardwise.trace.module_state import ModuleState
+
+
+class Rows:
+    """A hook that is an object."""
+
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.rows.append(output)
+
+
+def kept(store: dict, module: nn.Module, args: Any) -> None:
+    store["last"] = args
+
+
+def test_globals_classes_closures_defaults_and_stores_of_hooks_are_put_back() -> None:
+    module, rows, store = remembering_tasks.Outside(), Rows(), dict[str, Any]()
+    module.register_forward_hook(rows)
+    module.head.register_forward_pre_hook(partial(kept, store))
+    state = ModuleState(module)
+    module(torch.ones(2, remembering_tasks.WIDTH))
+    remembering_tasks.Outside.late = 3  # type: ignore[attr-defined]
+    assert state.outside is not None
+    names = {"FORWARDS", "STORE", "seen", "count", "a default of noted", "Rows", "partial"}
+    assert names <= set(state.outside.changed())
+    state.restore()
+    assert (remembering_tasks.FORWARDS, remembering_tasks.STORE, remembering_tasks.Outside.seen) == ([0], {}, 0)
+    assert not (rows.rows or store or remembering_tasks.noted.__defaults__[0])  # type: ignore[index]
+    assert not hasattr(remembering_tasks.Outside, "late") and not state.outside.changed()
