@@ -30,8 +30,7 @@ from shardwise.part.levels import Distributed
 from shardwise.scripts.agreement import same_on_all
 from shardwise.scripts.dealt import Dealt
 from shardwise.scripts.entries import Entries
-from shardwise.scripts.forward_writes import ForwardWrites
-from shardwise.scripts.gradient_arrivals import techniques_of, weakly
+from shardwise.scripts.gradient_arrivals import weakly
 from shardwise.scripts.guard import Gate
 from shardwise.scripts.meeting import Meeting
 from shardwise.scripts.model_look import ModelLook, look_at_model
@@ -84,7 +83,6 @@ class Calls(Loop):
         self._done = False  # its backward of this batch is over
         self._no_batch()
         self._looks = mesh.data.size > 1 and not self.on_every_rank
-        self.writes: list[ForwardWrites] = []
         self._looked: dict[nn.Module | None, ModelLook] = {}  # entries of the model, on their first samples
         self._check = check
         self._dim: int | None = 0  # of a batch's tensors that counts samples
@@ -155,14 +153,13 @@ class Calls(Loop):
 
     def watch(
         self, engine: Engine, meeting: Meeting | None, gate: Gate, *, gathers: bool, settle: Callable[[], None],
-        written: Callable[[], None], compares: Callable[[], None],
+        compares: Callable[[], None],
     ) -> None:  # fmt: skip
         """Follow the model's calls from here on; its weights are in place.
 
         gate     opened where the engine reads parameters
         gathers  every forward needs all ranks, not only one in training
         settle   brings the weights up to what the script did to the optimizer's pieces
-        written  notes that sharded weights may have been written into
         compares raises where what ranks hold alike has come apart
         """
         self._settle, self.compares = weakref.WeakMethod(settle), compares
@@ -174,8 +171,6 @@ class Calls(Loop):
         self.model.register_forward_hook(self._leave, with_kwargs=True)
         if self.mesh.world.size > 1:
             self._listen(engine)
-        units = [one for one in techniques_of(engine) if isinstance(one, FullShard)]
-        self.writes = [ForwardWrites(one, engine.state, written) for one in units]
         self.resume()
 
     @names_line
@@ -287,10 +282,10 @@ class Calls(Loop):
             output = seen_outside(output)
         if self._door is not None and not self.inside:
             Gathers.on_gather = weakly(self._gathers_outside)
-        if torch.is_grad_enabled() and self.mesh.world.size > 1 and not self.engine.state.phase.looked_at:
+        if trains and (self.recorded or self._door is not None):
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(self._on_return if trains else self._on_return_beside)
+                    tensor.register_hook(self._on_return)
         if trains and self.mesh.world.size > 1 and isinstance(self.engine.technique, FullShard):
             output = aliased(output)
         return output

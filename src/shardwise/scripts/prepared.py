@@ -43,7 +43,7 @@ from shardwise.scripts.calls import Calls, leader_of
 from shardwise.scripts.copies import Copies
 from shardwise.scripts.entries import OWN, Several, with_own
 from shardwise.scripts.first_steps import FirstSteps, ParametersInPlace, refuse_replaced
-from shardwise.scripts.gradient_arrivals import buckets_of, techniques_of, weakly
+from shardwise.scripts.gradient_arrivals import buckets_of, weakly
 from shardwise.scripts.gradients import Gradients
 from shardwise.scripts.guard import Gate, guard_conversion, mark_like, refuse_hooks
 from shardwise.scripts.meeting import Meeting
@@ -72,7 +72,7 @@ from shardwise.scripts.start import (
 )
 from shardwise.scripts.stepping import Stepping
 from shardwise.scripts.weight_access import hold
-from shardwise.scripts.whole_optimizer_state import States, holds_pieces, put, states_of
+from shardwise.scripts.whole_optimizer_state import States, holds_pieces, open_doors, put, states_of
 from shardwise.scripts.whole_weights import WholeWeights
 from shardwise.task import Domain
 
@@ -209,13 +209,12 @@ class Prepared(Stepping):
         self.gradients = None
         self._gate, self._state_gate = Gate(), Gate()
         self._in_place = None
-        self._unguarded = False
         self._notices = self.calls.notices
         world = self.mesh.world
         self._pieces = holds_pieces(plan) and world.size > 1
         self.meeting = Meeting(world, options.device) if world.size > 1 else None
         self.pending: Path | None = None  # a checkpoint that is loaded once the weights are in place
-        self._hook_optimizer()
+        open_doors(self)
         self.side = side_of(self, loader, recorder())
         self.loader.recorder = recorder() if leader is None else None
         if waits_for_call(plan):
@@ -261,7 +260,7 @@ class Prepared(Stepping):
                     self._adopt(engine, before)
                 self.built = options_of(engine)
         optimizers.retire(retired)
-        self._hook_optimizer()
+        open_doors(self)
         self._watch_pieces()
         return optimizer
 
@@ -312,7 +311,7 @@ class Prepared(Stepping):
         self.calls.pieces = self._pieces
         self.calls.watch(
             engine, self.meeting, self._gate, gathers=in_pieces or bool(mesh.inner), settle=self.settle,
-            written=weakly(self.may_have_written), compares=weakly(self.compare),
+            compares=weakly(self.compare),
         )  # fmt: skip
         if self.pending is not None:
             self._restored(self.pending)
@@ -371,8 +370,6 @@ class Prepared(Stepping):
 
     def _follow(self, engine: Engine, *, in_pieces: bool) -> None:
         """Watch what the script does to the model and its gradients by itself, between the plan's own writes."""
-        fsdp = [isinstance(one, FullShard) for one in techniques_of(engine)]
-        self._unguarded = len(fsdp) > 1 and any(fsdp)
         others = in_pieces or engine.state.precision.mixed or bool(engine.state.pairs)
         self._optimizer_guard = OptimizerGuard(self._script_weights)
         self._in_place = ParametersInPlace(self.model) if in_pieces else None

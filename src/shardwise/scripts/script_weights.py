@@ -14,9 +14,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -33,6 +32,9 @@ from shardwise.scripts.script_lines import names_line
 from shardwise.scripts.sharded_weights import ShardedGradients
 from shardwise.trace.leaves import replaced, tensors_in
 
+if TYPE_CHECKING:
+    from shardwise.scripts.whole_weights import WholeWeights
+
 _OF_A_SHARE = (
     "a parameter is read ({}) within the model's forward or a backward in a way that is not followed, and this rank "
     "holds a share of it: read it as the module's attribute, or beside the forward in `with prepared.whole():`"
@@ -46,17 +48,6 @@ _EARLY_LOSS = (
     "plan put another in its place: compute what is made of model.parameters() (a penalty) after model(x)"
 )
 _GRAD = torch.Tensor.grad
-
-
-class WeightsForScript(Protocol):
-    """The whole weights of one prepared model, for the script's own code (`whole_weights.WholeWeights`)."""
-
-    is_open: bool
-
-    def outside(self, func: Any, args: tuple, kwargs: dict) -> Any: ...
-    def opened(self, grads: bool, state: bool) -> AbstractContextManager[None]: ...
-    def paused(self) -> AbstractContextManager[None]: ...
-    def forget_gradients(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -92,12 +83,12 @@ class ScriptWeights:
         """
         self.gate, self._gradients, self._inside = gate, gradients, inside
         self._once, self._once_beside = once, once_beside
-        self._whole: WeightsForScript | None = None
+        self._whole: WholeWeights | None = None
         self._sharded: ShardedGradients | None = None
         self._kinds: dict[tuple[type, ParameterUse], type] = {}
 
     def take(
-        self, model: nn.Module, whole: WeightsForScript | None, sharded: ShardedGradients | None, *,
+        self, model: nn.Module, whole: WholeWeights | None, sharded: ShardedGradients | None, *,
         cuts: Iterable[str], pairs: Iterable[str], elsewhere: bool, later: bool,
     ) -> None:  # fmt: skip
         """Answer for the model's parameters from here on.

@@ -4,7 +4,7 @@
     p.grad[0], p.grad + t     raises: read it in prepared.whole(grads=True)
     k.data = x                within the forward, of a unit that does not run: the piece of x becomes the weight
 
-What a forward itself does to gathered weights is followed elsewhere (`forward_writes`).
+What a forward writes into weights that its units have gathered is refused where the model is looked at.
 """
 
 from __future__ import annotations
