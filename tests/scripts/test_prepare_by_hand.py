@@ -16,13 +16,13 @@ from small_scripts import (
     batches,
     begin,
     check_equal,
-    check_refused,
     close,
+    equals_one_process,
     made,
     mse,
     muon,
     net,
-    script_cases,
+    refused_with_its_line,
     stepped,
     train,
     weights_of,
@@ -546,11 +546,7 @@ MORE_EQUAL: list[tuple] = [
     (in_a_forward, "dp_replicate=2,remat=full", "in place", "sample"),
     (averaged, "tp=2,dp_replicate=2"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("script", "plan", "given"), script_cases(EQUAL, MORE_EQUAL))
-def test_a_script_equals_one_process(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
-    check_equal(pool, script, plan, *given)
+test_a_script_equals_one_process = equals_one_process(EQUAL, MORE_EQUAL)
 
 
 REFUSED: list[tuple] = [
@@ -583,8 +579,4 @@ MORE_REFUSED: list[tuple] = [
     (in_a_forward, "dp_replicate=2", "another", "model", InputError, "parameter 'scale' was replaced"),
     (mistaken, "dp_shard=2,zero=1", "stray", RefusedPlan, "this rank's samples alone.*assert"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("script", "plan", "given"), script_cases(REFUSED, MORE_REFUSED))
-def test_a_script_is_refused_with_its_line(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
-    check_refused(pool, script, plan, *given)
+test_a_script_is_refused_with_its_line = refused_with_its_line(REFUSED, MORE_REFUSED)

@@ -12,12 +12,11 @@ from small_scripts import (
     adamw,
     batches,
     begin,
-    check_equal,
+    equals_one_process,
     made,
     mse,
     net,
     samples,
-    script_cases,
     stepped,
     weights_of,
 )
@@ -450,8 +449,4 @@ def test_faults_meet_a_script_in_the_step_that_is_asked_for(plan: str, pool: Ran
 EQUAL: list[tuple] = [
     (unseeded, "dp_replicate=2"), (unseeded, "dp_shard=2,zero=1"), (unseeded, "dp_shard=2,zero=3"), (unseeded, "tp=2"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("script", "plan", "given"), script_cases(EQUAL))
-def test_a_script_equals_one_process(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
-    check_equal(pool, script, plan, *given)
+test_a_script_equals_one_process = equals_one_process(EQUAL)

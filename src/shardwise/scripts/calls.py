@@ -90,9 +90,13 @@ class Calls(Loop):
         self.entries = Entries(model, self._routes)
         self._door: Door | None = None  # where the plan cuts positions
         self._gathered: set[tuple[str, str]] = set()  # operations of the script's that gather, by line
-        self._settle: Callable[[], Callable[[], None] | None] = lambda: None
-        self.compares: Callable[[], None] = lambda: None
+        self._script: Callable[[], Any] = lambda: None
         self.forwards = 0  # by which "fast" draws are seeded
+
+    def compares(self) -> None:
+        """Raise where what ranks hold alike has come apart. Collective."""
+        if (script := self._script()) is not None:
+            script.compare()
 
     @property
     def part(self) -> Share | None:
@@ -151,19 +155,12 @@ class Calls(Loop):
 
     # --- the model
 
-    def watch(
-        self, engine: Engine, meeting: Meeting | None, gate: Gate, *, gathers: bool, settle: Callable[[], None],
-        compares: Callable[[], None],
-    ) -> None:  # fmt: skip
-        """Follow the model's calls from here on; its weights are in place.
-
-        gate     opened where the engine reads parameters
-        gathers  every forward needs all ranks, not only one in training
-        settle   brings the weights up to what the script did to the optimizer's pieces
-        compares raises where what ranks hold alike has come apart
+    def watch(self, script: Any, engine: Engine, *, gathers: bool) -> None:
+        """Follow the model's calls from here on; its weights are in place. `gathers`: every forward needs all ranks,
+        not only one in training.
         """
-        self._settle, self.compares = weakref.WeakMethod(settle), compares
-        self.engine, self._meeting, self._gate, self.gathers = engine, meeting, gate, gathers
+        self._script = weakref.ref(script)
+        self.engine, self._meeting, self._gate, self.gathers = engine, script.meeting, script._gate, gathers
         engine.state.phase.stand_in = self.part is not None and self.part.count == 0
         positions = engine.state.forward.positions
         self._door = Door(self.model, positions) if positions is not None else None
@@ -184,9 +181,8 @@ class Calls(Loop):
                 "is followed around the model's own call alone: let model(...) call it, or leave cp, cp_ulysses and "
                 "domain out"
             )
-        settle = self._settle()
-        if settle is not None:
-            settle()
+        if (script := self._script()) is not None:
+            script.settle()
         self.inside += 1
         trains = self._trains(module)
         if self.inside == 1 and self.mesh.data.size > 1:
@@ -218,8 +214,7 @@ class Calls(Loop):
             self.draws.alike = self.engine.state.phase.same
             if not self.draws.alike:
                 look = self._look_now
-                unseen = [] if self._check else [tuple(param.shape) for param in self.model.parameters()]
-                self.draws.enter(first=not self._dim and not look.turned, dims=look.drawn, weights=unseen)
+                self.draws.enter(first=not self._dim and not look.turned, dims=look.drawn)
         elif self.randomness == "fast" and self.engine.data_ranks > 1:
             self.forwards += 1
             seed_generators(seed_of("fast", self.seed, self.forwards, self.engine.data_rank))

@@ -16,18 +16,14 @@ import types
 import weakref
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 import shardwise
 from shardwise.errors import RefusedPlan
-from shardwise.scripts.entries import Way
 from shardwise.scripts.script_lines import names_line
-
-if TYPE_CHECKING:
-    from shardwise.scripts.prepared import Prepared
 
 _OURS = (str(Path(shardwise.__file__ or "").parent), str(Path(torch.__file__ or "").parent / "distributed"))
 _STATE = {"_tensor_cuts", "_read_outside", "_set_outside", "_is_fsdp_managed_module", "_fsdp_use_orig_params"}
@@ -37,7 +33,7 @@ _OF_FSDP = "__composable_api"
 class Copies:
     """What `copy.deepcopy` makes of one model's modules. Made before anything is changed in them."""
 
-    def __init__(self, model: nn.Module, prepared: Prepared) -> None:
+    def __init__(self, model: nn.Module, prepared: Any) -> None:
         self._model, self._prepared = weakref.ref(model), weakref.ref(prepared)
         self._before: dict[int, tuple[Any, Any]] = {
             id(module): (type(module), vars(module).get("forward")) for module in model.modules()
@@ -113,4 +109,4 @@ def _is_ours(value: Any) -> bool:
     value = value.func if isinstance(value, partial) else value
     value = getattr(value, "__func__", value)
     code = getattr(value, "__code__", None)
-    return isinstance(value, Way) or (code is not None and code.co_filename.startswith(_OURS))
+    return code is not None and code.co_filename.startswith(_OURS)

@@ -41,7 +41,7 @@ class OverRanks(WeightAccess):
         if self.meeting is not None and self._engine is not None:
             self.meeting.passes(what)
 
-    def _stray(self) -> str:
+    def stray_of(self) -> str:
         """Returns whose samples gradients of another backward than the plan's are of: "", "part" or "all"."""
         part = self.calls.leader.in_loop and self._apart > 1
         return "" if not (self.calls.stray and self.mesh.world.size > 1) else "part" if part else "all"

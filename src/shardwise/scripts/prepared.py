@@ -43,7 +43,7 @@ from shardwise.scripts.calls import Calls, leader_of
 from shardwise.scripts.copies import Copies
 from shardwise.scripts.entries import OWN, Several, with_own
 from shardwise.scripts.first_steps import FirstSteps, ParametersInPlace, refuse_replaced
-from shardwise.scripts.gradient_arrivals import buckets_of, weakly
+from shardwise.scripts.gradient_arrivals import buckets_of
 from shardwise.scripts.gradients import Gradients
 from shardwise.scripts.guard import Gate, guard_conversion, mark_like, refuse_hooks
 from shardwise.scripts.meeting import Meeting
@@ -111,7 +111,7 @@ def prepare(
     reads       "part": a rank reads its samples alone; "whole": all of a batch, of which it keeps its part; "auto":
                 whole where the loader has a collate function of its own or its dataset draws, else the part
     batch_dim   the dim of a batch's tensors that counts its samples; of tensors with fewer dims, the first. None: the
-                first, or the second where the loader's batch_size is found there alone
+                first
     seed        of "fast" draws
     device      where the plan holds the model; None: where the model lies, on an accelerator that of this rank
     check_loss  look at the model on a few samples of the first batch; False: the script vouches for it
@@ -309,10 +309,7 @@ class Prepared(Stepping):
             engine.technique.tell_branches(names_line)
         self._watch_pieces()
         self.calls.pieces = self._pieces
-        self.calls.watch(
-            engine, self.meeting, self._gate, gathers=in_pieces or bool(mesh.inner), settle=self.settle,
-            compares=weakly(self.compare),
-        )  # fmt: skip
+        self.calls.watch(self, engine, gathers=in_pieces or bool(mesh.inner))
         if self.pending is not None:
             self._restored(self.pending)
         self._notices.say(self.notices)
@@ -347,7 +344,7 @@ class Prepared(Stepping):
         """What the script asks of gradients and of weights is answered as one process has it."""
         calls, state, technique = self.calls, engine.state, engine.technique
         self._gate = gate = Gate()
-        self.gradients = Gradients(state, gate, self.meet, self._are_whole, self._stray)
+        self.gradients = Gradients(self, state)
         self._script_weights = weights = ScriptWeights(
             gate, self.gradients, lambda: calls.in_forward, once=self.mesh.inner, once_beside=calls.counted_once
         )

@@ -15,7 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -28,12 +28,9 @@ from shardwise.part import with_summed_gradient
 from shardwise.part.tensor import FUNCTIONS
 from shardwise.scripts.gradients import Gradients
 from shardwise.scripts.guard import TAKEN, Gate, mark_like, reads_values
-from shardwise.scripts.script_lines import names_line
+from shardwise.scripts.script_lines import names_line, refuse
 from shardwise.scripts.sharded_weights import ShardedGradients
 from shardwise.trace.leaves import replaced, tensors_in
-
-if TYPE_CHECKING:
-    from shardwise.scripts.whole_weights import WholeWeights
 
 _OF_A_SHARE = (
     "a parameter is read ({}) within the model's forward or a backward in a way that is not followed, and this rank "
@@ -83,12 +80,12 @@ class ScriptWeights:
         """
         self.gate, self._gradients, self._inside = gate, gradients, inside
         self._once, self._once_beside = once, once_beside
-        self._whole: WholeWeights | None = None
+        self._whole: Any = None  # `WholeWeights`
         self._sharded: ShardedGradients | None = None
         self._kinds: dict[tuple[type, ParameterUse], type] = {}
 
     def take(
-        self, model: nn.Module, whole: WholeWeights | None, sharded: ShardedGradients | None, *,
+        self, model: nn.Module, whole: Any, sharded: ShardedGradients | None, *,
         cuts: Iterable[str], pairs: Iterable[str], elsewhere: bool, later: bool,
     ) -> None:  # fmt: skip
         """Answer for the model's parameters from here on.
@@ -152,7 +149,7 @@ class ScriptWeights:
         if self._passes_gradient(use):
             return _GRAD.__get__(param)
         if use == "never" and sys._getframe(2).f_code.co_filename != grad_scaler.__file__:  # which scales the pieces
-            _refuse(_PIECE.format(".grad"))
+            refuse(RefusedPlan(_PIECE.format(".grad")))
         if use == "later":
             self._gradients.refuse_early(param)
         if use == "whole":
@@ -166,7 +163,7 @@ class ScriptWeights:
         elif self._passes_gradient(use) or use not in ("whole", "pieces", "never"):
             _GRAD.__set__(param, value)
         elif use == "never":
-            _GRAD.__set__(param, None) if value is None else _refuse(_PIECE.format(".grad"))
+            _GRAD.__set__(param, None) if value is None else refuse(RefusedPlan(_PIECE.format(".grad")))
         elif use == "pieces" and self._sharded is not None:
             self._sharded.set_gradient(param, value)
         else:
@@ -186,14 +183,14 @@ class ScriptWeights:
         args, kwargs = replaced(nn.Parameter, _successor, (args, kwargs))
         uses = {type(one).script_use.values for one in tensors_in((args, kwargs)) if hasattr(type(one), "script_use")}
         if "never" in uses and reads_values(func):
-            _refuse(_PIECE.format(name or str(func)))
+            refuse(RefusedPlan(_PIECE.format(name or str(func))))
         if uses & _PIECES and not self._runs():
             assert self._whole is not None
             return names_line(self._whole.outside)(func, args, kwargs)
         if "sharded" in uses and func == torch.Tensor.data.__set__ and self._inside() and self._sharded is not None:
             return self._sharded.assign(*args)
         if "share" in uses and reads_values(func):
-            _refuse(TAKEN if func is torch.autograd.grad else _OF_A_SHARE.format(name or func))
+            refuse(RefusedPlan(TAKEN if func is torch.autograd.grad else _OF_A_SHARE.format(name or func)))
         if "once" in uses:
             args, kwargs = self._counted_once(func, args, kwargs)
         return func(*args, **kwargs)
@@ -201,7 +198,7 @@ class ScriptWeights:
     def _counted_once(self, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The arguments, whose parameters get a gradient that counts once."""
         if func is torch.autograd.grad:
-            _refuse(TAKEN)
+            refuse(RefusedPlan(TAKEN))
         axes = self._once if self._runs() else (*self._once_beside, *self._once)
         writes = getattr(func, "__name__", "") == "__set__"
         if not axes or writes or not reads_values(func) or not torch.is_grad_enabled():
@@ -275,8 +272,3 @@ def _grad_beside_weights(*args: Any, **kwargs: Any) -> Any:
         if "not have been used" not in str(error):
             raise
         raise RefusedPlan(TAKEN) from error
-
-
-@names_line
-def _refuse(message: str) -> None:
-    raise RefusedPlan(message)

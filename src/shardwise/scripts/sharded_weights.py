@@ -21,7 +21,7 @@ from shardwise.parallel.full import FullShard
 from shardwise.part.pairs import as_pairs
 from shardwise.scripts.gradients import Gradients
 from shardwise.scripts.guard import Gate, reads_values, writes_into
-from shardwise.scripts.script_lines import names_line
+from shardwise.scripts.script_lines import refuse
 from shardwise.trace.leaves import replaced, tensors_in
 
 _GRADIENT = (
@@ -109,7 +109,7 @@ def _gradient_kind(is_asked: Callable[[], bool]) -> type[DTensor]:
             kwargs, asked = kwargs or {}, is_asked()
             name = getattr(func, "__name__", "")
             if asked and reads_values(func) and not _by_pieces(name, args, kwargs):
-                names_line(_refuse)(name)
+                refuse(RefusedPlan(_GRADIENT.format(name)))
             with torch._C.DisableTorchFunctionSubclass():
                 made = func(*args, **kwargs)
             return replaced(DTensor, _as(cls), made) if asked else made
@@ -126,10 +126,6 @@ def _as(kind: type[DTensor]) -> Callable[[DTensor], torch.Tensor]:
         return tensor
 
     return see
-
-
-def _refuse(name: str) -> None:
-    raise RefusedPlan(_GRADIENT.format(name))
 
 
 def _by_pieces(name: str, args: tuple, kwargs: dict) -> bool:

@@ -214,7 +214,7 @@ class Stepping(Weighing):
                 share_uncut(self.engine)
         return torch.tensor(self.grad_norm, dtype=torch.float64)
 
-    def _are_whole(self) -> bool | None:
+    def are_whole(self) -> bool | None:
         """Returns whether this step's gradients are those of all ranks; None where none came yet."""
         return None if self._tally is None else self._finished
 

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,9 +41,6 @@ from shardwise.scripts.optimizer_pieces import OptimizerGuard
 from shardwise.scripts.script_lines import names_line
 from shardwise.scripts.start import generators_kept
 
-if TYPE_CHECKING:
-    from shardwise.scripts.whole_weights import WholeWeights
-
 
 class WeightAccess(ABC):
     """The methods of `Prepared` that read and write whole weights."""
@@ -60,7 +57,7 @@ class WeightAccess(ABC):
     _state_gate: Gate
     meeting: Meeting | None  # where there are other ranks
     _pieces: bool  # ranks hold pieces of weights or state
-    _whole_weights: WholeWeights | None  # where ranks hold pieces of weights, gradients or state
+    _whole_weights: Any  # `WholeWeights`, where ranks hold pieces of weights, gradients or state; else None
     _copied_from: Engine | None  # where the model's own tensors are not the whole weights in full precision
 
     @property

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -25,13 +25,10 @@ from shardwise.layout import Plan
 from shardwise.scripts.script_lines import names_line
 from shardwise.step.state import RankState
 
-if TYPE_CHECKING:
-    from shardwise.scripts.prepared import Prepared
-
 States = dict[str, dict[str, Any]]  # parameter -> its state, whole
 
 
-def open_doors(prepared: Prepared) -> None:
+def open_doors(prepared: Any) -> None:
     """The methods of the script's optimizer do what they say, or raise; so does the model's `zero_grad`."""
     optimizer = prepared.optimizer
     kind, inner = type(optimizer), optimizer.step
@@ -75,7 +72,7 @@ def open_doors(prepared: Prepared) -> None:
     )
 
 
-def _refuse_in_whole(prepared: Prepared, what: str) -> None:
+def _refuse_in_whole(prepared: Any, what: str) -> None:
     if prepared.whole_is_open:
         raise InputError(f"{what} within prepared.whole(): call it before, or after the end of the with block")
 
