@@ -11,7 +11,6 @@ What this does not do: find out whether the script is right on ranks. `shardwise
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +31,6 @@ from shardwise.errors import InputError
 from shardwise.layout import Plan
 from shardwise.layout.zero_stages import UNSHARDED
 from shardwise.mesh import build_mesh
-from shardwise.parallel.flat import Flat
 from shardwise.parallel.full import FullShard
 from shardwise.part.dispatch import Gathers
 from shardwise.part.parameters import read_outside
@@ -56,7 +54,6 @@ from shardwise.scripts.proof.receipts import line_of, script_under_way
 from shardwise.scripts.proof.recorder import recorder
 from shardwise.scripts.script_lines import names_line
 from shardwise.scripts.script_weights import ScriptWeights
-from shardwise.scripts.sharded_weights import ShardedGradients
 from shardwise.scripts.shares import on_common_axes
 from shardwise.scripts.spread import check_cuts, shared_call, thawed, wait_for_call
 from shardwise.scripts.start import (
@@ -342,26 +339,12 @@ class Prepared(Stepping):
 
     def _guard(self, engine: Engine, cuts: set[str]) -> None:
         """What the script asks of gradients and of weights is answered as one process has it."""
-        calls, state, technique = self.calls, engine.state, engine.technique
+        calls, state = self.calls, engine.state
         self._gate = gate = Gate()
         self.gradients = Gradients(self, state)
-        self._script_weights = weights = ScriptWeights(
-            gate, self.gradients, lambda: calls.in_forward, once=self.mesh.inner, once_beside=calls.counted_once
-        )
-        sharded = None
         if self._pieces or state.precision.mixed or state.pairs or state.owners is not None:
             self._whole_weights = WholeWeights(self, engine)
-            if isinstance(technique, FullShard):
-                of_script = weakref.ref(weights)
-                sharded = ShardedGradients(
-                    technique, gate, self._whole_weights.in_units, self.gradients, cuts,
-                    lambda: (known := of_script()) is not None and known.is_asked,
-                )  # fmt: skip
-        weights.take(
-            self.model, self._whole_weights, sharded, cuts=cuts, pairs=state.pairs,
-            elsewhere=self._shares or state.precision.mixed or isinstance(technique, Flat),
-            later=self.plan.accumulate > 1 and self.mesh.world.size > 1,
-        )  # fmt: skip
+        self._script_weights = ScriptWeights(self, engine, self._whole_weights, cuts)
         if cuts:
             read_outside(self.model, lambda: not gate.is_open and calls.is_outside, refuse_replaced)
 
