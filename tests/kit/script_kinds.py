@@ -56,6 +56,7 @@ PLANS = {
     "every": (*DP, "tp=2"),
     "pieces": DP[1:],
     "zero2": DP[1:2],
+    "zero3": DP[2:],
     "sharded": (*DP[1:], "tp=2"),
     "gathered": (*DP[2:], "tp=2"),
     "tp": ("tp=2",),
@@ -1012,6 +1013,13 @@ h = torch.tanh(F.linear(x, fast["0.weight"], fast["0.bias"]))
 loss = F.mse_loss(F.linear(h, fast["2.weight"], fast["2.bias"]), y)
 -- note refused under tp, the right version too
 # --- hooks, clipping, pieces
+== weight_scaled_by_the_forward: pieces values plans=zero3
+-- options , check_loss=False
+-- forward
+self.body.weight.data.mul_(0.9)
+return self.head(torch.tanh(self.body(x)))
+-- right forward
+return self.head(torch.tanh(0.9 * self.body(x)))
 == hook_that_clamps: hook values
 -- before model[0].weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
 -- right before

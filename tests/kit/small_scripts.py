@@ -155,6 +155,26 @@ def script_cases(quick: list[tuple], more: list[tuple] | tuple = ()) -> list[Any
     return found
 
 
+def equals_one_process(quick: list[tuple], more: list[tuple] | tuple = ()) -> Callable:
+    """Returns the test of rows (script, plan, what else it is given): each script equals itself in one process."""
+
+    @pytest.mark.parametrize(("script", "plan", "given"), script_cases(quick, more))
+    def test(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
+        check_equal(pool, script, plan, *given)
+
+    return test
+
+
+def refused_with_its_line(quick: list[tuple], more: list[tuple] | tuple = ()) -> Callable:
+    """Returns the test of rows (script, plan, what else it is given, the error, its words): each is refused so."""
+
+    @pytest.mark.parametrize(("script", "plan", "given"), script_cases(quick, more))
+    def test(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
+        check_refused(pool, script, plan, *given)
+
+    return test
+
+
 def by_counts(plan: str | None, model: Any, data: Any, value_of: Callable, held: torch.Tensor, every: int = 1,
               clip: float = 0.0, epochs: int = 1) -> tuple:  # fmt: skip
     """Losses, weights, and what the model says of `held` beside training; `value_of` gives (sum, what divides it).

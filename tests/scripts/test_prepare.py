@@ -15,15 +15,14 @@ from small_scripts import (
     back,
     batches,
     begin,
-    check_equal,
-    check_refused,
     close,
+    equals_one_process,
     made,
     momentum,
     muon,
     net,
+    refused_with_its_line,
     samples,
-    script_cases,
     weights_of,
 )
 from torch import nn
@@ -431,11 +430,7 @@ EQUAL: list[tuple] = [
 MORE_EQUAL: list[tuple] = [
     (with_options, "dp_replicate=2", {"loader_of": with_workers}),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("script", "plan", "given"), script_cases(EQUAL, MORE_EQUAL))
-def test_a_script_equals_one_process(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
-    check_equal(pool, script, plan, *given)
+test_a_script_equals_one_process = equals_one_process(EQUAL, MORE_EQUAL)
 
 
 REFUSED: list[tuple] = [
@@ -459,8 +454,4 @@ REFUSED: list[tuple] = [
     (once, "dp_shard=2,zero=1", "joint", RefusedPlan, "LBFGS's update of one tensor depends on the others"),
     (once, "pp=2", "pipeline", RefusedPlan, r"pp > 1 in prepare.*shardwise.parallelize\(task, plan\).step"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("script", "plan", "given"), script_cases(REFUSED))
-def test_a_script_is_refused_with_its_line(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
-    check_refused(pool, script, plan, *given)
+test_a_script_is_refused_with_its_line = refused_with_its_line(REFUSED)

@@ -18,13 +18,12 @@ from small_scripts import (
     back,
     batches,
     begin,
-    check_equal,
-    check_refused,
     close,
+    equals_one_process,
     made,
     mse,
     net,
-    script_cases,
+    refused_with_its_line,
     stepped,
     train,
     weights_of,
@@ -356,19 +355,17 @@ class Language(nn.Module):
 class Columns:
     """Batches as a language model has them: (time, samples)."""
 
-    def __init__(self, length: int, tells: bool) -> None:
+    def __init__(self, length: int) -> None:
         text = torch.randint(0, 11, (3 * length + 1, 4), generator=torch.Generator().manual_seed(5))
         self.pairs = [(text[i : i + length], text[i + 1 : i + length + 1]) for i in range(0, 3 * length, length)]
-        if tells:
-            self.batch_size = 4
 
     def __iter__(self):
         return iter(self.pairs)
 
 
-def language(plan: str | None, length: int, tells: bool, options: dict) -> Found:
+def language(plan: str | None, length: int, options: dict) -> Found:
     """Samples along the second dim."""
-    prepared, model, optimizer, loader = begin(plan, made(Language), Columns(length, tells), **options)
+    prepared, model, optimizer, loader = begin(plan, made(Language), Columns(length), **options)
     torch.manual_seed(3)
     losses, state = [], None
     for x, y in loader:
@@ -382,7 +379,7 @@ def language(plan: str | None, length: int, tells: bool, options: dict) -> Found
 @pytest.mark.parametrize("length", [8, 4])
 def test_samples_along_the_second_dim_are_to_be_told(length: int, pool: RankPool) -> None:
     with pytest.raises(RefusedPlan, match=r"batch_dim=1"):
-        pool.run(language, 2, "dp_replicate=2", length, False, {})
+        pool.run(language, 2, "dp_replicate=2", length, {})
 
 
 class Turning(nn.Module):
@@ -532,9 +529,9 @@ EQUAL: list[tuple] = [
     (kinds, "dp_shard=3,zero=3", 12, 4, True), (kinds, "dp_shard=2,zero=2", 7, 3, False),
     (ahead, "dp_replicate=2", "Prefetcher", "count"), (ahead, "dp_shard=2,zero=3", "shuffled", "like"),
     (rehearsed, "dp_shard=2,zero=2"), (asked_early, "dp_replicate=2", "sum"),
-    (asked_early, "dp_shard=2,zero=3", "mean"), (language, "dp_replicate=2", 7, True, {}),
-    (language, "dp_shard=2,zero=3", 7, False, {"batch_dim": 1}),
-    (language, "dp_replicate=2", 4, False, {"batch_dim": 1}), (turned, "dp_replicate=2", 4, "ctc", False, 0.0),
+    (asked_early, "dp_shard=2,zero=3", "mean"), 
+    (language, "dp_shard=2,zero=3", 7, {"batch_dim": 1}),
+    (language, "dp_replicate=2", 4, {"batch_dim": 1}), (turned, "dp_replicate=2", 4, "ctc", False, 0.0),
     (turned, "dp_shard=2,zero=3", 2, "ctc", False, 0.0), (turned, "dp_shard=2,zero=2", 5, "words", True, 0.3),
     (turned, "dp_replicate=2", 2, "words", False, 0.3), (turned, "dp_replicate=2", 4, "own", False, 0.0),
     (with_fixed_noise, "dp_replicate=2", 4, 8), (with_fixed_noise, "dp_replicate=2", 3, 8),
@@ -550,19 +547,11 @@ MORE_EQUAL: list[tuple] = [
     (permuted, "dp_shard=2,zero=3", "global"), (permuted, "tp=2", "global"), (permuted, "dp_replicate=3", "global"),
     (graph, "dp_shard=2,zero=3", "model"), (graph, "tp=2", "model"), (graph, "dp_replicate=3", "model"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("script", "plan", "given"), script_cases(EQUAL, MORE_EQUAL))
-def test_a_script_equals_one_process(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
-    check_equal(pool, script, plan, *given)
+test_a_script_equals_one_process = equals_one_process(EQUAL, MORE_EQUAL)
 
 
 REFUSED: list[tuple] = [
     (ahead, "dp_replicate=2", "in_a_thread", "like", RefusedPlan,
      "in a thread of the script's own.*small_scripts.py, line"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("script", "plan", "given"), script_cases(REFUSED))
-def test_a_script_is_refused_with_its_line(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
-    check_refused(pool, script, plan, *given)
+test_a_script_is_refused_with_its_line = refused_with_its_line(REFUSED)

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from expert_tasks import Net as ExpertNet
 from module_tasks import WIDTH
-from small_scripts import adamw, begin, by_counts, check_equal, check_refused, made, samples, script_cases, weights_of
+from small_scripts import (
+    adamw,
+    begin,
+    by_counts,
+    equals_one_process,
+    made,
+    refused_with_its_line,
+    samples,
+    weights_of,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import shardwise
-from shardwise.errors import InputError, RefusedPlan, RunError
-from shardwise.ranks import RankPool
+from shardwise.errors import InputError, RefusedPlan
 from shardwise.scripts.spread import tensors_of
 
 WORDS = 12
@@ -138,8 +145,6 @@ def once(plan: str, case: str) -> None:
     for x, *_ in loader:
         output = model(x)
         loss = (output["logits"] if isinstance(output, dict) else output).square().sum()
-        if case == "own term":
-            loss = loss * (1 + prepared.rank)
         if case == "closure":
             optimizer.step(lambda loss=loss: prepared.backward(loss, 1))
         prepared.backward(loss, len(x))
@@ -170,15 +175,10 @@ EQUAL: list[tuple] = [
     (on_ranks, "tp=2,accumulate=2,remat=full", {"loss": "unusual", "every": 2}), (with_experts, "dp_shard=2,ep=2"),
     (with_experts, "dp_shard=4,ep=2,zero=2"), (with_experts, "tp=2,dp_shard=2,ep=2,zero=1"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("script", "plan", "given"), script_cases(EQUAL))
-def test_a_script_equals_one_process(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
-    check_equal(pool, script, plan, *given)
+test_a_script_equals_one_process = equals_one_process(EQUAL)
 
 
 REFUSED: list[tuple] = [
-    (once, "tp=2", "own term", RunError, "the loss of the same samples is .* on rank 0, .* on rank 1.*weight_decay"),
     (once, "tp=2", "whole tensors", RefusedPlan, "tp=2 leaves each rank a share.*Adafactor"),
     (once, "tp=2", "closure", RefusedPlan, "closure"),
     (once, "tp=2", "compiled", RefusedPlan, "the model is compiled"),
@@ -187,8 +187,4 @@ REFUSED: list[tuple] = [
     (once, "dp_shard=2,ep=2", "experts", RefusedPlan, "no experts were found"),
     (once, "dp_shard=2,ep=2", "dropout in experts", RefusedPlan, "on their order, or on chance"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("script", "plan", "given"), script_cases(REFUSED))
-def test_a_script_is_refused_with_its_line(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
-    check_refused(pool, script, plan, *given)
+test_a_script_is_refused_with_its_line = refused_with_its_line(REFUSED)

@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from small_scripts import batches, check_equal, made, mse, script_cases, train
+from small_scripts import (
+    batches,
+    equals_one_process,
+    made,
+    mse,
+    train,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -166,16 +172,14 @@ class DrawsWeights(nn.Module):
         )
 
 
-def drawn_weights(plan: str | None, mixed: bool, check_loss: bool = True) -> tuple[list[float], dict]:
+def drawn_weights(plan: str | None, mixed: bool) -> tuple[list[float], dict]:
     """Weights that a forward draws are alike on every rank."""
-    return train(plan, made(lambda: DrawsWeights(mixed)), batches(22, 8), mse, check_loss=check_loss)
+    return train(plan, made(lambda: DrawsWeights(mixed)), batches(22, 8), mse)
 
 
 def test_weights_and_samples_drawn_in_one_shape_are_refused(pool: RankPool) -> None:
     with pytest.raises(RefusedPlan, match="no dim is sure to count"):
         pool.run(drawn_weights, 2, "dp_replicate=2", True)
-    with pytest.raises(RefusedPlan, match=r"shape \(4, 6\), as one of its weights.*check_loss=False"):
-        pool.run(drawn_weights, 2, "dp_replicate=2", False, False)
 
 
 def of_classes(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -233,8 +237,4 @@ EQUAL: list[tuple] = [
 MORE_EQUAL: list[tuple] = [
     (drawn_weights, "dp_shard=2,zero=3", False),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("script", "plan", "given"), script_cases(EQUAL, MORE_EQUAL))
-def test_a_script_equals_one_process(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
-    check_equal(pool, script, plan, *given)
+test_a_script_equals_one_process = equals_one_process(EQUAL, MORE_EQUAL)

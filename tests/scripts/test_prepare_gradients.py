@@ -14,12 +14,12 @@ from small_scripts import (
     batches,
     begin,
     check_equal,
-    check_refused,
+    equals_one_process,
     made,
     mse,
     muon,
     net,
-    script_cases,
+    refused_with_its_line,
     stepped,
     train,
     weights_of,
@@ -556,40 +556,16 @@ EQUAL: list[tuple] = [
     (forces, "dp_replicate=2"), (forces, "dp_shard=2,zero=2"), (information, "dp_shard=2,zero=1"),
 ]  # fmt: skip
 MORE_EQUAL: list[tuple] = [
-    *((kept_beside, plan, clears) for plan in PLANS for clears in (False, True) if clears or plan != PLANS[3]),
-    (by_hand, "dp_replicate=2", "_clip"), (by_hand, "dp_shard=2,zero=1", "_clip"),
-    (by_hand, "dp_shard=2,zero=2", "_clip"), (by_hand, "dp_shard=2,zero=3", "_clip"),
-    (by_hand, "dp_shard=3,zero=3", "_clip"), (by_hand, "dp_replicate=2", "_noise"),
-    (by_hand, "dp_shard=2,zero=1", "_noise"), (by_hand, "dp_shard=2,zero=2", "_noise"), (by_hand, "tp=2", "_noise"),
-    (by_hand, "dp_shard=3,zero=3", "_noise"), (by_hand, "dp_replicate=2", "_left_out"),
-    (by_hand, "dp_shard=2,zero=1", "_left_out"), (by_hand, "dp_shard=2,zero=3", "_left_out"),
-    (by_hand, "tp=2", "_left_out"), (by_hand, "dp_shard=3,zero=3", "_left_out"), (by_hand, "dp_replicate=2", "_set"),
-    (by_hand, "dp_shard=2,zero=1", "_set"), (by_hand, "dp_shard=2,zero=2", "_set"),
-    (by_hand, "dp_shard=2,zero=3", "_set"), (by_hand, "tp=2", "_set"), (by_hand, "dp_shard=3,zero=3", "_set"),
-    (by_hand, "dp_replicate=2", "_other_memory"), (by_hand, "dp_shard=2,zero=1", "_other_memory"),
-    (by_hand, "dp_shard=2,zero=2", "_other_memory"), (by_hand, "tp=2", "_other_memory"),
-    (by_hand, "dp_shard=3,zero=3", "_other_memory"), (by_hand, "dp_shard=2,zero=1", "_kept"),
-    (by_hand, "dp_shard=2,zero=2", "_kept"), (by_hand, "dp_shard=2,zero=3", "_kept"), (by_hand, "tp=2", "_kept"),
-    (by_hand, "dp_shard=3,zero=3", "_kept"), (set_first, "dp_replicate=2"), (set_first, "dp_shard=2,zero=2"),
-    (set_first, "dp_shard=2,zero=3"), (set_first, "tp=2"), (set_first, "dp_shard=3,zero=3"),
+    *((kept_beside, plan, clears) for plan in PLANS for clears in (False, True)),
+    *((by_hand, plan, way) for plan in PLANS for way in WAYS),
+    *((script, plan) for script in (set_first, never_cleared, searched) for plan in PLANS),
     (scaled, "dp_shard=2,zero=3,tp=2"), (scaled, "dp_shard=2,zero=3,dp_replicate=2"), (scaled, "dp_shard=2,zero=2"),
-    (never_cleared, "dp_replicate=2"), (never_cleared, "dp_shard=2,zero=2"), (never_cleared, "dp_shard=3,zero=3"),
-    (searched, "dp_shard=2,zero=2"), (searched, "dp_shard=2,zero=3"), (searched, "tp=2"),
-    (searched, "dp_shard=3,zero=3"), (curved, "dp_replicate=2,dp_shard=2,zero=3", True),
-    (curved, "tp=2,dp_shard=2", False),
+    (curved, "dp_replicate=2,dp_shard=2,zero=3", True), (curved, "tp=2,dp_shard=2", False),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("script", "plan", "given"), script_cases(EQUAL, MORE_EQUAL))
-def test_a_script_equals_one_process(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
-    check_equal(pool, script, plan, *given)
+test_a_script_equals_one_process = equals_one_process(EQUAL, MORE_EQUAL)
 
 
 REFUSED: list[tuple] = [
     (never_finite, "dp_shard=2,zero=2", RunError, r"not finite in step 0.*optimizer.step\(\)"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("script", "plan", "given"), script_cases(REFUSED))
-def test_a_script_is_refused_with_its_line(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
-    check_refused(pool, script, plan, *given)
+test_a_script_is_refused_with_its_line = refused_with_its_line(REFUSED)

@@ -15,12 +15,12 @@ from small_scripts import (
     batches,
     begin,
     check_equal,
-    check_refused,
+    equals_one_process,
     made,
     mse,
     net,
+    refused_with_its_line,
     samples,
-    script_cases,
     stepped,
     train,
     weights_of,
@@ -414,11 +414,7 @@ MORE_EQUAL: list[tuple] = [
     (copied, "tp=2,dp_shard=2,zero=2"),
     (recurrent, "dp_replicate=4", "before"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("script", "plan", "given"), script_cases(EQUAL, MORE_EQUAL))
-def test_a_script_equals_one_process(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
-    check_equal(pool, script, plan, *given)
+test_a_script_equals_one_process = equals_one_process(EQUAL, MORE_EQUAL)
 
 
 REFUSED: list[tuple] = [
@@ -432,8 +428,4 @@ REFUSED: list[tuple] = [
     (sparse, "tp=2", RefusedPlan, r"layout torch.sparse_coo.*to_dense.*line \d+: model\(x, edges\)"),
     (sparse, "dp_replicate=2", RefusedPlan, r"has handed out no batch.*line \d+: model\(x, edges\)"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("script", "plan", "given"), script_cases(REFUSED))
-def test_a_script_is_refused_with_its_line(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
-    check_refused(pool, script, plan, *given)
+test_a_script_is_refused_with_its_line = refused_with_its_line(REFUSED)

@@ -6,14 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from small_scripts import back, begin, by_counts, check_equal, check_refused, made, script_cases, weights_of
+from small_scripts import (
+    back,
+    begin,
+    by_counts,
+    equals_one_process,
+    made,
+    refused_with_its_line,
+    weights_of,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import shardwise
 from shardwise.errors import InputError, RefusedPlan, RunError
-from shardwise.ranks import RankPool
 from shardwise.scripts.start import check_given
 
 WORDS, ROWS, COLUMNS = 12, 7, 9
@@ -166,8 +173,6 @@ def once(plan: str, case: str) -> None:
             x.requires_grad_(True)
         output = model(x)
         loss = (output["logits"] if isinstance(output, dict) else output).square().sum()
-        if case == "own term":
-            loss = loss * (1 + prepared.rank)
         if case == "penalty on gradients":
             (slope,) = torch.autograd.grad(loss, x, create_graph=True)
             loss = loss + slope.square().sum()
@@ -225,25 +230,15 @@ MORE_EQUAL: list[tuple] = [
     (on_ranks, "cp_ulysses=2,dp_shard=2,zero=3,accumulate=2", {"loss": "shifted", "every": 2}),
     (pair_of_models, "domain=2x2"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("script", "plan", "given"), script_cases(EQUAL, MORE_EQUAL))
-def test_a_script_equals_one_process(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
-    check_equal(pool, script, plan, *given)
+test_a_script_equals_one_process = equals_one_process(EQUAL, MORE_EQUAL)
 
 
 REFUSED: list[tuple] = [
     (once, "domain=2", "levels", RefusedPlan, "unique.*test_prepare_positions.py, line"),
     (once, "domain=2", "no field", RefusedPlan, "no dim of the batch can be cut as a field.*spatial="),
     (once, "domain=2", "compiled", RefusedPlan, "the model is compiled"),
-    (once, "domain=2", "own term", RunError,
-     "the loss of the same samples is .* on rank 0, .* on rank 1.*under domain0=2"),
     (once, "domain=2", "penalty on gradients", RefusedPlan, "create_graph=True.*positions are cut"),
     (once, "domain=2", "one rank", RunError, "rank [01] comes to .*every rank is needed"),
     (pair_of_models, "domain=2", "domain=1x2", InputError, "was cut over domain0 by another prepared model"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("script", "plan", "given"), script_cases(REFUSED))
-def test_a_script_is_refused_with_its_line(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
-    check_refused(pool, script, plan, *given)
+test_a_script_is_refused_with_its_line = refused_with_its_line(REFUSED)

@@ -16,14 +16,13 @@ from small_scripts import (
     back,
     batches,
     begin,
-    check_equal,
     close,
+    equals_one_process,
     momentum,
     mse,
     muon,
     net,
     samples,
-    script_cases,
     stepped,
     weights_of,
 )
@@ -230,9 +229,9 @@ def test_what_a_script_gives_comes_back_as_it_was(tmp_path: Path) -> None:
     shardwise.save(prepared, tmp_path, **given)
     told = shardwise.load(prepared, tmp_path)
     assert told == given and type(told["at"]) is Counter and type(told["sizes"]) is tuple and type(told["step"]) is int
-    with pytest.raises(InputError, match=r"'ema.head.weight' is a tensor of shape .2, 8.*under if prepared.rank"):
+    with pytest.raises(InputError, match=r"ema=...\): there is a tensor of shape .2, 8.*under if prepared.rank"):
         shardwise.save(prepared, tmp_path, ema={"n": 3, "head.weight": torch.zeros(2, 8)})
-    with pytest.raises(InputError, match=r"save\(..., model=...\): 'model' is of type Net"):
+    with pytest.raises(InputError, match=r"save\(..., model=...\): there is a Net in it"):
         shardwise.save(prepared, tmp_path, model=model)
 
 
@@ -260,8 +259,4 @@ EQUAL: list[tuple] = [
     (resumed, "dp_shard=2,zero=3", "later", momentum), (resumed, "tp=2", "before", momentum),
     (resumed, "tp=2", "after", adamw), (resumed, "tp=2,dp_shard=2,zero=3", "later", adamw),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("script", "plan", "given"), script_cases(EQUAL))
-def test_a_script_equals_one_process(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
-    check_equal(pool, script, plan, *given)
+test_a_script_equals_one_process = equals_one_process(EQUAL)

@@ -6,13 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from small_scripts import back, batches, begin, check_equal, check_refused, made, script_cases, stepped, weights_of
+from small_scripts import (
+    back,
+    batches,
+    begin,
+    equals_one_process,
+    made,
+    refused_with_its_line,
+    stepped,
+    weights_of,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from shardwise.errors import RefusedPlan
-from shardwise.ranks import RankPool
 
 LONG = pytest.mark.long
 
@@ -139,21 +147,10 @@ MORE_EQUAL: list[tuple] = [
     (queued, "dp_shard=2,zero=1", False), (queued, "dp_shard=2,zero=2", False), (queued, "dp_shard=2,zero=2", True),
     (queued, "dp_shard=2,zero=3", True), (adapted, "dp_shard=2,zero=1", True), (adapted, "dp_shard=2,zero=3", False),
 ]  # fmt: skip
+test_a_script_equals_one_process = equals_one_process(EQUAL, MORE_EQUAL)
 
 
-@pytest.mark.parametrize(("script", "plan", "given"), script_cases(EQUAL, MORE_EQUAL))
-def test_a_script_equals_one_process(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
-    check_equal(pool, script, plan, *given)
-
-
-REFUSED: list[tuple] = [
-
-]  # fmt: skip
 MORE_REFUSED: list[tuple] = [
     (queued, "dp_replicate=2", False, "sample", RefusedPlan, 'loss_scope="model"'),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("script", "plan", "given"), script_cases(REFUSED, MORE_REFUSED))
-def test_a_script_is_refused_with_its_line(script: Any, plan: str, given: tuple, pool: RankPool) -> None:
-    check_refused(pool, script, plan, *given)
+test_a_script_is_refused_with_its_line = refused_with_its_line([], MORE_REFUSED)

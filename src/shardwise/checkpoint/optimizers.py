@@ -39,7 +39,7 @@ BESIDE = ""  # in the place of a weight's name: state that belongs to none
 
 
 class NoJson(Exception):
-    """Raised for a value that has no node."""
+    """Raised for a value that has no node; its message says what it is."""
 
 
 # --- out
@@ -138,7 +138,7 @@ def plain_node(value: Any) -> Node:
         return plain_node(value.item())
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         return ["number", dtype_code("option", value.dtype), _exact(value.item()), list(value.shape), "any"]
-    raise NoJson
+    raise NoJson(f"a tensor of shape {tuple(value.shape)}" if torch.is_tensor(value) else f"a {type(value).__name__}")
 
 
 def options_of(engine: Engine) -> Options:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -67,7 +67,7 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
     share    what any rank that runs a part of the forward found, so that all go the same way from there
     again    the same in float64 in one process: what differs, as text; asked for where values were read in Python,
              whose choices may differ by less than this look tells from rounding. Collective, asked or not
-    follows  what forwards write into pieces of weights is brought to them
+    follows  other memory that a forward gives a piece (`p.data = x`) is taken up
     staged   of a module that runs in pipeline stages: whether it takes gradients itself, since this rank's part may
              fail without them where others' do not
     functions  of the user's that `evaluate` calls beside the module
@@ -182,7 +182,7 @@ class _Look:
         findings, seen = self.findings, self.seen
         findings.batch_norms = batch_norm_modules(self.module)
         before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-        with AllPairs(self.sizes[0]) as pairs, nullcontext() if self.follows else _written_in_pieces(seen, self.share):
+        with AllPairs(self.sizes[0]) as pairs, _written_in_pieces(seen, self.share, self.follows):
             of_whole, calls, after = self.run(self.whole)
         if self._anywhere(seen.attends):
             # Fused attention draws its dropout inside the kernel: once more, with attention as single operations.
@@ -235,15 +235,19 @@ class _Look:
 
 
 @contextmanager
-def _written_in_pieces(seen: Seen, share: Callable[[list[str]], list[str]]) -> Iterator[None]:
+def _written_in_pieces(seen: Seen, share: Callable[[list[str]], list[str]], follows: bool) -> Iterator[None]:
     """Context: raises `WritesWeights` where the forward inside wrote into weights of which ranks keep pieces."""
+
+    def lost() -> list[str]:
+        return sorted((seen.ever_written - seen.given_to_pieces if follows else seen.ever_written) & seen.in_pieces)
+
     try:
         yield
     except RuntimeError as error:  # of a write of something whole into a piece
-        if seen.ever_written & seen.in_pieces:
-            raise WritesWeights(sorted(seen.ever_written & seen.in_pieces)) from error
+        if names := lost():
+            raise WritesWeights(names) from error
         raise
-    if isinstance(seen.module, FSDPModule) and (names := share(sorted(seen.ever_written & seen.in_pieces))):
+    if isinstance(seen.module, FSDPModule) and (names := share(lost())):
         raise WritesWeights(names)
 
 

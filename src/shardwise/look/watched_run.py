@@ -164,6 +164,7 @@ class Seen(TorchDispatchMode):
         self.written: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.ever_written: set[str] = set()
         self.in_pieces = {name for name, param in module.named_parameters() if isinstance(param, DTensor)}
+        self.given_to_pieces: set[str] = set()  # by `p.data = x` while their units did not run
         self.attends = False  # attention with dropout ran
         self.left: list[str] = []  # names of what a forward left for the next one
         self.kept_shapes: list[list[torch.Size]] = []  # of the tensors in it, in each forward
@@ -271,6 +272,8 @@ class Seen(TorchDispatchMode):
             if param is tensor:
                 self.replaced.setdefault(name, (tensor, tensor.data))
                 self.ever_written.add(name)
+                if isinstance(tensor, DTensor):
+                    self.given_to_pieces.add(name)
 
     def repeats(self, sizes: tuple[int, int, int]) -> str:
         """Returns as text which module runs more often on some samples than on others; "" where none does."""

@@ -13,7 +13,7 @@ from shardwise.comm import Axis, gather_json, gather_rows
 from shardwise.device import generator_state
 from shardwise.digest import bits_hash
 from shardwise.engine.engine import Engine
-from shardwise.errors import InputError, RefusedPlan, RunError
+from shardwise.errors import InputError, RunError
 from shardwise.host import read, row_of
 from shardwise.part import plain
 from shardwise.step.control import Tally
@@ -31,11 +31,10 @@ def note(engine: Engine, tally: Tally, checksum: int, *, generators: bool) -> No
     tally.alike = [float(checksum), float(_generators(engine.device) if generators else 0), float(settings)]
 
 
-def compare(engine: Engine, tally: Tally, *, whole: bool) -> None:
+def compare(engine: Engine, tally: Tally) -> None:
     """Raise an error where this step would differ from one process. Sends nothing where the control row went to all.
 
     tally   of a step that is complete, with what `note` wrote
-    whole   every rank of the data axis computes the loss of all samples
     """
     rows = tally.alike_by_rank
     if engine.mesh.gradients.size < engine.mesh.world.size:
@@ -55,9 +54,6 @@ def compare(engine: Engine, tally: Tally, *, whole: bool) -> None:
         )
     if settings_apart:
         raise _other_settings(engine)
-    for axis in (engine.mesh.tp, *engine.mesh.inner, *([engine.mesh.data] if whole else [])):
-        if axis.size > 1:
-            _same_losses(engine, tally, axis)
 
 
 def same_on_all(tensors: Iterable[torch.Tensor], data: Axis, device: torch.device) -> bool:
@@ -79,24 +75,6 @@ def _other_settings(engine: Engine) -> RunError:
         f"the optimizer's settings differ between ranks in step {engine.steps_done} (learning rates {told}): set "
         "them from what is the same on every rank (prepared.loss, prepared.sum(...)), not from this rank's own loss"
     )
-
-
-def _same_losses(engine: Engine, tally: Tally, axis: Axis) -> None:
-    """Ranks of an axis that have the same samples have the same loss, unless the script looks at what each has."""
-    totals = read(gather_rows(row_of([tally.total], engine.device), axis).view(-1), f"losses of ranks of {axis.name}")
-    if max(totals) - min(totals) > 1e-4 * max(map(abs, totals)):
-        losses = ", ".join(f"{total:.6g} on rank {rank}" for rank, total in zip(axis.ranks, totals, strict=True))
-        if axis is not engine.mesh.tp:
-            raise RunError(
-                f"the loss of the same samples is {losses} in step {engine.steps_done}: under {axis.name}={axis.size} "
-                "these ranks have the same batch, and the script computes a part of the loss from what differs between "
-                "them (its rank, draws of its own)"
-            )
-        raise RunError(
-            f"the loss of the same samples is {losses} in step {engine.steps_done}: the script computes a part of it "
-            f"from weights, of which each rank has a share under tp={engine.plan.tp} (a penalty over "
-            "model.parameters()): use the optimizer's weight_decay, or compute it inside the model's forward"
-        )
 
 
 def same_given(what: str, given: Any, world: Axis, device: torch.device) -> None:
@@ -152,21 +130,6 @@ def same_samples(look: list[float], checksum: int, world: Axis, device: torch.de
                 "one process would read. Split and shuffle the data alike on all (a seeded generator), and do not deal "
                 'samples to ranks beforehand; or use prepare(..., randomness="fast") to take the difference'
             )
-
-
-def same_change(engine: Engine, before: torch.Tensor, now: torch.Tensor) -> None:
-    """Raise `RefusedPlan` where a script scaled its gradients differently on some ranks. One small collective.
-
-    Where parameters are FSDP's shares of shares, torch's own clipping sees a norm that differs between ranks.
-    """
-    scaled = torch.where(before != 0, now / before, torch.nan)
-    told = read(gather_rows(scaled.view(1), engine.mesh.world).view(-1), "changes of gradients")
-    known = [value for value in told if value == value]
-    if known and max(known) - min(known) > 1e-4 * max(known):
-        raise RefusedPlan(
-            f"under plan {engine.plan} each rank has other shares of the gradients, and between backward and step they "
-            "were not scaled alike on all ranks: clip with prepared.clip_grad_norm_(max_norm)"
-        )
 
 
 def _plain(setting: Any) -> Any:

@@ -30,8 +30,7 @@ from shardwise.part.levels import Distributed
 from shardwise.scripts.agreement import same_on_all
 from shardwise.scripts.dealt import Dealt
 from shardwise.scripts.entries import Entries
-from shardwise.scripts.forward_writes import ForwardWrites
-from shardwise.scripts.gradient_arrivals import techniques_of, weakly
+from shardwise.scripts.gradient_arrivals import weakly
 from shardwise.scripts.guard import Gate
 from shardwise.scripts.meeting import Meeting
 from shardwise.scripts.model_look import ModelLook, look_at_model
@@ -84,7 +83,6 @@ class Calls(Loop):
         self._done = False  # its backward of this batch is over
         self._no_batch()
         self._looks = mesh.data.size > 1 and not self.on_every_rank
-        self.writes: list[ForwardWrites] = []
         self._looked: dict[nn.Module | None, ModelLook] = {}  # entries of the model, on their first samples
         self._check = check
         self._dim: int | None = 0  # of a batch's tensors that counts samples
@@ -92,9 +90,13 @@ class Calls(Loop):
         self.entries = Entries(model, self._routes)
         self._door: Door | None = None  # where the plan cuts positions
         self._gathered: set[tuple[str, str]] = set()  # operations of the script's that gather, by line
-        self._settle: Callable[[], Callable[[], None] | None] = lambda: None
-        self.compares: Callable[[], None] = lambda: None
+        self._script: Callable[[], Any] = lambda: None
         self.forwards = 0  # by which "fast" draws are seeded
+
+    def compares(self) -> None:
+        """Raise where what ranks hold alike has come apart. Collective."""
+        if (script := self._script()) is not None:
+            script.compare()
 
     @property
     def part(self) -> Share | None:
@@ -153,20 +155,12 @@ class Calls(Loop):
 
     # --- the model
 
-    def watch(
-        self, engine: Engine, meeting: Meeting | None, gate: Gate, *, gathers: bool, settle: Callable[[], None],
-        written: Callable[[], None], compares: Callable[[], None],
-    ) -> None:  # fmt: skip
-        """Follow the model's calls from here on; its weights are in place.
-
-        gate     opened where the engine reads parameters
-        gathers  every forward needs all ranks, not only one in training
-        settle   brings the weights up to what the script did to the optimizer's pieces
-        written  notes that sharded weights may have been written into
-        compares raises where what ranks hold alike has come apart
+    def watch(self, script: Any, engine: Engine, *, gathers: bool) -> None:
+        """Follow the model's calls from here on; its weights are in place. `gathers`: every forward needs all ranks,
+        not only one in training.
         """
-        self._settle, self.compares = weakref.WeakMethod(settle), compares
-        self.engine, self._meeting, self._gate, self.gathers = engine, meeting, gate, gathers
+        self._script = weakref.ref(script)
+        self.engine, self._meeting, self._gate, self.gathers = engine, script.meeting, script._gate, gathers
         engine.state.phase.stand_in = self.part is not None and self.part.count == 0
         positions = engine.state.forward.positions
         self._door = Door(self.model, positions) if positions is not None else None
@@ -174,8 +168,6 @@ class Calls(Loop):
         self.model.register_forward_hook(self._leave, with_kwargs=True)
         if self.mesh.world.size > 1:
             self._listen(engine)
-        units = [one for one in techniques_of(engine) if isinstance(one, FullShard)]
-        self.writes = [ForwardWrites(one, engine.state, written) for one in units]
         self.resume()
 
     @names_line
@@ -189,9 +181,8 @@ class Calls(Loop):
                 "is followed around the model's own call alone: let model(...) call it, or leave cp, cp_ulysses and "
                 "domain out"
             )
-        settle = self._settle()
-        if settle is not None:
-            settle()
+        if (script := self._script()) is not None:
+            script.settle()
         self.inside += 1
         trains = self._trains(module)
         if self.inside == 1 and self.mesh.data.size > 1:
@@ -223,8 +214,7 @@ class Calls(Loop):
             self.draws.alike = self.engine.state.phase.same
             if not self.draws.alike:
                 look = self._look_now
-                unseen = [] if self._check else [tuple(param.shape) for param in self.model.parameters()]
-                self.draws.enter(first=not self._dim and not look.turned, dims=look.drawn, weights=unseen)
+                self.draws.enter(first=not self._dim and not look.turned, dims=look.drawn)
         elif self.randomness == "fast" and self.engine.data_ranks > 1:
             self.forwards += 1
             seed_generators(seed_of("fast", self.seed, self.forwards, self.engine.data_rank))
@@ -287,10 +277,10 @@ class Calls(Loop):
             output = seen_outside(output)
         if self._door is not None and not self.inside:
             Gathers.on_gather = weakly(self._gathers_outside)
-        if torch.is_grad_enabled() and self.mesh.world.size > 1 and not self.engine.state.phase.looked_at:
+        if trains and (self.recorded or self._door is not None):
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(self._on_return if trains else self._on_return_beside)
+                    tensor.register_hook(self._on_return)
         if trains and self.mesh.world.size > 1 and isinstance(self.engine.technique, FullShard):
             output = aliased(output)
         return output

@@ -16,16 +16,13 @@ import types
 import weakref
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 import shardwise
-from shardwise.engine.engine import Engine
 from shardwise.errors import RefusedPlan
-from shardwise.scripts.calls import Calls
-from shardwise.scripts.entries import Way
 from shardwise.scripts.script_lines import names_line
 
 _OURS = (str(Path(shardwise.__file__ or "").parent), str(Path(torch.__file__ or "").parent / "distributed"))
@@ -33,27 +30,10 @@ _STATE = {"_tensor_cuts", "_read_outside", "_set_outside", "_is_fsdp_managed_mod
 _OF_FSDP = "__composable_api"
 
 
-class Copied(Protocol):
-    """What is asked of a prepared script."""
-
-    calls: Calls
-
-    @property
-    def whole_is_open(self) -> bool:
-        """Whether the model's own tensors are whole for now."""
-
-    @property
-    def in_pieces(self) -> Engine | None:
-        """The engine, where the model's own tensors are not the whole weights."""
-
-    def whole_state(self, what: str) -> dict[str, torch.Tensor]:
-        """Whole weights and buffers. Collective."""
-
-
 class Copies:
     """What `copy.deepcopy` makes of one model's modules. Made before anything is changed in them."""
 
-    def __init__(self, model: nn.Module, prepared: Copied) -> None:
+    def __init__(self, model: nn.Module, prepared: Any) -> None:
         self._model, self._prepared = weakref.ref(model), weakref.ref(prepared)
         self._before: dict[int, tuple[Any, Any]] = {
             id(module): (type(module), vars(module).get("forward")) for module in model.modules()
@@ -129,4 +109,4 @@ def _is_ours(value: Any) -> bool:
     value = value.func if isinstance(value, partial) else value
     value = getattr(value, "__func__", value)
     code = getattr(value, "__code__", None)
-    return isinstance(value, Way) or (code is not None and code.co_filename.startswith(_OURS))
+    return code is not None and code.co_filename.startswith(_OURS)

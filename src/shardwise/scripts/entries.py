@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from shardwise.errors import InputError
 from shardwise.part.parameters import unannounced
-from shardwise.scripts.script_lines import names_line
+from shardwise.scripts.script_lines import refuse
 
 OWN = (
     "the optimizer trains parameters beside the model, which every rank holds whole: prepare((model, loss), ...) "
@@ -77,7 +77,7 @@ class Entries:
             model.__class__ = unannounced(type(model), {"forward": _nothing})
         for module in model.modules():
             if module._compiled_call_impl is None:
-                module.__dict__["_compiled_call_impl"] = Way(self, module)
+                module.__dict__["_compiled_call_impl"] = Way(self.call, module)
         own = model.forward
 
         @functools.wraps(own)
@@ -99,10 +99,13 @@ class Entries:
         backward = torch._C._current_graph_task_id() != -1
         return not (self.depth or self._paused or backward) and self._routes()
 
-    def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    def call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Run a call of a module; one by the script itself, of a submodule, runs as a call of the whole model."""
         if self.closed:
-            names_line(_refuse_in_whole)(module)
+            refuse(InputError(
+                f"a {type(module).__name__} of the model is called within prepared.whole(), in which its weights are "
+                "whole and no plan runs: call it before or after"
+            ))  # fmt: skip
         if self.depth or module is self._model or not self._is_outermost():
             self.depth += 1
             try:
@@ -132,21 +135,8 @@ class Entries:
         return forward
 
 
-class Way:
+class Way(functools.partial[Any]):
     """Stands before one module's own call, where torch puts a compiled one."""
-
-    def __init__(self, entries: Entries, module: nn.Module) -> None:
-        self._entries, self._module = entries, module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._entries.call(self._module, args, kwargs)
-
-
-def _refuse_in_whole(module: nn.Module) -> None:
-    raise InputError(
-        f"a {type(module).__name__} of the model is called within prepared.whole(), in which its weights are whole and "
-        "no plan runs: call it before or after"
-    )
 
 
 def _nothing(self: nn.Module, *args: Any) -> None:

@@ -63,11 +63,9 @@ class FirstSteps:
     def after(self) -> None:
         """The weights are published. Collective after some steps; raises `RunError` or `RefusedPlan`."""
         self._steps += 1
-        if self._movement is not None:
-            self._movement.after()
-            if self._steps == _MOVED_BY:
-                self._movement.check()
-                self._movement = None
+        if self._movement is not None and self._steps == _MOVED_BY:
+            self._movement.check()
+            self._movement = None
         if self._alike.is_due(self._steps):
             self._alike(self._steps)
 
@@ -83,29 +81,25 @@ class Movement:
 
     def __init__(self, engine: Engine) -> None:
         self._state = engine.state
-        self._before: list[
-            tuple[torch.Tensor, torch.Tensor, float]
-        ] = []  # weight, some of its elements, largest gradient
-        self._moves = self._should = False
+        self._begun: list[torch.Tensor] = []  # some elements of each weight, before the first step
+        self._should = False
 
     @torch.no_grad()
     def before(self) -> None:
-        """Keep some elements of each weight that has a gradient."""
+        """Note whether a step of the learning rate along the gradients would be seen in a weight."""
         masters = [slot.master for slot in self._state.technique.slots]
-        held = [(master, _some(master.grad)) for master in masters if master.grad is not None]
-        self._before = [(one, _some(one).clone(), float(grad.abs().max())) for one, grad in held if len(grad)]
+        self._begun = self._begun or [_some(master).clone() for master in masters]
+        rate = max(float(group.get("lr", 0.0)) for group in self._state.optimizer.param_groups)
+        for master, few in zip(masters, self._begun, strict=True):
+            if master.grad is not None and len(few):
+                seen = 4 * torch.finfo(few.dtype).eps * float(few.abs().max())
+                self._should |= rate * float(_some(master.grad).abs().max()) > seen
 
     @torch.no_grad()
-    def after(self) -> None:
-        """Compare them with what they are, and with what a step of the learning rate would make of them."""
-        rate = max(float(group.get("lr", 0.0)) for group in self._state.optimizer.param_groups)
-        for master, before, gradient in self._before:
-            self._moves |= not torch.equal(_some(master), before)
-            self._should |= rate * gradient > 4 * torch.finfo(before.dtype).eps * float(before.abs().max())
-
     def check(self) -> None:
         """Raise `RunError` where nothing moved that should have."""
-        if self._should and not self._moves:
+        now = [_some(slot.master) for slot in self._state.technique.slots]
+        if self._should and all(map(torch.equal, now, self._begun)):
             raise RunError(
                 f"the weights did not move in {_MOVED_BY} steps, although gradients and the learning rate are not "
                 "zero: the optimizer's step() does nothing to the tensors that the plan gave it"

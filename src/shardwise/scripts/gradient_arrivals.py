@@ -2,7 +2,6 @@
 
 prepared.backward(loss)             its own: counted
 another model's backward            a GAN's: they belong to no step of this model
-torch.autograd.grad(..., params)    taken away before they land: of this rank's samples alone, refused
 backward that is recorded           where positions are cut: refused; under zero=3 noted (`recorded`)
 """
 
@@ -22,7 +21,6 @@ from shardwise.engine.recipe import trainable
 from shardwise.errors import RefusedPlan
 from shardwise.parallel.expert import WithExperts
 from shardwise.parallel.full import FullShard
-from shardwise.scripts.guard import TAKEN, Gate
 from shardwise.scripts.recorded_backwards import Recorded
 from shardwise.scripts.script_lines import names_line
 from shardwise.scripts.shares import Door
@@ -47,22 +45,13 @@ class Heard:
     """What is heard of gradients: `stray` came in another backward than this model's own, while not `asked`."""
 
     engine: Engine | None
-    _gate: Gate
     _door: Door | None
 
     def __init__(self) -> None:
         self.stray = False  # a gradient came that no backward of this model asked for
         self.asked = False  # its own backward runs
         self.recorded: list[Recorded] = []  # whose units free their weights before a second backward
-        self._plain: list[torch.Tensor] = []  # parameters that hold no shares
-        self._followed_params = set[int]()  # those for which it is counted what comes to them
-        self._on_return, self._on_return_beside = weakly(self._returns), weakly(self._heeds)  # of outputs
-        self._taken = 0  # gradients that came for parameters and did not land there
-
-    @property
-    @abstractmethod
-    def on_every_rank(self) -> bool:
-        """Whether every rank has all samples, so that the gradients it computes are one process's."""
+        self._on_return = weakly(self._returns)  # of outputs
 
     @abstractmethod
     def _passes(self, what: str) -> None:
@@ -76,41 +65,12 @@ class Heard:
                 self.recorded.append(Recorded(technique, weakly(self._passes)))
         in_buckets = set[int]()
         for buckets in buckets_of(engine):
-            buckets.strays = weakly(self._lands)
+            buckets.strays = weakly(self._arrives)
             in_buckets |= {id(param) for bucket in buckets.buckets for param in bucket.params}
         # now: in a backward under zero=3 the module holds what its units have gathered
-        self._plain = [param for _, param in trainable(engine.module) if not isinstance(param, DTensor)]
-        for param in self._plain:
-            if id(param) not in in_buckets:
-                param.register_post_accumulate_grad_hook(weakly(self._lands))
-
-    def _watch_taken(self) -> None:
-        """See from now on which parameters' gradients are computed, whether or not they land.
-
-        Called in a backward through the model that is not its own, before a gradient comes to a parameter: a hook in
-        Python on each of them costs every step as much as a few operations.
-        """
-        for param in self._plain:
-            if param.requires_grad and id(param) not in self._followed_params:
-                self._followed_params.add(id(param))
-                param.register_hook(weakly(self._comes))
-
-    def _comes(self, gradient: torch.Tensor) -> None:
-        """Note that a parameter's gradient was computed, for its `.grad` or for a caller of `torch.autograd.grad`."""
-        self._taken += self._is_of_samples()
-
-    def _lands(self, param: torch.Tensor) -> None:
-        self._taken -= id(param) in self._followed_params and self._is_of_samples()
-        self._arrives(param)
-
-    def _is_of_samples(self) -> bool:
-        """Whether the backward under way is of this rank's samples alone, and not the plan's own."""
-        return not (self.asked or self._gate.is_open or self.on_every_rank)
-
-    def refuse_taken(self) -> None:
-        """Raise `RefusedPlan` where the script has asked for gradients of parameters by `torch.autograd.grad`."""
-        if self._taken:
-            raise RefusedPlan(TAKEN)
+        for _, param in trainable(engine.module):
+            if not isinstance(param, DTensor) and id(param) not in in_buckets:
+                param.register_post_accumulate_grad_hook(weakly(self._arrives))
 
     def _arrives(self, param: torch.Tensor) -> None:
         """Of its own backward, or of another model's behind it (a GAN's)."""
@@ -119,7 +79,6 @@ class Heard:
     @names_line
     def _returns(self, gradient: torch.Tensor) -> None:
         """A gradient comes back into the model, in a backward that is recorded or in a plain one."""
-        self._heeds()
         if torch.is_grad_enabled() and self._door is not None:
             raise RefusedPlan(
                 "torch.autograd.grad(..., create_graph=True) through the model (a penalty on gradients) where its "
@@ -128,11 +87,6 @@ class Heard:
             )
         if torch.is_grad_enabled():
             self.records()
-
-    def _heeds(self, *gradient: torch.Tensor) -> None:
-        """A gradient comes back into the model, in its own backward or in another."""
-        if not (self.asked or self._gate.is_open):
-            self._watch_taken()
 
     def records(self) -> None:
         """Note that a later backward may go through what was recorded."""

@@ -10,7 +10,7 @@ What this does not do: hand out the sum so far of a step whose micro-batches are
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from shardwise.engine.whole import together
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.parallel.full import FullShard
 from shardwise.parallel.slots import Slot
-from shardwise.scripts.guard import Gate
 from shardwise.scripts.script_lines import names_line
 from shardwise.scripts.whole_optimizer_state import share_of
 from shardwise.step.state import RankState
@@ -46,49 +45,40 @@ _OF_PIECES = _STRAY + (
 class Gradients:
     """The gradients of one model's parameters."""
 
-    def __init__(
-        self, state: RankState, gate: Gate, meet: Callable[[str], None], whole: Callable[[], bool | None],
-        stray: Callable[[], str],
-    ) -> None:  # fmt: skip
-        """
-        gate    open while the engine reads
-        meet    waits until every rank has come to a call
-        whole   whether the step's gradients are those of all ranks; None: there are none
-        stray   what gradients of another backward than the plan's are of, that lie there: "", "part" or "all" samples
-        """
-        self._state, self._gate = state, gate
-        self._meet, self._are_whole = weakref.WeakMethod(meet), weakref.WeakMethod(whole)
-        self._stray = weakref.WeakMethod(stray)
+    def __init__(self, prepared: Any, state: RankState) -> None:
+        """`prepared`: what `prepare` returned; its gate is open while the engine reads."""
+        self._prepared, self._state = weakref.ref(prepared), state
         held = dict(state.module.named_parameters())
         self._params = [held[name] for name in state.names]
         self.by_hand = False  # the script has set some in this step
         self._names = {id(held[name]): name for name in state.names}
         self._seen: dict[str, torch.Tensor | None] = {}
 
+    @property
+    def _script(self) -> Any:
+        script = self._prepared()
+        assert script is not None
+        return script
+
     @names_line
     def get(self, param: nn.Parameter) -> torch.Tensor | None:
         """Returns the whole gradient. Collective, the first time in a step."""
         if self._reads_stray(param):
             return torch.Tensor.grad.__get__(param)
-        are_whole, name = self._are_whole(), self._names.get(id(param))
-        asked = are_whole() if are_whole is not None else None
-        if name is None or (asked is None and name not in self._seen):
+        name = self._names.get(id(param))
+        if name is None or (self._script.are_whole() is None and name not in self._seen):
             return None
         self.refuse_early(param)
         if name not in self._seen:
-            meet = self._meet()
-            if meet is not None:
-                meet(f"the gradient of '{name}'")
+            self._script.meet(f"the gradient of '{name}'")
             self._seen[name] = self._gathered(name)
         return self._seen[name]
 
     def of_all(self, params: dict[str, nn.Parameter]) -> dict[str, torch.Tensor | None]:
         """Returns the whole gradient of each of the parameters, given by name. Collective."""
-        are_whole = self._are_whole()
-        come = are_whole() if are_whole is not None else None
         for name, param in params.items():
             self.refuse_early(param)
-            if come and name in self._names.values() and name not in self._seen:
+            if self._script.are_whole() and name in self._names.values() and name not in self._seen:
                 self._seen[name] = self._gathered(name)
         return {name: self._seen.get(name) for name in params}
 
@@ -102,8 +92,7 @@ class Gradients:
 
     def _reads_stray(self, param: torch.Tensor) -> bool:
         """Whether the gradient that lies there is of a backward of the script's own, and right on every rank."""
-        stray = self._stray()
-        of = stray() if stray is not None else ""
+        of = self._script.stray_of()
         if of == "part":
             raise RefusedPlan(_OF_SAMPLES)
         if of and (isinstance(param, DTensor) or self._state.tensor is not None or self._state.experts is not None):
@@ -113,10 +102,7 @@ class Gradients:
     @names_line
     def refuse_early(self, param: torch.Tensor) -> None:
         """Raise where ranks have not added up their gradients yet, or what lies there is of another backward."""
-        if self._reads_stray(param):
-            return
-        are_whole = self._are_whole()
-        if are_whole is not None and are_whole() is False:
+        if not self._reads_stray(param) and self._script.are_whole() is False:
             raise InputError(_EARLY)
 
     @names_line
@@ -125,9 +111,8 @@ class Gradients:
         name = self._names.get(id(param))
         if name is None or (value is None and self._is_none(name)):
             return
-        meet = self._meet()
-        if self.get(param) is None and name not in self._seen and meet is not None:  # without a backward before
-            meet(f"the gradient of '{name}'")
+        if self.get(param) is None and name not in self._seen:  # without a backward before
+            self._script.meet(f"the gradient of '{name}'")
         self._seen[name], self.by_hand = value, True
 
     def take_away(self, names: Iterable[str]) -> None:
@@ -141,13 +126,12 @@ class Gradients:
         self.by_hand = bool(self._seen)
 
     def _is_none(self, name: str) -> bool:
-        are_whole = self._are_whole()
-        return (are_whole() if are_whole is not None else None) is None or self._seen.get(name, name) is None
+        return self._script.are_whole() is None or self._seen.get(name, name) is None
 
     @torch.no_grad()
     def _gathered(self, name: str) -> torch.Tensor | None:
         state = self._state
-        with self._gate.open():
+        with self._script._gate.open():
             found = gathered_alone(together(state, name, state.technique.full_gradient(state.names.index(name))))
             return None if found is None else found.detach().clone()
 
@@ -182,7 +166,7 @@ class Gradients:
         technique = self._state.technique
         if self.by_hand or isinstance(technique, FullShard):
             return self.by_hand
-        with self._gate.open():
+        with self._script._gate.open():
             return any(param.grad is not None for param in self._params)
 
     @torch.no_grad()

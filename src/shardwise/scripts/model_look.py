@@ -20,7 +20,7 @@ from shardwise.errors import InputError, RefusedPlan, first_line
 from shardwise.host import put, read
 from shardwise.look.first_samples import look
 from shardwise.look.one_process import needs_gradients
-from shardwise.look.watched_run import TakesGradients
+from shardwise.look.watched_run import TakesGradients, WritesWeights
 from shardwise.memory.recompute import note_written
 from shardwise.parallel.batchnorm import batch_norm_modules
 from shardwise.part import plain
@@ -97,6 +97,11 @@ def look_at_model(
             dtype=engine.state.precision.compute, strict=True, masks=False, follows=True,
             again=lambda asked: None,
         )  # fmt: skip
+    except WritesWeights as written:
+        raise RefusedPlan(
+            f"the model's forward writes into {', '.join(written.names)}, which zero=3 has gathered for it and frees "
+            "again: make it a buffer, or use zero=2"
+        ) from None
     except TakesGradients:
         raise RefusedPlan(
             "the model's forward takes gradients by itself (forces by torch.autograd.grad), which goes through weights "

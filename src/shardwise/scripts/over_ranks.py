@@ -1,28 +1,20 @@
-"""`prepared.sum`, `prepared.gather`; follow what a script writes into weights by hand.
+"""`prepared.sum`, `prepared.gather`, `prepared.deal`: numbers, rows and batches over ranks.
 
 prepared.sum(a, b)          each value's sum over the ranks that hold different samples
 prepared.gather(keys)       the rows of all samples of a batch
-p.data.clamp_(-c, c)        into whole weights: the optimizer's own tensors follow
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from shardwise.comm import gather_rows, gather_samples
 from shardwise.errors import InputError
 from shardwise.host import read, row_of
-from shardwise.parallel.full import FullShard
 from shardwise.part import whole
-from shardwise.scripts.calls import Calls
-from shardwise.scripts.first_steps import FirstSteps, ParametersInPlace
 from shardwise.scripts.gradients import Gradients
-from shardwise.scripts.optimizer_pieces import OptimizerGuard
 from shardwise.scripts.part_loader import PartLoader
 from shardwise.scripts.script_lines import names_line
 from shardwise.scripts.weight_access import WeightAccess
@@ -31,14 +23,8 @@ from shardwise.scripts.weight_access import WeightAccess
 class OverRanks(WeightAccess):
     """The methods of `Prepared` that add up, gather and publish over ranks."""
 
-    optimizer: Optimizer
-    calls: Calls
     loader: PartLoader
     gradients: Gradients | None  # as the script sees them, once the model is spread
-    _optimizer_guard: OptimizerGuard
-    _first: FirstSteps
-    _pieces: bool  # ranks' optimizers hold less than whole parameters
-    _in_place: ParametersInPlace | None  # where another parameter in a weight's place would not be seen
 
     @property
     def _of_whole_batches(self) -> bool:
@@ -55,16 +41,10 @@ class OverRanks(WeightAccess):
         if self.meeting is not None and self._engine is not None:
             self.meeting.passes(what)
 
-    def _stray(self) -> str:
+    def stray_of(self) -> str:
         """Returns whose samples gradients of another backward than the plan's are of: "", "part" or "all"."""
         part = self.calls.leader.in_loop and self._apart > 1
         return "" if not (self.calls.stray and self.mesh.world.size > 1) else "part" if part else "all"
-
-    def compare(self) -> None:
-        """Raise where what ranks hold alike has come apart since it was last compared. Collective."""
-        self.settle()  # else a rank's own pieces are ahead of the others'
-        with self._gate.open():
-            self._first.again()
 
     @names_line
     def deal(self, *batch: Any) -> Any:
@@ -131,52 +111,6 @@ class OverRanks(WeightAccess):
         plain = [part for part, value in parts if _is_number(value)]
         numbers = iter(read(torch.cat(plain), "a script's sums") if plain else [])
         return [next(numbers) if _is_number(value) else part.view(value.shape).to(value) for part, value in parts]
-
-    # --- what the script does to the optimizer's pieces
-
-    def _watch_pieces(self) -> None:
-        """The script's own code runs, on weights that are up to date."""
-        engine = self._engine
-        if engine is None:
-            return
-        self._optimizer_guard.leave()
-        if self._whole_weights is not None:
-            with self._gate.open():
-                self._optimizer_guard.watch(self.optimizer, self.model, state=self._pieces)
-
-    @contextmanager
-    def plainly(self) -> Iterator[None]:
-        """Context: the optimizer finds its own pieces in its groups."""
-        if self._engine is not None:
-            self._optimizer_guard.leave()
-        with self._gate.open():
-            yield
-        self._watch_pieces()
-
-    def may_have_written(self) -> None:
-        """Note that the script's own code may have written into sharded weights."""
-        if isinstance(self.engine.technique, FullShard):
-            self.engine.technique.written = True
-
-    def _take_written(self) -> None:
-        """Let the optimizer's own tensors follow what the script wrote into the model's weights."""
-        if self._engine is None:
-            return
-        technique, owners = self._engine.technique, self._engine.state.owners
-        told = not isinstance(technique, FullShard) or technique.written
-        if owners is not None and told and isinstance(technique, FullShard) and self.meeting is not None:
-            self.meeting.enter("weights that the script writes into")
-        with self._gate.open():
-            technique.take_weights()
-            if owners is not None and told:
-                owners.take_weights()
-            if isinstance(technique, FullShard):
-                technique.written = False
-
-    def settle(self) -> None:
-        """Raise where another parameter stands in the place of one of the plan's."""
-        if self._in_place is not None and not self.whole_is_open:  # whose stand-ins are in the places for a while
-            self._in_place.check()
 
 
 def _as_row(value: Any, device: torch.device) -> torch.Tensor:

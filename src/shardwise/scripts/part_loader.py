@@ -49,7 +49,7 @@ class PartLoader:
 
     reads    "part": only this rank's samples; "whole": all of a batch, of which the part is kept; "auto": the part,
              unless its neighbours change it
-    dim      of a batch's tensors that counts its samples; None: the first, unless the loader says how many there are
+    dim      of a batch's tensors that counts its samples; None: the first
     notices  what "auto" came to, where it costs something
 
     len(), `dataset`, `batch_size` and the like are the script's loader's own.
@@ -265,25 +265,11 @@ class PartLoader:
         if self._skipped is not None:
             self._skipped()
         for number, batch in enumerate(batches, self._skip):
-            if number == self._skip:
-                self._find_dim(batch)
             self._look = [] if self._compared else look_of(batch)
             total = samples_of(batch, self._dim)
             dealt = self._dealer.deal(total)
             part = part_of_whole(batch, dealt.local, total, self._dim) if self._ranks > 1 else batch
             yield part, dealt, zlib.crc32(f"{number} {total}".encode())
-
-    def _find_dim(self, batch: Any) -> None:
-        """Where the loader tells how many samples its batches have, and the first dim has others."""
-        size = getattr(self.whole, "batch_size", None)
-        if self._dim_is_known or self._ranks == 1 or not isinstance(size, int):
-            return
-        if dims_of_samples(batch, size) == [1]:
-            self._dim, self._dim_is_known = 1, True
-            self.notices.append(
-                f"a batch is cut along the second dim of its tensors, which counts the loader's batch_size={size} "
-                "samples: prepare(..., batch_dim=0) cuts along the first"
-            )
 
 
 class Events:

@@ -11,7 +11,6 @@ What this does not do: find out whether the script is right on ranks. `shardwise
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +31,6 @@ from shardwise.errors import InputError
 from shardwise.layout import Plan
 from shardwise.layout.zero_stages import UNSHARDED
 from shardwise.mesh import build_mesh
-from shardwise.parallel.flat import Flat
 from shardwise.parallel.full import FullShard
 from shardwise.part.dispatch import Gathers
 from shardwise.part.parameters import read_outside
@@ -43,7 +41,7 @@ from shardwise.scripts.calls import Calls, leader_of
 from shardwise.scripts.copies import Copies
 from shardwise.scripts.entries import OWN, Several, with_own
 from shardwise.scripts.first_steps import FirstSteps, ParametersInPlace, refuse_replaced
-from shardwise.scripts.gradient_arrivals import buckets_of, techniques_of, weakly
+from shardwise.scripts.gradient_arrivals import buckets_of
 from shardwise.scripts.gradients import Gradients
 from shardwise.scripts.guard import Gate, guard_conversion, mark_like, refuse_hooks
 from shardwise.scripts.meeting import Meeting
@@ -56,7 +54,6 @@ from shardwise.scripts.proof.receipts import line_of, script_under_way
 from shardwise.scripts.proof.recorder import recorder
 from shardwise.scripts.script_lines import names_line
 from shardwise.scripts.script_weights import ScriptWeights
-from shardwise.scripts.sharded_weights import ShardedGradients
 from shardwise.scripts.shares import on_common_axes
 from shardwise.scripts.spread import check_cuts, shared_call, thawed, wait_for_call
 from shardwise.scripts.start import (
@@ -72,7 +69,7 @@ from shardwise.scripts.start import (
 )
 from shardwise.scripts.stepping import Stepping
 from shardwise.scripts.weight_access import hold
-from shardwise.scripts.whole_optimizer_state import States, holds_pieces, put, states_of
+from shardwise.scripts.whole_optimizer_state import States, holds_pieces, open_doors, put, states_of
 from shardwise.scripts.whole_weights import WholeWeights
 from shardwise.task import Domain
 
@@ -114,7 +111,7 @@ def prepare(
     reads       "part": a rank reads its samples alone; "whole": all of a batch, of which it keeps its part; "auto":
                 whole where the loader has a collate function of its own or its dataset draws, else the part
     batch_dim   the dim of a batch's tensors that counts its samples; of tensors with fewer dims, the first. None: the
-                first, or the second where the loader's batch_size is found there alone
+                first
     seed        of "fast" draws
     device      where the plan holds the model; None: where the model lies, on an accelerator that of this rank
     check_loss  look at the model on a few samples of the first batch; False: the script vouches for it
@@ -216,13 +213,12 @@ class Prepared(Stepping):
         self.gradients = None
         self._gate, self._state_gate = Gate(), Gate()
         self._in_place = None
-        self._unguarded = False
         self._notices = self.calls.notices
         world = self.mesh.world
         self._pieces = holds_pieces(plan) and world.size > 1
         self.meeting = Meeting(world, options.device) if world.size > 1 else None
         self.pending: Path | None = None  # a checkpoint that is loaded once the weights are in place
-        self._hook_optimizer()
+        open_doors(self)
         self.side = side_of(self, loader, recorder())
         self.loader.recorder = recorder() if leader is None else None
         if waits_for_call(plan):
@@ -268,7 +264,7 @@ class Prepared(Stepping):
                     self._adopt(engine, before)
                 self.built = options_of(engine)
         optimizers.retire(retired)
-        self._hook_optimizer()
+        open_doors(self)
         self._watch_pieces()
         return optimizer
 
@@ -317,10 +313,7 @@ class Prepared(Stepping):
             engine.technique.tell_branches(names_line)
         self._watch_pieces()
         self.calls.pieces = self._pieces
-        self.calls.watch(
-            engine, self.meeting, self._gate, gathers=in_pieces or bool(mesh.inner), settle=self.settle,
-            written=weakly(self.may_have_written), compares=weakly(self.compare),
-        )  # fmt: skip
+        self.calls.watch(self, engine, gathers=in_pieces or bool(mesh.inner))
         if self.pending is not None:
             self._restored(self.pending)
         self._notices.say(self.notices)
@@ -353,33 +346,17 @@ class Prepared(Stepping):
 
     def _guard(self, engine: Engine, cuts: set[str]) -> None:
         """What the script asks of gradients and of weights is answered as one process has it."""
-        calls, state, technique = self.calls, engine.state, engine.technique
+        calls, state = self.calls, engine.state
         self._gate = gate = Gate()
-        self.gradients = Gradients(state, gate, self.meet, self._are_whole, self._stray)
-        self._script_weights = weights = ScriptWeights(
-            gate, self.gradients, lambda: calls.in_forward, once=self.mesh.inner, once_beside=calls.counted_once
-        )
-        sharded = None
+        self.gradients = Gradients(self, state)
         if self._pieces or state.precision.mixed or state.pairs or state.owners is not None:
             self._whole_weights = WholeWeights(self, engine)
-            if isinstance(technique, FullShard):
-                of_script = weakref.ref(weights)
-                sharded = ShardedGradients(
-                    technique, gate, self._whole_weights.in_units, self.gradients, cuts,
-                    lambda: (known := of_script()) is not None and known.is_asked,
-                )  # fmt: skip
-        weights.take(
-            self.model, self._whole_weights, sharded, cuts=cuts, pairs=state.pairs,
-            elsewhere=self._shares or state.precision.mixed or isinstance(technique, Flat),
-            later=self.plan.accumulate > 1 and self.mesh.world.size > 1,
-        )  # fmt: skip
+        self._script_weights = ScriptWeights(self, engine, self._whole_weights, cuts)
         if cuts:
             read_outside(self.model, lambda: not gate.is_open and calls.is_outside, refuse_replaced)
 
     def _follow(self, engine: Engine, *, in_pieces: bool) -> None:
         """Watch what the script does to the model and its gradients by itself, between the plan's own writes."""
-        fsdp = [isinstance(one, FullShard) for one in techniques_of(engine)]
-        self._unguarded = len(fsdp) > 1 and any(fsdp)
         others = in_pieces or engine.state.precision.mixed or bool(engine.state.pairs)
         self._optimizer_guard = OptimizerGuard(self._script_weights)
         self._in_place = ParametersInPlace(self.model) if in_pieces else None

@@ -22,9 +22,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.data import DataLoader, default_collate, default_convert
 
-from shardwise.comm import Axis, broadcast
+from shardwise.comm import Axis, gather_json
 from shardwise.device import current_device, generator_state, generators, set_generator_state
-from shardwise.host import put
 from shardwise.layout.dealing import Share
 from shardwise.step.batching import check_samples, samples_in, slice_samples
 
@@ -243,22 +242,5 @@ def dims_of_samples(batch: Any, samples: int) -> list[int]:
 
 def share_generators(ranks: Axis, device: torch.device) -> None:
     """Every rank continues from the first's generators: torch's, NumPy's and Python's. Collective."""
-    state = torch.get_rng_state().to(device)
-    broadcast(state, ranks, 0, "control")
-    torch.set_rng_state(state.cpu())
-    own = generator_state(device)
-    if own is not None:
-        state = own.to(device)
-        broadcast(state, ranks, 0, "control")
-        set_generator_state(device, state.cpu())
-    numpys: Any = np.random.get_state(legacy=True)
-    kind, keys, *place = numpys
-    version, words, gauss = random.getstate()
-    held = [*keys.tolist(), *place, *words, float("nan") if gauss is None else gauss]  # whole numbers below 2^32
-    row = put(held, device)
-    broadcast(row, ranks, 0, "control")
-    found, size = row.tolist(), len(keys)
-    numbers = np.array(found[:size], dtype=np.uint32)
-    np.random.set_state((kind, numbers, int(found[size]), int(found[size + 1]), found[size + 2]))
-    gauss = None if found[-1] != found[-1] else found[-1]
-    random.setstate((version, tuple(int(word) for word in found[size + 3 : -1]), gauss))
+    first = gather_json(Generators(None).as_json() if ranks.index == 0 else None, ranks, device)[0]
+    Generators.from_json(None, first).restore()

@@ -20,7 +20,7 @@ one outside of the model that is no call of torch and comes later than the first
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -54,11 +54,6 @@ _BESIDE = (
     "ranks) or for those of the batch of prepared.split(...) ({}): draw them like a tensor of either "
     "(torch.randn_like(x)), or in the dataset"
 )
-_AS_A_WEIGHT = (
-    "the model draws random numbers of shape {}, as one of its weights has, and a rank has {} samples: whether they "
-    "are for samples or for a weight shows where it runs on fewer samples, which check_loss=False leaves out: leave "
-    'the look on, or use prepare(..., randomness="fast")'
-)
 _STEPS = 3  # in which all operations are followed
 _LATE = (
     "random numbers are drawn between a batch and its backward, and none were in the first {} steps, so that draws "
@@ -88,7 +83,6 @@ class SampleDraws(TorchFunctionMode):
         self.alike = False  # the model is given the same on every rank, which draw alike; positions may be cut
         self._first = True
         self._dims = BatchDims()  # of draws that the look at the model has seen
-        self._weights = frozenset[tuple[int, ...]]()  # sizes of weights that may be drawn like samples
         self._op = ""  # under way
         self.whole = False  # the script has whole batches, and the model's forward alone some samples
         self.followed = ""  # the first op of the model whose draws were dealt to samples
@@ -152,13 +146,11 @@ class SampleDraws(TorchFunctionMode):
         self._stands = generators(current_device())
         return output
 
-    def enter(self, *, first: bool, dims: BatchDims, weights: Collection[tuple[int, ...]] = ()) -> None:
+    def enter(self, *, first: bool, dims: BatchDims) -> None:
         """Note that the model's forward begins; `first`: what it is given and gives has samples in the first dim.
 
         dims    where the look at the model has seen that what it draws has samples
-        weights sizes of the model's weights, where nothing was looked at
         """
-        self._weights = frozenset(tuple(sorted(shape)) for shape in weights)
         self.inside, self._first, self._stands = True, first, generators(current_device())
         self._dims = dims
 
@@ -247,8 +239,6 @@ class SampleDraws(TorchFunctionMode):
     def _place(self, shape: Any, rows: int) -> int | None:
         """The dim that counts this rank's samples."""
         fits = [at for at, size in enumerate(shape) if size == rows]
-        if self.inside and fits and tuple(sorted(shape)) in self._weights:
-            raise RefusedPlan(_AS_A_WEIGHT.format(tuple(shape), rows))
         seen = self._seen_at(tuple(shape), rows)
         if seen is not None:
             return seen if seen in fits else None

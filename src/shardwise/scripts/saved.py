@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten_with_path
 
 from shardwise.checkpoint.inspect import opened
 from shardwise.checkpoint.optimizers import Node, NoJson, decoded, leaves, plain_node
 from shardwise.checkpoint.remote import place
 from shardwise.checkpoint.save import Saver
 from shardwise.errors import InputError
-from shardwise.scripts.agreement import dotted
 from shardwise.scripts.prepared import Prepared
 from shardwise.scripts.proof.plain import Plain, load_refused
 from shardwise.scripts.proof.recorder import recorder
@@ -91,23 +89,11 @@ def _node_of(name: str, value: Any) -> Node:
     """A field as JSON from which it comes back as it was, numbers as keys and infinity too."""
     try:
         return plain_node(value)
-    except NoJson:
-        parts = tree_flatten_with_path(value)[0]
-    path, odd = next(((path, leaf) for path, leaf in parts if not _is_plain(leaf)), ((), value))
-    what = f"a tensor of shape {tuple(odd.shape)}" if isinstance(odd, torch.Tensor) else f"of type {type(odd).__name__}"
-    raise InputError(
-        f"shardwise.save(..., {name}=...): '{'.'.join([name, *filter(None, [dotted(path)])])}' is {what}, and what a "
-        "script gives is numbers, text, lists and dicts of them: write tensors beside the checkpoint, torch.save(...) "
-        "under if prepared.rank == 0"
-    )
-
-
-def _is_plain(value: Any) -> bool:
-    try:
-        plain_node(value)
-    except NoJson:
-        return False
-    return True
+    except NoJson as why:
+        raise InputError(
+            f"shardwise.save(..., {name}=...): there is {why} in it, and what a script gives is numbers, text, lists "
+            "and dicts of them: write tensors beside the checkpoint, torch.save(...) under if prepared.rank == 0"
+        ) from None
 
 
 def _value_of(node: Node) -> Any:

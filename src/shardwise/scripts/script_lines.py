@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -47,6 +47,12 @@ def names_line(function: Callable[..., Any]) -> Callable[..., Any]:
             raise
 
     return called
+
+
+@names_line
+def refuse(error: ShardwiseError) -> NoReturn:
+    """Raise an error that ends in the script's line, where no caller's wrapper adds it."""
+    raise error
 
 
 def line_of_script() -> str:

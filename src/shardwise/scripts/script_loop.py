@@ -119,7 +119,6 @@ class Loop(Heard, Events):
     engine: Engine | None
     whole: WholeBatch | None
     leader: Any
-    compares: Callable[[], None]
     together: list[Any]
     other: OtherLoop
     dealt: Dealt | None  # the batch at hand

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -24,12 +23,14 @@ from torch.amp import grad_scaler
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm import Axis
+from shardwise.engine.engine import Engine
 from shardwise.errors import RefusedPlan
+from shardwise.parallel.flat import Flat
+from shardwise.parallel.full import FullShard
 from shardwise.part import with_summed_gradient
 from shardwise.part.tensor import FUNCTIONS
-from shardwise.scripts.gradients import Gradients
-from shardwise.scripts.guard import TAKEN, Gate, mark_like, reads_values
-from shardwise.scripts.script_lines import names_line
+from shardwise.scripts.guard import TAKEN, mark_like, reads_values
+from shardwise.scripts.script_lines import names_line, refuse
 from shardwise.scripts.sharded_weights import ShardedGradients
 from shardwise.trace.leaves import replaced, tensors_in
 
@@ -46,17 +47,6 @@ _EARLY_LOSS = (
     "plan put another in its place: compute what is made of model.parameters() (a penalty) after model(x)"
 )
 _GRAD = torch.Tensor.grad
-
-
-class WeightsForScript(Protocol):
-    """The whole weights of one prepared model, for the script's own code (`whole_weights.WholeWeights`)."""
-
-    is_open: bool
-
-    def outside(self, func: Any, args: tuple, kwargs: dict) -> Any: ...
-    def opened(self, grads: bool, state: bool) -> AbstractContextManager[None]: ...
-    def paused(self) -> AbstractContextManager[None]: ...
-    def forget_gradients(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -79,44 +69,32 @@ _PIECES = {"share", "sharded", "pairs"}
 class ScriptWeights:
     """Answers for the parameters of one model, and for what its optimizer holds of them."""
 
-    def __init__(
-        self, gate: Gate, gradients: Gradients, inside: Callable[[], bool], *, once: tuple[Axis, ...],
-        once_beside: tuple[Axis, ...],
-    ) -> None:  # fmt: skip
+    def __init__(self, prepared: Any, engine: Engine, whole: Any, cuts: set[str]) -> None:
+        """Answer for the parameters of a model that is being prepared, from here on.
+
+        whole   its `WholeWeights`, where ranks hold pieces; else None
+        cuts    names of those that are shares of tp or ep
         """
-        gate    open while the engine reads
-        inside  whether the model's forward runs
-        once    axes whose ranks have the same samples: what the script itself computes of a weight (a penalty) every
-                one of them computes, and its gradient counts once
-        once_beside     more of them, beside the model's forward
-        """
-        self.gate, self._gradients, self._inside = gate, gradients, inside
-        self._once, self._once_beside = once, once_beside
-        self._whole: WeightsForScript | None = None
-        self._sharded: ShardedGradients | None = None
+        state, technique, mesh = engine.state, engine.technique, prepared.mesh
+        self.gate, self._gradients, self._calls, self._whole = prepared._gate, prepared.gradients, prepared.calls, whole
+        # axes whose ranks have the same samples: what the script itself computes of a weight (a penalty) every one of
+        # them computes, and its gradient counts once; the second ones beside the model's forward
+        self._once: tuple[Axis, ...] = mesh.inner
+        self._once_beside: tuple[Axis, ...] = prepared.calls.counted_once
         self._kinds: dict[tuple[type, ParameterUse], type] = {}
-
-    def take(
-        self, model: nn.Module, whole: WeightsForScript | None, sharded: ShardedGradients | None, *,
-        cuts: Iterable[str], pairs: Iterable[str], elsewhere: bool, later: bool,
-    ) -> None:  # fmt: skip
-        """Answer for the model's parameters from here on.
-
-        cuts        names of those that are shares of tp or ep
-        pairs       names of complex ones that are held as real numbers
-        elsewhere   gradients are elsewhere than in the parameters
-        later       a step has several micro-batches, after the last of which ranks add up their gradients
-        """
-        self._whole, self._sharded = whole, sharded
-        cuts, pairs = set(cuts), set(pairs)
+        self._sharded: ShardedGradients | None = None
+        if whole is not None and isinstance(technique, FullShard):
+            self._sharded = ShardedGradients(technique, self, self._gradients, whole.in_units, cuts)
         if cuts:
             FUNCTIONS[torch.autograd.grad] = _grad_beside_weights
+        elsewhere = prepared._shares or state.precision.mixed
+        later = engine.plan.accumulate > 1 and mesh.world.size > 1  # ranks add up after several micro-batches
         values: Any = "once" if cuts or self._once or self._once_beside else "own"
-        gradient: Any = "whole" if elsewhere else "later" if later else "own"
-        for name, param in model.named_parameters():
+        gradient: Any = "whole" if elsewhere or isinstance(technique, Flat) else "later" if later else "own"
+        for name, param in prepared.model.named_parameters():
             if type(param) is DTensor:
                 param.__class__ = self.kind(DTensor, ParameterUse("pieces", "sharded"))
-            elif type(param) is nn.Parameter and (name in cuts or name in pairs):
+            elif type(param) is nn.Parameter and (name in cuts or name in state.pairs):
                 param.__class__ = self.kind(nn.Parameter, ParameterUse("whole", "share" if name in cuts else "pairs"))
             elif type(param) is nn.Parameter and param.requires_grad:
                 param.__class__ = self.kind(nn.Parameter, ParameterUse(gradient, values))
@@ -152,7 +130,7 @@ class ScriptWeights:
 
     def _runs(self) -> bool:
         """Whether the model's forward runs, or a backward, in which a block may run again."""
-        return self._inside() or torch._C._current_graph_task_id() != -1
+        return self._calls.in_forward or torch._C._current_graph_task_id() != -1
 
     def gradient(self, param: Any, use: str) -> torch.Tensor | None:
         """Returns `param.grad`. Collective where it is gathered."""
@@ -161,7 +139,7 @@ class ScriptWeights:
         if self._passes_gradient(use):
             return _GRAD.__get__(param)
         if use == "never" and sys._getframe(2).f_code.co_filename != grad_scaler.__file__:  # which scales the pieces
-            _refuse(_PIECE.format(".grad"))
+            refuse(RefusedPlan(_PIECE.format(".grad")))
         if use == "later":
             self._gradients.refuse_early(param)
         if use == "whole":
@@ -175,7 +153,7 @@ class ScriptWeights:
         elif self._passes_gradient(use) or use not in ("whole", "pieces", "never"):
             _GRAD.__set__(param, value)
         elif use == "never":
-            _GRAD.__set__(param, None) if value is None else _refuse(_PIECE.format(".grad"))
+            _GRAD.__set__(param, None) if value is None else refuse(RefusedPlan(_PIECE.format(".grad")))
         elif use == "pieces" and self._sharded is not None:
             self._sharded.set_gradient(param, value)
         else:
@@ -195,14 +173,19 @@ class ScriptWeights:
         args, kwargs = replaced(nn.Parameter, _successor, (args, kwargs))
         uses = {type(one).script_use.values for one in tensors_in((args, kwargs)) if hasattr(type(one), "script_use")}
         if "never" in uses and reads_values(func):
-            _refuse(_PIECE.format(name or str(func)))
+            refuse(RefusedPlan(_PIECE.format(name or str(func))))
         if uses & _PIECES and not self._runs():
             assert self._whole is not None
             return names_line(self._whole.outside)(func, args, kwargs)
-        if "sharded" in uses and func == torch.Tensor.data.__set__ and self._inside() and self._sharded is not None:
+        if (
+            "sharded" in uses
+            and func == torch.Tensor.data.__set__
+            and self._calls.in_forward
+            and self._sharded is not None
+        ):
             return self._sharded.assign(*args)
         if "share" in uses and reads_values(func):
-            _refuse(TAKEN if func is torch.autograd.grad else _OF_A_SHARE.format(name or func))
+            refuse(RefusedPlan(TAKEN if func is torch.autograd.grad else _OF_A_SHARE.format(name or func)))
         if "once" in uses:
             args, kwargs = self._counted_once(func, args, kwargs)
         return func(*args, **kwargs)
@@ -210,7 +193,7 @@ class ScriptWeights:
     def _counted_once(self, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The arguments, whose parameters get a gradient that counts once."""
         if func is torch.autograd.grad:
-            _refuse(TAKEN)
+            refuse(RefusedPlan(TAKEN))
         axes = self._once if self._runs() else (*self._once_beside, *self._once)
         writes = getattr(func, "__name__", "") == "__set__"
         if not axes or writes or not reads_values(func) or not torch.is_grad_enabled():
@@ -284,8 +267,3 @@ def _grad_beside_weights(*args: Any, **kwargs: Any) -> Any:
         if "not have been used" not in str(error):
             raise
         raise RefusedPlan(TAKEN) from error
-
-
-@names_line
-def _refuse(message: str) -> None:
-    raise RefusedPlan(message)

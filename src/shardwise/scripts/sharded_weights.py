@@ -4,11 +4,12 @@
     p.grad[0], p.grad + t     raises: read it in prepared.whole(grads=True)
     k.data = x                within the forward, of a unit that does not run: the piece of x becomes the weight
 
-What a forward itself does to gathered weights is followed elsewhere (`forward_writes`).
+What a forward writes into weights that its units have gathered is refused where the model is looked at.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -20,8 +21,8 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.parallel.full import FullShard
 from shardwise.part.pairs import as_pairs
 from shardwise.scripts.gradients import Gradients
-from shardwise.scripts.guard import Gate, reads_values, writes_into
-from shardwise.scripts.script_lines import names_line
+from shardwise.scripts.guard import reads_values, writes_into
+from shardwise.scripts.script_lines import refuse
 from shardwise.trace.leaves import replaced, tensors_in
 
 _GRADIENT = (
@@ -34,21 +35,19 @@ class ShardedGradients:
     """Gradients of the sharded weights of one `FullShard`, and weights that a forward gives other memory."""
 
     def __init__(
-        self, technique: FullShard, gate: Gate, in_units: dict[int, Any], gradients: Gradients,
-        through_gradients: set[str], is_asked: Callable[[], bool],
+        self, technique: FullShard, weights: Any, gradients: Gradients, in_units: dict[int, Any], cuts: set[str]
     ) -> None:  # fmt: skip
         """
-        gate        open while the engine reads
+        weights     the `ScriptWeights` that this is part of
         in_units    FSDP's record of each parameter, by id
-        through_gradients   names of parameters whose gradients are seen gathered: shares of tp and ep
-        is_asked    whether the script's own code asks
+        cuts        names of parameters whose gradients are seen gathered: shares of tp and ep
         """
-        self._technique, self._gate, self._in_units, self._gradients = technique, gate, in_units, gradients
+        self._technique, self._gate, self._in_units, self._gradients = technique, weights.gate, in_units, gradients
         self._index = {id(param): at for at, param in enumerate(technique.params)}
         named = dict(technique.module.named_parameters())
-        self._through = {id(named[name]) for name in {*through_gradients, *technique.pairs} & named.keys()}
+        self._through = {id(named[name]) for name in {*cuts, *technique.pairs} & named.keys()}
         self._pairs = {id(named[name]) for name in technique.pairs & named.keys()}
-        self._gradient_kind = _gradient_kind(is_asked)
+        self._gradient_kind = _gradient_kind(weakref.ref(weights))
 
     def gradient(self, param: DTensor) -> torch.Tensor | None:
         """`param.grad`: the pieces, or the whole one, where the script has set it or tp and ep cut the weight too."""
@@ -102,14 +101,15 @@ def _take_up(of_unit: Any) -> None:
         del within[leaf]
 
 
-def _gradient_kind(is_asked: Callable[[], bool]) -> type[DTensor]:
+def _gradient_kind(weights_ref: Callable[[], Any]) -> type[DTensor]:
     class ShardedGradient(DTensor):
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
-            kwargs, asked = kwargs or {}, is_asked()
+            kwargs, weights = kwargs or {}, weights_ref()
+            asked = weights is not None and weights.is_asked
             name = getattr(func, "__name__", "")
             if asked and reads_values(func) and not _by_pieces(name, args, kwargs):
-                names_line(_refuse)(name)
+                refuse(RefusedPlan(_GRADIENT.format(name)))
             with torch._C.DisableTorchFunctionSubclass():
                 made = func(*args, **kwargs)
             return replaced(DTensor, _as(cls), made) if asked else made
@@ -126,10 +126,6 @@ def _as(kind: type[DTensor]) -> Callable[[DTensor], torch.Tensor]:
         return tensor
 
     return see
-
-
-def _refuse(name: str) -> None:
-    raise RefusedPlan(_GRADIENT.format(name))
 
 
 def _by_pieces(name: str, args: tuple, kwargs: dict) -> bool:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -23,6 +21,7 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan, check
 from shardwise.mesh import Mesh
 from shardwise.precision import met
+from shardwise.random import python_restored
 from shardwise.ranks import alike, here, join
 from shardwise.ranks.launchers import own_device
 from shardwise.scripts.entries import Way
@@ -160,11 +159,8 @@ def with_dtype(plan: Plan, model: nn.Module) -> Plan:
 @contextmanager
 def generators_kept() -> Iterator[None]:
     """Context: random draws inside leave the script's generators as they were."""
-    state, plain = random.getstate(), np.random.get_state()
-    with device.generators_kept():
+    with device.generators_kept(), python_restored():
         yield
-    random.setstate(state)
-    np.random.set_state(plain)
 
 
 def make_engine(

@@ -8,7 +8,6 @@ optimizer.zero_grad()               the step is over
 
 from __future__ import annotations
 
-import types
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from shardwise.comm import gather_rows
 from shardwise.errors import InputError, RefusedPlan
@@ -25,7 +23,7 @@ from shardwise.layout import Plan
 from shardwise.layout.dealing import Share
 from shardwise.parallel.full import FullShard
 from shardwise.part import forget, plain, whole
-from shardwise.scripts.agreement import compare, note, same_change
+from shardwise.scripts.agreement import compare, note
 from shardwise.scripts.earlier import Earlier
 from shardwise.scripts.first_steps import FirstSteps
 from shardwise.scripts.following import aside, differentiate
@@ -37,10 +35,9 @@ from shardwise.scripts.sample_draws import SampleDraws
 from shardwise.scripts.script_lines import Notices, names_line
 from shardwise.scripts.script_optimizer import is_of_torch
 from shardwise.scripts.weighing import Weighing, check_loss, check_number, form_of
-from shardwise.scripts.whole_optimizer_state import open_doors
 from shardwise.step.control import Tally
 from shardwise.step.loss import Loss
-from shardwise.step.normalise import held_gradients, norm_of_gradients, not_finite, sum_of_squares
+from shardwise.step.normalise import held_gradients, norm_of_gradients, not_finite
 from shardwise.step.result import StepResult
 from shardwise.step.train_step import complete, update
 
@@ -54,7 +51,6 @@ class Stepping(Weighing):
     _first: FirstSteps
     side: RankSide | None  # of a proof, which records
     _shares: bool  # tp or ep cut weights
-    _unguarded: bool  # experts beside the rest, whose gradients are FSDP's own parameters'
 
     @property
     @abstractmethod
@@ -72,12 +68,7 @@ class Stepping(Weighing):
         self._form: str | None = None
         self._result: StepResult | None = None  # of the gradients that are whole
         self._usable = True  # they are finite
-        self._square: torch.Tensor | None = None  # of this rank's gradients, when they were whole
         self.loss = torch.tensor(float("nan"))  # of the last whole step, over all ranks
-
-    @abstractmethod
-    def add_group(self, group: dict[str, Any]) -> None:
-        """The script adds parameters to its optimizer."""
 
     # --- what a script calls
 
@@ -223,7 +214,7 @@ class Stepping(Weighing):
                 share_uncut(self.engine)
         return torch.tensor(self.grad_norm, dtype=torch.float64)
 
-    def _are_whole(self) -> bool | None:
+    def are_whole(self) -> bool | None:
         """Returns whether this step's gradients are those of all ranks; None where none came yet."""
         return None if self._tally is None else self._finished
 
@@ -269,7 +260,6 @@ class Stepping(Weighing):
     def _refuse_stray(self, call: str) -> None:
         if self.whole_is_open:
             raise InputError(f"{call} within prepared.whole(): call it after the end of the with block")
-        self.calls.refuse_taken()
         if self.calls.stray:
             raise InputError(
                 f"{call}: loss.backward() or another model's backward has left gradients in this one since its last "
@@ -300,9 +290,7 @@ class Stepping(Weighing):
             engine.state.on_nonfinite = "skip"  # until a step is asked for: a GradScaler leaves it out
             result, self._usable = complete(engine.state, tally)
             if engine.world_size > 1:
-                compare(engine, tally, whole=self._of_whole_batches)
-            for writes in self.calls.writes:
-                writes.refuse_unkept()
+                compare(engine, tally)
             self._result = result
             self.grad_norm = result.grad_norm
             if self._earlier is not None:
@@ -311,7 +299,6 @@ class Stepping(Weighing):
                 for gradient in held_gradients(engine.state):
                     _local(gradient).view(-1)[:1] = torch.inf
             share_uncut(engine)
-            self._square = sum_of_squares(engine.state, engine.technique.slots) if self._unguarded else None
         forget()
         self._finished = True
         self._notices.say(self.notices)
@@ -351,10 +338,6 @@ class Stepping(Weighing):
             if self._tally is not None and not self._usable and self._result is not None:
                 with self._gate.open():
                     not_finite(engine.state, self._result)
-            if self._square is not None:
-                with self._gate.open():
-                    same_change(engine, self._square, sum_of_squares(engine.state, engine.technique.slots))
-                self._square = None
             with self._gate.open():
                 self._first.before()
             self._optimizer_guard.leave()
@@ -420,28 +403,6 @@ class Stepping(Weighing):
         self._tally, self._micro, self._finished, self._stepped = None, 0, False, False
         self._forgotten = True
         self._form = None
-
-    def _hook_optimizer(self) -> None:
-        open_doors(self)
-        inner = self.optimizer.step
-        prepared = self
-
-        def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            return prepared._step(inner, closure)
-
-        if hasattr(inner, "_wrapped_by_lr_sched"):  # by a scheduler, which asks for its mark
-            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-
-        def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-            prepared._discard(of_optimizer=True)
-
-        vars(self.optimizer).update(
-            step=types.MethodType(step, self.optimizer),
-            zero_grad=types.MethodType(zero_grad, self.optimizer),
-        )
-        vars(self.model)["zero_grad"] = types.MethodType(
-            lambda module, set_to_none=True: prepared._discard(), self.model
-        )
 
 
 def _local(tensor: Any) -> torch.Tensor:

@@ -13,13 +13,14 @@ import types
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
+from torch.optim import Optimizer
 
 from shardwise.checkpoint.load import restore
 from shardwise.device import memory_bytes, on_host
@@ -29,12 +30,15 @@ from shardwise.engine.load_weights import load_state_dict
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.mesh import Mesh
 from shardwise.parallel.fsdp import units_aside
+from shardwise.parallel.full import FullShard
 from shardwise.scripts.agreement import same_given
+from shardwise.scripts.calls import Calls
 from shardwise.scripts.entries import Several
+from shardwise.scripts.first_steps import FirstSteps, ParametersInPlace
 from shardwise.scripts.guard import Gate
 from shardwise.scripts.meeting import Meeting
+from shardwise.scripts.optimizer_pieces import OptimizerGuard
 from shardwise.scripts.script_lines import names_line
-from shardwise.scripts.script_weights import WeightsForScript
 from shardwise.scripts.start import generators_kept
 
 
@@ -43,12 +47,17 @@ class WeightAccess(ABC):
 
     model: nn.Module
     mesh: Mesh
+    optimizer: Optimizer
+    calls: Calls
+    _optimizer_guard: OptimizerGuard
+    _first: FirstSteps
+    _in_place: ParametersInPlace | None  # where another parameter in a weight's place would not be seen
     _engine: Engine | None
     _gate: Gate
     _state_gate: Gate
     meeting: Meeting | None  # where there are other ranks
     _pieces: bool  # ranks hold pieces of weights or state
-    _whole_weights: WeightsForScript | None  # where ranks hold pieces of weights, gradients or state
+    _whole_weights: Any  # `WholeWeights`, where ranks hold pieces of weights, gradients or state; else None
     _copied_from: Engine | None  # where the model's own tensors are not the whole weights in full precision
 
     @property
@@ -126,22 +135,6 @@ class WeightAccess(ABC):
         with self._gate.open(), self._state_gate.open(), self.plainly():
             yield
 
-    @abstractmethod
-    def plainly(self) -> AbstractContextManager[None]:
-        """Context: the optimizer finds its own pieces in its groups."""
-
-    @abstractmethod
-    def compare(self) -> None:
-        """Raise where what ranks hold alike has come apart. Collective."""
-
-    @abstractmethod
-    def settle(self) -> None:
-        """Raise where another parameter stands in the place of one of the plan's."""
-
-    @abstractmethod
-    def _take_written(self) -> None:
-        """Let the optimizer's own tensors follow what the script wrote into the model's weights."""
-
     def meet_with(self, what: str, given: Any) -> None:
         """Wait until every rank makes this call; raises where some do not, or give it other values."""
         if self.meeting is not None:
@@ -215,6 +208,58 @@ class WeightAccess(ABC):
         """Bytes on this rank, as `Engine.memory`."""
         with self._gate.open():
             return self.engine.memory()
+
+    # --- what the script does to the optimizer's pieces
+
+    def _watch_pieces(self) -> None:
+        """The script's own code runs, on weights that are up to date."""
+        engine = self._engine
+        if engine is None:
+            return
+        self._optimizer_guard.leave()
+        if self._whole_weights is not None:
+            with self._gate.open():
+                self._optimizer_guard.watch(self.optimizer, self.model, state=self._pieces)
+
+    @contextmanager
+    def plainly(self) -> Iterator[None]:
+        """Context: the optimizer finds its own pieces in its groups."""
+        if self._engine is not None:
+            self._optimizer_guard.leave()
+        with self._gate.open():
+            yield
+        self._watch_pieces()
+
+    def may_have_written(self) -> None:
+        """Note that the script's own code may have written into sharded weights."""
+        if isinstance(self.engine.technique, FullShard):
+            self.engine.technique.written = True
+
+    def _take_written(self) -> None:
+        """Let the optimizer's own tensors follow what the script wrote into the model's weights."""
+        if self._engine is None:
+            return
+        technique, owners = self._engine.technique, self._engine.state.owners
+        told = not isinstance(technique, FullShard) or technique.written
+        if owners is not None and told and isinstance(technique, FullShard) and self.meeting is not None:
+            self.meeting.enter("weights that the script writes into")
+        with self._gate.open():
+            technique.take_weights()
+            if owners is not None and told:
+                owners.take_weights()
+            if isinstance(technique, FullShard):
+                technique.written = False
+
+    def settle(self) -> None:
+        """Raise where another parameter stands in the place of one of the plan's."""
+        if self._in_place is not None and not self.whole_is_open:  # whose stand-ins are in the places for a while
+            self._in_place.check()
+
+    def compare(self) -> None:
+        """Raise where what ranks hold alike has come apart since it was last compared. Collective."""
+        self.settle()  # else a rank's own pieces are ahead of the others'
+        with self._gate.open():
+            self._first.again()
 
 
 def hold(prepared: WeightAccess, *, whole: bool) -> None:

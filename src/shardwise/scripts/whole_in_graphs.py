@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-
-
-class TakesPieces(Protocol):
-    """What knows a rank's piece of a weight."""
-
-    def cut(self, piece: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's piece of a whole weight's gradient."""
 
 
 class OfPieces(torch.autograd.Function):
     """A whole weight; each rank takes its piece of what comes back."""
 
     @staticmethod
-    def forward(ctx: Any, piece: torch.Tensor, values: torch.Tensor, weights: TakesPieces) -> torch.Tensor:
+    def forward(ctx: Any, piece: torch.Tensor, values: torch.Tensor, weights: Any) -> torch.Tensor:
         ctx.piece, ctx.weights = piece, weakref.ref(weights)  # a script keeps its last loss, and not its run
         return values.clone()
 

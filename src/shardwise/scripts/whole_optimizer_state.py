@@ -12,9 +12,8 @@ What this does not do: cut a tensor of the state that is neither like its parame
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -29,38 +28,19 @@ from shardwise.step.state import RankState
 States = dict[str, dict[str, Any]]  # parameter -> its state, whole
 
 
-class Whole(Protocol):
-    """What the doors ask of a prepared script."""
-
-    optimizer: Optimizer
-    all_names: list[list[str]]  # of the script's groups, frozen parameters among them
-
-    @property
-    def held_in_pieces(self) -> Engine | None:
-        """The engine, where ranks hold pieces of weights and state."""
-
-    @property
-    def whole_is_open(self) -> bool:
-        """Whether the script's own code has whole weights."""
-
-    def meet(self, what: str) -> None:
-        """All ranks are needed for this call."""
-
-    def meet_with(self, what: str, given: Any) -> None:
-        """All ranks are needed for this call, and give it the same."""
-
-    def add_group(self, group: dict[str, Any]) -> None:
-        """The script adds parameters to its optimizer."""
-
-    def plainly(self) -> AbstractContextManager[None]:
-        """Context: the optimizer finds its own pieces in its groups."""
-        ...
-
-
-def open_doors(prepared: Whole) -> None:
-    """`state_dict`, `load_state_dict` and `add_param_group` of the script's optimizer do what they say, or raise."""
+def open_doors(prepared: Any) -> None:
+    """The methods of the script's optimizer do what they say, or raise; so does the model's `zero_grad`."""
     optimizer = prepared.optimizer
-    kind = type(optimizer)
+    kind, inner = type(optimizer), optimizer.step
+
+    def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        return prepared._step(inner, closure)
+
+    if hasattr(inner, "_wrapped_by_lr_sched"):  # by a scheduler, which asks for its mark
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+        prepared._discard(of_optimizer=True)
 
     def add_param_group(self: Optimizer, group: dict[str, Any]) -> None:
         prepared.add_group(group)
@@ -85,11 +65,14 @@ def open_doors(prepared: Whole) -> None:
         with prepared.plainly():
             return put(engine.state, self, *_named(state, prepared.all_names))
 
-    for door in (add_param_group, state_dict, load_state_dict):
+    for door in (step, zero_grad, add_param_group, state_dict, load_state_dict):
         vars(optimizer)[door.__name__] = types.MethodType(door, optimizer)
+    vars(prepared.model)["zero_grad"] = types.MethodType(
+        lambda module, set_to_none=True: prepared._discard(), prepared.model
+    )
 
 
-def _refuse_in_whole(prepared: Whole, what: str) -> None:
+def _refuse_in_whole(prepared: Any, what: str) -> None:
     if prepared.whole_is_open:
         raise InputError(f"{what} within prepared.whole(): call it before, or after the end of the with block")
 

@@ -39,7 +39,7 @@ from shardwise.part.pairs import as_pairs
 from shardwise.scripts.agreement import same_given
 from shardwise.scripts.gradient_arrivals import techniques_of
 from shardwise.scripts.guard import OUTSIDE, READ, TAKEN, mark_like, reads_values, writes_into
-from shardwise.scripts.script_lines import names_line
+from shardwise.scripts.script_lines import names_line, refuse
 from shardwise.scripts.stepping import Stepping
 from shardwise.scripts.whole_in_graphs import BesideForward, OfPieces
 from shardwise.scripts.whole_optimizer_state import put, share_of
@@ -61,10 +61,6 @@ _HOOK = (
 
 
 _GRAD = torch.Tensor.grad
-
-
-def _refuse_gradient() -> None:
-    raise InputError("p.grad within prepared.whole(): gradients are gathered by prepared.whole(grads=True) alone")
 
 
 class WholeWeight(nn.Parameter):
@@ -92,7 +88,9 @@ class WholeWeight(nn.Parameter):
         known = self.__dict__.get("_whole_weights")
         weights = known() if known is not None else None
         if weights is not None and not weights.answers_itself and not (weights.is_open and weights.asked[0]):
-            names_line(_refuse_gradient)()
+            refuse(
+                InputError("p.grad within prepared.whole(): gradients are gathered by prepared.whole(grads=True) alone")
+            )
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

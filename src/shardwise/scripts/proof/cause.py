@@ -45,7 +45,7 @@ CAUSES = {
     "learning_rate": "a setting of the optimizer differs: {}. It follows from a number of a rank's own samples: add it "
     "up over ranks first (prepared.sum)",
     "update": "gradients are equal, and weights differ after step {}: what changes weights beside the gradient (a hook "
-    "of the optimizer, marks on parameters, writes by one rank) is not the same on ranks",
+    "of the optimizer, marks on parameters, writes by one rank, under zero=3 by a forward) is not the same on ranks",
     "beside": "models are equal, and a module beside them is not: {}. A batch norm in training of a module that no "
     "plan has, or an average of weights, takes a rank's own samples: prepare it too, or give it whole batches",
     "optimizer_state": "all is equal but the optimizer's state ({})",

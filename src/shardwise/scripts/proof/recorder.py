@@ -43,10 +43,10 @@ class StepRecord:
     """One optimizer step. Tensors are sketches by name, the losses those of the step's backwards."""
 
     model: int  # in the order in which models were prepared
-    losses: list[float]
-    forms: set[str]  # how backward was called: "mean", "mean_over", "weight", "sum"
-    gradients: Tensors
-    squares: float  # sum of squares of all gradients
+    losses: list[float] = field(default_factory=list)
+    forms: set[str] = field(default_factory=set)  # how backward was called: "mean", "mean_over", "weight", "sum"
+    gradients: Tensors = field(default_factory=dict)
+    squares: float = 0.0  # sum of squares of all gradients
     parameters: Tensors = field(default_factory=dict)
     buffers: Tensors = field(default_factory=dict)
     states: Tensors = field(default_factory=dict)
@@ -101,14 +101,9 @@ class ScriptRecorder:
         self.exact = True  # in float64; else in the precision that the script has
         self.nudge = 0  # the seed by which weights are moved by one epsilon
         self.epochs: int | None = None  # after which the script is ended, in the place of `limit`
-        self._losses: list[list[float]] = []
-        self._forms: list[set[str]] = []
-        self._locals: list[list[Tensors]] = []
+        self._coming: list[StepRecord] = []  # of each model, what its next step has so far
         self._counts: list[int] = []  # steps of each model
-        self._weights: list[list[float]] = []
-        self._counted = 0
-        self._samples: list[int] = []  # of the batches since the last step
-        self._content = 0.0
+        self._since = StepRecord(0)  # samples of the batches since the last step of any
         self._ended_epochs = 0
         self._stood: Any = None  # the generators, when the batch at hand came
         self.tells = False  # how far it is, on the terminal
@@ -132,10 +127,7 @@ class ScriptRecorder:
             initial[name] = None if tensor is None else sketch(tensor)
         self.record.initial.append(initial)
         self.record.trained.append(trained)
-        self._losses.append([])
-        self._forms.append(set())
-        self._locals.append([])
-        self._weights.append([])
+        self._coming.append(StepRecord(len(self.models) - 1))
         self._counts.append(0)
         return len(self.models) - 1
 
@@ -148,35 +140,32 @@ class ScriptRecorder:
 
     def loss(self, model: int, value: float, form: str, weight: float = 0.0) -> None:
         """A backward of a model: its loss over all samples, how it was called, and with which number."""
-        self._losses[model].append(value)
-        self._weights[model].append(weight)
-        self._forms[model].add(form)
+        step = self._coming[model]
+        step.losses.append(value)
+        step.weights.append(weight)
+        step.forms.add(form)
 
     def local_gradients(self, model: int, gradients: Tensors) -> None:
         """What a backward asked of this rank's samples alone, as sketches."""
-        self._locals[model].append(gradients)
+        self._coming[model].locals.append(gradients)
 
     # --- what is told of a step
 
     @torch.no_grad()
     def before(self, model: int, gradients: Named, line: str = "") -> None:
         """An optimizer's step begins, with these whole gradients."""
-        sketches: Tensors = {}
-        squares = 0.0
+        step, self._coming[model] = self._coming[model], StepRecord(model)
         for name, gradient in gradients:
             self._note(model, f"the gradient of {name}", gradient)
-            sketches[name] = None if gradient is None else sketch(gradient)
+            step.gradients[name] = None if gradient is None else sketch(gradient)
             if gradient is not None and gradient.numel():
-                squares += float(gradient.detach().abs().double().square().sum())
-        step = StepRecord(model, self._losses[model], self._forms[model], sketches, squares)
-        step.samples, step.content = self._samples, self._content
-        step.locals, step.line = self._locals[model], line
-        step.weights, step.counted = self._weights[model], self._counted
+                step.squares += float(gradient.detach().abs().double().square().sum())
+        batches, self._since = self._since, StepRecord(0)
+        step.samples, step.content, step.counted = batches.samples, batches.content, batches.counted
+        step.line = line
         if self._stood is not None and _drawn() != self._stood:
             self.record.drew.add(len(self.record.steps))
         self.record.steps.append(step)
-        self._losses[model], self._forms[model], self._locals[model] = [], set(), []
-        self._weights[model], self._samples, self._content, self._counted = [], [], 0.0, 0
 
     @torch.no_grad()
     def after(self, model: int, parameters: Named, buffers: Named, states: Iterable[tuple[str, Any]],
@@ -203,9 +192,9 @@ class ScriptRecorder:
 
     def batch(self, samples: int, content: float, counted: int) -> None:
         """A batch was handed out: samples of all ranks; the sum of its numbers and how many samples, of this rank's."""
-        self._samples = [*self._samples, samples]
-        self._counted += counted
-        self._content += content
+        self._since.samples.append(samples)
+        self._since.counted += counted
+        self._since.content += content
         self._stood = _drawn()
 
     def epoch_ends(self, *, uneven: bool) -> None:

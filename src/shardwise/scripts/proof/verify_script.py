@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import InputError, RefusedPlan, RunError, ShardwiseError
 from shardwise.layout import Plan, check
@@ -34,6 +34,9 @@ from shardwise.scripts.proof.comparison_records import joined, record_of, zero_g
 from shardwise.scripts.proof.recorder import ScriptRecord
 from shardwise.scripts.proof.run_script import ScriptJob, run_in_proof
 from shardwise.scripts.proof.scratch import looking_like
+
+if TYPE_CHECKING:
+    import torch
 
 STEPS = 6
 KEPT = 3  # groups of micro-batches at the start of an epoch, beside its last batch
@@ -195,12 +198,9 @@ def _compare_saved(parity: Parity, one: ScriptRecord, many: ScriptRecord) -> Non
             odd = sorted(mine.keys() ^ theirs.keys())
             parity.differences.append(f"{label}state_dict() has other names than in one process: {', '.join(odd[:3])}")
         for name in mine.keys() & theirs.keys():
-            a, b = theirs[name], mine[name]
-            if a is not None and b is not None and a.shape == b.shape and a.numel():
-                error = float((a - b).abs().max()) / max(float(b.abs().max()), 1e-3)
-                if not error <= _saved_bar(parity):
-                    parity.differences.append(f"{label}state_dict()['{name}'] differs by {error:.1e} at the end")
-                    return
+            if error := _beyond(parity, theirs[name], mine[name]):
+                parity.differences.append(f"{label}state_dict()['{name}'] differs by {error} at the end")
+                return
 
 
 def _tell_numbers(parity: Parity, single: ScriptRecord, many: ScriptRecord) -> None:
@@ -220,20 +220,21 @@ def _tell_numbers(parity: Parity, single: ScriptRecord, many: ScriptRecord) -> N
         )
 
 
-def _saved_bar(parity: Parity) -> float:
-    return 1e-9 if parity.float64 else MOST_BAR
+def _beyond(parity: Parity, a: torch.Tensor | None, b: torch.Tensor | None) -> str:
+    """By how much a tensor differs from one process's, relative, where that exceeds the bar; else ""."""
+    if a is None or b is None or a.shape != b.shape or not a.numel():
+        return ""
+    error = float((a - b).abs().max()) / max(float(b.abs().max()), 1e-3)
+    return "" if error <= (1e-9 if parity.float64 else MOST_BAR) else f"{error:.1e}"
 
 
 def _compare_beside(parity: Parity, one: ScriptRecord, ranks: list[ScriptRecord]) -> None:
     """Modules that the script names beside its models (a teacher, an average of weights), on every rank."""
     for rank, record in enumerate(ranks):
         for name in one.beside.keys() & record.beside.keys():
-            a, b = record.beside[name], one.beside[name]
-            if a is not None and b is not None and a.shape == b.shape and a.numel():
-                error = float((a - b).abs().max()) / max(float(b.abs().max()), 1e-3)
-                if not error <= _saved_bar(parity):
-                    parity.differences.append(f"'{name}', beside the models, differs by {error:.1e} on rank {rank}")
-                    return
+            if error := _beyond(parity, record.beside[name], one.beside[name]):
+                parity.differences.append(f"'{name}', beside the models, differs by {error} on rank {rank}")
+                return
 
 
 def _settings_differ(step: int, single: list[dict], many: list[dict]) -> str:
