@@ -169,7 +169,7 @@ def test_weights_without_a_shape_are_refused_by_name() -> None:
 
 
 def test_a_scripted_module_is_refused_where_its_forward_would_be_looked_into() -> None:
-    from shardwise.engine.recipe import refuse_scripted
+    from shardwise.engine.refused_modules import refuse_scripted
     from shardwise.errors import InputError, RefusedPlan
     from shardwise.layout import Plan
     from shardwise.rehearsal.step_trace import trace

@@ -109,7 +109,7 @@ def _many(
     task: Any, resolved: Task, plan: Plan, settings: Any, parity: Parity, pool: Any, timeout_s: float, say: Say
 ) -> Any:
     """Returns the record of the plan's ranks; adds notes to `parity`. Raises `RefusedPlan`."""
-    from shardwise.engine.recipe import refuse
+    from shardwise.engine.refused_modules import refuse
     from shardwise.proof.rank import run_rank
     from shardwise.proof.settings import global_batch
     from shardwise.step.batching import samples_in

@@ -29,7 +29,7 @@ from shardwise.costs.layout import SAME_KEYS, Layout
 from shardwise.engine.cutting import cut_forward
 from shardwise.engine.experts import look_for_experts, names_of, row_wise_experts
 from shardwise.engine.find_positions import find_positions
-from shardwise.engine.recipe import make_gradients_dense
+from shardwise.engine.refused_modules import make_gradients_dense
 from shardwise.engine.tensor_cuts import derive_cuts
 from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.layout import Plan

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shardwise.comm import Axis, Ledger
 from shardwise.comm.ledger import FACTORS
 from shardwise.device import generators_kept
-from shardwise.engine.recipe import make_gradients_dense, refuse, scripted
+from shardwise.engine.refused_modules import make_gradients_dense, refuse, scripted
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.look.one_process import MOST_ELEMENTS, Untried, told_alone

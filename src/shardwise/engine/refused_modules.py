@@ -1,0 +1,99 @@
+"""Which modules no plan can hold, or not this one: sparse, scripted, on shared memory, complex in 16 bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shardwise.errors import InputError, RefusedPlan
+from shardwise.layout import Plan
+from shardwise.part.pairs import pairs_in
+
+
+def refuse(module: nn.Module, plan: Plan) -> None:
+    """Raise for a module that no plan can hold: nothing to train, sparse weights, complex ones in 16 bits."""
+    if not any(param.requires_grad for param in module.parameters()):
+        raise InputError("the model has no parameter that requires a gradient: there is nothing to train")
+    _refuse_sparse(module)
+    _refuse_complex(module, plan)
+    _refuse_shared_memory(module)
+
+
+def works_inside(plan: Plan) -> bool:
+    """Whether the plan shards, cuts or sends a module's weights, which is done with real numbers alone."""
+    return plan.sharded.weights or plan.tp > 1 or plan.pp > 1 or plan.ep > 1
+
+
+def scripted(module: nn.Module) -> str | None:
+    """Returns the path of a module that `torch.jit.script` or `trace` made, None where there is none."""
+    return next((path for path, child in module.named_modules() if isinstance(child, torch.jit.ScriptModule)), None)
+
+
+def refuse_scripted(module: nn.Module, plan: Plan) -> None:
+    """Raise `RefusedPlan` for a `torch.jit` module where the plan must change forwards (tp, pp, ep, zero=3, remat)."""
+    path = scripted(module)
+    # Replicas, zero=1 and 2 touch weights and gradients alone.
+    inside = [name for name in ("tp", "pp", "ep") if getattr(plan, name) > 1]
+    inside += [f"zero={plan.zero}"] * plan.sharded.weights + ["remat"] * (plan.remat != "none")
+    if path is not None and inside:
+        raise RefusedPlan(
+            f"'{path}' was made by torch.jit, and {inside[0]} has to look into its forward: give the module as it was "
+            "before, or use replicas, zero=1 or zero=2 without recompute"
+        )
+
+
+def own_collective(plan: Plan, op: str, place: str) -> RefusedPlan:
+    """Returns the refusal of a forward with collectives of its own, where ranks run parts of it or the same samples."""
+    return RefusedPlan(
+        f"the forward issues a collective itself ({op} at {place}), for which every rank must run all of it on samples "
+        f"of its own: under {plan} ranks run parts of it, or parts of the same samples. Use data ranks alone "
+        "(dp_replicate, dp_shard)"
+    )
+
+
+def _refuse_sparse(module: nn.Module) -> None:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.layout is not torch.strided:
+            raise RefusedPlan(
+                f"'{name}' is a tensor of layout {tensor.layout}, and masters, buckets and shards are dense: hold it "
+                "dense with a mask, or hold its values as a parameter and make the sparse tensor in the forward"
+            )
+
+
+def _refuse_complex(module: nn.Module, plan: Plan) -> None:
+    """Raise `RefusedPlan` for a complex parameter in 16 bits: torch computes with few complex numbers so narrow."""
+    pairs = pairs_in(module)
+    narrow = [f"precision={plan.precision}"] * (plan.precision not in ("fp32", "fp64"))
+    narrow += [f"reduce_dtype={plan.reduce_dtype}"] * (plan.reduce_dtype in ("bf16", "fp16"))
+    for name, param in module.named_parameters():
+        if narrow and (param.is_complex() or name in pairs):
+            raise RefusedPlan(
+                f"parameter '{name}' is complex, and {narrow[0]} rounds to 16 bits, of which torch makes no complex "
+                "numbers to compute with: use fp32"
+            )
+
+
+def _refuse_shared_memory(module: nn.Module) -> None:
+    """Raise `RefusedPlan` for two tensors on one memory: in one process training one changes the other."""
+    spans: dict[int, list[tuple[int, int, str, bool]]] = {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.numel():
+            start = tensor.storage_offset() * tensor.element_size()
+            length = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+            span = (start, start + length * tensor.element_size(), name, tensor.requires_grad)
+            spans.setdefault(tensor.untyped_storage()._cdata, []).append(span)
+    for shared in spans.values():
+        for place, (start, stop, name, trained) in enumerate(shared):
+            for other_start, other_stop, other, other_trained in shared[:place]:
+                if start < other_stop and other_start < stop and (trained or other_trained):
+                    raise RefusedPlan(
+                        f"'{name}' shares memory with '{other}' without being the same tensor, so that training one "
+                        "changes the other: tie by assigning the same Parameter, or take the view in the forward"
+                    )
+
+
+def make_gradients_dense(module: nn.Module) -> None:
+    """Make embeddings with sparse gradients give dense ones of the same values, as buckets and shards need."""
+    for child in module.modules():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag):
+            child.sparse = False
