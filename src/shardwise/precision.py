@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import types
 from collections.abc import Callable
@@ -118,6 +119,11 @@ def _meeting(module: nn.Module, dtype: torch.dtype) -> Callable:
             return run(*args, **kwargs)
 
     met.one_dtype = dtype  # type: ignore[attr-defined]
+    if not isinstance(module, torch.jit.ScriptModule):  # whose forward has no signature
+        # its arguments are known by their names: which of them positions are cut in
+        own = inspect.signature(module.forward)
+        itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        met.__signature__ = inspect.Signature([itself, *own.parameters.values()])  # type: ignore[attr-defined]
     return met
 
 

@@ -124,7 +124,7 @@ def proof(monkeypatch):
     """`proof(result or exception)` makes the command's `verify` return or raise it."""
 
     def stand_in(result):
-        def verify(task, plan, *, steps, seed, shrink, clip_norm, device, say, pool=None, backend=None):
+        def verify(task, plan, *, steps, seed, shrink, clip_norm, device, say, thorough, pool=None, backend=None):
             assert task == ARGS[1]
             if isinstance(result, BaseException):
                 raise result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,11 @@ class Placed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.leave(self.blocks(self.enter(x)))
+
+
+def test_a_forward_that_meets_dtypes_keeps_the_names_of_its_arguments() -> None:
+    task = met_at(placed(), Plan.parse("precision=bf16"), RuntimeError("expected scalar type Float"))
+    assert task is not None and [*inspect.signature(task.model().forward).parameters] == ["x"]
 
 
 def placed() -> Task:

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.trace.caches import CacheState
 from shardwise.trace.generators import KINDS, put_back, standing_at, state_of
-from shardwise.trace.outside_state import HOOKS, OutsideState
+from shardwise.trace.outside_state import HOOKS, MOST, OutsideState
 from shardwise.trace.own_class import is_own
 
 _OWN = frozenset(vars(nn.Module()))
@@ -81,7 +81,7 @@ class ModuleState:
         functions: tuple[Callable, ...] = (),
     ):  # fmt: skip
         self._caches = CacheState(module) if only is None else None
-        self.outside = None if only is not None else OutsideState(module, partial(PassedState, written=True), functions)
+        self.outside = None if only is not None else _outside(module, functions)
         # `only` is what a first forward changed, batch norm's statistics among it, of which no version tells: all of it
         # counts as changed from then on
         self._by_value, self._all = by_value, by_value and only is not None
@@ -157,20 +157,27 @@ class ModuleState:
                 put_back(value, copied)
 
 
+def _outside(module: nn.Module, functions: tuple[Callable, ...]) -> OutsideState:
+    return OutsideState(module, partial(PassedState, written=True, largest=MOST), functions)
+
+
 class PassedState:
     """Plain objects and containers that a call is given (a cache, a list of results) as they are now, to any depth.
 
     written   notice tensors among them that are written to in place too, and no objects of torch's classes
+    largest   tensors of more elements and containers of more entries are data, which no forward changes: left as they are
     """
 
-    def __init__(self, *values: Any, written: bool = False):
+    def __init__(self, *values: Any, written: bool = False, largest: int | None = None):
         self._tables: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        self._written = written
+        self._written, self._largest = written, largest
         self._seen: set[int] = set()
         self._keep(values)
 
     def _keep(self, value: Any) -> None:
+        if self._largest is not None and _size(value) > self._largest:
+            return
         if self._written and id(value) not in self._seen and _is_plain(value):
             self._seen.add(id(value))
             self._tensors.append((value, *_copied(value)))
@@ -212,6 +219,11 @@ class PassedState:
         for tensor, clone, version in self._tensors:
             if tensor._version != version or _written(tensor, (clone, version)):
                 tensor.copy_(clone)
+
+
+def _size(value: Any) -> int:
+    """Returns how many elements a tensor has, or entries a container; 0 of anything else."""
+    return value.numel() if isinstance(value, torch.Tensor) else len(value) if isinstance(value, _CONTAINERS) else 0
 
 
 def _is_plain(value: Any) -> bool:
@@ -276,8 +288,8 @@ def _copied(value: Any) -> Any:
 
 
 def _written(value: Any, copied: Any) -> bool:
-    """Whether a tensor has other values than its copy; True of tensors without values."""
-    if not isinstance(value, torch.Tensor):
+    """Whether a tensor has other values than its copy; True of tensors without values, False of sparse ones."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:  # torch compares no sparse ones
         return False
     # without values there is nothing to compare, and to copy them back costs nothing
     return isinstance(value, FakeTensor) or value.is_meta or not torch.equal(value, copied[0])

@@ -10,7 +10,7 @@ What the code of a module's classes and hooks names is looked up, and what funct
 that the code assigns is kept with its value; of containers and objects of the user's own classes, what they hold.
 
 What this does not do: follow code that is named by a string, files of torch's, Python's and our own, what C code keeps,
-and containers of more than `MOST` entries, which are data.
+and containers and tensors of more than `MOST` entries, which are data.
 """
 
 from __future__ import annotations
