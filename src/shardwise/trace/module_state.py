@@ -165,7 +165,7 @@ class PassedState:
     """Plain objects and containers that a call is given (a cache, a list of results) as they are now, to any depth.
 
     written   notice tensors among them that are written to in place too, and no objects of torch's classes
-    largest   tensors of more elements and containers of more entries are data, which no forward changes: left as they are
+    largest   tensors of more elements and containers of more entries are data: left as they are
     """
 
     def __init__(self, *values: Any, written: bool = False, largest: int | None = None):
