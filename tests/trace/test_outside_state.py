@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.trace.module_state import ModuleState
+from shardwise.trace.outside_state import DEEP, MOST
 
 
 class Rows:
@@ -40,3 +41,24 @@ def test_globals_classes_closures_defaults_and_stores_of_hooks_are_put_back() ->
     assert (remembering_tasks.FORWARDS, remembering_tasks.STORE, remembering_tasks.Outside.seen) == ([0], {}, 0)
     assert not (rows.rows or store or remembering_tasks.noted.__defaults__[0])  # type: ignore[index]
     assert not hasattr(remembering_tasks.Outside, "late") and not state.outside.changed()
+
+
+class Logger:
+    """Holds what half a program made, and a data set."""
+
+    def __init__(self, objects: int) -> None:
+        self.inside = [[number] for number in range(objects)]
+        self.data = torch.zeros(MOST + 1)
+
+
+def test_what_is_data_and_what_lies_behind_many_objects_is_left_as_it_is() -> None:
+    module, logger = nn.Linear(2, 2), Logger(3 * DEEP)
+    module.register_forward_hook(partial(kept, {"logger": logger}))
+    state = ModuleState(module)
+    assert state.outside is not None
+    logger.inside.append([0])
+    logger.inside[-2].append(0)
+    logger.data += 1
+    state.restore()
+    assert len(logger.inside) == 3 * DEEP  # among the first objects
+    assert len(logger.inside[-1]) == 2 and logger.data.all()

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.trace.caches import CacheState
 from shardwise.trace.generators import KINDS, put_back, standing_at, state_of
-from shardwise.trace.outside_state import HOOKS, MOST, OutsideState
+from shardwise.trace.outside_state import ALL, DEEP, HOOKS, MOST, OutsideState
 from shardwise.trace.own_class import is_own
 
 _OWN = frozenset(vars(nn.Module()))
@@ -158,25 +158,35 @@ class ModuleState:
 
 
 def _outside(module: nn.Module, functions: tuple[Callable, ...]) -> OutsideState:
-    return OutsideState(module, partial(PassedState, written=True, largest=MOST), functions)
+    return OutsideState(module, partial(PassedState, written=True, outside=set()), functions)
 
 
 class PassedState:
     """Plain objects and containers that a call is given (a cache, a list of results) as they are now, to any depth.
 
     written   notice tensors among them that are written to in place too, and no objects of torch's classes
-    largest   tensors of more elements and containers of more entries are data: left as they are
+    outside   of what lies outside the module, ids of what is kept already. Large tensors and containers are data, left
+              as they are (`MOST`), and so is what lies behind the first `DEEP` objects: a logger holds half a program
     """
 
-    def __init__(self, *values: Any, written: bool = False, largest: int | None = None):
+    def __init__(self, *values: Any, written: bool = False, outside: set[int] | None = None):
         self._tables: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        self._written, self._largest = written, largest
+        self._written, self._outside = written, outside
         self._seen: set[int] = set()
-        self._keep(values)
+        for value in values:
+            self._keep(value)
+        if outside is not None:
+            outside |= self._seen
+
+    def _is_data(self, value: Any) -> bool:
+        known = self._outside
+        if known is None:
+            return False
+        return id(value) in known or len(self._seen) >= DEEP or len(known) >= ALL or _size(value) > MOST
 
     def _keep(self, value: Any) -> None:
-        if self._largest is not None and _size(value) > self._largest:
+        if self._is_data(value):
             return
         if self._written and id(value) not in self._seen and _is_plain(value):
             self._seen.add(id(value))

@@ -9,8 +9,9 @@
 What the code of a module's classes and hooks names is looked up, and what functions that are named there name. A name
 that the code assigns is kept with its value; of containers and objects of the user's own classes, what they hold.
 
-What this does not do: follow code that is named by a string, files of torch's, Python's and our own, what C code keeps,
-and containers and tensors of more than `MOST` entries, which are data.
+What this does not do: follow code that is named by a string, files of torch's, Python's and our own, what C code
+keeps, containers and tensors of more than `MOST` entries, which are data, and more than `DEEP` objects behind one name
+(`ALL` behind all).
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from torch.nn.modules import module as torch_module
 
 from shardwise.trace.own_class import CONTAINERS, is_own
 
-MOST = 10_000
+MOST = 10_000  # entries of a container, elements of a tensor
+DEEP = 1_000  # objects behind one name
+ALL = 20_000  # objects behind all of them
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _FOREIGN = frozenset({"torch", "shardwise", "numpy", *sys.stdlib_module_names}) - {"__main__"}
 _ASSIGN = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR")
