@@ -84,7 +84,7 @@ _ALONE: dict[str, dict[str, Any]] = {}  # scripts as they are, in one process
 
 def _program_differs(bug: Bug, pool: BuggyPool) -> tuple[str, float | None]:
     """What of a compiled run, which a proof leaves out, differs from one process, and the largest difference."""
-    import test_compile as programs
+    import compiled_runs as programs
 
     module, _, name = bug.task.partition(":")
     make = getattr(importlib.import_module(module), name)

@@ -12,6 +12,7 @@ import pytest
 import sequence_tasks
 import torch
 import torch.nn.functional as F
+from compiled_runs import Curve, Programs, curve
 from domain_tasks import gated_stack
 from module_tasks import WIDTH, task, vectors
 from torch import Tensor, nn
@@ -24,13 +25,10 @@ from shardwise.models import tasks
 from shardwise.models.decoder import Decoder
 from shardwise.models.gpt2 import GPT2
 from shardwise.parallel.sequence.pair_mask import PairMask, whole_mask
-from shardwise.parallel.tensor import compile_block, compiled
+from shardwise.parallel.tensor import compile_block
 from shardwise.part import Owners, plain, to_part
 from shardwise.ranks import RankPool
 from shardwise.step.batching import samples_in
-
-STEPS = 2
-Curve = tuple[list[float], float, dict[str, Tensor], dict[str, Tensor]]
 
 
 def two_layers() -> Task:
@@ -42,45 +40,6 @@ def fused() -> Task:
     """Queries, keys and values in one weight, whose shares are no contiguous rows."""
     config = replace(tasks.gpt2().model.args[0], hidden=16, heads=2, dropout=0.0, layers=2)
     return tasks.gpt2().with_(model=partial(GPT2, config), batch=partial(tasks.token_batch, samples=6, length=10))
-
-
-class Programs:
-    """Every compiled forward that is made, and the compiler that is used."""
-
-    def __init__(self, backend: str):
-        self.made: list[Any] = []
-        self.backend = backend
-
-    def __enter__(self) -> Programs:
-        self.compile, self.kind = torch.compile, compiled._Compiled
-        torch.compile = partial(self.compile, backend=self.backend)  # type: ignore[assignment]
-        compiled._Compiled = self.keep  # type: ignore[assignment, misc]
-        torch._dynamo.reset()
-        return self
-
-    def keep(self, *args: Any) -> Any:
-        self.made.append(self.kind(*args))
-        return self.made[-1]
-
-    def __exit__(self, *error: object) -> None:
-        torch.compile, compiled._Compiled = self.compile, self.kind  # type: ignore[misc]
-        torch._dynamo.reset()
-
-
-def curve(make: Callable[[], Task], plan: str, backend: str) -> tuple[Curve, list[int], list[str]]:
-    """Losses, a loss in evaluation, the first gradients and the last weights; programs of each block; notices."""
-    with Programs(backend) as programs:
-        made = make()
-        engine = parallelize(made, Plan.parse(plan).with_(precision="fp64"), device="cpu", seed=1, clip_norm=0.5)
-        losses, gradients = [], {}
-        for step in range(STEPS):
-            losses.append(engine.step(made.batch(step)).loss)
-            if step == 0:
-                gradients = {name: g.clone() for name, g in engine.full_gradients() if g is not None}
-        total, weight = engine.evaluate([made.batch(9)])
-        weights = {name: tensor.clone() for name, tensor in engine.full_parameters()}
-        counts = [len(one.programs) for one in programs.made]
-        return (losses, total / weight, gradients, weights), counts, engine.notices
 
 
 def compare(found: Curve, wanted: Curve) -> None:
