@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from shardwise.errors import RefusedPlan, RunError
+from shardwise.tiers.places import Place
 from shardwise.tiers.subgroups import PAGE, Subgroup
 
 REQUEST_BYTES = 4 << 20  # of one read or write
@@ -31,7 +32,7 @@ BUFFERS = 3  # one is read into, one is stepped on, one is written
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 
 
-class StateFile:
+class StateFile(Place):
     """One preallocated file in a folder for temporary files, and three buffers at pages' borders."""
 
     name = "disk"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
@@ -11,8 +10,11 @@ from shardwise.device import pinned
 from shardwise.tiers.subgroups import Subgroup
 
 
-class Place(Protocol):
-    """Where sub-groups lie between steps. Each has `rest` there, and a `buffer` in the host's memory within a step."""
+class Place:
+    """Where sub-groups lie between steps. Each has `rest` there, and a `buffer` in the host's memory within a step.
+
+    Its methods do nothing: where what rests lies in the buffer, nothing moves. A disk's move bytes.
+    """
 
     name: str
 
@@ -37,8 +39,11 @@ class Place(Protocol):
     def abandon(self) -> None:
         """Wait for all that was started, whatever came of it."""
 
+    def close(self) -> None:
+        """End what runs beside the steps."""
 
-class HostMemory:
+
+class HostMemory(Place):
     """The host's memory: a buffer for each sub-group, allocated once, pinned where the device copies from it."""
 
     name = "host"
@@ -46,24 +51,3 @@ class HostMemory:
     def __init__(self, groups: Sequence[Subgroup], device: torch.device):
         for group in groups:
             group.rest = group.after = group.buffer = pinned(torch.empty(group.size, dtype=torch.uint8), device)
-
-    def begin(self) -> None:
-        """Nothing to do, here and below: what rests lies in the buffer."""
-
-    def fetch(self, group: Subgroup) -> None:
-        """Nothing to do."""
-
-    def wait_for(self, group: Subgroup) -> None:
-        """Nothing to wait for."""
-
-    def store(self, group: Subgroup) -> None:
-        """Nothing to do."""
-
-    def finish(self) -> None:
-        """Nothing to wait for."""
-
-    def commit(self, groups: Sequence[Subgroup]) -> None:
-        """Nothing to do."""
-
-    def abandon(self) -> None:
-        """Nothing to wait for."""

@@ -127,7 +127,7 @@ class StateTiers:
     def close(self) -> None:
         """End what the places have started."""
         for place in self.places:
-            getattr(place, "close", lambda: None)()
+            place.close()
 
     # --- one sub-group
 
