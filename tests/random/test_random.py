@@ -450,6 +450,31 @@ def test_batch_dims_tell_draws_of_one_op_apart() -> None:
     assert dims.unclear() == ["drop in module 'm'"]
 
 
+def read(x: torch.Tensor, lengths: torch.Tensor, how: str) -> bool:
+    """Whether what this reads in Python counts as a choice by real numbers."""
+    with (random := ConstantRandom()):
+        mask = torch.zeros(4, dtype=torch.bool)
+        if how == "written":
+            mask[1:3] = x[1:3] > 0
+        elif how == "like":
+            mask = torch.ones_like(x, dtype=torch.bool)
+        elif how == "drawn":
+            mask = torch.randint(5, (4,)) > 2
+        value = {"real": x.sum(), "compared": (x > 0).sum(), "lengths": lengths.max()}.get(how, mask.all())
+        bool(value)
+    return random.reads_values
+
+
+@pytest.mark.parametrize("how", ["real", "compared", "written", "drawn"])
+def test_choices_by_real_numbers_and_draws_are_seen(how: str) -> None:
+    assert read(torch.randn(4), torch.arange(4), how)
+
+
+@pytest.mark.parametrize("how", ["lengths", "like"])
+def test_choices_by_lengths_and_shapes_are_no_matter_of_rounding(how: str) -> None:
+    assert not read(torch.randn(4), torch.arange(4), how)
+
+
 @pytest.mark.parametrize("mode", [KeepDouble, partial(ConstantRandom, 0.5)])
 def test_zeros_without_memory_have_some_where_modes_look(mode: Any) -> None:
     """Derivatives forward make them; `aten.mul.Scalar` of one ends the process where a mode is entered."""

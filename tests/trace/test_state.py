@@ -104,6 +104,22 @@ def test_state_of_a_container_that_refuses_changes_is_kept() -> None:
     assert dict(module.found) == {1: [2]} and module.found.default_factory is list
 
 
+class MakesAnew(OrderedDict):
+    """Makes something new of what it holds at each access, as transformers' table of activations does."""
+
+    def __getitem__(self, key):
+        return super().__getitem__(key)()
+
+
+def test_a_container_that_makes_something_new_at_each_access_is_not_changed_by_it() -> None:
+    module: Any = module_tasks.Counting()
+    module.table = MakesAnew(gelu=torch.nn.GELU)
+    state = ModuleState(module)
+    assert not state.changed()
+    state.restore()
+    assert isinstance(module.table["gelu"], torch.nn.GELU)
+
+
 class _Hooked(torch.nn.Module):
     """Adds a hook in its first forward, and notes that it has."""
 

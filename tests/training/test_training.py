@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 import shardwise
 import shardwise.training
+from shardwise import Task
 from shardwise.cli.main import call
 from shardwise.config import load
 from shardwise.errors import InputError
@@ -249,13 +250,18 @@ def test_every_optimizer_steps_with_its_options(name):
         assert optimizer.defaults[key] == (tuple(values[key]) if key == "betas" else values[key])
 
 
+def _of(model) -> Task:
+    """Returns a task of which only the model and what it is given are asked for."""
+    return Task(model=model, batch=lambda step: None, inputs=lambda batch: ((batch,), {}), loss=lambda out, batch: None)
+
+
 def test_flops_of_a_linear_layer_by_hand():
     def layer():
         return torch.nn.Linear(4, 8, bias=False)
 
-    counted = count_flops(layer, torch.ones(1, 4), lambda batch: ((batch,), {}), None)
+    counted = count_flops(_of(layer), torch.ones(1, 4), None)
     assert (counted.per_sample, counted.convention) == (3 * 2 * 4 * 8, BY_COUNTING)
-    by_parameters = count_flops(layer, None, lambda batch: ((batch,), {}), 10)
+    by_parameters = count_flops(_of(layer), None, 10)
     assert (by_parameters.per_sample, by_parameters.convention) == (6 * 10 * 4 * 8, BY_PARAMETERS)
 
 
@@ -264,7 +270,7 @@ def test_looked_up_embeddings_are_left_out_unless_they_are_tied():
         from dataclasses import replace
 
         config = replace(tasks.TINY_DECODER, tied=tied)
-        found = count_flops(lambda: Decoder(config), None, tasks.tokens_only, 1).per_sample
+        found = count_flops(_of(lambda: Decoder(config)), None, 1).per_sample
         assert found is not None
         return found
 
@@ -273,12 +279,21 @@ def test_looked_up_embeddings_are_left_out_unless_they_are_tied():
     assert flops(tied=False) == flops(tied=True) == expected
 
 
-def test_a_model_that_meta_tensors_break_has_no_flops_but_a_reason():
+def test_flops_of_a_model_that_reads_whole_numbers_are_counted():
+    class AsLongAsTheRow(torch.nn.Linear):
+        def forward(self, tokens):
+            return super().forward(torch.ones(int(tokens.max()) + 1, 4))
+
+    counted = count_flops(_of(lambda: AsLongAsTheRow(4, 8)), torch.tensor([[2, 6]]), None)
+    assert counted.per_sample == 3 * 2 * 7 * 4 * 8
+
+
+def test_a_model_that_needs_values_has_no_flops_but_a_reason():
     class Reads(torch.nn.Module):
         def forward(self, x):
             return x * float(x.sum())
 
-    found = count_flops(Reads, torch.ones(1, 4), lambda batch: ((batch,), {}), None)
+    found = count_flops(_of(Reads), torch.ones(1, 4), None)
     assert found.per_sample is None and "not counted" in found.convention
     assert peak_flops(torch.device("cpu"), "fp32") is None
 

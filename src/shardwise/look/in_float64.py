@@ -37,6 +37,7 @@ from shardwise.trace.double import KeepDouble, default_dtype
 LOSS_BAR, GRADIENT_BAR = 1e-11, 1e-10
 ALLOWANCE = 100
 DRAWS = 3  # of initial weights: which choices a solver comes to hangs on them
+MOST_DRAWN = 2**24  # parameters: of a larger model one draw is tried, since each takes seconds
 FLOOR = 1e-4  # of the largest gradient: a true zero does not fail by its rounding
 DOUBLE = Precision.of(Plan(precision="fp64"))
 
@@ -51,16 +52,17 @@ def task_differs(task: Task, module: nn.Module, whole: Any, parts: Parts, seed: 
 
     module  the task's, for its size alone
     parts   two, for a loss over pairs of samples, which cannot be taken sample by sample
-    seed    of the run: its initial weights are tried, and those of the next two seeds
+    seed    of the run: its initial weights are tried, and of a model that is not large those of the next two seeds
 
-    Raises `Untried` for a model that is large, that cannot be built, or that has no float64.
+    Raises `Untried` for a model that is too large for it, that cannot be built, or that has no float64.
     """
     elements = sum(param.numel() for param in module.parameters())
     if elements > MOST_ELEMENTS:
         raise Untried(f"{elements:.2g} parameters are many to hold in float64")
+    draws = DRAWS if elements <= MOST_DRAWN else 1
     count = samples_in(whole)
     alone = [slice_samples(whole, place, place + 1) for place in range(count)]
-    for weights_seed in range(seed, seed + DRAWS):
+    for weights_seed in range(seed, seed + draws):
         with torch.random.fork_rng(devices=[]), python_restored():
             own = _drawn(task, weights_seed)
         forward = Forward(task, own, DOUBLE, torch.device("cpu"), Axis.alone("data"))
@@ -77,10 +79,15 @@ def _drawn(task: Task, seed: int) -> nn.Module:
     """Returns the task's module in float64, with the initial weights that a run of this seed has."""
     built = build(task.model, seed)
     built.value_from = task.weights
-    values = {id(tensor): built.value(name).clone() for name, tensor in named_tensors(built.module)}
+    # Each in float64 at once, so that a second copy of the model is never held; put in place last, since a value
+    # may be made of others.
+    values = {
+        id(tensor): built.value(name).to(DOUBLE.dtype_of(tensor), copy=True)
+        for name, tensor in named_tensors(built.module)
+    }
     with torch.no_grad():
         for _, tensor in named_tensors(built.module):
-            tensor.data = values[id(tensor)].to(DOUBLE.dtype_of(tensor))
+            tensor.data = values[id(tensor)]
     return built.module.train()
 
 
@@ -102,7 +109,8 @@ def differs(
             if joined is not None:
                 of_parts = run(joined, (whole, parts))
             else:
-                of_parts = reduce(_added, [run(evaluate, part) for part in parts])
+                nothing: Result = ({}, {})
+                of_parts = reduce(_added, (run(evaluate, part) for part in parts), nothing)
             errors = _errors(of_whole, of_parts)
             if not any(error > _bar(name) for name, error in errors.items()):
                 return None
@@ -130,6 +138,7 @@ class _Doubled:
         self.gradients: Gradients = {}
 
     def __call__(self, evaluate: Evaluate, batch: Any) -> Result:
+        self.gradients = {}  # those of the last run are its caller's
         with torch.enable_grad(), KeepDouble(), default_dtype(torch.float64):
             loss = self.run((evaluate, batch))[0]
         return loss.numbers(), self.gradients
@@ -146,11 +155,12 @@ class _Doubled:
 
 
 def _added(first: Result, second: Result) -> Result:
-    """Returns (numbers, gradients) of two parts added up."""
+    """Returns (numbers, gradients) of a sum and one part more, in the memory of the sum."""
     numbers = {name: first[0].get(name, 0.0) + second[0].get(name, 0.0) for name in first[0] | second[0]}
-    gradients = dict(first[1])
+    gradients = first[1]
     for name, gradient in second[1].items():
-        gradients[name] = gradients[name] + gradient if name in gradients else gradient
+        # cloned, since autograd may give one tensor, or one expanded, for several weights
+        gradients[name] = gradients[name].add_(gradient) if name in gradients else gradient.clone()
     return numbers, gradients
 
 

@@ -6,7 +6,7 @@ language tasks  6 for each token and parameter (Kaplan et al. 2020, section 2.1)
                 rows of embedding tables that are only looked up are not parameters here, and the products of
                 attention scores are not counted.
 all others      matrix products, convolutions and attention of one forward pass of one sample, times 3. Counted
-                by torch's `FlopCounterMode` on meta tensors: shapes only, so nothing is computed or allocated.
+                by torch's `FlopCounterMode` on tensors without values, so nothing is computed or allocated.
 
 What is computed again under `remat`, and the stand-ins of ranks without a sample, are left out, as is usual
 for MFU (Chowdhery et al. 2022, appendix B).
@@ -14,15 +14,17 @@ for MFU (Chowdhery et al. 2022, appendix B).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.device import device_name
 from shardwise.layout.precisions import BYTES, PRECISIONS
+from shardwise.rehearsal.step_trace import forward_without_values
+from shardwise.task import Task
 
 BY_PARAMETERS = "6 per token and parameter; looked-up embeddings and attention scores not counted"
 BY_COUNTING = "3 x the products, convolutions and attention of one forward pass"
@@ -47,15 +49,16 @@ class Flops:
     convention: str
 
 
-def count_flops(model: Callable[[], nn.Module], sample: Any, inputs: Callable, tokens_per_sample: int | None) -> Flops:
+def count_flops(task: Task, sample: Any, tokens_per_sample: int | None) -> Flops:
     """Returns the FLOPs of one sample; `sample` is a batch of one. Never fails: the convention says why not."""
     try:
+        if tokens_per_sample is None:
+            with torch.random.fork_rng(devices=[]), torch.no_grad(), FlopCounterMode(display=False) as counter:
+                forward_without_values(task, sample)
+            return Flops(3.0 * counter.get_total_flops(), BY_COUNTING)
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            built = model().eval()
-        if tokens_per_sample is not None:
-            return Flops(6.0 * tokens_per_sample * _multiplied(built), BY_PARAMETERS)
-        return Flops(3.0 * _forward(built, sample, inputs), BY_COUNTING)
-    except Exception as error:  # any model may refuse meta tensors; a run needs no FLOPs
+            return Flops(6.0 * tokens_per_sample * _multiplied(task.model()), BY_PARAMETERS)
+    except Exception as error:  # any model may need values; a run needs no FLOPs
         return Flops(None, f"not counted: the model does not run on shapes alone ({type(error).__name__})")
 
 
@@ -67,18 +70,6 @@ def _multiplied(model: nn.Module) -> int:
             users.setdefault(id(parameter), set()).add(type(module))
     looked_up = {key for key, kinds in users.items() if kinds == {nn.Embedding}}
     return sum(p.numel() for p in model.parameters() if id(p) not in looked_up)
-
-
-def _forward(model: nn.Module, sample: Any, inputs: Callable) -> int:
-    """Returns the FLOPs of one forward of one sample, on shapes alone."""
-    from torch.utils import _pytree as pytree
-    from torch.utils.flop_counter import FlopCounterMode
-
-    moved = pytree.tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, sample)
-    args, kwargs = inputs(moved)
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(*args, **kwargs)
-    return counter.get_total_flops()
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:

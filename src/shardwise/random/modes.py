@@ -23,6 +23,7 @@ was not called with it), which are refused.
 from __future__ import annotations
 
 import random
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from shardwise.device import allow_cudnn, seed_generators
 from shardwise.errors import RefusedPlan
@@ -360,7 +362,8 @@ class ConstantRandom(TorchDispatchMode):
         self.bits = int(level * 2**53)
         self.calls: list[Drawn] = []
         self.times: Counter[tuple[str, str, int]] = Counter()
-        self.reads_values = False  # whether control flow may depend on a tensor's value
+        self.reads_values = False  # whether control flow may depend on a value that is, or came of, a real number
+        self.from_reals = _FromReals()
         self.paths = _Paths()
 
     @contextmanager
@@ -374,7 +377,13 @@ class ConstantRandom(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         # what becomes a number in Python may steer what runs next
-        self.reads_values |= func is _aten._local_scalar_dense.default
+        self.reads_values |= func is _aten._local_scalar_dense.default and self.from_reals.has(args[0])
+        output = self._run(func, args, kwargs)
+        self.from_reals.note(func, args, kwargs, output)
+        return output
+
+    def _run(self, func, args: tuple, kwargs: dict) -> Any:
+        """Returns what the operation gives; a random one is written down, and draws the same for every sample."""
         if not is_random(func) or _inert_dropout(func, args, kwargs):
             return with_values(func)(*args, **kwargs)
 
@@ -402,3 +411,42 @@ class ConstantRandom(TorchDispatchMode):
         """Returns the bits of each element of a draw: the level's, and others where a module draws until it accepts."""
         again = self.times[drawn.key] - _SAME_LEVEL
         return self.bits if again <= 0 else mix(again) >> 11
+
+
+_SHAPE_ALONE = re.compile(r"aten::(new_|(zeros|ones|full|empty)_like)")  # nothing of the tensor that it is called on
+
+
+class _FromReals:
+    """Which whole numbers and truth values came of real numbers or of draws: their memory is noted.
+
+    A choice by others (lengths, positions, whether a mask is full) is the same in any precision: what comes of it is
+    no matter of rounding.
+    """
+
+    def __init__(self) -> None:
+        self.memory: set[int] = set()
+
+    def has(self, leaf: Any) -> bool:
+        """Whether a tensor is of real or complex numbers, or came of some."""
+        if not isinstance(leaf, torch.Tensor):
+            return False
+        return not _is_whole(leaf) or leaf.untyped_storage()._cdata in self.memory
+
+    def note(self, func: Any, args: tuple, kwargs: dict, output: Any) -> None:
+        """Note whether an operation's results come of real numbers: it draws, or was given some."""
+        leaves = [output] if isinstance(output, torch.Tensor) else tree_leaves(output)
+        memory = {
+            leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor) and _is_whole(leaf)
+        }
+        if not memory:
+            return
+        given = () if _SHAPE_ALONE.match(func._schema.name) else tree_leaves((args, kwargs))
+        if is_random(func) or any(self.has(leaf) for leaf in given):
+            self.memory |= memory
+        else:
+            self.memory -= memory  # given out again, after what came of real numbers was freed
+
+
+def _is_whole(leaf: Any) -> bool:
+    """Whether it is a tensor of whole numbers or truth values, and its memory at hand."""
+    return type(leaf) is torch.Tensor and not (leaf.is_floating_point() or leaf.is_complex())

@@ -267,6 +267,17 @@ def trace(
     return counts
 
 
+def forward_without_values(task: Task, sample: Any) -> None:
+    """Run the model's forward in evaluation on one sample, under the caller's modes; only integers have values."""
+    kept, fake = Precision.of(Plan()), Fake()
+    with as_real():
+        model = build(task, fake, kept).eval()
+        batch = fake_batch(fake, sample, 1)
+        with fake, Values(fake):
+            args, kwargs = inputs_of(task, batch, kept)
+            model(*args, **kwargs)
+
+
 def _failing_alone(task: Task, precision: Precision, batch: Any) -> InputError | None:
     """Returns the error of a task that fails with real values too; None where it does not, or nothing can be tried."""
     with suppress(Untried):

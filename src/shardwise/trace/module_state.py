@@ -201,7 +201,7 @@ class PassedState:
         if isinstance(table, _CONTAINERS):
             self._tables.append((table, _copy_of(table)))
         inside = value if table is None and isinstance(value, tuple) else table
-        for leaf in list(inside.values() if isinstance(inside, dict) else inside or ()):
+        for leaf in list(dict.values(inside) if isinstance(inside, dict) else inside or ()):
             self._keep(leaf)
 
     @contextmanager
@@ -278,7 +278,8 @@ def _copy_of(value: Any) -> Any:
     kind: Any = _kind(value)
     # a class with methods of its own may refuse to be filled (test_state_of_a_container_that_refuses_changes_is_kept)
     if type(value).__setattr__ is object.__setattr__ and (
-        issubclass(kind, set | deque) or type(value).__setitem__ is kind.__setitem__
+        issubclass(kind, set | deque)
+        or (type(value).__setitem__ is kind.__setitem__ and type(value).__getitem__ is kind.__getitem__)
     ):
         return copy.copy(value)
     made = kind.__new__(type(value))
@@ -324,7 +325,9 @@ def _differs(now: Any, value: Any, copied: Any) -> bool:
     if isinstance(value, KINDS):
         return state_of(value) != copied
     if isinstance(value, dict):
-        return list(value) != list(copied) or any(value[key] is not copied[key] for key in value)
+        # by the methods of dict: a class of its own may make something new at each access (transformers' ACT2FN)
+        kept = list(dict.items(copied))
+        return list(value) != [key for key, _ in kept] or any(dict.get(value, key) is not item for key, item in kept)
     if isinstance(value, list | deque):
         return len(value) != len(copied) or any(a is not b for a, b in zip(value, copied, strict=True))
     return isinstance(value, set) and value != copied

@@ -97,7 +97,7 @@ def _flops(job: Job, task: Task) -> Flops:
         sample = parts_of(batch, data_ranks=samples_in(batch))[0].batch
     else:
         sample = read_samples(task, [0])
-    return count_flops(task.model, sample, task.inputs, job.tokens_per_sample)
+    return count_flops(task, sample, job.tokens_per_sample)
 
 
 class _Rank:
