@@ -10,6 +10,7 @@ import math
 import torch
 
 from shardwise.comm import all_reduce, gather_rows, gathered_together
+from shardwise.device import on_host
 from shardwise.errors import RunError
 from shardwise.host import put, read
 from shardwise.parallel.slots import Slot
@@ -18,6 +19,7 @@ from shardwise.step.loss import not_negative
 from shardwise.step.result import StepResult
 from shardwise.step.state import RankState
 
+RUN = 2**13  # elements, whose squares float32 adds up with an error of 1e-7
 SKIP = 'or go on without such updates by on_nonfinite="skip"'
 DIVERGED = f"Lower the learning rate, set clip_norm, {SKIP}"
 NO_WEIGHT = (
@@ -76,7 +78,7 @@ def _whole_square_norm(state: RankState) -> torch.Tensor:
     squares = torch.zeros((), dtype=torch.float64, device=state.device)
     for gradient in gathered_together(state.technique.full_gradient(index) for index in range(len(state.names))):
         if gradient is not None and gradient.numel():
-            squares += torch.linalg.vector_norm(gradient.contiguous()).double().square()
+            squares += _sum_of_squares([gradient.contiguous()], state.device)
     return squares
 
 
@@ -97,7 +99,21 @@ def _sum_of_squares(gradients: list[torch.Tensor], device: torch.device) -> torc
     held = [gradient for gradient in gradients if gradient.numel()]
     if not held:  # torch refuses an empty list
         return torch.zeros((), dtype=torch.float64, device=device)
+    if on_host(device):
+        return torch.cat([norms for gradient in held for norms in _norms_of_runs(gradient)]).square().sum()
     return torch.stack(torch._foreach_norm(held)).double().square().sum()
+
+
+def _norms_of_runs(gradient: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the L2 norms of runs of `RUN` elements, and of the rest: float64.
+
+    A CPU adds up a tensor's squares one after the other, in float32: of 38 million, GPT-2's embeddings, the norm comes
+    out 0.2% too small, and that of two halves otherwise.
+    """
+    flat = gradient.reshape(-1)
+    whole = len(flat) // RUN * RUN
+    rows = flat[:whole].view(-1, RUN), flat[None, whole:]
+    return [torch.linalg.vector_norm(row, dim=1).double() for row in rows if row.numel()]
 
 
 def norm_of_gradients(state: RankState) -> float:
