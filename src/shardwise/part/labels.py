@@ -300,11 +300,10 @@ def rearranged(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) ->
         with _disable_current_modes():  # labels have values, whatever the forward runs on
             # repeated, without memory of its own; of no samples (an expert without tokens) labels are those of one
             wide = torch.from_numpy(np.array(labels)).expand([max(n, 1) for n in x.shape])
-            views = tensors_in(func(wide, *args[1:], **kwargs))
-        for result, view in zip(results, views, strict=True):
-            for dim in range(view.dim()):
-                view = view.narrow(dim, 0, 1) if view.shape[dim] > 1 and not view.stride(dim) else view
-            axes.give(result, slim(view.numpy()))
+            for result, view in zip(results, tensors_in(func(wide, *args[1:], **kwargs)), strict=True):
+                for dim in range(view.dim()):
+                    view = view.narrow(dim, 0, 1) if view.shape[dim] > 1 and not view.stride(dim) else view
+                axes.give(result, slim(view.numpy()))
     return True
 
 
