@@ -26,7 +26,10 @@ class _State:
     sent: Kind | None
 
     def covers(self, other: _State) -> bool:
-        """Whether as much is held here: a micro-batch more, with its inputs and outputs, is more than any message."""
+        """Whether this state holds at least as much memory as the other.
+
+        A micro-batch more, with its inputs and outputs, is more than any message.
+        """
         if self.sent == other.sent:
             return other.waiting <= self.waiting
         message: Counter[Kind] = Counter() if other.sent is None else Counter({("F", *other.sent[1:]): 1})
