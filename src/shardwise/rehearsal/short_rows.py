@@ -53,6 +53,7 @@ def telling(row: Sequence[Op], sizes: Sequence[int], stages: int) -> list[Op]:
         if not any(other.covers(state) for other in before):
             before.append(state)
             last = place + 1
+        # a whole backward, or its first half, ends what a forward left; W ends what that first half left
         if op.kind != "F":
             waiting["I" if op.kind == "W" else "F", op.stage, sizes[op.microbatch]] -= 1
         if op.kind in ("F", "I"):
