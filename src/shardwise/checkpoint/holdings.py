@@ -226,9 +226,11 @@ def set_generator(name: str, state: torch.Tensor, device: torch.device) -> None:
         set_generator_state(device, state)
     elif name == "numpy":
         words = state.numpy()
+        # as `generators` lays them out: keys, position, whether a normal number is kept, that number by its bits
         gauss = float(words[-1:].view(np.float64)[0])
         np.random.set_state(("MT19937", words[:-3].astype(np.uint32), int(words[-3]), int(words[-2]), gauss))
     elif name == "python":
         words = state.numpy()
+        # state words, version, whether a normal number is kept, that number by its bits
         gauss_next = float(words[-1:].view(np.float64)[0]) if words[-2] else None
         random.setstate((int(words[-3]), tuple(words[:-3].tolist()), gauss_next))

@@ -207,6 +207,7 @@ def decoded(node: Node, read: Callable[[str, str], torch.Tensor] | None, device:
         return read(kind, node[1])
     if kind == "number":
         _, dtype, value, shape, on = node
+        # floats are saved in hexadecimal, which keeps every bit, infinities and NaN
         number = float.fromhex(value) if isinstance(value, str) else value
         where = device if on == "device" or (near and on == "any") else torch.device("cpu")
         return torch.full(shape, number, dtype=DTYPES[dtype], device=where)
@@ -216,6 +217,7 @@ def decoded(node: Node, read: Callable[[str, str], torch.Tensor] | None, device:
         return node[1]
     if kind == "dict":
         return {name: decoded(item, read, device, near) for name, item in node[1].items()}
+    # dicts that JSON would change: keys that are no text, and counters
     if kind in ("pairs", "counter"):
         pairs = {decoded(a, read, device, near): decoded(b, read, device, near) for a, b in node[1]}
         return pairs if kind == "pairs" else Counter(pairs)

@@ -125,6 +125,7 @@ def _collected(work: Work, wait_s: float, going: Callable[[], bool]) -> list[dic
                 missing.discard(rank)
             elif (failed := work.at / f"rank-{rank:05d}{FAILED}").exists():
                 raise RunError(f"rank {rank}: {failed.read_text(encoding='utf-8', errors='replace')}")
+        # `going` becomes False a while after this writer's own rank has ended
         if missing and (time.monotonic() > until or not going()):
             raise RunError(f"{work.at}: nothing came from rank {sorted(missing)[0]} ({len(missing)} ranks in all)")
         if missing:

@@ -193,6 +193,7 @@ def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, axis: Axis, tag: str
     if axis.rehearsal is not None:
         axis.note(tag, "reduce_scatter", full)
         stand_in(shard)
+        # gloo scatters sums of a copy, which takes memory until it is waited for
         return _waited(Rehearsed(full.clone()) if axis.copies else Pending(None), wait)
     if axis.size == 1:
         shard.copy_(full)

@@ -311,6 +311,7 @@ def _pair(group: Any, peer: int, tag: int, sends: bool) -> tuple[int, int] | Non
     if number is None:
         number = -1
         ranks, me = dist.get_process_group_ranks(group), group.rank()
+        # left out, as in `_registered`: messages of a part of the ranks that is a world of its own for a while
         if dist.get_world_size() == mine.world and 0 <= peer < len(ranks):
             ends = (ranks[me], ranks[peer]) if sends else (ranks[peer], ranks[me])
             number = mine.group(key_of("message", f"{group.group_name}/{tag}", ends), between_two=True)
@@ -329,6 +330,7 @@ def _frame(least: int = _USERS) -> tuple[Any, int] | None:
     kinds, nearest, left = _state.kinds, None, _MOST_FRAMES
     best = _SKIP
     while frame is not None and left:
+        # the entry keeps the code object, whose id would otherwise come again once it is gone
         code = frame.f_code
         entry = kinds.get(id(code))
         if entry is None:

@@ -48,8 +48,10 @@ CASTS = (8, 4)  # more of them where products are in FP8: inputs and weights, gr
 
 
 def host_seconds(device: Device, software: Software) -> float:
-    """Seconds in which the host starts one op of an eager module, which a device computes behind it: a lower bound of
-    the time of many. Fused ones are fewer; 0 where the host computes itself."""
+    """Returns the seconds that the host takes to start one op of an eager module; 0 where the host computes itself.
+
+    The device computes behind it, so this bounds the time of many ops from below. Fused ones are fewer.
+    """
     if device.kind == "cpu":
         return 0.0
     op_us = device.op_us.value if device.op_us is not None else HOST_US

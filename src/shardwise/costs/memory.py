@@ -78,10 +78,10 @@ def stage_parameters(
 
 
 def states(parameters: dict[str, float], layout: Layout, software: Software, precision: str = "") -> dict[str, float]:
-    """Bytes of weights, gradients, master copy and optimizer on one rank, and of the gradients' copies, which live
-    while the optimizer runs.
+    """Returns the bytes of weights, gradients, masters and optimizer on one rank, by term.
 
-    Experts are sharded over the data ranks that hold the same ones. State that is offloaded is not on the rank.
+    With them the gradients' copies, which live while the optimizer runs. Experts are sharded over the data ranks that
+    hold the same ones. State that is offloaded is not on the rank.
     """
     policy, stage = STATES[precision or software.states], layout.sharded
     out = dict.fromkeys(("weights", "gradients", "master", "optimizer", COPIES), 0.0)
@@ -243,8 +243,11 @@ def rank_memory(
 
 
 def transient(shape: Shape, layout: Layout, software: Software) -> float:
-    """What one layer's backward adds while it runs: recomputed activations, and the float32 gradient of its largest
-    matrix before it is added to the buffer, beside the gradient of that product's output."""
+    """Returns the bytes that one layer's backward adds while it runs.
+
+    Recomputed activations, and the float32 gradient of its largest matrix before it is added to the buffer, beside the
+    gradient of that product's output.
+    """
     again = 0.0
     if layout.recompute != "none":
         again = sum(layer_activations(shape, layout.with_(recompute="none"), software).values())
@@ -260,9 +263,12 @@ def transient(shape: Shape, layout: Layout, software: Software) -> float:
 
 
 def ring_block(shape: Shape, layout: Layout) -> float:
-    """Bytes of one block of a ring's backward that writes scores, in float32: scores, exponents and their gradients of
-    as many rows as are written at a time; queries, keys and values of one of a rank's two runs and their gradients,
-    all heads; the whole output and its gradient, those of queries, and keys' and values' beside those that pass by."""
+    """Returns the bytes of one block of a ring's backward that writes scores, in float32.
+
+    Scores, exponents and their gradients of as many rows as are written at a time; queries, keys and values of one of a
+    rank's two runs and their gradients, all heads; the whole output and its gradient, those of queries, and keys' and
+    values' beside those that pass by.
+    """
     rows = layout.micro_batch * shape.heads_of(layout.tp * layout.ulysses)
     run = layout.seq / layout.cp / 2
     scores = min(rows * run**2, max(WRITTEN_SCORES, rows * run))
@@ -271,8 +277,10 @@ def ring_block(shape: Shape, layout: Layout) -> float:
 
 
 def buffers(shape: Shape, layout: Layout, software: Software, layers: float, parameters: dict[str, float]) -> float:
-    """Returns bytes of communication buffers: of units two gathered layers (all, where a forward frees none) and one
-    layer's whole gradients."""
+    """Returns the bytes of communication buffers.
+
+    Of units: two gathered layers (all, where a forward frees none) and one layer's whole gradients.
+    """
     if not layout.sharded.weights:
         return 0.0
     policy = STATES[software.states]

@@ -75,7 +75,10 @@ def merged_bytes(shape: Shape, layout: Layout, software: Software) -> tuple[floa
 
 
 def merged_block(shape: Shape, layout: Layout, software: Software) -> float:
-    """Bytes alive in the backward of a merged ring: gathered keys and values, float32 sums of their gradients twice
-    (its own, and those that it is sent), and of the queries' gradients."""
+    """Returns the bytes alive in the backward of a merged ring.
+
+    Gathered keys and values, float32 sums of their gradients twice (its own, and those that it is sent), and of the
+    queries' gradients.
+    """
     kv = gathered_keys(shape, layout, software)
     return kv * (1 + 2 * 4 / ACT_BYTES / layout.cp) + 4 * layout.tokens * shape.query_width / layout.tp

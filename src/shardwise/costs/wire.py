@@ -134,8 +134,10 @@ class Wire:
         return pieces * self.collective(op, group, size_bytes / pieces)
 
     def rows(self, group: RankGroup, size_bytes: float, copies: int) -> float:
-        """An all-to-all of rows of which a rank has `copies` each, for experts dealt at random over the group: one copy
-        goes to each node that has some of them, and is passed on inside it."""
+        """Returns the seconds of an all-to-all of rows for `copies` experts each, dealt at random over the group.
+
+        One copy of a row goes to each node that has some of its experts, and is passed on inside it.
+        """
         local = self.inside(group)
         nodes = math.ceil(group.size / local)
         if nodes == 1 or local == 1 or self._one_domain(group):

@@ -51,8 +51,9 @@ def digits_split(held_out: float = 0.2) -> tuple[DigitsSource, DigitsSource]:
 
 @lru_cache(maxsize=1)
 def _load() -> tuple[torch.Tensor, torch.Tensor]:
-    """Images (1797, 1, 8, 8) and labels (1797,). scikit-learn's file is read without its import, which takes seconds in
-    every rank.
+    """Returns images (1797, 1, 8, 8) and labels (1797,).
+
+    scikit-learn's file is read without its import, which takes seconds in every rank.
     """
     package = importlib.util.find_spec("sklearn")
     if package is None or not package.submodule_search_locations:

@@ -140,7 +140,7 @@ def _first_through(
     task: Task, plan: Plan, inner: tuple[Axis, ...], precision: Precision, built: Built, batch: Any, samples: int,
     trial: _Trial,
 ) -> tuple[dict[str, Any] | None, dict[str, str]]:  # fmt: skip
-    """Returns what `_search` does, or None, and what stopped each candidate before: text -> what to write instead."""
+    """Returns (what `_search` does, or None where no candidate passes; what stopped others -> what to write)."""
     stopped: dict[str, str] = {}
     cannot = ""
     for place, candidate in enumerate(_candidates(task, plan, inner, built, batch, samples)):
@@ -190,7 +190,7 @@ def _place_of(error: RefusedPlan, module: nn.Module, plan: Plan) -> str:
 
 
 def _by_name(positions: Positions) -> str:
-    """Returns what to write where these dims are positions after all, of a module that runs on one length alone."""
+    """Returns what to write in `Task` for dims that are positions though the module runs on one length alone."""
     pairs = zip(positions.names, positions.cuts, strict=True)
     dims = ", ".join(f'"{name}": {cuts[0][0]}' for name, cuts in pairs if cuts)
     return f"Task(sequence={{{dims}}}) says that they are positions, of a module that runs on one length alone"
@@ -219,8 +219,10 @@ def _at_both_ends(positions: Positions, trial: _Trial, noted: _Noted) -> tuple[R
 def _tried(
     positions: Positions, trial: _Trial, noted: _Noted
 ) -> tuple[Positions, RefusedPlan | None, list[_Met]]:  # fmt: skip
-    """Returns the positions, a trial's first refusal and its collectives; tables inside the module stay whole if they
-    have to."""
+    """Returns (the positions, a trial's first refusal or None, its collectives).
+
+    Tables inside the module stay whole in the positions if they have to.
+    """
     # With tables cut first: then they grow with a rank's share alone.
     if positions.what == "sequence" and positions.inside is None:
         cut = replace(positions, tables=True)

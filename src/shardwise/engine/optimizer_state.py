@@ -68,7 +68,7 @@ def full_optimizer_state(state: RankState) -> Iterator[tuple[str, dict[Any, Any]
 
 
 def _source(state: RankState, name: str) -> int:
-    """Returns the rank whose row says what a parameter's state is like: under a pipeline its first holder's."""
+    """Returns the rank whose row describes a parameter's state: this one; under a pipeline the first that holds it."""
     if state.staged is None:
         return state.mesh.rank
     return state.mesh.pp.ranks[state.staged.cut.holders[name][0]]

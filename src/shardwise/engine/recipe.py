@@ -192,7 +192,7 @@ class _Spread:
         return self.positions.results if self.positions is not None else {}
 
     def notices(self) -> list[str]:
-        """Returns what the user is told of it."""
+        """Returns lines for the user on how weights, experts and positions lie over ranks."""
         notices = [*(self.tensor.notices() if self.tensor is not None else ())]
         notices += self.experts.notices() if self.experts is not None else ()
         return notices + ([self.positions.summary()] if self.positions is not None else [])

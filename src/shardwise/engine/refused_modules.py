@@ -79,6 +79,7 @@ def _refuse_shared_memory(module: nn.Module) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.numel():
             start = tensor.storage_offset() * tensor.element_size()
+            # from the first element to the last, gaps included; a tied tensor is named once, so it does not meet itself
             length = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
             span = (start, start + length * tensor.element_size(), name, tensor.requires_grad)
             spans.setdefault(tensor.untyped_storage()._cdata, []).append(span)

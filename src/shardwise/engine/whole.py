@@ -69,8 +69,10 @@ def used_parameters(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def used_buffers(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) of each buffer that this rank's stages use; under a pipeline of those that the constructor
-    made."""
+    """Yields (name, tensor) of each buffer whose right values this rank has.
+
+    Under a pipeline that is one rank for each, and only buffers that the constructor made count.
+    """
     for name, buffer in state.module.named_buffers():
         if state.staged is None or state.staged.cut.buffers.get(name) == state.staged.axis.index:
             yield name, buffer
@@ -86,7 +88,7 @@ def _held_parameters(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _used(state: RankState, index_of: dict[str, int], name: str, param: Any) -> Gathering:
-    """Returns the whole of what the module has of a parameter: FSDP2's shards are gathered, others are as they are."""
+    """Returns a parameter as the module computes with it: FSDP2's shards are gathered, others are as they are."""
     if not hasattr(param, "full_tensor"):
         return ready(state.outside(name, param.detach()))
     # A trained shard goes with other tensors in one message; a frozen one has no slot by which to find its place.

@@ -69,6 +69,7 @@ def of_size(
     def took(call: Callable[[], Any]) -> float:
         began = time.perf_counter()
         after_work(call, device, 1)
+        # after_work makes one call more than it is asked for: two
         once = torch.tensor([(time.perf_counter() - began) / 2], device=device)
         all_reduce(once, axis, "probe")  # the same number on every rank of the group
         within_s = min(BUDGET_S, may_s / len(calls))

@@ -279,10 +279,10 @@ def _rows(
     factors: Sequence[float],
     waits: dict[str, float],
 ) -> tuple[OverheadRow, ...]:
-    """An op costs the host the same under every technique, and one on cut tensors what its rule in Python takes; both
-    cost more with draws followed.
+    """Returns the overhead row of each technique, in the order of `steps`.
 
-    So all techniques are solved together, which steadies what each of them adds.
+    An op costs the host the same under every technique, and one on cut tensors what its rule in Python takes; both
+    cost more with draws followed. So all techniques are solved together, which steadies what each of them adds.
     """
     rows: list[OverheadRow] = []
     for follows in (False, True):

@@ -140,7 +140,7 @@ class Program:
 
     @property
     def _last_read(self) -> list[list[int]]:
-        """By step, the steps whose results are read by no later one."""
+        """Returns, for each step, the steps whose results can be freed once it has run: none reads them later."""
         last = {number: number for number in range(len(self.steps))}
         for number, step in enumerate(self.steps):
             last |= {read.step: number for read in _results_in((step.args, step.kwargs))}
@@ -273,7 +273,7 @@ def _beside(gradient: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         share = share_of(gradient, output.dim_cut, output.owners, output.axis)
         return output.with_local(_beside(share, output.local))
     assert isinstance(output, Sum)
-    if output.axis.name == CHUNKS:
+    if output.axis.name == CHUNKS:  # a sum over turns: each summand has the gradient of the sum
         return gradient
     if output.waits:
         # the output has not been summed over ranks yet: each rank's summand has the gradient of the sum

@@ -70,7 +70,10 @@ class _Watch(TorchDispatchMode):
 
 
 def look(func: Callable, args: tuple, kwargs: dict, least: int) -> Tried:
-    """Returns what a call does with positions; cached by its arguments' shapes and cuts."""
+    """Returns what a call does with positions, cached by its arguments' shapes and cuts.
+
+    least  elements, beyond which a result waits
+    """
     key = (func, _key_of(args), _key_of(kwargs), least)
     try:
         tried = _tried.get(key)
@@ -84,7 +87,7 @@ def look(func: Callable, args: tuple, kwargs: dict, least: int) -> Tried:
 
 
 def look_of_rows(like: torch.Tensor, dim: int, count: int) -> Tried:
-    """Returns the trial result of the input rows: a part cut along a dim into `count` chunks."""
+    """Returns "waits" for input rows like `like`, as the first of `count` chunks along `dim`: a part over turns."""
     key = ("rows", tuple(like.shape), like.stride(), like.dtype, dim, count)
     if key not in _tried:
         owners = Owners.blocks(like.shape[dim], count)
@@ -145,7 +148,7 @@ def _look_now(func: Callable, args: tuple, kwargs: dict, least: int) -> Tried:
 
 
 def _elsewhere(tree: Any, device: torch.device) -> Any:
-    """Returns the arguments with this device in the place of every other one."""
+    """Returns the arguments with `device` in the place of every device, a keyword `device=` of any type included."""
     if isinstance(tree, torch.device):
         return device
     if isinstance(tree, dict):
@@ -158,7 +161,9 @@ def _elsewhere(tree: Any, device: torch.device) -> Any:
 
 def _only_tells(func: Callable, output: Any) -> bool:
     """Whether a call asked for something that a tensor without values has: its shape, dtype, device."""
+    # an attribute that is no tensor (x.shape, x.is_cuda): torch passes its getter as the function
     if getattr(func, "__name__", "") == "__get__":
         return True
     numbers = isinstance(output, tuple) and all(isinstance(number, int) for number in output)
+    # data_ptr() is a number too, but 0 of every tensor without values
     return (isinstance(output, _TELLS) or numbers) and not getattr(func, "__name__", "").endswith("data_ptr")

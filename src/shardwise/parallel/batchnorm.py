@@ -321,8 +321,10 @@ class Statistics:
 
 
 class KnownStatistics(FindBatchNorm):
-    """Mode that notes each batch norm's statistics in `noted`, and normalises by those of another run, `earlier`, where
-    that had as many batch norms before this one in the same module."""
+    """Mode that notes each batch norm's statistics in `noted`, and normalises by those of another run, `earlier`.
+
+    By these only where the other run's call of the same number was of the same module.
+    """
 
     def __init__(self, names: Mapping[nn.Module, str], earlier: list[Statistics] | None = None):
         super().__init__([])

@@ -366,12 +366,13 @@ class FullShard:
         self.slots[index].master.grad = None if value is None else self._gradient(index)
 
     def place_gradient(self, index: int, whole: torch.Tensor | None) -> None:
-        """Set a parameter's gradient, where no backward has brought one, to this rank's piece of a whole tensor; None:
-        take away what there is.
+        """Set a parameter's gradient to this rank's piece of a whole tensor, where no backward has brought one.
+
+        None takes away what there is.
         """
         param = self.params[index]
         if whole is None:
-            torch.Tensor.grad.__set__(param, None)
+            torch.Tensor.grad.__set__(param, None)  # past what a script sees in the attribute's place
             self.slots[index].master.grad = None
             self._used.discard(index)
         elif isinstance(param, DTensor):
@@ -396,8 +397,9 @@ class FullShard:
 
     @torch.no_grad()
     def share_uncut(self) -> None:
-        """Give every rank the gradients of parameters that are not cut, which the first of dp_shard alone divides and
-        clips. Collective.
+        """Give every rank the gradients of parameters that are not cut. Collective.
+
+        Before, the first of dp_shard alone has them divided and clipped.
         """
         gradients = [gradient for gradient in self._whole_gradients.values() if gradient.numel()]
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):  # one message for each dtype

@@ -113,7 +113,7 @@ def search(
 
 
 def _tier(cluster: Cluster) -> str | None:
-    """Returns what a plan's `offload` says where nothing fits otherwise; None where a figure for it is not known."""
+    """Returns the `offload` to try where nothing fits otherwise; None where the link's or disk's rate is not known."""
     if cluster.device.kind == "cpu":
         return None if cluster.device.disk_gbps is None else "optimizer:disk"
     return None if cluster.device.host_gbps is None else "optimizer"

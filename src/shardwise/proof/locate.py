@@ -171,6 +171,7 @@ def _named(
     exceeding = {name for (of, name), first in parity.exceeded.items() if of == kind and first == step}
     for name in (name for name in single.of(kind, step) if name in exceeding):
         others = [d for d in ranks.deviations if (d.kind, d.step, d.name) == (kind, step, name)]
+        # `ranks` is rank 0's record, and other ranks kept only what differs from it
         for deviation in (Deviation(0, step, kind, name, ranks.of(kind, step).get(name)), *others):
             actual, expected = deviation.tensor, single.of(kind, step)[name]
             if actual is None or expected is None:

@@ -25,7 +25,7 @@ KINDS = ("gradient", "parameter", "buffer", "optimizer")  # compared by name
 
 
 def _times(error: float, bar: float) -> float:
-    """Returns how often an error holds its bar, which is 0 where nothing moved."""
+    """Returns error / bar; for a bar of 0 infinity, or 0 where there is no error."""
     return error / bar if bar else math.inf if error else 0.0
 
 

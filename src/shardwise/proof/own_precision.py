@@ -143,9 +143,10 @@ def _reference(task: Task, plan: Plan, settings: Settings) -> tuple[Narrow, Task
 def _compare_numbers(
     parity: Parity, plan: Plan, kind: str, reference: list[float], nudges: list[list[float]], actual: list[float]
 ) -> float:  # fmt: skip
-    """Returns the largest relative error of any step; sets the kind's bar to the allowance times what one epsilon does:
+    """Returns the largest relative error of any step, and sets the kind's bar in `parity`.
 
-    the rounding of one sum is chance, and may be nothing in the step in which ranks differ.
+    The bar is the allowance times the most that one epsilon moves the numbers of any step: the rounding of one sum is
+    chance, and may be nothing in the step in which ranks differ.
     """
     finite = [step for step, value in enumerate(reference) if math.isfinite(value)]  # others overflow: counted apart
     of = {step: max(abs(reference[step]), 1e-300) for step in finite}

@@ -108,7 +108,7 @@ def _whole(engine: Engine) -> Weights:
 
 
 def watching(task: Task, settings: RunSettings) -> Watching:
-    """Returns what watches a run that skips steps which are not finite; one is made so, where none is evaluated."""
+    """Returns the `Watching` of a run, in which one step that no evaluation follows, if there is one, is spoilt."""
     due = tuple(step for step in range(settings.steps) if is_due(task, settings, step) or step + 1 == settings.steps)
     free = [step for step in range(1, settings.steps) if step not in due]
     return Watching(due, settings.decay, free[0] if free else None)
@@ -145,7 +145,10 @@ def _read(path: Path) -> Weights:
 
 
 def _unlike_file(path: Path, weights: Weights, what: str) -> list[str]:
-    """Returns a sentence where a file's tensors are not these, bit by bit; names that one of both lacks are left."""
+    """Returns a sentence on the first tensor of a file that differs in a bit from `weights`; [] where none does.
+
+    Names that only one of the two has are passed over.
+    """
     if not path.exists():
         return [f"{what} was not written"]
     for name, value in _read(path).items():
@@ -214,7 +217,7 @@ def _held_out(task: Task, module: nn.Module, held: Weights, plan: Any, settings:
 
 
 def _off_states(task: Task, plan: Any, ranks: list[Watching]) -> list[str]:
-    """Returns a sentence for each key of the optimizer's state whose dtype one process does not give it."""
+    """Returns a sentence for each key of the optimizer's state whose dtype differs from one process's."""
     module = plain_module(task, Settings())
     params = [param for param in module.parameters() if param.requires_grad]
     for param in params:

@@ -85,7 +85,7 @@ def _largest(record: Record) -> float:
 def _of_the_same_gradients(
     task: Task, settings: Settings, single: Record, ranks: Record, names: set[str]
 ) -> dict[tuple[str, str], float] | None:  # fmt: skip
-    """Returns errors of values and states against one process's optimizer on the plan's gradients, or None."""
+    """Returns (kind, name) -> error against an optimizer given the plan's gradients; None: it needs a closure."""
     named = [(name, p) for name, p in plain_module(task, settings).named_parameters() if p.requires_grad]
     optimizer = task.optimizer(groups([param for _, param in named]))
     if needs_closure(optimizer):  # it computes gradients itself, so it cannot be given the plan's

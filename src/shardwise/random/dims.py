@@ -24,8 +24,11 @@ class Drawn(NamedTuple):
 
 @dataclass
 class BatchDims:
-    """Which dim of a random tensor is the batch; -1: none of them; -2: it follows the samples in another way; -3: its
-    first dim is the rows of the packed sequence that its module was called with.
+    """Records which dim of each random tensor counts samples.
+
+    -1  none of them
+    -2  UNCLEAR: it follows the samples in another way
+    -3  PACKED: its first dim is the rows of the packed sequence that its module was called with
 
     Learnt at start by running a few samples and fewer, and looking at which dim changed. A dim may hold each sample
     several times: sample by sample, or, for those in `blocks`, all samples and then all of them again (time before
@@ -74,12 +77,15 @@ class BatchDims:
         return UNCLEAR if dim >= 0 and local_samples and shape[dim] % local_samples else dim
 
     def of(self, op: str, shape: tuple[int, ...], samples: int) -> int | None:
-        """Returns the dim that counts samples in what an op draws, by what any module drew; -1: none does, -2: not
-        clear; None: nothing of as many dims was met."""
+        """Returns the dim that counts samples in what an op draws, judged by the draws of any module.
+
+        -1: none does; -2: it is not clear; None: no draw of as many dims was met.
+        """
         met = [entry for key, entries in self.dims_by_op.items() if key[1:] == (op, len(shape)) for entry in entries]
         fits = [(other, dim) for other, dim in met if dim < 0 or shape[dim] == samples]
         dims = {dim for _, dim in fits}
         if len(dims) > 1:
+            # 0: that `samples` fit was seen above, and the other dims decide
             dims = {dim for other, dim in fits if _alike(shape, other, dim, 0)}
         return None if not met else dims.pop() if len(dims) == 1 else UNCLEAR
 
@@ -105,7 +111,7 @@ def _batch_dim(drawn: Drawn, other: Drawn, count: int, other_count: int) -> int:
 
 
 def _alike(shape: tuple[int, ...], met: tuple[int, ...], dim: int, local_samples: int) -> bool:
-    """Whether a tensor may be the same op's as one met, with another number of samples."""
+    """Whether `shape` equals `met` in all dims but the one that counts samples, which the local ones must divide."""
     varies = 0 if dim == PACKED else dim
     same = all(a == b for place, (a, b) in enumerate(zip(shape, met, strict=True)) if place != varies)
     return same and (dim < 0 or not local_samples or shape[dim] % local_samples == 0)

@@ -109,8 +109,10 @@ def _backend(local_rank: int) -> str:
 
 
 def leave(code: int) -> None:
-    """End this process after its last word: gloo's threads can abort a regular exit, and a launcher would call the
-    run failed. Where MPI runs in this process it must be finalised, so the exit is the regular one.
+    """End this process after its last word, with `code` as a launcher is to see it.
+
+    gloo's threads can abort a regular exit, and a launcher would call the run failed. Where MPI runs in this process it
+    must be finalised, so the exit is the regular one.
     """
     dist, record = sys.modules.get("torch.distributed"), points.record()
     if record is not None:

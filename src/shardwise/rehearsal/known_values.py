@@ -218,6 +218,7 @@ class Values(TorchDispatchMode):
 
     def _with_rows(self, func: Any, args: tuple) -> tuple[Any, tuple]:
         """Returns an op and its arguments, with known masks among indices replaced by the rows that they select."""
+        # how many elements it selects only the mask's values tell, which a fake tensor has not: by rows it has a shape
         if func is _ATEN.masked_select.default and (mask_values := shadow(args[1])) is not None:
             whole, mask = torch.broadcast_tensors(args[0], args[1])
             with _disable_current_modes():
@@ -228,6 +229,7 @@ class Values(TorchDispatchMode):
         rows: list[Any] = []
         for index in args[1]:
             values = shadow(index) if isinstance(index, torch.Tensor) else None
+            # uint8 too: torch takes such an index for a mask
             if values is None or values.dtype not in (torch.bool, torch.uint8):
                 rows.append(index)
                 continue
@@ -267,6 +269,7 @@ class Values(TorchDispatchMode):
         index = out[place] if isinstance(out, tuple | list) and len(out) > place else out
         if not isinstance(index, FakeTensor) or index.dtype != torch.int64 or index.numel() > MOST:
             return
+        # the place of `dim` among the arguments; argmax without one chooses from all elements, and is left
         named = {"topk": 2, "sort": 1, "argsort": 1}.get(packet.__name__, 1)
         dim = kwargs.get("dim", args[named] if len(args) > named else (-1 if packet is not _ATEN.argmax else None))
         if not isinstance(dim, int) or isinstance(dim, bool):

@@ -104,6 +104,7 @@ class RankModule:
                 cut = self.tensor.cuts.get(name) if self.tensor is not None else None
                 if name not in absent and cut is None and name not in self.experts.experts:
                     continue
+                # one stand-in for each parameter, so that tied weights stay tied
                 if name not in made:
                     made[name] = self._stand_in(name, param, name in absent, cut)
                 child._parameters[leaf] = made[name]

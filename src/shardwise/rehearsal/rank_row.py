@@ -242,8 +242,10 @@ class Rehearsal:
             leaf.grad = None
 
     def _send(self, stage: int, goal: int, tensors: list[torch.Tensor]) -> None:
-        """Keep a message as the mail does: until it sends the next, or over gloo, which never says that one has
-        arrived, until the step is over."""
+        """Keep the memory of a message until the next is sent, as the mail does.
+
+        Over gloo, which never says that one has arrived, until the step is over.
+        """
         owner = self.shares.schedule.owner
         if owner[stage] == owner[goal]:
             return  # both stages are this rank's: nothing is sent
@@ -317,7 +319,7 @@ class Rehearsal:
     def _techniques(
         self, model: nn.Module, params: dict[str, nn.Parameter], enclosed: Collection[str]
     ) -> list[FakeFullShard | Flat]:  # fmt: skip
-        """Returns what owns gradients while micro-batches run; others are dropped as they come (`Arrivals`)."""
+        """Returns the techniques that hold gradients meanwhile; others are dropped as they come (`Arrivals`)."""
         cuts, trace = self.shares.cuts, self.trace
         trained = {name: param for name, param in params.items() if param.requires_grad}
         expert_params = {name: param for name, param in trained.items() if name in self.experts.experts}
@@ -401,7 +403,7 @@ class Rehearsal:
         return messages
 
     def _passed(self) -> list[Passed]:
-        """Returns the exchanges since the last time that were under way beside operations."""
+        """Returns each exchange since the ledger was cleared during which operations ran, as `Passed`."""
         places = {axis.name: axis.index for axis in self.inner}
         return [
             (o.axis, o.op, {rank - places[o.axis]: n for rank, n in o.came.items()}, o.start, o.stop)

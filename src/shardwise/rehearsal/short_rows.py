@@ -26,7 +26,10 @@ class _State:
     sent: Kind | None
 
     def covers(self, other: _State) -> bool:
-        """Whether as much is held here: a micro-batch more, with its inputs and outputs, is more than any message."""
+        """Whether this state holds at least as much memory as the other.
+
+        A micro-batch more, with its inputs and outputs, is more than any message.
+        """
         if self.sent == other.sent:
             return other.waiting <= self.waiting
         message: Counter[Kind] = Counter() if other.sent is None else Counter({("F", *other.sent[1:]): 1})
@@ -50,6 +53,7 @@ def telling(row: Sequence[Op], sizes: Sequence[int], stages: int) -> list[Op]:
         if not any(other.covers(state) for other in before):
             before.append(state)
             last = place + 1
+        # a whole backward, or its first half, ends what a forward left; W ends what that first half left
         if op.kind != "F":
             waiting["I" if op.kind == "W" else "F", op.stage, sizes[op.microbatch]] -= 1
         if op.kind in ("F", "I"):

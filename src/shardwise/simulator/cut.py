@@ -45,7 +45,7 @@ from shardwise.simulator.traced import (
 OpKey = tuple[str, int]  # (kind, stage)
 Seconds = dict[OpKey, float]
 TALK, HALOS = "tensor, context and expert communication", "communication between tiles"
-APART = ("all_to_all", "point_to_point")  # what sends to each rank apart
+APART = ("all_to_all", "point_to_point")  # operations that may send each rank another number of bytes
 RING = ("cp", "point_to_point")  # blocks of keys and values, and sums of their gradients, on their way
 
 
@@ -60,7 +60,7 @@ def same_row(small: StepTrace, large: StepTrace) -> bool:
 
 
 def _calls(trace: RankTrace, key: OpKey) -> list[tuple[str, str, int]]:
-    """Returns (axis, operation, times) of one part's collectives in order, those of one size together."""
+    """Returns (axis, operation, number of calls) of one part's collectives in order, one entry for each size."""
     return [(axis, op, times) for (axis, op, _), times in trace.wire[key].items()]
 
 
@@ -125,7 +125,10 @@ def simulate_cut(
 def _rounds(
     ranks: Sequence[Model], layout: Layout, seconds: tuple[Seconds, Seconds, Seconds], wire: Wire, states: States
 ) -> _Rounds:
-    """Returns a step's micro-batches. `seconds`: by op, of its work, of its collectives, of those between tiles."""
+    """Returns the times of a step's micro-batches.
+
+    seconds  by op: of its work, of all its collectives, of those between tiles
+    """
     work, sent, of_tiles = seconds
     busy, talk, tiled = (max(_of_rank(rank, by_op) for rank in ranks) for by_op in (work, sent, of_tiles))
     if layout.pp > 1:
@@ -237,7 +240,7 @@ class _Talk:
         )
 
     def between_positions(self, rank: Model, key: OpKey, axes: Callable[[str], bool]) -> float:
-        """Returns seconds of sums over axes that cut positions, and of what each of their ranks is sent by others."""
+        """Returns the seconds that an op waits for ranks with other positions, less what hides behind compute."""
         calls = Counter[tuple[str, str]]()
         for (axis, op, _), times in _seen(rank)[0].wire[key].items():
             calls[axis, op] += times

@@ -84,7 +84,7 @@ def memory(
 
 
 def _offloaded(model: Model, layout: Layout, states: States, terms: dict[str, float]) -> dict[str, float]:
-    """Returns the terms that change where state lies in a tier between steps, and the buffers that it goes through."""
+    """Returns the terms, in bytes, that change where state is offloaded between steps, staging buffers included."""
     if layout.offload == "none":
         return {}
     on_host = model.batch_on_device

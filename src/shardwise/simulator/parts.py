@@ -240,8 +240,11 @@ def offload_basis(step: StepContext, parameters: dict[str, float]) -> dict[str, 
 
 
 def optimizer_seconds(step: StepContext, parameters: dict[str, float]) -> float:
-    """Seconds of the update: each byte of state read and written, gradients read twice (norm and update),
-    and buffers into which products add them set to zero."""
+    """Returns the seconds of the update on one rank.
+
+    Each byte of state is read and written, gradients are read twice (norm and update), and buffers into which products
+    add them are set to zero.
+    """
     policy = STATES[step.software.states]
     total = updated(step, parameters)
     moved = 2 * policy.gradient + 2 * (policy.master or policy.weight) + 2 * policy.optimizer

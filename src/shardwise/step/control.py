@@ -117,7 +117,7 @@ class PendingRow:
         self._pending = all_gather(self._table.view(-1), row, axis, "control", wait=False)
 
     def answer(self, square_norm: torch.Tensor | None = None) -> Agreement:
-        """Returns what the rows of all ranks come to: the one thing that the host reads in a step.
+        """Returns the `Agreement` of all ranks' rows, which is the one thing that the host reads in a step.
 
         square_norm   that of every rank, where it was not known when the rows went off
         """

@@ -90,7 +90,7 @@ class Forward:
         return self.shared(lambda: self.joined_of(outputs, batches))
 
     def joined_of(self, outputs: Sequence[Any], batches: Sequence[Any]) -> Loss:
-        """Returns the same from outputs: those for the whole batch, then those for its parts."""
+        """Returns the loss of `joined` from outputs: the whole batch's first, then those of its parts."""
         (_, spec), *_ = flat = [tree_flatten(output) for output in outputs]
         counts = [samples_in(batch) for batch in batches]
         by_leaf = list(zip(*(leaves for leaves, _ in flat), strict=True))
@@ -163,7 +163,8 @@ def run_alone(
 
 
 def _norms_of(precision: Precision) -> AbstractContextManager[Any]:
-    """Context: batch norms beside weights of 16 bits, as a run has them."""
+    """Returns a context that replaces batch norms' kernels under 16-bit compute, as a run does."""
+    # statistics are float32, which no kernel takes beside weights of 16 bits (`joins_batch_norms`)
     narrow = precision.compute.itemsize < 4
     return JoinBatchNorm(Axis.alone("data"), Phase()) if narrow else nullcontext()
 
@@ -239,7 +240,7 @@ def _has_samples(leaves: tuple, counts: list[int]) -> bool:
 
 
 class _ShareOfGradient(torch.autograd.Function):
-    """The same tensor, its gradient divided by the ranks, over which it is summed."""
+    """Identity whose backward divides the gradient by the number of ranks, since it is summed over them later."""
 
     @staticmethod
     def forward(ctx, tensor: torch.Tensor, ranks: int) -> torch.Tensor:

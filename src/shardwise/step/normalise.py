@@ -43,10 +43,10 @@ def held_gradients(state: RankState) -> list[torch.Tensor]:
 
 
 def _as_summed(state: RankState) -> list[torch.Tensor] | None:
-    """Returns all gradients of a step that nobody has changed since they were summed, in a few flat tensors.
+    """Returns a step's gradients in a few flat tensors; None where a rank counts only some of them (tp, a pipeline).
 
-    None where a rank counts some of them alone. A tensor for each bucket takes a tenth of the time of one for each
-    weight, of which a small model has as many as a large one.
+    Only as long as nobody has changed them since they were summed. A tensor for each bucket takes a tenth of the time
+    of one for each weight, of which a small model has as many as a large one.
     """
     return state.technique.flat_gradients() if state.tensor is None and state.staged is None else None
 

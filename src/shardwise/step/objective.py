@@ -33,7 +33,7 @@ def objective_of(state: RankState, loss: Loss) -> tuple[torch.Tensor, dict[str, 
 
 
 def _with_all_terms(state: RankState, loss: Loss) -> Loss:
-    """Returns the loss with a term of nothing for each that this rank's samples give none to.
+    """Returns the loss with a term of value 0 for each extra term that this rank's samples do not have.
 
     Ranks meet for terms with a weight of their own, and for the control row: a rank whose samples reach no box would
     come to fewer of these than the others.

@@ -35,7 +35,9 @@ class StagedForward(Forward):
                          forward.positions)  # fmt: skip
         self.staged, self.cut, self.axis = staged, cut, axis
         inner = forward.positions.axes if forward.positions is not None else ()
+        # shapes that depend on values may change with each batch, so those that were told do not last
         self.mail = Mail(axis, cut.schedule.owner, forward.device, inner, lasting=not cut.by_values)
+        # only for a forward that takes gradients itself, over a stage's boundary: stages then ask each other for parts
         self.serving = Serving(cut, axis, forward.device) if cut.talks else None
         self.last = len(cut.stages) - 1
         self.last_owner = cut.schedule.owner[self.last]

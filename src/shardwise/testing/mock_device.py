@@ -222,8 +222,11 @@ def _no_backend(options: Any, _: Any) -> Any:
 
 
 def _own_kernels() -> list[Any]:
-    """Operations that are registered beside the fallback: those that `torch.tensor` calls where subclasses are not
-    asked, and those that torch would compute by other operations on a device without a kernel for them."""
+    """Returns the operations that are registered beside the fallback.
+
+    Those that `torch.tensor` calls where subclasses are not asked, and those that torch would compute by other
+    operations on a device without a kernel for them.
+    """
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
     both = [name for name in names if has(name, "CompositeImplicitAutograd") and has(name, "CPU")]

@@ -153,6 +153,7 @@ class _Recorder(TorchDispatchMode):
                 self.tape.deferred.add(storage_key(tensor))
             written = tuple(written_tensors(func, args, kwargs))
             return written[0] if len(returned) == 1 else written if returned else None
+        # by shape: the result is made on the meta device, then given address space
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("meta")}
         args, kwargs = replaced(torch.Tensor, _as_meta, (args, kwargs))

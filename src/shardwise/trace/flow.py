@@ -131,7 +131,7 @@ class Flow:
 
     @cached_property
     def reaching(self) -> set[int]:
-        """Numbers of the tensors from which the output, or a written parameter or buffer, is computed."""
+        """Returns the numbers of the tensors from which the output, or a written parameter or buffer, is computed."""
         state = {n for n in (*self.parameters, *self.buffers) if self.made[n] >= 0}  # what a write has numbered anew
         numbers = {*self.returned, *state, *(n for taken in self.taken for n in taken.by)}
         for op in reversed(self.ops):
@@ -160,7 +160,7 @@ class Flow:
 
     @property
     def outline(self) -> list[tuple[float, int, int]]:
-        """Returns (cost, reads, makes) of each operation: forwards of other operations have another outline."""
+        """Returns (cost, how many tensors it reads, how many it makes) of each operation, to compare forwards by."""
         return [(op.cost, len(op.reads), len(op.makes)) for op in self.ops]
 
     def forget_what_is_left(self) -> None:
@@ -196,14 +196,14 @@ class Flow:
             yield call, sorted(alive)
 
     def crossing_at(self, moment: int) -> list[int]:
-        """Returns what depends on parameters, was made before a moment and is used after it."""
+        """Returns the numbers of the tensors that depend on parameters, made before a moment and used after it."""
         made = enumerate(self.made)
         of_forward = (n for n, when in made if self.depends[n] and when < moment and n not in self.parameters)
         return [number for number in of_forward if self.last_use[number] > moment]
 
     @cached_property
     def callers(self) -> list[list[ModuleCall]]:
-        """By operation, the calls inside which it runs, outermost first."""
+        """Returns, for each operation, the calls inside which it runs, outermost first, without the root."""
         callers, calls, stack = list[list[ModuleCall]](), [*self.calls()], [self.root]
         at = 0
         for op in self.ops:
@@ -219,7 +219,7 @@ class Flow:
 
     @cached_property
     def written_buffers(self) -> list[tuple[int, int]]:
-        """(first use, last use) of each buffer that an operation writes into."""
+        """Returns (time of the first use, of the last) of each buffer that an operation writes into."""
         spans: dict[int, tuple[int, int]] = {}
         for op in self.ops if not self.stateful.isdisjoint(self.buffers.values()) else ():
             # a write gives a buffer another number: one buffer may have several
@@ -229,7 +229,7 @@ class Flow:
 
     @cached_property
     def written_spans(self) -> list[tuple[int, int, int]]:
-        """(first use, last use, id) of each parameter or buffer that is written with values that depend on parameters.
+        """Returns (first use, last use, id) of each parameter or buffer into which values that depend on parameters go.
 
         All of it belongs into one stage: what one micro-batch leaves there, the next one finds.
         """
@@ -247,7 +247,7 @@ class Flow:
 
     @cached_property
     def led(self) -> set[int]:
-        """Numbers of the tensors that receive a gradient of the output."""
+        """Returns the numbers of the tensors that receive a gradient of the output."""
         numbers = set(self.returned)
         for op in reversed(self.ops):
             if op.leads and not numbers.isdisjoint(op.makes):
@@ -260,7 +260,7 @@ class Flow:
 
     @cached_property
     def _exits(self) -> dict[tuple, list[int]]:
-        """Times at which calls of torch's functions returned, in order, by the code that made them."""
+        """Returns the times at which calls of torch's functions returned, in order, by the code that made them."""
         exits_by_code: dict[tuple, list[int]] = {}
         for call in self.functions:
             if call.own is not None:
@@ -275,7 +275,7 @@ class Flow:
 
     @cached_property
     def call_leaves(self) -> dict[int, list[tuple[ModuleCall, bool, int]]]:
-        """By a tensor's number: (call, whether it is an argument of the call or a result, its place among those)."""
+        """Returns, by a tensor's number, (call, whether it is an argument, else a result, its place among those)."""
         places: dict[int, list[tuple[ModuleCall, bool, int]]] = {}
         for call in self.calls():
             for leaf, argument in enumerate(call.arguments):
@@ -288,7 +288,7 @@ class Flow:
 
     @cached_property
     def in_order(self) -> list[tuple[int, int]]:
-        """(when made, number) of every tensor that was made in the forward, in order."""
+        """Returns (when made, number) of every tensor that was made in the forward, in order."""
         return sorted((made, number) for number, made in enumerate(self.made) if made >= 0)
 
     def maker(self, number: int) -> str:

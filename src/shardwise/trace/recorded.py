@@ -57,6 +57,7 @@ def _calls(
         recorder.time += 1
         if watch is not None:
             watch.moment(recorder.time, stack)
+        # `leave` compares: what the call has changed beside tensors
         structures.append(structure(child))
         leaves, _ = tree_flatten((args, kwargs))
         numbers = [recorder.number(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]

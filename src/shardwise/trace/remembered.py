@@ -56,13 +56,13 @@ def _items_of(value: Any) -> list[Any]:
 
 
 def leaves(value: Any, deep: int = DEEP) -> Iterator[Any]:
-    """Returns, one by one, the tensors and numbers with a point that a plain attribute holds."""
+    """Yields the tensors and floats that a plain attribute holds, in nested containers and objects too."""
     if isinstance(value, torch.Tensor | float):
         yield value
     elif not isinstance(value, _ATOMS) and deep and not isinstance(value, nn.Module | type) and not callable(value):
         items = _items_of(value)
         few = len(items) <= _FEW or any(type(item) not in _WORDS for item in items[:_FEW])
-        for item in items if few else ():  # no vocabulary
+        for item in items if few else ():  # a long one of words or whole numbers is a vocabulary, which holds neither
             yield from leaves(item, deep - 1)
 
 

@@ -159,10 +159,10 @@ def _node(tensor: torch.Tensor) -> Node:
 
 
 def _weights(roots: list[Node], targets: set[Node]) -> tuple[dict[Node, list[Node]], set[Node]]:
-    """Returns (weights, apart): by node, the nodes that accumulate the weights below it; roots that reach no target.
+    """Returns (node -> the nodes that accumulate the gradients of W's weights there, the roots that reach no target).
 
-    The nodes are those that lead to a target, with what lies below those of their edges that lead to none, and the
-    roots in `apart`, with all below them.
+    A node that leads to a target is a key if weights lie below its edges that lead to none: its value is those. A root
+    that reaches no target is a key too, with all weights below it.
     """
     below: dict[Node, tuple[Node, ...]] = dict.fromkeys(targets, ())
     reaches: dict[Node, bool] = {}
@@ -175,6 +175,7 @@ def _weights(roots: list[Node], targets: set[Node]) -> tuple[dict[Node, list[Nod
             order.append(node)
             reaches[node] = node in targets or any(reaches[child] for child in children)
             own = _accumulating(node) if node not in targets else ()
+            # a node on the way to a target passes nothing up: the weights beside it are its own, not its parents'
             below[node] = (
                 () if reaches[node] else tuple(dict.fromkeys([*own, *(w for c in children for w in below[c])]))
             )

@@ -19,14 +19,14 @@ def uses(flow: Flow) -> list[tuple[int, int]]:
 
 
 def uses_led(flow: Flow) -> list[tuple[int, int]]:
-    """Returns those of `uses` that a gradient of the output goes back to."""
+    """Returns the entries of `uses` by operations through which a gradient of the output goes back."""
     # a forward that takes gradients itself: its output is reached by these too, which `led` does not follow
     led = {op.time for op in flow.ops if flow.taken or (op.leads and not flow.led.isdisjoint(op.makes))}
     return [(time, param) for time, param in uses(flow) if time in led]
 
 
 def costs_of(flow: Flow) -> Prefix:
-    """Returns the costs of operations over time."""
+    """Returns the costs of the operations that a stage is charged for, by time."""
     # `inner`: of a gradient that the forward takes; its backward is computed on the stage that computed its forward
     forward = [op for op in flow.ops if not op.inner]
     return Prefix([op.time for op in forward], [op.cost for op in forward])
@@ -79,7 +79,7 @@ def balanced(
 
 
 def _minimax(edges: int, count: int, value) -> tuple[float, list[int]]:
-    """Returns (largest value(i, j) of a piece, edges) of the best way to cut [0, edges) at `count` - 1 edges."""
+    """Returns (the largest piece's value(i, j), the `count` - 1 edges) of the cut of [0, edges) that makes it least."""
     best = [0.0, *[float("inf")] * (edges - 1)]  # by edge: the largest piece of the best way there in so many pieces
     choice: list[list[int]] = []  # by number of pieces, then by edge: where the last of them begins
     for _ in range(count):

@@ -29,7 +29,10 @@ from shardwise.trace.flow import Flow, ModuleCall
 
 
 def repeated(flow: Flow, other: Flow) -> frozenset[str]:
-    """Returns the paths of modules called more often in one of two forwards; none where the others' order differs."""
+    """Returns the paths of modules whose number of calls differs between two forwards.
+
+    None of them where the other modules are called in another order.
+    """
     first, second = (Counter(path for path, _ in forward.order) for forward in (flow, other))
     paths = frozenset(path for path in first | second if first[path] != second[path])
     rest = [[path for path, _ in forward.order if path not in paths] for forward in (flow, other)]
@@ -37,7 +40,7 @@ def repeated(flow: Flow, other: Flow) -> frozenset[str]:
 
 
 def met_always(flow: Flow, places: list[CutPoint]) -> list[CutPoint]:
-    """Returns the places outside of the calls that a forward makes more or less often (`Flow.repeats`)."""
+    """Returns the places outside of calls whose number differs between forwards (`Flow.repeats`)."""
     if not flow.repeats:
         return places
     calls = [*flow.calls()]
@@ -54,7 +57,7 @@ def met_always(flow: Flow, places: list[CutPoint]) -> list[CutPoint]:
 
 
 def met_by_chance(flow: Flow, places: list[CutPoint], substitutes: list[CutPoint]) -> list[CutPoint]:
-    """Returns the places that every forward comes to, and those for which one of the next calls can stand in.
+    """Returns the places that every forward comes to, or for which later calls (their `others`) can stand in.
 
     substitutes  places that may stand in: all of them, also those that nothing is computed before
     """
@@ -68,7 +71,7 @@ def met_by_chance(flow: Flow, places: list[CutPoint], substitutes: list[CutPoint
 def _in_its_stead(
     flow: Flow, place: CutPoint, by_call: dict[tuple[str, int], CutPoint]
 ) -> tuple[CutPoint, ...] | None:  # fmt: skip
-    """Returns the calls, in order, of which the first that a forward makes stands in for `place`.
+    """Returns the places that stand in for `place`, in order: a stage begins at the first that a forward comes to.
 
     None where that cannot be; () where every forward makes the call of `place`.
     """

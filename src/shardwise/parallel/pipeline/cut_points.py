@@ -43,7 +43,7 @@ WORTH = 0.8  # of the slowest stage's time, for which tensors travel that the ne
 def find_places(
     flow: Flow, *, own: bool = False, functions: bool = False
 ) -> tuple[list[CutPoint], list[tuple[ModuleCall, int]]]:
-    """Returns (places to cut, in order; of every other call a tensor that crosses and that nobody can take hold of).
+    """Returns (places to cut, in order; every other call, with a tensor that crosses it and that has no holder).
 
     own        what a caller's code keeps to itself can be taken hold of too
     functions  of calls of torch's functions by forwards' own code, not of submodules
@@ -70,7 +70,7 @@ def find_places(
 
 
 def _lasting(flow: Flow, places: list[CutPoint], *, own: bool) -> list[CutPoint]:
-    """Returns the places at which later forwards find what earlier ones left, and have the same tensors to send."""
+    """Returns the places where later forwards send the same tensors and find what earlier ones left on their side."""
     lasting = []
     for place in places:
         runs_on, why = conflict(flow, place.call)
@@ -122,7 +122,7 @@ def _kept_by_a_caller(flow: Flow, boundary: ModuleCall, number: int) -> Holder |
 
 
 def _usable(flow: Flow, places: list[CutPoint]) -> list[CutPoint]:
-    """Returns the outermost place of each moment, without those whose surrounding code reads what a stage lacks."""
+    """Returns the outermost place of each moment, but none in code that has read a value depending on parameters."""
     decided = decisions(flow)
     costs = costs_of(flow)
     times = [time for time, _ in uses(flow)]
@@ -131,8 +131,10 @@ def _usable(flow: Flow, places: list[CutPoint]) -> list[CutPoint]:
     for place in places:
         moment = place.call.enter
         before = kept[-1].call.enter if kept else 0
-        # a module and its first submodule are entered at one moment; before the first parameter no stage can train
+        # no cost since the last place: a module and its first submodule are entered at one moment. No parameter used
+        # so far: the stage before could not train
         new = costs.between(before, moment) > 0 and count.between(0, moment) > 0
+        # the next stage runs such code from its beginning, and lacks the value that it has read
         if new and not any(owner.enter <= time < moment < owner.exit for time, owner in decided):
             kept.append(place)
     return kept
@@ -190,7 +192,8 @@ def _outside(places: list[CutPoint], units: Sequence[str]) -> list[CutPoint]:
 
 def _best(flow: Flow, module: nn.Module, tiers: list[list[CutPoint]], count: int) -> list[CutPoint]:
     """Returns the best `count` - 1 places of several lists, each a superset of those before; none where too few."""
-    for trained in (uses_led, uses):  # a function of one's own may detach, and its backward does not
+    # all uses, where too few are led to: an autograd function of the user's may detach inside, and give gradients yet
+    for trained in (uses_led, uses):
         if best := _best_of(flow, module, tiers, count, trained):
             return best
     return []
@@ -337,7 +340,7 @@ def _add_used(stage: Stage, later: Flow) -> None:
 
 
 def _take_part(flow: Flow, stage: Stage) -> None:
-    """Set what a stage has to know of gradients that the forward takes itself."""
+    """Set what a stage needs to know of gradients that the forward takes itself: `taken`, `over`, `answers`, `by`."""
     stage.taken, stage.differentiates = flow.taken, bool(flow.taken or flow.backwards)
     if stage.entry is not None:
         stage.over = frozenset(crossed(flow, stage.entry.call, stage.entry.numbers))

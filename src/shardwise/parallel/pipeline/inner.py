@@ -17,7 +17,11 @@ from shardwise.trace.flow import Flow, ModuleCall
 
 
 def crossed(flow: Flow, call: ModuleCall, numbers: Sequence[int]) -> list[int]:
-    """Returns which of the flow's gradients go back over the entry of `call`, which the tensors `numbers` cross."""
+    """Returns the indices in `flow.taken` of the gradients that go back over the entry of `call`.
+
+    numbers  the tensors that cross there
+    """
+    # what one that is not plain is taken by is not known, so that it is held to cross
     return [
         index
         for index, taken in enumerate(flow.taken)
@@ -27,14 +31,14 @@ def crossed(flow: Flow, call: ModuleCall, numbers: Sequence[int]) -> list[int]:
 
 
 def _leads(flow: Flow, x: int, numbers: Sequence[int]) -> bool:
-    """Returns whether something that crosses follows from x; x itself may cross, as a leaf of the next stage."""
+    """Returns whether another crossing tensor follows from x; x itself may cross, as a leaf of the next stage."""
     return any(number != x and number in flow.influenced_by(x) for number in numbers)
 
 
 def blocked(flow: Flow, call: ModuleCall, numbers: Sequence[int]) -> int | None:
-    """Returns the tensor by which a gradient is taken that crosses this place, and that nobody before it has.
+    """Returns a tensor that a gradient over this place is taken by and that no stage before it has; None: none is.
 
-    Of a gradient that cannot be taken in parts, the first that crosses.
+    For a gradient that cannot be taken in parts it is the first of `numbers`, the tensors that cross.
     """
     if any(start > call.enter for start in flow.backwards):
         return numbers[0]
@@ -49,7 +53,7 @@ def blocked(flow: Flow, call: ModuleCall, numbers: Sequence[int]) -> int | None:
 
 
 def where(flow: Flow, x: int, before: int, skips: Sequence[Skip]) -> Holder | None:
-    """Returns where a stage that ends at `before`, and leaves out `skips`, has the tensor `x`; None: nowhere."""
+    """Returns the holder of tensor `x` on a stage that ends at `before` and leaves out `skips`; None: it has none."""
     if x in flow.root.arguments:
         return Holder("", 0, True, flow.root.arguments.index(x))
     for call, is_argument, leaf in flow.call_leaves.get(x, ()):
@@ -70,7 +74,10 @@ def _hidden(call: ModuleCall, skips: Sequence[Skip]) -> bool:
 def found_by(
     flow: Flow, stop: int, entry: CutPoint | None, skips: Sequence[Skip], last: CutPoint | None
 ) -> dict[int, By]:  # fmt: skip
-    """Returns, for each gradient that a stage takes or that crosses its end `last`, where it has the tensors of it."""
+    """Returns, by index of each gradient that a stage takes or that crosses its end `last`, where it has its inputs.
+
+    Of each input: the holder, True where it was sent by the stage before, None where the stage lacks it.
+    """
     here = [k for k, taken in enumerate(flow.taken) if taken.enter < stop]
     if last is not None:
         here += crossed(flow, last.call, last.numbers)

@@ -42,11 +42,15 @@ class _Cut:
         return BEFORE if time < self.moment else AFTER
 
     def around(self, call: ModuleCall) -> bool:
-        """Returns whether a call's own code is run by the stages on both sides."""
+        """Returns whether the cut lies inside the call, so that stages on both sides run its own code."""
         return call.enter < self.moment < call.exit or call is self.flow.root
 
     def run_by(self, op: FlowOp, callers: list[ModuleCall], runs_on: bool) -> int:
-        """Returns the sides whose stages do an operation: its own, and the other where code around the cut does it."""
+        """Returns the sides whose stages run an operation: BEFORE, AFTER, or BOTH where code around the cut runs it.
+
+        callers  the calls inside which it runs, outermost first
+        runs_on  the stage before goes on to the end of the forward
+        """
         mine, flow = self.side(op.time), self.flow
         for call in callers:
             if self.around(call) or call.moves:  # what changes attributes is never left out
@@ -63,6 +67,7 @@ def conflict(flow: Flow, place: ModuleCall) -> tuple[bool, str]:
     # one forward is enough to see that nothing lasts: no attribute changes, and no written buffer is used on both sides
     if not flow.later and not any(first < place.enter <= last for first, last in flow.written_buffers):
         return False, ""
+    # none was recorded: the forward stands for the next one too, which finds the buffers that it has written
     flows = [flow, *flow.later] if flow.later else [flow, flow]
     twins = [place, *(twin_of(place, later) for later in flow.later)] if flow.later else [place, place]
     if None in twins:
@@ -79,7 +84,7 @@ def conflict(flow: Flow, place: ModuleCall) -> tuple[bool, str]:
 
 
 def _changed_behind(cut: _Cut) -> bool:
-    """Returns whether code around a cut changes an attribute behind it, or a later call one that is not its own."""
+    """Returns whether, after the cut, code around it changes an attribute, or a call one of a module outside itself."""
     for change in cut.flow.changes:
         path, call = change.place[0], change.call
         own = path == call.path or path.startswith(f"{call.path}.")
@@ -97,7 +102,7 @@ def _conflict(cuts: list[_Cut], runs_on: bool) -> str:
 
 
 def _had(cuts: list[_Cut], runs_on: bool) -> tuple[list[list[int]], str]:
-    """Returns (of each forward, by tensor's number: the sides that have its right values; why the cut cannot be)."""
+    """Returns (for each forward, by tensor number: the sides with its right values; why no cut can be here, or "")."""
     had: list[list[int]] = []
     for cut in cuts:
         sides, why = _sides(cut, runs_on, cuts, had)
@@ -108,9 +113,9 @@ def _had(cuts: list[_Cut], runs_on: bool) -> tuple[list[list[int]], str]:
 
 
 def kept_on(flow: Flow, places: Sequence[CutPoint]) -> dict[int, list[int]]:
-    """Returns the indices of the stages that have what a forward put in the place of a buffer, by the buffer's id.
+    """Returns buffer id -> indices of the stages with the right values of what a forward put in its place.
 
-    Those that computed it of what was made up have it not.
+    A stage that computed it from made-up results is not among them.
     """
     stages: dict[int, list[int]] = {}
     sides_at = [_of_buffers(flow, place) for place in places]
@@ -123,16 +128,17 @@ def kept_on(flow: Flow, places: Sequence[CutPoint]) -> dict[int, list[int]]:
 
 
 def _of_buffers(flow: Flow, place: CutPoint) -> dict[int, int]:
-    """Returns, by id of each buffer that the forward replaced, the sides of `place` that have the right values."""
+    """Returns id -> sides of `place` with the right values, for each buffer that the forward replaced."""
     cuts = _cuts([flow, *flow.later], [place.call, *(twin_of(place.call, later) for later in flow.later)])
     had = _had(cuts, place.runs_on)[0] if flow.later else []
+    # `_had` ends early at a conflict: the first forward has carried nothing, so that no buffer is named
     last = flow.later[-1] if len(had) > len(flow.later) else flow
     kept = [(last.buffers[number], source) for number, source in last.carried.items() if number in last.buffers]
     return {buffer: had[which][number] for buffer, (which, number) in kept}
 
 
 def _sides(cut: _Cut, runs_on: bool, cuts: list[_Cut], had: list[list[int]]) -> tuple[list[int], str]:
-    """Returns (by tensor's number: the sides that have its right values in this forward; why the cut cannot be, or "").
+    """Returns (by tensor number: the sides with its right values in this forward; why no cut can be here, or "").
 
     had  the same of the forwards before it
     """
@@ -176,15 +182,16 @@ def _holders(cut: _Cut, param: int) -> int:
 
 
 def _find_buffers(flow: Flow, before: Flow, had: list[int], sides: list[int]) -> None:
-    """Set the sides of buffers that the forward finds as the one before it has written them last."""
+    """Set `sides` of the buffers that the forward finds to those with the right values at the end of the one before."""
     last = {buffer: number for number, buffer in before.buffers.items()}  # numbers ascend with time
     for number, buffer in flow.buffers.items():
+        # read here before any write of this forward, and written by the one before
         if flow.made[number] < 0 and buffer in last and before.made[last[buffer]] >= 0:
             sides[number] = had[last[buffer]]
 
 
 def kept_twice(flow: Flow, places: Sequence[CutPoint]) -> str:
-    """Returns the name of what stages on both sides of some cut change for a later forward, or ""."""
+    """Returns the names of what stages on both sides of a cut change for a later forward, as text, or ""."""
     if flow.later:
         return _named(flow)
     for place in places:

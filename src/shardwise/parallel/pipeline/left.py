@@ -22,7 +22,7 @@ from shardwise.trace.flow import Flow, ModuleCall
 
 @dataclass
 class _Saved:
-    """Stands in autograd for a saved tensor on a written tensor's memory; later it has a copy."""
+    """A saved tensor on the memory of one that the forward writes; a copy takes its place when the forward is over."""
 
     tensor: torch.Tensor
 
@@ -33,7 +33,7 @@ def _unpacked(kept: torch.Tensor | _Saved) -> torch.Tensor:
 
 @contextmanager
 def as_left(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Context of one forward: its backward meets these parameters and buffers as they are at the end of it.
+    """Context around one forward: its backward gets these parameters and buffers as they are when the forward ends.
 
     names  of parameters and buffers into which the forward writes
     """

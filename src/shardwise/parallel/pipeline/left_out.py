@@ -88,6 +88,7 @@ class LeftOutResults:
         cuts = along or [()] * len(shapes)
         recipe = []
         for leaf, like, shape, cut in zip(skip.call.leaves, skip.like, shapes, cuts, strict=True):
+            # a plain value, or an argument that the call gives on as the same tensor
             if leaf.tensor is None or leaf.tensor in argument_of:
                 argument = argument_of.get(leaf.tensor) if leaf.tensor is not None else None
                 recipe.append(_Leaf(argument=argument, value=leaf.value))

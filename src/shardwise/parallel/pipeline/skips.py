@@ -91,7 +91,10 @@ def _skip(
 
 
 def _alike(call: ModuleCall, later: Flow) -> bool:
-    """Returns whether a later forward's call changes no attribute, and has arguments and results like this one's."""
+    """Returns whether a later forward's same call has equal arguments and results and changes no attribute.
+
+    True where it makes no such call.
+    """
     twin = next((other for other in later.calls() if (other.path, other.place) == (call.path, call.place)), None)
     if twin is None:
         return True

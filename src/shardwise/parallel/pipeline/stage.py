@@ -303,6 +303,7 @@ class StagedModule:
     def _check(self, stage: Stage, left: bool) -> None:
         """Raises `RefusedPlan` where the forward took another way than when it was looked at."""
         expected = sum(taken.enter < stage.stop for taken in stage.taken)
+        # gradients that go back over its beginning are told apart by their number, which all stages must count alike
         if stage.over and self._taken != expected:
             raise RefusedPlan(
                 f"the forward takes {self._taken} gradients itself, and took {expected} when it was looked at: one "

@@ -165,7 +165,8 @@ class Tape:
             walk.grads[place] = _sum(walk.grads[place], gradient)
 
     def _counts(self, walk: Walk, turn: Round, leaf: torch.Tensor | None) -> bool:
-        """Returns whether the walk's gradient of a leaf is asked for; `first`: of the hidden states received."""
+        """Returns whether the walk has to compute the gradient of this leaf of the round `turn`."""
+        # the hidden states that the stage received: asked for only by gradients that go back over its beginning
         first = turn is self.rounds[0] and not turn.with_next
         if leaf is None or not leaf.requires_grad or (first and walk.index not in self.over):
             return False
@@ -231,14 +232,14 @@ class Tape:
         self.talk.say(self.stage, self.stage + 1, {"more": self._more(walk)}, record.gave)
 
     def _more(self, walk: Walk) -> bool:
-        """Returns whether a gradient is pending in a round after the hidden states sent: the next stage is to ask."""
+        """Returns whether the next stage has to ask again: a gradient waits in a round after the hidden states sent."""
         first = next(place for place, turn in enumerate(self.rounds) if turn.with_next)
         return any(id(leaf) in walk.pending for turn in self.rounds[first + 1 : walk.until] for leaf in turn.got)
 
     # --- the loss's gradient
 
     def last(self, outputs: Sequence[torch.Tensor], gradients: Some) -> tuple[list[torch.Tensor], list]:
-        """Returns (tensors, gradients) whose one backward gives this stage's weights theirs.
+        """Returns (tensors, their gradients): one backward call from them adds to `.grad` of this stage's weights.
 
         outputs  what it sent on, with their gradients
         """

@@ -163,7 +163,7 @@ def _of_whole_positions(
 
 
 def _cut_as(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Returns keys (values), cut also over the axes that cut positions of the values (keys) alone. Differentiable.
+    """Returns `tensor` cut also over the axes that cut positions of `other` alone (keys and values). Differentiable.
 
     They are whole where they are learned, or were gathered. Nothing is sent.
     """
@@ -177,7 +177,7 @@ def _cut_as(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def _own_share(owners: Owners, axis: Axis, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor that every rank of `axis` has, cut along its positions."""
+    """Returns a tensor that is whole over `axis` as a part along its positions: this rank's share by `owners`."""
     share = owners.take(from_axis(tensor, axis), POSITIONS, axis.index).contiguous()
     return replaced_from_axis(tensor, axis, Part(share, POSITIONS, owners, axis))
 
@@ -266,7 +266,7 @@ class _Read:
         return keys
 
     def wrapped(self, payload: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor that is cut as the queries are, of a payload with a key head for each of this rank's."""
+        """Returns `payload`, a key head for each local query head, as a tensor that is cut as the queries are."""
         if self.inside is not None:
             dealt = self.inside.owners.array[self.owners.indices(self.axis.index)]
             payload = Part(payload, HEADS, Owners.of(dealt, self.inside.owners.ranks), self.inside.axis)
@@ -274,7 +274,7 @@ class _Read:
 
 
 class _ReadHeads(torch.autograd.Function):
-    """Of keys that are whole over an axis, those that each rank's queries read; the gradient is a sum over the axis."""
+    """Selects from keys, whole over an axis, each local query head's own; the gradient is a sum over the axis."""
 
     @staticmethod
     def forward(ctx: Any, key: torch.Tensor, read: _Read) -> torch.Tensor:
@@ -305,12 +305,15 @@ class _ReadHeads(torch.autograd.Function):
 
 
 def _moved_to_heads(tensor: torch.Tensor, owners: Owners, axis: Axis) -> torch.Tensor:
-    """Returns keys or values dealt by heads; whole ones (of another sequence) as they are: each rank reads its own."""
+    """Returns keys or values with heads cut in place of positions; unchanged where their positions are whole.
+
+    Whole ones are of another sequence, of which each rank reads the heads that its queries need.
+    """
     return tensor if _cut_over(tensor, axis) is None else moved(tensor, HEADS, owners, axis)
 
 
 def _dealt(heads: int, inside: Owners | None, ranks: int) -> Owners:
-    """Returns owners of heads in blocks: of all, or, where an axis further in has dealt them, of each rank's there."""
+    """Returns the owners of heads dealt in blocks over `ranks`: of all, or of each rank's share in `inside`."""
     if inside is None:
         return Owners.blocks(heads, ranks)
     dealt = np.zeros(heads, dtype=np.int16)
@@ -321,7 +324,7 @@ def _dealt(heads: int, inside: Owners | None, ranks: int) -> Owners:
 
 
 def _levels(tensor: torch.Tensor) -> list[Part]:
-    """Returns the parts that a tensor is, over one axis after the other, the outermost first; sums are taken."""
+    """Returns the `Part`s of a tensor, one inside the other, the outermost axis first; sums between them are taken."""
     parts = []
     while isinstance(tensor, Distributed):
         tensor = tensor.settled()
@@ -352,7 +355,7 @@ def _owners(tensor: torch.Tensor, axis: Axis) -> Owners | None:
 
 
 def _inside(tensor: torch.Tensor, axis: Axis) -> Part | None:
-    """Returns the tensor as an axis further in cuts its heads (tensor parallelism); None where none does."""
+    """Returns the level of a tensor at which an axis further in than `axis` cuts its heads (tp); None: none does."""
     return next((p for p in _levels(tensor) if p.axis.depth > axis.depth and p.dim_cut == HEADS), None)
 
 

@@ -38,7 +38,7 @@ class Layers:
         return local if self.part is None else self.part.with_local(local)
 
     def gradient(self, payload: torch.Tensor, queries: Layers) -> torch.Tensor:
-        """Returns the gradient of keys or values: a sum over ranks where they are whole and the queries cut."""
+        """Returns the gradient `payload` of keys or values, wrapped as they are cut; a `Sum` where they are whole."""
         local = payload
         if self.inner is not None:
             local = self.inner.with_local(payload)
@@ -49,7 +49,7 @@ class Layers:
         return self.part.with_local(local)
 
     def share(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's payload of a gradient, however it is dealt. Collective where it is dealt otherwise."""
+        """Returns this rank's share of a gradient, cut as this tensor is. Collective where it comes cut otherwise."""
         local = gradient
         if self.part is not None:
             local = share_of(gradient, POSITIONS, self.part.owners, self.axis)
@@ -126,7 +126,7 @@ def refuse_other_samples(query: Layers, *others: Layers) -> None:
 
 
 def key_heads_read(q: Layers, k: Layers) -> torch.Tensor | None:
-    """Returns the key head of each of this rank's query heads; None where so many in a row read each key head."""
+    """Returns (H,) the local key head of each local query head; None where equal runs of query heads share one."""
     if q.inner is None or q.inner.dim_cut != HEADS:
         return None
     queries_per_key = q.inner.shape[HEADS] // (k.inner.shape[HEADS] if k.inner is not None else k.payload.shape[HEADS])
@@ -142,7 +142,7 @@ def key_heads_read(q: Layers, k: Layers) -> torch.Tensor | None:
 
 
 def _places(queries: Owners, keys: Part | None, queries_per_key: int, rank: int) -> np.ndarray | None:
-    """Returns where among its key heads a rank further in has that of each of its query heads; None where it lacks one.
+    """Returns (H,): for each query head of `rank`, its key head's place among those of the rank; None: one is missing.
 
     In numpy: a tensor's values could not be read in a rehearsal, which has none.
     """

@@ -102,9 +102,10 @@ class PairMask(torch.Tensor):
 
 
 def look_at(block: torch.Tensor, alike: bool, full: bool = True) -> torch.Tensor:
-    """Returns (3,): whether a block lets anything be read, everything, just what lies on or below its diagonal.
+    """Returns (3,) of bool: whether a block lets any pair be read, all pairs, exactly the lower triangle.
 
-    alike  its rows and columns are the same positions;  full  it may be all that is asked for
+    alike  its rows and columns are the same positions; else the third is False
+    full   whether to look for all pairs; else the second is False
     """
     none = block.new_zeros(())
     diagonal = (block == torch.ones_like(block[0, 0]).tril()).all() if alike else none
@@ -167,7 +168,7 @@ def indices_at(at: At, device: torch.device) -> torch.Tensor:
 
 
 def whole_function(function: Any) -> Any:
-    """Returns the function with every cut tensor that it closes over whole: ranks may call it each for themselves.
+    """Returns the function with the cut tensors that it closes over gathered, so that each rank can call it alone.
 
     Collective. `ValueError` where what it closes over is not followed: it is no function, number or tensor.
     """
@@ -175,7 +176,7 @@ def whole_function(function: Any) -> Any:
 
 
 def _remade(function: Any, of_tensor: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Returns the function with others in the place of the tensors that it closes over; `ValueError` as above."""
+    """Returns the function with `of_tensor` applied to each tensor that it closes over; `ValueError` as above."""
     if isinstance(function, torch.Tensor):
         return of_tensor(function)
     if isinstance(function, tuple | list):
@@ -204,7 +205,7 @@ def _tensors_of(function: Any) -> list[torch.Tensor]:
 
 
 def _identity(function: Any) -> Any:
-    """Returns a key of a function without the tensors that it closes over: equal where these alone may differ."""
+    """Returns a hashable key of a function, equal for functions that differ only in tensors that they close over."""
     if isinstance(function, FunctionType):
         cells = tuple(_identity(cell.cell_contents) for cell in function.__closure__ or ())
         return function.__code__, _identity(function.__defaults__), str(function.__kwdefaults__), cells
@@ -215,7 +216,7 @@ def _identity(function: Any) -> Any:
 
 @dataclass(frozen=True)
 class Bare:
-    """A mask by a function without the tensors that this closes over: programs are written for it, and given those."""
+    """A `PairMask` without the tensors of its function, which a program that is written for it takes as inputs."""
 
     identity: Any  # equal where functions give the same of the same tensors
     shape: tuple[int, ...]

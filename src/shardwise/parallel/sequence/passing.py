@@ -98,17 +98,17 @@ def gradients_around(call: Call, mine: Tensors, block: Any) -> Tensors:
 
 
 def _round_of(call: Call, source: int, reader: int) -> int:
-    """Returns the round in which a reader expects a block, or its sum: the one before the step in which it has it."""
+    """Returns the round in which a block, or its sum, is sent to a reader: the one before its step with it."""
     return (reader - source) % call.axis.size - 1
 
 
 def _last_step(call: Call, source: int) -> int:
-    """Returns the step in which the last other rank that reads a block has it, which then sends home its sum; or -1."""
+    """Returns the step in which the last other reader has a block and sends its sum home; -1: nobody else does."""
     return (call.ways[source][-1] - source) % call.axis.size if call.ways[source] else -1
 
 
 def _sums_before(call: Call, source: int) -> int | None:
-    """Returns the rank from which this one gets the sum of a block that it reads next; None where it begins it."""
+    """Returns the rank that sends this one a block's sum of gradients so far; None where this rank begins the sum."""
     before = call.before(source)
     return None if before == source else before  # from its owner a block comes first to this rank: no sum before
 
@@ -134,7 +134,11 @@ class _Rounds:
         self.pending: list[tuple[Pending, torch.Tensor]] = []
 
     def begin(self, sends: list[tuple[int, int, Tensors]], receives: list[tuple[int, int, Tensors]]) -> list[_Arriving]:
-        """Begin a round: (rank, whose block, tensors, or what they are like) that go and come; does not wait."""
+        """Begin a round of messages without waiting; returns what arrives, in the order of `receives`.
+
+        sends     (to which rank, whose block, its tensors)
+        receives  (from which rank, whose block, tensors of the same dtypes)
+        """
         kind = self.kind
         self.pending = [(p, t) for p, t in self.pending if not p.over]  # what has left gives its memory back
         # a tag for each tensor: keys and sums of one block may be on their way between two ranks at once. A rank
@@ -167,7 +171,7 @@ class _Rounds:
 
 
 class _Arriving:
-    """What is of the block of `source`, on its way here."""
+    """The tensors of the block of rank `source`, while they are received."""
 
     def __init__(self, call: Call, source: int, like: Tensors):
         assert call.keys is not None

@@ -178,6 +178,7 @@ class _Compiled:
             marked = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
             program.traced = [out_spec, marked, [layout for _, layout in pairs]]
             values = tuple(value for value, _ in pairs if isinstance(value, torch.Tensor))
+            # the graph is traced with functional tensors; before that, the compiler asks for shapes alone
             return values if any(isinstance(t, FunctionalTensor) for t in tensors) else _shapes_of(values)
 
         program = _Program(trace)
