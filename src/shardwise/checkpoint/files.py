@@ -1,4 +1,4 @@
-"""Write files that survive a crash (sync, then rename); read and write safetensors. In a store: remote. Without torch.
+"""Write files that survive a crash (sync, then rename); read and write safetensors. A dtype: holdings; a store: remote.
 
 Every change goes through a `Disk`, one method each, so that a test can end the process before any of them, or keep a
 log of them and lose what was not yet synced.

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from shardwise.adapters.peft_files import has_adapters, write_adapters
+from shardwise.checkpoint.inspect import FILE_BYTES
 from shardwise.comm import gather_json
 from shardwise.engine.engine import Engine
 from shardwise.engine.weights_out import trained_parameters
@@ -28,7 +29,6 @@ from shardwise.heads import read_config
 from shardwise.hf.folder_tensors import INDEX, SINGLE
 from shardwise.hf.names import as_on_disk, is_renamed
 
-FILE_BYTES = 5 * 10**9
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".msgpack", ".h5", ".onnx")
 
 
@@ -58,7 +58,7 @@ def export(
     if there:
         raise InputError(f"{folder} exists: export writes a new folder")
     if merge:
-        return _export_merged(weights, folder, source, dtype)
+        return _export_merged(weights, folder, source, dtype, file_bytes)
     _check_names(weights, config)
     partial = folder.with_name(f".{folder.name}.partial")
     if writes:
@@ -81,7 +81,9 @@ def export(
     return folder
 
 
-def _export_merged(weights: Engine | str | Path, folder: Path, source: Any, dtype: torch.dtype | None) -> Path:
+def _export_merged(
+    weights: Engine | str | Path, folder: Path, source: Any, dtype: torch.dtype | None, file_bytes: int
+) -> Path:
     """Write the model with its adapters merged. Collective with an engine."""
     from shardwise.hf.merge import merged
 
@@ -90,7 +92,7 @@ def _export_merged(weights: Engine | str | Path, folder: Path, source: Any, dtyp
         adapters = weights if not isinstance(weights, Engine) else save_adapters(weights, Path(between) / "adapter")
         if not isinstance(weights, Engine) or weights.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
-            merged(Path(adapters), source, dtype).save_pretrained(str(partial))
+            merged(Path(adapters), source, dtype).save_pretrained(str(partial), max_shard_size=file_bytes)
             _copy_others(source, partial)
             partial.replace(folder)
     if isinstance(weights, Engine):

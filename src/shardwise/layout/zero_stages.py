@@ -83,10 +83,11 @@ STAGES = {
     )
 }  # fmt: skip
 UNSHARDED = STAGES[0]
+DEFAULT = 3  # of a plan with dp_shard that names no stage, as FSDP2 has it
 SHARDED = [stage for stage in STAGES.values() if stage.state]
 PER_MICROBATCH = STAGES[2]  # what is kept whole beside units of zero=3 (experts, written weights) lies in its pieces
 
 
 def default_stage(ranks: int) -> int:
     """Returns the stage of a plan that names none, over so many ranks of dp_shard."""
-    return SHARDED[-1].number if ranks > 1 else UNSHARDED.number
+    return DEFAULT if ranks > 1 else UNSHARDED.number

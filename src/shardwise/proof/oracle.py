@@ -1,4 +1,4 @@
-"""The oracle: a plain loop in one process. A new part of the step: also plain_run, run, own_precision, settings.
+"""The oracle: a plain loop in one process. A new part of the step: also plain_run, verify_run, own_precision, settings.
 
 For each micro-batch: forward, backward of the sum. Then every gradient is divided by the total weight, clipped, and
 the optimizer steps. Masks are drawn by global index, as the engine's `global` mode does.

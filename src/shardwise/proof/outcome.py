@@ -1,4 +1,4 @@
-"""`Parity`: what a proof found, as text and as a dict. It is filled by compare; a run's proof: run."""
+"""`Parity`: what a proof found, and the bars of float64. Filled by compare_records; of a run: verify_run."""
 
 from __future__ import annotations
 

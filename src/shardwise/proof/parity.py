@@ -1,4 +1,4 @@
-"""`verify(task, plan)`: prove in float64 that a plan equals one process on this task (oracle, rank, compare).
+"""`verify(task, plan)`: prove in float64 that a plan equals one process on this task (oracle, rank, compare_records).
 
 One process in float64 and N ranks under the plan take the same optimizer steps on the same global batches. Compared
 by name, after every step and on every rank: the loss and the gradient's norm, every gradient, every parameter as the

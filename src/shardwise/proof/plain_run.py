@@ -1,4 +1,4 @@
-"""A run as a plain loop in one process: what `train` does, without the engine. Its settings are filled in by run.
+"""A run as a plain loop in one process: what `train` does, without the engine. Its settings: verify_run.
 
     for each step   the next samples of the shuffled epoch (the last batch of one may be short) -> micro-batches
                     learning rate of the step -> gradient of the mean -> clip -> optimizer -> average of the weights

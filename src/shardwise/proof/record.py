@@ -1,4 +1,4 @@
-"""`Record`: losses and every gradient, parameter, buffer and optimizer state of each step, for compare."""
+"""`Record`: losses and every gradient, parameter, buffer and optimizer state of each step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of both sides of a proof. A new one: parity, oracle, own_precision, cli/main; of a run: plain_run, run."""
+"""Settings of both sides of a proof. A new one: parity, oracle, own_precision, cli/main; a run's: verify_run."""
 
 from __future__ import annotations
 

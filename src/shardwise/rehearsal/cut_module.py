@@ -34,7 +34,7 @@ from shardwise.engine.tensor_cuts import derive_cuts
 from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.layout.grid import SPACE, inner_axes
-from shardwise.layout.schedule_kinds import Op
+from shardwise.layout.schedule_kinds import Op, in_flight
 from shardwise.layout.schedules import Schedule, make_schedule
 from shardwise.layout.zero_stages import STAGES, ZeroStage
 from shardwise.look.samples import SAMPLES, a_few, few_samples
@@ -129,8 +129,9 @@ class Cuts:
         count, rounds = (min(layout.n_micro, ROUNDS) if played else 1), 1
         if layout.pp > 1:
             count, rounds = layout.n_micro, layout.rounds if gloo else min(layout.rounds, ROUNDS) if played else 1
-            # gpipe holds all micro-batches at once, and gloo keeps messages to a step's end: both are played in full
-            if layout.schedule != "gpipe" and not gloo:
+            # played in full: a schedule that holds all micro-batches at once; gloo keeps messages to a step's end
+            kept = in_flight(layout.schedule, layout.pp, layout.n_micro, layout.chunks, 0)
+            if kept < layout.n_micro and not gloo:
                 count = min(count, ROUNDS * layout.pp)
             if layout.n_micro % layout.pp == 0:
                 count -= count % layout.pp

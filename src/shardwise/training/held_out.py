@@ -1,4 +1,4 @@
-"""`Spread`: some samples of a held-out source, spread evenly over it."""
+"""`Spread`: some samples of a held-out source, spread evenly. Proofs choose their own: proof/plain_run, own_run."""
 
 from __future__ import annotations
 
