@@ -41,6 +41,12 @@ for epoch"""
 PREPARED = PLAIN.replace("\nfor epoch", PREPARE).replace("loss.backward()", "loss = prepared.backward(loss)")
 
 
+@pytest.fixture(autouse=True)
+def small_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run where little lies: each run of a proof copies the present folder, which is the whole repository."""
+    monkeypatch.chdir(tmp_path)
+
+
 def prove(pool: RankPool, folder: Path, text: str, **options: object) -> Parity:
     path = folder / "train.py"
     path.write_text(text)
