@@ -122,14 +122,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "dora": {"dora": True, "dropout": 0.1, "targets": ["q_proj", "down_proj"]},
     "whole": {"targets": ["q_proj"], "whole": ["model.norm"]},
 }  # fmt: skip
+QUICK = (("rslora", PLANS[1]), ("dora", "tp=2"))
 
 
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [
-        pytest.param(
-            kind, plan, marks=[] if (kind, plan) in (("lora", PLANS[1]), ("dora", "tp=2")) else [pytest.mark.long]
-        )
+        pytest.param(kind, plan, marks=[] if (kind, plan) in QUICK else [pytest.mark.long])
         for kind in KINDS
         for plan in PLANS
     ],

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
-import sys
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
@@ -451,10 +449,7 @@ def test_every_field_is_built_or_has_a_rule() -> None:
 
 
 def test_the_documentation_is_the_table() -> None:
-    docs = Path(__file__).parents[2] / "docs"
-    assert as_markdown() in (docs / "compatibility.md").read_text()
-    ran = subprocess.run([sys.executable, str(docs / "generate.py"), "--check"], capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert as_markdown() in (Path(__file__).parents[2] / "docs" / "compatibility.md").read_text()
 
 
 def test_tiles_have_an_axis_for_each_dim_of_space() -> None:

@@ -20,6 +20,12 @@ QUICK = ("ddp_images.py", "fsdp2_gpt.py", "ddp_zero_optimizer.py")
 QUICK_MISTAKES = ("mean_of_means", "module_called", "head_left_out", "seed_of_a_rank", "running_mean_of_a_rank")
 
 
+@pytest.fixture(autouse=True)
+def small_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run where little lies: each run of a proof copies the present folder, which is the whole repository."""
+    monkeypatch.chdir(tmp_path)
+
+
 def prove(path: Path, script: str, pool: RankPool, against: Path | None = None) -> Parity:
     for library in ("accelerate", "fabric"):
         if script.startswith(library):

@@ -27,6 +27,12 @@ BESIDE = (
 )  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def small_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run where little lies: each run of a proof copies the present folder, which is the whole repository."""
+    monkeypatch.chdir(tmp_path)
+
+
 def prove(name: str, plan: str, pool: RankPool, folder: Path, *, right: bool) -> Parity:
     path = folder / f"{name}.py"
     path.write_text(script(name, plan, right=right))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from shardwise.cli.main import call
 from shardwise.errors import InputError
 from shardwise.proof.outcome import Parity
 from shardwise.ranks import RankPool
+from shardwise.scripts.proof.receipts import files_of
 from shardwise.scripts.proof.scratch import looking_like
 from shardwise.scripts.proof.sketch import BLOCKS, sketch
 from shardwise.scripts.proof.verify_script import verify_script
@@ -39,6 +41,12 @@ import shardwise
 prepared = model, optimizer, loader = shardwise.prepare(model, optimizer, loader, plan="dp_replicate=2")
 for epoch"""
 PREPARED = PLAIN.replace("\nfor epoch", PREPARE).replace("loss.backward()", "loss = prepared.backward(loss)")
+
+
+@pytest.fixture(autouse=True)
+def small_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run where little lies: each run of a proof copies the present folder, which is the whole repository."""
+    monkeypatch.chdir(tmp_path)
 
 
 def prove(pool: RankPool, folder: Path, text: str, **options: object) -> Parity:
@@ -237,3 +245,24 @@ def test_a_scratch_folder_may_lie_in_what_it_copies(tmp_path: Path, monkeypatch:
         assert (Path(folder) / "deep" / "a.txt").read_text() == "a"
         assert len(list(Path(folder).rglob("a.txt"))) == 1
     assert [each.name for each in tmp_path.iterdir()] == ["deep"]
+
+
+def test_links_are_followed_to_what_they_lead_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, linked = tmp_path / "real", tmp_path / "linked"
+    (real / "deep").mkdir(parents=True)
+    for name in ("train.py", "part_by_folder.py", "deep/part_by_file.py"):
+        (real / name).write_text("")
+    linked.symlink_to(real)
+    (real / "deep" / "again").symlink_to(real)
+    (tmp_path / "part_by_file.py").symlink_to(real / "deep" / "part_by_file.py")
+    (tmp_path / "part_outside.py").write_text("")
+    for folder in (linked, tmp_path):
+        monkeypatch.syspath_prepend(str(folder))
+    for name in ("part_by_folder", "part_by_file", "part_outside"):
+        importlib.import_module(name)
+    assert set(files_of(str(linked / "train.py"))) == {"train.py", "part_by_folder.py", "deep/part_by_file.py"}
+    with looking_like(str(tmp_path)) as folder:
+        names = {str(path.relative_to(folder)) for path in Path(folder).rglob("*.py") if not path.is_symlink()}
+        assert {"linked/train.py", "linked/deep/part_by_file.py", "part_by_file.py", "part_outside.py"} <= names
+        assert (Path(folder) / "real" / "train.py").is_file()
+        assert (Path(folder) / "linked" / "deep" / "again").is_symlink()  # to what is being copied

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
@@ -89,7 +90,7 @@ class Layout:
     def world_size(self) -> int:
         return self.tp * self.cut_positions * self.pp * self.dp
 
-    @property
+    @cached_property
     def tiles(self) -> int:
         """Ranks over which space is cut."""
         return math.prod(self.domain)
@@ -104,12 +105,12 @@ class Layout:
         """(name, degree) of each axis that cuts positions, outermost first."""
         return inner_axes(self.domain, **self.along)
 
-    @property
+    @cached_property
     def cut_positions(self) -> int:
         """Ranks that share their samples and each hold some of the positions, of a sequence or of space."""
         return self.tiles * self.split_sequence
 
-    @property
+    @cached_property
     def shard_ranks(self) -> int:
         """Ranks over which `zero` shards: dp_shard, and those that cut positions."""
         return self.shard * self.cut_positions
@@ -124,12 +125,12 @@ class Layout:
         """Ranks that hold equal weights and sum their gradients."""
         return self.replicas * self.shard_ranks
 
-    @property
+    @cached_property
     def split_sequence(self) -> int:
         """Ranks over which a sample's positions are dealt."""
-        return math.prod(self.along.values())
+        return self.cp * self.ulysses * math.prod(degree for _, degree in self.others)
 
-    @property
+    @cached_property
     def tokens(self) -> float:
         """Tokens of a micro-batch on one rank, before tensor parallelism."""
         return self.micro_batch * self.seq / self.split_sequence

@@ -13,6 +13,7 @@ adds what the caching allocator holds besides.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from shardwise.costs.block import whole_in_pipeline
 from shardwise.costs.layout import Layout
@@ -207,9 +208,9 @@ def rank_memory(
     terms = states(parameters, layout, software, precision)
     copies = terms.pop(COPIES)
     like_all = layers - dense + (shape.ahead if last else 0)
-    kept = sum(layer_activations(shape, layout, software).values()) * like_all
+    kept = _of_layer(shape, layout, software)[0] * like_all
     if dense:
-        kept += sum(layer_activations(shape.in_front, layout, software).values()) * dense
+        kept += _of_layer(shape.in_front, layout, software)[0] * dense
     passing = {"activations": kept * in_flight}
     stream = layout.tokens * shape.hidden * ACT_BYTES / (layout.tp if layout.sp else 1)
     if first:
@@ -224,7 +225,7 @@ def rank_memory(
     terms["workspaces"] = software.workspace_bytes
     terms["buffers"] = buffers(shape, layout, software, layers, parameters)
     sorts = ([shape] * (layers > dense) + [shape.in_front] * (dense > 0)) or [shape]
-    peaks = {"one layer's backward": max(transient(sort, layout, software) for sort in sorts)}
+    peaks = {"one layer's backward": max(_of_layer(sort, layout, software)[1] for sort in sorts)}
     if last:
         peaks["logits"] = logits(shape, layout, software) - terms["buffers"]  # between units nothing is gathered
     name = max(peaks, key=lambda key: peaks[key])
@@ -240,6 +241,12 @@ def rank_memory(
         name, passing = COPIES, {f"peak: {COPIES}": copies}
     terms |= passing
     return MemoryLedger({key: value for key, value in terms.items() if value}, name)
+
+
+@lru_cache(maxsize=16)  # ranks of a layout differ by how many layers they have
+def _of_layer(shape: Shape, layout: Layout, software: Software) -> tuple[float, float]:
+    """Returns the bytes that one layer keeps for its backward, and those that its backward adds while it runs."""
+    return sum(layer_activations(shape, layout, software).values()), transient(shape, layout, software)
 
 
 def transient(shape: Shape, layout: Layout, software: Software) -> float:

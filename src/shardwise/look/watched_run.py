@@ -30,6 +30,7 @@ from shardwise.trace.backwards import watching_backwards
 from shardwise.trace.functional import differentiating, transforming, with_values
 from shardwise.trace.leaves import written_tensors
 from shardwise.trace.module_state import ModuleState
+from shardwise.trace.outside_state import Reached
 from shardwise.trace.own_class import CONTAINERS, is_own
 
 Evaluate = Callable[[Any], Loss]
@@ -66,6 +67,7 @@ class Runner:
         self.functions = functions
         self.scores = False  # attention as operations, since its kernels would draw inside
         self.statistics: KnownStatistics | None = None  # by which batch norms normalise
+        self._reached: Reached | None = None  # by the code: the same at each run, which finds all put back
 
     def __call__(self, batch: Any, level: float = 0.5):
         """Returns (loss, random calls, buffers and written parameters by name, as the forward left them).
@@ -106,7 +108,8 @@ class Runner:
     @contextmanager
     def _put_back(self) -> Iterator[None]:
         """Context: the module is as it was afterwards, also where its forward failed and is to be run another way."""
-        state = ModuleState(self.module, functions=self.functions)
+        self._reached = self._reached or Reached(self.module, self.functions)
+        state = ModuleState(self.module, functions=self.functions, reached=self._reached)
         try:
             yield
             # the first forward that leaves something tells what; not reached where it failed

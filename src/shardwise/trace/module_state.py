@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.trace.caches import CacheState
 from shardwise.trace.generators import KINDS, put_back, standing_at, state_of
-from shardwise.trace.outside_state import ALL, DEEP, HOOKS, MOST, OutsideState
+from shardwise.trace.outside_state import ALL, DEEP, HOOKS, MOST, OutsideState, Reached
 from shardwise.trace.own_class import is_own
 
 _OWN = frozenset(vars(nn.Module()))
@@ -74,14 +74,15 @@ class ModuleState:
     only       limits it to what `changed` returned earlier
     by_value   compare the values of tensors too: torch's batch norm writes running statistics without a note of it
     functions  of the user's, that run with the module and may change what lies outside it (a loss)
+    reached    what they and the module's code reach, where it was looked up in this very state before
     """
 
     def __init__(
         self, module: nn.Module, only: list[tuple[dict[str, Any], str]] | None = None, by_value: bool = False,
-        functions: tuple[Callable, ...] = (),
+        functions: tuple[Callable, ...] = (), reached: Reached | None = None,
     ):  # fmt: skip
         self._caches = CacheState(module) if only is None else None
-        self.outside = None if only is not None else _outside(module, functions)
+        self.outside = None if only is not None else _outside(reached or Reached(module, functions))
         # `only` is what a first forward changed, batch norm's statistics among it, of which no version tells: all of it
         # counts as changed from then on
         self._by_value, self._all = by_value, by_value and only is not None
@@ -157,8 +158,8 @@ class ModuleState:
                 put_back(value, copied)
 
 
-def _outside(module: nn.Module, functions: tuple[Callable, ...]) -> OutsideState:
-    return OutsideState(module, partial(PassedState, written=True, outside=set()), functions)
+def _outside(reached: Reached) -> OutsideState:
+    return OutsideState(reached, partial(PassedState, written=True, outside=set()))
 
 
 class PassedState:

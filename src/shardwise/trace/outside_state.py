@@ -41,6 +41,7 @@ _VALUES = (type(None), bool, int, float, complex, str, torch.Tensor, *CONTAINERS
 Place = tuple[Any, str]  # (a file's names, a class or a closure's cell; the name in it)
 
 
+@lru_cache(maxsize=4096)
 def _own(module_name: Any) -> bool:
     return str(module_name).partition(".")[0] not in _FOREIGN
 
@@ -90,6 +91,7 @@ class Reached:
         self.objects: dict[int, tuple[str, Any]] = {}  # with the name by which each was first met
         self.classes: dict[type, None] = {}
         self._seen: set[int] = set()
+        self._followed: set[tuple[type, frozenset | None]] = set()  # classes, each for the names that code uses
         for kind in {type(child): None for child in module.modules()}:
             for base in kind.__mro__:
                 self._of_class(base, None)
@@ -147,8 +149,9 @@ class Reached:
 
     def _of_class(self, kind: type, used: frozenset | None) -> None:
         """Note a class's attributes and follow its functions: those named in `used`, all of them where it is None."""
-        if not _own(kind.__module__):
+        if (kind, used) in self._followed or (kind, None) in self._followed or not _own(kind.__module__):
             return
+        self._followed.add((kind, used))
         self.classes[kind] = None
         for name, value in list(vars(kind).items()):
             if isinstance(value, FunctionType | staticmethod | classmethod | property):
@@ -182,8 +185,7 @@ class OutsideState:
     keep  value -> its contents, with `changed()` and `restore()`
     """
 
-    def __init__(self, module: nn.Module, keep: Callable[..., Any], functions: Iterable[Callable] = ()) -> None:
-        reached = Reached(module, functions)
+    def __init__(self, reached: Reached, keep: Callable[..., Any]) -> None:
         self._kept = [(owner, name, _read(owner, name)) for owner, name in reached.places.values()]
         self._classes = [(kind, set(vars(kind))) for kind in reached.classes]
         values = [(name, value) for _, name, value in self._kept if _bounded(value)]

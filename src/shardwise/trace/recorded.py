@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from shardwise.device import seed_generators
 from shardwise.trace.backwards import watching_backwards
 from shardwise.trace.deferred import Built
 from shardwise.trace.fake import Fake, unlogged
@@ -122,7 +123,7 @@ def _flow(module: nn.Module, forward: Callable[[], Any], ids: dict[str, int], se
     state, left, stood = ModuleState(module), ForwardState(module), list[Any]()
 
     def run() -> Any:
-        torch.manual_seed(seed)
+        seed_generators(seed)
         random.seed(seed)
         np.random.seed(seed)
         stood[:] = [shared_states()]

@@ -17,6 +17,7 @@ import platform
 import sys
 import time
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,20 @@ def files_of(script: str) -> dict[str, str]:
     """Returns digests of a script and of the modules under its folder that this process has imported, by path."""
     home = Path(script).resolve().parent
     proofs = {Path(script).resolve()}
+    place = cache(os.path.realpath)  # of a folder: thousands of modules lie in some hundred of them
     for module in list(sys.modules.values()):
         name = getattr(module, "__file__", None)
         if isinstance(name, str) and name.endswith(".py"):
-            path = Path(name).resolve()
-            if path.is_relative_to(home) and not path.is_relative_to(Path(sys.prefix).resolve()):
+            folder, file = os.path.split(os.path.realpath(name) if os.path.islink(name) else name)
+            path = Path(place(folder), file)
+            if _is_below(path, home) and not _is_below(path, Path(place(sys.prefix))):
                 proofs.add(path)
     return {str(path.relative_to(home)): digest_of(path) for path in sorted(proofs)}
+
+
+def _is_below(path: Path, folder: Path) -> bool:
+    """Returns whether a path lies in a folder, both being resolved."""
+    return str(path).startswith(os.path.join(folder, ""))
 
 
 def digest_of(path: Path) -> str:

@@ -155,20 +155,22 @@ class _Copy:
         self._seen = {*left_out}  # folders, by where they lie: a link may lead to one that is there
 
     def make(self, source: Path, to: Path) -> None:
-        """Fill the folder `to` with what lies in `source`."""
+        """Fill the folder `to` with what lies in `source`, a path without links."""
         try:
             entries = sorted(os.scandir(source), key=lambda entry: entry.name)
         except OSError:
             return
         for entry in entries:
-            place, real = to / entry.name, Path(entry.path).resolve()
             if entry.name in _LEFT_OUT:
                 continue
+            place, real = to / entry.name, Path(entry.path)
+            if entry.is_symlink():
+                real = real.resolve()
             self._files -= 1
             if real.is_dir() and self._files > 0 and real not in self._seen:
                 self._seen.add(real)
                 place.mkdir()
-                self.make(Path(entry.path), place)
+                self.make(real, place)
             elif not self._copied(real, place):
                 place.symlink_to(entry.path)
 
