@@ -35,7 +35,7 @@ from shardwise.parallel.sequence.pair_mask import PairMask, whole_mask
 from shardwise.parallel.sequence.ring import ring_attention
 from shardwise.part import Owners, Part, Sum, Uncut
 from shardwise.part.crossing import apart, axes_of, cuts_of, joined
-from shardwise.part.cuts import repeated
+from shardwise.part.cuts import blocks_within, repeated
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import from_axis, moved, replaced_from_axis, share_of
 from shardwise.part.sums import redealt, whole, whole_over_axis
@@ -211,12 +211,12 @@ def _by_heads(
     inside = _heads_inside(key, axis)
     few = min(key.shape[HEADS] if inside is None else min(inside.counts), key.shape[HEADS]) < axis.size
     if few:  # a rank without a key head would have nothing to attend to: all are gathered, and each takes what it reads
-        owners = _dealt(query.shape[HEADS], _heads_inside(query, axis), axis.size)
+        owners = blocks_within(query.shape[HEADS], axis.size, _heads_inside(query, axis))
         read = _Read(axis, owners, _inside(query, axis), queries_per_key)
         key, value = (_ReadHeads.apply(whole_over_axis(t, axis), read) for t in (key, value))
         options = {**options, "enable_gqa": False}  # there is a key head for each query head now
     else:
-        of_keys = _dealt(key.shape[HEADS], inside, axis.size)
+        of_keys = blocks_within(key.shape[HEADS], axis.size, inside)
         owners = repeated(of_keys, queries_per_key)  # queries follow their key head, so that both lie on one rank
         key, value = (_moved_to_heads(t, of_keys, axis) for t in (key, value))
     inside = _heads_inside(query, axis)
@@ -307,17 +307,6 @@ class _ReadHeads(torch.autograd.Function):
 def _moved_to_heads(tensor: torch.Tensor, owners: Owners, axis: Axis) -> torch.Tensor:
     """Returns keys or values dealt by heads; whole ones (of another sequence) as they are: each rank reads its own."""
     return tensor if _cut_over(tensor, axis) is None else moved(tensor, HEADS, owners, axis)
-
-
-def _dealt(heads: int, inside: Owners | None, ranks: int) -> Owners:
-    """Returns owners of heads in blocks: of all, or, where an axis further in has dealt them, of each rank's there."""
-    if inside is None:
-        return Owners.blocks(heads, ranks)
-    dealt = np.zeros(heads, dtype=np.int16)
-    for rank in range(inside.ranks):
-        mine = inside.indices(rank)
-        dealt[mine] = Owners.blocks(len(mine), ranks).array
-    return Owners.of(dealt, ranks)
 
 
 def _levels(tensor: torch.Tensor) -> list[Part]:

@@ -4,7 +4,7 @@ rule(names)            on shares: ATen's operation, below autograd (`part/tensor
 label(names)           how labels of weights go through it, from which cuts are derived (`part/labels`)
 over(names, dims=...)  both, of an operation that runs over some dims and keeps the others apart (`part/dimwise`)
 answers(functions)     on tiles: torch's function, above autograd (`part/tiles/windows`)
-needs_whole, done_whole   the same, of functions that need dims whole, or are done whole (`part/tiles/entire`)
+done_whole, whole_without_rule   the same, of functions done whole, always or without a rule (`part/tiles/entire`)
 """
 
 from shardwise.part.rules import (  # noqa: F401 - they register
@@ -37,7 +37,6 @@ from shardwise.part.rules import (  # noqa: F401 - they register
     scatters,
     slices,
     softmax,
-    sorting,
     views,
     writes,
 )

@@ -11,7 +11,7 @@ from shardwise.part.dimwise import over
 from shardwise.part.exchanges import fetch, shown
 from shardwise.part.moves import whole_inside
 from shardwise.part.tensor import Part, no_rule
-from shardwise.part.tiles.entire import Needs, needs_whole
+from shardwise.part.tiles.entire import whole_without_rule
 
 
 def reordered(func: Any, part: Part, dims: set[int], keepdim: bool, arguments: dict[str, Any]) -> Part:
@@ -32,4 +32,4 @@ def reordered(func: Any, part: Part, dims: set[int], keepdim: bool, arguments: d
 
 
 over("flip", "roll", along=reordered)
-needs_whole("rot90", Needs("k dims", (0, 1), apart=True))
+whole_without_rule("rot90")

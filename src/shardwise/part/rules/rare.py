@@ -11,10 +11,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from shardwise.part.dimwise import over
 from shardwise.part.sums import plain
 from shardwise.part.tensor import FUNCTIONS
 from shardwise.part.tiles.apart import apart, in_front
-from shardwise.part.tiles.entire import done_whole, of_all
+from shardwise.part.tiles.entire import done_whole, of_all, whole_without_rule
 from shardwise.part.tiles.windows import answers
 
 done_whole(  # of diagonals, of places in a flattened field, of patches and points
@@ -25,6 +26,10 @@ done_whole(  # of matrices
     "inv", "inv_ex", "inverse", "det", "slogdet", "logdet", "svd", "svdvals", "eigh", "eigvalsh", "eig", "eigvals",
     "qr", "cholesky", "cholesky_ex", "matrix_exp", "pinv", "pinverse", "lu", "lu_factor", "lu_factor_ex", "cond",
     "matrix_rank", "matrix_norm", "solve", "solve_ex", "solve_triangular", "lstsq", "householder_product", "cross",
+)  # fmt: skip
+over("topk", "sort", "argsort")
+whole_without_rule(  # of rows in their order
+    "sort", "argsort", "msort", "topk", "kthvalue", "mode", "median", "nanmedian", "quantile", "nanquantile",
 )  # fmt: skip
 
 answers(F.unfold, cut_once=False)(of_all(F.unfold))

@@ -16,7 +16,7 @@ from shardwise.part.rules.masks import MASKS, is_mask, put
 from shardwise.part.rules.writes import write
 from shardwise.part.sums import Sum, reduced
 from shardwise.part.tensor import FUNCTIONS, Part, is_part, no_rule, parts_in, rule
-from shardwise.part.tiles.entire import Needs, done_whole, needs_whole
+from shardwise.part.tiles.entire import done_whole, whole_without_rule
 from shardwise.part.tiles.windows import answers
 
 
@@ -228,8 +228,7 @@ def _into(plain: Callable) -> Callable:
 
 
 done_whole("masked_scatter", "put", "diagonal_scatter")
-for _name in ("scatter", "scatter_add", "scatter_reduce"):
-    needs_whole(_name, Needs("dim index src", beside=("index", "src"), apart=_name == "scatter_reduce"))
+whole_without_rule("scatter", "scatter_add", "scatter_reduce")
 for _name in ("index_add", "index_copy", "masked_scatter", "put", "scatter", "scatter_add", "scatter_reduce"):
     _new = getattr(torch.Tensor, _name)
     answers(getattr(torch.Tensor, f"{_name}_"), cut_once=False)(_into(FUNCTIONS.get(_new, _new)))
