@@ -23,10 +23,9 @@ from shardwise.planner import search as search_plans
 from shardwise.planner.candidates import decoder_layouts, family, plan_of
 from shardwise.planner.decoders import decoder_by_name
 from shardwise.planner.door import layout_of, plan
-from shardwise.planner.fewer import counts_that_do, first_devices
 from shardwise.planner.proposal import Proposal, senseless
 from shardwise.planner.propose import _sorted as sorted_by_worth
-from shardwise.planner.subject import decoder
+from shardwise.planner.subject import counts_that_do, decoder, first_devices
 from shardwise.planner.units import batch, count, seconds_text
 from shardwise.planner.worth import JobCost, job_lines
 from shardwise.simulator.forecast import Forecast

@@ -56,7 +56,7 @@ from shardwise.trace.outside_reads import set_training
 from shardwise.trace.stand_in import held_beside
 
 if TYPE_CHECKING:
-    from shardwise.parallel.pipeline.placed import StagePlacement
+    from shardwise.parallel.pipeline.boundaries import StagePlacement
     from shardwise.parallel.pipeline.stage import StagedModule
 
 

@@ -31,8 +31,7 @@ from shardwise.part.crossing import dealt_beside
 from shardwise.part.cuts import Owners
 from shardwise.part.moves import to_part
 from shardwise.part.position_tables import cut_ranges
-from shardwise.part.summands import with_summed_gradient
-from shardwise.part.sums import whole_gradient, whole_over_axis
+from shardwise.part.sums import whole_gradient, whole_over_axis, with_summed_gradient
 from shardwise.trace.functional import before_transforms, innermost
 
 

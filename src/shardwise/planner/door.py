@@ -149,7 +149,7 @@ class _Where:
             raise InputError(f"--lora: {named} is built by transformers: pip install 'shardwise[lora]'")
         if named.endswith(".json") or Path(named).is_dir():
             return self._built(named, samples, length, lora=lora)
-        from shardwise.planner.adapted_decoder import configuration_of
+        from shardwise.planner.decoders import configuration_of
 
         if length is None:
             raise InputError(f"{named} is a decoder by its numbers: give --seq and --global-batch")

@@ -41,7 +41,7 @@ from shardwise.look.samples import SAMPLES, a_few, few_samples
 from shardwise.mesh import overlap_from
 from shardwise.parallel.expert import holds_experts
 from shardwise.parallel.expert.expert_forward import Stack
-from shardwise.parallel.pipeline.placed import StagePlacement
+from shardwise.parallel.pipeline.boundaries import StagePlacement
 from shardwise.parallel.pipeline.stage_messages import MessageSpec as OfTensor
 from shardwise.parallel.tensor import Derived, Followed
 from shardwise.part.pairs import hold_pairs

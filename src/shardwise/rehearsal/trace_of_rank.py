@@ -8,8 +8,7 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.part import forget
 from shardwise.rehearsal.cut_module import ALIKE, Beside, CutRehearsal, Place
 from shardwise.rehearsal.rank_row import Rehearsal
-from shardwise.rehearsal.step_trace import as_real
-from shardwise.rehearsal.untraced import ModulePath, untraced
+from shardwise.rehearsal.step_trace import ModulePath, as_real, untraced
 from shardwise.simulator.counted import RankTrace
 
 

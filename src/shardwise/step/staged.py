@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten
 from shardwise.comm import Axis, gather_json
 from shardwise.errors import RefusedPlan
 from shardwise.layout.dealing import Share
-from shardwise.parallel.pipeline.placed import StagePlacement
+from shardwise.parallel.pipeline.boundaries import StagePlacement
 from shardwise.parallel.pipeline.serving import Serving
 from shardwise.parallel.pipeline.stage import StagedModule
 from shardwise.parallel.pipeline.stage_gradients import Tape

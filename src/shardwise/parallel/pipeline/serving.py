@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from shardwise.comm import Axis
-from shardwise.parallel.pipeline.placed import StagePlacement
+from shardwise.parallel.pipeline.boundaries import StagePlacement
 from shardwise.parallel.pipeline.stage_gradients import Tape
 from shardwise.parallel.pipeline.talk import Talk
 

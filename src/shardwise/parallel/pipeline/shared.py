@@ -18,9 +18,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shardwise.trace.backwards import listed, takes_gradients
 from shardwise.trace.functional import transforming
 from shardwise.trace.leaves import tensors_in
-from shardwise.trace.taken import listed, takes_gradients
 
 Take = Callable[[Callable[..., Any], tuple, dict], Any]
 

@@ -28,7 +28,7 @@ from shardwise.parallel.pipeline.backward import root_of
 from shardwise.parallel.pipeline.inner import By
 from shardwise.parallel.pipeline.talk import Talk
 from shardwise.part.crossing import settled
-from shardwise.trace.taken import listed
+from shardwise.trace.backwards import listed
 
 Some = Sequence["torch.Tensor | None"]
 UNUSED = (

@@ -43,7 +43,7 @@ from shardwise.parallel.sequence.pair_mask import PairMask
 from shardwise.parallel.sequence.ring_plan import Call, kinds_of, tile_of
 from shardwise.parallel.sequence.rounds import Rounds, backward_around, forward_around
 from shardwise.part import Owners
-from shardwise.trace.twice import differentiable_once
+from shardwise.trace.functional import differentiable_once
 
 NO_SECOND = (
     "the gradient of attention whose keys go around ranks is differentiated again: write the attention out "

@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_map_only
 from shardwise.comm import Axis, Ledger
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.parallel.tensor.cut_weights import TensorParallel
-from shardwise.parallel.tensor.derive import Derived, derive, matching, starved
-from shardwise.parallel.tensor.gathered_weights import kept_shares
+from shardwise.parallel.tensor.derive import Derived, derive, kept_shares, matching, starved
 from shardwise.parallel.tensor.raw_reads import RawReads
 from shardwise.part import Uncut, forget
 from shardwise.part.labels import Axes, Found

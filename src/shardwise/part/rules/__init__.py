@@ -32,7 +32,6 @@ from shardwise.part.rules import (  # noqa: F401 - they register
     recurrent,
     reductions,
     resizing,
-    sampling,
     scans,
     scatters,
     slices,

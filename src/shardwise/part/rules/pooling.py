@@ -18,8 +18,7 @@ from shardwise.boundary import Sizes, each
 from shardwise.host import to_device
 from shardwise.part.cuts import REMEMBERED
 from shardwise.part.labels import Axes, label
-from shardwise.part.tiles.apart import apart, in_front
-from shardwise.part.tiles.entire import done_whole, of_all
+from shardwise.part.tiles.entire import apart, done_whole, in_front, of_all
 from shardwise.part.tiles.maps import Sliding
 from shardwise.part.tiles.saved_halos import CutDim
 from shardwise.part.tiles.windows import answers, cuts, windowed

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from shardwise.part.dimwise import over
 from shardwise.part.sums import plain
 from shardwise.part.tensor import FUNCTIONS
-from shardwise.part.tiles.apart import apart, in_front
-from shardwise.part.tiles.entire import done_whole, of_all, whole_without_rule
-from shardwise.part.tiles.windows import answers
+from shardwise.part.tiles.entire import apart, done_whole, in_front, of_all, whole_without_rule
+from shardwise.part.tiles.windows import answers, cuts, opened, placed
 
 done_whole(  # of diagonals, of places in a flattened field, of patches and points
     "trace", "diag", "diag_embed", "take", "block_diag", "pdist", "cdist", "fold", "bucketize", "searchsorted",
@@ -42,3 +41,19 @@ _isin_apart = FUNCTIONS[torch.isin]
 def isin(elements: Any, test_elements: Any, **options: Any) -> Any:
     """Asks of each element by itself whether it is among all of the others, also those that other ranks hold."""
     return _isin_apart(elements, plain(test_elements), **options)
+
+
+_sampled_whole = of_all(F.grid_sample)
+
+
+@answers(F.grid_sample, cut_once=False)
+def grid_sample(
+    input: torch.Tensor, grid: torch.Tensor, mode: str = "bilinear", padding_mode: str = "zeros",
+    align_corners: bool | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Returns `F.grid_sample` of fields, grids of places, or both, of which any dim may be cut."""
+    options, cut_dims = (mode, padding_mode, align_corners), cuts(input, range(input.dim()))
+    # samples alone are cut, of both alike: each rank reads its own, and nothing is gathered
+    if cut_dims and cut_dims == cuts(grid, range(grid.dim())) and all(cut.dim == 0 for cut in cut_dims):
+        return placed(F.grid_sample(opened(input, cut_dims), opened(grid, cut_dims), *options), cut_dims)
+    return _sampled_whole(input, grid, *options)

@@ -18,10 +18,10 @@ from shardwise.part.cuts import Owners, Uncut
 from shardwise.part.done_whole import by_rules
 from shardwise.part.moves import from_axis, share_of
 from shardwise.part.sums import redealt, whole_gradient, whole_over_axis
-from shardwise.part.tensor import Part
+from shardwise.part.tensor import FUNCTIONS, Part
 from shardwise.part.tiles.gathers import noted
 from shardwise.part.tiles.saved_halos import CutDim
-from shardwise.part.tiles.windows import answers, cuts, placed
+from shardwise.part.tiles.windows import answers, cuts, opened, placed
 from shardwise.trace.leaves import replaced, tensors_in
 
 
@@ -116,3 +116,41 @@ def whole_without_rule(*names: str) -> None:
     for name in names:
         for plain in _functions(name):
             answers(plain, cut_once=False)(by_rule_or_whole(plain))
+
+
+def apart(function: Callable, lead: Callable[[torch.Tensor], int]) -> None:
+    """Register `function`, run on this rank's own indices of the first `lead(input)` dims, which it keeps apart."""
+    answer = FUNCTIONS.get(function, function)  # read before it is replaced below: it answers cuts of the other dims
+
+    def run(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        dims = range(lead(input)) if isinstance(input, torch.Tensor) else range(0)  # `isin` may be given a number
+        cut_dims = cuts(input, dims)
+        if not cut_dims:
+            return answer(input, *args, **kwargs)
+        share = opened(input, cut_dims)
+        # a rank that is dealt no sample computes a stand-in, so that it comes to the collectives of the others
+        empty = [cut.dim for cut in cut_dims if not share.shape[cut.dim]]
+
+        def beside(other: Part) -> torch.Tensor:
+            # indices of `max_unpool2d`: each rank reads those of its own samples
+            if [(cut.axis, cut.dim, cut.owners) for cut in cuts(other, dims)] != [
+                (cut.axis, cut.dim, cut.owners) for cut in cut_dims
+            ]:
+                raise Uncut(f"{function.__name__} of tensors that are cut differently ({input!r}, {other!r})")
+            return with_elements(opened(other, cut_dims), empty)
+
+        args, kwargs = replaced(Part, beside, (args, kwargs))
+
+        def own(result: torch.Tensor) -> torch.Tensor:
+            for dim in empty:  # what was computed of the stand-in belongs to nobody
+                result = result.narrow(dim, 0, 0)
+            return placed(result, cut_dims)
+
+        return replaced(torch.Tensor, own, answer(with_elements(share, empty), *args, **kwargs))
+
+    answers(function, cut_once=False)(run)
+
+
+def in_front(dims: int) -> Callable[[torch.Tensor], int]:
+    """Returns a function that gives the number of dims of a tensor in front of its last `dims`."""
+    return lambda x: x.dim() - dims

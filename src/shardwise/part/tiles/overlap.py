@@ -24,14 +24,13 @@ from typing import Any
 import torch
 
 from shardwise.part.cuts import REMEMBERED, Owners
-from shardwise.part.exchanges import Wanted
-from shardwise.part.halos import Halo, HaloBack, has_halos
+from shardwise.part.exchanges import Halo, HaloBack, Wanted, has_halos
 from shardwise.part.levels import Distributed
 from shardwise.part.tensor import Part
 from shardwise.part.tiles.maps import Sliding, reads
 from shardwise.part.tiles.saved_halos import CutDim, kept_apart
 from shardwise.part.tiles.windows import fetched, opened, placed, used
-from shardwise.trace.twice import differentiable_once
+from shardwise.trace.functional import differentiable_once
 
 BORDER = 1 / 4  # of a tile's outputs that may be computed twice, unless it is asked for
 NO_SECOND = (

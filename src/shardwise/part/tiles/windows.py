@@ -25,8 +25,7 @@ import torch
 from shardwise.comm import Axis
 from shardwise.layout.grid import SPACE
 from shardwise.part.cuts import Uncut
-from shardwise.part.exchanges import Wanted, fetch, give_back
-from shardwise.part.halos import wants_own
+from shardwise.part.exchanges import Wanted, fetch, give_back, wants_own
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import from_axis, replaced_from_axis, share_of
 from shardwise.part.sums import Sum, linear, whole_over, whole_over_axis
