@@ -11,7 +11,6 @@ from shardwise.part.rules import (  # noqa: F401 - they register
     batch_norms,
     convolutions,
     creation,
-    diagonals,
     dim_order,
     embeddings,
     flips,

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardwise.part.dimwise import over
+from shardwise.part.dimwise import DimwiseRule, last_two, over
 from shardwise.part.sums import plain
-from shardwise.part.tensor import FUNCTIONS
+from shardwise.part.tensor import FUNCTIONS, rule
 from shardwise.part.tiles.entire import apart, done_whole, in_front, of_all, whole_without_rule
 from shardwise.part.tiles.windows import answers, cuts, opened, placed
 
@@ -27,6 +27,12 @@ done_whole(  # of matrices
     "matrix_rank", "matrix_norm", "solve", "solve_ex", "solve_triangular", "lstsq", "householder_product", "cross",
 )  # fmt: skip
 over("topk", "sort", "argsort")
+over("tril", "triu", dims=last_two)
+rule("diagonal")(DimwiseRule(lambda x, given: (given["dim1"], given["dim2"])).on_shares)
+whole_without_rule(  # of diagonals, distances, places along a dim
+    "tril", "triu", "diagonal", "dist", "bilinear", "index_fill", "index_copy", "index_reduce",
+    "slice_scatter", "select_scatter",
+)  # fmt: skip
 whole_without_rule(  # of rows in their order
     "sort", "argsort", "msort", "topk", "kthvalue", "mode", "median", "nanmedian", "quantile", "nanquantile",
 )  # fmt: skip
