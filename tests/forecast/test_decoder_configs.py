@@ -19,7 +19,7 @@ from shardwise.errors import InputError
 from shardwise.planner import Constraints
 from shardwise.planner.configured_task import configured
 from shardwise.planner.decoders import FAMILIES, decoder_by_name, decoder_from_config, shape_of_config
-from shardwise.planner.traced_subject import traced_subject
+from shardwise.planner.traced_layouts import traced_subject
 from shardwise.simulator import simulate as simulate_shape
 from shardwise.simulator.stages import dense_of, stage_layers
 

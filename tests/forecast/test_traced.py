@@ -57,7 +57,7 @@ def test_a_trace_counts_what_a_step_does() -> None:
 @pytest.mark.parametrize("name", ["decoder", "gpt2", "vit", "mlp", "unet_field"])
 def test_reference_tasks_get_a_ranked_table(name: str) -> None:
     from shardwise.models import tasks
-    from shardwise.planner.traced_subject import traced_subject
+    from shardwise.planner.traced_layouts import traced_subject
 
     make = getattr(tasks, name, None) or next(
         getattr(tasks, other) for other in dir(tasks) if other.startswith(name.split("_")[0])
@@ -85,7 +85,7 @@ def test_flops_are_those_of_the_model_whatever_ranks_do_twice() -> None:
     """Recompute, and what tp does not cut, add work but no model FLOPs: MFU follows the rate."""
     from shardwise.costs.layout import Layout
     from shardwise.models import tasks
-    from shardwise.planner.traced_subject import traced_subject
+    from shardwise.planner.traced_layouts import traced_subject
 
     subject = traced_subject(tasks.gpt2(), NODE, software("shardwise"), 8, "bf16", ("full",))
     plain = subject.simulate(Layout(seq=1, micro_batch=4, n_micro=1, replicas=2))
@@ -565,7 +565,8 @@ def test_a_large_sample_is_read_once(monkeypatch) -> None:
     import torch
     from torch import nn
 
-    from shardwise.planner import read_time, traced_subject
+    from shardwise.planner import subject as subjects
+    from shardwise.planner import traced_layouts
     from shardwise.rehearsal import cut_module
 
     reads = []
@@ -582,10 +583,10 @@ def test_a_large_sample_is_read_once(monkeypatch) -> None:
         return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)))
 
     monkeypatch.setattr(cut_module, "LARGE_BYTES", 1)
-    monkeypatch.setattr(read_time, "LONG_S", 0.0)
+    monkeypatch.setattr(subjects, "LONG_S", 0.0)
     task = Task(model=chain, loss=lambda output, batch: (output.sum(), len(batch)), data=Fields())
     said: list[str] = []
-    subject = traced_subject.traced_subject(
+    subject = traced_layouts.traced_subject(
         task, Cluster.parse("4 l40s"), software("shardwise"), 16, "bf16", ("none",), say=said.append
     )
     found = search_plans(subject, Cluster.parse("4 l40s"))
@@ -755,7 +756,7 @@ def test_memory_of_modules_of_ones_own(name: str, plans: list[str], pool) -> Non
 
 def test_batch_norms_over_ranks_are_in_the_step() -> None:
     """Each sends twice in forward and once in backward; alone it sends nothing, and needs more than one sample."""
-    from shardwise.planner.traced_subject import traced_subject
+    from shardwise.planner.traced_layouts import traced_subject
     from shardwise.rehearsal.step_trace import trace
 
     assert sum(trace(normed(), 1, joined=2).joined.values()) == 4 * 3

@@ -20,7 +20,7 @@ from shardwise.planner.door import layout_of
 from shardwise.planner.proposal_text import first_text
 from shardwise.planner.propose import search
 from shardwise.planner.subject import Subject
-from shardwise.planner.traced_subject import subject_of, traced_subject
+from shardwise.planner.traced_layouts import subject_of, traced_subject
 from shardwise.planner.traced_task import Traced
 
 NODE = Cluster.parse("8 h100-sxm-80gb")

@@ -15,7 +15,7 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.planner import Constraints, simulate
 from shardwise.planner import search as search_plans
-from shardwise.planner.traced_subject import traced_subject
+from shardwise.planner.traced_layouts import traced_subject
 from shardwise.planner.traced_task import Traced
 from shardwise.rehearsal.cut_module import CutRehearsal, Cuts, TaskAnalysis
 from shardwise.rehearsal.step_trace import one_sample

@@ -199,7 +199,7 @@ PIPELINE = [
         M + "decoder", "pp=2,microbatches=2"),
     bug("masks of the first micro-batch in all of them", "step.pipelined:_Row._forward",
         "seed_masks(state, index, part", "seed_masks(state, 0, part", M + "decoder_dropout", "pp=2,microbatches=2"),
-    bug("a backward meets weights as a later forward left them", "parallel.pipeline.left:as_left",
+    bug("a backward meets weights as a later forward left them", "parallel.pipeline.lasting:as_left",
         "saved.tensor = saved.tensor.detach().clone()", "pass", "written_tasks:powers", "pp=2,schedule=gpipe"),
     bug("a block that runs again writes into its weights again", "memory.recompute:_Weights.standing_in",
         "param.data = value.clone()", "pass", "written_tasks:blocks", "dp_replicate=2,remat=full"),
@@ -247,7 +247,7 @@ PIPELINE = [
     bug("a gradient through a gradient ends at the stage that took it", "parallel.pipeline.stage_gradients:Tape.last",
         "self._back(walk, 0)", "pass", "taken_tasks:residual", "pp=2"),
     bug("what comes of the batch alone has no gradient before a stage's part",
-        "parallel.pipeline.shared:SharedGradients.__torch_function__", "of_batch = not any(",
+        "parallel.pipeline.stage_gradients:SharedGradients.__torch_function__", "of_batch = not any(",
         "of_batch = False and any(", "taken_tasks:potential", "pp=2"),
     bug("a tied weight is held by one stage alone", "engine.cutting:_holders",
         "holders[name] = ranks(used or", "holders[name] = ranks(used[:1] or", M + "decoder_tied",
@@ -382,7 +382,7 @@ MORE = [
 S = "sequence_tasks:"
 
 SEQUENCE = [
-    bug("a parameter taken past its attribute counts on every rank", "part.past:PastAttributes._read",
+    bug("a parameter taken past its attribute counts on every rank", "part.parameters:PastAttributes._read",
         "getattr(child, leaf)", "param", "sequence_tasks:penalised_past_attributes", "cp=2,zero=1"),
     bug("every rank of a sequence counts a gradient that all have", "part.sums:summand",
         "elif axis.index:", "elif False:", S + "pooled", "cp=2"),

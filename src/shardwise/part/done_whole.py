@@ -27,7 +27,7 @@ from shardwise.part.gathering import gathered
 from shardwise.part.levels import Distributed
 from shardwise.part.sums import Sum
 from shardwise.part.tensor import Part, facts, in_backward, is_part, no_rule, parts_in, tell
-from shardwise.trace.drawn import is_random
+from shardwise.trace.elementwise import is_random
 from shardwise.trace.leaves import replaced, tensors_in
 
 

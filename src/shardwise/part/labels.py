@@ -28,8 +28,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from shardwise.trace.drawn import draws_each
-from shardwise.trace.elementwise import is_elementwise
+from shardwise.trace.elementwise import draws_each, is_elementwise
 from shardwise.trace.leaves import tensors_in, written_tensors
 from shardwise.trace.without_gradient import HooksLeftOut
 

@@ -1,10 +1,11 @@
-"""`Subject`: what a search needs of a model. Made here for decoders by numbers, by traced_subject for any task."""
+"""`Subject`: what a search needs of a model. Made here for decoders by numbers, by traced_layouts for any task."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from time import perf_counter
 
 from shardwise.cluster import Cluster
 from shardwise.costs.layout import Layout
@@ -15,10 +16,11 @@ from shardwise.costs.software import STATES, Software, as_planned
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout.precisions import BYTES, PRECISIONS
 from shardwise.planner.candidates import UNSEARCHED, Constraints, decoder_layouts
-from shardwise.planner.read_time import Reading
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.quick import Estimator, Quick
 from shardwise.simulator.step import simulate
+from shardwise.step.batching import samples_in
+from shardwise.task import Task
 
 SIXTEEN_BITS = tuple(name for name, row in PRECISIONS.items() if BYTES[row.compute] == 2)
 
@@ -140,3 +142,42 @@ def counts_that_do(subject: Subject, cluster: Cluster, constraints: Constraints)
         if len(counts) < MOST_COUNTS and has_any(count):
             counts.append(count)
     return [*counts, *([power] if power < world and has_any(power) else [])]
+
+
+READS = 3  # of the task's input, of which the quickest is taken
+LONG_S = 0.5  # one read that takes as long is enough
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a task's input costs, as timed on the machine that plans.
+
+    seconds   for one sample
+    whole     every rank makes the global batch; else each reads its own samples
+    """
+
+    seconds: float
+    whole: bool
+
+    def wait(self, layout: Layout, batch: int) -> float:
+        """Returns the seconds that one reader of a rank takes for a step's samples."""
+        return self.seconds * (batch if self.whole else -(-batch // layout.dp))
+
+
+def timed_reading(task: Task, first_s: float) -> Reading:
+    """Times a few reads of the task's input and returns the quickest; `first_s`: seconds of the first read."""
+    if task.batch is None and first_s > LONG_S:
+        return Reading(first_s, False)
+    times = []
+    for turn in range(READS):
+        began = perf_counter()
+        if task.batch is not None:
+            count = samples_in(task.batch(turn))
+        else:
+            assert task.data is not None
+            count = 1
+            task.data.read([turn % max(1, len(task.data))])
+        times.append((perf_counter() - began) / max(1, count))
+        if perf_counter() - began > LONG_S:
+            break
+    return Reading(min(times), task.batch is not None)

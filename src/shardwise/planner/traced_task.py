@@ -23,14 +23,14 @@ from shardwise.parallel.batchnorm import joins_batch_norms
 from shardwise.part.pairs import shapes_outside
 from shardwise.planner.candidates import Constraints
 from shardwise.planner.played import Sizes, dealt, degrees_text, places, played
-from shardwise.planner.read_time import Reading, timed_reading
+from shardwise.planner.subject import Reading, timed_reading
 from shardwise.precision import met_at, told_met
 from shardwise.progress import Say, silent
 from shardwise.random import HIDDEN, Randomness
 from shardwise.rehearsal.cut_module import ALIKE, Beside, CutRehearsal, Cuts, Place, TaskAnalysis, once
+from shardwise.rehearsal.op_counts import update_of
 from shardwise.rehearsal.step_trace import batch_bytes, one_sample, trace
 from shardwise.rehearsal.trace_of_rank import trace_of
-from shardwise.rehearsal.update_trace import update_of
 from shardwise.simulator.counted import Model, RankTrace, StepTrace
 from shardwise.simulator.cut import same_row, simulate_cut
 from shardwise.simulator.forecast import Forecast

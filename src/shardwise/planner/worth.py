@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from shardwise.cluster import Cluster
 from shardwise.errors import InputError
 from shardwise.planner.candidates import Constraints
-from shardwise.planner.proposal import Proposal, Search
+from shardwise.planner.proposal_text import Proposal, Search
 from shardwise.planner.propose import search
 from shardwise.planner.subject import Subject, first_devices
 from shardwise.planner.units import duration, seconds_text, tokens

@@ -26,13 +26,12 @@ from shardwise.parallel.tensor import TensorParallel
 from shardwise.part import forget
 from shardwise.part.crossing import cuts_of, put_together, taken_apart
 from shardwise.precision import Precision
-from shardwise.rehearsal.cut_module import ALIKE, Beside, CutRehearsal, MessageSpec, Place, axes_at
+from shardwise.rehearsal.cut_module import ALIKE, Beside, CutRehearsal, MessageSpec, Place, axes_at, telling
 from shardwise.rehearsal.fully_sharded import FakeFullShard, silent_mesh
 from shardwise.rehearsal.gpu_kernels import Fused, like_gpu
 from shardwise.rehearsal.known_values import Values, known_values_read
-from shardwise.rehearsal.op_counts import Count
+from shardwise.rehearsal.op_counts import Count, in_order
 from shardwise.rehearsal.rank_module import RankModule
-from shardwise.rehearsal.short_rows import telling
 from shardwise.rehearsal.step_trace import (
     Arrivals,
     batch_norms,
@@ -42,7 +41,6 @@ from shardwise.rehearsal.step_trace import (
     on_device,
 )  # fmt: skip
 from shardwise.rehearsal.trace_mode import RehearsalMode, followed
-from shardwise.rehearsal.update_trace import in_order
 from shardwise.simulator.counted import Passed, RankTrace, Sent, StepTrace
 from shardwise.trace.fake import Fake
 from shardwise.trace.outside_reads import OutsideReads

@@ -43,11 +43,9 @@ from shardwise.parallel.slots import Phase
 from shardwise.part.pairs import hold_pairs
 from shardwise.precision import Precision
 from shardwise.rehearsal.gpu_kernels import Fused, like_gpu
-from shardwise.rehearsal.known_values import BATCH, Values, give, numpy_by_values
-from shardwise.rehearsal.op_counts import Count
-from shardwise.rehearsal.packed_rows import padding_by_values
+from shardwise.rehearsal.known_values import BATCH, Values, give, numpy_by_values, padding_by_values
+from shardwise.rehearsal.op_counts import Count, in_order
 from shardwise.rehearsal.trace_mode import RehearsalMode, followed
-from shardwise.rehearsal.update_trace import in_order
 from shardwise.simulator.counted import StepTrace
 from shardwise.step.batching import parts_of, samples_in
 from shardwise.task import Task, call_arguments

@@ -20,8 +20,7 @@ from shardwise.parallel.tensor.derive import Derived, derive, kept_shares, match
 from shardwise.parallel.tensor.raw_reads import RawReads
 from shardwise.part import Uncut, forget
 from shardwise.part.labels import Axes, Found
-from shardwise.part.parameters import KEPT, ONCE, see_parts
-from shardwise.part.past import PastAttributes
+from shardwise.part.parameters import KEPT, ONCE, PastAttributes, see_parts
 from shardwise.random import python_restored, seed_python
 from shardwise.trace.deferred import Built
 from shardwise.trace.fake import Fake, unlogged

@@ -13,7 +13,6 @@ from shardwise.part.rules import (  # noqa: F401 - they register
     creation,
     dim_order,
     embeddings,
-    flips,
     fourier,
     fused_attention,
     indexing,

@@ -37,8 +37,7 @@ from shardwise.part.tensor import MARGINS, Part
 from shardwise.part.tiles.maps import Sliding, reads
 from shardwise.part.tiles.saved_halos import CutDim, kept_apart
 from shardwise.part.tiles.windows import fetched, opened, placed, used
-from shardwise.trace.drawn import is_random
-from shardwise.trace.elementwise import is_elementwise
+from shardwise.trace.elementwise import is_elementwise, is_random
 
 Ranges = tuple[tuple[int, int], ...]  # of each rank, the indices (start, stop) of a dim that it has
 
