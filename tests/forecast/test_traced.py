@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from rank_memory import every_rank
 
 from shardwise.cluster import Cluster, model
 from shardwise.costs.layout import of_plan
@@ -343,7 +344,7 @@ def both(pool, name: str, text: str, even: bool = False) -> tuple[list[float], l
     samples = samples_in(task.batch(0))
     layout = of_plan(plan, global_batch=samples, seq=1, uneven=True)
     traced = Traced(task, HERE, software("shardwise"), plan.precision, (layout.micro_batch,) * 2, cuts=True)
-    forecast = [ledger.allocated for ledger in traced.every_rank(layout, samples)]
+    forecast = [ledger.allocated for ledger in every_rank(traced, layout, samples)]
     return forecast, [peak for peak, _ in pool.run(live_peak, plan.world_size, name, text, even, timeout_s=240)]
 
 

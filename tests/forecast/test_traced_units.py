@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rank_memory import every_rank
 from test_traced import HERE, live_peak, task_of
 from torch import nn
 
@@ -102,7 +103,7 @@ def rehearsed(name: str, text: str):
     samples = samples_in(task.batch(0))
     layout = of_plan(plan, global_batch=samples, seq=1, uneven=True)
     traced = Traced(task, HERE, software("shardwise"), plan.precision, (layout.micro_batch,) * 2, cuts=True)
-    ledgers = traced.every_rank(layout, samples)
+    ledgers = every_rank(traced, layout, samples)
     return [ledger.allocated for ledger in ledgers], traced.cut(layout, samples)[0].small
 
 

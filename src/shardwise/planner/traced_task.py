@@ -6,7 +6,6 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
-from itertools import product
 from time import perf_counter, process_time
 from typing import cast
 
@@ -22,7 +21,7 @@ from shardwise.layout import Plan
 from shardwise.parallel.batchnorm import joins_batch_norms
 from shardwise.part.pairs import shapes_outside
 from shardwise.planner.candidates import Constraints
-from shardwise.planner.played import Sizes, dealt, degrees_text, places, played
+from shardwise.planner.played import Sizes, degrees_text, played
 from shardwise.planner.subject import Reading, timed_reading
 from shardwise.precision import met_at, told_met
 from shardwise.progress import Say, silent
@@ -286,30 +285,6 @@ class Traced:
         if not 0 < layout.global_batch - batch < layout.dp * layout.n_micro * layout.rounds:
             return key, tuple((count,) for count in dict.fromkeys(self.samples)), ALIKE
         return key, *played(key, layout, batch, layout.dp - 1)
-
-    def every_rank(self, layout: Layout, batch: int) -> list[MemoryLedger]:
-        """Returns the memory of every rank of the grid in rank order, each with its own share of the batch."""
-        key = self._cuts(layout)
-        alike = CutRehearsal(self.looks, key).alike if layout.tp > 1 else [0]
-        kinds = list(dict.fromkeys(alike))
-        ledgers = []
-        outer = product(*map(range, (layout.replicas, layout.pp, layout.shard)))
-        along = places(tuple(size for _, size in layout.inner))
-        for (replica, pp, shard), place, tp in product(outer, along, range(layout.tp)):
-            data = replica * layout.shard + shard
-            most, what = max(dealt(layout, batch, data)), played(key, layout, batch, data)
-            if key.differ:
-                model = self.ranks(key, *what, place)[pp * len(kinds) + kinds.index(alike[tp])]
-            else:
-                model = self._exactly(layout.recompute, key.joined, most)
-            piece = shard * layout.cut_positions + along.index(place)
-            ledgers.append(memory(model, layout.with_(micro_batch=most), self.precision, batch, piece))
-        return ledgers
-
-    def _exactly(self, recompute: str, joined: int, count: int) -> Model:
-        """Returns the whole module's model from a trace of exactly `count` samples."""
-        exact = self._trace(count, recompute, joined)
-        return self._model(exact, exact)
 
     def is_rehearsed(self, layout: Layout, batch: int) -> bool:
         """Returns whether a layout's ranks were rehearsed already."""

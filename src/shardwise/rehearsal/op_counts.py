@@ -1,4 +1,4 @@
-"""Count a trace's ops: products, attention, convolutions, recurrences by shape; others by bytes. An update: `update_of`."""
+"""Count a trace's ops: products, attention, convolutions, recurrences by shape, others by bytes; an optimizer's ops."""
 
 from __future__ import annotations
 

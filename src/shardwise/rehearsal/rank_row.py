@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,13 +30,14 @@ from shardwise.rehearsal.cut_module import ALIKE, Beside, CutRehearsal, MessageS
 from shardwise.rehearsal.fully_sharded import FakeFullShard, silent_mesh
 from shardwise.rehearsal.gpu_kernels import Fused, like_gpu
 from shardwise.rehearsal.known_values import Values, known_values_read
-from shardwise.rehearsal.op_counts import Count, in_order
+from shardwise.rehearsal.op_counts import Count
 from shardwise.rehearsal.rank_module import RankModule
 from shardwise.rehearsal.step_trace import (
     Arrivals,
     batch_norms,
     fake_batch,
     inputs_of,
+    note_sizes,
     objective,
     on_device,
 )  # fmt: skip
@@ -93,7 +94,7 @@ class Rehearsal:
         model, self.blocks = self.parts.build(self.cut)
         staged = self.parts.staged(model, self.cut.mine) if self.cut is not None else None
         params = self._params_here(model)
-        self._sizes(model, params)
+        note_sizes(self.trace, model, params.values(), self.blocks.paths)
         self.techniques = self._techniques(model, params, enclosed)
         # zero=3 has put shards in their places
         params = self._params_here(model)
@@ -376,17 +377,6 @@ class Rehearsal:
     def _params_here(self, model: nn.Module) -> dict[str, nn.Parameter]:
         absent = self.cut.absent if self.cut is not None else set()
         return {name: param for name, param in model.named_parameters() if name not in absent}
-
-    def _sizes(self, model: nn.Module, params: dict[str, nn.Parameter]) -> None:
-        trace = self.trace
-        trace.parameters = sum(p.numel() for p in params.values())
-        trace.tensors = len(params)
-        trace.in_order = in_order(p for p in params.values() if p.requires_grad)
-        trace.sizes = Counter(trace.in_order.values())
-        trace.gradients = sum(p.numel() * p.element_size() for p in params.values() if p.requires_grad)
-        trace.buffers_bytes = sum(b.numel() * b.element_size() for b in model.buffers())
-        trace.units = [sum(p.numel() for p in model.get_submodule(path).parameters()) for path in self.blocks.paths]
-        trace.rest = trace.parameters - sum(trace.units)
 
     def _sent(self) -> dict[Sent, int]:
         """Returns the number of calls since the last time, by (axis, op, mean bytes of a call)."""

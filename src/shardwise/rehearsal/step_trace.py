@@ -10,7 +10,7 @@ and no memory is used. Recompute is applied as it is in a run, so what it adds i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -227,7 +227,7 @@ def trace(
         with as_real():
             model = build(task, fake, kept)
             refuse(model, Plan(precision=precision))
-            _sizes(model, counts)
+            note_sizes(counts, model, [*model.parameters()], find_blocks(model).paths)
             if recompute != "none":
                 for path in blocks_of(model, wrap, nested=task.branches == "same").paths:
                     recompute_block(model.get_submodule(path), recompute)
@@ -356,15 +356,14 @@ class Arrivals:
         return sum(self._sizes) - sum(self._seen.values())
 
 
-def _sizes(model: nn.Module, counts: StepTrace) -> None:
-    counts.parameters = sum(p.numel() for p in model.parameters())
-    counts.tensors = len(list(model.parameters()))
-    counts.in_order = in_order(p for p in model.parameters() if p.requires_grad)
+def note_sizes(counts: StepTrace, model: nn.Module, params: Collection[nn.Parameter], blocks: Iterable[str]) -> None:
+    """Set a trace's sizes of the parameters that are held here, of buffers and of blocks (their paths)."""
+    counts.parameters, counts.tensors = sum(p.numel() for p in params), len(params)
+    counts.in_order = in_order(p for p in params if p.requires_grad)
     counts.sizes = Counter(counts.in_order.values())
-    counts.gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    counts.gradients = sum(p.numel() * p.element_size() for p in params if p.requires_grad)
     counts.buffers_bytes = sum(b.numel() * b.element_size() for b in model.buffers())
-    paths = find_blocks(model).paths
-    counts.units = [sum(p.numel() for p in model.get_submodule(path).parameters()) for path in paths]
+    counts.units = [sum(p.numel() for p in model.get_submodule(path).parameters()) for path in blocks]
     counts.rest = counts.parameters - sum(counts.units)
 
 
