@@ -52,6 +52,15 @@ def cuts(tensor: Any, dims: Iterable[int]) -> list[CutDim]:
     return cut_dims
 
 
+def alone(input: torch.Tensor, cut_dims: list[CutDim]) -> bool:
+    """Returns whether the tile is cut in these ways alone, so that what it holds in the end is a plain tensor."""
+    for cut in cut_dims:
+        if not isinstance(input, Part) or input.axis is not cut.axis:
+            return False
+        input = input.local
+    return not isinstance(input, Distributed)
+
+
 def _fetched(tensor: torch.Tensor, cut: CutDim, wanted: Wanted, fill: float) -> torch.Tensor:
     return replaced_from_axis(tensor, cut.axis, fetch(from_axis(tensor, cut.axis), wanted, fill))
 
