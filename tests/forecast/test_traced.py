@@ -382,8 +382,7 @@ def wire_in_a_run(name: str, text: str) -> dict[tuple[str, str], tuple[int, floa
 def check_wire(pool, name: str, text: str) -> None:
     """Asserts that calls and bytes of each rank, axis of positions and operation are those of a run's ledger."""
     from shardwise.comm.ledger import FACTORS
-    from shardwise.planner.played import places
-    from shardwise.planner.traced_task import Traced
+    from shardwise.planner.traced_task import Traced, places
     from shardwise.step.batching import samples_in
 
     task, plan = task_of(name), Plan.parse(text)
@@ -540,8 +539,8 @@ def test_the_telling_part_of_a_row_holds_as_much_as_the_whole(name: str, degree:
     """Uneven micro-batches and tied ends: the same peak, and the same ops, as of the row played to its end."""
     from shardwise.models import tasks
     from shardwise.rehearsal import cut_module, rank_row
+    from shardwise.rehearsal.rank_row import trace_of
     from shardwise.rehearsal.step_trace import one_sample
-    from shardwise.rehearsal.trace_of_rank import trace_of
 
     task = tasks.gpt2()
     stages = ("blocks.0", "blocks.1", "head") if chunks == 2 else ()

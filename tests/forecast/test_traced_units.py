@@ -19,8 +19,8 @@ from shardwise.planner import search as search_plans
 from shardwise.planner.traced_layouts import traced_subject
 from shardwise.planner.traced_task import Traced
 from shardwise.rehearsal.cut_module import CutRehearsal, Cuts, TaskAnalysis
+from shardwise.rehearsal.rank_row import trace_of
 from shardwise.rehearsal.step_trace import one_sample
-from shardwise.rehearsal.trace_of_rank import trace_of
 from shardwise.step.batching import samples_in
 
 WIDE = 64

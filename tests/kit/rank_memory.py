@@ -6,8 +6,7 @@ from itertools import product
 
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger
-from shardwise.planner.played import dealt, places, played
-from shardwise.planner.traced_task import Traced
+from shardwise.planner.traced_task import Traced, dealt, places, played
 from shardwise.rehearsal.cut_module import CutRehearsal
 from shardwise.simulator.held import memory
 

@@ -548,7 +548,7 @@ DOMAIN = [
     bug("gated units on tiles give the other half its gradient", "part.rules.softmax:glu_backward",
         "func(gradient, x, dim)", "func(gradient, x.roll(x.shape[dim] // 2, dim), dim)", D + "interpolated",
         "domain=2"),
-    bug("a ring takes its gradient from other samples of an inner cut", "parallel.sequence.layers:Layers.share",
+    bug("a ring takes its gradient from other samples of an inner cut", "parallel.sequence.ring_plan:Layers.share",
         "share_of(local, self.inner.dim_cut, self.inner.owners, self.inner.axis)",
         "share_of(local.flip(0), self.inner.dim_cut, self.inner.owners, self.inner.axis)", D + "axial",
         "domain=2x2"),

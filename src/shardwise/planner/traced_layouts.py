@@ -28,9 +28,8 @@ from shardwise.planner.candidates import (
     spread_layouts,
     tile_layouts,
 )
-from shardwise.planner.played import degrees_text
 from shardwise.planner.subject import Subject
-from shardwise.planner.traced_task import Traced
+from shardwise.planner.traced_task import Traced, degrees_text
 from shardwise.planner.units import bytes_text, seconds_text
 from shardwise.progress import Say, silent
 from shardwise.random import Randomness
@@ -62,27 +61,24 @@ class TracedLayouts:
         own = [*filter(traced.can_run, data_layouts(world, batch, traced.node, self.recomputes))]
         first = traced.samples[0]  # sorting is stable: of the same layout, that without recompute stays first
         own.sort(key=lambda layout: (self._takes_long(layout), layout.micro_batch != first))
-        fastest = inf
-        for layout in self._lean(own, constraints, self._can_hold):
-            yield layout
-            if traced.fits(layout, batch, constraints):
-                fastest = min(fastest, traced.simulate(layout, batch).step_s)
-        if fastest == inf and cuts:
-            for layout in self._cut_within(self._chunked(own, world, constraints), constraints):
+        fastest, best = inf, None
+
+        def noted(layouts: Iterable[Layout]) -> Iterator[Layout]:
+            """Yields the layouts, and notes the fastest step of those that fit, and of cut ones which it is."""
+            nonlocal fastest, best
+            for layout in layouts:
                 yield layout
                 if traced.fits(layout, batch, constraints):
-                    fastest = min(fastest, traced.simulate(layout, batch).step_s)
-        best: Layout | None = None
-        for layout in self._cut_within(self._positions(world, constraints) if cuts else [], constraints):
-            yield layout
-            if traced.fits(layout, batch, constraints):
-                if best is None or traced.simulate(layout, batch).step_s < traced.simulate(best, batch).step_s:
-                    best = layout
-                fastest = min(fastest, traced.simulate(layout, batch).step_s)
-        for layout in self._cut_within(self._waiting_less(best, constraints), constraints):
-            yield layout
-            if traced.fits(layout, batch, constraints):
-                fastest = min(fastest, traced.simulate(layout, batch).step_s)
+                    seconds = traced.simulate(layout, batch).step_s
+                    if layout.cut_positions > 1 and (best is None or seconds < traced.simulate(best, batch).step_s):
+                        best = layout
+                    fastest = min(fastest, seconds)
+
+        yield from noted(self._lean(own, constraints, self._can_hold))
+        if fastest == inf and cuts:
+            yield from noted(self._cut_within(self._chunked(own, world, constraints), constraints))
+        yield from noted(self._cut_within(self._positions(world, constraints) if cuts else [], constraints))
+        yield from noted(self._cut_within(self._waiting_less(best, constraints), constraints))
         if cuts and self._are_worth_cutting(fastest, world, constraints):
             cut = [*filter(traced.can_run, cut_layouts(world, batch, traced.node, self.recomputes, constraints))]
             few, many = (expert_layouts(some if traced.routed else (), traced.node, constraints) for some in (own, cut))

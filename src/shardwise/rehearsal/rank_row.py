@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from shardwise.comm import Axis, Ledger
 from shardwise.comm.ledger import FACTORS
 from shardwise.device import generators_kept
+from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout.schedule_kinds import Op
 from shardwise.layout.zero_stages import PER_MICROBATCH
 from shardwise.memory.live import LiveBytes, resizes_told
@@ -34,12 +35,15 @@ from shardwise.rehearsal.op_counts import Count
 from shardwise.rehearsal.rank_module import RankModule
 from shardwise.rehearsal.step_trace import (
     Arrivals,
+    ModulePath,
+    as_real,
     batch_norms,
     fake_batch,
     inputs_of,
     note_sizes,
     objective,
     on_device,
+    untraced,
 )  # fmt: skip
 from shardwise.rehearsal.trace_mode import RehearsalMode, followed
 from shardwise.simulator.counted import Passed, RankTrace, Sent, StepTrace
@@ -410,3 +414,29 @@ class Rehearsal:
 def _made_up(weight: torch.Tensor) -> torch.Tensor:
     """Returns a whole weight in the place of a sharded one; its values are made up."""
     return torch.empty(weight.shape, dtype=weight.dtype)
+
+
+def trace_of(
+    shares: CutRehearsal, tp: int, pp: int, sizes: Sequence[int], beside: Beside = ALIKE, place: Place = ()
+) -> RankTrace:  # fmt: skip
+    """Returns the trace of one rank of a task under cuts. Raises `InputError` for a module that cannot be traced.
+
+    sizes   samples of each micro-batch; the last holds for those that follow
+    beside  the rank's place in ep, and how many samples each rank there has
+    place   along each axis that cuts positions
+    """
+    enclosed = shares.looks.enclosed.setdefault(shares.cuts.wrap, set())
+    try:
+        with as_real():
+            while True:  # as a run does: all anew, until no unit's weights are read while it does not run
+                rehearsal = Rehearsal(shares, tp, pp, sizes, beside, place)
+                trace = rehearsal.run(enclosed)
+                if not rehearsal.outside:
+                    return trace
+                enclosed |= rehearsal.outside
+    except (InputError, RefusedPlan):
+        raise
+    except Exception as error:
+        raise InputError(untraced(error, ModulePath())) from error
+    finally:
+        forget()  # a gathered tensor of this rehearsal is none of the next one's

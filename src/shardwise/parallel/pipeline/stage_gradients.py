@@ -31,7 +31,7 @@ from shardwise.errors import RefusedPlan
 from shardwise.parallel.pipeline.backward import root_of
 from shardwise.parallel.pipeline.boundaries import StagePlacement
 from shardwise.parallel.pipeline.inner import By
-from shardwise.parallel.pipeline.talk import Talk
+from shardwise.parallel.pipeline.stage_messages import Talk
 from shardwise.part.crossing import settled
 from shardwise.trace.backwards import listed, takes_gradients
 from shardwise.trace.functional import transforming
