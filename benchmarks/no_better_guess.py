@@ -30,7 +30,7 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.models import tasks
 from shardwise.planner.door import layout_of, subject_of
-from shardwise.planner.proposal import lacking
+from shardwise.planner.proposal_text import lacking
 from shardwise.planner.propose import search
 from shardwise.planner.subject import Subject
 

@@ -16,7 +16,7 @@ from shardwise.cluster import Cluster
 from shardwise.errors import InputError, ShardwiseError
 from shardwise.planner import Constraints
 from shardwise.planner.propose import search
-from shardwise.planner.traced_subject import traced_subject
+from shardwise.planner.traced_layouts import traced_subject
 from shardwise.planner.traced_task import Traced
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

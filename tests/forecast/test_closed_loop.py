@@ -17,10 +17,10 @@ from shardwise.layout import Plan
 from shardwise.measure.overheads import LARGE, REFERENCES, _seconds, fit, non_negative, plans
 from shardwise.measure.pace import Pace
 from shardwise.measure.reference_modules import large_tasks, reference_task
-from shardwise.planner.traced_subject import traced_subject
+from shardwise.planner.traced_layouts import traced_subject
 from shardwise.rehearsal import cut_module
+from shardwise.rehearsal.rank_row import trace_of
 from shardwise.rehearsal.step_trace import one_sample, trace
-from shardwise.rehearsal.trace_of_rank import trace_of
 from shardwise.task import Task
 
 ROWS = (

@@ -15,7 +15,7 @@ from shardwise.cli.main import call
 from shardwise.cluster import Cluster
 from shardwise.layout import Plan
 from shardwise.planner.configured_task import configured
-from shardwise.planner.decoder_families import FAMILIES
+from shardwise.planner.decoders import FAMILIES
 from shardwise.planner.door import layout_of, plan, simulate, subject_of
 from shardwise.planner.subject import Subject
 from shardwise.rehearsal.step_trace import trace

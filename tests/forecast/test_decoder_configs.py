@@ -18,9 +18,8 @@ from shardwise.costs.software import software
 from shardwise.errors import InputError
 from shardwise.planner import Constraints
 from shardwise.planner.configured_task import configured
-from shardwise.planner.decoder_families import FAMILIES
-from shardwise.planner.decoders import decoder_by_name, decoder_from_config, shape_of_config
-from shardwise.planner.traced_subject import traced_subject
+from shardwise.planner.decoders import FAMILIES, decoder_by_name, decoder_from_config, shape_of_config
+from shardwise.planner.traced_layouts import traced_subject
 from shardwise.simulator import simulate as simulate_shape
 from shardwise.simulator.stages import dense_of, stage_layers
 

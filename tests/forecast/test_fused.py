@@ -16,7 +16,7 @@ from shardwise.costs.software import software
 from shardwise.layout import Plan
 from shardwise.memory.live import LiveBytes
 from shardwise.planner.door import layout_of
-from shardwise.planner.traced_subject import traced_subject
+from shardwise.planner.traced_layouts import traced_subject
 from shardwise.rehearsal.gpu_kernels import Fused
 from shardwise.rehearsal.known_values import Values
 from shardwise.rehearsal.op_counts import Count

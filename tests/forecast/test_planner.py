@@ -23,10 +23,9 @@ from shardwise.planner import search as search_plans
 from shardwise.planner.candidates import decoder_layouts, family, plan_of
 from shardwise.planner.decoders import decoder_by_name
 from shardwise.planner.door import layout_of, plan
-from shardwise.planner.fewer import counts_that_do, first_devices
-from shardwise.planner.proposal import Proposal, senseless
+from shardwise.planner.proposal_text import Proposal, senseless
 from shardwise.planner.propose import _sorted as sorted_by_worth
-from shardwise.planner.subject import decoder
+from shardwise.planner.subject import counts_that_do, decoder, first_devices
 from shardwise.planner.units import batch, count, seconds_text
 from shardwise.planner.worth import JobCost, job_lines
 from shardwise.simulator.forecast import Forecast
@@ -205,7 +204,7 @@ def test_a_step_of_which_half_is_waited_for_names_half_of_the_devices() -> None:
 def test_no_batch_is_named_that_would_not_do_either() -> None:
     """8 devices are not a multiple of 3, whatever the batch."""
     from shardwise.models import tasks
-    from shardwise.planner.traced_subject import traced_subject
+    from shardwise.planner.traced_layouts import traced_subject
 
     for subject in (
         traced_subject(tasks.mlp(), NODE, software("shardwise"), 12, "bf16", ("none",)),

@@ -26,7 +26,7 @@ from shardwise.errors import InputError
 from shardwise.layout import Plan
 from shardwise.measure.between_nodes import groups
 from shardwise.measure.machine import text
-from shardwise.planner.traced_subject import traced_subject
+from shardwise.planner.traced_layouts import traced_subject
 from shardwise.ranks import launchers, nodes_of
 
 SIZES = (1024, 65536, 2**20, 2**24)

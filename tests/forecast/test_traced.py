@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from rank_memory import every_rank
 
 from shardwise.cluster import Cluster, model
 from shardwise.costs.layout import of_plan
@@ -57,7 +58,7 @@ def test_a_trace_counts_what_a_step_does() -> None:
 @pytest.mark.parametrize("name", ["decoder", "gpt2", "vit", "mlp", "unet_field"])
 def test_reference_tasks_get_a_ranked_table(name: str) -> None:
     from shardwise.models import tasks
-    from shardwise.planner.traced_subject import traced_subject
+    from shardwise.planner.traced_layouts import traced_subject
 
     make = getattr(tasks, name, None) or next(
         getattr(tasks, other) for other in dir(tasks) if other.startswith(name.split("_")[0])
@@ -85,7 +86,7 @@ def test_flops_are_those_of_the_model_whatever_ranks_do_twice() -> None:
     """Recompute, and what tp does not cut, add work but no model FLOPs: MFU follows the rate."""
     from shardwise.costs.layout import Layout
     from shardwise.models import tasks
-    from shardwise.planner.traced_subject import traced_subject
+    from shardwise.planner.traced_layouts import traced_subject
 
     subject = traced_subject(tasks.gpt2(), NODE, software("shardwise"), 8, "bf16", ("full",))
     plain = subject.simulate(Layout(seq=1, micro_batch=4, n_micro=1, replicas=2))
@@ -343,7 +344,7 @@ def both(pool, name: str, text: str, even: bool = False) -> tuple[list[float], l
     samples = samples_in(task.batch(0))
     layout = of_plan(plan, global_batch=samples, seq=1, uneven=True)
     traced = Traced(task, HERE, software("shardwise"), plan.precision, (layout.micro_batch,) * 2, cuts=True)
-    forecast = [ledger.allocated for ledger in traced.every_rank(layout, samples)]
+    forecast = [ledger.allocated for ledger in every_rank(traced, layout, samples)]
     return forecast, [peak for peak, _ in pool.run(live_peak, plan.world_size, name, text, even, timeout_s=240)]
 
 
@@ -381,8 +382,7 @@ def wire_in_a_run(name: str, text: str) -> dict[tuple[str, str], tuple[int, floa
 def check_wire(pool, name: str, text: str) -> None:
     """Asserts that calls and bytes of each rank, axis of positions and operation are those of a run's ledger."""
     from shardwise.comm.ledger import FACTORS
-    from shardwise.planner.played import places
-    from shardwise.planner.traced_task import Traced
+    from shardwise.planner.traced_task import Traced, places
     from shardwise.step.batching import samples_in
 
     task, plan = task_of(name), Plan.parse(text)
@@ -539,8 +539,8 @@ def test_the_telling_part_of_a_row_holds_as_much_as_the_whole(name: str, degree:
     """Uneven micro-batches and tied ends: the same peak, and the same ops, as of the row played to its end."""
     from shardwise.models import tasks
     from shardwise.rehearsal import cut_module, rank_row
+    from shardwise.rehearsal.rank_row import trace_of
     from shardwise.rehearsal.step_trace import one_sample
-    from shardwise.rehearsal.trace_of_rank import trace_of
 
     task = tasks.gpt2()
     stages = ("blocks.0", "blocks.1", "head") if chunks == 2 else ()
@@ -565,7 +565,8 @@ def test_a_large_sample_is_read_once(monkeypatch) -> None:
     import torch
     from torch import nn
 
-    from shardwise.planner import read_time, traced_subject
+    from shardwise.planner import subject as subjects
+    from shardwise.planner import traced_layouts
     from shardwise.rehearsal import cut_module
 
     reads = []
@@ -582,10 +583,10 @@ def test_a_large_sample_is_read_once(monkeypatch) -> None:
         return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)))
 
     monkeypatch.setattr(cut_module, "LARGE_BYTES", 1)
-    monkeypatch.setattr(read_time, "LONG_S", 0.0)
+    monkeypatch.setattr(subjects, "LONG_S", 0.0)
     task = Task(model=chain, loss=lambda output, batch: (output.sum(), len(batch)), data=Fields())
     said: list[str] = []
-    subject = traced_subject.traced_subject(
+    subject = traced_layouts.traced_subject(
         task, Cluster.parse("4 l40s"), software("shardwise"), 16, "bf16", ("none",), say=said.append
     )
     found = search_plans(subject, Cluster.parse("4 l40s"))
@@ -755,7 +756,7 @@ def test_memory_of_modules_of_ones_own(name: str, plans: list[str], pool) -> Non
 
 def test_batch_norms_over_ranks_are_in_the_step() -> None:
     """Each sends twice in forward and once in backward; alone it sends nothing, and needs more than one sample."""
-    from shardwise.planner.traced_subject import traced_subject
+    from shardwise.planner.traced_layouts import traced_subject
     from shardwise.rehearsal.step_trace import trace
 
     assert sum(trace(normed(), 1, joined=2).joined.values()) == 4 * 3

@@ -13,9 +13,8 @@ from shardwise import Plan, Task
 from shardwise.errors import InputError
 from shardwise.memory.live import LiveBytes
 from shardwise.precision import Precision
-from shardwise.rehearsal.op_counts import Count
+from shardwise.rehearsal.op_counts import Count, update_of
 from shardwise.rehearsal.step_trace import build, trace
-from shardwise.rehearsal.update_trace import update_of
 from shardwise.simulator.counted import StepTrace
 from shardwise.simulator.parts import FOREACH
 from shardwise.trace.fake import Fake
@@ -239,7 +238,7 @@ def test_a_forward_that_takes_gradients_is_refused_where_it_is_followed_without(
     from shardwise.cluster import Cluster
     from shardwise.costs.software import software
     from shardwise.planner.candidates import Constraints
-    from shardwise.planner.traced_subject import subject_of
+    from shardwise.planner.traced_layouts import subject_of
     from shardwise.planner.traced_task import Traced
 
     made = Traced(pinn(), Cluster.parse("4 h100-sxm-80gb"), software("shardwise"), "fp32", (1, 2), True)

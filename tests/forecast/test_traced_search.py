@@ -20,7 +20,7 @@ from shardwise.planner.door import layout_of
 from shardwise.planner.proposal_text import first_text
 from shardwise.planner.propose import search
 from shardwise.planner.subject import Subject
-from shardwise.planner.traced_subject import subject_of, traced_subject
+from shardwise.planner.traced_layouts import subject_of, traced_subject
 from shardwise.planner.traced_task import Traced
 
 NODE = Cluster.parse("8 h100-sxm-80gb")
@@ -109,7 +109,7 @@ def test_a_batch_that_does_not_divide_is_dealt_as_a_run_deals_it(batch: int, wor
     """Each layout comes back from its plan, and no rank of it is without samples in a micro-batch."""
     from shardwise.costs.layout import of_plan
     from shardwise.planner.candidates import plan_of
-    from shardwise.planner.played import dealt
+    from shardwise.planner.traced_task import dealt
 
     found = list(data_layouts(world, batch, 8, ["none"]))
     over_all = [each for each in found if each.dp == world]

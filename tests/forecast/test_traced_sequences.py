@@ -15,7 +15,7 @@ from shardwise.costs.software import software
 from shardwise.layout import Plan
 from shardwise.planner import Constraints, simulate
 from shardwise.planner import search as search_plans
-from shardwise.planner.traced_subject import traced_subject
+from shardwise.planner.traced_layouts import traced_subject
 from shardwise.planner.traced_task import Traced
 
 LONG = pytest.mark.long

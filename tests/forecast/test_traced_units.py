@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rank_memory import every_rank
 from test_traced import HERE, live_peak, task_of
 from torch import nn
 
@@ -15,11 +16,11 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.planner import Constraints, simulate
 from shardwise.planner import search as search_plans
-from shardwise.planner.traced_subject import traced_subject
+from shardwise.planner.traced_layouts import traced_subject
 from shardwise.planner.traced_task import Traced
 from shardwise.rehearsal.cut_module import CutRehearsal, Cuts, TaskAnalysis
+from shardwise.rehearsal.rank_row import trace_of
 from shardwise.rehearsal.step_trace import one_sample
-from shardwise.rehearsal.trace_of_rank import trace_of
 from shardwise.step.batching import samples_in
 
 WIDE = 64
@@ -102,7 +103,7 @@ def rehearsed(name: str, text: str):
     samples = samples_in(task.batch(0))
     layout = of_plan(plan, global_batch=samples, seq=1, uneven=True)
     traced = Traced(task, HERE, software("shardwise"), plan.precision, (layout.micro_batch,) * 2, cuts=True)
-    ledgers = traced.every_rank(layout, samples)
+    ledgers = every_rank(traced, layout, samples)
     return [ledger.allocated for ledger in ledgers], traced.cut(layout, samples)[0].small
 
 

@@ -18,8 +18,8 @@ from shardwise.errors import InputError
 from shardwise.layout import Plan
 from shardwise.mesh import build_mesh
 from shardwise.parallel.sequence import block_attention, candidates, ring_plan, rounds
-from shardwise.parallel.sequence.layers import HEADS, Layers, key_heads_read
 from shardwise.parallel.sequence.pair_mask import At, PairMask, whole_mask
+from shardwise.parallel.sequence.ring_plan import HEADS, Layers, key_heads_read
 from shardwise.part import Owners, Part, plain, to_part
 from shardwise.part.positions import Positions
 from shardwise.trace.fake import Fake

@@ -23,12 +23,10 @@ from shardwise.comm import Axis
 from shardwise.layout import Plan
 from shardwise.mesh import build_mesh
 from shardwise.part import Owners, Part, Uncut, plain
-from shardwise.part.exchanges import fetch
+from shardwise.part.exchanges import Halo, HaloBack, fetch, has_halos
 from shardwise.part.gathering import gathered, scatter_sum
-from shardwise.part.halos import Halo, HaloBack, has_halos
 from shardwise.part.moves import owners_inside, recut
-from shardwise.part.summands import with_summed_gradient
-from shardwise.part.sums import all_sum
+from shardwise.part.sums import all_sum, with_summed_gradient
 from shardwise.part.tiles.maps import Sliding, reads
 
 STEPS = (1e-6, 1e-8)  # the second where a kink, or a place that is rounded, may lie within the first

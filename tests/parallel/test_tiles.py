@@ -22,7 +22,7 @@ from shardwise.layout import Plan
 from shardwise.layout.grid import SPACE
 from shardwise.mesh import build_mesh
 from shardwise.part import Owners, Part, Uncut, plain, to_part, whole
-from shardwise.part.summands import with_summed_gradient
+from shardwise.part.sums import with_summed_gradient
 
 DOUBLE = torch.float64
 BARS = {torch.float64: 1e-12, torch.float32: 1e-5}

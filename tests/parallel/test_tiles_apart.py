@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import linalg
 
 from shardwise.part import Owners, Uncut, plain, to_part
-from shardwise.part.summands import with_summed_gradient
+from shardwise.part.sums import with_summed_gradient
 
 Operation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 FIELD, SQUARE, ROWS = (2, 4, 6, 5), (2, 4, 3, 3), (4, 12)

@@ -73,11 +73,7 @@ CASES: dict[str, tuple[Callable, tuple[int, ...], set[int]]] = {
     "stack": (lambda x: torch.stack([x, x * x], 1), (4, 6), {0, 1}),
     "unbind": (lambda x: x.view(4, 3, 2).unbind(1)[1], (4, 6), {0}),
     "windows": (lambda x: x.unfold(1, 3, 2) * 2, (4, 8), {0}),
-    "distance": (lambda x: torch.dist(x, ONES[0, :4]) + torch.dist(x, ONES[0, :4], 1), (4, 6), {0, 1}),
     "scan in place": (lambda x: (x * 1).cumsum_(1) * (x * 1).cumprod_(1), (4, 6), {0}),
-    "largest by index": (
-        lambda x: (x * 1).index_reduce(1, torch.tensor([0, 2, 2]), ONES[0, :4, :3] / 2, "amax"), (4, 6), {0},
-    ),
     "select": (lambda x: x[:, 2], (4, 6), {0}),
     "flip, cumsum": (lambda x: x.flip(1).cumsum(1), (4, 6), {0}),
     "index by another dim": (lambda x: x[torch.tensor([2, 0, 2])], (4, 6), {1}),

@@ -370,7 +370,7 @@ def shifted() -> Task:
 def test_a_gradient_of_rounding_is_told_from_one_that_lacks_a_summand(pool: RankPool) -> None:
     found = verify("test_proof:shifted", "domain=2", pool=pool)
     assert found.parity and "the gradient of 'layers.0.bias' is zero but for rounding" in found.text(), found.text()
-    lost = Bug("a rank's summand of a bias is lost", "shardwise.part.summands:summand", "gradient = gradient.local",
+    lost = Bug("a rank's summand of a bias is lost", "shardwise.part.sums:summand", "gradient = gradient.local",
                "gradient = gradient.local * (gradient.shape != (4,) or not axis.index)", "test_proof:shifted",
                "domain=2")  # fmt: skip
     assert try_bug(lost, pool).fine

@@ -221,7 +221,7 @@ def test_a_plan_runs_one_after_another(task: str, plan: str, mocks: RankPool) ->
 
 
 def test_gradients_within_a_forward_need_two_communicators_at_once(mocks: RankPool) -> None:
-    """A stage asks the one before it while that one's next hidden states wait for it (parallel/pipeline/talk)."""
+    """A stage asks the one before it while that one's next hidden states wait for it (`Talk`)."""
     found = check_order("taken_tasks:residual", "pp=2", pool=mocks, timeout_s=250)
     assert found.side_by_side.runs and not found.strictest.runs
     assert "inner gradients" in found.strictest.text()

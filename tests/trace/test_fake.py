@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from shardwise.models import tasks
 from shardwise.rehearsal import rank_row, step_trace
 from shardwise.rehearsal.cut_module import CutRehearsal, Cuts, TaskAnalysis
-from shardwise.rehearsal.trace_of_rank import trace_of
+from shardwise.rehearsal.rank_row import trace_of
 from shardwise.trace import fake
 from shardwise.trace.fake import Fake
 

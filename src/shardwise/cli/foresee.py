@@ -217,8 +217,7 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
     Plan.parse(plan_text), Cluster.parse(words["cluster"])
     begin(answer, "simulate: loading PyTorch and the figures of the catalogue")
     from shardwise.planner.door import check_plan, layout_of, plan_for, possible
-    from shardwise.planner.proposal import lacking
-    from shardwise.planner.proposal_text import forecast_lines, rank_map
+    from shardwise.planner.proposal_text import forecast_lines, lacking, rank_map
     from shardwise.simulator import step_page, timeline
 
     cluster, parsed = Cluster.parse(words["cluster"]), plan_for(task, plan_text)

@@ -1,4 +1,4 @@
-"""`Shape`: a decoder by numbers, its parameters by component, its FLOPs. Families: planner/decoder_families.
+"""`Shape`: a decoder by numbers, its parameters by component, its FLOPs. Families: planner/decoders.
 
 The shapes of GPT, Llama and mixtures of experts are the same few matrices; what differs is data in `Shape`.
 

@@ -21,11 +21,10 @@ from shardwise.layout.schedules import Schedule, schedule_of
 from shardwise.look.one_process import blame
 from shardwise.look.samples import few_samples
 from shardwise.mesh import Mesh
-from shardwise.parallel.pipeline.boundaries import CutPoint, Stage
+from shardwise.parallel.pipeline.boundaries import CutPoint, Stage, StagePlacement
 from shardwise.parallel.pipeline.chance import repeated
 from shardwise.parallel.pipeline.cut_points import choose, decisions, make_stages
 from shardwise.parallel.pipeline.lasting import kept_on, kept_twice
-from shardwise.parallel.pipeline.placed import StagePlacement
 from shardwise.precision import Precision
 from shardwise.step.batching import samples_in, slice_samples
 from shardwise.step.forward import output_alone

@@ -29,7 +29,7 @@ from shardwise.parallel.expert.expert_forward import Stack, on_own_rows
 from shardwise.parallel.tensor import Derived, TrialModule
 from shardwise.part import Uncut
 from shardwise.part.crossing import Along, cuts_of
-from shardwise.part.dispatch import by_rules
+from shardwise.part.done_whole import by_rules
 from shardwise.part.positions import Candidate, Cuts, Positions, name_of
 from shardwise.precision import Precision
 from shardwise.step.batching import samples_in

@@ -45,8 +45,7 @@ from shardwise.parallel.slots import DataParallel, ValueOf
 from shardwise.parallel.tensor import TensorParallel, compile_block, install, why_eager
 from shardwise.part.crossing import Along
 from shardwise.part.pairs import hold_pairs, pairs_in
-from shardwise.part.parameters import see_parts
-from shardwise.part.past import read_past, refuse_past
+from shardwise.part.parameters import read_past, refuse_past, see_parts
 from shardwise.part.positions import Positions
 from shardwise.precision import Precision
 from shardwise.task import Task
@@ -56,7 +55,7 @@ from shardwise.trace.outside_reads import set_training
 from shardwise.trace.stand_in import held_beside
 
 if TYPE_CHECKING:
-    from shardwise.parallel.pipeline.placed import StagePlacement
+    from shardwise.parallel.pipeline.boundaries import StagePlacement
     from shardwise.parallel.pipeline.stage import StagedModule
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from shardwise.cluster import Cluster
 from shardwise.config import Effective
 from shardwise.planner.door import check_plan, layout_of, possible, subject_of
-from shardwise.planner.proposal import Proposal
-from shardwise.planner.proposal_text import forecast_lines
+from shardwise.planner.proposal_text import Proposal, forecast_lines
 from shardwise.planner.worth import JobCost, job_lines
 from shardwise.progress import Say, silent
 from shardwise.training.job import make_job

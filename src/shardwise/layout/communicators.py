@@ -6,7 +6,7 @@ Each takes memory outside the allocator and, with many ranks, seconds at the sta
 tests/testing/test_nccl_order.py. A group of all ranks along one axis is the world's.
 
 What this does not do: count groups that a task's own code makes, or those of a stage that takes gradients within its
-forward (parallel/pipeline/talk), of which a plan does not tell.
+forward (parallel/pipeline/stage_messages), of which a plan does not tell.
 """
 
 from __future__ import annotations

@@ -25,13 +25,12 @@ from shardwise.parallel.fsdp import IN_TRANSFORM, UNITS_IN_TRANSFORMS
 from shardwise.part.levels import Distributed
 from shardwise.random import ConstantRandom, GlobalRandom, Samples
 from shardwise.step.loss import Loss
-from shardwise.trace.argument_writes import ArgumentWrites
 from shardwise.trace.backwards import watching_backwards
 from shardwise.trace.functional import differentiating, transforming, with_values
 from shardwise.trace.leaves import written_tensors
 from shardwise.trace.module_state import ModuleState
-from shardwise.trace.outside_state import Reached
-from shardwise.trace.own_class import CONTAINERS, is_own
+from shardwise.trace.outside_reads import ArgumentWrites
+from shardwise.trace.outside_state import CONTAINERS, Reached, is_own
 
 Evaluate = Callable[[Any], Loss]
 Functions = tuple[Callable, ...]

@@ -24,7 +24,7 @@ from shardwise.part import Owners, Part, Sum, Uncut, summand
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import share_of
 from shardwise.part.sums import whole_over_axis
-from shardwise.trace.twice import differentiable_once
+from shardwise.trace.functional import differentiable_once
 
 NO_SECOND = "the gradient of what is computed in chunks is differentiated again: leave chunks out of the plan"
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from shardwise.memory.chunk_runs import turn
 from shardwise.part import Owners, Part, Sum
-from shardwise.trace.drawn import is_random
+from shardwise.trace.elementwise import is_random
 from shardwise.trace.leaves import replaced, tensors_in
 
 _MOST_TRIED = 1 << 14

@@ -444,13 +444,7 @@ class FullShard:
         param = self.params[index]
         if not isinstance(param, DTensor):
             return whole.view(-1)[: whole.numel() if shard_rank == 0 else 0]
-        return self._narrowed(whole, param.placements[-1].dim, shard_rank)
-
-    def cut_like(self, param: DTensor, whole: torch.Tensor) -> torch.Tensor:
-        """Returns the view of a whole tensor that is this rank's piece, cut as `param`, frozen or not."""
-        return self._narrowed(whole, param.placements[-1].dim, self._shards.index)
-
-    def _narrowed(self, whole: torch.Tensor, dim: int, shard_rank: int) -> torch.Tensor:
+        dim = param.placements[-1].dim
         size = -(-whole.shape[dim] // self.ranks)
         low = min(shard_rank * size, whole.shape[dim])  # the last ranks may have less, or nothing
         return whole.narrow(dim, low, min(size, whole.shape[dim] - low))

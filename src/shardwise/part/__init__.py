@@ -4,8 +4,7 @@ from shardwise.part import assigned, dispatch, rules  # noqa: F401 - they regist
 from shardwise.part.cuts import Owners, Uncut
 from shardwise.part.gathering import gather
 from shardwise.part.moves import to_part
-from shardwise.part.summands import summand, with_summed_gradient
-from shardwise.part.sums import Sum, plain, whole, whole_gradient
+from shardwise.part.sums import Sum, plain, summand, whole, whole_gradient, with_summed_gradient
 from shardwise.part.tensor import Part, forget
 
 __all__ = [

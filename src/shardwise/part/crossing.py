@@ -14,12 +14,12 @@ from typing import Any, cast
 import torch
 
 from shardwise.comm import Axis
+from shardwise.part.assigned import Written, now_of, stand_for
 from shardwise.part.cuts import Owners
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import share_of
 from shardwise.part.sums import Sum, linear, plain, redealt
 from shardwise.part.tensor import Part
-from shardwise.part.written import Written, now_of, stand_for
 
 Along = tuple[tuple[str, int], ...]  # (name of an axis, dim) of each cut, outermost first
 Cuts = tuple[tuple[str, int, Owners], ...]  # and who owns which index

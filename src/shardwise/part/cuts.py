@@ -245,6 +245,17 @@ def joined(parts: tuple[Owners, ...]) -> Owners:
     return Owners(stops, np.concatenate([part.who for part in parts]), parts[0].ranks)
 
 
+def blocks_within(n: int, ranks: int, inside: Owners | None) -> Owners:
+    """Returns owners in blocks: of `n` indices; where an axis further in has dealt them, of each rank's there."""
+    if inside is None:
+        return Owners.blocks(n, ranks)
+    dealt = np.empty(n, dtype=np.int16)
+    for rank in range(inside.ranks):
+        mine = inside.indices(rank)
+        dealt[mine] = Owners.blocks(len(mine), ranks).array
+    return Owners.of(dealt, ranks)
+
+
 @lru_cache(REMEMBERED)
 def repeated(owners: Owners, times: int) -> Owners:
     """Returns owners where every index is repeated `times` times in a row (`repeat_interleave`)."""

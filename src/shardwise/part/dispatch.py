@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from shardwise.layout.grid import SPACE
 from shardwise.part.cuts import Uncut
-from shardwise.part.done_whole import done_whole, may_be_done_whole
+from shardwise.part.done_whole import Gathers, done_whole, may_be_done_whole
 from shardwise.part.gathering import GatheredView, gather, gathered
 from shardwise.part.known import with_known
 from shardwise.part.levels import Distributed, ViewOf, answering, answers_operations, here, written_back
@@ -79,29 +77,6 @@ def _answer(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed]) -> 
 def _writes_through(view: torch.Tensor, local: torch.Tensor) -> bool:
     """Whether what is written into a view of a share is in the share: it shares its memory, or is put back."""
     return (isinstance(view, Distributed) and view.source is not None) or same_memory(view, local)
-
-
-class Gathers:
-    """Switches for what may be gathered, where code runs that nobody rehearsed (a script's own loss).
-
-    all        any part, where an operation has no rule: a method beside the model's forward, without gradients
-    on_gather  called with (operation, bytes of what is gathered); None where the modules themselves run
-    none       no part, of sequences neither: a rehearsal looks first for a cut under which every operation has a rule
-    """
-
-    on_gather: Callable[[str, int], None] | None = None
-    all: bool = False
-    none: bool = False
-
-
-@contextmanager
-def by_rules(alone: bool = True) -> Iterator[None]:
-    """Context: operations without a rule are refused (`alone`), or done whole where what they read is a sequence."""
-    before, Gathers.none = Gathers.none, alone
-    try:
-        yield
-    finally:
-        Gathers.none = before
 
 
 def _may_be_gathered(part: Part) -> bool:

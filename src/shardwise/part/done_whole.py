@@ -14,6 +14,8 @@ model asks.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,8 +27,31 @@ from shardwise.part.gathering import gathered
 from shardwise.part.levels import Distributed
 from shardwise.part.sums import Sum
 from shardwise.part.tensor import Part, facts, in_backward, is_part, no_rule, parts_in, tell
-from shardwise.trace.drawn import is_random
+from shardwise.trace.elementwise import is_random
 from shardwise.trace.leaves import replaced, tensors_in
+
+
+class Gathers:
+    """Switches for what may be gathered, where code runs that nobody rehearsed (a script's own loss).
+
+    all        any part, where an operation has no rule: a method beside the model's forward, without gradients
+    on_gather  called with (operation, bytes of what is gathered); None where the modules themselves run
+    none       no part, of sequences neither: a rehearsal looks first for a cut under which every operation has a rule
+    """
+
+    on_gather: Callable[[str, int], None] | None = None
+    all: bool = False
+    none: bool = False
+
+
+@contextmanager
+def by_rules(alone: bool = True) -> Iterator[None]:
+    """Context: operations without a rule are refused (`alone`), or done whole where what they read is a sequence."""
+    before, Gathers.none = Gathers.none, alone
+    try:
+        yield
+    finally:
+        Gathers.none = before
 
 
 def may_be_done_whole(func: Any, args: tuple, kwargs: dict, parts: list[Part]) -> bool:

@@ -20,7 +20,7 @@ import torch
 
 from shardwise.host import has_values
 from shardwise.part.levels import Distributed
-from shardwise.trace.drawn import is_random
+from shardwise.trace.elementwise import is_random
 from shardwise.trace.leaves import replaced, tensors_in
 
 MOST = 1 << 24  # elements that are computed whole beside a share

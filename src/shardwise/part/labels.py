@@ -28,9 +28,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from shardwise.trace.drawn import draws_each
-from shardwise.trace.elementwise import is_elementwise
+from shardwise.trace.elementwise import draws_each, is_elementwise
 from shardwise.trace.leaves import tensors_in, written_tensors
+from shardwise.trace.tape import storage_key
 from shardwise.trace.without_gradient import HooksLeftOut
 
 WHOLE = 0
@@ -83,7 +83,7 @@ class Axes(TorchDispatchMode):
         self.in_loss = False
         self.modules: list[str] = []
         self.frozen = whole
-        self.named = [(name, tensor, _storage(tensor)) for name, tensor in named.items()]
+        self.named = [(name, tensor, storage_key(tensor)) for name, tensor in named.items()]
         self.written: set[str] = set()
         for name, tensor in named.items():
             tensor._axes_of = (name, tuple(range(tensor.dim())))  # rules hand it on to views
@@ -164,7 +164,7 @@ class Axes(TorchDispatchMode):
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         if func._schema.is_mutable:
-            storages = {_storage(tensor) for tensor in written_tensors(func, args, kwargs)}
+            storages = {storage_key(tensor) for tensor in written_tensors(func, args, kwargs)}
             self.written |= {name for name, _, storage in self.named if storage in storages}
         if func.namespace == "aten":
             tensors = tensors_in((args, kwargs))
@@ -222,12 +222,8 @@ class Axes(TorchDispatchMode):
                     own = self.because.get(int(label))
                     reasons.setdefault(name, own or by_root.get(int(root[label]), ""))
         # `param.data = value` is no operation: it shows by the parameter's storage alone
-        assigned = {name for name, tensor, storage in self.named if _storage(tensor) != storage}
+        assigned = {name for name, tensor, storage in self.named if storage_key(tensor) != storage}
         return Found(classes, self.uses, reasons, frozenset(self.written | assigned))
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def param_of(tensor: Any) -> tuple[str, tuple[Any, ...]] | None:

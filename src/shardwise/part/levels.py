@@ -62,6 +62,15 @@ class Distributed(torch.Tensor):
         raise NotImplementedError
 
 
+def has_cut_positions(tensor: Any) -> bool:
+    """Returns whether an axis of positions cuts a tensor. Takes no sum: ranks may ask at different times."""
+    while isinstance(tensor, Distributed):
+        if tensor.axis.positions:
+            return True
+        tensor = tensor.stored
+    return False
+
+
 _ANSWERS: list[Callable[[Any, tuple, dict], Any]] = []
 
 

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
 from shardwise.part.levels import Distributed
-from shardwise.trace.drawn import is_random
+from shardwise.trace.elementwise import is_random
 from shardwise.trace.leaves import replaced, tensors_in
 
 MOST = 1 << 12  # elements of a plain tensor that a table may be made of and keep

@@ -52,7 +52,7 @@ class Positions:
     inside   what cuts tensors inside the module, where the batch is whole
     stopped  why positions of the batch itself cannot be cut, for people
     tables   ranges inside the module are dealt alike (see `part/position_tables`)
-    past     the module's code takes parameters past their attributes (see `part/past`)
+    past     the module's code takes parameters past their attributes (see `part/parameters`)
     results  how the axes cut each leaf of what a call of a submodule (path, place) gives, as rehearsed, where they do
     """
 

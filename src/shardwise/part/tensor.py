@@ -34,7 +34,7 @@ import torch
 from shardwise.comm import Axis
 from shardwise.part.cuts import REMEMBERED, Owners, Uncut
 from shardwise.part.levels import Distributed, answered, here
-from shardwise.trace.drawn import draws_each
+from shardwise.trace.elementwise import draws_each
 from shardwise.trace.leaves import tensors_in
 
 Rule = Callable[[Any, tuple, dict], Any]

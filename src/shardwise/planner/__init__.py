@@ -2,7 +2,7 @@
 
 from shardwise.planner.candidates import Constraints
 from shardwise.planner.door import plan, simulate
-from shardwise.planner.proposal import Proposal, Search
+from shardwise.planner.proposal_text import Proposal, Search
 from shardwise.planner.propose import search
 
 __all__ = ["Constraints", "Proposal", "Search", "plan", "search", "simulate"]

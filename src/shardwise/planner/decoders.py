@@ -1,9 +1,10 @@
-"""A decoder's numbers (`Shape`) by catalogue name or `config.json`. Its words: `WORDS`; a family: decoder_families."""
+"""A decoder's numbers (`Shape`) by catalogue name or `config.json`. Its words: `WORDS`; a family: `FAMILIES`."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 from shardwise.cluster.catalogue import model
 from shardwise.costs.shapes import Shape
 from shardwise.errors import InputError
-from shardwise.planner.decoder_families import FAMILIES, DecoderFamily, layers_differ
 
 WORDS = {  # of each number, as the families write it
     "hidden": ("hidden_size", "n_embd", "n_embed"),
@@ -205,3 +205,94 @@ def _other_than_a_decoder(config: Mapping[str, Any], family: DecoderFamily) -> s
     if others := [name for name in named if "For" in name]:
         return f"its architecture is {', '.join(others)}"
     return "it says is_decoder = false" if config.get("is_decoder") is False else ""
+
+
+def configuration_of(shape: Shape, length: int) -> Any:
+    """Returns transformers' configuration of a decoder's numbers, for samples of `length` tokens.
+
+    Raises `InputError` for a decoder that is none of the kinds that its numbers alone make.
+    """
+    import transformers
+
+    plain = Shape(
+        shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.ffn, shape.vocab,
+        tied=shape.tied, qkv_bias=shape.qkv_bias, qk_norm=shape.qk_norm, name=shape.name,
+    )  # fmt: skip
+    if plain != shape or (shape.qkv_bias and shape.qk_norm):
+        raise InputError(
+            f"--lora: {shape.name} is no plain decoder, whose numbers would make its modules: give its config.json, "
+            "which transformers builds without weights"
+        )
+    kind = "Qwen3" if shape.qk_norm else "Qwen2" if shape.qkv_bias else "Llama"
+    sizes = {} if kind == "Qwen2" else {"head_dim": shape.head_dim}
+    return getattr(transformers, f"{kind}Config")(
+        vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.ffn, num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, tie_word_embeddings=shape.tied,
+        max_position_embeddings=length, architectures=[f"{kind}ForCausalLM"], **sizes,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DecoderFamily:
+    """Traits of a family. Each `*_key` names the configuration's own word on it, where there is one.
+
+    tied        the output matrix is the embedding's, where the file does not say
+    positions   a learned position table has this many rows beside `max_position_embeddings`; None: no table
+    one_kv      without a word on them, queries share one head of keys and values
+    latent      keys and values (and queries, where the file has a rank for them) come from narrow latents
+    parallel    attention and feed-forward read the same stream, through so many norms; 0: one after the other
+    """
+
+    tied: bool = False
+    gated: bool = True
+    bias: bool = False
+    bias_key: str = ""
+    qkv_bias: bool = False
+    qkv_key: str = "attention_bias"
+    qk_norm: bool = False
+    layer_norm: bool = False
+    norm_bias: bool = True
+    positions: int | None = None
+    one_kv: bool = False
+    latent: bool = False
+    parallel: int = 0
+    parallel_key: str = ""
+
+
+LLAMA = DecoderFamily()
+_PLAIN = DecoderFamily(
+    gated=False, layer_norm=True, bias=True, qkv_key=""
+)  # as GPT-2: two matrices, biases, layer norms
+FAMILIES: dict[str, DecoderFamily] = {
+    **dict.fromkeys(
+        ("llama", "mistral", "mixtral", "phi3", "granite", "granitemoe", "helium", "olmo", "glm4_moe"), LLAMA
+    ),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), replace(LLAMA, latent=True)),
+    **dict.fromkeys(("glm", "glm4", "qwen2", "qwen2_moe", "seed_oss"), replace(LLAMA, qkv_bias=True)),
+    **dict.fromkeys(("qwen3", "qwen3_moe", "olmo2", "olmo3", "olmoe", "exaone4"), replace(LLAMA, qk_norm=True)),
+    **dict.fromkeys(("gemma", "gemma2", "smollm3"), replace(LLAMA, tied=True)),
+    "gemma3_text": replace(LLAMA, tied=True, qk_norm=True),
+    "ernie4_5": replace(LLAMA, tied=True, bias_key="use_bias"),
+    "gpt_oss": replace(LLAMA, bias=True),
+    "arcee": replace(LLAMA, gated=False),
+    "phimoe": replace(LLAMA, layer_norm=True),
+    "stablelm": replace(LLAMA, layer_norm=True, qkv_key="use_qkv_bias", parallel_key="use_parallel_residual"),
+    **dict.fromkeys(("cohere", "cohere2"), replace(LLAMA, tied=True, layer_norm=True, norm_bias=False, parallel=1)),
+    "persimmon": _PLAIN,
+    "phi": replace(_PLAIN, parallel=1),
+    "gpt_neox": replace(_PLAIN, parallel=2, parallel_key="use_parallel_residual"),
+    "starcoder2": replace(_PLAIN, tied=True, bias_key="use_bias"),
+    "bloom": replace(_PLAIN, tied=True),
+    "falcon": replace(
+        _PLAIN, tied=True, bias=False, bias_key="bias", one_kv=True, parallel=1, parallel_key="parallel_attn"
+    ),
+    "gpt2": replace(_PLAIN, tied=True, positions=0),
+    "gpt_bigcode": replace(_PLAIN, tied=True, positions=0, one_kv=True),
+    "opt": replace(_PLAIN, tied=True, positions=2, bias_key="enable_bias"),
+}
+
+
+def layers_differ(config: Mapping[str, Any]) -> str:
+    """Returns the key of a configuration by which its layers are not all alike; "" where they are."""
+    alike = {"mlp_only_layers": [], "decoder_sparse_step": 1, "moe_layer_freq": 1, "block_sparse_moe_step": 1}
+    return next((name for name, plain in alike.items() if config.get(name) not in (None, plain)), "")

@@ -19,7 +19,7 @@ from shardwise.errors import InputError, ShardwiseError
 from shardwise.layout import Plan, check
 from shardwise.planner import decoders, units
 from shardwise.planner.candidates import Constraints
-from shardwise.planner.proposal import Search
+from shardwise.planner.proposal_text import Search
 from shardwise.planner.propose import search
 from shardwise.planner.subject import Subject, decoder
 from shardwise.progress import Say, silent
@@ -105,7 +105,7 @@ class _Where:
 
     def traced(self, task: Task, samples: int | None, remarks: tuple[str, ...] = ()) -> Subject:
         """Returns the subject of a task whose module is traced."""
-        from shardwise.planner.traced_subject import default_samples, traced_subject
+        from shardwise.planner.traced_layouts import default_samples, traced_subject
 
         if self.software.fp8:
             plain = self.software.name.split("-fp8")[0].split("-mxfp8")[0]
@@ -149,7 +149,7 @@ class _Where:
             raise InputError(f"--lora: {named} is built by transformers: pip install 'shardwise[lora]'")
         if named.endswith(".json") or Path(named).is_dir():
             return self._built(named, samples, length, lora=lora)
-        from shardwise.planner.adapted_decoder import configuration_of
+        from shardwise.planner.decoders import configuration_of
 
         if length is None:
             raise InputError(f"{named} is a decoder by its numbers: give --seq and --global-batch")

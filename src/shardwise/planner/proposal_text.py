@@ -1,14 +1,16 @@
-"""Proposals and forecasts as text and tables. Of whole jobs and their cost: worth."""
+"""`Proposal` (a plan with its forecast), `Search` (a result), and both as text and tables. Of whole jobs: worth."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.cluster import Cluster
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import CONTEXT_BYTES
-from shardwise.planner.proposal import Proposal, Search
+from shardwise.layout import Plan
+from shardwise.layout.rules import applying
 from shardwise.planner.units import bytes_text, seconds_text
 from shardwise.simulator.forecast import Forecast
 
@@ -146,3 +148,57 @@ def proposal_dict(p: Proposal) -> dict[str, Any]:
         "plan": str(p.plan), "family": p.family, "runnable": p.runnable or True, "world_size": p.plan.world_size,
         "micro_batch": p.layout.micro_batch, "needed_bytes": p.forecast.needed_bytes, **p.forecast.as_dict(),
     }  # fmt: skip
+
+
+def lacking(plan: Plan) -> str:
+    """Returns why this version cannot run the plan, or why no version can; "" where it runs."""
+    return "; ".join(f"{rule.combination}: {rule.reason}" for rule in applying(plan))
+
+
+def senseless(plan: Plan) -> bool:
+    """Whether the plan cannot be right in any version."""
+    return any(rule.kind == "illegal" for rule in applying(plan))
+
+
+@dataclass
+class Proposal:
+    """A plan, its layout and its forecast."""
+
+    plan: Plan
+    layout: Layout
+    forecast: Forecast
+    family: str
+
+    @property
+    def runnable(self) -> str:
+        """Empty where this version can run the plan, else what it lacks."""
+        return lacking(self.plan)
+
+
+@dataclass
+class Search:
+    """The result of a search.
+
+    proposals  plans that this version runs, from best to worst; those that it cannot run where there is no other
+    later      faster ones that this version cannot run yet, a few
+    lost       why each other family lost
+    notes      what to know
+    capacity   bytes of a device that a plan could have
+    stopped    it was interrupted: the best so far
+    cluster    the part of it that was planned on, where no plan has all devices; else None
+    """
+
+    proposals: list[Proposal]
+    lost: dict[str, str]
+    notes: list[str] = field(default_factory=list)
+    considered: int = 0
+    fitted: int = 0
+    seconds: float = 0.0
+    capacity: float = 0.0
+    later: list[Proposal] = field(default_factory=list)
+    stopped: bool = False
+    cluster: Cluster | None = None
+
+    @property
+    def best(self) -> Proposal:
+        return self.proposals[0]

@@ -19,10 +19,9 @@ from shardwise.costs.memory import CONTEXT_BYTES
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.planner.candidates import Constraints, axes, family, plan_of
-from shardwise.planner.fewer import counts_that_do, first_devices
-from shardwise.planner.proposal import Proposal, Search, lacking, senseless
+from shardwise.planner.proposal_text import Proposal, Search, lacking, senseless
 from shardwise.planner.reasons import WITHIN, contradiction, lost, never, notes, nothing
-from shardwise.planner.subject import Subject
+from shardwise.planner.subject import Subject, counts_that_do, first_devices
 from shardwise.planner.units import bytes_text, seconds_text
 from shardwise.progress import Say, silent
 from shardwise.simulator.forecast import Forecast

@@ -11,9 +11,8 @@ from shardwise.costs.memory import CONTEXT_BYTES
 from shardwise.errors import ShardwiseError
 from shardwise.layout.plan import DEGREES, Plan
 from shardwise.planner.candidates import Constraints, micro_batches, plan_of
-from shardwise.planner.proposal import Proposal, Search, lacking
-from shardwise.planner.read_time import Reading
-from shardwise.planner.subject import Subject
+from shardwise.planner.proposal_text import Proposal, Search, lacking
+from shardwise.planner.subject import Reading, Subject
 from shardwise.planner.units import bytes_text, seconds_text
 
 DRAWN = 1.1  # times as long with draws of one process, from which that is told

@@ -1,10 +1,11 @@
-"""`Subject`: what a search needs of a model. Made here for decoders by numbers, by traced_subject for any task."""
+"""`Subject`: what a search needs of a model. Made here for decoders by numbers, by traced_layouts for any task."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from time import perf_counter
 
 from shardwise.cluster import Cluster
 from shardwise.costs.layout import Layout
@@ -15,10 +16,11 @@ from shardwise.costs.software import STATES, Software, as_planned
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout.precisions import BYTES, PRECISIONS
 from shardwise.planner.candidates import UNSEARCHED, Constraints, decoder_layouts
-from shardwise.planner.read_time import Reading
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.quick import Estimator, Quick
 from shardwise.simulator.step import simulate
+from shardwise.step.batching import samples_in
+from shardwise.task import Task
 
 SIXTEEN_BITS = tuple(name for name, row in PRECISIONS.items() if BYTES[row.compute] == 2)
 
@@ -102,3 +104,80 @@ def _forecast(shape: Shape, layout: Layout) -> Layout:
             "wrap names modules, and a decoder by its numbers has none: its layers are the units; name its task"
         )
     return layout
+
+
+MOST_COUNTS = 2  # of the largest that do, beside the largest power of two
+
+
+def first_devices(cluster: Cluster, count: int) -> Cluster:
+    """Returns the cluster made of the first `count` devices (rounded up to whole units of a tier)."""
+    tiers, left = [], count
+    for tier in cluster.tiers:
+        size = min(tier.count, left)
+        tiers.append(replace(tier, count=size))
+        # the number of units of the next tier that these devices fill
+        left = -(-left // size)
+    return replace(cluster, tiers=tuple(tiers), name=f"{count} of {cluster}")
+
+
+def counts_that_do(subject: Subject, cluster: Cluster, constraints: Constraints) -> list[int]:
+    """Returns smaller numbers of devices that have plans: the largest ones of whole nodes, and a power of two.
+
+    For a model by its numbers, of which it is quick to ask, and where no field of the plan was fixed; else none.
+    """
+    world, node = cluster.world_size, cluster.sizes[0] if len(cluster.tiers) > 1 else 1
+    if subject.own or constraints.fixed:
+        return []
+
+    def has_any(count: int) -> bool:
+        if first_devices(cluster, count).world_size != count:  # no whole part of the nodes that there are
+            return False
+        return next(iter(subject.layouts(count, constraints)), None) is not None
+
+    power = 1 << (world - 1).bit_length() - 1
+    least = power if first_devices(cluster, power).world_size == power else power // 2
+    whole = range((world - 1) // node * node, least, -node)
+    counts: list[int] = []
+    for count in whole:
+        if len(counts) < MOST_COUNTS and has_any(count):
+            counts.append(count)
+    return [*counts, *([power] if power < world and has_any(power) else [])]
+
+
+READS = 3  # of the task's input, of which the quickest is taken
+LONG_S = 0.5  # one read that takes as long is enough
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a task's input costs, as timed on the machine that plans.
+
+    seconds   for one sample
+    whole     every rank makes the global batch; else each reads its own samples
+    """
+
+    seconds: float
+    whole: bool
+
+    def wait(self, layout: Layout, batch: int) -> float:
+        """Returns the seconds that one reader of a rank takes for a step's samples."""
+        return self.seconds * (batch if self.whole else -(-batch // layout.dp))
+
+
+def timed_reading(task: Task, first_s: float) -> Reading:
+    """Times a few reads of the task's input and returns the quickest; `first_s`: seconds of the first read."""
+    if task.batch is None and first_s > LONG_S:
+        return Reading(first_s, False)
+    times = []
+    for turn in range(READS):
+        began = perf_counter()
+        if task.batch is not None:
+            count = samples_in(task.batch(turn))
+        else:
+            assert task.data is not None
+            count = 1
+            task.data.read([turn % max(1, len(task.data))])
+        times.append((perf_counter() - began) / max(1, count))
+        if perf_counter() - began > LONG_S:
+            break
+    return Reading(min(times), task.batch is not None)

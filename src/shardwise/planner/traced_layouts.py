@@ -1,4 +1,4 @@
-"""Which layouts a search tries for a traced task: without recompute where it fits, cut where that may be faster."""
+"""A traced task as a `Subject`: its layouts, without recompute where it fits, cut where that may be faster."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from functools import cached_property
 from itertools import chain
 from math import inf
 
-from shardwise.costs.layout import Layout
+from shardwise.cluster import Cluster
+from shardwise.costs.layout import RECOMPUTES, Layout
 from shardwise.costs.memory import CONTEXT_BYTES
+from shardwise.costs.software import Software
 from shardwise.engine.find_positions import tiled_sizes
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
@@ -26,10 +28,15 @@ from shardwise.planner.candidates import (
     spread_layouts,
     tile_layouts,
 )
-from shardwise.planner.played import degrees_text
-from shardwise.planner.traced_task import Traced
+from shardwise.planner.subject import Subject
+from shardwise.planner.traced_task import Traced, degrees_text
 from shardwise.planner.units import bytes_text, seconds_text
+from shardwise.progress import Say, silent
+from shardwise.random import Randomness
 from shardwise.simulator.cut import HALOS
+from shardwise.simulator.quick import Quick
+from shardwise.step.batching import samples_in
+from shardwise.task import Task
 
 MOST_OPS = 30_000  # of the rehearsals of a search: some twenty seconds
 CHUNKS = 8  # of positions, where wide tensors are computed a part at a time
@@ -54,27 +61,24 @@ class TracedLayouts:
         own = [*filter(traced.can_run, data_layouts(world, batch, traced.node, self.recomputes))]
         first = traced.samples[0]  # sorting is stable: of the same layout, that without recompute stays first
         own.sort(key=lambda layout: (self._takes_long(layout), layout.micro_batch != first))
-        fastest = inf
-        for layout in self._lean(own, constraints, self._can_hold):
-            yield layout
-            if traced.fits(layout, batch, constraints):
-                fastest = min(fastest, traced.simulate(layout, batch).step_s)
-        if fastest == inf and cuts:
-            for layout in self._cut_within(self._chunked(own, world, constraints), constraints):
+        fastest, best = inf, None
+
+        def noted(layouts: Iterable[Layout]) -> Iterator[Layout]:
+            """Yields the layouts, and notes the fastest step of those that fit, and of cut ones which it is."""
+            nonlocal fastest, best
+            for layout in layouts:
                 yield layout
                 if traced.fits(layout, batch, constraints):
-                    fastest = min(fastest, traced.simulate(layout, batch).step_s)
-        best: Layout | None = None
-        for layout in self._cut_within(self._positions(world, constraints) if cuts else [], constraints):
-            yield layout
-            if traced.fits(layout, batch, constraints):
-                if best is None or traced.simulate(layout, batch).step_s < traced.simulate(best, batch).step_s:
-                    best = layout
-                fastest = min(fastest, traced.simulate(layout, batch).step_s)
-        for layout in self._cut_within(self._waiting_less(best, constraints), constraints):
-            yield layout
-            if traced.fits(layout, batch, constraints):
-                fastest = min(fastest, traced.simulate(layout, batch).step_s)
+                    seconds = traced.simulate(layout, batch).step_s
+                    if layout.cut_positions > 1 and (best is None or seconds < traced.simulate(best, batch).step_s):
+                        best = layout
+                    fastest = min(fastest, seconds)
+
+        yield from noted(self._lean(own, constraints, self._can_hold))
+        if fastest == inf and cuts:
+            yield from noted(self._cut_within(self._chunked(own, world, constraints), constraints))
+        yield from noted(self._cut_within(self._positions(world, constraints) if cuts else [], constraints))
+        yield from noted(self._cut_within(self._waiting_less(best, constraints), constraints))
         if cuts and self._are_worth_cutting(fastest, world, constraints):
             cut = [*filter(traced.can_run, cut_layouts(world, batch, traced.node, self.recomputes, constraints))]
             few, many = (expert_layouts(some if traced.routed else (), traced.node, constraints) for some in (own, cut))
@@ -276,3 +280,75 @@ class TracedLayouts:
                 share = f"{sample_bytes / ledger.allocated:.0%} of it for that sample"
                 return f"one sample at a time needs {needed}, {share}, and there are {bytes_text(room)}"
         return ""
+
+
+DEFAULT_SAMPLES = 32  # of a step, for a task with a data source and no batch of its own
+# samples of the two traces that others are on a line with; one sample alone runs other operations (a dim of 1 is
+# broadcast, not copied), so it is traced by itself
+TRACED = (2, 4)
+
+
+def default_samples(task: Task) -> int:
+    """Returns the number of samples in a step where the user gives none: a batch of the task, or `DEFAULT_SAMPLES`."""
+    return samples_in(task.batch(0)) if task.batch is not None else DEFAULT_SAMPLES
+
+
+def traced_subject(
+    task: Task,
+    cluster: Cluster,
+    software: Software,
+    global_batch: int | None,
+    precision: str,
+    wanted: tuple[str, ...] = RECOMPUTES,
+    samples: tuple[int, int] = TRACED,
+    cuts: bool = True,
+    say: Say = silent,
+    remarks: tuple[str, ...] = (),
+    randomness: Randomness = "global",
+) -> Subject:
+    """Returns the `Subject` of a task: replicas, ZeRO 1 to 3, hybrid sharding, micro-batches, tp, pp, recompute.
+
+    cuts     whether a search looks at tp and pp
+    samples  the two sizes of micro-batch that are traced, or the only one, twice; larger ones are on the line through
+             the two, where both ran the same operations
+    say      is told what is being traced
+    remarks  to be told beside its own
+    randomness  as in `parallelize`
+    """
+    batch = default_samples(task) if global_batch is None else global_batch
+    traced = Traced(task, cluster, software, precision, samples, cuts, say, remarks, randomness)
+    return subject_of(traced, batch, wanted)
+
+
+def subject_of(traced: Traced, batch: int, wanted: tuple[str, ...]) -> Subject:
+    """Returns the `Subject` of a traced task for one global batch (samples).
+
+    wanted  recompute policies to try beside "none"
+    """
+    units = len(traced.first.units)
+    _remark_on(traced)
+    # recompute applies to repeated blocks, and this module has none
+    recomputes = [*dict.fromkeys(("none", *wanted))] if units else ["none"]
+
+    layouts = TracedLayouts(traced, batch, recomputes)
+
+    def estimate(layout: Layout) -> Quick:
+        forecast = traced.simulate(layout, batch)
+        return Quick(forecast.step_s, forecast.worst)
+
+    return Subject(
+        traced.task.name, units, batch, 1, layouts.candidates, estimate, lambda layout: traced.memory(layout, batch),
+        lambda layout: traced.simulate(layout, batch), traced.remarks, own=True,
+        with_batch=lambda count: subject_of(traced, count, wanted), reading=lambda: traced.reading,
+        exact=lambda layout: traced.of_micro_batch(layout.micro_batch).simulate(layout, batch),
+        when_long=lambda call: setattr(traced, "before_long", call), draws=lambda layout: traced.draws(layout, batch),
+    )  # fmt: skip
+
+
+def _remark_on(traced: Traced) -> None:
+    """Say what of the module the samples do not reach, and what a random number decides."""
+    first = traced.first
+    if first.idle:
+        traced.remark(f"no gradient reaches {first.idle:,} of {first.parameters:,} parameters on such samples")
+    if first.drawn:
+        traced.remark("a single random number is taken as 0.5: what it decides (layerdrop) goes the likelier way")

@@ -19,18 +19,18 @@ from shardwise.engine.optimizer import Nature, shares_of, try_out
 from shardwise.engine.optimizer import refuse as refuse_optimizer
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
+from shardwise.layout.dealing import deal
 from shardwise.parallel.batchnorm import joins_batch_norms
 from shardwise.part.pairs import shapes_outside
 from shardwise.planner.candidates import Constraints
-from shardwise.planner.played import Sizes, dealt, degrees_text, places, played
-from shardwise.planner.read_time import Reading, timed_reading
+from shardwise.planner.subject import Reading, timed_reading
 from shardwise.precision import met_at, told_met
 from shardwise.progress import Say, silent
 from shardwise.random import HIDDEN, Randomness
 from shardwise.rehearsal.cut_module import ALIKE, Beside, CutRehearsal, Cuts, Place, TaskAnalysis, once
+from shardwise.rehearsal.op_counts import update_of
+from shardwise.rehearsal.rank_row import trace_of
 from shardwise.rehearsal.step_trace import batch_bytes, one_sample, trace
-from shardwise.rehearsal.trace_of_rank import trace_of
-from shardwise.rehearsal.update_trace import update_of
 from shardwise.simulator.counted import Model, RankTrace, StepTrace
 from shardwise.simulator.cut import same_row, simulate_cut
 from shardwise.simulator.forecast import Forecast
@@ -287,30 +287,6 @@ class Traced:
             return key, tuple((count,) for count in dict.fromkeys(self.samples)), ALIKE
         return key, *played(key, layout, batch, layout.dp - 1)
 
-    def every_rank(self, layout: Layout, batch: int) -> list[MemoryLedger]:
-        """Returns the memory of every rank of the grid in rank order, each with its own share of the batch."""
-        key = self._cuts(layout)
-        alike = CutRehearsal(self.looks, key).alike if layout.tp > 1 else [0]
-        kinds = list(dict.fromkeys(alike))
-        ledgers = []
-        outer = product(*map(range, (layout.replicas, layout.pp, layout.shard)))
-        along = places(tuple(size for _, size in layout.inner))
-        for (replica, pp, shard), place, tp in product(outer, along, range(layout.tp)):
-            data = replica * layout.shard + shard
-            most, what = max(dealt(layout, batch, data)), played(key, layout, batch, data)
-            if key.differ:
-                model = self.ranks(key, *what, place)[pp * len(kinds) + kinds.index(alike[tp])]
-            else:
-                model = self._exactly(layout.recompute, key.joined, most)
-            piece = shard * layout.cut_positions + along.index(place)
-            ledgers.append(memory(model, layout.with_(micro_batch=most), self.precision, batch, piece))
-        return ledgers
-
-    def _exactly(self, recompute: str, joined: int, count: int) -> Model:
-        """Returns the whole module's model from a trace of exactly `count` samples."""
-        exact = self._trace(count, recompute, joined)
-        return self._model(exact, exact)
-
     def is_rehearsed(self, layout: Layout, batch: int) -> bool:
         """Returns whether a layout's ranks were rehearsed already."""
         return (*self._key(layout, batch), None) in self._ranks
@@ -370,3 +346,63 @@ class Traced:
         forecast.flops = self.model("none", micro=alone).flops(forecast.samples)
         forecast.basis |= switches(layout, eager=bool(self.cluster.device.ops))
         return forecast
+
+
+Sizes = tuple[tuple[int, ...], ...]  # of the micro-batches of each rehearsal
+
+
+def dealt(layout: Layout, batch: int, data_rank: int) -> tuple[int, ...]:
+    """Returns the samples of each micro-batch on a data rank; at least 1, since a rank without any runs a stand-in."""
+    parts = deal(batch, layout.n_micro * layout.rounds, layout.dp, data_rank)
+    return tuple(max(1, last - first) for first, last, _, _ in parts)
+
+
+def played(key: Cuts, layout: Layout, batch: int, data_rank: int) -> tuple[Sizes, Beside]:
+    """Returns (sizes of the micro-batches to rehearse on a data rank, sizes on its ep group in each of them)."""
+    place = data_rank % layout.ep
+    group = [dealt(layout, batch, data_rank - place + other) for other in range(layout.ep)]
+    chosen = _chosen(key, layout, place, group)
+    sizes = (tuple(group[place][index] for index in chosen),)
+    # without ep a rank receives no rows of other ranks' micro-batches
+    if layout.ep == 1:
+        return sizes, ALIKE
+    return sizes, (place, tuple(tuple(other[index] for other in group) for index in chosen))
+
+
+def _chosen(key: Cuts, layout: Layout, place: int, group: list[tuple[int, ...]]) -> list[int]:
+    """Returns indices of the micro-batches to rehearse: all that are in flight in a round, else the fullest.
+
+    Where the first leaves gradients behind for those that follow, it and the fullest of these. Of micro-batches in
+    which a rank has as many samples of its own, that is fuller in which the others of ep have more: their rows come.
+
+    group  samples of each micro-batch on each rank of ep; this rank is the one at `place`
+    """
+    everything = range(len(group[place]))
+
+    def load(index: int) -> tuple[int, int]:
+        return group[place][index], sum(other[index] for other in group)
+
+    fullest = max(everything, key=load)
+    if layout.pp > 1:
+        if key.microbatches != layout.n_micro:
+            return [fullest]
+        return [*everything[: layout.n_micro * (key.rounds - 1)], *everything[-layout.n_micro :]]
+    return [0, max(everything[1:], key=load)] if key.microbatches > 1 else [fullest]
+
+
+def places(degrees: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Returns every coordinate on axes of these degrees, outermost first, in rank order."""
+    return [*product(*map(range, degrees))]
+
+
+def degrees_text(layout: Layout) -> str:
+    degrees = [f"domain={'x'.join(map(str, layout.domain))}"] if layout.tiles > 1 else []
+    named = (*layout.along.items(), ("tp", layout.tp), ("pp", layout.pp), ("ep", layout.ep))
+    degrees += [f"{name}={degree}" for name, degree in named if degree > 1]
+    return ", ".join(
+        [
+            *degrees,
+            *(["sp"] if layout.sp else []),
+            *([f"remat={layout.recompute}"] if layout.recompute != "none" else []),
+        ]
+    )

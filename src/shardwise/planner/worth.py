@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from shardwise.cluster import Cluster
 from shardwise.errors import InputError
 from shardwise.planner.candidates import Constraints
-from shardwise.planner.fewer import first_devices
-from shardwise.planner.proposal import Proposal, Search
+from shardwise.planner.proposal_text import Proposal, Search
 from shardwise.planner.propose import search
-from shardwise.planner.subject import Subject
+from shardwise.planner.subject import Subject, first_devices
 from shardwise.planner.units import duration, seconds_text, tokens
 
 # From the command to the first step: one process imports, builds and compiles; many also meet each other (assumed)

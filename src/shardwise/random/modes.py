@@ -45,7 +45,7 @@ from shardwise.random.draws import DRAWS, BitSource
 from shardwise.random.hashing import below_at, bits_at, has_kernel, hashed, is_below, mix
 from shardwise.random.packed import PackedRows, packed_among
 from shardwise.trace.deferred import seed_of
-from shardwise.trace.drawn import draws_each, is_random
+from shardwise.trace.elementwise import draws_each, is_random
 from shardwise.trace.functional import with_values
 
 _aten = torch.ops.aten

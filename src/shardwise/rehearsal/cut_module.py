@@ -16,6 +16,7 @@ the right shapes. So products, bytes moved, messages, and the peak of live bytes
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -41,7 +42,7 @@ from shardwise.look.samples import SAMPLES, a_few, few_samples
 from shardwise.mesh import overlap_from
 from shardwise.parallel.expert import holds_experts
 from shardwise.parallel.expert.expert_forward import Stack
-from shardwise.parallel.pipeline.placed import StagePlacement
+from shardwise.parallel.pipeline.boundaries import StagePlacement
 from shardwise.parallel.pipeline.stage_messages import MessageSpec as OfTensor
 from shardwise.parallel.tensor import Derived, Followed
 from shardwise.part.pairs import hold_pairs
@@ -349,3 +350,54 @@ class CutRehearsal:
         return [
             (place, tp, pp) for place in places for pp in range(self.cuts.pp) for tp in dict.fromkeys(self.alike)
         ]  # fmt: skip
+
+
+Kind = tuple[str, int, int]  # F, B, I or W; stage; samples of the micro-batch
+
+
+@dataclass(frozen=True)
+class _State:
+    """What a rank holds when an op begins.
+
+    waiting  micro-batches between their forward and backward (F), or between the two parts of it (I)
+    sent     the op whose message was the last: a rank keeps it until it sends the next
+    """
+
+    waiting: Counter[Kind]
+    sent: Kind | None
+
+    def covers(self, other: _State) -> bool:
+        """Whether this state holds at least as much memory as the other.
+
+        A micro-batch more, with its inputs and outputs, is more than any message.
+        """
+        if self.sent == other.sent:
+            return other.waiting <= self.waiting
+        message: Counter[Kind] = Counter() if other.sent is None else Counter({("F", *other.sent[1:]): 1})
+        return other.waiting + message <= self.waiting
+
+
+def telling(row: Sequence[Op], sizes: Sequence[int], stages: int) -> list[Op]:
+    """Returns the row up to the last op that may hold more than was seen, or that is the first of its kind.
+
+    sizes   samples of each micro-batch
+    stages  of all ranks: the first sends no gradient, the last no output
+    """
+    waiting: Counter[Kind] = Counter()
+    sent: Kind | None = None
+    seen: dict[Kind, list[_State]] = {}
+    last = 0
+    for place, op in enumerate(row):
+        kind = (op.kind, op.stage, sizes[op.microbatch])
+        state = _State(waiting.copy(), sent)
+        before = seen.setdefault(kind, [])
+        if not any(other.covers(state) for other in before):
+            before.append(state)
+            last = place + 1
+        if op.kind != "F":
+            waiting["I" if op.kind == "W" else "F", op.stage, sizes[op.microbatch]] -= 1
+        if op.kind in ("F", "I"):
+            waiting[kind] += 1
+        if (op.kind == "F" and op.stage < stages - 1) or (op.kind in ("B", "I") and op.stage > 0):
+            sent = kind
+    return list(row[:last])

@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from shardwise.parallel.sequence import block_attention
-from shardwise.part.levels import Distributed
+from shardwise.part.levels import has_cut_positions
 from shardwise.rehearsal.cudnn_layers import RECURRENT, as_one_call
 
 _ATEN = torch.ops.aten
@@ -79,18 +79,9 @@ class Fused(TorchFunctionMode):
         if self.scores and dropout_p:
             self.wrote_scores = True
             return _ATTENTION(query, key, value, attn_mask, dropout_p, *args, **kwargs)
-        if _cut_along(query) or _cut_along(key):
+        if has_cut_positions(query) or has_cut_positions(key):
             return _ATTENTION(query, key, value, attn_mask, dropout_p, *args, **kwargs)
         return _attention(query, key, value, attn_mask, dropout_p, *args, **kwargs)
-
-
-def _cut_along(tensor: torch.Tensor) -> bool:
-    """Whether an axis of positions cuts the tensor: attention is then taken apart before a kernel is called."""
-    while isinstance(tensor, Distributed):
-        if tensor.axis.positions:
-            return True
-        tensor = tensor.local
-    return False
 
 
 def like_gpu(yes: bool, scores: bool = False) -> Fused | nullcontext:

@@ -13,7 +13,7 @@ can carry real values beside it (its *shadow*), and so can a small one of floats
     .item(), nonzero, x[mask]       note whence the values came that were asked for: chosen, or of the batch
     x[mask], masked_select          with the mask's shadow, so that the number of rows is known
     .numpy(), np.asarray(...)       the values, where they are known
-    pack_padded_sequence            by lengths that are known (packed_rows.py)
+    pack_padded_sequence            by lengths that are known (`packed`)
     ctc_loss                        by the longest target: of lengths that are known, else of the targets' shape
 
 Floats of the batch, of weights, and all that is computed from them have no values, so a branch on a loss or an
@@ -38,10 +38,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from shardwise.host import answered
 from shardwise.rehearsal.op_counts import written
-from shardwise.rehearsal.packed_rows import PACK, packed
 from shardwise.rehearsal.workspaces import LAYER, behind_one_number, workspace_bytes
 from shardwise.simulator.counted import StepTrace
-from shardwise.trace.drawn import is_random
+from shardwise.trace.elementwise import is_random
 from shardwise.trace.leaves import tensors_in
 
 MOST, MOST_FLOATS = 2**25, 2**20  # elements of a shadow: beyond, a tensor has no values
@@ -344,3 +343,51 @@ def values(fake: FakeMode) -> Iterator[Values]:
     mode = Values(fake)
     with fake, mode:
         yield mode
+
+
+PACK = torch.ops.aten._pack_padded_sequence.default
+
+
+def packed(lengths: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Returns (sequences at each time, rows in all) for lengths in descending order."""
+    if not lengths.numel() or int(lengths.min()) < 1:
+        raise ValueError("a sequence of length 0 cannot be packed")
+    times = torch.arange(int(lengths[0]))
+    return (lengths[None] > times[:, None]).sum(1), int(lengths.sum())
+
+
+@contextmanager
+def padding_by_values() -> Iterator[None]:
+    """Context: `pad_packed_sequence` works on fake tensors whose row counts for each time step are known."""
+    name = "_pad_packed_sequence"
+    theirs = getattr(torch._VF, name)
+
+    def pad(
+        rows: torch.Tensor, sizes: torch.Tensor, batch_first: bool, value: float, total: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not isinstance(rows, FakeTensor) or isinstance(sizes, FakeTensor):
+            return theirs(rows, sizes, batch_first, value, total)
+        with _disable_current_modes():
+            of_each = sizes.tolist()
+            lengths = (sizes[:, None] > torch.arange(of_each[0])).sum(0)
+        return _padded(rows, of_each, batch_first, value, total), lengths
+
+    setattr(torch._VF, name, pad)
+    try:
+        yield
+    finally:
+        delattr(torch._VF, name)  # which finds torch's own again
+
+
+def _padded(rows: torch.Tensor, sizes: list[int], batch_first: bool, value: float, total: int) -> torch.Tensor:
+    if 0 < total < len(sizes):
+        raise ValueError(f"total_length={total} is less than the longest sequence, {len(sizes)}")
+    out = rows.new_full((max(total, len(sizes)), sizes[0], *rows.shape[1:]), value)
+    began = at = 0
+    for time, size in enumerate([*sizes[1:], 0], start=1):
+        if size != sizes[began]:  # a stretch of times that as many sequences have
+            many = sizes[began] * (time - began)
+            stretch = rows[at : at + many].view(time - began, sizes[began], *rows.shape[1:])
+            out[began:time, : sizes[began]].copy_(stretch)
+            began, at = time, at + many
+    return out.transpose(0, 1) if batch_first else out

@@ -14,8 +14,7 @@ from shardwise.memory.chunks import Chunks, chunked_forwards
 from shardwise.memory.recompute import recompute_block
 from shardwise.parallel.expert import ExpertParallel, install
 from shardwise.parallel.expert.expert_forward import compute_own_rows
-from shardwise.parallel.pipeline.boundaries import Stage
-from shardwise.parallel.pipeline.placed import StagePlacement
+from shardwise.parallel.pipeline.boundaries import Stage, StagePlacement
 from shardwise.parallel.pipeline.stage import StagedModule
 from shardwise.parallel.tensor import TensorParallel
 from shardwise.part.crossing import axes_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from shardwise.comm import Axis, Ledger
 from shardwise.comm.ledger import FACTORS
 from shardwise.device import generators_kept
+from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout.schedule_kinds import Op
 from shardwise.layout.zero_stages import PER_MICROBATCH
 from shardwise.memory.live import LiveBytes, resizes_told
@@ -26,23 +27,25 @@ from shardwise.parallel.tensor import TensorParallel
 from shardwise.part import forget
 from shardwise.part.crossing import cuts_of, put_together, taken_apart
 from shardwise.precision import Precision
-from shardwise.rehearsal.cut_module import ALIKE, Beside, CutRehearsal, MessageSpec, Place, axes_at
+from shardwise.rehearsal.cut_module import ALIKE, Beside, CutRehearsal, MessageSpec, Place, axes_at, telling
 from shardwise.rehearsal.fully_sharded import FakeFullShard, silent_mesh
 from shardwise.rehearsal.gpu_kernels import Fused, like_gpu
 from shardwise.rehearsal.known_values import Values, known_values_read
 from shardwise.rehearsal.op_counts import Count
 from shardwise.rehearsal.rank_module import RankModule
-from shardwise.rehearsal.short_rows import telling
 from shardwise.rehearsal.step_trace import (
     Arrivals,
+    ModulePath,
+    as_real,
     batch_norms,
     fake_batch,
     inputs_of,
+    note_sizes,
     objective,
     on_device,
+    untraced,
 )  # fmt: skip
 from shardwise.rehearsal.trace_mode import RehearsalMode, followed
-from shardwise.rehearsal.update_trace import in_order
 from shardwise.simulator.counted import Passed, RankTrace, Sent, StepTrace
 from shardwise.trace.fake import Fake
 from shardwise.trace.outside_reads import OutsideReads
@@ -95,7 +98,7 @@ class Rehearsal:
         model, self.blocks = self.parts.build(self.cut)
         staged = self.parts.staged(model, self.cut.mine) if self.cut is not None else None
         params = self._params_here(model)
-        self._sizes(model, params)
+        note_sizes(self.trace, model, params.values(), self.blocks.paths)
         self.techniques = self._techniques(model, params, enclosed)
         # zero=3 has put shards in their places
         params = self._params_here(model)
@@ -381,17 +384,6 @@ class Rehearsal:
         absent = self.cut.absent if self.cut is not None else set()
         return {name: param for name, param in model.named_parameters() if name not in absent}
 
-    def _sizes(self, model: nn.Module, params: dict[str, nn.Parameter]) -> None:
-        trace = self.trace
-        trace.parameters = sum(p.numel() for p in params.values())
-        trace.tensors = len(params)
-        trace.in_order = in_order(p for p in params.values() if p.requires_grad)
-        trace.sizes = Counter(trace.in_order.values())
-        trace.gradients = sum(p.numel() * p.element_size() for p in params.values() if p.requires_grad)
-        trace.buffers_bytes = sum(b.numel() * b.element_size() for b in model.buffers())
-        trace.units = [sum(p.numel() for p in model.get_submodule(path).parameters()) for path in self.blocks.paths]
-        trace.rest = trace.parameters - sum(trace.units)
-
     def _sent(self) -> dict[Sent, int]:
         """Returns the number of calls since the last time, by (axis, op, mean bytes of a call)."""
         messages: dict[Sent, int] = {}
@@ -424,3 +416,29 @@ class Rehearsal:
 def _made_up(weight: torch.Tensor) -> torch.Tensor:
     """Returns a whole weight in the place of a sharded one; its values are made up."""
     return torch.empty(weight.shape, dtype=weight.dtype)
+
+
+def trace_of(
+    shares: CutRehearsal, tp: int, pp: int, sizes: Sequence[int], beside: Beside = ALIKE, place: Place = ()
+) -> RankTrace:  # fmt: skip
+    """Returns the trace of one rank of a task under cuts. Raises `InputError` for a module that cannot be traced.
+
+    sizes   samples of each micro-batch; the last holds for those that follow
+    beside  the rank's place in ep, and how many samples each rank there has
+    place   along each axis that cuts positions
+    """
+    enclosed = shares.looks.enclosed.setdefault(shares.cuts.wrap, set())
+    try:
+        with as_real():
+            while True:  # as a run does: all anew, until no unit's weights are read while it does not run
+                rehearsal = Rehearsal(shares, tp, pp, sizes, beside, place)
+                trace = rehearsal.run(enclosed)
+                if not rehearsal.outside:
+                    return trace
+                enclosed |= rehearsal.outside
+    except (InputError, RefusedPlan):
+        raise
+    except Exception as error:
+        raise InputError(untraced(error, ModulePath())) from error
+    finally:
+        forget()  # a gathered tensor of this rehearsal is none of the next one's

@@ -10,14 +10,20 @@ and no memory is used. Recompute is applied as it is in a run, so what it adds i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
@@ -37,20 +43,18 @@ from shardwise.parallel.slots import Phase
 from shardwise.part.pairs import hold_pairs
 from shardwise.precision import Precision
 from shardwise.rehearsal.gpu_kernels import Fused, like_gpu
-from shardwise.rehearsal.known_values import BATCH, Values, give, numpy_by_values
-from shardwise.rehearsal.op_counts import Count
-from shardwise.rehearsal.packed_rows import padding_by_values
+from shardwise.rehearsal.known_values import BATCH, Values, give, numpy_by_values, padding_by_values
+from shardwise.rehearsal.op_counts import Count, in_order
 from shardwise.rehearsal.trace_mode import RehearsalMode, followed
-from shardwise.rehearsal.untraced import ModulePath, untraced
-from shardwise.rehearsal.update_trace import in_order
 from shardwise.simulator.counted import StepTrace
 from shardwise.step.batching import parts_of, samples_in
 from shardwise.task import Task, call_arguments
-from shardwise.trace.argument_writes import ArgumentWrites
+from shardwise.task_names import inputs_hint
 from shardwise.trace.blocks import blocks_of, find_blocks
 from shardwise.trace.deferred import build as build_deferred
 from shardwise.trace.deferred import checked, told_of_constructor
 from shardwise.trace.fake import Fake, unlogged
+from shardwise.trace.outside_reads import ArgumentWrites
 
 
 @contextmanager
@@ -223,7 +227,7 @@ def trace(
         with as_real():
             model = build(task, fake, kept)
             refuse(model, Plan(precision=precision))
-            _sizes(model, counts)
+            note_sizes(counts, model, [*model.parameters()], find_blocks(model).paths)
             if recompute != "none":
                 for path in blocks_of(model, wrap, nested=task.branches == "same").paths:
                     recompute_block(model.get_submodule(path), recompute)
@@ -363,13 +367,61 @@ class Arrivals:
         return sum(self._sizes) - sum(self._seen.values())
 
 
-def _sizes(model: nn.Module, counts: StepTrace) -> None:
-    counts.parameters = sum(p.numel() for p in model.parameters())
-    counts.tensors = len(list(model.parameters()))
-    counts.in_order = in_order(p for p in model.parameters() if p.requires_grad)
+def note_sizes(counts: StepTrace, model: nn.Module, params: Collection[nn.Parameter], blocks: Iterable[str]) -> None:
+    """Set a trace's sizes of the parameters that are held here, of buffers and of blocks (their paths)."""
+    counts.parameters, counts.tensors = sum(p.numel() for p in params), len(params)
+    counts.in_order = in_order(p for p in params if p.requires_grad)
     counts.sizes = Counter(counts.in_order.values())
-    counts.gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    counts.gradients = sum(p.numel() * p.element_size() for p in params if p.requires_grad)
     counts.buffers_bytes = sum(b.numel() * b.element_size() for b in model.buffers())
-    paths = find_blocks(model).paths
-    counts.units = [sum(p.numel() for p in model.get_submodule(path).parameters()) for path in paths]
+    counts.units = [sum(p.numel() for p in model.get_submodule(path).parameters()) for path in blocks]
     counts.rest = counts.parameters - sum(counts.units)
+
+
+NARROW = ("BFloat16", "bfloat16", "'Half'", "dtype Half")  # as torch's errors name them
+
+
+class ModulePath:
+    """Paths of the modules whose forward runs, so that a failure can be placed."""
+
+    def __init__(self) -> None:
+        self.path: list[str] = []
+
+    def watch(self, model: nn.Module) -> None:
+        """Follow the forwards of a model and of all modules in it."""
+        for path, child in model.named_modules():
+            name = f"'{path}' ({type(child).__name__})" if path else type(child).__name__
+            child.register_forward_pre_hook(lambda m, a, name=name: self.path.append(name))
+            child.register_forward_hook(lambda m, a, o: self._left())
+
+    def _left(self) -> None:
+        if self.path:
+            self.path.pop()
+
+
+def untraced(error: BaseException, inside: ModulePath) -> str:
+    """Returns the message of a model that could not be traced: the module, the line, the reason, what to do."""
+    where = f"in {inside.path[-1]}, " if inside.path else ""
+    text = (str(error).strip().splitlines() or ["(no message)"])[0]
+    what = f"{type(error).__name__}: {text}"
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        what = (
+            f"a value that only a real run has is asked for ({text}); decide by shapes or by integers of the batch, "
+            "or compute both ways and choose with torch.where"
+        )
+    elif any(name in text for name in NARROW):  # "Unsupported dtype BFloat16", as Fourier transforms say
+        what += "; an op of it does not take that precision: plan with precision=fp32"
+    return f"the model cannot be traced without values: {where}{_line_of(error)}{what}{inputs_hint(error)}"
+
+
+def _line_of(error: BaseException) -> str:
+    """Returns the place of an error: the innermost line of the user's own code, else of the model's library."""
+    from traceback import extract_tb
+
+    ours = str(Path(__file__).parents[1])
+    frames = [f for f in extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
+    own = [f for f in frames if "site-packages" not in f.filename and "dist-packages" not in f.filename]
+    theirs = [f for f in frames if "/torch/" not in f.filename]
+    if not (chosen := own or theirs):
+        return ""
+    return f"{chosen[-1].filename}:{chosen[-1].lineno}: "

@@ -18,8 +18,7 @@ from shardwise.part.levels import Distributed
 from shardwise.random import DRAWS, BatchDims, GlobalRandom, draws
 from shardwise.rehearsal.known_values import Values, known
 from shardwise.rehearsal.op_counts import DEVICE, Count
-from shardwise.trace.argument_writes import ArgumentWrites
-from shardwise.trace.outside_reads import OutsideReads
+from shardwise.trace.outside_reads import ArgumentWrites, OutsideReads
 
 _RAND = torch.ops.aten.rand.default
 _CHOSEN = torch.ops.aten.multinomial.default  # by scores: `Values` says which

@@ -21,7 +21,7 @@ from torch.overrides import (
     _push_mode,
 )
 
-from shardwise.trace.drawn import is_random
+from shardwise.trace.elementwise import is_random
 
 _BACKWARDS = {"backward", "run_backward", "_engine_run_backward"}  # in which something is computed again
 _OPERATIONS = (BuiltinFunctionType, MethodDescriptorType)

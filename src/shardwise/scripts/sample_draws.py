@@ -37,7 +37,7 @@ from shardwise.part.rules.random import draws_of_one_process
 from shardwise.random import BatchDims
 from shardwise.scripts.following import may_draw, put_on, take_off
 from shardwise.scripts.script_lines import names_line
-from shardwise.trace.drawn import asks_by_values, is_random
+from shardwise.trace.elementwise import asks_by_values, is_random
 
 _MIXES = (
     "a permutation of the batch's samples (torch.randperm, as in mixup) would mix a rank's own samples alone, where "

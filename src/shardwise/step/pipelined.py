@@ -29,7 +29,7 @@ from shardwise.layout.dealing import Share
 from shardwise.layout.schedule_kinds import Op
 from shardwise.layout.schedules import plain_schedule
 from shardwise.parallel.pipeline import backward
-from shardwise.parallel.pipeline.left import as_left
+from shardwise.parallel.pipeline.lasting import as_left
 from shardwise.parallel.pipeline.stage_gradients import Tape
 from shardwise.part.pairs import as_pairs
 from shardwise.random import Samples

@@ -11,10 +11,9 @@ from torch.utils._pytree import tree_flatten
 from shardwise.comm import Axis, gather_json
 from shardwise.errors import RefusedPlan
 from shardwise.layout.dealing import Share
-from shardwise.parallel.pipeline.placed import StagePlacement
-from shardwise.parallel.pipeline.serving import Serving
+from shardwise.parallel.pipeline.boundaries import StagePlacement
 from shardwise.parallel.pipeline.stage import StagedModule
-from shardwise.parallel.pipeline.stage_gradients import Tape
+from shardwise.parallel.pipeline.stage_gradients import Serving, Tape
 from shardwise.parallel.pipeline.stage_messages import Mail
 from shardwise.step.forward import Forward
 from shardwise.step.loss import Extra, Loss

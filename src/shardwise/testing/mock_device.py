@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.comm.recording import waits_for
 from shardwise.testing.nccl_takes import refuse_as_nccl
-from shardwise.trace.drawn import is_random
+from shardwise.trace.elementwise import is_random
 
 NAME = "mock"
 HOST = torch.device("cpu")

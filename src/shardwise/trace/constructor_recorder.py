@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.device import on_host
-from shardwise.trace.drawn import is_random
+from shardwise.trace.elementwise import is_random
 from shardwise.trace.leaves import replaced, tensors_in, written_tensors
 from shardwise.trace.tape import ConstructorTape, NotReplayable, TapedOp, bytes_of, ref_of, storage_key
 

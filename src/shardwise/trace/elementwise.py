@@ -1,4 +1,4 @@
-"""Find whether an operation treats each element alone, by trying it on small random tensors.
+"""Which operations treat each element alone, found by trying them on small random tensors, and which draw numbers.
 
 PyTorch tags most such operations; it does not tag those that were written without its iterators (`hardshrink_backward`,
 `_prelu_kernel_backward`, `log_sigmoid_forward`). An operation is elementwise if, along every dim of its result, what it
@@ -16,7 +16,6 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from shardwise.trace.drawn import is_random
 from shardwise.trace.leaves import tensors_in
 
 SCALES = (0.3, 3.0)  # of the values tried: thresholds lie near one
@@ -129,3 +128,45 @@ def _outputs(output: Any) -> list[torch.Tensor]:
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors are equal but for last bits, which a vectorised kernel may round otherwise."""
     return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol=1e-5, atol=1e-7, equal_nan=True)
+
+
+_UNTAGGED = {"aten::binomial", "aten::_sample_dirichlet"}  # they draw, and torch does not say so
+_OF_PARAMETERS = {  # a number for each element of their arguments, by which it is distributed
+    "aten::bernoulli", "aten::binomial", "aten::normal", "aten::poisson", "aten::_standard_gamma",
+}  # fmt: skip
+_BY_VALUES = {"aten::binomial", "aten::poisson", "aten::_standard_gamma", "aten::_sample_dirichlet"}
+
+
+def is_random(func: Any) -> bool:
+    """Whether an operation draws random numbers, unless its arguments switch that off."""
+    return torch.Tag.nondeterministic_seeded in func.tags or func._schema.name in _UNTAGGED
+
+
+@cache
+def fills(func: Any) -> bool:
+    """Whether a random operation writes what it draws over its first argument, whatever that held (`normal_`)."""
+    names = [argument.name for argument in func._schema.arguments]
+    first = func._schema.arguments[0].alias_info if names else None
+    # `rrelu_with_noise_` draws noise, and reads the tensor that it writes into
+    return is_random(func) and first is not None and first.is_write and names[0] == "self" and "noise" not in names
+
+
+@cache
+def draws_each(func: Any) -> bool:
+    """Whether a random operation gives one number for each element of its tensors, which it draws by itself."""
+    name = func._schema.name
+    return is_random(func) and (fills(func) or name.endswith("_like") or name in _OF_PARAMETERS)
+
+
+def asks_by_values(func: Any) -> bool:
+    """Whether the count of numbers that an operation draws depends on the values of its arguments."""
+    return func._schema.name in _BY_VALUES
+
+
+@cache
+def overwrites(name: str) -> bool:
+    """Whether a function of this name leaves nothing of what its first argument held: it copies, or draws (`fills`)."""
+    if name in ("copy_", "zero_", "fill_"):
+        return True
+    packet = getattr(torch.ops.aten, name, None) if name.endswith("_") and not name.startswith("_") else None
+    return packet is not None and any(fills(getattr(packet, overload)) for overload in packet.overloads())

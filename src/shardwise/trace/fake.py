@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from shardwise.trace.tape import storage_key
+
 MOST = 2**17  # operations that are remembered; beyond, all are forgotten
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
 _OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
@@ -148,7 +150,7 @@ class Fake(FakeTensorMode):
         made = [_made(leaf, tensors) if type(leaf) is FakeTensor else leaf for leaf in leaves]
         plain = all(type(result) is Made or type(result) in (int, type(None)) for result in made)
         pairs = zip(leaves, made, strict=True)
-        new_storages = [_storage(leaf) for leaf, result in pairs if type(result) is Made and result.place is None]
+        new_storages = [storage_key(leaf) for leaf, result in pairs if type(result) is Made and result.place is None]
         any_tensor = output is None or any(type(result) is Made for result in made)
         # two new results on one storage cannot be written as `Made`
         if not plain or not any_tensor or len(set(new_storages)) < len(new_storages):
@@ -226,13 +228,9 @@ def _of_metadata(func: Any) -> bool:
     return returns_tensors and (func is torch.ops.aten.index.Tensor or not _OF_VALUES & set(func.tags))
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 def _made(leaf: FakeTensor, tensors: list[FakeTensor]) -> Made | None:
     """Returns how to make a result from the arguments; None where that is not known."""
-    places = [place for place, tensor in enumerate(tensors) if _storage(tensor) == _storage(leaf)]
+    places = [place for place, tensor in enumerate(tensors) if storage_key(tensor) == storage_key(leaf)]
     if len(places) > 1 or leaf.constant is not None or leaf.layout is not torch.strided or leaf.dtype.is_complex:
         return None  # which of two that share their memory it follows is not seen here
     seen = Made(None, tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.fake_device)

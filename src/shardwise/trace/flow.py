@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec
 
+from shardwise.trace.backwards import Taken, influenced
 from shardwise.trace.own_calls import Spot
-from shardwise.trace.taken import Taken, influenced
 from shardwise.trace.without_gradient import Place
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -69,3 +69,25 @@ def innermost(tensor: torch.Tensor) -> torch.Tensor:
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
+
+
+def differentiable_once(said: str) -> Callable:
+    """Returns a decorator of a `Function`'s backward: to differentiate what it gives raises `said`, whatever arrived.
+
+    For backwards that read more than the gradient; of a linear one, torch's own is right.
+    """
+
+    def decorate(backward: Callable) -> Callable:
+        @wraps(backward)
+        def once(ctx: Any, *gradients: Any) -> Any:
+            with torch.no_grad():
+                results = backward(ctx, *gradients)
+            if not torch.is_grad_enabled():
+                return results
+            # `once_differentiable` would mark nothing where the gradient that arrived is a constant
+            marked = torch._C._functions.DelayedError(said.encode(), len(results))
+            return marked(*(None if result is None else result.detach().requires_grad_() for result in results))
+
+        return once
+
+    return decorate

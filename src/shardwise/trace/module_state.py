@@ -27,8 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.trace.caches import CacheState
 from shardwise.trace.generators import KINDS, put_back, standing_at, state_of
-from shardwise.trace.outside_state import ALL, DEEP, HOOKS, MOST, OutsideState, Reached
-from shardwise.trace.own_class import is_own
+from shardwise.trace.outside_state import ALL, DEEP, HOOKS, MOST, OutsideState, Reached, is_own
 
 _OWN = frozenset(vars(nn.Module()))
 _CONTAINERS = (list, dict, set, deque)

@@ -11,12 +11,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.trace.drawn import is_random
+from shardwise.trace.backwards import SEVERAL_AT_ONCE, Taken, listed
+from shardwise.trace.elementwise import is_random
 from shardwise.trace.flow import FlowOp
 from shardwise.trace.functional import innermost, with_values
 from shardwise.trace.leaves import tensors_in, unsaid_writes, written_tensors
 from shardwise.trace.own_calls import OwnCalls
-from shardwise.trace.taken import SEVERAL_AT_ONCE, Taken, listed
 
 _aten = torch.ops.aten
 _ATTENTION = {

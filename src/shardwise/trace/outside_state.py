@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dis
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -27,7 +28,17 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from shardwise.trace.own_class import CONTAINERS, is_own
+CONTAINERS = (list, dict, set, frozenset, deque, tuple)
+_OTHERS = ("torch", "shardwise", "numpy", "builtins", "functools", "threading", "logging")
+
+
+def is_own(value: Any) -> bool:
+    """Whether a value is an object with attributes, of a class that is neither torch's nor ours."""
+    kind = type(value)
+    if kind.__module__.partition(".")[0] in _OTHERS or isinstance(value, nn.Module | type) or callable(value):
+        return False
+    return isinstance(getattr(value, "__dict__", None), dict)
+
 
 MOST = 10_000  # entries of a container, elements of a tensor
 DEEP = 1_000  # objects behind one name

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwise.device import seed_generators
-from shardwise.trace.backwards import watching_backwards
+from shardwise.trace.backwards import GradientWatch, watching_backwards
 from shardwise.trace.deferred import Built
 from shardwise.trace.fake import Fake, unlogged
 from shardwise.trace.flow import Attribute, Flow, Leaf, ModuleCall, OwnCall
@@ -32,7 +32,6 @@ from shardwise.trace.numbered import Assignments, Recorder
 from shardwise.trace.own_calls import OwnCalls, Spot
 from shardwise.trace.remembered import AttributeWatch, ForwardState, structure
 from shardwise.trace.stand_in import standing_in
-from shardwise.trace.taken import GradientWatch
 from shardwise.trace.tensors_in_objects import hidden
 from shardwise.trace.without_gradient import HooksLeftOut, switched_off
 

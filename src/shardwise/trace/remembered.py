@@ -19,7 +19,7 @@ from torch import nn
 
 from shardwise.trace.flow import Attribute, Change, ModuleCall
 from shardwise.trace.generators import KINDS, shared_states, state_of
-from shardwise.trace.own_class import CONTAINERS, is_own
+from shardwise.trace.outside_state import CONTAINERS, is_own
 
 OWN_OF_TORCH = frozenset(vars(nn.Module()))  # attributes that every module has
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.trace.deferred import named_tensors
-from shardwise.trace.own_class import is_own
+from shardwise.trace.outside_state import is_own
 
 DEEP = 4  # containers within containers
 _OWN = frozenset(vars(nn.Module()))

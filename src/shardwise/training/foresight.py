@@ -11,7 +11,7 @@ from shardwise.cluster import Cluster, Figure
 from shardwise.costs.layout import of_plan
 from shardwise.costs.software import software
 from shardwise.errors import InputError
-from shardwise.planner.traced_subject import traced_subject
+from shardwise.planner.traced_layouts import traced_subject
 from shardwise.training.job import Job
 
 

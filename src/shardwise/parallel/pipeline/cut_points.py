@@ -32,8 +32,7 @@ from shardwise.parallel.pipeline.balance import Prefix, Used, balanced, costs_of
 from shardwise.parallel.pipeline.boundaries import CutPoint, Edge, Holder, Stage
 from shardwise.parallel.pipeline.chance import met_always, met_by_chance
 from shardwise.parallel.pipeline.inner import blocked, crossed, crossed_at, found_by
-from shardwise.parallel.pipeline.lasting import conflict, told_lasting, twin_of
-from shardwise.parallel.pipeline.left import told_written
+from shardwise.parallel.pipeline.lasting import conflict, told_lasting, told_written, twin_of
 from shardwise.parallel.pipeline.skips import Skip, skips_between
 from shardwise.trace.flow import Flow, ModuleCall
 

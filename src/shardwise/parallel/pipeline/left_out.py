@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.comm import Axis
-from shardwise.errors import RefusedPlan
+from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.parallel.pipeline.skips import Skip, made_up_shapes
+from shardwise.part import Part
 from shardwise.part.crossing import Along, filled
+from shardwise.part.levels import Distributed
+from shardwise.trace.leaves import replaced, tensors_in
+from shardwise.trace.without_gradient import hooks_nothing
 
 MOST_RECIPES = 4096  # of calls and shapes of their arguments, remembered at once
 
@@ -122,3 +129,67 @@ class LeftOutResults:
         if blank is None or blank.is_inference() or blank._version:
             blank = self._blank[key] = torch.full(leaf.shape, float("nan"), dtype=leaf.dtype, device=device)
         return blank.detach()  # on the same memory, with the same count of versions: writes into it show above
+
+
+RAISED = (IndexError, RuntimeError)  # by kernels, `LinAlgError` among them
+
+
+class OnNothing(TorchFunctionMode):
+    """Mode in which functions that raise give results of the right shape, until `begun()` is true."""
+
+    def __init__(self, begun: Callable[[], bool]):
+        super().__init__()
+        self.begun = begun
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if hooks_nothing(func, args) and not self.begun():  # a made-up tensor has no gradient that a hook could see
+            return RemovableHandle(OrderedDict())
+        try:
+            return func(*args, **kwargs)
+        except ShardwiseError:
+            raise
+        except RAISED:
+            if self.begun():
+                raise
+            if _writes_into_absent(func, args):
+                return args[0]
+            if any(isinstance(tensor, Distributed) for tensor in tensors_in((args, kwargs))):
+                raise  # how a result would be cut does not follow from shapes
+            try:
+                return _made_up(func, args, kwargs)
+            except RAISED:
+                pass  # it is wrong for these shapes too: the first error tells more
+            raise
+
+
+def _writes_into_absent(func: Callable[..., Any], args: tuple) -> bool:
+    """Returns whether a function writes into an absent weight, whole or a share of it: nothing in it counts."""
+    name = getattr(func, "__name__", "")
+    plain = name.endswith("_") and not name.endswith("__")
+    written = args[0] if args and (plain or name == "__setitem__" or name.startswith("__i")) else None
+    while isinstance(written, Part):
+        written = written.local
+    # absent weights are one number, expanded: torch refuses to write into memory that several elements share
+    return isinstance(written, torch.Tensor) and written.numel() > 1 and 0 in written.stride()
+
+
+def _made_up(func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    """Returns a result of the right shapes and dtypes, NaN in every value (0 in integers)."""
+    originals: dict[int, torch.Tensor] = {}  # by id of the tensor without values that stands for each
+
+    def without_values(tensor: torch.Tensor) -> torch.Tensor:
+        shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        originals[id(shape)] = tensor
+        return shape
+
+    shapes = replaced(torch.Tensor, without_values, (args, kwargs))
+    device = next((tensor.device for tensor in originals.values()), None)
+
+    def filled(shape: torch.Tensor) -> torch.Tensor:
+        if id(shape) in originals:  # written in place, and nothing in it counts
+            return originals[id(shape)]
+        value = float("nan") if shape.is_floating_point() or shape.is_complex() else 0
+        return torch.full(shape.shape, value, dtype=shape.dtype, device=device)
+
+    return replaced(torch.Tensor, filled, func(*shapes[0], **shapes[1]))

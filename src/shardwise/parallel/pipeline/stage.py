@@ -44,11 +44,9 @@ from torch.utils._pytree import tree_flatten
 from shardwise.comm import Axis
 from shardwise.errors import RefusedPlan
 from shardwise.parallel.pipeline.boundaries import Edge, Holder, Stage
-from shardwise.parallel.pipeline.left_out import LeftOutResults
-from shardwise.parallel.pipeline.on_nothing import RAISED, OnNothing
-from shardwise.parallel.pipeline.shared import SharedGradients
+from shardwise.parallel.pipeline.left_out import RAISED, LeftOutResults, OnNothing
 from shardwise.parallel.pipeline.skips import Skip
-from shardwise.parallel.pipeline.stage_gradients import Tape
+from shardwise.parallel.pipeline.stage_gradients import SharedGradients, Tape
 from shardwise.part.crossing import Along, overwrite, settled
 from shardwise.part.parameters import read_ahead
 from shardwise.trace.functional import transforming

@@ -22,13 +22,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
+from shardwise.comm import Axis
 from shardwise.errors import RefusedPlan
 from shardwise.parallel.pipeline.backward import root_of
+from shardwise.parallel.pipeline.boundaries import StagePlacement
 from shardwise.parallel.pipeline.inner import By
-from shardwise.parallel.pipeline.talk import Talk
+from shardwise.parallel.pipeline.stage_messages import Talk
 from shardwise.part.crossing import settled
-from shardwise.trace.taken import listed
+from shardwise.trace.backwards import listed, takes_gradients
+from shardwise.trace.functional import transforming
+from shardwise.trace.leaves import tensors_in
 
 Some = Sequence["torch.Tensor | None"]
 UNUSED = (
@@ -267,3 +274,97 @@ def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
 
 def _leaves(tensors: Some, create: bool) -> list[torch.Tensor | None]:
     return [None if tensor is None else tensor.requires_grad_(create) for tensor in tensors]
+
+
+class Serving:
+    """The gradients that a forward takes through several stages, seen from one rank. Made on all ranks together."""
+
+    def __init__(self, cut: StagePlacement, axis: Axis, device: torch.device):
+        self.stages = cut.stages
+        self.talk = Talk(axis, cut.schedule.owner, device)
+        self._tapes: dict[tuple[int, int], Tape] = {}
+        self._over: set[tuple[int, int]] = set()
+
+    def tape(self, stage: int, batch: int) -> Tape:
+        """Returns a new tape for a stage's forward of a micro-batch."""
+        cut = self.stages[stage]
+        self._tapes[stage, batch] = Tape(self.talk, stage, batch, cut.over, cut.by)
+        return self._tapes[stage, batch]
+
+    def until_end(self, stage: int, batch: int) -> None:
+        """Answer what the stage after asks until it has no more to ask of this micro-batch."""
+        if not self.stages[stage].answers:
+            return
+        while (stage, batch) not in self._over:
+            # of any micro-batch: the stage after runs them in an order of its own, and says things in that order
+            words, tensors = self.talk.hear(stage + 1, stage)
+            if words["kind"] == "end":
+                self._over.add((stage, words["batch"]))
+            else:
+                self._tapes[stage, words["batch"]].answer(words, tensors)
+        self._over.remove((stage, batch))
+
+    def end(self, stage: int, batch: int) -> None:
+        """Tell the stage before that nothing more will be asked of a micro-batch."""
+        if self.stages[stage].over:
+            self.talk.say(stage, stage - 1, {"kind": "end", "batch": batch})
+
+    def forget(self, stage: int, batch: int) -> None:
+        """Drop the tape of a micro-batch that is over."""
+        self._tapes.pop((stage, batch)).clear()
+
+    def clear(self) -> None:
+        """Drop all tapes, and wait until everything that was said has left."""
+        self._tapes.clear()
+        self.talk.flush()
+
+
+Take = Callable[[Callable[..., Any], tuple, dict], Any]
+
+
+class SharedGradients(TorchFunctionMode):
+    """Mode of a forward that takes gradients itself; entered where gradients are on or off as the forward has them.
+
+    Until `begun()` only what is computed of the batch alone has gradients.
+    take    from then on, called with each gradient that the forward takes, in its place
+    count   called at each gradient that the forward takes before
+    """
+
+    def __init__(self, begun: Callable[[], bool], take: Take, count: Callable[[], None]):
+        super().__init__()
+        self.begun, self.take, self.count = begun, take, count
+        self.made_up = WeakIdKeyDictionary()  # tensors that stand for what was left out, or are computed of such
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if transforming():  # inside `torch.func`, whose own gradients are no gradients of stages
+            return func(*args, **kwargs)
+        own = takes_gradients(func)
+        if self.begun():
+            return self.take(func, args, kwargs) if own else func(*args, **kwargs)
+        tensors = tensors_in((args, kwargs))
+        # a parameter may be another stage's, which is NaN here; those of this stage are used from its beginning on
+        of_batch = not any(isinstance(tensor, nn.Parameter) or tensor in self.made_up for tensor in tensors)
+        if own:
+            self.count()
+            if not (of_batch and any(tensor.requires_grad for tensor in tensors)):
+                return tuple(self._noted(torch.full_like(x, torch.nan)) for x in listed(_inputs(args, kwargs)))
+        if of_batch:
+            return func(*args, **kwargs)
+        with torch.no_grad():  # no way back through made-up values, whose gradients would be NaN
+            output = func(*args, **kwargs)
+        self.note(output)
+        return output
+
+    def note(self, result: Any) -> None:
+        """Note what stands for the result of a call that was left out."""
+        for tensor in tensors_in(result):
+            self._noted(tensor)
+
+    def _noted(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.made_up[tensor] = True
+        return tensor
+
+
+def _inputs(args: tuple, kwargs: dict) -> Any:
+    return kwargs["inputs"] if "inputs" in kwargs else args[1]

@@ -34,13 +34,12 @@ from shardwise.host import to_device
 from shardwise.parallel.sequence.pair_mask import PairMask, whole_mask
 from shardwise.parallel.sequence.ring import ring_attention
 from shardwise.part import Owners, Part, Sum, Uncut
-from shardwise.part.crossing import apart, axes_of, cuts_of, joined
-from shardwise.part.cuts import repeated
+from shardwise.part.crossing import axes_of
+from shardwise.part.cuts import blocks_within, repeated
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import from_axis, moved, replaced_from_axis, share_of
-from shardwise.part.sums import redealt, whole, whole_over_axis
+from shardwise.part.sums import redealt, whole_gradient, whole_over_axis
 from shardwise.part.tensor import FUNCTIONS
-from shardwise.part.tiles.windows import used_over
 
 HEADS, POSITIONS = 1, 2  # of queries, keys and values (B, H, S, D)
 
@@ -205,45 +204,26 @@ def _by_heads(
     part = _cut_over(query, axis)
     assert part is not None
     if query.shape[HEADS] < axis.size and len(_positions(query)) > 1:
-        return _of_own_queries(query, key, value, mask, axis, options)
+        # too few to be dealt there: gathered over this axis, all of whose ranks compute the same
+        whole_query, key, value = (whole_over_axis(tensor, axis) for tensor in (query, key, value))
+        output = attend(whole_query, key, value, mask, **options)
+        return redealt(whole_gradient(output, axis), partial(_own_share, part.owners, axis))
     _refuse_few_heads(query, axis)
     queries_per_key = query.shape[HEADS] // key.shape[HEADS]
     inside = _heads_inside(key, axis)
     few = min(key.shape[HEADS] if inside is None else min(inside.counts), key.shape[HEADS]) < axis.size
     if few:  # a rank without a key head would have nothing to attend to: all are gathered, and each takes what it reads
-        owners = _dealt(query.shape[HEADS], _heads_inside(query, axis), axis.size)
+        owners = blocks_within(query.shape[HEADS], axis.size, _heads_inside(query, axis))
         read = _Read(axis, owners, _inside(query, axis), queries_per_key)
         key, value = (_ReadHeads.apply(whole_over_axis(t, axis), read) for t in (key, value))
         options = {**options, "enable_gqa": False}  # there is a key head for each query head now
     else:
-        of_keys = _dealt(key.shape[HEADS], inside, axis.size)
+        of_keys = blocks_within(key.shape[HEADS], axis.size, inside)
         owners = repeated(of_keys, queries_per_key)  # queries follow their key head, so that both lie on one rank
         key, value = (_moved_to_heads(t, of_keys, axis) for t in (key, value))
     inside = _heads_inside(query, axis)
     output = attend(moved(query, HEADS, owners, axis), key, value, mask, **options)
     return moved(output, POSITIONS, part.owners, axis, inside)
-
-
-def _of_own_queries(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, axis: Axis,
-    options: dict[str, Any],
-) -> torch.Tensor:  # fmt: skip
-    """Returns attention of each rank's own queries with all keys, which are gathered: heads are fewer than ranks."""
-    cuts, axes = cuts_of(query), axes_of(query)
-    # each rank computes rows as if they were all: nothing may depend on which rows these are
-    by_row = mask is not None and (mask.dim() < 2 or mask.shape[-2] > 1 or max(mask.shape[:-2], default=1) > 1)
-    if (
-        options["is_causal"]
-        or options["dropout_p"]
-        or by_row
-        or any(level.axis not in axes for level in _levels(query))
-    ):
-        raise Uncut(f"attention of {query.shape[HEADS]} heads whose positions are cut over {axis.name}={axis.size} "
-                    "within another axis: heads are dealt there, and every rank needs one where masks or draws differ "
-                    "between rows")  # fmt: skip
-    keys, values = (used_over(whole(tensor), axes) for tensor in (key, value))
-    here = apart(query, cuts, axes)
-    return joined(F.scaled_dot_product_attention(here, keys, values, mask, **options), cuts, axes)
 
 
 @dataclass(frozen=True)
@@ -310,17 +290,6 @@ def _moved_to_heads(tensor: torch.Tensor, owners: Owners, axis: Axis) -> torch.T
     Whole ones are of another sequence, of which each rank reads the heads that its queries need.
     """
     return tensor if _cut_over(tensor, axis) is None else moved(tensor, HEADS, owners, axis)
-
-
-def _dealt(heads: int, inside: Owners | None, ranks: int) -> Owners:
-    """Returns the owners of heads dealt in blocks over `ranks`: of all, or of each rank's share in `inside`."""
-    if inside is None:
-        return Owners.blocks(heads, ranks)
-    dealt = np.zeros(heads, dtype=np.int16)
-    for rank in range(inside.ranks):
-        mine = inside.indices(rank)
-        dealt[mine] = Owners.blocks(len(mine), ranks).array
-    return Owners.of(dealt, ranks)
 
 
 def _levels(tensor: torch.Tensor) -> list[Part]:

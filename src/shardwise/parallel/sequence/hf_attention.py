@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.parallel.sequence.pair_mask import Function, PairMask, whole_function
+from shardwise.part.levels import has_cut_positions
 from shardwise.part.parameters import CUT_MODULES, ON_CUT
-from shardwise.part.tensor import Part
 
 KIND = "sdpa"
 
@@ -111,7 +111,7 @@ def _attention(own: Any) -> Any:
         asked = any(kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap"))
         # without a mask transformers leaves them as few by itself; with one it would repeat them for each query head.
         # Where no positions are cut its own function is asked, whatever the process has met before
-        if not fewer or asked or attention_mask is None or not _has_cut_positions(query):
+        if not fewer or asked or attention_mask is None or not has_cut_positions(query):
             return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
                        is_causal=is_causal, **kwargs)  # fmt: skip
         output = F.scaled_dot_product_attention(
@@ -120,15 +120,6 @@ def _attention(own: Any) -> Any:
         return output.transpose(1, 2).contiguous(), None
 
     return attention
-
-
-def _has_cut_positions(tensor: torch.Tensor) -> bool:
-    """Returns whether an axis of positions cuts a tensor. Takes no sum: ranks may ask at different times."""
-    while isinstance(tensor, Part):
-        if tensor.axis.positions:
-            return True
-        tensor = tensor.local
-    return False
 
 
 ON_CUT.append(install)

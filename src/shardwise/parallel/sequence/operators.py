@@ -18,7 +18,7 @@ from shardwise.parallel.sequence.block_attention import wide
 from shardwise.parallel.sequence.pair_mask import Bare, PairMask
 from shardwise.parallel.sequence.ring_plan import kinds_of
 from shardwise.parallel.sequence.rounds import Rounds, backward_around, forward_around
-from shardwise.part.named import by_number, number_of
+from shardwise.part.plain_shares import by_number, number_of
 
 _LIBRARY = torch.library.Library("shardwise", "FRAGMENT")
 _LIBRARY.define("ring(Tensor q, Tensor k, Tensor v, Tensor[] mask, int named) -> (Tensor, Tensor)")

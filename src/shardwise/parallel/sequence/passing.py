@@ -20,8 +20,7 @@ import torch
 
 from shardwise.comm import Pending, RankMessage, exchange
 from shardwise.parallel.sequence.block_attention import wide
-from shardwise.parallel.sequence.layers import POSITIONS
-from shardwise.parallel.sequence.ring_plan import Call
+from shardwise.parallel.sequence.ring_plan import POSITIONS, Call
 
 Tensors = tuple[torch.Tensor, ...]
 

@@ -31,19 +31,21 @@ from typing import Any
 import torch
 
 from shardwise.comm import Axis, is_written_down
-from shardwise.parallel.sequence.layers import (
+from shardwise.parallel.sequence.operators import backward_written, forward_written
+from shardwise.parallel.sequence.pair_mask import PairMask
+from shardwise.parallel.sequence.ring_plan import (
     POSITIONS,
+    Call,
     HeadsHere,
     from_axis,
     key_heads_read,
+    kinds_of,
     refuse_other_samples,
+    tile_of,
 )
-from shardwise.parallel.sequence.operators import backward_written, forward_written
-from shardwise.parallel.sequence.pair_mask import PairMask
-from shardwise.parallel.sequence.ring_plan import Call, kinds_of, tile_of
 from shardwise.parallel.sequence.rounds import Rounds, backward_around, forward_around
 from shardwise.part import Owners
-from shardwise.trace.twice import differentiable_once
+from shardwise.trace.functional import differentiable_once
 
 NO_SECOND = (
     "the gradient of attention whose keys go around ranks is differentiated again: write the attention out "

@@ -11,9 +11,8 @@ import torch
 
 from shardwise.host import to_device
 from shardwise.parallel.sequence.block_attention import attended, finite, gradients, wide
-from shardwise.parallel.sequence.layers import HEADS
 from shardwise.parallel.sequence.passing import blocks_passing, gradients_around
-from shardwise.parallel.sequence.ring_plan import Call, add_to_mask, bias_of, pairs
+from shardwise.parallel.sequence.ring_plan import HEADS, Call, add_to_mask, bias_of, pairs
 
 
 @dataclass(frozen=True)

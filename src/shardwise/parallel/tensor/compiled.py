@@ -40,8 +40,7 @@ from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tr
 from shardwise.device import autocast_states
 from shardwise.errors import RefusedPlan, ShardwiseError, first_line
 from shardwise.part import forget
-from shardwise.part.named import keeping
-from shardwise.part.plain_shares import APART, PartLayout, unwrapped, wrapped
+from shardwise.part.plain_shares import APART, PartLayout, keeping, unwrapped, wrapped
 
 MOST = 16  # programs of one block; further shapes run as they are
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)

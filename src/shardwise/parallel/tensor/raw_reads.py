@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from shardwise.errors import RefusedPlan
 from shardwise.parallel.tensor.derive import WeightCut
 from shardwise.part import Uncut
-from shardwise.part.past import NAMES
+from shardwise.part.parameters import NAMES
 from shardwise.trace.leaves import tensors_in
 from shardwise.trace.own_calls import by_a_module
 

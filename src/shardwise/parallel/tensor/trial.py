@@ -16,13 +16,11 @@ from torch.utils._pytree import tree_map_only
 from shardwise.comm import Axis, Ledger
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.parallel.tensor.cut_weights import TensorParallel
-from shardwise.parallel.tensor.derive import Derived, derive, matching, starved
-from shardwise.parallel.tensor.gathered_weights import kept_shares
+from shardwise.parallel.tensor.derive import Derived, derive, kept_shares, matching, starved
 from shardwise.parallel.tensor.raw_reads import RawReads
 from shardwise.part import Uncut, forget
 from shardwise.part.labels import Axes, Found
-from shardwise.part.parameters import KEPT, ONCE, see_parts
-from shardwise.part.past import PastAttributes
+from shardwise.part.parameters import KEPT, ONCE, PastAttributes, see_parts
 from shardwise.random import python_restored, seed_python
 from shardwise.trace.deferred import Built
 from shardwise.trace.fake import Fake, unlogged

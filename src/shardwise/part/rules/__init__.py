@@ -4,17 +4,15 @@ rule(names)            on shares: ATen's operation, below autograd (`part/tensor
 label(names)           how labels of weights go through it, from which cuts are derived (`part/labels`)
 over(names, dims=...)  both, of an operation that runs over some dims and keeps the others apart (`part/dimwise`)
 answers(functions)     on tiles: torch's function, above autograd (`part/tiles/windows`)
-needs_whole, done_whole   the same, of functions that need dims whole, or are done whole (`part/tiles/entire`)
+done_whole, whole_without_rule   the same, of functions done whole, always or without a rule (`part/tiles/entire`)
 """
 
 from shardwise.part.rules import (  # noqa: F401 - they register
     batch_norms,
     convolutions,
     creation,
-    diagonals,
     dim_order,
     embeddings,
-    flips,
     fourier,
     fused_attention,
     indexing,
@@ -32,12 +30,10 @@ from shardwise.part.rules import (  # noqa: F401 - they register
     recurrent,
     reductions,
     resizing,
-    sampling,
     scans,
     scatters,
     slices,
     softmax,
-    sorting,
     views,
     writes,
 )

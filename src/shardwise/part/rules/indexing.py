@@ -20,7 +20,7 @@ from shardwise.part.moves import share_as
 from shardwise.part.rules.masks import MASKS, getitem, is_mask, selected
 from shardwise.part.sums import Sum, plain, reduced, whole_over_axis
 from shardwise.part.tensor import FUNCTIONS, Part, is_part, no_rule, parts_in, rule
-from shardwise.part.tiles.entire import Needs, needs_whole
+from shardwise.part.tiles.entire import whole_without_rule
 from shardwise.part.tiles.gathers import noted
 from shardwise.part.tiles.windows import answers, cuts
 
@@ -226,7 +226,7 @@ def index_select_of_tiles(input: torch.Tensor, dim: int, index: torch.Tensor) ->
     return torch.index_select(_readable(input, [dim]) if isinstance(index, Part) else input, dim, index)
 
 
-needs_whole("take_along_dim", Needs("indices dim", None, beside=("indices",)))
+whole_without_rule("take_along_dim")
 
 
 @answers(torch.gather, torch.Tensor.gather, cut_once=False)

@@ -1,9 +1,10 @@
-"""Padding: on tiles each rank fetches the indices that its share of the padded dim shows. Boundaries: boundary.py."""
+"""Padding, flips, rolls: each rank fetches the indices that its share of the dim shows. Boundaries: boundary.py."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,10 @@ import torch.nn.functional as F
 from shardwise.host import to_device
 from shardwise.part.cuts import REMEMBERED, Uncut
 from shardwise.part.dimwise import over
-from shardwise.part.exchanges import shown
+from shardwise.part.exchanges import fetch, shown
+from shardwise.part.moves import whole_inside
+from shardwise.part.tensor import Part, no_rule
+from shardwise.part.tiles.entire import whole_without_rule
 from shardwise.part.tiles.maps import owners_after
 from shardwise.part.tiles.saved_halos import CutDim
 from shardwise.part.tiles.windows import answers, cuts, fetched, opened, placed
@@ -78,3 +82,24 @@ def _source(n: int, before: int, after: int, mode: str) -> tuple[int, ...]:
     elif mode != "constant":
         raise Uncut(f"F.pad(mode={mode!r}) is not known on tiles: constant, circular, reflect or replicate")
     return tuple(int(place) for place in places)
+
+
+def reordered(func: Any, part: Part, dims: set[int], keepdim: bool, arguments: dict[str, Any]) -> Part:
+    """Returns `flip(x, dims)` or `roll(x, shifts, dims)` of positions, dealt as x. Collective."""
+    listed, rolls = [d % part.dim() for d in arguments["dims"]], func._schema.name == "aten::roll"
+    shifts = arguments["shifts"] if rolls else [0] * len(listed)
+    if not part.axis.positions or len(listed) != len(shifts):  # without dims torch rolls the flattened tensor
+        raise Uncut(f"{no_rule(func, [part])}{' flattened' * (not listed)}")
+    part = whole_inside(part)  # indices are fetched over one axis
+    n, local = part.shape[part.dim_cut], part.local
+    for dim, shift in zip(listed, shifts, strict=True):
+        if dim == part.dim_cut:
+            source = tuple((j - shift) % n if rolls else n - 1 - j for j in range(n))
+            local = fetch(part.with_local(local), shown(part.owners, source))
+        else:
+            local = torch.roll(local, shift, dim) if rolls else local.flip(dim)
+    return part.with_local(local)
+
+
+over("flip", "roll", along=reordered)
+whole_without_rule("rot90")

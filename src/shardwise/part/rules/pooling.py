@@ -1,25 +1,20 @@
 """Pooling over one to three spatial dims, sliding or adaptive windows. Paddings by a boundary: boundary.py.
 
-On tiles each rank fetches what its outputs read; with indices, back by them (`max_unpool`), and by adaptive windows of
-which there are several, it is done whole.
+On tiles each rank fetches what its outputs read; with indices, back by them (`max_unpool`), means
+of fewer cells at edges (`ceil_mode`, padding that does not count), and several adaptive windows are done whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from shardwise.boundary import Sizes, each
-from shardwise.host import to_device
-from shardwise.part.cuts import REMEMBERED
 from shardwise.part.labels import Axes, label
-from shardwise.part.tiles.apart import apart, in_front
-from shardwise.part.tiles.entire import done_whole, of_all
+from shardwise.part.tiles.entire import apart, done_whole, in_front, of_all
 from shardwise.part.tiles.maps import Sliding
 from shardwise.part.tiles.saved_halos import CutDim
 from shardwise.part.tiles.windows import answers, cuts, windowed
@@ -105,35 +100,20 @@ def _avg_pool(plain: Callable, dims: int) -> Callable:
         more = () if dims == 1 else (divisor_override,)  # `avg_pool1d` has no such argument
         if not cut_dims:
             return plain(input, kernel_size, stride, padding, ceil_mode, count_include_pad, *more)
-        kernels, strides, _, windows = _slides(input, dims, kernel_size, stride, padding, 1, ceil_mode)
+        padded = not count_include_pad and any(each(padding, dims))
+        if ceil_mode or padded or divisor_override:  # means of other numbers of cells in some windows than in others
+            return whole(input, kernel_size, stride, padding, ceil_mode, count_include_pad, *more)
+        kernels, strides, _, windows = _slides(input, dims, kernel_size, stride, padding, 1, False)
         around, first = _edges(input, windows, cut_dims), input.dim() - dims
 
         def local(window: torch.Tensor) -> torch.Tensor:
             window = F.pad(window, around) if any(around) else window
             return plain(window, kernels, strides)
 
-        # means over whole kernels, zeros of the padding among them; put right below where torch divides by less
-        output = windowed(input, {cut.dim: windows[cut.dim - first] for cut in cut_dims}, cut_dims, local)
-        if divisor_override:
-            return output * (float(np.prod(kernels)) / divisor_override)
-        for d, window in enumerate(windows):
-            factors = _factors(window, input.shape[first + d], count_include_pad)
-            if factors is not None:
-                shape = [-1 if e == d else 1 for e in range(dims)]
-                output = output * to_device(torch.tensor(factors, dtype=output.dtype).view(shape), output.device)
-        return output
+        return windowed(input, {cut.dim: windows[cut.dim - first] for cut in cut_dims}, cut_dims, local)
 
+    whole = of_all(plain)
     return answers(plain)(avg_pool)
-
-
-@lru_cache(REMEMBERED)
-def _factors(window: Sliding, n: int, padded: bool) -> tuple[float, ...] | None:
-    """Returns, for each window, the kernel's size over how many indices its mean counts; None where all are 1."""
-    start = np.arange(window.size) * window.stride - window.before
-    stop = np.minimum(start + window.kernel, n + window.before)
-    # with `count_include_pad`, padding counts, but not what a window of `ceil_mode` has beyond it
-    counted = stop - start if padded else np.minimum(stop, n) - np.maximum(start, 0)
-    return None if (counted == window.kernel).all() else tuple(float(x) for x in window.kernel / counted)
 
 
 for _dims, _max, _with_places, _avg in (

@@ -1,4 +1,4 @@
-"""Products of matrices and vectors, grouped ones, linear and bilinear layers: a sum over ranks where k is cut.
+"""Products of matrices and vectors, grouped ones, linear layers: a sum over ranks where k is cut.
 
 Labels: an activation's meet those of a weight's inner dim, the result has those of its outer dim. Convolutions have a
 file of their own.
@@ -135,15 +135,6 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     if bias is None or not cut or input.dim() < 3:
         return F.linear(input, weight, bias)
     return F.linear(input, weight) + bias
-
-
-@answers(F.bilinear, cut_once=False)
-def bilinear(
-    input1: torch.Tensor, input2: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:  # fmt: skip
-    """Returns `F.bilinear` of tensors of which any dim but the last may be cut."""
-    output = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
-    return output if bias is None else output + bias
 
 
 def _product_labels(axes: Axes, a: torch.Tensor, b: torch.Tensor, output: torch.Tensor) -> bool:

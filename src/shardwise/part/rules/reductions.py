@@ -158,13 +158,6 @@ def renorm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     return x * torch.where(norm > most, most / (norm + 1e-7), torch.ones_like(norm))
 
 
-@rule("dist")
-def dist(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Returns the p-norm of `x - y`, of which either may be cut."""
-    x, y, *order = args
-    return torch.linalg.vector_norm(x - y, *order)
-
-
 def _logsumexp(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
     along, empty = sorted(dims), not part.local.shape[part.dim_cut]
     top = of_nothing(part.local, along, True, -torch.inf) if empty else part.local.amax(along, True)

@@ -13,8 +13,7 @@ from shardwise.boundary import each
 from shardwise.device import on_host
 from shardwise.part.cuts import repeated
 from shardwise.part.rules.resize_tables import Table, applied, entries, opened_for
-from shardwise.part.tiles.apart import apart, in_front
-from shardwise.part.tiles.entire import of_all
+from shardwise.part.tiles.entire import apart, in_front, of_all
 from shardwise.part.tiles.maps import Sliding
 from shardwise.part.tiles.saved_halos import CutDim
 from shardwise.part.tiles.windows import answers, cuts, opened, placed, windowed

@@ -1,4 +1,4 @@
-"""Scans: running sums along a cut dim too (`SUMS`: a new one is a row there); products and extremes of dims made whole.
+"""Scans: running sums along a cut dim too (`SUMS`: a new one is a row there); others whole.
 
     positions   0 1 2 | 3 4 | 5 6 7          runs, each on one rank
     local       the scan of each run
@@ -7,7 +7,7 @@
 
 Every gated linear recurrence h_t = a_t h_(t-1) + b_t that is written with running sums (of log a, and of b divided by
 the running product) goes this way; its state crosses ranks as a total. Backward is made of the same operations, on
-tensors turned round. For the others the cut moves to another dim meanwhile: two all-to-alls, (p-1)/p of a share each.
+tensors turned round. The others are done whole.
 Source: Blelloch, "Prefix sums and their applications" (1990).
 """
 
@@ -24,7 +24,7 @@ from shardwise.part.levels import Distributed
 from shardwise.part.moves import whole_inside
 from shardwise.part.sums import all_sum
 from shardwise.part.tensor import Part, facts, no_rule, rule
-from shardwise.part.tiles.entire import Needs, needs_whole
+from shardwise.part.tiles.entire import whole_without_rule
 
 MOST_RUNS = 256  # what each comes to is sent to all
 SUMS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {  # a scan, and two put together
@@ -73,8 +73,7 @@ def scanned(func: Any, part: Part, dtype: torch.dtype | None) -> Part:
 
 over(*SUMS, along=along_cut)
 over(*_OTHERS)
-for _name in _OTHERS:  # above autograd, whose backward of a product is a loop over positions on tensors not its own
-    needs_whole(_name, Needs("dim", apart=True))
+whole_without_rule(*_OTHERS)  # above autograd, whose backward of a product is a loop over positions
 
 
 @rule("cumsum_", "cumprod_")

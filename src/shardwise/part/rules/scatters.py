@@ -1,4 +1,4 @@
-"""Writing at indices of a dim: scatters, `index_put`, `index_add`, `index_fill`; masks: masks, slices: writes."""
+"""Writing at indices of a dim: scatters, `index_put`, `index_add`; masks: masks, slices: writes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwise.part.rules.masks import MASKS, is_mask, put
 from shardwise.part.rules.writes import write
 from shardwise.part.sums import Sum, reduced
 from shardwise.part.tensor import FUNCTIONS, Part, is_part, no_rule, parts_in, rule
-from shardwise.part.tiles.entire import Needs, done_whole, needs_whole
+from shardwise.part.tiles.entire import done_whole, whole_without_rule
 from shardwise.part.tiles.windows import answers
 
 
@@ -177,40 +177,6 @@ def index_add(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     return source.with_local(func(target, dim, index, source.local, **kwargs))
 
 
-@rule("index_reduce")
-def index_reduce(func: Any, args: tuple, kwargs: dict) -> Part:
-    """Returns `x.index_reduce(dim, index, source, how)` along a dim that is not cut."""
-    x, dim, index, source, how = args
-    lead = parts_in([x, source, index])[0]
-    if lead is index or lead.dim_cut == dim % x.dim() or is_part(index):
-        raise Uncut(no_rule(func, parts_in(args)))
-    own, own_source = _shares(func, [x, source], lead)
-    return lead.with_local(func(own, dim, index, own_source, how, **kwargs))
-
-
-@rule("index_fill", "index_fill_", "index_copy", "index_copy_")
-def index_replaced(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Returns x with values at some indices of a dim: a number for all, or a tensor of those indices."""
-    x, dim, places, values = args
-    dim %= x.dim()
-    lead = parts_in([x, values])[0]
-    along = is_part(x) and x.dim_cut == dim and x.axis.positions
-    writes = func._schema.is_mutable
-    # a whole tensor would be written by each rank at its own share of the values alone
-    if parts_in([places]) or (writes and lead is not x):
-        raise Uncut(no_rule(func, parts_in(args)))
-    if along:
-        # along the cut dim each rank puts those that it owns
-        values = values if isinstance(values, torch.Tensor) else torch.tensor(values)
-        put = torch.ops.aten.index_put_ if writes else torch.ops.aten.index_put
-        return put.default(x, [None] * dim + [places], values.to(x.dtype))
-    if lead.dim_cut == dim:
-        raise Uncut(no_rule(func, parts_in(args)))
-    own, own_values = _shares(func, [x, values], lead)
-    made = func(own, dim, places, own_values)
-    return x if writes else lead.with_local(made)
-
-
 def _into(plain: Callable) -> Callable:
     """Returns what does a method in place (`scatter_`), given the function that gives a new tensor (`scatter`)."""
 
@@ -228,8 +194,10 @@ def _into(plain: Callable) -> Callable:
 
 
 done_whole("masked_scatter", "put", "diagonal_scatter")
-for _name in ("scatter", "scatter_add", "scatter_reduce"):
-    needs_whole(_name, Needs("dim index src", beside=("index", "src"), apart=_name == "scatter_reduce"))
-for _name in ("index_add", "index_copy", "masked_scatter", "put", "scatter", "scatter_add", "scatter_reduce"):
+whole_without_rule("scatter", "scatter_add", "scatter_reduce")
+for _name in (
+    "index_add", "index_copy", "index_fill", "index_reduce", "masked_scatter", "put", "scatter",
+    "scatter_add", "scatter_reduce",
+):  # fmt: skip
     _new = getattr(torch.Tensor, _name)
     answers(getattr(torch.Tensor, f"{_name}_"), cut_once=False)(_into(FUNCTIONS.get(_new, _new)))

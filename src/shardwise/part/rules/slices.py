@@ -190,12 +190,9 @@ def slice_replaced(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         owners = values.owners if along != dim else Owners.blocks(x.shape[dim], values.axis.size)
         x = values.with_local(owners.take(x, along, values.axis.index), along, owners)
     copy = x.clone()
-    # a slice is a view of the copy's shares, so what is written there is in the copy
-    if step == 1:
-        torch.ops.aten.slice.Tensor(copy, dim, start, end).copy_(values)
-        return copy
-    places = torch.arange(start, end, step, device=x.device)
-    return torch.ops.aten.index_copy.default(copy, dim, places, values)
+    # a slice is a view of the copy's shares, so what is written there is in the copy; `Uncut` where it is none
+    torch.ops.aten.slice.Tensor(copy, dim, start, end, step).copy_(values)
+    return copy
 
 
 def _slice_of(func: Any, x: Any, values: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> tuple:

@@ -14,7 +14,7 @@ from shardwise.part.moves import share_as
 from shardwise.part.rules.reductions import of_nothing
 from shardwise.part.sums import reduced
 from shardwise.part.tensor import Part, is_part, no_rule, rule
-from shardwise.part.tiles.entire import Needs, needs_whole
+from shardwise.part.tiles.entire import whole_without_rule
 
 
 @rule("_softmax", "_log_softmax", "_safe_softmax")
@@ -69,7 +69,8 @@ def glu(func: Any, args: tuple, kwargs: dict) -> Part:
     """Returns `a * sigmoid(b)` of the halves of x along `dim`: of the cut one, where its halves are dealt alike."""
     part = args[0]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", -1)) % part.dim()
-    return part.with_local(func(part.local, dim), owners=_half(func, part, dim))
+    owners = _half(func, part, dim)  # before the kernel, which a share of odd length would stop on one rank alone
+    return part.with_local(func(part.local, dim), owners=owners)
 
 
 @rule("glu_backward")
@@ -128,4 +129,4 @@ def glu_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) ->
     return True
 
 
-needs_whole("glu", Needs("dim"))
+whole_without_rule("glu")

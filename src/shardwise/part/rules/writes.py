@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
 from shardwise.layout.grid import SPACE
+from shardwise.part.assigned import Written, now_of, stand_for
 from shardwise.part.cuts import Owners
 from shardwise.part.levels import Distributed
 from shardwise.part.rules.masks import mask_cut_like
@@ -25,7 +26,6 @@ from shardwise.part.sums import whole_over_axis
 from shardwise.part.tiles.gathers import noted
 from shardwise.part.tiles.saved_halos import CutDim
 from shardwise.part.tiles.windows import answers, cuts, opened, placed
-from shardwise.part.written import Written, now_of, stand_for
 
 Slices = tuple[slice, ...]
 OWN = 2  # uses of a memory that one tensor holds, while it is asked: the tensor's, and the asker's

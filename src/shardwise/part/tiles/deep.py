@@ -36,9 +36,8 @@ from shardwise.part.levels import Distributed
 from shardwise.part.tensor import MARGINS, Part
 from shardwise.part.tiles.maps import Sliding, reads
 from shardwise.part.tiles.saved_halos import CutDim, kept_apart
-from shardwise.part.tiles.windows import fetched, opened, placed, used
-from shardwise.trace.drawn import is_random
-from shardwise.trace.elementwise import is_elementwise
+from shardwise.part.tiles.windows import alone, fetched, opened, placed, used
+from shardwise.trace.elementwise import is_elementwise, is_random
 
 Ranges = tuple[tuple[int, int], ...]  # of each rank, the indices (start, stop) of a dim that it has
 
@@ -78,7 +77,7 @@ def deepened(
     operation  the local one, which pads nothing along the dims that are cut
     """
     depth = min(cut.axis.halo_depth for cut in cut_dims)
-    if depth == 1 or not _alone(input, cut_dims):
+    if depth == 1 or not alone(input, cut_dims):
         return None
     maps = [along.get(cut.dim, Sliding(cut.owners.size, 1)) for cut in cut_dims]
     # a convolution that reads its neighbours uses up one of those that the margin serves; a pointwise one uses none
@@ -113,15 +112,6 @@ def _all_or_none(ranges: list[Ranges | None]) -> list[Ranges] | None:
     """Returns the ranges; None where one is missing."""
     there = [by_rank for by_rank in ranges if by_rank is not None]
     return there if len(there) == len(ranges) else None
-
-
-def _alone(input: torch.Tensor, cut_dims: list[CutDim]) -> bool:
-    """Returns whether the tile is cut in these ways alone, so that what it holds in the end is a plain tensor."""
-    for cut in cut_dims:
-        if not isinstance(input, Part) or input.axis is not cut.axis:
-            return False
-        input = input.local
-    return not isinstance(input, Distributed)
 
 
 @lru_cache(REMEMBERED)

@@ -75,14 +75,8 @@ class Sliding:
 
 
 @dataclass(frozen=True)
-class Spreading:
+class Spreading(Sliding):
     """A transposed window: input i adds to outputs i * stride - before + t * dilation, for t below `kernel`."""
-
-    size: int
-    kernel: int
-    stride: int = 1
-    before: int = 0
-    dilation: int = 1
 
     def reach(self, start: int, stop: int) -> tuple[int, int]:
         """As in `Map`; wide enough that what the inputs add to covers the outputs."""

@@ -24,14 +24,13 @@ from typing import Any
 import torch
 
 from shardwise.part.cuts import REMEMBERED, Owners
-from shardwise.part.exchanges import Wanted
-from shardwise.part.halos import Halo, HaloBack, has_halos
+from shardwise.part.exchanges import Halo, HaloBack, Wanted, has_halos
 from shardwise.part.levels import Distributed
 from shardwise.part.tensor import Part
 from shardwise.part.tiles.maps import Sliding, reads
-from shardwise.part.tiles.saved_halos import CutDim, kept_apart
-from shardwise.part.tiles.windows import fetched, opened, placed, used
-from shardwise.trace.twice import differentiable_once
+from shardwise.part.tiles.saved_halos import CutDim, kept_apart, nothing_hooked
+from shardwise.part.tiles.windows import alone, fetched, opened, placed, used
+from shardwise.trace.functional import differentiable_once
 
 BORDER = 1 / 4  # of a tile's outputs that may be computed twice, unless it is asked for
 NO_SECOND = (
@@ -182,7 +181,7 @@ class _Overlapped(torch.autograd.Function):
         strips = halo.wait()
         tile = local.narrow(dim, side.first, side.own)
         # recompute that keeps products keeps this very tensor, before the borders are written into it
-        if any(call.borders) and not _may_write():
+        if any(call.borders) and not nothing_hooked():
             output = output.clone()
         for border, strip, ahead in zip(call.borders, strips, (True, False), strict=True):
             if border is not None and strip is not None:
@@ -246,12 +245,6 @@ def _goals(ctx: Any) -> list[bool]:
     return wanted if ctx.biased else [*wanted, False]
 
 
-def _may_write() -> bool:
-    """Returns whether nobody keeps what an operation gives, as recompute of all but products does."""
-    enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()
-    return enabled and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-
-
 def overlapped(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: Convolution,
     along: Mapping[int, Sliding], cut_dims: list[CutDim],
@@ -269,7 +262,9 @@ def overlapped(
     filled = all(all(reads(c.owners, along[c.dim]).owners.counts) for c in cut_dims if c.dim in along)
     if sides_by_rank is None or not filled:  # a rank without outputs computes what its kernel reads for nobody
         return None
-    if not _possible(input, weight, bias, cut_dims) or not _worth(input, weight, how, sides_by_rank, cut_dims):
+    if isinstance(weight, Distributed) or isinstance(bias, Distributed) or not alone(input, cut_dims):
+        return None
+    if not _worth(input, weight, how, sides_by_rank, cut_dims):
         return None
     plan, tensor, outer, after = reads(cut.owners, along[cut.dim]), input, [], []
     for outer_cut in cut_dims[:-1]:  # waited for: strips of the last dim are taken of what these bring, with corners
@@ -287,17 +282,6 @@ def overlapped(
     with kept_apart(tensor.local, input, outer) if outer else nullcontext():
         output = _Overlapped.apply(tensor, used(weight, cut_dims), used(bias, cut_dims), call)
     return placed(output, [*after, CutDim(cut.axis, cut.dim, plan.owners)])
-
-
-def _possible(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut_dims: Sequence[CutDim]
-) -> bool:  # fmt: skip
-    """Returns whether a tile is cut in these ways alone, and weight and bias are plain tensors."""
-    for cut in cut_dims:
-        if not isinstance(input, Part) or input.axis is not cut.axis:
-            return False
-        input = input.local
-    return not any(isinstance(tensor, Distributed) for tensor in (input, weight, bias))
 
 
 def _worth(

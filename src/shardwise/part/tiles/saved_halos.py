@@ -63,7 +63,7 @@ def kept_apart(window: torch.Tensor, tensor: torch.Tensor, fetched: Sequence[tup
     tile, around = _innermost(tensor), []
     # an axis further in may have cut the tile once more along one of these dims, softly: it was gathered on the way
     other = any(tile.shape[cut.dim] != cut.owners.counts[cut.axis.index] for cut, _ in fetched)
-    if isinstance(window, Distributed) or other or not all(places) or not _free():
+    if isinstance(window, Distributed) or other or not all(places) or not nothing_hooked():
         yield
         return
     for (cut, _), place in zip(fetched, places, strict=True):
@@ -111,7 +111,7 @@ def _own(cut: CutDim, wanted: Wanted) -> tuple[int, int, int] | None:
     return (first - low, first - start, last - first) if last > first else None
 
 
-def _free() -> bool:
+def nothing_hooked() -> bool:
     """Returns whether no other hooks on saved tensors are in force: recompute or the user says what is kept then."""
     enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()
     return enabled and torch._C._autograd._top_saved_tensors_default_hooks(False) is None

@@ -25,8 +25,7 @@ import torch
 from shardwise.comm import Axis
 from shardwise.layout.grid import SPACE
 from shardwise.part.cuts import Uncut
-from shardwise.part.exchanges import Wanted, fetch, give_back
-from shardwise.part.halos import wants_own
+from shardwise.part.exchanges import Wanted, fetch, give_back, wants_own
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import from_axis, replaced_from_axis, share_of
 from shardwise.part.sums import Sum, linear, whole_over, whole_over_axis
@@ -51,6 +50,15 @@ def cuts(tensor: Any, dims: Iterable[int]) -> list[CutDim]:
             cut_dims.append(CutDim(tensor.axis, tensor.dim_cut, tensor.owners))
         tensor = tensor.local
     return cut_dims
+
+
+def alone(input: torch.Tensor, cut_dims: list[CutDim]) -> bool:
+    """Returns whether the tile is cut in these ways alone, so that what it holds in the end is a plain tensor."""
+    for cut in cut_dims:
+        if not isinstance(input, Part) or input.axis is not cut.axis:
+            return False
+        input = input.local
+    return not isinstance(input, Distributed)
 
 
 def _fetched(tensor: torch.Tensor, cut: CutDim, wanted: Wanted, fill: float) -> torch.Tensor:
