@@ -577,6 +577,6 @@ REFUSED: list[tuple] = [
 MORE_REFUSED: list[tuple] = [
     (in_a_forward, "dp_shard=2,zero=3", "in place", "sample", RefusedPlan, "forward writes into query.0.line.weight"),
     (in_a_forward, "dp_replicate=2", "another", "model", InputError, "parameter 'scale' was replaced"),
-    (mistaken, "dp_shard=2,zero=1", "stray", RefusedPlan, "this rank's samples alone.*assert"),
+    (mistaken, "dp_shard=2,zero=1", "stray", RefusedPlan, "backward of the script's own.*assert"),
 ]  # fmt: skip
 test_a_script_is_refused_with_its_line = refused_with_its_line(REFUSED, MORE_REFUSED)

@@ -141,11 +141,11 @@ def adapted(plan: str | None, recorded: bool) -> tuple:
 
 EQUAL: list[tuple] = [
     (viewed, "dp_shard=2,zero=2"), (viewed, "dp_replicate=3"), (queued, "dp_shard=2,zero=3", False),
-    (adapted, "dp_shard=2,zero=3", True),
+    (adapted, "dp_shard=2,zero=2", True),
 ]  # fmt: skip
 MORE_EQUAL: list[tuple] = [
     (queued, "dp_shard=2,zero=1", False), (queued, "dp_shard=2,zero=2", False), (queued, "dp_shard=2,zero=2", True),
-    (queued, "dp_shard=2,zero=3", True), (adapted, "dp_shard=2,zero=1", True), (adapted, "dp_shard=2,zero=3", False),
+    (queued, "dp_shard=2,zero=3", True), (adapted, "dp_shard=2,zero=1", True), (adapted, "dp_shard=2,zero=2", False),
 ]  # fmt: skip
 test_a_script_equals_one_process = equals_one_process(EQUAL, MORE_EQUAL)
 

@@ -30,8 +30,8 @@ OUTSIDE = (
 TAKEN = (
     "torch.autograd.grad(..., parameters): what it gives is the gradient of this rank's samples alone, or of its part "
     "of the batch, and no rank has one process's: weigh losses by their values (prepared.sum), or read param.grad "
-    "after prepared.backward(loss, retain_graph=True) of each; or, for an inner step of its own (MAML), without tp, "
-    'prepare(..., loss_scope="model"), by which every rank has whole batches'
+    "after prepared.backward(loss, retain_graph=True) of each; or, for an inner step (MAML), under replicas, "
+    'zero=1 or zero=2, prepare(..., loss_scope="model"), by which every rank has whole batches'
 )
 
 

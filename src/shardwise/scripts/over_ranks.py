@@ -41,11 +41,6 @@ class OverRanks(WeightAccess):
         if self.meeting is not None and self._engine is not None:
             self.meeting.passes(what)
 
-    def stray_of(self) -> str:
-        """Returns whose samples gradients of another backward than the plan's are of: "", "part" or "all"."""
-        part = self.calls.leader.in_loop and self._apart > 1
-        return "" if not (self.calls.stray and self.mesh.world.size > 1) else "part" if part else "all"
-
     @names_line
     def deal(self, *batch: Any) -> Any:
         """Returns this rank's samples of a batch that the script has made by itself, alike on every rank: in place of

@@ -26,12 +26,10 @@ from shardwise.comm import Axis
 from shardwise.engine.engine import Engine
 from shardwise.errors import RefusedPlan
 from shardwise.parallel.flat import Flat
-from shardwise.parallel.full import FullShard
 from shardwise.part import with_summed_gradient
 from shardwise.part.tensor import FUNCTIONS
 from shardwise.scripts.guard import TAKEN, mark_like, reads_values
 from shardwise.scripts.script_lines import names_line, refuse
-from shardwise.scripts.sharded_weights import ShardedGradients
 from shardwise.trace.leaves import replaced, tensors_in
 
 _OF_A_SHARE = (
@@ -53,13 +51,13 @@ _GRAD = torch.Tensor.grad
 class ParameterUse:
     """What the script's own code is given of a parameter.
 
-    gradient    "own": as it lies there; "later": likewise, once ranks have added up; "whole": gathered; "pieces":
-                FSDP's; "never": raises; "successor": of the parameter that took its place
+    gradient    "own": as it lies there; "later": likewise, once ranks have added up; "whole": gathered; "never":
+                raises; "successor": of the parameter that took its place
     values      "own"; "once": likewise, with a gradient that counts once; of the whole weight: "share" (of tp, ep),
                 "sharded" (FSDP's), "pairs" (complex numbers held as real ones); "never"; "successor"
     """
 
-    gradient: Literal["own", "later", "whole", "pieces", "never", "successor"] = "own"
+    gradient: Literal["own", "later", "whole", "never", "successor"] = "own"
     values: Literal["own", "once", "share", "sharded", "pairs", "never", "successor"] = "own"
 
 
@@ -75,25 +73,22 @@ class ScriptWeights:
         whole   its `WholeWeights`, where ranks hold pieces; else None
         cuts    names of those that are shares of tp or ep
         """
-        state, technique, mesh = engine.state, engine.technique, prepared.mesh
+        state, mesh = engine.state, prepared.mesh
         self.gate, self._gradients, self._calls, self._whole = prepared._gate, prepared.gradients, prepared.calls, whole
         # axes whose ranks have the same samples: what the script itself computes of a weight (a penalty) every one of
         # them computes, and its gradient counts once; the second ones beside the model's forward
         self._once: tuple[Axis, ...] = mesh.inner
         self._once_beside: tuple[Axis, ...] = prepared.calls.counted_once
         self._kinds: dict[tuple[type, ParameterUse], type] = {}
-        self._sharded: ShardedGradients | None = None
-        if whole is not None and isinstance(technique, FullShard):
-            self._sharded = ShardedGradients(technique, self, self._gradients, whole.in_units, cuts)
         if cuts:
             FUNCTIONS[torch.autograd.grad] = _grad_beside_weights
         elsewhere = prepared._shares or state.precision.mixed
         later = engine.plan.accumulate > 1 and mesh.world.size > 1  # ranks add up after several micro-batches
         values: Any = "once" if cuts or self._once or self._once_beside else "own"
-        gradient: Any = "whole" if elsewhere or isinstance(technique, Flat) else "later" if later else "own"
+        gradient: Any = "whole" if elsewhere or isinstance(engine.technique, Flat) else "later" if later else "own"
         for name, param in prepared.model.named_parameters():
             if type(param) is DTensor:
-                param.__class__ = self.kind(DTensor, ParameterUse("pieces", "sharded"))
+                param.__class__ = self.kind(DTensor, ParameterUse("whole", "sharded"))
             elif type(param) is nn.Parameter and (name in cuts or name in state.pairs):
                 param.__class__ = self.kind(nn.Parameter, ParameterUse("whole", "share" if name in cuts else "pairs"))
             elif type(param) is nn.Parameter and param.requires_grad:
@@ -141,29 +136,23 @@ class ScriptWeights:
         if use == "never" and sys._getframe(2).f_code.co_filename != grad_scaler.__file__:  # which scales the pieces
             refuse(RefusedPlan(_PIECE.format(".grad")))
         if use == "later":
-            self._gradients.refuse_early(param)
-        if use == "whole":
-            return self._gradients.get(param)
-        return self._sharded.gradient(param) if use == "pieces" and self._sharded is not None else _GRAD.__get__(param)
+            self._gradients.refuse_early()
+        return self._gradients.get(param) if use == "whole" else _GRAD.__get__(param)
 
     def set_gradient(self, param: Any, use: str, value: torch.Tensor | None) -> None:
         """`param.grad = value`: whole, the same on every rank."""
         if use == "successor" and not self.gate.is_open:
             param.__dict__["successor"].grad = value
-        elif self._passes_gradient(use) or use not in ("whole", "pieces", "never"):
+        elif self._passes_gradient(use) or use not in ("whole", "never") or isinstance(value, DTensor):  # FSDP's own
             _GRAD.__set__(param, value)
         elif use == "never":
             _GRAD.__set__(param, None) if value is None else refuse(RefusedPlan(_PIECE.format(".grad")))
-        elif use == "pieces" and self._sharded is not None:
-            self._sharded.set_gradient(param, value)
         else:
             self._gradients.set(param, value)
 
     def _passes_gradient(self, use: str) -> bool:
         """Whether it is not the script's own code that asks for a gradient; FSDP swaps parameters in a forward."""
-        if use == "pieces":
-            return not self.is_asked
-        return self.gate.is_open or (use != "never" and torch._C._current_graph_task_id() != -1)
+        return self.gate.is_open or (use != "never" and self._runs())
 
     def call(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Returns a function of torch of these parameters."""
@@ -177,13 +166,8 @@ class ScriptWeights:
         if uses & _PIECES and not self._runs():
             assert self._whole is not None
             return names_line(self._whole.outside)(func, args, kwargs)
-        if (
-            "sharded" in uses
-            and func == torch.Tensor.data.__set__
-            and self._calls.in_forward
-            and self._sharded is not None
-        ):
-            return self._sharded.assign(*args)
+        if "sharded" in uses and func == torch.Tensor.data.__set__ and self._calls.in_forward:
+            return self._whole.assign(*args)
         if "share" in uses and reads_values(func):
             refuse(RefusedPlan(TAKEN if func is torch.autograd.grad else _OF_A_SHARE.format(name or func)))
         if "once" in uses:

@@ -24,11 +24,10 @@ from shardwise.layout.dealing import Share
 from shardwise.parallel.full import FullShard
 from shardwise.part import forget, plain, whole
 from shardwise.scripts.agreement import compare, note
-from shardwise.scripts.earlier import Earlier
 from shardwise.scripts.first_steps import FirstSteps
 from shardwise.scripts.following import aside, differentiate
 from shardwise.scripts.gradient_arrivals import buckets_of, share_uncut
-from shardwise.scripts.gradients import Gradients
+from shardwise.scripts.gradients import Earlier, Gradients
 from shardwise.scripts.part_loader import PartLoader
 from shardwise.scripts.proof.on_ranks import RankSide
 from shardwise.scripts.sample_draws import SampleDraws

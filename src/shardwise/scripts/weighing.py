@@ -19,7 +19,7 @@ import torch
 
 from shardwise.errors import InputError
 from shardwise.layout.dealing import Share
-from shardwise.scripts.earlier import Earlier
+from shardwise.scripts.gradients import Earlier
 from shardwise.scripts.over_ranks import OverRanks
 
 
