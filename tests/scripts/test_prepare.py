@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -243,8 +242,6 @@ def once(plan: str, case: str) -> None:
     if case == "own order":
         g = torch.Generator().manual_seed(torch.distributed.get_rank())
         loader = DataLoader(samples(12), batch_size=4, shuffle=True, generator=g)
-    if case == "late draws":
-        loader = DataLoader(LateDraws(*samples(12).tensors), batch_size=4)
     given = loader
     prepared = model, optimizer, loader = shardwise.prepare(model, optimizer, loader, plan=plan)
     if case == "prepared before":
@@ -266,14 +263,6 @@ def once(plan: str, case: str) -> None:
             prepared.backward((model(x) - y).square().sum(), len(x))
         optimizer.step()
         optimizer.zero_grad()
-
-
-class LateDraws(TensorDataset):
-    """Draws from Python's generator while it reads, but not for the first samples."""
-
-    def __getitem__(self, index: int):
-        x, y = super().__getitem__(index)
-        return (x + random.random() if index > 4 else x), y
 
 
 def test_more_ranks_than_this_run_has() -> None:
@@ -445,8 +434,6 @@ REFUSED: list[tuple] = [
      r"2 times before optimizer.step\(\).*accumulate=2.*means, which add"),
     (once, "dp_replicate=2", "distributed sampler", InputError, "DistributedSampler"),
     (once, "dp_replicate=2", "own order", RunError, "drew other samples in step 0"),
-    (once, "dp_replicate=2", "late draws", RunError,
-     'batch 1: random numbers were drawn where samples.*reads="whole"'),
     (once, "dp_replicate=2", "draws inside", RefusedPlan, r'shape \(4, 8\).*randomness=\"fast\"'),
     (once, "dp_replicate=2", "unseen draws", RefusedPlan, "cannot be followed"),
     (once, "dp_replicate=2", "other loader", InputError, "has handed out no batch"),

@@ -512,14 +512,6 @@ def mistaken(plan: str, case: str) -> None:
         optimizer.step()
 
 
-def penalised_early(plan: str) -> None:
-    """In the first step, of weights that the plan has not cut yet."""
-    prepared, model, *_, loader = begin(plan, net(), batches(8))
-    for x, y in loader:
-        penalty = sum(param.pow(2).sum() for param in model.parameters())
-        prepared.backward(mse(model, x, y) + penalty)
-
-
 # --- all of them: a script, a plan, what it is given
 
 
@@ -572,7 +564,6 @@ REFUSED: list[tuple] = [
     (mistaken, "dp_shard=2,tp=2,zero=3", "norm", RefusedPlan, r"detach of a weight.*line \d+: sum"),
     (mistaken, "dp_shard=2,zero=1", "group's std", RefusedPlan, r"tensor in optimizer.param_groups.*line \d+"),
     (mistaken, "dp_replicate=2", "drift", RunError, r"after step 8 the weights of 'head.weight' \(1 in all\).*line"),
-    (penalised_early, "tp=2", RefusedPlan, r"as it was before the model's first forward.*line \d+"),
 ]  # fmt: skip
 MORE_REFUSED: list[tuple] = [
     (in_a_forward, "dp_shard=2,zero=3", "in place", "sample", RefusedPlan, "forward writes into query.0.line.weight"),

@@ -20,7 +20,6 @@ from small_scripts import (
     mse,
     net,
     refused_with_its_line,
-    samples,
     stepped,
     train,
     weights_of,
@@ -29,7 +28,6 @@ from small_scripts import (
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
-from torch.utils.data import DataLoader, TensorDataset
 
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan
@@ -358,23 +356,6 @@ def test_a_script_that_has_ended_leaves_nothing_behind(plan: str, pool: RankPool
 # --- what cannot be dealt is refused
 
 
-class AsLongAsTheLongest(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.GRU(3, 2, batch_first=True)
-
-    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        return nn.utils.rnn.pad_packed_sequence(self.net(packed)[0], batch_first=True, padding_value=1.0)[0]
-
-
-def longest(plan: str) -> None:
-    x, lengths = samples(8, 15).tensors[0].view(8, 5, 3), torch.tensor([5, 3, 5, 3, 5, 5, 3, 3])
-    _, model, _, loader = begin(plan, made(AsLongAsTheLongest), DataLoader(TensorDataset(x, lengths), batch_size=4))
-    for batch in loader:
-        model(*batch)
-
-
 class Sparse(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -424,7 +405,6 @@ REFUSED: list[tuple] = [
     (thawed, "dp_replicate=2", "untold", InputError, "'0.0.weight', which was frozen at prepare.*thaws=True"),
     (by_the_old_one, "dp_replicate=2", InputError, r"replace_optimizer took the place of.*line \d+"),
     (no_rows, "dp_replicate=2", InputError, r"prepared.gather: .*\(2,\) has no row .*line \d+"),
-    (longest, "dp_replicate=2", RefusedPlan, r"gives \(2, 5, 2\) for 2 samples and \(1, 3, 2\) for 1 .*total_length"),
     (sparse, "tp=2", RefusedPlan, r"layout torch.sparse_coo.*to_dense.*line \d+: model\(x, edges\)"),
     (sparse, "dp_replicate=2", RefusedPlan, r"has handed out no batch.*line \d+: model\(x, edges\)"),
 ]  # fmt: skip

@@ -79,7 +79,6 @@ class Calls(Loop):
         self._spent = False  # its backward is over
         self.checksum = 0  # of all samples so far
         self.called = False  # the model, in training
-        self.called_beside: bool | None = None  # whether the call under way is of another loader's batch, where known
         self._done = False  # its backward of this batch is over
         self._no_batch()
         self._looks = mesh.data.size > 1 and not self.on_every_rank
@@ -145,13 +144,9 @@ class Calls(Loop):
         """Returns what follows random draws, one object for all models of a loop."""
         return self.leader._watched
 
-    def _held_beside(self, arguments: tuple) -> tuple[Share | None, bool | None]:
-        """Returns what this rank holds of the batch of another loader (`Prepared.split`) that is at hand, and whether
-        an operation's arguments are of that batch or of the main one; None: of neither."""
-        lead, inside = self.leader, next((each for each in self.together if each.inside), None)
-        if lead.other.part is None:
-            return None, None
-        return lead.other.part, lead.of_other(arguments) if inside is None else inside.called_beside
+    def _held_beside(self) -> Share | None:
+        """Returns what this rank holds of the batch of another loader (`Prepared.split`) that is at hand."""
+        return self.leader.other.part
 
     # --- the model
 
@@ -189,8 +184,6 @@ class Calls(Loop):
             if trains and self.leader.unfed:
                 self.leader._comes_unfed((args, kwargs))
             self.leader.select_batch_for_forward((args, kwargs), trains=trains)
-        if self.inside == 1:
-            self.called_beside = self.leader.of_other((args, kwargs))
         if self.gathers or (trains and self.pieces):  # replicas need each other in backward alone
             self._passes(f"a forward {'in training' if trains else 'without gradients'}")
         precision = self.engine.state.precision

@@ -5,8 +5,7 @@ A mode costs each call of torch a microsecond or two, so none is left on while t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import lru_cache
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType
 from typing import Any
@@ -37,18 +36,6 @@ def take_off(mode: TorchFunctionMode) -> None:
     """Take a mode off the stack, whatever was put on since; nothing where it is not there."""
     if mode in _get_current_function_mode_stack():
         _restack(one for one in _popped() if one is not mode)
-
-
-@contextmanager
-def aside(kinds: type[TorchFunctionMode] | tuple[type[TorchFunctionMode], ...]) -> Iterator[None]:
-    """Context: modes of these kinds are off the stack, and are put where they were afterwards."""
-    before = _popped()
-    _restack(one for one in before if not isinstance(one, kinds))
-    try:
-        yield
-    finally:
-        _popped()
-        _restack(before)
 
 
 def differentiate(loss: torch.Tensor, *, retain_graph: bool) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from shardwise.errors import InputError, RunError
+from shardwise.errors import InputError
 from shardwise.layout.dealing import Share
 from shardwise.scripts.dealt import Dealer, Dealt
 from shardwise.scripts.own_batches import OwnBatches
@@ -86,7 +86,7 @@ class PartLoader:
             return [self._indexed]
         if reads != "auto":
             return [self._indexed if reads == "part" and not self._dim else self._whole]
-        return [self._whole, self._watched] if joins_by_itself(self.whole) else [self._watched, self._whole]
+        return [self._whole, self._indexed] if joins_by_itself(self.whole) else [self._watched, self._whole]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "whole":
@@ -199,10 +199,7 @@ class PartLoader:
                 "samples alone, which then may differ from one process's"
             )
         elif reason:
-            self.notices.append(
-                f"each rank joins its own samples alone, for whole batches cannot be cut: {reason}. Where the loader's "
-                "function pads to the longest of a batch, shapes differ from one process's"
-            )
+            self.notices.append(f"each rank joins its own samples alone, for whole batches cannot be cut: {reason}")
 
     def _source(self, dealer: Dealer, *, watched: bool = False) -> tuple[Iterator[Any], PartSampler]:
         """An epoch of the script's loader with other indices. Persistent workers are the same ones in each epoch, since
@@ -234,12 +231,6 @@ class PartLoader:
             if drew and number == 0:
                 raise Unfit("random numbers are drawn where samples are read")
             self._look = look
-            if drew and not self.events.is_elsewhere():
-                raise RunError(
-                    f"batch {number}: random numbers were drawn where samples are read, and none before, so ranks that "
-                    'read their own samples draw others than one process: give prepare(..., reads="whole"), by which '
-                    'every rank reads all, or reads="part" to take the difference'
-                )
             yield (batch, *sampler.dealt.popleft())
 
     def _whole(self) -> Iterator[BatchPart]:

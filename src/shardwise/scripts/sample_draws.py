@@ -49,11 +49,6 @@ _BY_VALUES = (
     'use prepare(..., loss_scope="global"), by which every rank has whole batches, draw in the dataset, or use '
     'prepare(..., randomness="fast")'
 )
-_BESIDE = (
-    "random numbers of shape {} are drawn, and nothing tells whether for the {} samples of the main batch ({} on all "
-    "ranks) or for those of the batch of prepared.split(...) ({}): draw them like a tensor of either "
-    "(torch.randn_like(x)), or in the dataset"
-)
 _STEPS = 3  # in which all operations are followed
 _LATE = (
     "random numbers are drawn between a batch and its backward, and none were in the first {} steps, so that draws "
@@ -67,12 +62,11 @@ class SampleDraws(TorchFunctionMode):
     """Active while `part` is set: the samples that this rank holds. `inside`: the model's own forward runs."""
 
     def __init__(
-        self, beside: Callable[[tuple], tuple[Share | None, bool | None]] = lambda given: (None, None),
+        self, beside: Callable[[], Share | None] = lambda: None,
         of_batch: Callable[[Share, Callable[[int], bool], tuple], Share | None] = lambda part, fits, given: part,
     ) -> None:  # fmt: skip
         """
-        beside      (the samples that this rank holds of another loader's batch at hand, whether the arguments of an
-                    operation are of that batch or of the main one; None: of neither)
+        beside      the samples that this rank holds of another loader's batch at hand
         of_batch    the samples of the main batch that it is for, of those whose count fits, where several are there
         """
         super().__init__()
@@ -256,14 +250,8 @@ class SampleDraws(TorchFunctionMode):
             if of_batch is None:
                 return None
             part = of_batch
-        other, of_other = self._beside(args)
-        if other is None or (other.count, other.start, other.total) == (part.count, part.start, part.total):
-            return part
-        if of_other is not None:
-            return other if of_other else part
-        fits = [one for one in (part, other) if self._place(shape, one.count) is not None]
-        if len(fits) > 1:
-            raise RefusedPlan(_BESIDE.format(shape, part.count, part.total, other.total))
+        other = self._beside()
+        fits = [one for one in (part, other) if one is not None and self._place(shape, one.count) is not None]
         return fits[0] if fits else part
 
     def _unknown_rows(self, func: Any, named: dict, sized: set[str], rows: int) -> str:

@@ -87,7 +87,6 @@ class OtherLoop(Events):
         self.part: Share | None = None
         self.pauses: Callable[[], None] = lambda: None  # stops dealing draws, while the loader makes its iterator
         self.goes_on: Callable[[], None] = lambda: None
-        self.handed: Handed | None = None
         self.ran = self.since = False  # ever, and since the main batch is at hand
 
     def goes_beside(self) -> bool:
@@ -102,7 +101,6 @@ class OtherLoop(Events):
         """Note which of its samples this rank holds."""
         self.goes_on()
         self.part, self.ran, self.since = dealt.local, True, True
-        self.handed = Handed(0, batch, dealt, checksum, dim)
 
     def after_epoch(self) -> None:
         """The loop is over."""
@@ -263,22 +261,6 @@ class Loop(Heard, Events):
             self._begin(handed)  # not something kept of an earlier one, or made of a later one, beside this one
         if self._now is not None:
             self._now.met = True
-
-    def of_other(self, given: Any) -> bool | None:
-        """Returns whether tensors are of another loader's batch or of the main one, by their memory or by how many
-        samples they have; None where that does not tell."""
-        other, now = self.other, self._now
-        if other.part is None or other.handed is None or now is None:
-            return None
-        tensors = list(tensors_of(given))
-        if not tensors:
-            return None
-        storages = {_storage(tensor) for tensor in tensors}
-        if other.handed.is_in(storages) != now.is_in(storages):
-            return other.handed.is_in(storages)
-        rows = {len(tensor) for tensor in tensors if tensor.dim()}
-        fits = [part.count in rows for part in (other.part, now.dealt.local)]
-        return fits[0] if fits[0] != fits[1] else None
 
     def after_batch(self) -> None:
         """Stop dealing draws, since the script asks for its next batch."""

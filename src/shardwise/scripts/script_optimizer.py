@@ -183,11 +183,6 @@ def refuse_other(nature: Nature, other: Nature, optimizer: Optimizer) -> None:
         )
 
 
-def is_of_torch(optimizer: Optimizer) -> bool:
-    """Returns whether its step is torch's own code alone: a class of torch's, and no hook around it."""
-    return type(optimizer).__module__.startswith("torch.optim.") and not _hooks_around(optimizer)
-
-
 def _hooks_around(optimizer: Optimizer) -> list[Callable]:
     """Returns the script's hooks before and after the step, those of all optimizers too."""
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)

@@ -40,10 +40,6 @@ _PIECE = (
     "{} of a tensor in optimizer.param_groups, which holds this rank's pieces of the weights: read and write whole "
     "ones in `with prepared.whole(grads=True):`, where groups list them; clip by prepared.clip_grad_norm_(max_norm)"
 )
-_EARLY_LOSS = (
-    "the loss is computed from a parameter as it was before the model's first forward in training, by which the "
-    "plan put another in its place: compute what is made of model.parameters() (a penalty) after model(x)"
-)
 _GRAD = torch.Tensor.grad
 
 
@@ -104,15 +100,13 @@ class ScriptWeights:
 
     def retire(self, left: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
         """Let parameters that the model had before the plan put others in their place answer as those: a script may
-        have kept them in a list. What was computed of them before cannot be followed, and raises.
+        have kept them in a list.
         """
         for param, successor in left:
             mark_like(successor, param)
             for hook in (param._backward_hooks or {}).values():
                 successor.register_hook(hook)
             if type(param) is nn.Parameter:
-                if param.requires_grad:
-                    param.register_hook(_refuse_early_loss)
                 param.__dict__["successor"] = successor
                 param.__class__ = self.kind(nn.Parameter, ParameterUse("successor", "successor"))
 
@@ -234,12 +228,6 @@ def _kind(base: Any, use: ParameterUse, weights_ref: weakref.ref[ScriptWeights])
 
 def _successor(param: Any) -> Any:
     return param.__dict__.get("successor", param)
-
-
-@names_line
-def _refuse_early_loss(gradient: torch.Tensor) -> None:
-    """A gradient of what the script computed of a parameter before the plan put another in its place."""
-    raise RefusedPlan(_EARLY_LOSS)
 
 
 @names_line

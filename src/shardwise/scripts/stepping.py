@@ -25,14 +25,12 @@ from shardwise.parallel.full import FullShard
 from shardwise.part import forget, plain, whole
 from shardwise.scripts.agreement import compare, note
 from shardwise.scripts.first_steps import FirstSteps
-from shardwise.scripts.following import aside, differentiate
+from shardwise.scripts.following import differentiate
 from shardwise.scripts.gradient_arrivals import buckets_of, share_uncut
 from shardwise.scripts.gradients import Earlier, Gradients
 from shardwise.scripts.part_loader import PartLoader
 from shardwise.scripts.proof.on_ranks import RankSide
-from shardwise.scripts.sample_draws import SampleDraws
 from shardwise.scripts.script_lines import Notices, names_line
-from shardwise.scripts.script_optimizer import is_of_torch
 from shardwise.scripts.weighing import Weighing, check_loss, check_number, form_of
 from shardwise.step.control import Tally
 from shardwise.step.loss import Loss
@@ -177,8 +175,7 @@ class Stepping(Weighing):
         self._micro += 1
         self.calls.after_backward()
         if self._micro == self.engine.plan.accumulate:
-            with aside(SampleDraws):
-                self._finish()
+            self._finish()
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
@@ -359,8 +356,7 @@ class Stepping(Weighing):
         """Run the optimizer's own step, unless a gradient is not finite."""
         if self._tally is not None and not self._usable:
             return None
-        with aside(SampleDraws if is_of_torch(self.optimizer) else ()):
-            return inner()
+        return inner()
 
     def _closed(self, closure: Callable[[], Any]) -> torch.Tensor:
         """The loss of a closure summed over all ranks, so that a line search sees the same number on each."""
