@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
@@ -390,27 +389,6 @@ def searched(plan: str | None, own: bool = False) -> tuple:
     return losses, weights_of(model)
 
 
-def kept_beside(plan: str | None, clears: bool) -> tuple:
-    """Gates stepped every other time by gradients that only their own optimizer takes away, if at all."""
-    model = made(Gated)
-    gates = torch.optim.Adam([model.gates], lr=0.1)
-    optimizer = torch.optim.SGD([p for name, p in model.named_parameters() if name != "gates"], 0.1, momentum=0.9)
-    prepared, model, optimizer, loader = begin(plan, model, batches(22, 6), optimizer)
-    losses = []
-    for number, batch in enumerate(loader):
-        optimizer.zero_grad()
-        losses.append(back(prepared, mse(model, *batch)))
-        clip = prepared.clip_grad_norm_ if prepared else partial(nn.utils.clip_grad_norm_, model.parameters())
-        losses.append(float(clip(0.05)))
-        optimizer.step()
-        if number % 2:
-            with whole(prepared, grads=True):
-                gates.step()
-            if clears:
-                gates.zero_grad()
-    return losses, weights_of(model)
-
-
 # --- gradients by what a model is given
 
 
@@ -530,7 +508,6 @@ def test_a_backward_of_its_own_is_told(plan: str, pool: RankPool) -> None:
 
 
 EQUAL: list[tuple] = [
-    (kept_beside, "dp_shard=2,zero=3", False),
     (by_hand, "tp=2", "_clip"), (by_hand, "dp_shard=2,zero=3", "_noise"), (by_hand, "dp_shard=2,zero=2", "_left_out"),
     (by_hand, "tp=2,dp_shard=2", "_set"), (by_hand, "dp_shard=2,zero=3", "_other_memory"),
     (by_hand, "dp_replicate=2", "_kept"), (by_hand, "dp_shard=2,zero=2", "_left_out", muon),
@@ -544,7 +521,6 @@ EQUAL: list[tuple] = [
     (forces, "dp_replicate=2"), (forces, "dp_shard=2,zero=2"),
 ]  # fmt: skip
 MORE_EQUAL: list[tuple] = [
-    *((kept_beside, plan, clears) for plan in PLANS for clears in (False, True)),
     *((by_hand, plan, way) for plan in PLANS for way in WAYS),
     *((script, plan) for script in (set_first, never_cleared, searched) for plan in PLANS),
     (scaled, "dp_shard=2,zero=3,tp=2"), (scaled, "dp_shard=2,zero=3,dp_replicate=2"), (scaled, "dp_shard=2,zero=2"),

@@ -281,11 +281,8 @@ def thawed(plan: str | None, how: str) -> tuple:
     for epoch in range(2):
         if epoch:
             model[0].requires_grad_(True)
-            if how == "group":
-                optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.002})
-            else:
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-                optimizer = prepared.replace_optimizer(optimizer) if prepared else optimizer
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            optimizer = prepared.replace_optimizer(optimizer) if prepared else optimizer
         for x, y in loader:
             loss = mse(model, x, y)
             losses.append(stepped(prepared, optimizer, loss))
@@ -380,7 +377,7 @@ EQUAL: list[tuple] = [
     (in_parts, "dp_replicate=2", several), (in_parts, "dp_shard=2,zero=2", weighed), (in_parts, "tp=2", weighed),
     (decoded, "dp_shard=2,zero=3"), (decoded, "tp=2"), (decoded, "dp_shard=2,zero=1"), (judged, "tp=2"),
     (bootstrapped, "dp_replicate=2"), (bootstrapped, "dp_shard=2,zero=3"), (copied, "dp_shard=2,zero=2"),
-    (copied, "dp_shard=2,zero=3"), (copied, "tp=2"), (thawed, "dp_shard=2,zero=3", "group"),
+    (copied, "dp_shard=2,zero=3"), (copied, "tp=2"), (thawed, "dp_shard=2,zero=3", "another"),
     (thawed, "dp_replicate=2", "another"), (recurrent, "dp_replicate=2", "before"),
     (recurrent, "dp_replicate=2", "after"), (recurrent, "dp_replicate=2", "kept"),
     

@@ -42,19 +42,6 @@ def test_notices_are_printed_once_by_rank_0(capsys: pytest.CaptureFixture) -> No
     assert capsys.readouterr().err == "shardwise: one\nshardwise: two\nshardwise: three\n"
 
 
-def hooked(plan: str) -> list[str]:
-    model = net()
-    optimizer = adamw(model)
-    optimizer.register_step_post_hook(hooked)
-    return shardwise.prepare(model, optimizer, [], plan=plan).notices
-
-
-def test_hooks_around_a_step_over_pieces_are_told_what_they_are_given(pool: RankPool) -> None:
-    for notices in pool.run(hooked, 2, "dp_shard=2,zero=2"):
-        assert any("the optimizer's step hook hooked is given this rank's pieces" in notice for notice in notices)
-    assert not any("hook" in notice for notice in pool.run(hooked, 2, "dp_replicate=2")[0])
-
-
 def test_errors_name_the_line() -> None:
     model = net()
     prepared = shardwise.prepare(model, adamw(model), [])
@@ -62,15 +49,12 @@ def test_errors_name_the_line() -> None:
         prepared.clip_grad_norm_(1.0)
 
 
-def test_a_group_of_what_was_frozen_or_is_held_is_not_added() -> None:
+def test_groups_are_given_before_prepare() -> None:
     model: Any = net()
-    model.head.bias.requires_grad_(False)
     optimizer = torch.optim.SGD(model.layers.parameters(), lr=0.1)
     shardwise.prepare(model, optimizer, [])
-    optimizer.add_param_group({"params": model.head.weight, "lr": 0.2})
-    for param, why in ((model.head.bias, "frozen at prepare.*thaws=True"), (model.head.weight, "in another group")):
-        with pytest.raises(InputError, match=why):
-            optimizer.add_param_group({"params": param})
+    with pytest.raises(InputError, match="give the optimizer all groups before"):
+        optimizer.add_param_group({"params": model.head.parameters()})
 
 
 # --- calls that one rank makes

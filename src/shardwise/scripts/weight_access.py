@@ -33,7 +33,6 @@ from shardwise.parallel.fsdp import units_aside
 from shardwise.parallel.full import FullShard
 from shardwise.scripts.agreement import same_given
 from shardwise.scripts.calls import Calls
-from shardwise.scripts.entries import Several
 from shardwise.scripts.first_steps import FirstSteps, ParametersInPlace
 from shardwise.scripts.guard import Gate
 from shardwise.scripts.meeting import Meeting
@@ -114,16 +113,8 @@ class WeightAccess(ABC):
         """The model's whole weights and buffers, on the CPU of every rank. Collective."""
         if self._engine is None:
             self.meet("state_dict()")
-            found = {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
-        else:
-            found = self.whole_state("state_dict()")
-        under = self._prefix
-        return {name.removeprefix(under): value for name, value in found.items() if name.startswith(under)}
-
-    @property
-    def _prefix(self) -> str:
-        """What the names of the script's one model begin with, where parameters of its own stand beside it."""
-        return "0." if isinstance(self.model, Several) and isinstance(self.model.given, nn.Module) else ""
+            return {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
+        return self.whole_state("state_dict()")
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -180,8 +171,6 @@ class WeightAccess(ABC):
         self.settle()
         self._take_written()
         for name, param in list(self.model.named_parameters()):
-            if not name.startswith(self._prefix):
-                continue
             with self._gate.open():
                 whole = param.detach() if self._engine is None else self.engine.full_parameter(name)
             yield whole
@@ -195,7 +184,7 @@ class WeightAccess(ABC):
         """Whole weights and buffers as one safetensors file, written by rank 0. Collective."""
         self.meet("save_weights(...)")
         with self._reading():
-            weights_out.save_weights(self.engine.state, path, under=self._prefix)
+            weights_out.save_weights(self.engine.state, path)
 
     def _restored(self, folder: Path) -> dict[str, Any]:
         """Load a checkpoint's weights and state into the engine; returns what was saved beside them. Collective."""
