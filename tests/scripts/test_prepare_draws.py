@@ -22,8 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from shardwise.errors import RefusedPlan
 from shardwise.layout.dealing import Share
 from shardwise.ranks import RankPool
-from shardwise.scripts.following import differentiate, may_draw
-from shardwise.scripts.sample_draws import SampleDraws
+from shardwise.scripts.sample_draws import SampleDraws, differentiate, may_draw
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 

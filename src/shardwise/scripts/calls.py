@@ -27,19 +27,17 @@ from shardwise.parallel.full import FullShard
 from shardwise.part import whole as uncut
 from shardwise.part.dispatch import Gathers
 from shardwise.part.levels import Distributed
-from shardwise.scripts.agreement import same_on_all
+from shardwise.scripts.agreement import Meeting, same_on_all
 from shardwise.scripts.dealt import Dealt
 from shardwise.scripts.entries import Entries
 from shardwise.scripts.gradient_arrivals import weakly
 from shardwise.scripts.guard import Gate
-from shardwise.scripts.meeting import Meeting
 from shardwise.scripts.model_look import ModelLook, look_at_model
 from shardwise.scripts.part_loader import PartLoader
 from shardwise.scripts.sample_draws import SampleDraws
 from shardwise.scripts.script_lines import Notices, line_of_script, names_line
 from shardwise.scripts.script_loop import Loop, OtherLoop
-from shardwise.scripts.shares import Door
-from shardwise.scripts.spread import aliased, refuse_transform, seen_outside, tensors_of, thawed
+from shardwise.scripts.spread import Door, aliased, refuse_transform, seen_outside, tensors_of, thawed
 from shardwise.scripts.whole_batch import WholeBatch
 from shardwise.trace.deferred import seed_of
 

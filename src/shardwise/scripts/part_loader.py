@@ -24,8 +24,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from shardwise.errors import InputError
 from shardwise.layout.dealing import Share
-from shardwise.scripts.dealt import Dealer, Dealt
-from shardwise.scripts.own_batches import OwnBatches
+from shardwise.scripts.dealt import Dealer, Dealt, OwnBatches
 from shardwise.scripts.proof.recorder import ScriptRecorder, content_of
 from shardwise.scripts.reading import (
     Collated,

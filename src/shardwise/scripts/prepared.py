@@ -36,26 +36,29 @@ from shardwise.part.dispatch import Gathers
 from shardwise.part.parameters import read_outside
 from shardwise.random import Randomness
 from shardwise.scripts import script_optimizer as optimizers
-from shardwise.scripts.agreement import same_given
+from shardwise.scripts.agreement import Meeting, same_given
 from shardwise.scripts.calls import Calls, leader_of
-from shardwise.scripts.copies import Copies
+from shardwise.scripts.dealt import OwnBatches
 from shardwise.scripts.entries import as_given, as_one
-from shardwise.scripts.first_steps import FirstSteps, ParametersInPlace, refuse_replaced
 from shardwise.scripts.gradient_arrivals import buckets_of
 from shardwise.scripts.gradients import Gradients
-from shardwise.scripts.guard import Gate, guard_conversion, mark_like, refuse_hooks
-from shardwise.scripts.meeting import Meeting
-from shardwise.scripts.optimizer_pieces import OptimizerGuard
-from shardwise.scripts.own_batches import OwnBatches
+from shardwise.scripts.guard import (
+    FirstSteps,
+    Gate,
+    ParametersInPlace,
+    guard_conversion,
+    mark_like,
+    refuse_hooks,
+    refuse_replaced,
+)
 from shardwise.scripts.part_loader import Events, PartLoader, Reads
 from shardwise.scripts.proof.on_ranks import side_of
 from shardwise.scripts.proof.plain import Plain
 from shardwise.scripts.proof.receipts import line_of, script_under_way
 from shardwise.scripts.proof.recorder import recorder
 from shardwise.scripts.script_lines import names_line
-from shardwise.scripts.script_weights import ScriptWeights
-from shardwise.scripts.shares import on_common_axes
-from shardwise.scripts.spread import check_cuts, shared_call, thawed, wait_for_call
+from shardwise.scripts.script_weights import OptimizerGuard, ScriptWeights
+from shardwise.scripts.spread import check_cuts, on_common_axes, shared_call, thawed, wait_for_call
 from shardwise.scripts.start import (
     ON_THE_HOST,
     check_given,
@@ -68,7 +71,7 @@ from shardwise.scripts.start import (
     with_dtype,
 )
 from shardwise.scripts.stepping import Stepping
-from shardwise.scripts.weight_access import hold
+from shardwise.scripts.weight_access import Copies, hold
 from shardwise.scripts.whole_optimizer_state import States, holds_pieces, open_doors, put, states_of
 from shardwise.scripts.whole_weights import WholeWeights
 from shardwise.task import Domain

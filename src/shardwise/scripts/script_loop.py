@@ -30,11 +30,9 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.guard.points import reach
 from shardwise.layout.dealing import Share
 from shardwise.mesh import Mesh
-from shardwise.scripts.agreement import same_samples
-from shardwise.scripts.dealt import Dealt, deal
+from shardwise.scripts.agreement import Meeting, same_samples
+from shardwise.scripts.dealt import UNFED, Dealt, deal
 from shardwise.scripts.gradient_arrivals import Heard
-from shardwise.scripts.meeting import Meeting
-from shardwise.scripts.own_batches import UNFED
 from shardwise.scripts.part_loader import Events
 from shardwise.scripts.reading import share_generators
 from shardwise.scripts.sample_draws import SampleDraws

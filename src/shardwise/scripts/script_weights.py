@@ -3,7 +3,7 @@
     p.grad                      the whole gradient, wherever ranks have it; raises before they have added it up
     (p ** 2).sum(), p.shape     of the whole weight, gathered for it; its gradient counts once (`whole_weights`)
     p.mul_(0.9), p.data         where a rank holds a piece: raises, with `prepared.whole()` as the remedy
-    optimizer.param_groups      this rank's pieces: raise (`optimizer_pieces`)
+    optimizer.param_groups      this rank's pieces: raise (`OptimizerGuard`)
 
 While the engine reads (`Gate`), in the model's forward and in a backward, a parameter is what this rank holds. How a
 parameter may be used (`ParameterUse`) stands in its class, which is changed in place.
@@ -13,22 +13,25 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.amp import grad_scaler
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
 
 from shardwise.comm import Axis
 from shardwise.engine.engine import Engine
-from shardwise.errors import RefusedPlan
+from shardwise.errors import InputError, RefusedPlan
 from shardwise.parallel.flat import Flat
+from shardwise.parallel.full import FullShard
 from shardwise.part import with_summed_gradient
+from shardwise.part.pairs import as_pairs
 from shardwise.part.tensor import FUNCTIONS
-from shardwise.scripts.guard import TAKEN, mark_like, reads_values
+from shardwise.scripts.guard import TAKEN, Gate, mark_like, reads_values
 from shardwise.scripts.script_lines import names_line, refuse
 from shardwise.trace.leaves import replaced, tensors_in
 
@@ -239,3 +242,119 @@ def _grad_beside_weights(*args: Any, **kwargs: Any) -> Any:
         if "not have been used" not in str(error):
             raise
         raise RefusedPlan(TAKEN) from error
+
+
+class OptimizerGuard:
+    """Guards the pieces that a prepared optimizer holds, while the script's own code runs."""
+
+    def __init__(self, weights: ScriptWeights) -> None:
+        self._gate, self._kind = weights.gate, weights.kind(nn.Parameter, ParameterUse("never", "never"))
+        self._masters: list[nn.Parameter] = []
+        self._hidden: HiddenState | None = None
+
+    def watch(self, optimizer: Optimizer, model: nn.Module, *, state: bool) -> None:
+        """Guard from here on what an optimizer holds beside the model's own parameters; `state`: its state too."""
+        own = {id(param) for param in model.parameters()}
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        self._masters = [param for param in params if id(param) not in own and type(param) is nn.Parameter]
+        for master in self._masters:
+            master.__class__ = self._kind
+        if state:
+            self.hide_state(optimizer)
+
+    def hide_state(self, optimizer: Optimizer) -> None:
+        """Let the script's own questions for the optimizer's state raise."""
+        self._hidden = HiddenState(optimizer, self._gate)
+
+    def leave(self) -> None:
+        """Stop guarding: the optimizer or the engine goes to work, or whole tensors take the pieces' place."""
+        for master in self._masters:
+            master.__class__ = nn.Parameter
+        self._masters = []
+        hidden, self._hidden = self._hidden, None
+        if hidden is not None:
+            hidden.leave()
+
+
+class HiddenState(MutableMapping[Any, Any]):
+    """Takes the place of an optimizer's `state`; the engine finds what is there, the script's own code raises."""
+
+    def __init__(self, optimizer: Optimizer, gate: Gate) -> None:
+        self._optimizer, self._gate, self._own = optimizer, gate, optimizer.state
+        optimizer.state = self
+
+    def leave(self) -> None:
+        """Give the optimizer its state back, unless the script has put another in its place."""
+        if self._optimizer.state is self:
+            self._optimizer.state = self._own
+
+    @names_line
+    def _if_engine(self) -> MutableMapping[Any, Any]:
+        if not self._gate.is_open:
+            raise RefusedPlan(
+                "optimizer.state holds this rank's pieces of the state: read and write it in "
+                "`with prepared.whole(state=True):`; optimizer.state_dict() gives all of it"
+            )
+        return self._own
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._if_engine()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._if_engine()[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._if_engine()[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._if_engine())
+
+    def __len__(self) -> int:
+        return len(self._if_engine())
+
+
+class OfPieces(torch.autograd.Function):
+    """A whole weight; each rank takes its piece of what comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, piece: torch.Tensor, values: torch.Tensor, weights: Any) -> torch.Tensor:
+        ctx.piece, ctx.weights = piece, weakref.ref(weights)  # a script keeps its last loss, and not its run
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor):
+        return ctx.weights().cut(ctx.piece, gradient), None, None
+
+
+def assign(trained: tuple[FullShard, int] | None, of_unit: Any, param: DTensor, value: torch.Tensor) -> None:
+    """`param.data = value` in a forward, of a unit of zero=3 that does not run: its storage is another one from here
+    on, as in one process.
+
+    trained     its technique, and its number there; None of what is frozen
+    of_unit     FSDP's record of the parameter
+    """
+    value = value.detach()
+    value = as_pairs(value) if value.is_complex() and not param.is_complex() else value
+    if (value.shape, value.dtype, value.device) != (param.shape, param.dtype, param.device):
+        raise InputError(
+            f"param.data = a tensor of {tuple(value.shape)}, {value.dtype} on {value.device}, where the weight is "
+            f"{tuple(param.shape)}, {param.dtype} on {param.device}: the plan holds its pieces as they were"
+        )
+    if isinstance(value, DTensor):
+        local = value.redistribute(param.device_mesh, param.placements).to_local().contiguous()
+    else:
+        local = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None).to_local().clone()
+    param._local_tensor = local
+    _take_up(of_unit)
+    if trained is not None:
+        technique, index = trained
+        technique.slots[index].master.data = technique.piece(index, param.detach())
+
+
+def _take_up(of_unit: Any) -> None:
+    """Let FSDP take up a shard's other memory, also while the script has it under another name (pruning)."""
+    within, leaf = of_unit._module_info.module._parameters, of_unit._module_info.param_name
+    stands, within[leaf] = leaf in within, of_unit.sharded_param
+    of_unit.reset_sharded_param()
+    if not stands:
+        del within[leaf]

@@ -24,14 +24,14 @@ from shardwise.layout.dealing import Share
 from shardwise.parallel.full import FullShard
 from shardwise.part import forget, plain, whole
 from shardwise.scripts.agreement import compare, note
-from shardwise.scripts.first_steps import FirstSteps
-from shardwise.scripts.following import differentiate
 from shardwise.scripts.gradient_arrivals import buckets_of, share_uncut
 from shardwise.scripts.gradients import Earlier, Gradients
+from shardwise.scripts.guard import FirstSteps
+from shardwise.scripts.over_ranks import OverRanks, check_loss, check_number, form_of
 from shardwise.scripts.part_loader import PartLoader
 from shardwise.scripts.proof.on_ranks import RankSide
+from shardwise.scripts.sample_draws import differentiate
 from shardwise.scripts.script_lines import Notices, names_line
-from shardwise.scripts.weighing import Weighing, check_loss, check_number, form_of
 from shardwise.step.control import Tally
 from shardwise.step.loss import Loss
 from shardwise.step.normalise import held_gradients, norm_of_gradients, not_finite
@@ -39,7 +39,7 @@ from shardwise.step.result import StepResult
 from shardwise.step.train_step import complete, update
 
 
-class Stepping(Weighing):
+class Stepping(OverRanks):
     """The methods of `Prepared` that make up a step. All that the script's loop calls is collective."""
 
     plan: Plan

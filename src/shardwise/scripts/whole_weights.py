@@ -39,8 +39,8 @@ from shardwise.part.pairs import as_pairs
 from shardwise.scripts.agreement import same_given
 from shardwise.scripts.gradient_arrivals import techniques_of
 from shardwise.scripts.guard import OUTSIDE, READ, TAKEN, mark_like, reads_values, writes_into
-from shardwise.scripts.pieces import OfPieces, assign
 from shardwise.scripts.script_lines import names_line, refuse
+from shardwise.scripts.script_weights import OfPieces, assign
 from shardwise.scripts.stepping import Stepping
 from shardwise.scripts.whole_optimizer_state import put, share_of
 from shardwise.trace.leaves import replaced, tensors_in

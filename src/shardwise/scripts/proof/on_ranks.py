@@ -13,9 +13,7 @@ import torch
 from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.proof.settings import raise_eps
 from shardwise.scripts.over_ranks import OverRanks
-from shardwise.scripts.proof.recorder import ScriptRecorder
-from shardwise.scripts.proof.shorten import shortened
-from shardwise.scripts.proof.sketch import sketch
+from shardwise.scripts.proof.recorder import ScriptRecorder, shortened, sketch
 from shardwise.scripts.script_lines import line_of_script
 
 

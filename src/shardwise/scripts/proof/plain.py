@@ -27,8 +27,7 @@ from shardwise.layout import Plan
 from shardwise.layout.dealing import Share
 from shardwise.proof.settings import raise_eps
 from shardwise.scripts.entries import as_given, as_one
-from shardwise.scripts.proof.recorder import ScriptRecorder, content_of
-from shardwise.scripts.proof.shorten import shortened
+from shardwise.scripts.proof.recorder import ScriptRecorder, content_of, shortened
 from shardwise.scripts.reading import samples_of
 from shardwise.scripts.script_lines import line_of_script
 

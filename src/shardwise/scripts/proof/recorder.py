@@ -22,13 +22,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 
 from shardwise.layout import Plan
 from shardwise.proof.record import Tensors, kept_state
-from shardwise.scripts.proof.sketch import sketch
 
 Named = Iterable[tuple[str, torch.Tensor | None]]
 SECONDS = 10.0  # between two lines of a slow script's progress
@@ -256,3 +257,74 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(_plain(each) for each in value)
     return value if isinstance(value, bool | int | float | str | type(None)) else type(value).__name__
+
+
+WHOLE = 1024
+BLOCKS = 256
+
+
+def sketch(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns float64 on the CPU: a copy of a small tensor in its shape, else `BLOCKS` sums of signed elements."""
+    values = tensor.detach()
+    if values.layout is not torch.strided:
+        values = values.to_dense()
+    if values.numel() <= WHOLE:
+        return values.cpu().to(torch.complex128 if values.is_complex() else torch.float64, copy=True)
+    flat = (torch.view_as_real(values.resolve_conj()) if values.is_complex() else values).reshape(-1)
+    length = -(-flat.numel() // BLOCKS)
+    signs = _signs(length).to(flat.device)
+    full = flat.numel() // length
+    sums = torch.zeros(BLOCKS, dtype=torch.float64)
+    sums[:full] = (flat[: full * length].view(full, length).to(torch.float64) @ signs).cpu()
+    if rest := flat.numel() - full * length:
+        sums[full] = (flat[full * length :].to(torch.float64) @ signs[:rest]).cpu()
+    return sums
+
+
+def _signs(length: int) -> torch.Tensor:
+    """Returns `length` numbers of +1 and -1, the same in every process; by NumPy: torch's draws are followed."""
+    bits = np.random.default_rng(20_250_101).integers(0, 2, length)
+    return torch.from_numpy(bits * 2.0 - 1.0)
+
+
+class FirstAndLast:
+    """The first `count` batches of a batch sampler, and its last one."""
+
+    def __init__(self, batches: Iterable[Any], count: int) -> None:
+        self.batches, self.count = batches, count
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "batches":
+            raise AttributeError(name)
+        return getattr(self.batches, name)
+
+    def __len__(self) -> int:
+        return min(len(self.batches), self.count + 1)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        last, beyond = None, False
+        for number, batch in enumerate(self.batches):
+            if number < self.count:
+                yield batch
+            else:
+                last, beyond = batch, True
+        if beyond:
+            yield last
+
+
+def shortened(loader: Any, recorder: ScriptRecorder) -> Any:
+    """Returns the loader, whose epochs have become short in place where the proof asks for it."""
+    count = recorder.shorten
+    if count is None or type(loader) is not DataLoader or loader.batch_sampler is None:
+        return loader
+    if isinstance(loader.batch_sampler, FirstAndLast):  # the loader of a second model
+        return loader
+    try:
+        many = len(loader.batch_sampler)
+    except TypeError:
+        many = 0
+    if many > count + 1:
+        vars(loader)["batch_sampler"] = FirstAndLast(loader.batch_sampler, count)  # DataLoader refuses an assignment
+        note = f"scope: epochs of {many} batches are shortened to their first {count} and their last; --steps all: none"
+        recorder.record.notices.append(note)
+    return loader

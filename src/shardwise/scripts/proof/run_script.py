@@ -31,9 +31,8 @@ from torch.utils._pytree import tree_map_only
 from shardwise.errors import RunError, ShardwiseError
 from shardwise.ranks.script import HIDDEN
 from shardwise.scripts.proof.receipts import files_of
-from shardwise.scripts.proof.recorder import Enough, ScriptRecord, ScriptRecorder, recording
+from shardwise.scripts.proof.recorder import Enough, ScriptRecord, ScriptRecorder, recording, sketch
 from shardwise.scripts.proof.scratch import Scratch
-from shardwise.scripts.proof.sketch import sketch
 from shardwise.scripts.proof.torch_hooks import TorchHooks, own_group
 from shardwise.trace.double import KeepDouble
 
