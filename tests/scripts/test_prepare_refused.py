@@ -21,7 +21,7 @@ from small_scripts import (
     weights_of,
 )
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import shardwise
 from shardwise.errors import InputError, RefusedPlan, RunError
@@ -342,31 +342,6 @@ def test_ranks_that_read_other_data_are_named(plan: str, case: str, pool: RankPo
 def test_ranks_that_read_the_same_or_say_so_go_on(pool: RankPool) -> None:
     assert pool.run(reads, 2, "dp_replicate=2", "alike", "global") == [3, 3]
     assert pool.run(reads, 2, "dp_replicate=2", "dealt", "fast") == [2, 2]
-
-
-class Routed(nn.Module):
-    """Runs an expert where a sample asks for it, which in the second batch those of the second rank do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)) for _ in range(2))
-
-    def forward(self, x: torch.Tensor, ask: torch.Tensor) -> torch.Tensor:
-        return torch.stack([self.experts[int(one.any())](row) for row, one in zip(x, ask, strict=True)])
-
-
-def routed(plan: str) -> None:
-    data = TensorDataset(*samples(16).tensors[:1], (torch.arange(16) > 11)[:, None])
-    prepared, model, optimizer, loader = begin(plan, made(Routed), DataLoader(data, batch_size=8))
-    for x, ask in loader:
-        prepared.backward(model(x, ask).square().mean())
-        optimizer.step()
-
-
-@pytest.mark.long
-def test_the_line_by_which_ranks_run_other_units_is_named(pool: RankPool) -> None:
-    with pytest.raises(RunError, match=r'a branch differs.*prepare\(..., branches="per_sample"\).*line \d+: '):
-        pool.run(routed, 2, "dp_shard=2,zero=3")
 
 
 # --- what was wrapped already
