@@ -166,8 +166,8 @@ def mistaken(plan: str, case: str) -> None:
         ("dp_replicate=2", "idle", RunError, "did not move in 3 steps"),
         ("dp_shard=2,zero=3", "idle", RunError, "did not move in 3 steps"),
         ("dp_replicate=2", "one rank's weights", RunError, "after step 1 the weights of 'head.weight' .*on rank 1"),
-        ("tp=2", "one rank's rate", RunError, "settings differ between ranks in step 0 .*0.01 on rank 0; 0.5 on"),
-        ("dp_shard=2,zero=3", "one rank's rate", RunError, "settings differ between ranks in step 0"),
+        ("tp=2", "one rank's rate", RunError, "differ between ranks in step 0"),
+        ("dp_shard=2,zero=3", "one rank's rate", RunError, "differ between ranks in step 0"),
     ],
 )  # fmt: skip
 def test_weights_that_do_not_move_as_they_should(plan: str, case: str, kind: Any, words: str, pool: RankPool) -> None:

@@ -69,7 +69,10 @@ def compare(engine: Engine, tally: Tally) -> None:
             'of its own); or use prepare(..., randomness="fast")'
         )
     if settings_apart:
-        raise _other_settings(engine)
+        raise RunError(
+            f"the optimizer's settings (lr) differ between ranks in step {engine.steps_done}: set them from "
+            "what is the same on every rank (prepared.loss, prepared.sum(...)), not from this rank's own loss"
+        )
 
 
 def same_on_all(tensors: Iterable[torch.Tensor], data: Axis, device: torch.device) -> bool:
@@ -80,17 +83,6 @@ def same_on_all(tensors: Iterable[torch.Tensor], data: Axis, device: torch.devic
         check = zlib.crc32(flat.view(torch.uint8).numpy(), check) if flat.numel() else check
     table = gather_rows(row_of([float(check)], device), data)
     return bool((table == table[0]).all())
-
-
-def _other_settings(engine: Engine) -> RunError:
-    """Returns what to raise where ranks have other settings of the optimizer, each with its rates. Collective."""
-    mine = [float(group.get("lr", 0.0)) for group in engine.state.optimizer.param_groups]
-    rates = gather_json(mine, engine.mesh.world, engine.device)
-    told = "; ".join(f"{', '.join(f'{rate:g}' for rate in held)} on rank {rank}" for rank, held in enumerate(rates))
-    return RunError(
-        f"the optimizer's settings differ between ranks in step {engine.steps_done} (learning rates {told}): set "
-        "them from what is the same on every rank (prepared.loss, prepared.sum(...)), not from this rank's own loss"
-    )
 
 
 def same_given(what: str, given: Any, world: Axis, device: torch.device) -> None:

@@ -154,18 +154,22 @@ class FirstSteps:
     """Beside an optimizer's steps: `before` and `after` each."""
 
     def __init__(self, engine: Engine) -> None:
-        self._steps = 0  # done
-        self._movement: Movement | None = Movement(engine)
-        self._places = ParametersInPlace(engine.module)
+        self._state, self._steps = engine.state, 0  # that are done
+        self._begun: list[torch.Tensor] = []  # some elements of each weight, before the first step
+        self.places = ParametersInPlace(engine.module)
         trained = set(engine.state.names)
         self._frozen = [(name, param) for name, param in engine.module.named_parameters() if name not in trained]
         self._alike = HeldAlike(engine.module, engine.mesh, _REMEDY)
 
     def before(self) -> None:
         """The gradients are whole, the step is next. Raises `InputError` for parameters that are not the plan's."""
-        if self._movement is not None:
-            self._movement.before()
-        self._places.check()
+        if self._steps == 0:
+            self._begun = [_some(slot.master).clone() for slot in self._state.technique.slots]
+        if self._alike.is_due(self._steps + 1):
+            self._check_places()
+
+    def _check_places(self) -> None:
+        self.places.check()
         for name, param in self._frozen:
             if param.requires_grad:
                 raise InputError(
@@ -176,47 +180,33 @@ class FirstSteps:
     def after(self) -> None:
         """The weights are published. Collective after some steps; raises `RunError` or `RefusedPlan`."""
         self._steps += 1
-        if self._movement is not None and self._steps == _MOVED_BY:
-            self._movement.check()
-            self._movement = None
+        if self._steps == _MOVED_BY:
+            self._check_movement()
         if self._alike.is_due(self._steps):
             self._alike(self._steps)
+
+    def _check_movement(self) -> None:
+        """Raise `RunError` where no weight moved, and the rate along a gradient would be seen in one."""
+        rate = max(float(group.get("lr", 0.0)) for group in self._state.optimizer.param_groups)
+        should = False
+        for slot, few in zip(self._state.technique.slots, self._begun, strict=True):
+            if not torch.equal(_some(slot.master), few):
+                return
+            if slot.master.grad is not None and len(few):
+                seen = 4 * torch.finfo(few.dtype).eps * float(few.abs().max())
+                should |= rate * float(_some(slot.master.grad).abs().max()) > seen
+        if should:
+            raise RunError(
+                f"the weights did not move in {_MOVED_BY} steps, although gradients and the learning rate are not "
+                "zero: the optimizer's step() does nothing to the tensors that the plan gave it"
+            )
 
     @torch.no_grad()
     def again(self) -> None:
         """Raise where what ranks hold alike has come apart. Collective."""
         if self._steps:
+            self._check_places()
             self._alike(self._steps)
-
-
-class Movement:
-    """Whether a rank's weights move in a run's first steps: an optimizer may hold others than the plan gave it."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._state = engine.state
-        self._begun: list[torch.Tensor] = []  # some elements of each weight, before the first step
-        self._should = False
-
-    @torch.no_grad()
-    def before(self) -> None:
-        """Note whether a step of the learning rate along the gradients would be seen in a weight."""
-        masters = [slot.master for slot in self._state.technique.slots]
-        self._begun = self._begun or [_some(master).clone() for master in masters]
-        rate = max(float(group.get("lr", 0.0)) for group in self._state.optimizer.param_groups)
-        for master, few in zip(masters, self._begun, strict=True):
-            if master.grad is not None and len(few):
-                seen = 4 * torch.finfo(few.dtype).eps * float(few.abs().max())
-                self._should |= rate * float(_some(master.grad).abs().max()) > seen
-
-    @torch.no_grad()
-    def check(self) -> None:
-        """Raise `RunError` where nothing moved that should have."""
-        now = [_some(slot.master) for slot in self._state.technique.slots]
-        if self._should and all(map(torch.equal, now, self._begun)):
-            raise RunError(
-                f"the weights did not move in {_MOVED_BY} steps, although gradients and the learning rate are not "
-                "zero: the optimizer's step() does nothing to the tensors that the plan gave it"
-            )
 
 
 def _some(tensor: torch.Tensor) -> torch.Tensor:

@@ -45,7 +45,6 @@ from shardwise.scripts.gradients import Gradients
 from shardwise.scripts.guard import (
     FirstSteps,
     Gate,
-    ParametersInPlace,
     guard_conversion,
     mark_like,
     refuse_hooks,
@@ -212,7 +211,7 @@ class Prepared(Stepping):
         self._engine: Engine | None = None
         self.gradients = None
         self._gate, self._state_gate = Gate(), Gate()
-        self._in_place = None
+        self._settles = False
         self._notices = self.calls.notices
         world = self.mesh.world
         self._pieces = holds_pieces(plan) and world.size > 1
@@ -339,13 +338,12 @@ class Prepared(Stepping):
         """Watch what the script does to the model and its gradients by itself, between the plan's own writes."""
         others = in_pieces or engine.state.precision.mixed or bool(engine.state.pairs)
         self._optimizer_guard = OptimizerGuard(self._script_weights)
-        self._in_place = ParametersInPlace(self.model) if in_pieces else None
         guard_conversion(self.model)
         self._copied_from = engine if others else None
         hold(self, whole=not others)
         for buckets in buckets_of(engine):
             buckets.asleep = True
-        self._first = FirstSteps(engine)
+        self._first, self._settles = FirstSteps(engine), in_pieces
 
     @property
     def waits(self) -> bool:

@@ -142,8 +142,6 @@ class Loop(Heard, Events):
 
     def before_epoch(self) -> None:
         """Set every rank's generators to rank 0's, so that samplers and datasets draw alike."""
-        if self.is_elsewhere():
-            return
         self.unfed = False
         self.suspend()
         self._passes("an epoch over the loader")
@@ -179,9 +177,13 @@ class Loop(Heard, Events):
         spreads = self.whole is not None and self.whole.spreads
         return deal(total, *((self.mesh.data.size, self.mesh.data.index) if spreads else (1, 0)))
 
-    def is_elsewhere(self) -> bool:
-        """Whether it is not the thread in which the script was prepared that asks for batches."""
-        return threading.get_ident() != self._thread
+    def here(self) -> Events:
+        """Returns this loop, or nobody in another thread than that in which the script was prepared, where ranks cannot
+        meet: the next forward is refused."""
+        if threading.get_ident() == self._thread:
+            return self
+        self._elsewhere = True
+        return Events()
 
     def _passes(self, what: str) -> None:
         if self._meeting is not None:
@@ -198,8 +200,6 @@ class Loop(Heard, Events):
 
     def before_first(self, look: list[float], checksum: int) -> None:
         """Raise an error where ranks read other samples than each other, unless each draws for itself. Collective."""
-        if self.is_elsewhere():
-            return
         if self.mesh.world.size > 1 and self.randomness == "global":
             same_samples(look, checksum, self.mesh.world, self.mesh.device)
 
@@ -208,9 +208,6 @@ class Loop(Heard, Events):
         dealt = dealt if self.whole is None else self._of_whole(dealt.part.total)
         self._last += 1
         handed = Handed(self._last, batch, dealt, checksum, dim)
-        if self.is_elsewhere():
-            self._elsewhere = True
-            return
         self._handed = [*(one for one in self._handed if one.lives), handed]
         if handed.traced and (self._ahead or (self._now is not None and self._now.awaits)):
             self._ahead.append(handed)
@@ -262,22 +259,18 @@ class Loop(Heard, Events):
 
     def after_batch(self) -> None:
         """Stop dealing draws, since the script asks for its next batch."""
-        if not self.is_elsewhere():
-            self.in_loop = False
-            self.suspend()
-            self._comes_to("input")
+        self.in_loop = False
+        self.suspend()
+        self._comes_to("input")
 
     @names_line
     def after_all(self) -> None:
         """Compare what ranks hold alike, since an epoch has had its last batch on every rank. Collective."""
-        if not self.is_elsewhere():
-            for each in self.together:
-                each.compares()
+        for each in self.together:
+            each.compares()
 
     def after_epoch(self) -> None:
         """Stop dealing draws, since the loop has ended, unless batches of it are still to be trained on."""
-        if self.is_elsewhere():
-            return
         self._over = True
         self.suspend()
         waits = bool(self._ahead) or (self._now is not None and self._now.awaits)

@@ -40,7 +40,7 @@ from shardwise.parallel.fsdp import units_aside
 from shardwise.parallel.full import FullShard
 from shardwise.scripts.agreement import Meeting, same_given
 from shardwise.scripts.calls import Calls
-from shardwise.scripts.guard import FirstSteps, Gate, ParametersInPlace
+from shardwise.scripts.guard import FirstSteps, Gate
 from shardwise.scripts.script_lines import names_line
 from shardwise.scripts.script_weights import OptimizerGuard
 from shardwise.scripts.start import generators_kept
@@ -55,7 +55,7 @@ class WeightAccess(ABC):
     calls: Calls
     _optimizer_guard: OptimizerGuard
     _first: FirstSteps
-    _in_place: ParametersInPlace | None  # where another parameter in a weight's place would not be seen
+    _settles: bool  # another parameter in a weight's place would not be seen
     _engine: Engine | None
     _gate: Gate
     _state_gate: Gate
@@ -246,8 +246,8 @@ class WeightAccess(ABC):
 
     def settle(self) -> None:
         """Raise where another parameter stands in the place of one of the plan's."""
-        if self._in_place is not None and not self.whole_is_open:  # whose stand-ins are in the places for a while
-            self._in_place.check()
+        if self._settles and not self.whole_is_open:  # whose stand-ins are in the places for a while
+            self._first.places.check()
 
     def compare(self) -> None:
         """Raise where what ranks hold alike has come apart since it was last compared. Collective."""
