@@ -29,7 +29,6 @@ from shardwise.proof.settings import raise_eps
 from shardwise.scripts.entries import as_given, as_one
 from shardwise.scripts.proof.recorder import ScriptRecorder, content_of, shortened
 from shardwise.scripts.reading import samples_of
-from shardwise.scripts.script_lines import line_of_script
 
 
 class PlainLoader:
@@ -236,16 +235,16 @@ class Plain:
         vars(optimizer)["step"] = types.MethodType(step, optimizer)
 
     def _step(self, inner: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
-        recorder, line = self._recorder, line_of_script()
+        recorder = self._recorder
         recorder.record.raised_eps |= bool(
             raise_eps(self.optimizer)
         )  # a state that was loaded may have brought it back
         if closure is not None:
             result = inner(closure)  # the gradients of its last call
-            recorder.before(self.number, self._gradients(), line)
+            recorder.before(self.number, self._gradients())
         else:
             self._divide()
-            recorder.before(self.number, self._gradients(), line)
+            recorder.before(self.number, self._gradients())
             result = inner()
         self._calls = 0
         named = dict(self.model.named_parameters())

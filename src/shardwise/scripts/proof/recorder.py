@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader
 
 from shardwise.layout import Plan
 from shardwise.proof.record import Tensors, kept_state
+from shardwise.scripts.reading import standing
 
 Named = Iterable[tuple[str, torch.Tensor | None]]
 SECONDS = 10.0  # between two lines of a slow script's progress
@@ -55,9 +56,7 @@ class StepRecord:
     samples: list[int] = field(default_factory=list)  # of each batch since the last step
     content: float = 0.0  # the sum of all numbers of those batches
     locals: list[Tensors] = field(default_factory=list)  # by backward, gradients of this rank's loss alone
-    weights: list[float] = field(default_factory=list)  # by backward, the weight or mean_over that this rank gave
     counted: int = 0  # samples of the step's batches that count on this rank
-    line: str = ""  # of the script
 
 
 @dataclass
@@ -78,7 +77,6 @@ class ScriptRecord:
     states_known: bool = True
     raised_eps: bool = False
     drew: set[int] = field(default_factory=set)  # steps within which random numbers were drawn after the batch came
-    ended: bool = False  # the script came to its own end
     failed: tuple[str, str] | None = None  # (kind and message, traceback)
 
 
@@ -139,11 +137,10 @@ class ScriptRecorder:
         if enough or many or (self.epochs is not None and self._ended_epochs >= self.epochs):
             raise Enough
 
-    def loss(self, model: int, value: float, form: str, weight: float = 0.0) -> None:
-        """A backward of a model: its loss over all samples, how it was called, and with which number."""
+    def loss(self, model: int, value: float, form: str) -> None:
+        """A backward of a model: its loss over all samples, and how it was called."""
         step = self._coming[model]
         step.losses.append(value)
-        step.weights.append(weight)
         step.forms.add(form)
 
     def local_gradients(self, model: int, gradients: Tensors) -> None:
@@ -153,7 +150,7 @@ class ScriptRecorder:
     # --- what is told of a step
 
     @torch.no_grad()
-    def before(self, model: int, gradients: Named, line: str = "") -> None:
+    def before(self, model: int, gradients: Named) -> None:
         """An optimizer's step begins, with these whole gradients."""
         step, self._coming[model] = self._coming[model], StepRecord(model)
         for name, gradient in gradients:
@@ -163,8 +160,7 @@ class ScriptRecorder:
                 step.squares += float(gradient.detach().abs().double().square().sum())
         batches, self._since = self._since, StepRecord(0)
         step.samples, step.content, step.counted = batches.samples, batches.content, batches.counted
-        step.line = line
-        if self._stood is not None and _drawn() != self._stood:
+        if self._stood is not None and standing() != self._stood:
             self.record.drew.add(len(self.record.steps))
         self.record.steps.append(step)
 
@@ -196,7 +192,7 @@ class ScriptRecorder:
         self._since.samples.append(samples)
         self._since.counted += counted
         self._since.content += content
-        self._stood = _drawn()
+        self._stood = standing()
 
     def epoch_ends(self, *, uneven: bool) -> None:
         """A loop over the loader has had its last batch; `uneven`: which had fewer samples than those before."""
@@ -241,13 +237,6 @@ def content_of(batch: Any, rows: slice | None = None, held: int = 0, dim: int = 
                 leaf = leaf.narrow(dim, rows.start, rows.stop - rows.start)
             total += float(leaf.detach().double().abs().sum())
     return total
-
-
-def _drawn() -> int:
-    """Where the generators stand, as one number."""
-    from shardwise.scripts.reading import standing
-
-    return standing()
 
 
 def _plain(value: Any) -> Any:

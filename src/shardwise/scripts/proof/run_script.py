@@ -122,11 +122,9 @@ def _run(asked: ScriptJob, recorder: ScriptRecorder) -> None:
     names: dict[str, Any] = {}
     try:
         names = runpy.run_path(asked.path, run_name="__main__")
-        recorder.record.ended = True
     except SystemExit as done:
         if done.code not in (None, 0):
             raise
-        recorder.record.ended = True
         names = _names_in(done, asked.path)
     except Enough as enough:
         names = _names_in(enough, asked.path)
