@@ -85,7 +85,7 @@ class PartLoader:
             return [self._indexed]
         if reads != "auto":
             return [self._indexed if reads == "part" and not self._dim else self._whole]
-        return [self._whole, self._indexed] if joins_by_itself(self.whole) else [self._watched, self._whole]
+        return [self._whole, self._watched] if joins_by_itself(self.whole) else [self._watched, self._whole]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "whole":
