@@ -234,6 +234,8 @@ class SampleDraws(TorchFunctionMode):
 
         dims    where the look at the model has seen that what it draws has samples
         """
+        if self._stood:  # nothing is followed, and what drew shows at the end
+            return
         self.inside, self._first, self._stands = True, first, generators(current_device())
         self._dims = dims
 
