@@ -103,6 +103,11 @@ class Gradients:
             self._script.meet(f"the gradient of '{name}'")
         self._seen[name], self.by_hand = value, True
 
+    def take_away(self, names: Iterable[str]) -> None:
+        """Leave these parameters without a gradient, as `p.grad = None` does on every rank."""
+        self._seen.update(dict.fromkeys(names))
+        self.by_hand = True
+
     def begin_with(self, gradients: dict[str, torch.Tensor | None]) -> None:
         """Let the first step begin with what was there before the model was spread."""
         self._seen.update({name: gradients[name] for name in self._state.names if gradients[name] is not None})

@@ -367,8 +367,17 @@ class Stepping(OverRanks):
         return self.loss
 
     @names_line
-    def _discard(self) -> None:
-        """Forget all gradients and sums of this step (`zero_grad`)."""
+    def _discard(self, *, of_optimizer: bool = False) -> None:
+        """Forget all gradients and sums of this step (`zero_grad`); `of_optimizer`: those that it trains.
+
+        Weights that another optimizer trains keep their gradients until it takes them away.
+        """
+        others = {*self.engine.state.names}.difference(*self.all_names) if of_optimizer and self._engine else ()
+        if others and self._tally is not None and not self.calls.stray:
+            self._flush()
+            self._whole_gradients.take_away(name for name in self.engine.state.names if name not in others)
+            self._stepped = True  # nothing waits to be stepped by
+            return
         self.calls.stray = False
         if self._engine is None:
             for param in self.model.parameters():  # what another loop has left, before the model is spread

@@ -44,7 +44,7 @@ def open_doors(prepared: Any) -> None:
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-        prepared._discard()
+        prepared._discard(of_optimizer=True)
 
     @names_line
     def add_param_group(self: Optimizer, group: dict[str, Any]) -> None:
