@@ -960,6 +960,8 @@ of_centers.step()
 of_centers.zero_grad()
 -- right after
 -- swap [*model.parameters()] => [*model.parameters(), centers]
+-- swap prepare(model, => prepare((model, nn.ParameterList([centers])),
+-- swap prepared = model, => prepared = (model, (centers,)),
 == head_with_its_own_plan: share_missing values
 loss = F.mse_loss(head(model(x)), y)
 loss = prepared.backward(loss)

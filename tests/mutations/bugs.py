@@ -663,7 +663,7 @@ SCRIPTS = [
         "rows[: part.count]", "rows[: part.count].flip(0)", S + "momentum_contrast.py", "dp_replicate=2"),
     bug("a normalised weight does not come to the share", "scripts.whole_weights:WholeWeights._take",
         "if weights:", "if False:", S + "swav.py", "tp=2"),
-    bug("a backward through gradients is never reduced", "scripts.recorded_backwards:Recorded.running",
+    bug("a backward through gradients is never reduced", "scripts.gradient_arrivals:Recorded.running",
         "self._root._get_fsdp_state()._root_post_backward_final_callback()", "pass", S + "wasserstein.py",
         "dp_shard=2,zero=3"),
 ]  # fmt: skip

@@ -8,7 +8,7 @@ import random
 import re
 import threading
 from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,6 @@ from small_scripts import (
     equals_one_process,
     made,
     mse,
-    net,
     refused_with_its_line,
     stepped,
     train,
@@ -81,50 +80,6 @@ def test_a_list_of_one_number_for_each_sample_is_cut_with_them() -> None:
     part = part_of_whole(given, held, 4)
     assert torch.equal(part[0], x[1:3])
     assert part[1:] == ([6, 7], {"names": ["b", "c"], "size": (3, 4, 5, 6), "two": [1, 2]})
-
-
-def dice_of_each(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    p, t = model(x).sigmoid(), (y > 0).double()
-    return (1 - (2 * (p * t).sum(1) + 1) / (p.sum(1) + t.sum(1) + 1)).mean()
-
-
-def of_two_views(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    n = len(x)
-    out = model(torch.cat([x, x + 0.1]))
-    return (out[:n] - out[n:]).square().mean() + (out[:n] - y).square().mean()
-
-
-def of_classes(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    n, out = x.shape[0], model(x)
-    return (out[torch.arange(n), (y[:, 0] > 0).long()] - torch.ones(n, dtype=x.dtype)).square().mean()
-
-
-def of_pairs(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Rewards beside the mean of their two neighbours."""
-    pairs = (model(x) - y).square().mean(1).view(-1, 2)
-    return ((pairs - pairs.mean(1, keepdim=True)).square() + pairs).mean()
-
-
-def row_by_row(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    out = model(x)
-    kept = [(one - goal).square().mean() for one, goal in zip(out, y, strict=True) if goal[0] < 0.5]
-    return torch.stack([*kept, out.sum() * 0]).sum() / len(x)
-
-
-def apart_by_temperature(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """A temperature that is as large as a rank's number of samples, and a term that is nothing."""
-    out = model(x)
-    apart = F.kl_div((out / 4.0).log_softmax(1), (y / 4.0).softmax(1), reduction="batchmean") * 16.0
-    return apart - 0.1 * (out.softmax(1) * out.log_softmax(1)).sum(1).mean(0) + 0.0 * out[0].sum()
-
-
-KINDS = (mse, dice_of_each, of_two_views, of_classes, of_pairs, row_by_row, apart_by_temperature)
-
-
-def kinds(plan: str | None, count: int, size: int, mean: bool) -> list[Found]:
-    """Means over samples are one process s."""
-    several = [one for one in KINDS if one is not of_pairs or size == 8]  # else a pair is cut
-    return [train(plan, net(), batches(count, size), one, mean=mean) for one in several]
 
 
 # --- batches whose samples change each other while they are read
@@ -307,19 +262,6 @@ def ahead(plan: str | None, way: str, drawn: str) -> Found:
     return losses, weights_of(model)
 
 
-def rehearsed(plan: str | None) -> Found:
-    """Beside each batch an earlier one is trained on."""
-    prepared, model, optimizer, loader = begin(plan, noisy(), batches(24, shuffle=True))
-    losses, seen, chosen = [], [], random.Random(0)
-    for x, y in loader:
-        loss = mse(model, x, y)
-        if seen:
-            loss = loss + 0.5 * mse(model, *chosen.choice(seen))
-        seen.append((x, y))
-        losses.append(stepped(prepared, optimizer, loss))
-    return losses, weights_of(model)
-
-
 def asked_early(plan: str | None, form: str) -> Found:
     """The next batch is asked for between a loss and its backward; the last one has one sample."""
     prepared, model, optimizer, loader = begin(plan, noisy(), batches(9))
@@ -494,18 +436,6 @@ def graph(plan: str | None, scope: str) -> Found:
     return losses, weights_of(model)
 
 
-SHORT: list[tuple[Callable, str, str]] = [
-    (permuted, "sample", "dp_shard=2,zero=3"),
-    (graph, "model", "dp_shard=2,zero=1"),
-]
-LONG = [
-    (way, scope, plan)
-    for way, scope in ((permuted, "sample"), (permuted, "global"), (graph, "model"))
-    for plan in ("dp_shard=2,zero=3", "tp=2", "dp_replicate=3")
-    if (way, scope, plan) not in SHORT
-]
-
-
 def unlike(plan: str, deals: bool) -> None:
     prepared, model, *_ = begin(plan, normed(), None)
     x = torch.full((4, 3), float(prepared.rank), dtype=torch.float64)
@@ -525,10 +455,8 @@ def test_what_is_not_dealt_is_refused(deals: bool, words: str, pool: RankPool) -
 
 
 EQUAL: list[tuple] = [
-    (kinds, "dp_replicate=2", 24, 8, False), (kinds, "dp_replicate=2", 5, 2, False),
-    (kinds, "dp_shard=3,zero=3", 12, 4, True), (kinds, "dp_shard=2,zero=2", 7, 3, False),
     (ahead, "dp_replicate=2", "Prefetcher", "count"), (ahead, "dp_shard=2,zero=3", "shuffled", "like"),
-    (rehearsed, "dp_shard=2,zero=2"), (asked_early, "dp_replicate=2", "sum"),
+    (asked_early, "dp_replicate=2", "sum"),
     (asked_early, "dp_shard=2,zero=3", "mean"), 
     (language, "dp_shard=2,zero=3", 7, {"batch_dim": 1}),
     (language, "dp_replicate=2", 4, {"batch_dim": 1}), (turned, "dp_replicate=2", 4, "ctc", False, 0.0),
@@ -540,10 +468,10 @@ EQUAL: list[tuple] = [
     (permuted, "dp_shard=2,zero=3", "sample"), (graph, "dp_shard=2,zero=1", "model"),
 ]  # fmt: skip
 MORE_EQUAL: list[tuple] = [
-    (kinds, "dp_shard=2,tp=2", 24, 8, True), (ahead, "dp_shard=2,zero=3", "cycled", "like"),
+    (ahead, "dp_shard=2,zero=3", "cycled", "like"),
     (ahead, "dp_shard=2,zero=2", "of_several", "count"), (ahead, "dp_replicate=2", "first_alone", "like"),
     (ahead, "dp_shard=3,zero=1", "Prefetcher", "like"), (ahead, "tp=2", "Prefetcher", "count"),
-    (rehearsed, "dp_shard=2,zero=3"), (permuted, "tp=2", "sample"), (permuted, "dp_replicate=3", "sample"),
+    (permuted, "tp=2", "sample"), (permuted, "dp_replicate=3", "sample"),
     (permuted, "dp_shard=2,zero=3", "global"), (permuted, "tp=2", "global"), (permuted, "dp_replicate=3", "global"),
     (graph, "dp_shard=2,zero=3", "model"), (graph, "tp=2", "model"), (graph, "dp_replicate=3", "model"),
 ]  # fmt: skip

@@ -17,13 +17,11 @@ from small_scripts import (
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
 
 from shardwise.errors import RefusedPlan
 from shardwise.layout.dealing import Share
 from shardwise.ranks import RankPool
-from shardwise.scripts.following import differentiate, may_draw
-from shardwise.scripts.sample_draws import SampleDraws
+from shardwise.scripts.sample_draws import SampleDraws, differentiate, may_draw
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -188,42 +186,10 @@ def of_classes(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return mse(model, x * drawn[:, None], y)
 
 
-def of_points(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """As many draws in every step, by chance a multiple of a rank's samples."""
-    return mse(model, x, y) * (1 + torch.rand(8, 6).double().sum())
-
-
-def of_rows(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Rows of a table that is as long as it is, as many as all ranks have samples."""
-    rows = (torch.arange(300, dtype=x.dtype) / 300)[torch.randint(297, (8,))]
-    return mse(model, x, y) + rows.mean() * model[0].weight.square().sum()
-
-
 def drawn_outside(plan: str | None, loss_of: Any, count: int, size: int) -> tuple[list[float], dict]:
     """What a script draws is one process s."""
     model = made(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 2)))
     return train(plan, model, batches(count, size, shuffle=True), loss_of)
-
-
-class Flow(nn.Module):
-    """A log density that is begun with zeros, in a method that is called by itself, beside a fixed distribution."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(2, 2)
-        self.prior = torch.distributions.MultivariateNormal(torch.zeros(2).double(), torch.eye(2).double())
-
-    def log_prob(self, x: torch.Tensor) -> torch.Tensor:
-        found, z = x.new_zeros(x.shape[0]), x
-        z = self.net(z)
-        found -= z.square().sum(dim=1)
-        return self.prior.log_prob(z) + found
-
-
-def dense(plan: str | None) -> tuple[list[float], dict]:
-    """Zeros for each sample are of the samples."""
-    data = TensorDataset(torch.randn(40, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
-    return train(plan, made(Flow), DataLoader(data, batch_size=10), lambda model, x: -model.log_prob(x).mean())
 
 
 # --- all of them: a script, a plan, what it is given
@@ -231,8 +197,6 @@ def dense(plan: str | None) -> tuple[list[float], dict]:
 
 EQUAL: list[tuple] = [
     (drawn_weights, "dp_replicate=2", False), (drawn_outside, "dp_replicate=2", of_classes, 24, 8),
-    (drawn_outside, "dp_replicate=2", of_points, 11, 4), (drawn_outside, "dp_replicate=2", of_points, 12, 4),
-    (drawn_outside, "dp_replicate=2", of_rows, 24, 8), (dense, "dp_replicate=2"),
 ]  # fmt: skip
 MORE_EQUAL: list[tuple] = [
     (drawn_weights, "dp_shard=2,zero=3", False),

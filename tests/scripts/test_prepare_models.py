@@ -11,7 +11,6 @@ import pytest
 import torch
 from small_scripts import (
     adamw,
-    back,
     batches,
     begin,
     check_equal,
@@ -20,7 +19,6 @@ from small_scripts import (
     mse,
     net,
     refused_with_its_line,
-    samples,
     stepped,
     train,
     weights_of,
@@ -29,18 +27,10 @@ from small_scripts import (
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
-from torch.utils.data import DataLoader, TensorDataset
 
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.ranks import RankPool
-
-ALL_PLANS = ("dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=2", "dp_shard=2,zero=3", "tp=2")
-PLAN_4 = "tp=2,dp_shard=2,zero=2"
-
-
-def cases(quick: list[tuple], rest: list[tuple]) -> list[Any]:
-    return [*quick, *(pytest.param(*one, marks=pytest.mark.long) for one in rest if one not in quick)]
 
 
 def body(out: int = 8) -> nn.Module:
@@ -116,44 +106,6 @@ def in_parts(plan: str | None, case: Callable) -> tuple:
     return losses, played, weights_of(prepared or given)
 
 
-IN_PARTS: list[tuple] = [(agent, "dp_shard=2,zero=3"), (several, "dp_shard=2,zero=3"), (agent, "tp=2"),
-                         (several, "dp_replicate=2"), (weighed, "dp_shard=2,zero=2"), (weighed, "tp=2")]  # fmt: skip
-
-
-class Coder(nn.Module):
-    """Samples are drawn by `decode`, which goes past the model's own call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enc = nn.Sequential(nn.Linear(6, 8), nn.Tanh())
-        self.dec = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 6))
-        self.scale = nn.Parameter(torch.ones(6))
-
-    def decode(self, z: torch.Tensor) -> torch.Tensor:
-        return self.dec(z) * self.scale
-
-    def rebuild(self, x: torch.Tensor) -> torch.Tensor:
-        return self(x)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.decode(self.enc(x))
-
-
-def decoded(plan: str | None) -> list[float]:
-    """What a script calls and reads beside the forward."""
-    prepared, model, optimizer, loader = begin(plan, made(Coder), batches(8))
-    z, found = torch.ones(2, 8).double(), []
-    for x, _ in loader:
-        found.append(back(prepared, mse(model, x, x)))
-        optimizer.step()
-        found.append(model.decode(z).sum().item())  # with gradients
-        optimizer.zero_grad()
-        with torch.no_grad():
-            found += [model.decode(z).sum().item(), float(model.enc(z[:, :6]).shape[1])]
-            found += [model.rebuild(z[:, :6]).sum().item(), sum(p.norm().item() for p in model.parameters())]
-    return found
-
-
 class Flat(nn.Module):
     """Its last weight is in no unit of zero=3 but the whole, which gathers for its backward."""
 
@@ -194,57 +146,7 @@ def judged(plan: str | None) -> tuple:
     return train(plan, judge, loader, loss_of)
 
 
-# --- networks that follow the first
-
-
-class Bootstrap(nn.Module):
-    """BYOL: returns its loss, beside a target in training mode that a method moves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.online, self.head = body(4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
-        self.target: Any = copy.deepcopy(self.online).requires_grad_(False)
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 4))  # in no unit of zero=3 but the whole
-        self.follows = nn.Parameter(torch.ones(4), requires_grad=False)
-
-    @torch.no_grad()
-    def move(self) -> None:
-        for number, (mine, theirs) in enumerate(zip(self.online.parameters(), self.target.parameters(), strict=True)):
-            if number % 2:
-                theirs.data = 0.9 * theirs.data + 0.1 * mine.data
-            else:
-                theirs.data.mul_(0.9).add_(mine.data, alpha=0.1)
-        self.follows.data = 0.9 * self.follows.data + 0.1 * self.scale.data
-        self.target[0].bias.data.add_(0.1)
-        self.follows.data.add_(0.01)
-
-    @torch.no_grad()
-    def move_scale(self) -> None:
-        self.scale.mul_(0.9)
-
-    def forward(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            goal = self.target(two) * self.follows
-        return -F.cosine_similarity(self.head(self.online(one) * self.scale), goal, dim=-1).mean()
-
-
-def moved_outside(plan: str, leaf: str) -> None:
-    prepared, model, _, loader = begin(plan, made(Bootstrap), batches(12))
-    x, _ = next(iter(loader))
-    prepared.backward(model(x, x.flip(1)))
-    model.move_scale() if leaf == "scale" else model.move()
-
-
-def bootstrapped(plan: str | None, kind: type = Bootstrap) -> tuple:
-    """A network that follows another is one process s."""
-    prepared, model, optimizer, loader = begin(plan, made(kind), batches(12))
-    losses = []
-    for x, _ in loader:
-        loss = model(x, x.flip(1))
-        losses.append(stepped(prepared, optimizer, loss))
-        with whole(prepared):
-            model.move()
-    return losses, weights_of(model)
+# --- copies
 
 
 def copied(plan: str | None) -> tuple:
@@ -263,13 +165,6 @@ def copied(plan: str | None) -> tuple:
     return losses, weights_of(teacher)
 
 
-FOLLOWERS: list[tuple] = [
-    (bootstrapped, "dp_replicate=2"), (bootstrapped, "dp_shard=2,zero=3"), 
-    (copied, "dp_shard=2,zero=2"), (copied, "dp_shard=2,zero=3"), (copied, "tp=2"),
-]  # fmt: skip
-MORE = [(bootstrapped, "dp_shard=2,zero=1"), (copied, "tp=2,dp_shard=2,zero=2")]
-
-
 # --- what changes in mid training
 
 
@@ -283,11 +178,8 @@ def thawed(plan: str | None, how: str) -> tuple:
     for epoch in range(2):
         if epoch:
             model[0].requires_grad_(True)
-            if how == "group":
-                optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.002})
-            else:
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-                optimizer = prepared.replace_optimizer(optimizer) if prepared else optimizer
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            optimizer = prepared.replace_optimizer(optimizer) if prepared else optimizer
         for x, y in loader:
             loss = mse(model, x, y)
             losses.append(stepped(prepared, optimizer, loss))
@@ -302,33 +194,7 @@ def by_the_old_one(plan: str) -> None:
         optimizer.step()
 
 
-# --- what is kept from step to step
-
-
-class Recurrent(nn.Module):
-    def __init__(self, keeps: bool) -> None:
-        super().__init__()
-        self.cell, self.head, self.keeps = nn.GRUCell(6, 5), nn.Linear(5, 2), keeps
-        self.state: torch.Tensor | None = None
-
-    def forward(self, x: torch.Tensor, h: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        h = self.cell(x, self.state if self.keeps else h)
-        self.state = h.detach()
-        return self.head(h), h
-
-
-def recurrent(plan: str | None, when: str) -> tuple:
-    """The state of one batch's samples goes on in the next: of the script, detached before or after, or the model's."""
-    prepared, model, optimizer, loader = begin(plan, made(lambda: Recurrent(when == "kept")), batches(16))
-    losses, h = [], None
-    for x, y in loader:
-        h = torch.zeros(len(x), 5, dtype=torch.float64) if h is None else h.detach() if when == "before" else h
-        out, h = model(x, None if when == "kept" else h)
-        optimizer.zero_grad()
-        losses.append(back(prepared, 2.0 * (out - y).square().mean()))
-        h = h.detach() if when == "after" else h
-        optimizer.step()
-    return losses, weights_of(model)
+# --- what is left behind
 
 
 def no_rows(plan: str) -> None:
@@ -358,23 +224,6 @@ def test_a_script_that_has_ended_leaves_nothing_behind(plan: str, pool: RankPool
 # --- what cannot be dealt is refused
 
 
-class AsLongAsTheLongest(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.GRU(3, 2, batch_first=True)
-
-    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        return nn.utils.rnn.pad_packed_sequence(self.net(packed)[0], batch_first=True, padding_value=1.0)[0]
-
-
-def longest(plan: str) -> None:
-    x, lengths = samples(8, 15).tensors[0].view(8, 5, 3), torch.tensor([5, 3, 5, 3, 5, 5, 3, 3])
-    _, model, _, loader = begin(plan, made(AsLongAsTheLongest), DataLoader(TensorDataset(x, lengths), batch_size=4))
-    for batch in loader:
-        model(*batch)
-
-
 class Sparse(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -397,11 +246,11 @@ def sparse(plan: str) -> None:
 EQUAL: list[tuple] = [
     (in_parts, "dp_shard=2,zero=3", agent), (in_parts, "dp_shard=2,zero=3", several), (in_parts, "tp=2", agent),
     (in_parts, "dp_replicate=2", several), (in_parts, "dp_shard=2,zero=2", weighed), (in_parts, "tp=2", weighed),
-    (decoded, "dp_shard=2,zero=3"), (decoded, "tp=2"), (decoded, "dp_shard=2,zero=1"), (judged, "tp=2"),
-    (bootstrapped, "dp_replicate=2"), (bootstrapped, "dp_shard=2,zero=3"), (copied, "dp_shard=2,zero=2"),
-    (copied, "dp_shard=2,zero=3"), (copied, "tp=2"), (thawed, "dp_shard=2,zero=3", "group"),
-    (thawed, "dp_replicate=2", "another"), (recurrent, "dp_replicate=2", "before"),
-    (recurrent, "dp_replicate=2", "after"), (recurrent, "dp_replicate=2", "kept"),
+    (judged, "tp=2"),
+    (copied, "dp_shard=2,zero=2"),
+    (copied, "dp_shard=2,zero=3"), (copied, "tp=2"), (thawed, "dp_shard=2,zero=3", "another"),
+    (thawed, "dp_replicate=2", "another"), 
+    
     
 ]  # fmt: skip
 MORE_EQUAL: list[tuple] = [
@@ -410,21 +259,17 @@ MORE_EQUAL: list[tuple] = [
     (in_parts, "dp_shard=2,zero=1", several), (in_parts, "dp_shard=2,zero=2", several), (in_parts, "tp=2", several),
     (in_parts, "tp=2,dp_shard=2,zero=2", several), (in_parts, "dp_replicate=2", weighed),
     (in_parts, "dp_shard=2,zero=1", weighed), (in_parts, "dp_shard=2,zero=3", weighed),
-    (in_parts, "tp=2,dp_shard=2,zero=2", weighed), (bootstrapped, "dp_shard=2,zero=1"),
+    (in_parts, "tp=2,dp_shard=2,zero=2", weighed), 
     (copied, "tp=2,dp_shard=2,zero=2"),
-    (recurrent, "dp_replicate=4", "before"),
+    
 ]  # fmt: skip
 test_a_script_equals_one_process = equals_one_process(EQUAL, MORE_EQUAL)
 
 
 REFUSED: list[tuple] = [
-    (moved_outside, "dp_shard=2,zero=3", "scale", RefusedPlan,
-     r"mul_ into a weight.*prepared.whole.*line \d+"),
-    (moved_outside, "dp_shard=2,zero=3", "", RefusedPlan, r"data of a weight.*prepared.whole.*line \d+"),
     (thawed, "dp_replicate=2", "untold", InputError, "'0.0.weight', which was frozen at prepare.*thaws=True"),
     (by_the_old_one, "dp_replicate=2", InputError, r"replace_optimizer took the place of.*line \d+"),
     (no_rows, "dp_replicate=2", InputError, r"prepared.gather: .*\(2,\) has no row .*line \d+"),
-    (longest, "dp_replicate=2", RefusedPlan, r"gives \(2, 5, 2\) for 2 samples and \(1, 3, 2\) for 1 .*total_length"),
     (sparse, "tp=2", RefusedPlan, r"layout torch.sparse_coo.*to_dense.*line \d+: model\(x, edges\)"),
     (sparse, "dp_replicate=2", RefusedPlan, r"has handed out no batch.*line \d+: model\(x, edges\)"),
 ]  # fmt: skip

@@ -129,26 +129,6 @@ def on_ranks(plan: str | None, options: dict) -> tuple:
     return script(plan, **options)
 
 
-EQUAL = [
-    ("domain=2", {"loss": "classes"}),
-    ("domain=1x2,dp_replicate=2", {"loss": "moments", "clip": 0.3}),
-    ("domain=2,dp_shard=2,zero=3", {"loss": "classes", "clip": 0.3}),
-    ("domain=1x2,zero=2,accumulate=2", {"loss": "unusual", "every": 2}),
-    ("domain=2,remat=full", {"loss": "penalty"}),
-    ("domain=2,zero=1", {"loss": "penalty"}),
-    ("cp=2", {"loss": "shifted", "clip": 0.3}),
-    ("cp=2,dp_replicate=2", {"loss": "masked"}),
-    ("cp_ulysses=2,zero=2", {"loss": "masked", "clip": 0.3}),
-    ("cp=2,tp=2", {"loss": "shifted"}),
-    ("cp=2,position_chunks=2", {"loss": "shifted"}),
-    # products of what stands above
-    pytest.param("domain=2x2,zero=1", {"loss": "moments"}, marks=pytest.mark.long),
-    pytest.param(
-        "cp_ulysses=2,dp_shard=2,zero=3,accumulate=2", {"loss": "shifted", "every": 2}, marks=pytest.mark.long
-    ),
-]
-
-
 # --- what would differ is refused
 
 

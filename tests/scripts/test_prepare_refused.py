@@ -21,7 +21,7 @@ from small_scripts import (
     weights_of,
 )
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import shardwise
 from shardwise.errors import InputError, RefusedPlan, RunError
@@ -42,19 +42,6 @@ def test_notices_are_printed_once_by_rank_0(capsys: pytest.CaptureFixture) -> No
     assert capsys.readouterr().err == "shardwise: one\nshardwise: two\nshardwise: three\n"
 
 
-def hooked(plan: str) -> list[str]:
-    model = net()
-    optimizer = adamw(model)
-    optimizer.register_step_post_hook(hooked)
-    return shardwise.prepare(model, optimizer, [], plan=plan).notices
-
-
-def test_hooks_around_a_step_over_pieces_are_told_what_they_are_given(pool: RankPool) -> None:
-    for notices in pool.run(hooked, 2, "dp_shard=2,zero=2"):
-        assert any("the optimizer's step hook hooked is given this rank's pieces" in notice for notice in notices)
-    assert not any("hook" in notice for notice in pool.run(hooked, 2, "dp_replicate=2")[0])
-
-
 def test_errors_name_the_line() -> None:
     model = net()
     prepared = shardwise.prepare(model, adamw(model), [])
@@ -62,15 +49,12 @@ def test_errors_name_the_line() -> None:
         prepared.clip_grad_norm_(1.0)
 
 
-def test_a_group_of_what_was_frozen_or_is_held_is_not_added() -> None:
+def test_groups_are_given_before_prepare() -> None:
     model: Any = net()
-    model.head.bias.requires_grad_(False)
     optimizer = torch.optim.SGD(model.layers.parameters(), lr=0.1)
     shardwise.prepare(model, optimizer, [])
-    optimizer.add_param_group({"params": model.head.weight, "lr": 0.2})
-    for param, why in ((model.head.bias, "frozen at prepare.*thaws=True"), (model.head.weight, "in another group")):
-        with pytest.raises(InputError, match=why):
-            optimizer.add_param_group({"params": param})
+    with pytest.raises(InputError, match="give the optimizer all groups before"):
+        optimizer.add_param_group({"params": model.head.parameters()})
 
 
 # --- calls that one rank makes
@@ -182,8 +166,8 @@ def mistaken(plan: str, case: str) -> None:
         ("dp_replicate=2", "idle", RunError, "did not move in 3 steps"),
         ("dp_shard=2,zero=3", "idle", RunError, "did not move in 3 steps"),
         ("dp_replicate=2", "one rank's weights", RunError, "after step 1 the weights of 'head.weight' .*on rank 1"),
-        ("tp=2", "one rank's rate", RunError, "settings differ between ranks in step 0 .*0.01 on rank 0; 0.5 on"),
-        ("dp_shard=2,zero=3", "one rank's rate", RunError, "settings differ between ranks in step 0"),
+        ("tp=2", "one rank's rate", RunError, "differ between ranks in step 0"),
+        ("dp_shard=2,zero=3", "one rank's rate", RunError, "differ between ranks in step 0"),
     ],
 )  # fmt: skip
 def test_weights_that_do_not_move_as_they_should(plan: str, case: str, kind: Any, words: str, pool: RankPool) -> None:
@@ -358,31 +342,6 @@ def test_ranks_that_read_other_data_are_named(plan: str, case: str, pool: RankPo
 def test_ranks_that_read_the_same_or_say_so_go_on(pool: RankPool) -> None:
     assert pool.run(reads, 2, "dp_replicate=2", "alike", "global") == [3, 3]
     assert pool.run(reads, 2, "dp_replicate=2", "dealt", "fast") == [2, 2]
-
-
-class Routed(nn.Module):
-    """Runs an expert where a sample asks for it, which in the second batch those of the second rank do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)) for _ in range(2))
-
-    def forward(self, x: torch.Tensor, ask: torch.Tensor) -> torch.Tensor:
-        return torch.stack([self.experts[int(one.any())](row) for row, one in zip(x, ask, strict=True)])
-
-
-def routed(plan: str) -> None:
-    data = TensorDataset(*samples(16).tensors[:1], (torch.arange(16) > 11)[:, None])
-    prepared, model, optimizer, loader = begin(plan, made(Routed), DataLoader(data, batch_size=8))
-    for x, ask in loader:
-        prepared.backward(model(x, ask).square().mean())
-        optimizer.step()
-
-
-@pytest.mark.long
-def test_the_line_by_which_ranks_run_other_units_is_named(pool: RankPool) -> None:
-    with pytest.raises(RunError, match=r'a branch differs.*prepare\(..., branches="per_sample"\).*line \d+: '):
-        pool.run(routed, 2, "dp_shard=2,zero=3")
 
 
 # --- what was wrapped already

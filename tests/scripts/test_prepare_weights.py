@@ -31,9 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shardwise
 from shardwise.errors import InputError, RefusedPlan
-from shardwise.look.first_samples import added_up
 from shardwise.ranks import RankPool
-from shardwise.step.loss import Loss
 
 
 def resumed(plan: str | None, when: str, optimizer_of: Any) -> tuple:
@@ -233,20 +231,6 @@ def test_what_a_script_gives_comes_back_as_it_was(tmp_path: Path) -> None:
         shardwise.save(prepared, tmp_path, ema={"n": 3, "head.weight": torch.zeros(2, 8)})
     with pytest.raises(InputError, match=r"save\(..., model=...\): there is a Net in it"):
         shardwise.save(prepared, tmp_path, model=model)
-
-
-def test_sums_under_autocast_are_compared_as_its_dtype_rounds() -> None:
-    """Terms that cancel leave the rounding of all of them; without autocast float32 has to add up."""
-
-    class Cancelling(Loss):
-        terms = 10.0
-
-    whole = Cancelling(torch.tensor(0.4), 5.0)
-    assert not added_up("sum", whole, 0.43, torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert added_up("sum", whole, 0.43, torch.float32) and not added_up("sum", whole, 1.4, torch.float32)
-        assert not added_up("weight", whole, 5.4, torch.float32) and not added_up("sum", whole, 0.43, torch.float64)
-    assert not added_up("sum", Loss(torch.tensor(0.4), 5.0), 0.43, torch.bfloat16)
 
 
 # --- all of them: a script, a plan, what it is given

@@ -33,7 +33,7 @@ def data(*shape: int) -> TensorDataset:
 
 
 class Views(nn.Module):
-    """Runs on a list of views, and gives the rows of all: one view after the other, and side by side."""
+    """Runs on a list of views, and gives the rows of all, one view after the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Views(nn.Module):
 
     def forward(self, views: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         after = self.body(torch.cat(views))
-        return after, self.head(torch.stack(views, 1).flatten(0, 1)[:, :6] @ self.body[0].weight.T)
+        return after, self.head(after)
 
 
 def viewed(plan: str | None) -> tuple:
@@ -49,9 +49,9 @@ def viewed(plan: str | None) -> tuple:
     prepared, model, optimizer, loader = begin(plan, made(Views), batches(10), loss_scope="global")
     losses = []
     for x, y in loader:
-        after, beside = model([x, 0.5 * x, x.flip(1)])
+        after, told = model([x, 0.5 * x, x.flip(1)])
         one, two, _ = after.chunk(3)
-        found = (beside.unflatten(0, (-1, 3)).mean(1) - y).square().mean()
+        found = (told.unflatten(0, (3, -1)).mean(0) - y).square().mean()
         loss = found + F.cross_entropy(one @ two.T, torch.arange(len(x)))  # every sample beside every other
         losses.append(stepped(prepared, optimizer, loss))
     return losses, weights_of(prepared or model)
@@ -141,11 +141,11 @@ def adapted(plan: str | None, recorded: bool) -> tuple:
 
 EQUAL: list[tuple] = [
     (viewed, "dp_shard=2,zero=2"), (viewed, "dp_replicate=3"), (queued, "dp_shard=2,zero=3", False),
-    (adapted, "dp_shard=2,zero=3", True),
+    (adapted, "dp_shard=2,zero=2", True),
 ]  # fmt: skip
 MORE_EQUAL: list[tuple] = [
     (queued, "dp_shard=2,zero=1", False), (queued, "dp_shard=2,zero=2", False), (queued, "dp_shard=2,zero=2", True),
-    (queued, "dp_shard=2,zero=3", True), (adapted, "dp_shard=2,zero=1", True), (adapted, "dp_shard=2,zero=3", False),
+    (queued, "dp_shard=2,zero=3", True), (adapted, "dp_shard=2,zero=1", True), (adapted, "dp_shard=2,zero=2", False),
 ]  # fmt: skip
 test_a_script_equals_one_process = equals_one_process(EQUAL, MORE_EQUAL)
 

@@ -15,8 +15,8 @@ from shardwise.errors import InputError
 from shardwise.proof.outcome import Parity
 from shardwise.ranks import RankPool
 from shardwise.scripts.proof.receipts import files_of
+from shardwise.scripts.proof.recorder import BLOCKS, sketch
 from shardwise.scripts.proof.scratch import looking_like
-from shardwise.scripts.proof.sketch import BLOCKS, sketch
 from shardwise.scripts.proof.verify_script import verify_script
 
 PLAIN = """

@@ -52,20 +52,18 @@ def trained_parameters(state: RankState, *, rank_0_only: bool = False) -> dict[s
     return {name: tensor.cpu().clone() for name, tensor in trained if keep}
 
 
-def save_weights(state: RankState, path: str | Path, spare: str | Path | None = None, *, under: str = "") -> Path:
+def save_weights(state: RankState, path: str | Path, spare: str | Path | None = None) -> Path:
     """Write whole weights and buffers as one safetensors file, by rank 0, and publish it whole. Collective.
 
     Its metadata has the step.
 
-    under   only what has names that begin so, without that
     spare   where they go if `path` cannot be written; the notices tell so
     Returns where they are (on rank 0).
     """
     weights, written = state_dict(state, rank_0_only=True), Path(path)
     if state.mesh.rank == 0:
-        own = {name.removeprefix(under): tensor for name, tensor in weights.items() if name.startswith(under)}
         # safetensors refuses tensors that share memory, as tied weights do.
-        unshared = {name: tensor.clone().contiguous() for name, tensor in own.items()}
+        unshared = {name: tensor.clone().contiguous() for name, tensor in weights.items()}
         try:
             _write(unshared, written, state.steps_done)
         except Exception as error:  # what a full disk raises here is the library's own

@@ -109,9 +109,6 @@ class FullShard:
         self._of_pairs = {id(param) for name, param in module.named_parameters() if name in self.pairs}
         self._whole = {id(param) for param in here if not self._dims(param) or param.numel() == 0}
         self._whole |= {id(param) for param in here if not can_cut(param)}
-        # `held_whole`: a script's own parameters beside its model, which its code reads where no unit runs
-        self._whole |= {id(param) for child in module.modules() if getattr(child, "held_whole", False)
-                        for param in child.parameters(recurse=False)}  # fmt: skip
         self._whole_gradients: dict[int, torch.Tensor] = {}
         self._used_now: set[int] = set()
         self._used: set[int] = set()

@@ -1,12 +1,26 @@
-"""Check what ranks must agree on before a step's gradients are divided: samples, draws, settings. For stepping."""
+"""What ranks must agree on: samples, draws and settings before a step's gradients are divided; the order of calls.
+
+    rank 0   1 forward  2 step  3 model.state_dict()  waits until all have come
+    rank 1   1 forward  2 step  3 forward  <- "rank 0 calls model.state_dict() [line 12], rank 1 a forward [line 9]"
+
+Each rank counts its collective calls, and the first to come to a number writes down what it does, in the store by which
+the run was set up; the others compare. So an evaluation, a save or an extra step under `if rank == 0:` is told before a
+collective is entered that would hang. Bytes: one line to the store for each call.
+
+What this does not do: see a rank that does something else for good; the wait ends after a deadline, naming the line.
+"""
 
 from __future__ import annotations
 
+import atexit
+import secrets
+import time
 import zlib
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._pytree import tree_flatten_with_path
 
 from shardwise.comm import Axis, gather_json, gather_rows
@@ -16,6 +30,8 @@ from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RunError
 from shardwise.host import read, row_of
 from shardwise.part import plain
+from shardwise.ranks.ended import has_ended, say_ended
+from shardwise.scripts.script_lines import line_of_script
 from shardwise.step.control import Tally
 
 
@@ -53,7 +69,10 @@ def compare(engine: Engine, tally: Tally) -> None:
             'of its own); or use prepare(..., randomness="fast")'
         )
     if settings_apart:
-        raise _other_settings(engine)
+        raise RunError(
+            f"the optimizer's settings (lr) differ between ranks in step {engine.steps_done}: set them from "
+            "what is the same on every rank (prepared.loss, prepared.sum(...)), not from this rank's own loss"
+        )
 
 
 def same_on_all(tensors: Iterable[torch.Tensor], data: Axis, device: torch.device) -> bool:
@@ -64,17 +83,6 @@ def same_on_all(tensors: Iterable[torch.Tensor], data: Axis, device: torch.devic
         check = zlib.crc32(flat.view(torch.uint8).numpy(), check) if flat.numel() else check
     table = gather_rows(row_of([float(check)], device), data)
     return bool((table == table[0]).all())
-
-
-def _other_settings(engine: Engine) -> RunError:
-    """Returns what to raise where ranks have other settings of the optimizer, each with its rates. Collective."""
-    mine = [float(group.get("lr", 0.0)) for group in engine.state.optimizer.param_groups]
-    rates = gather_json(mine, engine.mesh.world, engine.device)
-    told = "; ".join(f"{', '.join(f'{rate:g}' for rate in held)} on rank {rank}" for rank, held in enumerate(rates))
-    return RunError(
-        f"the optimizer's settings differ between ranks in step {engine.steps_done} (learning rates {told}): set "
-        "them from what is the same on every rank (prepared.loss, prepared.sum(...)), not from this rank's own loss"
-    )
 
 
 def same_given(what: str, given: Any, world: Axis, device: torch.device) -> None:
@@ -145,3 +153,73 @@ def _generators(device: torch.device) -> int:
     if own is not None:
         check = zlib.crc32(own.numpy().tobytes(), check)
     return check
+
+
+WAIT_S = 600.0
+_FIRST_PAUSE_S, _PAUSE_S = 0.001, 0.1
+_APART = "apart"
+_KEPT = 1024  # numbers back to which what was done stays in the store
+_AT_ONCE = 64
+
+
+class Meeting:
+    """Checks at each collective call of a prepared script that every rank makes the same call. Made collectively."""
+
+    def __init__(self, world: Axis, device: torch.device, wait_s: float = WAIT_S) -> None:
+        self.world, self.wait_s = world, wait_s
+        name = gather_json(secrets.token_hex(6), world, device)[0]
+        store = dist.distributed_c10d._get_default_store()
+        self._store = dist.PrefixStore(f"shardwise-meeting-{name}", store)
+        self._rank = world.ranks[world.index]
+        self._number = 0  # of this rank's calls
+        self._group_store = store
+        atexit.register(say_ended)
+
+    def passes(self, what: str) -> None:
+        """This rank goes on to a call that all ranks make; raises `RunError` where another makes another one."""
+        self._number += 1
+        line = line_of_script()
+        told = self._store.compare_set(f"at/{self._number}", "", f"{what}\n{self._rank}\n{line}").decode()
+        first, rank, theirs = told.split("\n", 2)
+        if first != what:
+            self._part(f"rank {rank} comes to {first} [{theirs}], and rank {self._rank} to {what} [{line}]")
+        if self._rank == self.world.ranks[0] and self._number % _AT_ONCE == 0 and self._number > _KEPT:
+            for number in range(self._number - _KEPT - _AT_ONCE, self._number - _KEPT):
+                self._store.delete_key(f"at/{number}")
+
+    def enter(self, what: str) -> None:
+        """Wait until every rank has come to this call. Raises `RunError`, naming the lines, where one will not come."""
+        self.passes(what)
+        here = f"came/{self._number}"
+        self._store.set(f"{here}/{self._rank}", "")
+        self._store.add(here, 1)
+        began, pause_s = time.monotonic(), _FIRST_PAUSE_S
+        while self._store.add(here, 0) < self.world.size:
+            self._look_around(what, here, late=time.monotonic() - began > self.wait_s)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _PAUSE_S)
+
+    def _look_around(self, what: str, here: str, *, late: bool) -> None:
+        if self._store.check([_APART]):
+            raise _as_error(self._store.get(_APART).decode())
+        away = [rank for rank in self.world.ranks if not self._store.check([f"{here}/{rank}"])]
+        ended = [rank for rank in away if has_ended(self._group_store, rank)]
+        if away and (ended or late):
+            why = "has ended" if ended else f"did not come in {self.wait_s:g} s"
+            self._part(f"rank {self._rank} comes to {what} [{line_of_script()}], and rank {(ended or away)[0]} {why}")
+
+    def _part(self, what: str) -> None:
+        message = (
+            f"{what}: every rank is needed for these calls, in the same order, since each holds a part of what they "
+            "need. Make them on every rank, and write or print on one: state = model.state_dict(), then "
+            "torch.save(state, path) under if prepared.rank == 0"
+        )
+        self._store.set(_APART, message)
+        raise _as_error(message)
+
+
+def _as_error(message: str) -> RunError:
+    """An error that names its lines already."""
+    error = RunError(message)
+    error.names_line = True  # type: ignore[attr-defined]
+    return error

@@ -27,19 +27,17 @@ from shardwise.parallel.full import FullShard
 from shardwise.part import whole as uncut
 from shardwise.part.dispatch import Gathers
 from shardwise.part.levels import Distributed
-from shardwise.scripts.agreement import same_on_all
+from shardwise.scripts.agreement import Meeting, same_on_all
 from shardwise.scripts.dealt import Dealt
 from shardwise.scripts.entries import Entries
 from shardwise.scripts.gradient_arrivals import weakly
 from shardwise.scripts.guard import Gate
-from shardwise.scripts.meeting import Meeting
 from shardwise.scripts.model_look import ModelLook, look_at_model
 from shardwise.scripts.part_loader import PartLoader
 from shardwise.scripts.sample_draws import SampleDraws
 from shardwise.scripts.script_lines import Notices, line_of_script, names_line
 from shardwise.scripts.script_loop import Loop, OtherLoop
-from shardwise.scripts.shares import Door
-from shardwise.scripts.spread import aliased, refuse_transform, seen_outside, tensors_of, thawed
+from shardwise.scripts.spread import Door, aliased, refuse_transform, seen_outside, tensors_of, thawed
 from shardwise.scripts.whole_batch import WholeBatch
 from shardwise.trace.deferred import seed_of
 
@@ -79,7 +77,6 @@ class Calls(Loop):
         self._spent = False  # its backward is over
         self.checksum = 0  # of all samples so far
         self.called = False  # the model, in training
-        self.called_beside: bool | None = None  # whether the call under way is of another loader's batch, where known
         self._done = False  # its backward of this batch is over
         self._no_batch()
         self._looks = mesh.data.size > 1 and not self.on_every_rank
@@ -145,13 +142,9 @@ class Calls(Loop):
         """Returns what follows random draws, one object for all models of a loop."""
         return self.leader._watched
 
-    def _held_beside(self, arguments: tuple) -> tuple[Share | None, bool | None]:
-        """Returns what this rank holds of the batch of another loader (`Prepared.split`) that is at hand, and whether
-        an operation's arguments are of that batch or of the main one; None: of neither."""
-        lead, inside = self.leader, next((each for each in self.together if each.inside), None)
-        if lead.other.part is None:
-            return None, None
-        return lead.other.part, lead.of_other(arguments) if inside is None else inside.called_beside
+    def _held_beside(self) -> Share | None:
+        """Returns what this rank holds of the batch of another loader (`Prepared.split`) that is at hand."""
+        return self.leader.other.part
 
     # --- the model
 
@@ -189,8 +182,6 @@ class Calls(Loop):
             if trains and self.leader.unfed:
                 self.leader._comes_unfed((args, kwargs))
             self.leader.select_batch_for_forward((args, kwargs), trains=trains)
-        if self.inside == 1:
-            self.called_beside = self.leader.of_other((args, kwargs))
         if self.gathers or (trains and self.pieces):  # replicas need each other in backward alone
             self._passes(f"a forward {'in training' if trains else 'without gradients'}")
         precision = self.engine.state.precision

@@ -1,4 +1,4 @@
-"""Which samples of a batch a rank counts and which it holds; in most batches the same ones.
+"""Which samples of a batch a rank counts and which it holds (in most batches the same ones); batches without a loader.
 
     8 samples, 4 ranks                0 1 | 2 3 | 4 5 | 6 7
     4 samples                          0  |  1  |  2  |  3
@@ -7,12 +7,19 @@
 
 A batch that is smaller than others before it (an epoch's last) is dealt two to a rank where it has too few for all: a
 script's squeeze() would take away the dim of one sample. The sum over ranks stays what it is.
+
+    x, y = prepared.deal(x, y)      every rank has made the batch, and goes on with its samples of it
+    loss_scope="global" or "model"  a batch is what the model is called with; nothing is dealt
+
+What this does not do: go on within an epoch of a script's own batches from a checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from shardwise.layout.dealing import Share, cut
 
@@ -59,3 +66,30 @@ class Dealer:
         several = few and total < self._most and not self._beside()
         self._most = max(self._most, total)
         return deal(total, self.ranks, self.rank, several=several)
+
+
+UNFED = (
+    "prepare was given no loader, so which samples the model is called with is not known: deal out each batch that the "
+    'script makes, x, y = prepared.deal(x, y), before the model sees it; or take prepare(..., loss_scope="global"), '
+    'which spreads the model over the samples that it is called with, or loss_scope="model", by which every rank runs '
+    "it on all of them"
+)
+
+
+class OwnBatches:
+    """Stands for a loader: an endless one of the batches that a script gives."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Any] = deque()
+        self._epoch: Iterator[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield self._waiting.popleft()
+
+    def deal(self, parts: Any, batch: Any) -> Any:
+        """Returns this rank's samples of one more batch, as its loader `parts` deals them."""
+        self._waiting.append(batch)
+        if self._epoch is None:
+            self._epoch = iter(parts)
+        return next(self._epoch)

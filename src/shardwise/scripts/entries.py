@@ -13,54 +13,31 @@ What this does not do: follow a module that went through torch.compile; it runs 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from shardwise.errors import InputError
 from shardwise.part.parameters import unannounced
 from shardwise.scripts.script_lines import refuse
 
-OWN = (
-    "the optimizer trains parameters beside the model, which every rank holds whole: prepare((model, loss), ...) "
-    "spreads them too"
-)
-
 
 class Several(nn.ModuleList):
-    """Modules that one optimizer trains, as one model. Each is called by itself. `given`: as the script gave them."""
-
-    def __init__(self, given: nn.Module | Sequence[nn.Module], *own: nn.Module) -> None:
-        models = (given,) if isinstance(given, nn.Module) else given
-        super().__init__((*models, *own))
-        self.__dict__["given"] = given if isinstance(given, nn.Module) else tuple(given)
+    """Modules that one optimizer trains, as one model. Each is called by itself."""
 
 
-class Own(nn.ParameterList):
-    """Parameters that the script keeps to itself, beside its model. Its own code reads them, whole on every rank."""
-
-    held_whole = True
-
-
-def with_own(model: Any, optimizer: Any) -> Any:
-    """Returns the model, as one with others that one optimizer trains and with what that trains beside them: learned
-    weights of a loss, the parameters of a loss's module."""
+def as_one(model: Any) -> Any:
+    """Returns the model; a tuple or list of modules as one."""
     several = isinstance(model, tuple | list) and all(isinstance(one, nn.Module) for one in model)
-    groups = optimizer.param_groups if isinstance(optimizer, Optimizer) else []
-    held = {id(param) for one in (model if several else [model]) if isinstance(one, nn.Module)
-            for param in one.parameters()}  # fmt: skip
-    trained = [param for group in groups for param in group["params"]]
-    own = [param for param in trained if id(param) not in held]
-    plain = all(type(param) in (torch.Tensor, nn.Parameter) and param.is_leaf and param.requires_grad for param in own)
-    if not own or len(own) == len(trained) or not plain or not held:
-        return Several(model) if several else model
-    for param in own:
-        param.__class__ = nn.Parameter
-    return Several(model, Own(own))
+    return Several(model) if several else model
+
+
+def as_given(model: nn.Module) -> Any:
+    """Returns the model, or the tuple of models, that `as_one` was given."""
+    return tuple(model) if isinstance(model, Several) else model
 
 
 class Entries:

@@ -4,7 +4,11 @@
     p.grad.mul_(0.5)     into the whole, of which each rank takes its piece back before the optimizer steps
     p.grad = other       likewise; None: the parameter is left out of this step
 
-What this does not do: hand out the sum so far of a step whose micro-batches are not all there.
+    prepared.backward(loss); prepared.backward(again)       each is reduced by itself, and then added to what was there:
+                                                            as in one process, also without zero_grad() between steps
+
+What this does not do: hand out the sum so far of a step whose micro-batches are not all there; divide sums by the
+weights of several backwards, which belong to one `accumulate`.
 """
 
 from __future__ import annotations
@@ -15,15 +19,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardwise.comm import gathered_alone
+from shardwise.engine.engine import Engine
 from shardwise.engine.whole import together
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.parallel.full import FullShard
 from shardwise.parallel.slots import Slot
+from shardwise.scripts.gradient_arrivals import techniques_of
 from shardwise.scripts.script_lines import names_line
 from shardwise.scripts.whole_optimizer_state import share_of
+from shardwise.step.normalise import norm_of_gradients
 from shardwise.step.state import RankState
 
 _EARLY = (
@@ -31,14 +37,9 @@ _EARLY = (
     "after the last prepared.backward of a step, or leave accumulate out of the plan, by which gradients are whole "
     "after each backward and add up"
 )
-_STRAY = "param.grad of a backward of the script's own (loss.backward()), which the plan does not add up over ranks: "
-_OF_SAMPLES = _STRAY + (
-    "in a loop over the prepared loader it is of this rank's samples alone: give the loss to prepared.backward(loss), "
-    'read param.grad, and zero_grad(); or take prepare(..., loss_scope="model"), by which every rank has all samples'
-)
-_OF_PIECES = _STRAY + (
-    "ranks hold pieces of the weights, and would add up what each computes of the same samples: use zero=2 without tp, "
-    "or read it in a plain copy of the model that is given prepared.state_dict()"
+_STRAY = (
+    "param.grad of a backward of the script's own (loss.backward()), which the plan does not add up over ranks: give "
+    "the loss to prepared.backward(loss), or take gradients of its own in a plain copy of the model (copy.deepcopy)"
 )
 
 
@@ -63,21 +64,19 @@ class Gradients:
     @names_line
     def get(self, param: nn.Parameter) -> torch.Tensor | None:
         """Returns the whole gradient. Collective, the first time in a step."""
-        if self._reads_stray(param):
-            return torch.Tensor.grad.__get__(param)
+        self.refuse_early()
         name = self._names.get(id(param))
         if name is None or (self._script.are_whole() is None and name not in self._seen):
             return None
-        self.refuse_early(param)
         if name not in self._seen:
-            self._script.meet(f"the gradient of '{name}'")
+            (self._script._passes if self._seen else self._script.meet)(f"the gradient of '{name}'")
             self._seen[name] = self._gathered(name)
         return self._seen[name]
 
-    def of_all(self, params: dict[str, nn.Parameter]) -> dict[str, torch.Tensor | None]:
-        """Returns the whole gradient of each of the parameters, given by name. Collective."""
-        for name, param in params.items():
-            self.refuse_early(param)
+    def of_all(self, params: Iterable[str]) -> dict[str, torch.Tensor | None]:
+        """Returns the whole gradient of each of these parameters. Collective."""
+        self.refuse_early()
+        for name in params:
             if self._script.are_whole() and name in self._names.values() and name not in self._seen:
                 self._seen[name] = self._gathered(name)
         return {name: self._seen.get(name) for name in params}
@@ -86,23 +85,12 @@ class Gradients:
         """Returns the whole gradient that the script has read or set in this step; None where it has not."""
         return self._seen.get(name)
 
-    def is_seen(self, param: torch.Tensor) -> bool:
-        """Whether the script has read this whole gradient in this step, or set it."""
-        return self._names.get(id(param), "") in self._seen
-
-    def _reads_stray(self, param: torch.Tensor) -> bool:
-        """Whether the gradient that lies there is of a backward of the script's own, and right on every rank."""
-        of = self._script.stray_of()
-        if of == "part":
-            raise RefusedPlan(_OF_SAMPLES)
-        if of and (isinstance(param, DTensor) or self._state.tensor is not None or self._state.experts is not None):
-            raise RefusedPlan(_OF_PIECES)
-        return bool(of)
-
     @names_line
-    def refuse_early(self, param: torch.Tensor) -> None:
+    def refuse_early(self) -> None:
         """Raise where ranks have not added up their gradients yet, or what lies there is of another backward."""
-        if not self._reads_stray(param) and self._script.are_whole() is False:
+        if self._script.calls.stray and self._script.mesh.world.size > 1:
+            raise RefusedPlan(_STRAY)
+        if self._script.are_whole() is False:
             raise InputError(_EARLY)
 
     @names_line
@@ -180,3 +168,45 @@ class Gradients:
         """Forget the whole gradients of the last step."""
         self.by_hand = False
         self._seen.clear()
+
+
+class Earlier:
+    """The gradients of one step up to now, set aside while the next backward runs."""
+
+    @torch.no_grad()
+    def __init__(self, engine: Engine, usable: bool, *, stepped: bool) -> None:
+        """`stepped`: the optimizer has used them, and nothing has taken them away since."""
+        self._engine, self.usable, self.stepped = engine, usable, stepped
+        self.used = set(engine.state.used)
+        self._kept = [_set_aside(technique) for technique in techniques_of(engine)]
+
+    @torch.no_grad()
+    def add(self) -> float:
+        """Add the earlier gradients to those of the last backward; returns the norm of all. Collective."""
+        for technique, (gradients, uncut) in zip(techniques_of(self._engine), self._kept, strict=True):
+            for index, gradient in enumerate(gradients):
+                if gradient is not None:
+                    _add(technique, index, gradient, uncut.get(index))
+        return norm_of_gradients(self._engine.state)
+
+
+def _set_aside(technique: Any) -> tuple[list[torch.Tensor | None], dict[int, torch.Tensor]]:
+    """(what each slot, or unit's parameter, has; of those that FSDP2 does not cut the whole)."""
+    sharded = isinstance(technique, FullShard)
+    held = technique.params if sharded else [slot.master for slot in technique.slots]
+    uncut = {index: whole.clone() for index, whole in technique._whole_gradients.items()} if sharded else {}
+    return [None if one.grad is None else one.grad.detach().clone() for one in held], uncut
+
+
+def _add(technique: Any, index: int, gradient: torch.Tensor, whole: torch.Tensor | None) -> None:
+    slot = technique.slots[index]
+    if not isinstance(technique, FullShard):
+        slot.master.grad = gradient if slot.master.grad is None else slot.master.grad.add_(gradient)
+        return
+    param = technique.params[index]
+    if whole is not None:
+        param.grad = technique._whole_gradients[index].add_(whole)
+        slot.master.grad = technique._uncut_piece(param.grad)
+        return
+    param.grad = gradient if param.grad is None else param.grad.add_(gradient)
+    slot.master.grad = param.grad.to_local()

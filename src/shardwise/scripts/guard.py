@@ -1,5 +1,13 @@
-"""When the engine itself reads a model, which functions of torch read or write values, and what is refused of a model:
-hooks that are given summands, and a conversion after `prepare`."""
+"""What a script may not do to a prepared model, and what is looked at between its steps.
+
+    hooks that are given summands, a conversion after `prepare`    refused
+    the model's parameter is not the one that the plan trains      replaced or unfrozen after `prepare`
+    ranks that hold the same weights come to others                something moved on one rank alone
+    a buffer is another on ranks with other samples                the model's forward writes it from a rank's samples
+    no weight moves in the first steps                             the optimizer steps on other tensors
+
+Weights and buffers are compared after steps 1, 2, 4, 8 and so on, where an epoch ends, and before weights are saved.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +18,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
-from shardwise.errors import InputError, RefusedPlan
+from shardwise.engine.engine import Engine
+from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.layout import Plan
+from shardwise.look.ranks_alike import HeldAlike, elements
+from shardwise.parallel.fsdp import groups_of
+from shardwise.scripts.script_lines import names_line
+from shardwise.scripts.script_optimizer import THAWS
 
 _PROPERTIES = {
     "size", "dim", "stride", "is_contiguous", "is_floating_point", "is_complex", "requires_grad_", "register_hook",
@@ -30,8 +44,8 @@ OUTSIDE = (
 TAKEN = (
     "torch.autograd.grad(..., parameters): what it gives is the gradient of this rank's samples alone, or of its part "
     "of the batch, and no rank has one process's: weigh losses by their values (prepared.sum), or read param.grad "
-    "after prepared.backward(loss, retain_graph=True) of each; or, for an inner step of its own (MAML), without tp, "
-    'prepare(..., loss_scope="model"), by which every rank has whole batches'
+    "after prepared.backward(loss, retain_graph=True) of each; or, for an inner step (MAML), under replicas, "
+    'zero=1 or zero=2, prepare(..., loss_scope="model"), by which every rank has whole batches'
 )
 
 
@@ -120,3 +134,120 @@ def guard_conversion(model: nn.Module) -> None:
         return module
 
     vars(model)["_apply"] = types.MethodType(apply, model)
+
+
+_MOVED_BY = 3  # steps
+_FEW = 16  # elements of a weight
+_REMEDY = (
+    "write it in the script instead, from outputs of all samples "
+    '(prepare(..., loss_scope="global")) or from prepared.sum(tensor); or add up what it is made of '
+    "by torch.distributed.all_reduce in the forward"
+)
+_REPLACED = (
+    "parameter '{}' was replaced after prepare (a conversion such as model.to or .double(), another parameter or "
+    "module in its place, pruning), so what the plan trains is not what the model uses: do that before prepare, or "
+    "write into the parameter that is there (param.data = ...)"
+)
+
+
+class FirstSteps:
+    """Beside an optimizer's steps: `before` and `after` each."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._state, self._steps = engine.state, 0  # that are done
+        self._begun: list[torch.Tensor] = []  # some elements of each weight, before the first step
+        self.places = ParametersInPlace(engine.module)
+        trained = set(engine.state.names)
+        self._frozen = [(name, param) for name, param in engine.module.named_parameters() if name not in trained]
+        self._alike = HeldAlike(engine.module, engine.mesh, _REMEDY)
+
+    def before(self) -> None:
+        """The gradients are whole, the step is next. Raises `InputError` for parameters that are not the plan's."""
+        if self._steps == 0:
+            self._begun = [_some(slot.master).clone() for slot in self._state.technique.slots]
+        if self._alike.is_due(self._steps + 1):
+            self._check_places()
+
+    def _check_places(self) -> None:
+        self.places.check()
+        for name, param in self._frozen:
+            if param.requires_grad:
+                raise InputError(
+                    f"parameter '{name}' was frozen when the model was prepared, and would not be trained: {THAWS}"
+                )
+
+    @torch.no_grad()
+    def after(self) -> None:
+        """The weights are published. Collective after some steps; raises `RunError` or `RefusedPlan`."""
+        self._steps += 1
+        if self._steps == _MOVED_BY:
+            self._check_movement()
+        if self._alike.is_due(self._steps):
+            self._alike(self._steps)
+
+    def _check_movement(self) -> None:
+        """Raise `RunError` where no weight moved, and the rate along a gradient would be seen in one."""
+        rate = max(float(group.get("lr", 0.0)) for group in self._state.optimizer.param_groups)
+        should = False
+        for slot, few in zip(self._state.technique.slots, self._begun, strict=True):
+            if not torch.equal(_some(slot.master), few):
+                return
+            if slot.master.grad is not None and len(few):
+                seen = 4 * torch.finfo(few.dtype).eps * float(few.abs().max())
+                should |= rate * float(_some(slot.master.grad).abs().max()) > seen
+        if should:
+            raise RunError(
+                f"the weights did not move in {_MOVED_BY} steps, although gradients and the learning rate are not "
+                "zero: the optimizer's step() does nothing to the tensors that the plan gave it"
+            )
+
+    @torch.no_grad()
+    def again(self) -> None:
+        """Raise where what ranks hold alike has come apart. Collective."""
+        if self._steps:
+            self._check_places()
+            self._alike(self._steps)
+
+
+def _some(tensor: torch.Tensor) -> torch.Tensor:
+    flat = elements(tensor)
+    return flat[:: max(1, len(flat) // _FEW)]
+
+
+@names_line
+def refuse_replaced(name: str) -> None:
+    """Raise `InputError`: another parameter or tensor stands in the place of one that the plan trains."""
+    raise InputError(_REPLACED.format(name))
+
+
+class ParametersInPlace:
+    """The parameters of a model where its modules have them: another would take no part in the plan."""
+
+    def __init__(self, module: nn.Module) -> None:
+        of_units = _of_units(module)
+        self._places, self._modules = [], []
+        for path, child in module.named_modules():
+            under = f"{path}." if path else ""
+            self._modules += [(child, leaf, part, under + leaf) for leaf, part in child._modules.items()]
+            self._places += [
+                (child, leaf, under + leaf, param, of_units.get(id(param)))
+                for leaf, param in child._parameters.items()
+                if param is not None
+            ]
+
+    def check(self) -> None:
+        """Raise `InputError` where a parameter, or its module, was replaced by another object."""
+        for child, leaf, name, param, of_unit in self._places:
+            now = child._parameters.get(leaf)
+            if now is not param and (of_unit is None or now is not getattr(of_unit, "_unsharded_param", None)):
+                refuse_replaced(name)
+        for child, leaf, part, name in self._modules:
+            if part is not None and child._modules.get(leaf) is not part:
+                refuse_replaced(next((f"{name}.{of_part}" for of_part, _ in part.named_parameters()), name))
+
+
+def _of_units(module: nn.Module) -> dict[int, Any]:
+    """FSDP's record of each parameter that it shards."""
+    units = [child for child in module.modules() if isinstance(child, FSDPModule)]
+    groups = [group for unit in units for group in groups_of(unit)]
+    return {id(one.sharded_param): one for group in groups for one in group.fsdp_params}

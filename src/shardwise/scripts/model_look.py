@@ -23,7 +23,6 @@ from shardwise.look.one_process import needs_gradients
 from shardwise.look.watched_run import TakesGradients, WritesWeights
 from shardwise.memory.recompute import note_written
 from shardwise.parallel.batchnorm import batch_norm_modules
-from shardwise.part import plain
 from shardwise.random import BatchDims
 from shardwise.step.batching import samples_in, slice_samples
 from shardwise.step.loss import Loss
@@ -34,6 +33,7 @@ ON_EVERY_RANK = (
 )
 FAILURES = (RuntimeError, ValueError, IndexError, AssertionError)  # of a line that is given other samples
 MOST = 4  # samples that are looked at
+_MIXES = "the model mixes samples: what it gives does not add up over samples, a sum of its outputs"
 _UNCHECKED = "that the model treats samples one by one was not checked: "
 
 
@@ -108,40 +108,13 @@ def look_at_model(
             "that zero=3 frees as its units end: use zero=2, or describe the run as a Task"
         ) from None
     except RefusedPlan as error:
-        made.refuse_longest()
-        raise RefusedPlan(f"{_of_model(str(error), dim)}; {ON_EVERY_RANK}") from None
+        told = str(error).replace("the loss does not add up over samples: its sum", _MIXES)
+        told = told.partition(". Return (sum, weight)")[0] + (_hint(dim) if _MIXES in told else "")
+        raise RefusedPlan(f"{told}; {ON_EVERY_RANK}") from None
     note_written(engine.module, [*findings.written, *findings.changed], findings.batch_norms)
     if findings.reentrant:
         engine.state.technique.expect_pieces()
     return ModelLook(findings.batch_norms, findings.notices, made.dims, places.turned, findings.dims)
-
-
-def _of_views(outputs: list[Any], sizes: tuple[int, ...]) -> Rows | None:
-    """Where an output has several rows of each sample along its first dim: view after view, or side by side."""
-    if not all(isinstance(one, torch.Tensor) and one.dim() and len(one) for one in outputs):
-        return None
-    whole, *parts = (plain(one.detach()) for one in outputs)
-    views = len(whole) // sizes[0]
-    if views < 2 or [len(whole), *map(len, parts)] != [views * size for size in sizes]:
-        return None
-    bar = 1e-9 if whole.dtype in (torch.float64, torch.complex128) else 1e-3
-    for rows in (Rows(0, views, True), Rows(0, views, False)):
-        together = rows.back(torch.cat([rows.first(part) for part in parts]))
-        if torch.allclose(together, whole, rtol=bar, atol=bar * float(whole.abs().max())):
-            return rows
-    return None
-
-
-def _of_model(message: str, dim: int | None) -> str:
-    """What the engine's look says of a task's loss, as said of a model whose outputs were added up."""
-    of_loss, found, _ = message.partition("the loss does not add up over samples: its sum")
-    if not found:
-        return message
-    numbers = message.partition(found)[2].partition(". Return (sum, weight)")[0]
-    return (
-        f"{of_loss}the model mixes samples: what it gives does not add up over samples, a sum of its outputs{numbers}"
-        f"{_hint(dim)}"
-    )
 
 
 def _hint(dim: int | None) -> str:
@@ -167,25 +140,19 @@ class ModelLook:
 
 @dataclass(frozen=True)
 class Rows:
-    """Where a tensor has its samples: along `dim`; `views` rows of each, `after` one another (x1 x2 .. x1' x2' ..)."""
+    """Where a tensor has its samples: along `dim`; of several `views`, one after the other (x1 x2 .. x1' ..)."""
 
     dim: int
     views: int = 1
-    after: bool = True
 
     def first(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the tensor with one row for each sample, first."""
         tensor = tensor.movedim(self.dim, 0)
-        if self.views == 1:
-            return tensor
-        if self.after:
-            return tensor.unflatten(0, (self.views, -1)).transpose(0, 1)
-        return tensor.unflatten(0, (-1, self.views))
+        return tensor if self.views == 1 else tensor.unflatten(0, (self.views, -1)).transpose(0, 1)
 
     def back(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns what `first` was given."""
-        if self.views > 1:
-            rows = (rows.transpose(0, 1) if self.after else rows).flatten(0, 1)
+        rows = rows if self.views == 1 else rows.transpose(0, 1).flatten(0, 1)
         return rows.movedim(0, self.dim)
 
 
@@ -233,7 +200,7 @@ class _Made:
     @property
     def dims(self) -> list[Rows | None] | None:
         """Of each output, where its samples lie: the dim that is as large as they are many, whatever their number, or
-        one of so many views of each, whose values are those of samples by themselves. None: outputs do not match."""
+        a first one of several views of them. None: outputs do not match."""
         if self._dims is None and len(self.outputs) == len(self.sizes):
             outputs = [self.outputs[at] for at in range(len(self.sizes))]
             if len({len(leaves) for leaves in outputs}) == 1:
@@ -248,36 +215,19 @@ class _Made:
         places = Places(count, self.dim, more=bool(self.dim))
         return [None if at is None else Rows(at) for at in map(places.of, leaves)]
 
-    def refuse_longest(self) -> None:
-        """Raise `RefusedPlan` where an output of fewer samples has another size in a dim that counts none."""
-        for at, rows in enumerate(self.dims or []):
-            full, *others = (_shape(self.outputs[n][at]) for n in range(len(self.sizes)))
-            for fewer in others:
-                if rows is not None and rows.views == 1 and _without(full, rows.dim) != _without(fewer, rows.dim):
-                    raise RefusedPlan(
-                        f"the model gives {full} for {self.sizes[0]} samples and {fewer} for {fewer[rows.dim]} of "
-                        "them: its output is as long as the longest sample that it is given, of which each rank has a "
-                        "part. Give it the length of the batch (pad_packed_sequence(..., total_length=x.shape[1]))"
-                    )
-
 
 def _shape(leaf: Any) -> tuple[int, ...]:
     return tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else ()
 
 
-def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    return shape[:dim] + shape[dim + 1 :]
-
-
 def _rows_of(outputs: list[Any], sizes: tuple[int, ...]) -> Rows | None:
     """Where one output, given for each number of samples, has them."""
-    return _along(list(map(_shape, outputs)), sizes) or _of_views(outputs, sizes)
-
-
-def _along(shapes: list[tuple[int, ...]], sizes: tuple[int, ...]) -> Rows | None:
-    """The dim that is as large as samples are many, whatever their number."""
+    shapes = list(map(_shape, outputs))
     fits = [dim for dim in range(min(map(len, shapes))) if tuple(shape[dim] for shape in shapes) == sizes]
-    return Rows(fits[0]) if fits else None
+    if fits or not all(shapes):
+        return Rows(fits[0]) if fits else None
+    views = shapes[0][0] // sizes[0]
+    return Rows(0, views) if views > 1 and [s[0] for s in shapes] == [views * size for size in sizes] else None
 
 
 class _OfOutputs(Loss):
@@ -308,20 +258,8 @@ class _OfOutputs(Loss):
             samples = at.first(leaf)
             if len(samples) == self._count:
                 rows = samples.reshape(self._count, -1)  # may be the widest result of all: no copy is made of it
-                total = total + term(_weighed(rows)).sum()  # of (count,)
+                total = total + term((rows @ _factors(rows.shape[1], rows)).double()).sum()  # of (count,)
         return total
-
-
-_BLOCK = 1024  # elements that are added up in a tensor's own dtype
-
-
-def _weighed(rows: torch.Tensor) -> torch.Tensor:
-    """Returns the sum of each row's elements, each with a factor of its own, in float64, without a copy of the rows."""
-    whole = rows.shape[1] // _BLOCK
-    blocks = rows[:, : whole * _BLOCK].unflatten(1, (whole, _BLOCK)) @ _factors(_BLOCK, rows)  # (rows, blocks)
-    by_block = _factors(whole, rows).double()
-    rest = rows[:, whole * _BLOCK :].double()
-    return blocks.double() @ by_block + rest @ _factors(rest.shape[1], rest)
 
 
 def _factors(count: int, like: torch.Tensor) -> torch.Tensor:

@@ -22,10 +22,9 @@ from typing import Any, Literal
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from shardwise.errors import InputError, RunError
+from shardwise.errors import InputError
 from shardwise.layout.dealing import Share
-from shardwise.scripts.dealt import Dealer, Dealt
-from shardwise.scripts.own_batches import OwnBatches
+from shardwise.scripts.dealt import Dealer, Dealt, OwnBatches
 from shardwise.scripts.proof.recorder import ScriptRecorder, content_of
 from shardwise.scripts.reading import (
     Collated,
@@ -68,7 +67,7 @@ class PartLoader:
         if dim is not None and dim < 0:
             raise InputError(f"prepare: batch_dim counts from the first, got {dim}")
         self._dim, self._dim_is_known = dim or 0, dim is not None
-        self.events = events or Events()
+        self.events = self._told = events or Events()
         self.notices: list[str] = []
         self.recorder: ScriptRecorder | None = None  # of a proof, which is told of batches
         self._place: tuple[int, dict | None] | None = None  # to go on from
@@ -98,7 +97,8 @@ class PartLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """An epoch. What a loader draws when it is asked for an iterator is drawn now, before any batch is."""
-        self.events.before_epoch()
+        self._told = self.events.here()
+        self._told.before_epoch()
         now, (self._skip, began), self._place = Generators(self.whole), self._place or (0, None), None
         if began is not None:
             Generators.from_json(self.whole, began).restore()
@@ -118,16 +118,16 @@ class PartLoader:
                 self._tell_proof(batch, dealt)
                 if not self._compared:
                     self._compared = True
-                    self.events.before_first(self._look, checksum)
-                self.events.before_batch(batch, dealt, checksum, self._dim_in(batch, dealt))
+                    self._told.before_first(self._look, checksum)
+                self._told.before_batch(batch, dealt, checksum, self._dim_in(batch, dealt))
                 yield batch
-                self.events.after_batch()
-            self.events.after_all()
+                self._told.after_batch()
+            self._told.after_all()
             if self.recorder is not None:
                 self.recorder.epoch_ends(uneven=total < most)
         finally:
             self._began = None
-            self.events.after_epoch()
+            self._told.after_epoch()
 
     def _tell_proof(self, batch: Any, dealt: Dealt) -> None:
         """Tell a proof of the batch: how many samples all ranks have, and the content of those that count here."""
@@ -199,10 +199,7 @@ class PartLoader:
                 "samples alone, which then may differ from one process's"
             )
         elif reason:
-            self.notices.append(
-                f"each rank joins its own samples alone, for whole batches cannot be cut: {reason}. Where the loader's "
-                "function pads to the longest of a batch, shapes differ from one process's"
-            )
+            self.notices.append(f"each rank joins its own samples alone, for whole batches cannot be cut: {reason}")
 
     def _source(self, dealer: Dealer, *, watched: bool = False) -> tuple[Iterator[Any], PartSampler]:
         """An epoch of the script's loader with other indices. Persistent workers are the same ones in each epoch, since
@@ -234,12 +231,6 @@ class PartLoader:
             if drew and number == 0:
                 raise Unfit("random numbers are drawn where samples are read")
             self._look = look
-            if drew and not self.events.is_elsewhere():
-                raise RunError(
-                    f"batch {number}: random numbers were drawn where samples are read, and none before, so ranks that "
-                    'read their own samples draw others than one process: give prepare(..., reads="whole"), by which '
-                    'every rank reads all, or reads="part" to take the difference'
-                )
             yield (batch, *sampler.dealt.popleft())
 
     def _whole(self) -> Iterator[BatchPart]:
@@ -275,9 +266,9 @@ class PartLoader:
 class Events:
     """What a loop does between batches; here nothing."""
 
-    def is_elsewhere(self) -> bool:
-        """Whether a thread of the script's own reads, in which no rank can meet others, and operations are not seen."""
-        return False
+    def here(self) -> Events:
+        """Returns what is told of an epoch that the thread which asks goes through."""
+        return self
 
     def before_epoch(self) -> None:
         """Called when the script asks for an iterator."""

@@ -36,26 +36,28 @@ from shardwise.part.dispatch import Gathers
 from shardwise.part.parameters import read_outside
 from shardwise.random import Randomness
 from shardwise.scripts import script_optimizer as optimizers
-from shardwise.scripts.agreement import same_given
+from shardwise.scripts.agreement import Meeting, same_given
 from shardwise.scripts.calls import Calls, leader_of
-from shardwise.scripts.copies import Copies
-from shardwise.scripts.entries import OWN, Several, with_own
-from shardwise.scripts.first_steps import FirstSteps, ParametersInPlace, refuse_replaced
+from shardwise.scripts.dealt import OwnBatches
+from shardwise.scripts.entries import as_given, as_one
 from shardwise.scripts.gradient_arrivals import buckets_of
 from shardwise.scripts.gradients import Gradients
-from shardwise.scripts.guard import Gate, guard_conversion, mark_like, refuse_hooks
-from shardwise.scripts.meeting import Meeting
-from shardwise.scripts.optimizer_pieces import OptimizerGuard
-from shardwise.scripts.own_batches import OwnBatches
+from shardwise.scripts.guard import (
+    FirstSteps,
+    Gate,
+    guard_conversion,
+    mark_like,
+    refuse_hooks,
+    refuse_replaced,
+)
 from shardwise.scripts.part_loader import Events, PartLoader, Reads
 from shardwise.scripts.proof.on_ranks import side_of
 from shardwise.scripts.proof.plain import Plain
 from shardwise.scripts.proof.receipts import line_of, script_under_way
 from shardwise.scripts.proof.recorder import recorder
 from shardwise.scripts.script_lines import names_line
-from shardwise.scripts.script_weights import ScriptWeights
-from shardwise.scripts.shares import on_common_axes
-from shardwise.scripts.spread import check_cuts, shared_call, thawed, wait_for_call
+from shardwise.scripts.script_weights import OptimizerGuard, ScriptWeights
+from shardwise.scripts.spread import check_cuts, on_common_axes, shared_call, thawed, wait_for_call
 from shardwise.scripts.start import (
     ON_THE_HOST,
     check_given,
@@ -68,7 +70,7 @@ from shardwise.scripts.start import (
     with_dtype,
 )
 from shardwise.scripts.stepping import Stepping
-from shardwise.scripts.weight_access import hold
+from shardwise.scripts.weight_access import Copies, hold
 from shardwise.scripts.whole_optimizer_state import States, holds_pieces, open_doors, put, states_of
 from shardwise.scripts.whole_weights import WholeWeights
 from shardwise.task import Domain
@@ -121,7 +123,6 @@ def prepare(
                 its outputs are gathered for the loss. "model": the model mixes samples as well (a queue in its forward,
                 one whole graph): every rank runs it on whole batches, and the plan spreads memory alone
     thaws       what is frozen now is in the plan too, with memory for its gradients, and may be trained later
-                (requires_grad, add_param_group)
 
     Returns a `Prepared`, which unpacks into as many as were given:
 
@@ -138,7 +139,7 @@ def prepare(
     if proof is not None and proof.plain:
         return Plain(model, optimizer, loader, plan, proof, dim=batch_dim, unpacks=unpacks)  # type: ignore[return-value]
     loss_scope = (proof and proof.scope) or loss_scope  # type: ignore[assignment]
-    model = with_own(model, optimizer)
+    model = as_one(model)
     check_given(model, optimizer, plan, randomness, loss_scope)
     join_ranks(plan)
     options = PrepareOptions(
@@ -152,8 +153,6 @@ def prepare(
     if proof is None and prepared.mesh.world.size > 1 and (script := script_under_way()) is not None:
         prepared._notices.say([line_of(script, plan)])
     _PREPARED.add(model)
-    if isinstance(model, Several) and isinstance(model.given, nn.Module):
-        _PREPARED.add(model.given)
     return prepared
 
 
@@ -212,7 +211,7 @@ class Prepared(Stepping):
         self._engine: Engine | None = None
         self.gradients = None
         self._gate, self._state_gate = Gate(), Gate()
-        self._in_place = None
+        self._settles = False
         self._notices = self.calls.notices
         world = self.mesh.world
         self._pieces = holds_pieces(plan) and world.size > 1
@@ -267,26 +266,6 @@ class Prepared(Stepping):
         open_doors(self)
         self._watch_pieces()
         return optimizer
-
-    @names_line
-    def add_group(self, group: dict[str, Any]) -> None:
-        """`optimizer.add_param_group`: parameters that the plan has, and that no group held. Raises `InputError`."""
-        with self._gate.open():
-            given = group["params"]
-            group = {**group, "params": [given] if isinstance(given, torch.Tensor) else list(given)}
-            names = optimizers.names_to_add(group["params"], self.model, self._shapes, self.all_names)
-            with generators_kept():
-                settings = {**self.optimizer.defaults, **group, "params": []}
-                nature = optimizers.nature_of_group(self.optimizer, settings, [self._kinds[name] for name in names])
-            optimizers.refuse_other(self._nature, nature, self.optimizer)
-            engine = self._engine
-            if engine is not None:
-                held = optimizers.held_pieces(engine.technique, engine.state.owners, engine.state.names)
-                group["params"] = [piece for name in names for piece in held.get(name, [])]
-            type(self.optimizer).add_param_group(self.optimizer, group)
-        self.all_names.append(names)
-        self._groups.append(names)
-        self._watch_pieces()
 
     @names_line
     def _spread(self, args: tuple = (), kwargs: dict | None = None) -> None:
@@ -359,13 +338,12 @@ class Prepared(Stepping):
         """Watch what the script does to the model and its gradients by itself, between the plan's own writes."""
         others = in_pieces or engine.state.precision.mixed or bool(engine.state.pairs)
         self._optimizer_guard = OptimizerGuard(self._script_weights)
-        self._in_place = ParametersInPlace(self.model) if in_pieces else None
         guard_conversion(self.model)
         self._copied_from = engine if others else None
         hold(self, whole=not others)
         for buckets in buckets_of(engine):
             buckets.asleep = True
-        self._first = FirstSteps(engine)
+        self._first, self._settles = FirstSteps(engine), in_pieces
 
     @property
     def waits(self) -> bool:
@@ -384,8 +362,6 @@ class Prepared(Stepping):
         return [
             *(self._engine.notices if self._engine is not None else []),
             *self.loader.notices,
-            *([OWN] if self._prefix else []),
-            *(optimizers.notices_of_hooks(self.optimizer) if self._pieces else []),
             *(said if followed else []),
         ]
 
@@ -400,8 +376,7 @@ class Prepared(Stepping):
         return self._engine
 
     def __iter__(self) -> Iterator[Any]:
-        model = self.model.given if isinstance(self.model, Several) else self.model
-        return iter((model, self.optimizer, self.loader)[: self._options.unpacks])
+        return iter((as_given(self.model), self.optimizer, self.loader)[: self._options.unpacks])
 
     def split(self, loader: Any, *, trains: bool = False) -> PartLoader:
         """Another loader, cut like the main one. A rank without a sample gets a stand-in: its `part.count` is 0, and

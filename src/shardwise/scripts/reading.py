@@ -37,10 +37,10 @@ class Unfit(Exception):
 
 
 class Fetched(NamedTuple):
-    """Samples, where the generators stood before, and what a sample that every rank reads looks like."""
+    """Samples; of a first batch where the generators stood before, and how a sample looks that all ranks read."""
 
     samples: Any
-    stood: int
+    stood: int | None
     look: list[float]
 
 
@@ -51,7 +51,7 @@ class Indices(list):
 
 
 class Watched:
-    """A map-style dataset that remembers where the generators stood before it read a batch's samples."""
+    """A map-style dataset that remembers where the generators stood before it read the first batch's samples."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -65,9 +65,9 @@ class Watched:
         return getattr(self.dataset, name)
 
     def __getitems__(self, indices: list[Any]) -> Fetched:
-        stood, together = standing(), getattr(self.dataset, "__getitems__", None)
+        shared, together = getattr(indices, "shared", None), getattr(self.dataset, "__getitems__", None)
+        stood = None if shared is None else standing()
         samples = together(list(indices)) if together else [self.dataset[index] for index in indices]
-        shared = getattr(indices, "shared", None)
         return Fetched(samples, stood, [] if shared is None else look_of(self.dataset[shared]))
 
 
@@ -78,7 +78,8 @@ class Collated:
         self.collate = collate
 
     def __call__(self, fetched: Fetched) -> tuple[Any, bool, list[float]]:
-        return self.collate(fetched.samples), standing() != fetched.stood, fetched.look
+        joined, stood = self.collate(fetched.samples), fetched.stood
+        return joined, stood is not None and standing() != stood, fetched.look
 
 
 def look_of(samples: Any) -> list[float]:

@@ -22,10 +22,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import lru_cache
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.autograd.graph import get_gradient_edge
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -35,9 +44,89 @@ from shardwise.layout.dealing import Share
 from shardwise.part import Part
 from shardwise.part.rules.random import draws_of_one_process
 from shardwise.random import BatchDims
-from shardwise.scripts.following import may_draw, put_on, take_off
 from shardwise.scripts.script_lines import names_line
 from shardwise.trace.elementwise import asks_by_values, is_random
+
+_BACKWARDS = {"backward", "run_backward", "_engine_run_backward"}  # in which something is computed again
+_OPERATIONS = (BuiltinFunctionType, MethodDescriptorType)
+
+
+def put_on(mode: TorchFunctionMode) -> None:
+    """Put a mode on top of the stack, unless it is on it."""
+    if mode not in _get_current_function_mode_stack():
+        _push_mode(mode)
+
+
+def take_off(mode: TorchFunctionMode) -> None:
+    """Take a mode off the stack, whatever was put on since; nothing where it is not there."""
+    if mode in _get_current_function_mode_stack():
+        _restack(one for one in _popped() if one is not mode)
+
+
+def differentiate(loss: torch.Tensor, *, retain_graph: bool) -> None:
+    """Call `loss.backward()` with the stack as it is: of a tensor, torch hands it to a mode, which is off meanwhile."""
+    if loss.requires_grad:
+        torch.autograd.backward(get_gradient_edge(loss), torch.ones_like(loss), retain_graph)
+    else:
+        loss.backward()
+
+
+def _popped() -> list[TorchFunctionMode]:
+    """The stack, which is empty then."""
+    stack = _get_current_function_mode_stack()
+    for _ in stack:
+        _pop_mode()
+    return stack
+
+
+def _restack(modes: Any) -> None:
+    for mode in modes:
+        _push_mode(mode)
+
+
+@lru_cache(4096)
+def may_draw(function: Callable[..., Any]) -> bool:
+    """Returns whether a function of torch may draw random numbers.
+
+    An operation's tags tell, and of a function of torch's Python those of what it calls; what else is not known may.
+    """
+    name = getattr(function, "__name__", "")
+    if name.startswith("__"):  # operators and attributes of tensors
+        return False
+    if isinstance(function, OpOverload):
+        return is_random(function)
+    if isinstance(function, OpOverloadPacket):
+        return _draws(function)
+    if isinstance(function, FunctionType):
+        return _calls_what_draws(function, set())
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None and isinstance(function, MethodDescriptorType):
+        return name.endswith("_")  # a method that is no operation converts or tells; one may call what it is given
+    return not isinstance(packet, OpOverloadPacket) or not isinstance(function, _OPERATIONS) or _draws(packet)
+
+
+def _draws(packet: OpOverloadPacket) -> bool:
+    return any(is_random(getattr(packet, one)) for one in packet.overloads())
+
+
+def _calls_what_draws(function: FunctionType, seen: set[FunctionType]) -> bool:
+    """By the names in its code, those of operations and of functions of torch, and by the functions that it closes
+    over."""
+    if function.__module__.partition(".")[0] != "torch":
+        return True
+    seen.add(function)
+    names = _names_in(function.__code__)
+    packets = [getattr(torch.ops.aten, name, None) for name in names]
+    if names & _BACKWARDS or any(isinstance(packet, OpOverloadPacket) and _draws(packet) for packet in packets):
+        return True
+    inner = [*map(function.__globals__.get, names), *(cell.cell_contents for cell in function.__closure__ or ())]
+    return any(isinstance(one, FunctionType) and one not in seen and _calls_what_draws(one, seen) for one in inner)
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = (_names_in(one) for one in code.co_consts if isinstance(one, CodeType))
+    return set(code.co_names).union(*inner) - {"handle_torch_function"}
+
 
 _MIXES = (
     "a permutation of the batch's samples (torch.randperm, as in mixup) would mix a rank's own samples alone, where "
@@ -48,11 +137,6 @@ _BY_VALUES = (
     "{} asks for more random numbers or fewer, by the values it is given, and each rank has those of its own samples: "
     'use prepare(..., loss_scope="global"), by which every rank has whole batches, draw in the dataset, or use '
     'prepare(..., randomness="fast")'
-)
-_BESIDE = (
-    "random numbers of shape {} are drawn, and nothing tells whether for the {} samples of the main batch ({} on all "
-    "ranks) or for those of the batch of prepared.split(...) ({}): draw them like a tensor of either "
-    "(torch.randn_like(x)), or in the dataset"
 )
 _STEPS = 3  # in which all operations are followed
 _LATE = (
@@ -67,12 +151,11 @@ class SampleDraws(TorchFunctionMode):
     """Active while `part` is set: the samples that this rank holds. `inside`: the model's own forward runs."""
 
     def __init__(
-        self, beside: Callable[[tuple], tuple[Share | None, bool | None]] = lambda given: (None, None),
+        self, beside: Callable[[], Share | None] = lambda: None,
         of_batch: Callable[[Share, Callable[[int], bool], tuple], Share | None] = lambda part, fits, given: part,
     ) -> None:  # fmt: skip
         """
-        beside      (the samples that this rank holds of another loader's batch at hand, whether the arguments of an
-                    operation are of that batch or of the main one; None: of neither)
+        beside      the samples that this rank holds of another loader's batch at hand
         of_batch    the samples of the main batch that it is for, of those whose count fits, where several are there
         """
         super().__init__()
@@ -151,6 +234,8 @@ class SampleDraws(TorchFunctionMode):
 
         dims    where the look at the model has seen that what it draws has samples
         """
+        if self._stood:  # nothing is followed, and what drew shows at the end
+            return
         self.inside, self._first, self._stands = True, first, generators(current_device())
         self._dims = dims
 
@@ -256,14 +341,8 @@ class SampleDraws(TorchFunctionMode):
             if of_batch is None:
                 return None
             part = of_batch
-        other, of_other = self._beside(args)
-        if other is None or (other.count, other.start, other.total) == (part.count, part.start, part.total):
-            return part
-        if of_other is not None:
-            return other if of_other else part
-        fits = [one for one in (part, other) if self._place(shape, one.count) is not None]
-        if len(fits) > 1:
-            raise RefusedPlan(_BESIDE.format(shape, part.count, part.total, other.total))
+        other = self._beside()
+        fits = [one for one in (part, other) if one is not None and self._place(shape, one.count) is not None]
         return fits[0] if fits else part
 
     def _unknown_rows(self, func: Any, named: dict, sized: set[str], rows: int) -> str:

@@ -30,11 +30,9 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.guard.points import reach
 from shardwise.layout.dealing import Share
 from shardwise.mesh import Mesh
-from shardwise.scripts.agreement import same_samples
-from shardwise.scripts.dealt import Dealt, deal
+from shardwise.scripts.agreement import Meeting, same_samples
+from shardwise.scripts.dealt import UNFED, Dealt, deal
 from shardwise.scripts.gradient_arrivals import Heard
-from shardwise.scripts.meeting import Meeting
-from shardwise.scripts.own_batches import UNFED
 from shardwise.scripts.part_loader import Events
 from shardwise.scripts.reading import share_generators
 from shardwise.scripts.sample_draws import SampleDraws
@@ -87,7 +85,6 @@ class OtherLoop(Events):
         self.part: Share | None = None
         self.pauses: Callable[[], None] = lambda: None  # stops dealing draws, while the loader makes its iterator
         self.goes_on: Callable[[], None] = lambda: None
-        self.handed: Handed | None = None
         self.ran = self.since = False  # ever, and since the main batch is at hand
 
     def goes_beside(self) -> bool:
@@ -102,7 +99,6 @@ class OtherLoop(Events):
         """Note which of its samples this rank holds."""
         self.goes_on()
         self.part, self.ran, self.since = dealt.local, True, True
-        self.handed = Handed(0, batch, dealt, checksum, dim)
 
     def after_epoch(self) -> None:
         """The loop is over."""
@@ -146,8 +142,6 @@ class Loop(Heard, Events):
 
     def before_epoch(self) -> None:
         """Set every rank's generators to rank 0's, so that samplers and datasets draw alike."""
-        if self.is_elsewhere():
-            return
         self.unfed = False
         self.suspend()
         self._passes("an epoch over the loader")
@@ -183,9 +177,13 @@ class Loop(Heard, Events):
         spreads = self.whole is not None and self.whole.spreads
         return deal(total, *((self.mesh.data.size, self.mesh.data.index) if spreads else (1, 0)))
 
-    def is_elsewhere(self) -> bool:
-        """Whether it is not the thread in which the script was prepared that asks for batches."""
-        return threading.get_ident() != self._thread
+    def here(self) -> Events:
+        """Returns this loop, or nobody in another thread than that in which the script was prepared, where ranks cannot
+        meet: the next forward is refused."""
+        if threading.get_ident() == self._thread:
+            return self
+        self._elsewhere = True
+        return Events()
 
     def _passes(self, what: str) -> None:
         if self._meeting is not None:
@@ -202,8 +200,6 @@ class Loop(Heard, Events):
 
     def before_first(self, look: list[float], checksum: int) -> None:
         """Raise an error where ranks read other samples than each other, unless each draws for itself. Collective."""
-        if self.is_elsewhere():
-            return
         if self.mesh.world.size > 1 and self.randomness == "global":
             same_samples(look, checksum, self.mesh.world, self.mesh.device)
 
@@ -212,9 +208,6 @@ class Loop(Heard, Events):
         dealt = dealt if self.whole is None else self._of_whole(dealt.part.total)
         self._last += 1
         handed = Handed(self._last, batch, dealt, checksum, dim)
-        if self.is_elsewhere():
-            self._elsewhere = True
-            return
         self._handed = [*(one for one in self._handed if one.lives), handed]
         if handed.traced and (self._ahead or (self._now is not None and self._now.awaits)):
             self._ahead.append(handed)
@@ -264,40 +257,20 @@ class Loop(Heard, Events):
         if self._now is not None:
             self._now.met = True
 
-    def of_other(self, given: Any) -> bool | None:
-        """Returns whether tensors are of another loader's batch or of the main one, by their memory or by how many
-        samples they have; None where that does not tell."""
-        other, now = self.other, self._now
-        if other.part is None or other.handed is None or now is None:
-            return None
-        tensors = list(tensors_of(given))
-        if not tensors:
-            return None
-        storages = {_storage(tensor) for tensor in tensors}
-        if other.handed.is_in(storages) != now.is_in(storages):
-            return other.handed.is_in(storages)
-        rows = {len(tensor) for tensor in tensors if tensor.dim()}
-        fits = [part.count in rows for part in (other.part, now.dealt.local)]
-        return fits[0] if fits[0] != fits[1] else None
-
     def after_batch(self) -> None:
         """Stop dealing draws, since the script asks for its next batch."""
-        if not self.is_elsewhere():
-            self.in_loop = False
-            self.suspend()
-            self._comes_to("input")
+        self.in_loop = False
+        self.suspend()
+        self._comes_to("input")
 
     @names_line
     def after_all(self) -> None:
         """Compare what ranks hold alike, since an epoch has had its last batch on every rank. Collective."""
-        if not self.is_elsewhere():
-            for each in self.together:
-                each.compares()
+        for each in self.together:
+            each.compares()
 
     def after_epoch(self) -> None:
         """Stop dealing draws, since the loop has ended, unless batches of it are still to be trained on."""
-        if self.is_elsewhere():
-            return
         self._over = True
         self.suspend()
         waits = bool(self._ahead) or (self._now is not None and self._now.awaits)

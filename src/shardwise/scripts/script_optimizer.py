@@ -19,7 +19,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer import Nature, refuse, try_out
@@ -85,16 +84,13 @@ def _made(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
 Kind = tuple[torch.Size, bool]  # of a parameter: its shape, and whether it is complex
 
 
-def nature_of_group(optimizer: Optimizer, settings: dict[str, Any], kinds: Sequence[Kind]) -> Nature:
-    """Returns what the update of one group needs, by a trial."""
-    shapes, numbers = zip(*kinds, strict=True) if kinds else ((), ())
-    return try_out(_flat(optimizer, _settings(settings)), shapes, numbers)
-
-
 def nature_of(optimizer: Optimizer, kinds: Sequence[Sequence[Kind]]) -> Nature:
     """Returns what the update needs (elements, tensors or all), by a trial of each group's settings."""
-    groups = zip(optimizer.param_groups, kinds, strict=True)
-    found = [nature_of_group(optimizer, group, of_group) for group, of_group in groups if of_group]
+    found = []
+    for group, of_group in zip(optimizer.param_groups, kinds, strict=True):
+        if of_group:
+            shapes, numbers = zip(*of_group, strict=True)
+            found.append(try_out(_flat(optimizer, _settings(group)), shapes, numbers))
     if not found:
         raise InputError("prepare: the optimizer holds no parameter of the model that requires a gradient")
     return max(found, key=lambda nature: nature.needs)
@@ -155,58 +151,6 @@ def held_pieces(
         if slot.master.numel() or slot.whole:
             held.setdefault(slot.name, []).append(slot.master)
     return held
-
-
-def names_to_add(
-    params: list[nn.Parameter], model: nn.Module, shapes: dict[str, torch.Size], groups: list[list[str]]
-) -> list[str]:  # fmt: skip
-    """Returns the names of parameters that a script adds to its optimizer; `InputError` for those that it cannot."""
-    known = {id(param): name for name, param in model.named_parameters()}
-    names = [known.get(id(param), "") for param in params]
-    held = {name for group in groups for name in group}
-    for name in names:
-        if name in shapes and name not in held:
-            continue
-        why = "is in another group" if name in held else "is not the prepared model's"
-        why = f"was frozen at prepare: {THAWS}" if name and name not in shapes else why
-        raise InputError(f"optimizer.add_param_group: '{name or 'a tensor'}' {why}")
-    return names
-
-
-def refuse_other(nature: Nature, other: Nature, optimizer: Optimizer) -> None:
-    """Raise `InputError` for a group whose settings need larger pieces than the others' (`nature`)."""
-    if other.needs > nature.needs:
-        raise InputError(
-            f"optimizer.add_param_group: with these settings {type(optimizer).__name__} needs more of a tensor than "
-            "the pieces that the plan gave it: add the group before prepare, or give prepared.replace_optimizer one "
-            "with all groups"
-        )
-
-
-def is_of_torch(optimizer: Optimizer) -> bool:
-    """Returns whether its step is torch's own code alone: a class of torch's, and no hook around it."""
-    return type(optimizer).__module__.startswith("torch.optim.") and not _hooks_around(optimizer)
-
-
-def _hooks_around(optimizer: Optimizer) -> list[Callable]:
-    """Returns the script's hooks before and after the step, those of all optimizers too."""
-    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    of_all = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
-    hooks = [hook for table in (*own, *of_all) for hook in table.values()]
-    return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("shardwise.")]
-
-
-def notices_of_hooks(optimizer: Optimizer) -> list[str]:
-    """Returns, where the script has hooks around a step over pieces, what they are given."""
-    hooks = _hooks_around(optimizer)
-    if not hooks:
-        return []
-    name = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__)
-    return [
-        f"the optimizer's step hook {name} is given this rank's pieces of weights and gradients, before weights are "
-        "sent: read and change whole weights after optimizer.step() instead, and whole gradients before it; verify "
-        "says whether it matters"
-    ]
 
 
 def retire(optimizer: Optimizer) -> None:

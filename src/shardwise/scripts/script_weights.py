@@ -3,7 +3,7 @@
     p.grad                      the whole gradient, wherever ranks have it; raises before they have added it up
     (p ** 2).sum(), p.shape     of the whole weight, gathered for it; its gradient counts once (`whole_weights`)
     p.mul_(0.9), p.data         where a rank holds a piece: raises, with `prepared.whole()` as the remedy
-    optimizer.param_groups      this rank's pieces: raise (`optimizer_pieces`)
+    optimizer.param_groups      this rank's pieces: raise (`OptimizerGuard`)
 
 While the engine reads (`Gate`), in the model's forward and in a backward, a parameter is what this rank holds. How a
 parameter may be used (`ParameterUse`) stands in its class, which is changed in place.
@@ -13,25 +13,26 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.amp import grad_scaler
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
 
 from shardwise.comm import Axis
 from shardwise.engine.engine import Engine
-from shardwise.errors import RefusedPlan
+from shardwise.errors import InputError, RefusedPlan
 from shardwise.parallel.flat import Flat
 from shardwise.parallel.full import FullShard
 from shardwise.part import with_summed_gradient
+from shardwise.part.pairs import as_pairs
 from shardwise.part.tensor import FUNCTIONS
-from shardwise.scripts.guard import TAKEN, mark_like, reads_values
+from shardwise.scripts.guard import TAKEN, Gate, mark_like, reads_values
 from shardwise.scripts.script_lines import names_line, refuse
-from shardwise.scripts.sharded_weights import ShardedGradients
 from shardwise.trace.leaves import replaced, tensors_in
 
 _OF_A_SHARE = (
@@ -42,10 +43,6 @@ _PIECE = (
     "{} of a tensor in optimizer.param_groups, which holds this rank's pieces of the weights: read and write whole "
     "ones in `with prepared.whole(grads=True):`, where groups list them; clip by prepared.clip_grad_norm_(max_norm)"
 )
-_EARLY_LOSS = (
-    "the loss is computed from a parameter as it was before the model's first forward in training, by which the "
-    "plan put another in its place: compute what is made of model.parameters() (a penalty) after model(x)"
-)
 _GRAD = torch.Tensor.grad
 
 
@@ -53,13 +50,13 @@ _GRAD = torch.Tensor.grad
 class ParameterUse:
     """What the script's own code is given of a parameter.
 
-    gradient    "own": as it lies there; "later": likewise, once ranks have added up; "whole": gathered; "pieces":
-                FSDP's; "never": raises; "successor": of the parameter that took its place
+    gradient    "own": as it lies there; "later": likewise, once ranks have added up; "whole": gathered; "never":
+                raises; "successor": of the parameter that took its place
     values      "own"; "once": likewise, with a gradient that counts once; of the whole weight: "share" (of tp, ep),
                 "sharded" (FSDP's), "pairs" (complex numbers held as real ones); "never"; "successor"
     """
 
-    gradient: Literal["own", "later", "whole", "pieces", "never", "successor"] = "own"
+    gradient: Literal["own", "later", "whole", "never", "successor"] = "own"
     values: Literal["own", "once", "share", "sharded", "pairs", "never", "successor"] = "own"
 
 
@@ -75,25 +72,22 @@ class ScriptWeights:
         whole   its `WholeWeights`, where ranks hold pieces; else None
         cuts    names of those that are shares of tp or ep
         """
-        state, technique, mesh = engine.state, engine.technique, prepared.mesh
+        state, mesh = engine.state, prepared.mesh
         self.gate, self._gradients, self._calls, self._whole = prepared._gate, prepared.gradients, prepared.calls, whole
         # axes whose ranks have the same samples: what the script itself computes of a weight (a penalty) every one of
         # them computes, and its gradient counts once; the second ones beside the model's forward
         self._once: tuple[Axis, ...] = mesh.inner
         self._once_beside: tuple[Axis, ...] = prepared.calls.counted_once
         self._kinds: dict[tuple[type, ParameterUse], type] = {}
-        self._sharded: ShardedGradients | None = None
-        if whole is not None and isinstance(technique, FullShard):
-            self._sharded = ShardedGradients(technique, self, self._gradients, whole.in_units, cuts)
         if cuts:
             FUNCTIONS[torch.autograd.grad] = _grad_beside_weights
         elsewhere = prepared._shares or state.precision.mixed
         later = engine.plan.accumulate > 1 and mesh.world.size > 1  # ranks add up after several micro-batches
         values: Any = "once" if cuts or self._once or self._once_beside else "own"
-        gradient: Any = "whole" if elsewhere or isinstance(technique, Flat) else "later" if later else "own"
+        gradient: Any = "whole" if elsewhere or isinstance(engine.technique, Flat) else "later" if later else "own"
         for name, param in prepared.model.named_parameters():
             if type(param) is DTensor:
-                param.__class__ = self.kind(DTensor, ParameterUse("pieces", "sharded"))
+                param.__class__ = self.kind(DTensor, ParameterUse("whole", "sharded"))
             elif type(param) is nn.Parameter and (name in cuts or name in state.pairs):
                 param.__class__ = self.kind(nn.Parameter, ParameterUse("whole", "share" if name in cuts else "pairs"))
             elif type(param) is nn.Parameter and param.requires_grad:
@@ -109,15 +103,13 @@ class ScriptWeights:
 
     def retire(self, left: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
         """Let parameters that the model had before the plan put others in their place answer as those: a script may
-        have kept them in a list. What was computed of them before cannot be followed, and raises.
+        have kept them in a list.
         """
         for param, successor in left:
             mark_like(successor, param)
             for hook in (param._backward_hooks or {}).values():
                 successor.register_hook(hook)
             if type(param) is nn.Parameter:
-                if param.requires_grad:
-                    param.register_hook(_refuse_early_loss)
                 param.__dict__["successor"] = successor
                 param.__class__ = self.kind(nn.Parameter, ParameterUse("successor", "successor"))
 
@@ -141,29 +133,23 @@ class ScriptWeights:
         if use == "never" and sys._getframe(2).f_code.co_filename != grad_scaler.__file__:  # which scales the pieces
             refuse(RefusedPlan(_PIECE.format(".grad")))
         if use == "later":
-            self._gradients.refuse_early(param)
-        if use == "whole":
-            return self._gradients.get(param)
-        return self._sharded.gradient(param) if use == "pieces" and self._sharded is not None else _GRAD.__get__(param)
+            self._gradients.refuse_early()
+        return self._gradients.get(param) if use == "whole" else _GRAD.__get__(param)
 
     def set_gradient(self, param: Any, use: str, value: torch.Tensor | None) -> None:
         """`param.grad = value`: whole, the same on every rank."""
         if use == "successor" and not self.gate.is_open:
             param.__dict__["successor"].grad = value
-        elif self._passes_gradient(use) or use not in ("whole", "pieces", "never"):
+        elif self._passes_gradient(use) or use not in ("whole", "never") or isinstance(value, DTensor):  # FSDP's own
             _GRAD.__set__(param, value)
         elif use == "never":
             _GRAD.__set__(param, None) if value is None else refuse(RefusedPlan(_PIECE.format(".grad")))
-        elif use == "pieces" and self._sharded is not None:
-            self._sharded.set_gradient(param, value)
         else:
             self._gradients.set(param, value)
 
     def _passes_gradient(self, use: str) -> bool:
         """Whether it is not the script's own code that asks for a gradient; FSDP swaps parameters in a forward."""
-        if use == "pieces":
-            return not self.is_asked
-        return self.gate.is_open or (use != "never" and torch._C._current_graph_task_id() != -1)
+        return self.gate.is_open or (use != "never" and self._runs())
 
     def call(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Returns a function of torch of these parameters."""
@@ -177,13 +163,8 @@ class ScriptWeights:
         if uses & _PIECES and not self._runs():
             assert self._whole is not None
             return names_line(self._whole.outside)(func, args, kwargs)
-        if (
-            "sharded" in uses
-            and func == torch.Tensor.data.__set__
-            and self._calls.in_forward
-            and self._sharded is not None
-        ):
-            return self._sharded.assign(*args)
+        if "sharded" in uses and func == torch.Tensor.data.__set__ and self._calls.in_forward:
+            return self._whole.assign(*args)
         if "share" in uses and reads_values(func):
             refuse(RefusedPlan(TAKEN if func is torch.autograd.grad else _OF_A_SHARE.format(name or func)))
         if "once" in uses:
@@ -253,12 +234,6 @@ def _successor(param: Any) -> Any:
 
 
 @names_line
-def _refuse_early_loss(gradient: torch.Tensor) -> None:
-    """A gradient of what the script computed of a parameter before the plan put another in its place."""
-    raise RefusedPlan(_EARLY_LOSS)
-
-
-@names_line
 def _grad_beside_weights(*args: Any, **kwargs: Any) -> Any:
     """`torch.autograd.grad`, which is given a weight as the model shows it: a part that is made anew for each read."""
     try:
@@ -267,3 +242,119 @@ def _grad_beside_weights(*args: Any, **kwargs: Any) -> Any:
         if "not have been used" not in str(error):
             raise
         raise RefusedPlan(TAKEN) from error
+
+
+class OptimizerGuard:
+    """Guards the pieces that a prepared optimizer holds, while the script's own code runs."""
+
+    def __init__(self, weights: ScriptWeights) -> None:
+        self._gate, self._kind = weights.gate, weights.kind(nn.Parameter, ParameterUse("never", "never"))
+        self._masters: list[nn.Parameter] = []
+        self._hidden: HiddenState | None = None
+
+    def watch(self, optimizer: Optimizer, model: nn.Module, *, state: bool) -> None:
+        """Guard from here on what an optimizer holds beside the model's own parameters; `state`: its state too."""
+        own = {id(param) for param in model.parameters()}
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        self._masters = [param for param in params if id(param) not in own and type(param) is nn.Parameter]
+        for master in self._masters:
+            master.__class__ = self._kind
+        if state:
+            self.hide_state(optimizer)
+
+    def hide_state(self, optimizer: Optimizer) -> None:
+        """Let the script's own questions for the optimizer's state raise."""
+        self._hidden = HiddenState(optimizer, self._gate)
+
+    def leave(self) -> None:
+        """Stop guarding: the optimizer or the engine goes to work, or whole tensors take the pieces' place."""
+        for master in self._masters:
+            master.__class__ = nn.Parameter
+        self._masters = []
+        hidden, self._hidden = self._hidden, None
+        if hidden is not None:
+            hidden.leave()
+
+
+class HiddenState(MutableMapping[Any, Any]):
+    """Takes the place of an optimizer's `state`; the engine finds what is there, the script's own code raises."""
+
+    def __init__(self, optimizer: Optimizer, gate: Gate) -> None:
+        self._optimizer, self._gate, self._own = optimizer, gate, optimizer.state
+        optimizer.state = self
+
+    def leave(self) -> None:
+        """Give the optimizer its state back, unless the script has put another in its place."""
+        if self._optimizer.state is self:
+            self._optimizer.state = self._own
+
+    @names_line
+    def _if_engine(self) -> MutableMapping[Any, Any]:
+        if not self._gate.is_open:
+            raise RefusedPlan(
+                "optimizer.state holds this rank's pieces of the state: read and write it in "
+                "`with prepared.whole(state=True):`; optimizer.state_dict() gives all of it"
+            )
+        return self._own
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._if_engine()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._if_engine()[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._if_engine()[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._if_engine())
+
+    def __len__(self) -> int:
+        return len(self._if_engine())
+
+
+class OfPieces(torch.autograd.Function):
+    """A whole weight; each rank takes its piece of what comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, piece: torch.Tensor, values: torch.Tensor, weights: Any) -> torch.Tensor:
+        ctx.piece, ctx.weights = piece, weakref.ref(weights)  # a script keeps its last loss, and not its run
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor):
+        return ctx.weights().cut(ctx.piece, gradient), None, None
+
+
+def assign(trained: tuple[FullShard, int] | None, of_unit: Any, param: DTensor, value: torch.Tensor) -> None:
+    """`param.data = value` in a forward, of a unit of zero=3 that does not run: its storage is another one from here
+    on, as in one process.
+
+    trained     its technique, and its number there; None of what is frozen
+    of_unit     FSDP's record of the parameter
+    """
+    value = value.detach()
+    value = as_pairs(value) if value.is_complex() and not param.is_complex() else value
+    if (value.shape, value.dtype, value.device) != (param.shape, param.dtype, param.device):
+        raise InputError(
+            f"param.data = a tensor of {tuple(value.shape)}, {value.dtype} on {value.device}, where the weight is "
+            f"{tuple(param.shape)}, {param.dtype} on {param.device}: the plan holds its pieces as they were"
+        )
+    if isinstance(value, DTensor):
+        local = value.redistribute(param.device_mesh, param.placements).to_local().contiguous()
+    else:
+        local = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None).to_local().clone()
+    param._local_tensor = local
+    _take_up(of_unit)
+    if trained is not None:
+        technique, index = trained
+        technique.slots[index].master.data = technique.piece(index, param.detach())
+
+
+def _take_up(of_unit: Any) -> None:
+    """Let FSDP take up a shard's other memory, also while the script has it under another name (pruning)."""
+    within, leaf = of_unit._module_info.module._parameters, of_unit._module_info.param_name
+    stands, within[leaf] = leaf in within, of_unit.sharded_param
+    of_unit.reset_sharded_param()
+    if not stands:
+        del within[leaf]

@@ -26,8 +26,7 @@ from shardwise.ranks import alike, here, join
 from shardwise.ranks.launchers import own_device
 from shardwise.scripts.entries import Way
 from shardwise.scripts.guard import refuse_hooks
-from shardwise.scripts.shares import Named
-from shardwise.scripts.spread import total_of
+from shardwise.scripts.spread import Named, total_of
 from shardwise.task import Domain, Task
 
 

@@ -24,17 +24,14 @@ from shardwise.layout.dealing import Share
 from shardwise.parallel.full import FullShard
 from shardwise.part import forget, plain, whole
 from shardwise.scripts.agreement import compare, note
-from shardwise.scripts.earlier import Earlier
-from shardwise.scripts.first_steps import FirstSteps
-from shardwise.scripts.following import aside, differentiate
 from shardwise.scripts.gradient_arrivals import buckets_of, share_uncut
-from shardwise.scripts.gradients import Gradients
+from shardwise.scripts.gradients import Earlier, Gradients
+from shardwise.scripts.guard import FirstSteps
+from shardwise.scripts.over_ranks import OverRanks, check_loss, check_number, form_of
 from shardwise.scripts.part_loader import PartLoader
 from shardwise.scripts.proof.on_ranks import RankSide
-from shardwise.scripts.sample_draws import SampleDraws
+from shardwise.scripts.sample_draws import differentiate
 from shardwise.scripts.script_lines import Notices, names_line
-from shardwise.scripts.script_optimizer import is_of_torch
-from shardwise.scripts.weighing import Weighing, check_loss, check_number, form_of
 from shardwise.step.control import Tally
 from shardwise.step.loss import Loss
 from shardwise.step.normalise import held_gradients, norm_of_gradients, not_finite
@@ -42,7 +39,7 @@ from shardwise.step.result import StepResult
 from shardwise.step.train_step import complete, update
 
 
-class Stepping(Weighing):
+class Stepping(OverRanks):
     """The methods of `Prepared` that make up a step. All that the script's loop calls is collective."""
 
     plan: Plan
@@ -125,7 +122,7 @@ class Stepping(Weighing):
         told = self.loss if engine.plan.accumulate == 1 else self._loss_of(total, 0.0 if stands_in else weight)
         for script in together:
             if script.side is not None:
-                script.side.loss(told, form, weight if mean_over is None else mean_over)
+                script.side.loss(told, form)
         return told
 
     def _part_of(self, loader: PartLoader | None) -> Share | None:
@@ -178,8 +175,7 @@ class Stepping(Weighing):
         self._micro += 1
         self.calls.after_backward()
         if self._micro == self.engine.plan.accumulate:
-            with aside(SampleDraws):
-                self._finish()
+            self._finish()
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
@@ -360,8 +356,7 @@ class Stepping(Weighing):
         """Run the optimizer's own step, unless a gradient is not finite."""
         if self._tally is not None and not self._usable:
             return None
-        with aside(SampleDraws if is_of_torch(self.optimizer) else ()):
-            return inner()
+        return inner()
 
     def _closed(self, closure: Callable[[], Any]) -> torch.Tensor:
         """The loss of a closure summed over all ranks, so that a line search sees the same number on each."""

@@ -1,19 +1,25 @@
-"""`state_dict` and `load_state_dict` of a prepared model, and other whole weights that a rank holds in pieces.
+"""Whole weights of a prepared model for what everyone does with them: states, copies, averages, files.
 
     model.state_dict()        whole tensors under the plain module's names, where the model lies (those larger than an
                               eighth of its device's memory, together, on the CPU); a submodule's likewise
     model.load_state_dict()   whole tensors, of which each rank takes its pieces
+    copy.deepcopy(model)      a plain module with whole weights of now, as no plan has changed it; on every rank where
+                              ranks hold pieces; within the model's own forward or a backward it is refused then
+    torch.save(model)         refused: the model belongs to this run
 
-What this does not do: let one rank alone read what others hold pieces of (`meeting` names the line).
+What this does not do: let one rank alone read what others hold pieces of (`agreement` names the line).
 """
 
 from __future__ import annotations
 
+import copy
 import types
+import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +28,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
+import shardwise
 from shardwise.checkpoint.load import restore
 from shardwise.device import memory_bytes, on_host
 from shardwise.engine import weights_out
@@ -31,14 +38,11 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.mesh import Mesh
 from shardwise.parallel.fsdp import units_aside
 from shardwise.parallel.full import FullShard
-from shardwise.scripts.agreement import same_given
+from shardwise.scripts.agreement import Meeting, same_given
 from shardwise.scripts.calls import Calls
-from shardwise.scripts.entries import Several
-from shardwise.scripts.first_steps import FirstSteps, ParametersInPlace
-from shardwise.scripts.guard import Gate
-from shardwise.scripts.meeting import Meeting
-from shardwise.scripts.optimizer_pieces import OptimizerGuard
+from shardwise.scripts.guard import FirstSteps, Gate
 from shardwise.scripts.script_lines import names_line
+from shardwise.scripts.script_weights import OptimizerGuard
 from shardwise.scripts.start import generators_kept
 
 
@@ -51,7 +55,7 @@ class WeightAccess(ABC):
     calls: Calls
     _optimizer_guard: OptimizerGuard
     _first: FirstSteps
-    _in_place: ParametersInPlace | None  # where another parameter in a weight's place would not be seen
+    _settles: bool  # another parameter in a weight's place would not be seen
     _engine: Engine | None
     _gate: Gate
     _state_gate: Gate
@@ -114,16 +118,8 @@ class WeightAccess(ABC):
         """The model's whole weights and buffers, on the CPU of every rank. Collective."""
         if self._engine is None:
             self.meet("state_dict()")
-            found = {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
-        else:
-            found = self.whole_state("state_dict()")
-        under = self._prefix
-        return {name.removeprefix(under): value for name, value in found.items() if name.startswith(under)}
-
-    @property
-    def _prefix(self) -> str:
-        """What the names of the script's one model begin with, where parameters of its own stand beside it."""
-        return "0." if isinstance(self.model, Several) and isinstance(self.model.given, nn.Module) else ""
+            return {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
+        return self.whole_state("state_dict()")
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -180,8 +176,6 @@ class WeightAccess(ABC):
         self.settle()
         self._take_written()
         for name, param in list(self.model.named_parameters()):
-            if not name.startswith(self._prefix):
-                continue
             with self._gate.open():
                 whole = param.detach() if self._engine is None else self.engine.full_parameter(name)
             yield whole
@@ -195,7 +189,7 @@ class WeightAccess(ABC):
         """Whole weights and buffers as one safetensors file, written by rank 0. Collective."""
         self.meet("save_weights(...)")
         with self._reading():
-            weights_out.save_weights(self.engine.state, path, under=self._prefix)
+            weights_out.save_weights(self.engine.state, path)
 
     def _restored(self, folder: Path) -> dict[str, Any]:
         """Load a checkpoint's weights and state into the engine; returns what was saved beside them. Collective."""
@@ -252,8 +246,8 @@ class WeightAccess(ABC):
 
     def settle(self) -> None:
         """Raise where another parameter stands in the place of one of the plan's."""
-        if self._in_place is not None and not self.whole_is_open:  # whose stand-ins are in the places for a while
-            self._in_place.check()
+        if self._settles and not self.whole_is_open:  # whose stand-ins are in the places for a while
+            self._first.places.check()
 
     def compare(self) -> None:
         """Raise where what ranks hold alike has come apart since it was last compared. Collective."""
@@ -320,3 +314,90 @@ def _near(whole: dict[str, torch.Tensor], device: torch.device) -> dict[str, tor
     if on_host(device) or (room is not None and sum(each.nbytes for each in whole.values()) > room // 8):
         return whole
     return {name: each.to(device) for name, each in whole.items()}
+
+
+_OURS = (str(Path(shardwise.__file__ or "").parent), str(Path(torch.__file__ or "").parent / "distributed"))
+_STATE = {"_tensor_cuts", "_read_outside", "_set_outside", "_is_fsdp_managed_module", "_fsdp_use_orig_params"}
+_OF_FSDP = "__composable_api"
+
+
+class Copies:
+    """What `copy.deepcopy` makes of one model's modules. Made before anything is changed in them."""
+
+    def __init__(self, model: nn.Module, prepared: Any) -> None:
+        self._model, self._prepared = weakref.ref(model), weakref.ref(prepared)
+        self._before: dict[int, tuple[Any, Any]] = {
+            id(module): (type(module), vars(module).get("forward")) for module in model.modules()
+        }
+        for module in model.modules():
+            vars(module)["__deepcopy__"] = types.MethodType(_copier(self), module)
+            vars(module)["__reduce_ex__"] = types.MethodType(_refuse, module)
+
+    @names_line
+    def copy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        """Returns a plain copy of one module, of its weights as they are now. Collective where ranks hold pieces."""
+        if id(self) not in memo:
+            memo[id(self)] = self
+            with torch._C.DisableTorchFunction():  # within a forward, what follows operations follows the module's own
+                memo.update(self._whole(module))
+        kind, forward = self._before[id(module)]
+        made: Any = kind.__new__(kind)
+        memo[id(module)] = made
+        for name, value in vars(module).items():
+            if name == "forward" and (forward is not None or not _is_ours(value)):
+                made.__dict__[name] = copy.deepcopy(forward if _is_ours(value) else value, memo)
+            elif name.endswith("_hooks"):
+                made.__dict__[name] = type(value)(
+                    (key, copy.deepcopy(hook, memo)) for key, hook in value.items() if not _is_ours(hook)
+                )
+            elif name not in _STATE and not name.startswith(_OF_FSDP) and not _is_ours(value):
+                made.__dict__[name] = copy.deepcopy(value, memo)
+        if isinstance(made, nn.RNNBase):
+            made._flat_weights = [getattr(made, name, None) for name in made._flat_weights_names]
+        return made
+
+    def _whole(self, module: nn.Module) -> dict[int, Any]:
+        """By id, what stands in a copy for each parameter, and for each buffer of which this rank holds a part."""
+        prepared, model = self._prepared(), self._model()
+        engine = prepared.in_pieces if prepared is not None and not prepared.whole_is_open else None
+        weights: dict[str, torch.Tensor] = {}
+        if engine is not None:
+            assert prepared is not None
+            if not prepared.calls.is_outside:
+                raise RefusedPlan(
+                    f"copy.deepcopy of a {type(module).__name__} within the model's forward or a backward, where ranks "
+                    "hold pieces of its weights: make the copy in the constructor, or before prepare"
+                )
+            weights = prepared.whole_state("copy.deepcopy of the model")
+        assert model is not None
+        made: dict[int, Any] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            value = weights[name].to(param.device) if name in weights else param.detach()
+            value = value.as_subclass(torch.Tensor).clone()
+            made[id(param)] = nn.Parameter(value, param.requires_grad)
+        made |= {id(buffer): weights[name].to(buffer.device).clone() for name, buffer in model.named_buffers()
+                 if name in weights}  # fmt: skip
+        return made
+
+
+def _copier(copies: Copies) -> Any:
+    def __deepcopy__(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        return copies.copy(module, memo)
+
+    return __deepcopy__
+
+
+@names_line
+def _refuse(module: nn.Module, protocol: Any) -> Any:
+    raise RefusedPlan(
+        f"pickling the model itself, or a module of it ({type(module).__name__}): prepared, it belongs to this run and "
+        "its ranks: save model.state_dict() (of every rank, written by one) and load it into a new model"
+    )
+
+
+def _is_ours(value: Any) -> bool:
+    """Whether an attribute or a hook of a module was put there by a plan."""
+    value = value.func if isinstance(value, partial) else value
+    value = getattr(value, "__func__", value)
+    code = getattr(value, "__code__", None)
+    return code is not None and code.co_filename.startswith(_OURS)

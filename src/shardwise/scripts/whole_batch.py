@@ -68,7 +68,6 @@ class WholeBatch:
         self.dims: list[Rows | None] | None = None
         self.rows = Share(None, 0, 0, 0)
         self.local = self.rows
-        self.gathered_bytes = 0
         self._counts: tuple[int, ...] = ()
         self._compared = False
 
@@ -130,7 +129,6 @@ class WholeBatch:
         payload = apart(leaf, cuts, axes) if cuts else whole(leaf)
         mine = rows.first(payload)[: self.rows.count]
         full = gather_samples(mine.contiguous(), self._counts, self._data, _TAG)
-        self.gathered_bytes += (full.numel() - mine.numel()) * full.element_size()
         return joined(rows.back(full), cuts, axes) if cuts else rows.back(full)
 
     def _compare(self, leaves: list[Any]) -> None:

@@ -40,8 +40,8 @@ from shardwise.scripts.agreement import same_given
 from shardwise.scripts.gradient_arrivals import techniques_of
 from shardwise.scripts.guard import OUTSIDE, READ, TAKEN, mark_like, reads_values, writes_into
 from shardwise.scripts.script_lines import names_line, refuse
+from shardwise.scripts.script_weights import OfPieces, assign
 from shardwise.scripts.stepping import Stepping
-from shardwise.scripts.whole_in_graphs import BesideForward, OfPieces
 from shardwise.scripts.whole_optimizer_state import put, share_of
 from shardwise.trace.leaves import replaced, tensors_in
 
@@ -126,7 +126,7 @@ class WholeWeights:
             for index, param in enumerate(technique.params)
         }
         units = [unit for unit in engine.module.modules() if isinstance(unit, FSDPModule)]
-        self.in_units = {
+        self._in_units = {
             id(one.sharded_param): one for unit in units for group in groups_of(unit) for one in group.fsdp_params
         }
 
@@ -162,7 +162,7 @@ class WholeWeights:
         name = getattr(func, "__name__", "")
         attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else ""
         if func is torch.autograd.grad:
-            return self._taken(func, args, kwargs)
+            raise RefusedPlan(TAKEN)
         if name in _ABOUT or (name == "__get__" and attribute in _ATTRIBUTES):
             return func(*replaced(torch.Tensor, lambda t: self.meta(t) if id(t) in self.names else t, args), **kwargs)
         if name.startswith("new_"):  # of its dtype and device alone
@@ -203,7 +203,7 @@ class WholeWeights:
         if name in ("register_hook", "register_post_accumulate_grad_hook"):
             raise RefusedPlan(_HOOK)
         if func is torch.autograd.grad and self.is_open:
-            return self._taken(func, args, kwargs)
+            raise RefusedPlan(TAKEN)
         if not reads_values(func):
             return func(*args, **kwargs)
         if not self.is_open:
@@ -214,31 +214,12 @@ class WholeWeights:
                                     (args, kwargs))  # fmt: skip
         return func(*args, **kwargs)
 
-    def _taken(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Gradients by weights for the script's own use: where every rank has all samples, of the gathered weights."""
-        found = [self._gathered(self._piece(one)) for one in tensors_in((args, kwargs)) if self._is_mine(one)]
-        if not found or any(one is None for one in found) or not self._script.calls.on_every_rank:
-            raise RefusedPlan(TAKEN)
-        self._script.calls.records()
-        args, kwargs = replaced(torch.Tensor, lambda t: self._gathered(self._piece(t)) if self._is_mine(t) else t,
-                                (args, kwargs))  # fmt: skip
-        return func(*args, **kwargs)
-
     def _standing_for(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._standing.get(self.names.get(id(tensor), ""), tensor)
-
-    def _is_mine(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) in self.names or isinstance(tensor, WholeWeight)
 
     def _piece(self, tensor: torch.Tensor) -> torch.Tensor:
         """The parameter that the plan trains, of itself or of its stand-in."""
         return self._params[tensor.__dict__["_whole_name"]] if isinstance(tensor, WholeWeight) else tensor
-
-    def _gathered(self, piece: torch.Tensor) -> torch.Tensor | None:
-        """The weight that stands for a piece in graphs of zero=3, and has no memory while its unit is not gathered."""
-        name, unit = self.names[id(piece)], self.in_units.get(id(piece))
-        cut = self._state.tensor is not None and name in self._state.tensor.cuts
-        return None if cut or name in self._state.pairs else getattr(unit, "_unsharded_param", None)
 
     def in_graph(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the whole weight, whose gradient comes to the ranks' pieces and counts once. Collective if closed."""
@@ -246,10 +227,6 @@ class WholeWeights:
         values = tensor.detach() if isinstance(tensor, WholeWeight) else self.value(self.names[id(piece)])
         if not piece.requires_grad:
             return values
-        gathered = self._gathered(piece) if script.calls.on_every_rank else None
-        if gathered is not None:
-            script.calls.records()
-            return BesideForward.apply(gathered, values)
         whole: torch.Tensor = OfPieces.apply(piece, values, self)
         return with_summed_gradient(whole, (*script.calls.counted_once, *script.mesh.inner))
 
@@ -259,6 +236,11 @@ class WholeWeights:
         script = self._script
         with script._gate.open():
             return script.engine.full_parameter(name).detach().as_subclass(torch.Tensor).clone()
+
+    def assign(self, param: DTensor, value: torch.Tensor) -> None:
+        """`param.data = value` in the model's forward."""
+        assign(self._technique_of.get(id(param)), self._in_units[id(param)], param, value)
+        self._script.may_have_written()
 
     @torch.no_grad()
     def cut(self, piece: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

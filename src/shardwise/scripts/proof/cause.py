@@ -152,19 +152,17 @@ def _of_gradients(sides: Difference, step: int, kinds: set[str]) -> Cause | None
     ranks = [rank.steps[step] for rank in found or [] if step < len(rank.steps)]
     form = next(iter(many.forms), "mean")
     locals_ = [_vector(_sum(rank.locals), single.gradients) for rank in ranks if rank.locals]
-    factor = _factor(_vector(many.gradients, single.gradients), _vector(single.gradients, single.gradients))
+    expected, found_there = (_vector(each.gradients, single.gradients) for each in (single, many))
+    factor = _factor(found_there, expected)
     if not many.losses and single.losses:
         return _cause("own_backward")
     if not locals_ or len(locals_) < len(ranks):
         return _by_factor(factor, kinds, form, sides)
-    shares, rest = _fit(locals_, _vector(single.gradients, single.gradients))
+    shares, rest = _fit(locals_, expected)
     there, missing = _fit(locals_, _vector(ranks[0].gradients, single.gradients))
-    clipped = any("clip" in line for line in (single.line,))
     if rest > NEAR:
-        scaled = _factor(_vector(many.gradients, single.gradients), _vector(single.gradients, single.gradients))
-        if scaled is not None and not clipped and abs(scaled - 1) > NEAR:
-            return _by_factor(scaled, kinds, form, sides)
-        return _not_a_sum(sides, step, rest)
+        scaled = factor is not None and abs(factor - 1) > NEAR
+        return _by_factor(factor, kinds, form, sides) if scaled else _not_a_sum(sides, step, rest)
     if missing > NEAR:
         return _cause("gradient_written")
     lost = [rank for rank, (a, b) in enumerate(zip(there, shares, strict=True)) if abs(a) < NEAR < abs(b)]

@@ -13,10 +13,7 @@ import torch
 from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.proof.settings import raise_eps
 from shardwise.scripts.over_ranks import OverRanks
-from shardwise.scripts.proof.recorder import ScriptRecorder
-from shardwise.scripts.proof.shorten import shortened
-from shardwise.scripts.proof.sketch import sketch
-from shardwise.scripts.script_lines import line_of_script
+from shardwise.scripts.proof.recorder import ScriptRecorder, shortened, sketch
 
 
 class RankSide:
@@ -38,9 +35,9 @@ class RankSide:
         gradients = {name: None if g is None else sketch(g) for (name, _), g in zip(named, found, strict=True)}
         self.recorder.local_gradients(self.number, gradients)
 
-    def loss(self, value: torch.Tensor, form: str, weight: Any) -> None:
-        """A backward: the loss over all ranks, how it was given, and the weight or mean_over of this rank."""
-        self.recorder.loss(self.number, float(value), form, float(weight or 0.0))
+    def loss(self, value: torch.Tensor, form: str) -> None:
+        """A backward: the loss over all ranks, and how it was given."""
+        self.recorder.loss(self.number, float(value), form)
 
     def before(self, prepared: OverRanks) -> None:
         """The optimizer's step begins; the script has done to gradients what it does."""
@@ -49,7 +46,7 @@ class RankSide:
             named = list(prepared.engine.full_gradients())
             if prepared.gradients is not None and prepared.gradients.by_hand:  # perhaps in a step without a backward
                 named = [(name, prepared.gradients.seen(name) if g is None else g) for name, g in named]
-            self.recorder.before(self.number, named, line_of_script())
+            self.recorder.before(self.number, named)
 
     def after(self, prepared: OverRanks) -> None:
         """The step is over, and the weights are published."""

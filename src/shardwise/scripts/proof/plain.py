@@ -26,11 +26,9 @@ from shardwise.errors import InputError
 from shardwise.layout import Plan
 from shardwise.layout.dealing import Share
 from shardwise.proof.settings import raise_eps
-from shardwise.scripts.entries import Several, with_own
-from shardwise.scripts.proof.recorder import ScriptRecorder, content_of
-from shardwise.scripts.proof.shorten import shortened
+from shardwise.scripts.entries import as_given, as_one
+from shardwise.scripts.proof.recorder import ScriptRecorder, content_of, shortened
 from shardwise.scripts.reading import samples_of
-from shardwise.scripts.script_lines import line_of_script
 
 
 class PlainLoader:
@@ -86,7 +84,7 @@ class Plain:
         unpacks: int = 3,
     ) -> None:  # fmt: skip
         self.plan, self.optimizer, self._recorder, self._unpacks = plan, optimizer, recorder, unpacks
-        self.model = with_own(model, optimizer)
+        self.model = as_one(model)
         self.loader = loader if isinstance(loader, PlainLoader) else PlainLoader(loader, recorder, dim)
         self.loss = torch.tensor(float("nan"))
         self.grad_norm = float("nan")
@@ -102,8 +100,7 @@ class Plain:
             self.model.register_forward_pre_hook(self._sees_forward)
 
     def __iter__(self) -> Iterator[Any]:
-        model = self.model.given if isinstance(self.model, Several) else self.model
-        return iter((model, self.optimizer, self.loader)[: self._unpacks])
+        return iter((as_given(self.model), self.optimizer, self.loader)[: self._unpacks])
 
     # --- what a script calls
 
@@ -175,10 +172,7 @@ class Plain:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Whole weights and buffers, on the CPU."""
-        model = (
-            self.model.given if isinstance(self.model, Several) and isinstance(self.model.given, nn.Module) else None
-        )
-        return {name: t.detach().cpu().clone() for name, t in (model or self.model).state_dict().items()}
+        return {name: t.detach().cpu().clone() for name, t in self.model.state_dict().items()}
 
     def load_state_dict(self, state: Any, strict: bool = True) -> Any:
         """The model's own."""
@@ -187,9 +181,7 @@ class Plain:
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """The values of the model's parameters."""
-        model = next(iter(self))
-        models = model if isinstance(model, tuple) else (model,)
-        return (param.detach() for each in models for param in each.parameters())
+        return (param.detach() for param in self.model.parameters())
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """The model's buffers."""
@@ -243,16 +235,16 @@ class Plain:
         vars(optimizer)["step"] = types.MethodType(step, optimizer)
 
     def _step(self, inner: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
-        recorder, line = self._recorder, line_of_script()
+        recorder = self._recorder
         recorder.record.raised_eps |= bool(
             raise_eps(self.optimizer)
         )  # a state that was loaded may have brought it back
         if closure is not None:
             result = inner(closure)  # the gradients of its last call
-            recorder.before(self.number, self._gradients(), line)
+            recorder.before(self.number, self._gradients())
         else:
             self._divide()
-            recorder.before(self.number, self._gradients(), line)
+            recorder.before(self.number, self._gradients())
             result = inner()
         self._calls = 0
         named = dict(self.model.named_parameters())

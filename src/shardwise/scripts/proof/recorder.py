@@ -22,13 +22,15 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 
 from shardwise.layout import Plan
 from shardwise.proof.record import Tensors, kept_state
-from shardwise.scripts.proof.sketch import sketch
+from shardwise.scripts.reading import standing
 
 Named = Iterable[tuple[str, torch.Tensor | None]]
 SECONDS = 10.0  # between two lines of a slow script's progress
@@ -54,9 +56,7 @@ class StepRecord:
     samples: list[int] = field(default_factory=list)  # of each batch since the last step
     content: float = 0.0  # the sum of all numbers of those batches
     locals: list[Tensors] = field(default_factory=list)  # by backward, gradients of this rank's loss alone
-    weights: list[float] = field(default_factory=list)  # by backward, the weight or mean_over that this rank gave
     counted: int = 0  # samples of the step's batches that count on this rank
-    line: str = ""  # of the script
 
 
 @dataclass
@@ -77,7 +77,6 @@ class ScriptRecord:
     states_known: bool = True
     raised_eps: bool = False
     drew: set[int] = field(default_factory=set)  # steps within which random numbers were drawn after the batch came
-    ended: bool = False  # the script came to its own end
     failed: tuple[str, str] | None = None  # (kind and message, traceback)
 
 
@@ -138,11 +137,10 @@ class ScriptRecorder:
         if enough or many or (self.epochs is not None and self._ended_epochs >= self.epochs):
             raise Enough
 
-    def loss(self, model: int, value: float, form: str, weight: float = 0.0) -> None:
-        """A backward of a model: its loss over all samples, how it was called, and with which number."""
+    def loss(self, model: int, value: float, form: str) -> None:
+        """A backward of a model: its loss over all samples, and how it was called."""
         step = self._coming[model]
         step.losses.append(value)
-        step.weights.append(weight)
         step.forms.add(form)
 
     def local_gradients(self, model: int, gradients: Tensors) -> None:
@@ -152,7 +150,7 @@ class ScriptRecorder:
     # --- what is told of a step
 
     @torch.no_grad()
-    def before(self, model: int, gradients: Named, line: str = "") -> None:
+    def before(self, model: int, gradients: Named) -> None:
         """An optimizer's step begins, with these whole gradients."""
         step, self._coming[model] = self._coming[model], StepRecord(model)
         for name, gradient in gradients:
@@ -162,8 +160,7 @@ class ScriptRecorder:
                 step.squares += float(gradient.detach().abs().double().square().sum())
         batches, self._since = self._since, StepRecord(0)
         step.samples, step.content, step.counted = batches.samples, batches.content, batches.counted
-        step.line = line
-        if self._stood is not None and _drawn() != self._stood:
+        if self._stood is not None and standing() != self._stood:
             self.record.drew.add(len(self.record.steps))
         self.record.steps.append(step)
 
@@ -195,7 +192,7 @@ class ScriptRecorder:
         self._since.samples.append(samples)
         self._since.counted += counted
         self._since.content += content
-        self._stood = _drawn()
+        self._stood = standing()
 
     def epoch_ends(self, *, uneven: bool) -> None:
         """A loop over the loader has had its last batch; `uneven`: which had fewer samples than those before."""
@@ -242,13 +239,6 @@ def content_of(batch: Any, rows: slice | None = None, held: int = 0, dim: int = 
     return total
 
 
-def _drawn() -> int:
-    """Where the generators stand, as one number."""
-    from shardwise.scripts.reading import standing
-
-    return standing()
-
-
 def _plain(value: Any) -> Any:
     """A setting as a number, text or a tuple of them."""
     if isinstance(value, torch.Tensor):
@@ -256,3 +246,74 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(_plain(each) for each in value)
     return value if isinstance(value, bool | int | float | str | type(None)) else type(value).__name__
+
+
+WHOLE = 1024
+BLOCKS = 256
+
+
+def sketch(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns float64 on the CPU: a copy of a small tensor in its shape, else `BLOCKS` sums of signed elements."""
+    values = tensor.detach()
+    if values.layout is not torch.strided:
+        values = values.to_dense()
+    if values.numel() <= WHOLE:
+        return values.cpu().to(torch.complex128 if values.is_complex() else torch.float64, copy=True)
+    flat = (torch.view_as_real(values.resolve_conj()) if values.is_complex() else values).reshape(-1)
+    length = -(-flat.numel() // BLOCKS)
+    signs = _signs(length).to(flat.device)
+    full = flat.numel() // length
+    sums = torch.zeros(BLOCKS, dtype=torch.float64)
+    sums[:full] = (flat[: full * length].view(full, length).to(torch.float64) @ signs).cpu()
+    if rest := flat.numel() - full * length:
+        sums[full] = (flat[full * length :].to(torch.float64) @ signs[:rest]).cpu()
+    return sums
+
+
+def _signs(length: int) -> torch.Tensor:
+    """Returns `length` numbers of +1 and -1, the same in every process; by NumPy: torch's draws are followed."""
+    bits = np.random.default_rng(20_250_101).integers(0, 2, length)
+    return torch.from_numpy(bits * 2.0 - 1.0)
+
+
+class FirstAndLast:
+    """The first `count` batches of a batch sampler, and its last one."""
+
+    def __init__(self, batches: Iterable[Any], count: int) -> None:
+        self.batches, self.count = batches, count
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "batches":
+            raise AttributeError(name)
+        return getattr(self.batches, name)
+
+    def __len__(self) -> int:
+        return min(len(self.batches), self.count + 1)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        last, beyond = None, False
+        for number, batch in enumerate(self.batches):
+            if number < self.count:
+                yield batch
+            else:
+                last, beyond = batch, True
+        if beyond:
+            yield last
+
+
+def shortened(loader: Any, recorder: ScriptRecorder) -> Any:
+    """Returns the loader, whose epochs have become short in place where the proof asks for it."""
+    count = recorder.shorten
+    if count is None or type(loader) is not DataLoader or loader.batch_sampler is None:
+        return loader
+    if isinstance(loader.batch_sampler, FirstAndLast):  # the loader of a second model
+        return loader
+    try:
+        many = len(loader.batch_sampler)
+    except TypeError:
+        many = 0
+    if many > count + 1:
+        vars(loader)["batch_sampler"] = FirstAndLast(loader.batch_sampler, count)  # DataLoader refuses an assignment
+        note = f"scope: epochs of {many} batches are shortened to their first {count} and their last; --steps all: none"
+        recorder.record.notices.append(note)
+    return loader

@@ -31,9 +31,8 @@ from torch.utils._pytree import tree_map_only
 from shardwise.errors import RunError, ShardwiseError
 from shardwise.ranks.script import HIDDEN
 from shardwise.scripts.proof.receipts import files_of
-from shardwise.scripts.proof.recorder import Enough, ScriptRecord, ScriptRecorder, recording
+from shardwise.scripts.proof.recorder import Enough, ScriptRecord, ScriptRecorder, recording, sketch
 from shardwise.scripts.proof.scratch import Scratch
-from shardwise.scripts.proof.sketch import sketch
 from shardwise.scripts.proof.torch_hooks import TorchHooks, own_group
 from shardwise.trace.double import KeepDouble
 
@@ -123,11 +122,9 @@ def _run(asked: ScriptJob, recorder: ScriptRecorder) -> None:
     names: dict[str, Any] = {}
     try:
         names = runpy.run_path(asked.path, run_name="__main__")
-        recorder.record.ended = True
     except SystemExit as done:
         if done.code not in (None, 0):
             raise
-        recorder.record.ended = True
         names = _names_in(done, asked.path)
     except Enough as enough:
         names = _names_in(enough, asked.path)

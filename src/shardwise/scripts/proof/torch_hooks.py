@@ -24,7 +24,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardwise.proof.settings import raise_eps
 from shardwise.scripts.proof.recorder import ScriptRecorder
-from shardwise.scripts.script_lines import line_of_script
 
 # what wrappers put into the names of what they hold
 _WRAPPED = re.compile(r"(^|\.)(module|_fsdp_wrapped_module|_orig_mod|_forward_module|_checkpoint_wrapped_module)(?=\.)")
@@ -100,7 +99,7 @@ class TorchHooks:
                 self._recorder.loss(number, value, "mean")
             self._losses = []
             grads = [(name, None if p.grad is None else _whole(p.grad)) for name, p in named if p.requires_grad]
-            self._recorder.before(number, grads, line_of_script())
+            self._recorder.before(number, grads)
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
