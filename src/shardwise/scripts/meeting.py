@@ -5,7 +5,8 @@
 
 Each rank counts these calls, and the first to come to a number writes down what it does, in the store by which the run
 was set up; the others compare. So an evaluation, a save or an extra step under `if rank == 0:` is told before a
-collective is entered that would hang. Bytes: one line to the store for each call.
+collective is entered that would hang. Bytes: one line to the store for each call. Backwards and steps, of which there
+are many, are compared in memory that ranks of one host share (comm/trail).
 
 What this does not do: see a rank that does something else for good; the wait ends after a deadline, naming the line.
 """
@@ -19,7 +20,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import Axis, gather_json
+from shardwise.comm import Axis, Trail, gather_json
 from shardwise.errors import RunError
 from shardwise.ranks.ended import has_ended, say_ended
 from shardwise.scripts.script_lines import line_of_script
@@ -29,6 +30,17 @@ _FIRST_PAUSE_S, _PAUSE_S = 0.001, 0.1
 _APART = "apart"
 _KEPT = 1024  # numbers back to which what was done stays in the store
 _AT_ONCE = 64
+_STEPS = {
+    "mean": "prepared.backward(loss)",
+    "mean_over": "prepared.backward(loss, mean_over=n)",
+    "weight": "prepared.backward(loss, weight)",
+    "sum": "prepared.backward(loss, summed=True)",
+    "step": "optimizer.step()",
+}
+_OFTEN = (
+    "Every rank must make these calls, as often as the others: where its samples have nothing of a term, it gives a "
+    "sum of nothing: prepared.backward(term.sum() / max(n, 1), mean_over=n)"
+)
 
 
 class Meeting:
@@ -42,7 +54,15 @@ class Meeting:
         self._rank = world.ranks[world.index]
         self._number = 0  # of this rank's calls
         self._group_store = store
+        self._trail = Trail(world, list(_STEPS.values()), device, _OFTEN)
         atexit.register(say_ended)
+
+    def steps(self, call: str) -> None:
+        """This rank comes to "step", or to a backward with a loss of this form; raises `RunError` as `passes` does.
+
+        Nothing is sent: ranks of one host compare in shared memory.
+        """
+        self._trail.mark(_STEPS[call])
 
     def passes(self, what: str) -> None:
         """This rank goes on to a call that all ranks make; raises `RunError` where another makes another one."""

@@ -19,13 +19,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer import Nature, refuse, try_out
 from shardwise.errors import InputError
 from shardwise.parallel.slots import DataParallel
 from shardwise.scripts.script_lines import names_line
+from shardwise.scripts.step_hooks import hooks_around
 from shardwise.step.owners import OwnedMasters, PieceSlots
 
 THAWS = (
@@ -185,28 +185,7 @@ def refuse_other(nature: Nature, other: Nature, optimizer: Optimizer) -> None:
 
 def is_of_torch(optimizer: Optimizer) -> bool:
     """Returns whether its step is torch's own code alone: a class of torch's, and no hook around it."""
-    return type(optimizer).__module__.startswith("torch.optim.") and not _hooks_around(optimizer)
-
-
-def _hooks_around(optimizer: Optimizer) -> list[Callable]:
-    """Returns the script's hooks before and after the step, those of all optimizers too."""
-    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    of_all = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
-    hooks = [hook for table in (*own, *of_all) for hook in table.values()]
-    return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("shardwise.")]
-
-
-def notices_of_hooks(optimizer: Optimizer) -> list[str]:
-    """Returns, where the script has hooks around a step over pieces, what they are given."""
-    hooks = _hooks_around(optimizer)
-    if not hooks:
-        return []
-    name = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__)
-    return [
-        f"the optimizer's step hook {name} is given this rank's pieces of weights and gradients, before weights are "
-        "sent: read and change whole weights after optimizer.step() instead, and whole gradients before it; verify "
-        "says whether it matters"
-    ]
+    return type(optimizer).__module__.startswith("torch.optim.") and not any(hooks_around(optimizer))
 
 
 def retire(optimizer: Optimizer) -> None:
