@@ -7,8 +7,9 @@
 A small model never reaches 2^26 scores or a megabyte of a file, so what happens there would be proven by nobody.
 Buckets of gradients are made small by `comm/buckets.small_buckets`, since they are laid out once.
 
-What this does not do: caches that only forget (their sizes change nothing that is computed), limits that refuse, and
-blocks of a blend (`data/blend.BLOCK`), of which `visited` reads the first, the second and the last.
+What this does not do: caches that only forget (their sizes change nothing that is computed), limits that refuse,
+where a convolution begins to overlap its halo (`domain_overlap=auto`, which cannot be differentiated twice), and blocks
+of a blend (`data/blend.BLOCK`), of which `visited` reads the first, the second and the last.
 """
 
 from __future__ import annotations
@@ -43,7 +44,6 @@ SIZES = (
     PathSize("parallel.sequence.block_attention", "has_fused", _never, "blocks are written out, as where no kernel is"),
     PathSize("parallel.sequence.ring_plan", "LEAST_TILE", 2, "positions whose mask is made and looked at by itself"),
     PathSize("parallel.sequence.ring_plan", "MOST_PAIRS", 2, "more pairs of runs are one masked block"),
-    PathSize("part.tiles.overlap", "OVERLAP_SHARE", 0.0, "smaller convolutions wait for their halo"),
     PathSize("comm.together", "MOST_BYTES", 64, "tables of more are gathered in several rounds"),
     PathSize("checkpoint.save", "SPLIT_BYTES", 8, "a piece of more is written by several ranks"),
     PathSize("checkpoint.stored", "AT_ONCE", 3, "elements of more are read in several parts"),

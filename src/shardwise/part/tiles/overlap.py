@@ -34,7 +34,6 @@ from shardwise.part.tiles.windows import fetched, opened, placed, used
 from shardwise.trace.twice import differentiable_once
 
 BORDER = 1 / 4  # of a tile's outputs that may be computed twice, unless it is asked for
-OVERLAP_SHARE = 1.0  # of an axis's `overlap_from`, from which on a convolution overlaps
 NO_SECOND = (
     "the gradient of a convolution that is computed while its halo is on its way is differentiated again: plan "
     "domain_overlap=never, under which it waits for its halo"
@@ -309,5 +308,4 @@ def _worth(
     axis, tiles = cut_dims[-1].axis, math.prod(cut.axis.size for cut in cut_dims)
     most = max((side.leading + side.trailing) / side.outputs for side in by_rank)
     products = input.numel() / input.shape[1] / math.prod(how.stride) * weight.numel() / tiles
-    least = axis.overlap_from * OVERLAP_SHARE  # of one that never overlaps not a number in a proof: never
-    return most > 0 and products >= least and (most <= BORDER or least == 0)
+    return most > 0 and products >= axis.overlap_from and (most <= BORDER or axis.overlap_from == 0)
