@@ -20,6 +20,7 @@ from shardwise.errors import ShardwiseError  # noqa: E402
 from shardwise.ranks import RankPool  # noqa: E402
 
 RUN, NARROW, WHOLE = "mutations/run.toml", "mutations/narrow.toml", "mutations/both.toml"
+SCALED = "mutations/scaled.toml"
 TWO, MICRO = "dp_replicate=2", "dp_replicate=2,accumulate=2"
 BF16, FP16 = "dp_replicate=2,precision=bf16", "dp_replicate=2,precision=fp16"
 
@@ -48,7 +49,7 @@ LOSS = [
         "value, weight = value[0], _number(value[1], f\"weight of extra '{name}'\")", "value, weight = value[0], None",
         M + "moe", TWO),
     bug("keywords of the model are dropped", "task:call_arguments", "return call[0], call[1]",
-        "return call[0], {}", M + "mlp", TWO),
+        "return call[0], {}", HERE + "scaled_by_keyword", TWO),
 ]  # fmt: skip
 
 OPTIMIZER = [
@@ -58,7 +59,7 @@ OPTIMIZER = [
     bug("matrices do not decay", "step.task_optimizer:named_groups", '"name": "decay", "params": decay',
         '"name": "decay", "params": decay, "weight_decay": 0.0', RUN, TWO),
     bug("the rate of a task's own optimizer is not scaled", "training.optimizer_section:_scale",
-        'group["lr"] *= factor', "pass", WHOLE, TWO),
+        'group["lr"] *= factor', "pass", SCALED, TWO),
     bug("linear and sqrt are swapped", "training.learning_rates:scaled_lr", 'rule == "linear"', 'rule == "sqrt"',
         WHOLE, TWO),
     bug("the warm-up begins at nothing", "training.learning_rates:warmed_up", "(step + 1)", "step", RUN, TWO),
@@ -88,7 +89,7 @@ DATA = [
         "return (places // 2 * 2).astype(np.int64)", RUN, TWO),
     bug("held-out data are the first samples alone", "training.held_out:Spread.read", "index)[0] for", "0)[0] for",
         RUN, TWO),
-    bug("a run over epochs is a step short", "training.job:_steps", "math.ceil(", "math.floor(", WHOLE, TWO),
+    bug("a run over epochs is a step short", "training.job:_steps", "math.ceil(", "math.floor(", SCALED, TWO),
 ]  # fmt: skip
 
 BESIDE = [

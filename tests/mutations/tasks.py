@@ -86,3 +86,27 @@ def momentum() -> Task:
 
 def one_key_head() -> Task:
     return tasks._decoder("one_key_head", 5, replace(tasks.TINY_DECODER, layers=1, heads=4, kv_heads=1))
+
+
+class Scaled(nn.Module):
+    """A map whose result is multiplied by what a keyword says; without it, by 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, factor: float = 1.0) -> Tensor:
+        return self.map(x) * factor
+
+
+def _numbers(step: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(6, 4, generator=torch.Generator().manual_seed(step))}
+
+
+def scaled_by_keyword() -> Task:
+    return Task(
+        model=Scaled,
+        batch=_numbers,
+        inputs=lambda batch: ((batch["x"],), {"factor": 3.0}),
+        loss=lambda output, batch: (output.square().sum(), len(output)),
+    )

@@ -19,11 +19,11 @@ QUICK = (
 # the text is wrong in one process as well, which --against the script as it was tells
 ALIKE = ("divided_twice",)
 # what prepare makes right by itself
-MADE_RIGHT = ("squeezed_rows", "noise_by_its_own_generator", "hook_on_a_hidden_state", "workers_that_draw")
+MADE_RIGHT = ("squeezed_rows", "noise_by_its_own_generator", "hook_on_a_hidden_state", "workers_that_draw",
+              "clip_in_a_hook_of_the_optimizer", "average_in_a_hook", "written_in_a_hook")  # fmt: skip
 # what no weight follows within the steps of a proof, or follows under some plans alone
 BESIDE = (
     "counted_right", "rate_by_own_held_out_samples", "evaluated_on_one_rank", "saved_on_one_rank", "replayed_samples",
-    "average_in_a_hook",
 )  # fmt: skip
 
 

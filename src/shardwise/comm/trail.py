@@ -29,7 +29,9 @@ from shardwise.host import put, read
 _UNITS = (
     "Under zero=3 every rank must run the same units in the same order, since each unit is gathered from all of them; "
     "one process would take one branch for all samples. If the choice is made sample by sample, use zero=2 with "
-    'Task(branches="per_sample"), in a script prepare(..., branches="per_sample"), or larger units (wrap=)'
+    'Task(branches="per_sample"), in a script prepare(..., branches="per_sample"), or larger units (wrap=); if a term '
+    "of the loss is left out where a batch has nothing of it, give it as a sum that may be of nothing, in a script "
+    "prepared.backward(term.sum() / max(n, 1), mean_over=n) of its own"
 )
 _RING = 4096  # positions kept; ranks are never so far apart
 _CONTROL_BITS = 40

@@ -229,7 +229,7 @@ class Seen(TorchDispatchMode):
         with self, _Functions(self):
             yield
 
-    def _refuse_freed(self, create_graph: bool) -> AbstractContextManager[None]:
+    def _refuse_freed(self, roots: Any, create_graph: bool, inputs: Any) -> AbstractContextManager[None]:
         """Raise where gradients are to be differentiated themselves and zero=3 has freed weights on their way.
 
         The outermost unit's are there: it runs from before them until after.

@@ -13,7 +13,7 @@ torch itself is asked which it is, but for integers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -66,6 +66,28 @@ def partial_reductions(root: torch.nn.Module) -> list[torch.Tensor | None]:
     """Returns the shards' sums of a step so far that are not yet summed over replicas, one for each group of units."""
     units = [unit for unit in root.modules() if isinstance(unit, FSDPModule)]
     return [group._partial_reduce_output for unit in units for group in groups_of(unit)]
+
+
+class _Announced:
+    """FSDP2's own way to gather, or to reduce, which first says that it is about to."""
+
+    def __init__(self, own: Any, say: Callable[[], None]) -> None:
+        self._own, self._say = own, say
+
+    def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Returns a new tensor without values."""
+        return self._own.allocate(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._say()
+        return self._own(*args, **kwargs)
+
+
+def announce(unit: FSDPModule, gathers: Callable[[], None], reduces: Callable[[], None]) -> None:
+    """Call a function each time before a unit is gathered, and one before its gradients are reduced."""
+    for group in groups_of(unit):
+        group._all_gather_comm = _Announced(group._all_gather_comm, gathers)
+        group._reduce_scatter_comm = _Announced(group._reduce_scatter_comm, reduces)
 
 
 def can_cut(param: torch.Tensor) -> bool:

@@ -22,6 +22,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from shardwise.comm import Gathering, Trail, all_reduce, broadcast, ready
 from shardwise.comm.tree import FixedOrder, ReduceInOrder
 from shardwise.errors import RefusedPlan
 from shardwise.mesh import Mesh
-from shardwise.parallel.fsdp import can_cut, know_detach, partial_reductions, reduce_unused, refuse_transforms
+from shardwise.parallel.fsdp import announce, can_cut, know_detach, partial_reductions, reduce_unused, refuse_transforms
 from shardwise.parallel.slots import Slot, ValueOf, bring_back, joined
 from shardwise.part import Part
 from shardwise.part.pairs import as_complex, as_pairs, pairs_in
@@ -43,7 +44,7 @@ from shardwise.precision import Precision
 from shardwise.trace.blocks import inner_first
 from shardwise.trace.tensors_in_objects import change_hidden, hidden
 
-_END = "the end of the forward"
+_END, _GATHER, _REDUCE = "the end of the forward", "the gathering of {}", "the reduction of {}"
 USED_OUTSIDE = (
     "a parameter is used outside the forward of the unit that holds it, where zero=3 has only pieces of it: name units "
     "with wrap= so that a unit's parameters are used inside its forward, or use zero=2"
@@ -116,7 +117,8 @@ class FullShard:
         self.heard: Callable[[torch.Tensor], None] = lambda param: None  # told of each gradient that arrives
         paths = {id(child): path for path, child in module.named_modules()}
         self._names = [f"unit '{paths[id(unit)]}'" if paths[id(unit)] else "the root unit" for unit in self.units]
-        self._trail = Trail(mesh.gradients, [*self._names, _END], mesh.device)
+        events = [*self._names, _END, *(way.format(name) for way in (_GATHER, _REDUCE) for name in self._names)]
+        self._trail = Trail(mesh.gradients, events, mesh.device)
         self._shard(module, units, mesh)
         self.slots: list[Slot] = []
         self.params: list[Any] = []  # DTensors, and the few whole ones
@@ -158,6 +160,9 @@ class FullShard:
         for unit, name in zip(self.units, self._names, strict=True):
             unit.register_forward_pre_hook(lambda m, a, name=name: self._trail.mark(name), prepend=True)
             refuse_transforms(unit, name)
+            if self._replicas == 1:  # else ranks of several groups, which need not gather in one order
+                gathers, reduces = (partial(self._trail.mark, way.format(name)) for way in (_GATHER, _REDUCE))
+                announce(unit, gathers, reduces)
             if mesh.plan.domain_depth > 1:  # deep halos: gradients that arrive by a margin would pass FSDP2 by
                 unit.register_forward_hook(lambda m, a, output: tree_map_only(Part, _without_margin, output))
         module.register_forward_hook(lambda m, a, o: self._trail.mark(_END))

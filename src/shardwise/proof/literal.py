@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from shardwise.step.loss import loss_on, read_loss
-from shardwise.task import Task
+from shardwise.task import Task, call_arguments
 
 
 @dataclass
@@ -48,6 +48,15 @@ def samples_of(batch: Any, low: int, high: int) -> Any:
         return leaf[low:high] if isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim else leaf
 
     return tree_map(of, batch)
+
+
+def call_of(task: Task, batch: Any) -> tuple[tuple, dict]:
+    """Returns what the task calls its model with; raises `InputError` as a step does for what is no call."""
+    call = task.inputs(batch)
+    if not (isinstance(call, tuple | list) and len(call) == 2 and isinstance(call[1], dict)):
+        call_arguments(task, batch)  # says what is wrong
+    args, kwargs = call
+    return args, kwargs
 
 
 def loss_of(task: Task, output: Any, batch: Any) -> LiteralLoss:

@@ -9,6 +9,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
+from shardwise.proof.literal import groups
+
 MOST_LOOKED_AT = 2000  # steps of a schedule, spread evenly
 NEAR = 1e-12
 
@@ -45,6 +49,12 @@ def factor(schedule: Any, total: int, step: int) -> float:
     return rise * (low + (1 - low) * fall)
 
 
+def _rates(task: Any) -> list[float]:
+    """Returns the learning rates of the optimizer that a task makes, group by group."""
+    made = task.optimizer(groups([torch.nn.Parameter(torch.zeros(2, 2)), torch.nn.Parameter(torch.zeros(2))]))
+    return [float(group["lr"]) for group in made.param_groups if group.get("lr") is not None]
+
+
 def differences(job: Any, samples: int | None, run_factor: Any, total: int) -> list[str]:
     """Returns a sentence for each thing that a job has settled otherwise.
 
@@ -57,10 +67,12 @@ def differences(job: Any, samples: int | None, run_factor: Any, total: int) -> l
         epochs = f"{config.train.epochs:g} epochs of {samples} samples"
         told.append(f"{epochs} are {expected} steps, and the run has {job.steps}")
     times = rate(config.optimizer, config.train.batch_tokens or job.batch_samples)
-    own = job.lr_factor if job.lr is None else job.lr / config.optimizer.lr
-    if abs(own - times) > NEAR * times:
-        rule = f"scale_lr={config.optimizer.scale_lr}"
-        told.append(f"{rule} multiplies the learning rate by {times:g}, the run by {own:g}")
+    before = [config.optimizer.lr] if job.lr is not None else _rates(job.with_(lr_factor=1.0).build_task())
+    for unscaled, made in zip(before * 2 if job.lr is not None else before, _rates(job.build_task()), strict=False):
+        if abs(made - times * unscaled) > NEAR * times * unscaled:
+            rule = f"scale_lr={config.optimizer.scale_lr}"
+            told.append(f"{rule} makes a learning rate of {unscaled:g} {times * unscaled:g}, the run {made:g}")
+            break
     looked_at = sorted({total * index // MOST_LOOKED_AT for index in range(MOST_LOOKED_AT)} | {total - 1})
     for step in looked_at:
         if abs(run_factor(step) - factor(config.schedule, total, step)) > NEAR:

@@ -21,14 +21,15 @@ from shardwise.errors import InputError
 from shardwise.layout.dealing import micro_batches
 from shardwise.look.replaced_parameters import as_one_process
 from shardwise.proof.eps import EpsWatch
-from shardwise.proof.literal import bounds, groups, loss_of, samples_of
+from shardwise.proof.literal import bounds, call_of, groups, loss_of, samples_of
+from shardwise.proof.literal_draws import CheckedRandom
 from shardwise.proof.record import Record, kept, kept_state
 from shardwise.proof.settings import Settings, global_batch, nudged
 from shardwise.proof.watch import CallTrace, ModuleWatch
 from shardwise.random import BatchDims, GlobalRandom, Samples
 from shardwise.step.batching import fields_of, samples_in, told_beside_first
 from shardwise.step.loss import not_negative
-from shardwise.task import Task, call_arguments
+from shardwise.task import Task
 from shardwise.trace.deferred import build, named_tensors
 from shardwise.trace.double import KeepDouble, default_dtype
 from shardwise.trace.module_state import ModuleState
@@ -107,6 +108,7 @@ def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Reco
         record.trained.discard(name)
         del record.initial[name]
     record.notices += eps.notes()
+    record.differences += random.differences
     if len(set(random.seeds.values())) < len(random.seeds):
         record.differences.append("two micro-batches, or steps, draw their masks from one seed")
     if arithmetic.met:
@@ -114,7 +116,7 @@ def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Reco
     return record
 
 
-class _Noted(GlobalRandom):
+class _Noted(CheckedRandom):
     """Notes the seed of each micro-batch's masks, by (step, micro-batch)."""
 
     def __init__(self, dims: BatchDims):
@@ -168,7 +170,7 @@ def _sums(task, module, named, batch, step, settings, random, watch: ModuleWatch
             KeepDouble(),
             default_dtype(settings.dtype),
         ):
-            args, kwargs = call_arguments(task, part)
+            args, kwargs = call_of(task, part)
             loss = loss_of(task, module(*args, **kwargs), part)
             objective = loss.total
             for extra in loss.extras.values():

@@ -4,7 +4,7 @@
                     learning rate of the step -> gradient of the mean -> clip -> optimizer -> average of the weights
     at times        held-out loss and metrics of the weights, and of their average, in eval mode
 
-Shared with a run: the task, initial weights (`trace/deferred`), masks, the order of samples (`data/order`), the
+Shared with a run: the task, initial weights (`trace/deferred`), masks (held against torch's, literal_draws), the
 schedule's formula. Everything else is written here again.
 
 What this does not do: resume, or skip steps that are not finite.
@@ -22,9 +22,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from shardwise.data.order import Order
 from shardwise.errors import RefusedPlan
 from shardwise.proof.literal import groups, loss_of, samples_of
+from shardwise.proof.literal_draws import CheckedRandom
+from shardwise.proof.literal_order import sample_at
 from shardwise.proof.oracle import needs_closure, plain_module
 from shardwise.proof.settings import Settings
 from shardwise.proof.visited import literal
@@ -75,6 +76,7 @@ class RunRecord:
     read_again: set[str] = field(default_factory=set)  # frozen weights that the checkpoint left to the task's files
     states: dict[str, torch.Tensor] = field(default_factory=dict)  # by "name of the parameter/key"
     position: int | None = None  # samples read
+    differences: list[str] = field(default_factory=list)  # of the plain loop itself from what torch does
 
 
 def plain_run(task: Task, settings: RunSettings) -> RunRecord:
@@ -87,7 +89,7 @@ def plain_run(task: Task, settings: RunSettings) -> RunRecord:
     rates = [group.get("lr") for group in optimizer.param_groups]
     averages = {name: param.detach().clone() for name, param in named}
     record = RunRecord(initial=_state_dict(module))
-    random = GlobalRandom(BatchDims())
+    random = CheckedRandom(BatchDims())
     for step, batch in zip(range(settings.steps), _batches(task, settings), strict=False):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             if rate is not None:
@@ -108,6 +110,7 @@ def plain_run(task: Task, settings: RunSettings) -> RunRecord:
                 of_average.pop("weight")  # a run writes none beside the average's loss
                 evaluation |= {f"ema_eval_{key}": value for key, value in of_average.items()}
             record.evaluations[step] = evaluation
+    record.differences = random.differences
     record.weights = _state_dict(module)
     record.states = {
         f"{name}/{key}": value.detach().clone()
@@ -159,8 +162,7 @@ def _order(data: Any, settings: RunSettings) -> Callable[[int, int], list[int]]:
     """Returns (start, stop) -> the samples there: of shuffled epochs, or in the order that the source defines."""
     if getattr(data, "starts", ()):
         return literal(data.source, settings.seed, data.starts, data.batch)
-    shuffled = Order(len(data), settings.seed)
-    return lambda start, stop: shuffled.indices(start, stop).tolist()
+    return lambda start, stop: [sample_at(len(data), settings.seed, place) for place in range(start, stop)]
 
 
 def _gradients(

@@ -7,7 +7,9 @@
 A small model never reaches 2^26 scores or a megabyte of a file, so what happens there would be proven by nobody.
 Buckets of gradients are made small by `comm/buckets.small_buckets`, since they are laid out once.
 
-What this does not do: caches that only forget (their sizes change nothing that is computed), and limits that refuse.
+What this does not do: caches that only forget (their sizes change nothing that is computed), limits that refuse,
+where a convolution begins to overlap its halo (`domain_overlap=auto`, which cannot be differentiated twice), and blocks
+of a blend (`data/blend.BLOCK`), of which `visited` reads the first, the second and the last.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     positions of the order   first     around block 2's    in the last     across the epoch's   in the next epoch
                              ones      begin               block           end
 
-The ranks ask the source's own order (`Visited`). The one process deals a blend by itself (`literal`): it counts, place
-by place from the first block on, how many samples each source has given.
+The ranks ask the source's own order (`Visited`). The one process deals a blend by itself (`literal`): it counts how
+many samples each source has given before.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from shardwise.data.blend import BLOCK, Blend
-from shardwise.data.order import Order, epoch_keys, permuted
+from shardwise.data.order import Order
+from shardwise.proof.literal_order import sample_at, shuffled
 
 MOST_BLOCKS = 512  # that the one process counts through
 
@@ -69,16 +71,19 @@ def _blended(blend: Blend, seed: int, place: int) -> int:
     """Returns the sample of a blend at a position, by counting through the blocks before it."""
     counts = _counts(blend.weights)
     ends = np.cumsum(counts)
-    taken = [0] * len(counts)
-    for block in range(place // BLOCK + 1):
-        cells = permuted(np.arange(BLOCK, dtype=np.uint64), BLOCK, epoch_keys(seed, block)).astype(np.int64)
-        dealt = [int(np.searchsorted(ends, cell, side="right")) for cell in cells[: place - block * BLOCK + 1]]
-        for one in dealt[:-1] if block == place // BLOCK else dealt:
-            taken[one] += 1
-    one = dealt[-1]
+    block, at = divmod(place, BLOCK)
+    dealt = [int(np.searchsorted(ends, cell, side="right")) for cell in _cells(seed, block)[: at + 1]]
+    one = dealt.pop()
+    taken = block * counts[one] + dealt.count(one)  # each cell of a block before stands once in it
     name = f"blend/{seed}/{blend.names[one]}".encode()
-    own = Order(blend.lengths[one], seed=int.from_bytes(hashlib.blake2b(name, digest_size=7).digest(), "little"))
-    return sum(blend.lengths[:one]) + int(own.indices(taken[one], taken[one] + 1)[0])
+    own = int.from_bytes(hashlib.blake2b(name, digest_size=7).digest(), "little")
+    return sum(blend.lengths[:one]) + sample_at(blend.lengths[one], own, taken)
+
+
+@lru_cache(maxsize=16)
+def _cells(seed: int, block: int) -> list[int]:
+    """Returns the cells of a block in their shuffled order."""
+    return [shuffled(BLOCK, f"order/{seed}/{block}", cell) for cell in range(BLOCK)]
 
 
 def _counts(weights: tuple[float, ...]) -> list[int]:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_flatten_with_path
 
-from shardwise.comm import Axis, gather_json, gather_rows
+from shardwise.comm import Axis, Trail, gather_json, gather_rows
 from shardwise.device import generator_state
 from shardwise.digest import bits_hash
 from shardwise.engine.engine import Engine
@@ -160,6 +160,17 @@ _FIRST_PAUSE_S, _PAUSE_S = 0.001, 0.1
 _APART = "apart"
 _KEPT = 1024  # numbers back to which what was done stays in the store
 _AT_ONCE = 64
+_STEPS = {
+    "mean": "prepared.backward(loss)",
+    "mean_over": "prepared.backward(loss, mean_over=n)",
+    "weight": "prepared.backward(loss, weight)",
+    "sum": "prepared.backward(loss, summed=True)",
+    "step": "optimizer.step()",
+}
+_OFTEN = (
+    "Every rank must make these calls, as often as the others: where its samples have nothing of a term, it gives a "
+    "sum of nothing: prepared.backward(term.sum() / max(n, 1), mean_over=n)"
+)
 
 
 class Meeting:
@@ -173,7 +184,15 @@ class Meeting:
         self._rank = world.ranks[world.index]
         self._number = 0  # of this rank's calls
         self._group_store = store
+        self._trail = Trail(world, list(_STEPS.values()), device, _OFTEN)
         atexit.register(say_ended)
+
+    def steps(self, call: str) -> None:
+        """This rank comes to "step", or to a backward with a loss of this form; raises `RunError` as `passes` does.
+
+        Nothing is sent: ranks of one host compare in shared memory.
+        """
+        self._trail.mark(_STEPS[call])
 
     def passes(self, what: str) -> None:
         """This rank goes on to a call that all ranks make; raises `RunError` where another makes another one."""

@@ -23,7 +23,6 @@ from shardwise.layout.dealing import Share
 from shardwise.memory.chunk_waiting import whole
 from shardwise.mesh import Mesh
 from shardwise.parallel.batchnorm import sync_module
-from shardwise.parallel.full import FullShard
 from shardwise.part import whole as uncut
 from shardwise.part.dispatch import Gathers
 from shardwise.part.levels import Distributed
@@ -37,7 +36,7 @@ from shardwise.scripts.part_loader import PartLoader
 from shardwise.scripts.sample_draws import SampleDraws
 from shardwise.scripts.script_lines import Notices, line_of_script, names_line
 from shardwise.scripts.script_loop import Loop, OtherLoop
-from shardwise.scripts.spread import Door, aliased, refuse_transform, seen_outside, tensors_of, thawed
+from shardwise.scripts.spread import Door, refuse_transform, seen_outside, tensors_of, thawed
 from shardwise.scripts.whole_batch import WholeBatch
 from shardwise.trace.deferred import seed_of
 
@@ -272,8 +271,6 @@ class Calls(Loop):
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._on_return)
-        if trains and self.mesh.world.size > 1 and isinstance(self.engine.technique, FullShard):
-            output = aliased(output)
         return output
 
     def _see_whether_same(self, args: tuple, kwargs: dict) -> None:

@@ -80,8 +80,8 @@ class Entries:
         """Run a call of a module; one by the script itself, of a submodule, runs as a call of the whole model."""
         if self.closed:
             refuse(InputError(
-                f"a {type(module).__name__} of the model is called within prepared.whole(), in which its weights are "
-                "whole and no plan runs: call it before or after"
+                f"a {type(module).__name__} of the model is called within prepared.whole(), or in a hook of "
+                "optimizer.step(), where its weights are whole and no plan runs: call it before or after, in the loop"
             ))  # fmt: skip
         if self.depth or module is self._model or not self._is_outermost():
             self.depth += 1

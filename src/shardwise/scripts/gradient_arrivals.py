@@ -52,7 +52,7 @@ class Recorded:
         self._root: Any = technique.module
         here = ref(self)
         # for as long as the model lives: its script may differentiate wherever it likes
-        finalize(self, watch_backwards(lambda create_graph: _inside(here(), create_graph))).atexit = False
+        finalize(self, watch_backwards(lambda roots, graph, inputs: _inside(here(), graph))).atexit = False
 
     def may_run(self, *, records: bool) -> bool:
         """Returns whether a backward may go through these units and a record; `records`: it makes one."""

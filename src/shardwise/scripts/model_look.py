@@ -31,6 +31,11 @@ ON_EVERY_RANK = (
     'or prepare(..., loss_scope="model"), by which every rank runs the model on whole batches: equal to one process, '
     "no faster, and weights and optimizer in pieces under zero"
 )
+BY_ROWS = (
+    "where each sample's output depends on its own rows alone, prepare(..., check_loss=False), with a collate function "
+    'that joins the rows of the samples it is given, and branches="per_sample" if a rank\'s samples may have none; '
+    "verify proves it"
+)
 FAILURES = (RuntimeError, ValueError, IndexError, AssertionError)  # of a line that is given other samples
 MOST = 4  # samples that are looked at
 _MIXES = "the model mixes samples: what it gives does not add up over samples, a sum of its outputs"
@@ -66,6 +71,7 @@ def look_at_model(
         return ModelLook(batch_norm_modules(engine.module), [_UNCHECKED + "check_loss=False was given"])
     rows, places = _samples_of(batch, samples, dim)
     held = read(gather_rows(put([float(rows)], engine.device), engine.mesh.data).view(-1), "samples of each rank")
+    unplaced = _unplaced(batch, places)
     n = min(*map(int, held), MOST)  # every rank must run as many forwards
     if n < 2:
         reason = "its arguments have no common batch dim" if rows == 0 else "it has one sample"
@@ -84,7 +90,7 @@ def look_at_model(
                 raise
             raise RefusedPlan(
                 f"the model takes {n} samples and fails on {count} of them ({first_line(error)}), of which "
-                f"each rank has a part{_hint(dim)}"
+                f"each rank has a part{unplaced or _hint(dim)}"
             ) from error
         leaves = tree_flatten(dict(output) if isinstance(output, Mapping) else output)[0]
         if at is not None:
@@ -108,13 +114,26 @@ def look_at_model(
             "that zero=3 frees as its units end: use zero=2, or describe the run as a Task"
         ) from None
     except RefusedPlan as error:
-        told = str(error).replace("the loss does not add up over samples: its sum", _MIXES)
-        told = told.partition(". Return (sum, weight)")[0] + (_hint(dim) if _MIXES in told else "")
+        mixes = _MIXES.replace("samples:", "samples, or has rows that are not one a sample:") if unplaced else _MIXES
+        told = str(error).replace("the loss does not add up over samples: its sum", mixes)
+        told = told.partition(". Return (sum, weight)")[0] + ((unplaced or _hint(dim)) if mixes in told else "")
         raise RefusedPlan(f"{told}; {ON_EVERY_RANK}") from None
     note_written(engine.module, [*findings.written, *findings.changed], findings.batch_norms)
     if findings.reentrant:
         engine.state.technique.expect_pieces()
     return ModelLook(findings.batch_norms, findings.notices, made.dims, places.turned, findings.dims)
+
+
+def _unplaced(batch: Any, places: Places) -> str:
+    """Returns what to say of an argument that has other rows than there are samples, which a look gives whole."""
+    leaves = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    others = [tuple(leaf.shape) for leaf in leaves if places.of(leaf) is None]
+    if not others:
+        return ""
+    return (
+        f". A tensor of shape {others[0]} among its arguments has no dim that counts {places.samples} samples, so it "
+        f"was given whole for fewer of them: {BY_ROWS}"
+    )
 
 
 def _hint(dim: int | None) -> str:

@@ -69,6 +69,7 @@ from shardwise.scripts.start import (
     waits_for_call,
     with_dtype,
 )
+from shardwise.scripts.step_hooks import notices_of_hooks
 from shardwise.scripts.stepping import Stepping
 from shardwise.scripts.weight_access import Copies, hold
 from shardwise.scripts.whole_optimizer_state import States, holds_pieces, open_doors, put, states_of
@@ -362,6 +363,7 @@ class Prepared(Stepping):
         return [
             *(self._engine.notices if self._engine is not None else []),
             *self.loader.notices,
+            *(notices_of_hooks(self.optimizer) if self._pieces else []),
             *(said if followed else []),
         ]
 

@@ -25,7 +25,6 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map_only, tree_unflatten
 
 from shardwise.comm import Axis, broadcast, gather_json
@@ -154,30 +153,6 @@ def total_of(output: Any) -> torch.Tensor:
             "tensors, or tuples, dicts or dataclasses of them"
         )
     return torch.stack([t.double().square().sum() for t in floats]).sum()
-
-
-class _Aliased(torch.autograd.Function):
-    """The same tensor, which a script may write into: of a view, autograd would leave out the hooks on what it shows,
-    by which units of zero=3 gather for their backward."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.data
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
-
-
-def aliased(output: Any) -> Any:
-    """Returns a model's output, its tensors of the same memory and with nodes of their own in the graph."""
-
-    def alias(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.requires_grad or tensor.is_leaf:
-            return tensor
-        return tensor.view_as(tensor) if isinstance(tensor, Distributed | DTensor) else _Aliased.apply(tensor)
-
-    return tree_map_only(torch.Tensor, alias, output)
 
 
 def seen_outside(output: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from shardwise.scripts.part_loader import PartLoader
 from shardwise.scripts.proof.on_ranks import RankSide
 from shardwise.scripts.sample_draws import differentiate
 from shardwise.scripts.script_lines import Notices, names_line
+from shardwise.scripts.step_hooks import hooks_around, hooks_aside, run_hooks
 from shardwise.step.control import Tally
 from shardwise.step.loss import Loss
 from shardwise.step.normalise import held_gradients, norm_of_gradients, not_finite
@@ -96,6 +97,8 @@ class Stepping(OverRanks):
         for given, name in ((weight, "weight"), (mean_over, "mean_over")):
             check_number(given, name)
         form = form_of(weight, mean_over, summed)
+        if self.meeting is not None:
+            self.meeting.steps(form)
         together = self._together(also)
         for script in together:
             script._ready()
@@ -313,6 +316,8 @@ class Stepping(OverRanks):
         self._refuse_stray("optimizer.step()")
         if self.calls.gathers or self._pieces:
             self._passes("optimizer.step()")
+        if self.meeting is not None:
+            self.meeting.steps("step")
         if closure is not None and self._shares:
             raise RefusedPlan("optimizer.step(closure) where tp or ep cut weights: call backward and step() instead")
         engine = self.engine
@@ -331,15 +336,21 @@ class Stepping(OverRanks):
                 self._whole_gradients.put_back()
             if self.side is not None:
                 self.side.before(self)
+            hooks = hooks_around(self.optimizer) if self._pieces and self._usable else ([], [])
+            if hooks[0]:
+                run_hooks(self.optimizer, hooks[0], lambda: self.whole(grads=True))
+                with self._gate.open():
+                    self._whole_gradients.put_back()
             if self._tally is not None and not self._usable and self._result is not None:
                 with self._gate.open():
                     not_finite(engine.state, self._result)
             with self._gate.open():
                 self._first.before()
             self._optimizer_guard.leave()
-            with self._gate.open():
+            with self._gate.open(), hooks_aside(self.optimizer) if self._pieces else nullcontext():
                 result = update(engine.state, lambda: self._usable_step(inner))
             self._watch_pieces()
+            run_hooks(self.optimizer, hooks[1], lambda: self.whole(grads=True))
         with self._gate.open():
             if closure is None:
                 self._first.after()

@@ -176,8 +176,10 @@ def gather_reached(tally: Tally, names: list[str], axis: Axis, device: torch.dev
                 f"a branch differs between ranks: parameter '{names[index]}' was used by rank "
                 f"{_listed(used_by)} but not by rank {_listed(not_by)} in micro-batch {micro_batch}. One process "
                 "would take one branch for all samples. If the choice is made sample by sample (routed experts), "
-                'declare Task(branches="per_sample"), in a script prepare(..., branches="per_sample"); if it is '
-                'random, use randomness="global"'
+                'declare Task(branches="per_sample"), in a script prepare(..., branches="per_sample"); if a term of '
+                "the loss is left out where a batch has nothing of it, give it as a sum that may be of nothing, in a "
+                "script prepared.backward(term.sum() / max(n, 1), mean_over=n) of its own; if it is random, use "
+                'randomness="global"'
             )
     return {int(index) for index in np.flatnonzero(rows.any(axis=(0, 1)))}
 

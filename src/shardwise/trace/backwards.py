@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.trace.functional import transforming
 
-Around = Callable[[bool], AbstractContextManager[None]]  # create_graph -> what a backward runs inside
+# (roots, create_graph, inputs: () for backward()) -> what a backward runs inside
+Around = Callable[[Any, bool, Any], AbstractContextManager[None]]
 
 
 class _Watched:
@@ -29,16 +30,17 @@ class _Watched:
         self.run, self.watchers = run, list[Around]()
 
     def __call__(
-        self, outputs: Any, gradients: Any, keep_graph: bool, create_graph: bool, *rest: Any, **more: Any
-    ) -> Any:
+        self, outputs: Any, gradients: Any, keep_graph: bool, create_graph: bool, inputs: Any, *rest: Any,
+        **more: Any
+    ) -> Any:  # fmt: skip
         with ExitStack() as inside:
             for around in [] if transforming() else self.watchers[::-1]:
-                inside.enter_context(around(create_graph))
-            return self.run(outputs, gradients, keep_graph, create_graph, *rest, **more)
+                inside.enter_context(around(outputs, create_graph, inputs))
+            return self.run(outputs, gradients, keep_graph, create_graph, inputs, *rest, **more)
 
 
 def watch_backwards(around: Around) -> Callable[[], None]:
-    """Run every backward from now on inside `around(create_graph)`; returns what ends that."""
+    """Run every backward from now on inside `around(...)`; returns what ends that."""
     if not isinstance(torch.autograd._engine_run_backward, _Watched):
         torch.autograd._engine_run_backward = _Watched(torch.autograd._engine_run_backward)
     watched = torch.autograd._engine_run_backward
@@ -54,7 +56,7 @@ def watch_backwards(around: Around) -> Callable[[], None]:
 
 @contextmanager
 def watching_backwards(around: Around) -> Iterator[None]:
-    """Context: every backward runs inside `around(create_graph)`."""
+    """Context: every backward runs inside `around(...)`."""
     end = watch_backwards(around)
     try:
         yield

@@ -169,7 +169,7 @@ class Recorder(TorchDispatchMode):
         self.taken.append(Taken(start, self.time, numbers, plain))
 
     @contextmanager
-    def take_otherwise(self, _create_graph: bool) -> Iterator[None]:
+    def take_otherwise(self, *_unused: Any) -> Iterator[None]:
         """Context: the forward runs a backward by other means (`loss.backward()`), which stages cannot share."""
         if self.differentiating:  # the engine's run of a gradient that `take` has noted
             yield

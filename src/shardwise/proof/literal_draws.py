@@ -1,0 +1,92 @@
+"""What torch itself draws, held against what stands for it in a proof: rates, means and widths of random numbers.
+
+Both sides of a proof draw by `random/draws`, so a mask that drops half as much as was asked for, or normal numbers that
+are too narrow, would be on both. Each random operation that the one process meets is drawn once more, many times over:
+by `DRAWS`, and by torch with a generator of its own. Means of bounded functions of the numbers are compared.
+
+What this does not do: compare more of a distribution than its first two moments, or operations without a rule.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from shardwise.random import GlobalRandom
+from shardwise.random.draws import DRAWS, BitSource
+from shardwise.random.hashing import hashed, is_below
+
+NUMBERS = 2**15  # of each draw that is compared: a rate of 0.1 is told from one of 0.085
+SIGMAS = 6.0
+_KEY = 0x243F6A8885A308D3
+
+
+class CheckedRandom(GlobalRandom):
+    """Answers random operations as a proof does; `differences` tells which are not distributed as torch's are."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.differences: list[str] = []
+        self._compared = set[str]()
+
+    def answer(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Returns the result of a random operation, drawn by global index."""
+        told = f"{func} with {[arg for arg in args if isinstance(arg, int | float)]}, {sorted(kwargs)}"
+        # a share of weights is drawn by, of as many dims as they happen to have, and not number by number
+        if func in DRAWS and func is not torch.ops.aten.multinomial.default and told not in self._compared:
+            self._compared.add(told)
+            self.differences += difference(func, args, kwargs)
+        return super().answer(func, args, kwargs)
+
+
+def difference(func: Any, args: tuple, kwargs: dict) -> list[str]:
+    """Returns a sentence where a rule of `DRAWS` gives other numbers than torch's operation, else nothing."""
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    sizes = [math.prod(arg) for arg in args if isinstance(arg, list | tuple)]
+    held = max([tensor.numel() for tensor in tensors] + sizes, default=1)
+    if held == 0:
+        return []
+    times = -(-NUMBERS // held)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        theirs = _moments(func(*_repeated(args, times), **kwargs))
+    ours = _moments(DRAWS[func](BitSource(_bits, _below), _repeated(args, times), kwargs))
+    for (mean, variance, count), (own, own_variance, _) in zip(theirs, ours, strict=True):
+        if abs(mean - own) > SIGMAS * math.sqrt((variance + own_variance) / count) + 1e-9:
+            return [f"{func} draws other numbers than torch's: a mean of {own:.4g} where torch's is {mean:.4g}"]
+    return []
+
+
+def _repeated(args: tuple, times: int) -> tuple:
+    """Returns the arguments of a draw of so many times the numbers."""
+    return tuple(
+        arg.detach().expand(times, *arg.shape).clone() if isinstance(arg, torch.Tensor)
+        else [times, *arg] if isinstance(arg, list | tuple) else arg
+        for arg in args
+    )  # fmt: skip
+
+
+def _places(shape: Any, device: torch.device) -> torch.Tensor:
+    return torch.arange(math.prod(shape), device=device).view(shape)
+
+
+def _bits(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return hashed(_KEY, _places(shape, device))
+
+
+def _below(shape: tuple[int, ...], device: torch.device, rate: float) -> torch.Tensor:
+    return is_below(_KEY, _places(shape, device), rate)
+
+
+def _moments(drawn: Any) -> list[tuple[float, float, int]]:
+    """Returns (mean, variance, count) of bounded functions of what was drawn: tan(x) has no mean, tanh(x) has one."""
+    moments = []
+    for leaf in tree_leaves(drawn):
+        numbers = (torch.view_as_real(leaf) if leaf.is_complex() else leaf).detach().double()
+        numbers = numbers.nan_to_num()
+        for bounded in (torch.tanh(numbers), torch.tanh(numbers).square(), torch.tanh(numbers / 1e6)):
+            moments.append((float(bounded.mean()), float(bounded.var()), bounded.numel()))
+    return moments

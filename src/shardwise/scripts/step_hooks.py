@@ -1,0 +1,85 @@
+"""The script's hooks around `optimizer.step()`, where ranks hold pieces: they are given whole weights and gradients.
+
+    one process   pre hooks . step . post hooks                     torch calls them within optimizer.step()
+    ranks         whole(grads=True): pre hooks . step of pieces, weights published . whole(grads=True): post hooks
+
+So a hook reads and writes what it has in one process (an average, a norm of each tensor, a projection). What it writes
+is compared over ranks, as in `prepared.whole()`. Bytes: what a `whole` gathers, for hooks before and for those after.
+
+What this does not do: run the model within a hook, or let a hook change the arguments of `step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import AbstractContextManager, contextmanager
+
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from shardwise.errors import RefusedPlan
+
+Table = MutableMapping[int, Callable]
+
+
+def _tables(optimizer: Optimizer) -> tuple[list[Table], list[Table]]:
+    """Returns the tables of hooks before a step and after it, each in the order in which torch goes through them."""
+    before = [torch_optimizer._global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks]
+    return before, [optimizer._optimizer_step_post_hooks, torch_optimizer._global_optimizer_post_hooks]
+
+
+def _is_of_script(hook: Callable) -> bool:
+    return not str(getattr(hook, "__module__", "")).startswith("shardwise.")
+
+
+def hooks_around(optimizer: Optimizer) -> tuple[list[Callable], list[Callable]]:
+    """Returns the script's hooks before and after the step, those of all optimizers too."""
+    before, after = (
+        [h for table in tables for h in table.values() if _is_of_script(h)] for tables in _tables(optimizer)
+    )
+    return before, after
+
+
+@contextmanager
+def hooks_aside(optimizer: Optimizer) -> Iterator[None]:
+    """Context: a step runs without the script's hooks."""
+    kept = [(table, dict(table)) for tables in _tables(optimizer) for table in tables]
+    for table, hooks in kept:
+        for key, hook in hooks.items():
+            if _is_of_script(hook):
+                del table[key]
+    try:
+        yield
+    finally:
+        for table, hooks in kept:
+            table.clear()
+            table.update(hooks)
+
+
+def run_hooks(optimizer: Optimizer, hooks: list[Callable], whole: Callable[[], AbstractContextManager[None]]) -> None:
+    """Run hooks on whole weights and gradients. Collective where there is one."""
+    if not hooks:
+        return
+    with whole():
+        for hook in hooks:
+            if hook(optimizer, (optimizer,), {}) is not None:
+                raise RefusedPlan(
+                    f"the optimizer's step hook {name_of(hook)} returns other arguments for optimizer.step(), where "
+                    "ranks step over pieces: change p.grad or the weights in it, and return None"
+                )
+
+
+def name_of(hook: Callable) -> str:
+    """Returns the name of a hook as its script has it."""
+    return getattr(hook, "__qualname__", type(hook).__name__)
+
+
+def notices_of_hooks(optimizer: Optimizer) -> list[str]:
+    """Returns, where the script has hooks around a step over pieces, what they cost."""
+    hooks = [hook for hooks in hooks_around(optimizer) for hook in hooks]
+    if not hooks:
+        return []
+    return [
+        f"the optimizer's step hook {name_of(hooks[0])} is given whole weights and gradients, which are gathered on "
+        "every rank for it in each step"
+    ]
