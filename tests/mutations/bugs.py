@@ -721,6 +721,17 @@ TIERS = [
         "here.copy_(tensor.detach())", "pass", M + "decoder", "dp_shard=2,zero=1,offload=optimizer:disk"),
     bug("rank 1 writes nothing", "tiers.stepping:StateTiers.step",
         "place.store(group)", "pass", M + "decoder", "dp_shard=2,zero=3,offload=optimizer:disk", (1,)),
+    bug("an extent is given to two storages", "tiers.stores:ExtentFile.room",
+        "self._free[place : place + 1] = rest", "pass", M + "decoder", "dp_shard=2,zero=3,offload=activations:disk"),
+    bug("the last page of an activation is not written", "tiers.stores:ExtentFile.start",
+        "range(0, size, REQUEST_BYTES)", "range(0, size - 4096, REQUEST_BYTES)", M + "decoder",
+        "dp_replicate=2,offload=activations:disk"),
+    bug("a storage that is written anew is taken for what it was", "tiers.activations:Moved.holds",
+        "own is not None and own._cdata == storage._cdata", "own is not None", M + "unet_group",
+        "dp_replicate=2,offload=activations:disk"),
+    bug("an activation comes back from its storage's start", "tiers.activations:Saved.get",
+        ".as_strided(*self.layout)", ".as_strided(*self.layout[:2], 0)", M + "gpt2",
+        "dp_shard=2,zero=2,offload=activations:disk"),
 ]  # fmt: skip
 
 ADAPTERS = [

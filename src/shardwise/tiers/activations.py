@@ -33,11 +33,12 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardwise.layout.offload import placements
 from shardwise.part.levels import Distributed
 from shardwise.part.tensor import Part
-from shardwise.tiers.stores import Store, Token
+from shardwise.tiers.stores import Nowhere, Store, Token
 
-SMALL_BYTES = 64 << 10  # storages below stay: a request's own time is that of as many bytes
+SMALL_BYTES = 4096  # storages below stay: a disk moves whole pages
 
 
 class Saved:
@@ -59,7 +60,7 @@ class Saved:
     def hollow(self, moved: Moved) -> None:
         """Let go of the memory; the tensor, empty, still counts writes."""
         lowest = memory_of(self.tensor)
-        self.layout = (lowest.storage_offset(), lowest.size(), lowest.stride())
+        self.layout = (lowest.size(), lowest.stride(), lowest.storage_offset())
         self.moved = moved
         if isinstance(self.tensor, Part):
             _hollow(self.tensor)
@@ -76,50 +77,55 @@ class Saved:
             )
         if self.moved is None:
             return self.tensor
-        plain = _nothing(memory_of(self.tensor)).set_(self.moved.storage_for(self), *self.layout)
+        plain = self.moved.bytes_for(self).view(self.tensor.dtype).as_strided(*self.layout)
         return _filled(self.tensor, plain) if isinstance(self.tensor, Part) else plain
 
 
 class Moved:
     """One storage's bytes in a store.
 
-    source   the storage, until it is let go of
+    source   all bytes of the storage, until they are let go of
     call     the last one whose block keeps it
     counter  a tensor that counts writes to it, `version` what it counted
     """
 
-    def __init__(self, storage: torch.UntypedStorage, token: Token, call: BlockCall, first: Saved):
-        self.source: torch.UntypedStorage | None = storage
+    def __init__(self, source: torch.Tensor, token: Token, call: BlockCall, first: Saved):
+        self.source: torch.Tensor | None = source
         self.token, self.call = token, call
         self.counter, self.version = first.tensor, first.version
         self.waiting: weakref.WeakSet[Saved] = weakref.WeakSet()  # those that backward has not asked for
-        self._back: torch.UntypedStorage | None = None
+        self._back: torch.Tensor | None = None
+        self._elsewhere: torch.UntypedStorage | None = None  # the storage, where somebody else holds it too
 
     def holds(self, storage: torch.UntypedStorage, saved: Saved) -> bool:
         """Whether it has what a storage holds now."""
-        same = self.source is not None and self.source._cdata == storage._cdata
+        own = self._elsewhere if self.source is None else self.source.untyped_storage()
+        same = own is not None and own._cdata == storage._cdata
         return same and self.counter._version == self.version == saved.version
 
     def let_go(self) -> None:
         """Free the source once it is written, unless somebody else holds it."""
         if self.source is None:
             return
-        watched = StorageWeakRef(self.source)
+        watched = StorageWeakRef(self.source.untyped_storage())
         self.token.written()
         self.source = None
         if not watched.expired():
-            self.source = torch.UntypedStorage._new_with_weak_ptr(watched.cdata)
+            self._elsewhere = torch.UntypedStorage._new_with_weak_ptr(watched.cdata)
 
     def fetch(self) -> None:
         """Start to bring it back."""
-        if self.source is None and self._back is None:
+        if self.source is None and self._elsewhere is None and self._back is None:
             self.token.fetch()
 
-    def storage_for(self, saved: Saved) -> torch.UntypedStorage:
-        """Returns a storage with its bytes; kept until all that share it were asked for."""
+    def bytes_for(self, saved: Saved) -> torch.Tensor:
+        """Returns its bytes; kept until all that share it were asked for."""
+        if self._elsewhere is not None:
+            # of no integers, whose values a rehearsal would look for
+            return torch.empty(0, dtype=torch.float8_e5m2, device=self.counter.device).set_(self._elsewhere)
         if self.source is not None:
             return self.source
-        back = self._back if self._back is not None else self.token.storage()
+        back = self._back if self._back is not None else self.token.bytes()
         self.waiting.discard(saved)
         self._back = back if len(self.waiting) else None
         return back
@@ -216,12 +222,14 @@ class Activations:
                 by_storage.setdefault(lowest.untyped_storage()._cdata, []).append(saved)
         weights = self._weights(block) if by_storage else set()
         for key, group in by_storage.items():
-            storage = memory_of(group[0].tensor).untyped_storage()
-            if key in weights or storage.nbytes() < max(SMALL_BYTES, 1):
+            lowest = memory_of(group[0].tensor)
+            storage = lowest.untyped_storage()
+            if key in weights or storage.nbytes() < max(SMALL_BYTES, 1) or storage.nbytes() % lowest.itemsize:
                 continue
             moved = self._known.get(key)
             if moved is None or not moved.holds(storage, group[0]):
-                moved = self._known[key] = Moved(storage, store.put(storage), call, group[0])
+                source = lowest.as_strided((storage.nbytes() // lowest.itemsize,), (1,), 0).view(torch.uint8)
+                moved = self._known[key] = Moved(source, store.put(source), call, group[0])
             moved.call = call
             for saved in group:
                 moved.waiting.add(saved)
@@ -237,6 +245,10 @@ class Activations:
                     keys.add(memory_of(tensor).untyped_storage()._cdata)
         return keys
 
+    def put_bytes(self) -> dict[str, int]:
+        """Returns the bytes that were put into each store so far, by the tier's name."""
+        return {store.name: store.bytes_put for store in self.stores}
+
     def held_bytes(self) -> dict[str, int]:
         """Returns the bytes for which each store has room, by the tier's name."""
         return {store.name: store.held_bytes for store in self.stores}
@@ -250,6 +262,15 @@ class Activations:
         """End what the stores have started."""
         for store in self.stores:
             store.close()
+
+
+def rehearsed(module: nn.Module, paths: Iterable[str], offload: str) -> Activations | None:
+    """Lets what blocks keep go nowhere, as a plan's `offload` says, on tensors without values; None where it stays."""
+    placed = placements(offload, "activations")
+    if not placed:
+        return None
+    blocks = [*{id(block): block for block in map(module.get_submodule, paths)}.values()]
+    return Activations(module, spread(blocks, [(Nowhere(each.tier), each.fraction) for each in placed]))
 
 
 def spread(blocks: Sequence[nn.Module], parts: Iterable[tuple[Store, float]]) -> list[tuple[nn.Module, Store | None]]:

@@ -1,9 +1,9 @@
 """Where memory that backward will want again lies meanwhile: the host's memory, a file of extents, nowhere.
 
-A store takes the bytes of a whole storage and gives them back in another one:
+A store takes the bytes of a whole storage, as a flat tensor, and gives them back in another one:
 
     put ──> written()    the source may be let go of
-    fetch ──> storage()  the same bytes, in memory of their own
+    fetch ──> bytes()    the same bytes, in memory of their own
     release()            the room is free again
 
 `Nowhere` is for tensors without values: memory comes and goes as in a run, and the bytes are counted.
@@ -36,7 +36,7 @@ LOST = "Weights and the optimizer's state are those before this step."
 
 
 class Token:
-    """One storage's bytes in a store. Where memory has nothing to wait for its methods do nothing, but `storage`."""
+    """One storage's bytes in a store. Where there is nothing to wait for its methods do nothing, but `bytes`."""
 
     def written(self) -> None:
         """Wait until the source may be let go of."""
@@ -44,8 +44,8 @@ class Token:
     def fetch(self) -> None:
         """Start to bring the bytes back."""
 
-    def storage(self) -> torch.UntypedStorage:
-        """Returns the bytes in a storage of their own, once they are there."""
+    def bytes(self) -> torch.Tensor:
+        """Returns the bytes in memory of their own, once they are there."""
         raise NotImplementedError
 
     def release(self) -> None:
@@ -53,7 +53,7 @@ class Token:
 
 
 class Store:
-    """Takes storages. name: of the tier; bytes_put: since the start; held_bytes: its room."""
+    """Takes memory. name: of the tier; bytes_put: since the start; held_bytes: its room."""
 
     name: str
     bytes_put = 0
@@ -64,8 +64,8 @@ class Store:
         """Whether a plain tensor's memory can be put here."""
         return type(tensor) is torch.Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
-    def put(self, storage: torch.UntypedStorage) -> Token:
-        """Start to copy a storage's bytes."""
+    def put(self, memory: torch.Tensor) -> Token:
+        """Start to copy bytes."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -84,22 +84,24 @@ class Nowhere(Store):
     def takes(self, tensor: torch.Tensor) -> bool:
         return isinstance(tensor, FakeTensor)
 
-    def put(self, storage: torch.UntypedStorage) -> Token:
-        self.bytes_put += storage.nbytes()
-        return _Unwritten(storage.nbytes())
+    def put(self, memory: torch.Tensor) -> Token:
+        self.bytes_put += memory.numel()
+        return _Unwritten(memory.numel())
 
 
 class _Unwritten(Token):
     def __init__(self, size: int):
-        self._size, self._back = size, None
+        self._size = size
+        self._back: torch.Tensor | None = None
 
     def fetch(self) -> None:
-        self._back = torch.empty(self._size, dtype=torch.uint8).untyped_storage()
+        self._back = torch.empty(self._size, dtype=torch.uint8)
 
-    def storage(self) -> torch.UntypedStorage:
+    def bytes(self) -> torch.Tensor:
         if self._back is None:
             self.fetch()
         back, self._back = self._back, None
+        assert back is not None
         return back
 
 
@@ -116,9 +118,9 @@ class HostCopies(Store):
         self.stream = None if on_host(device) else torch.get_device_module(device).Stream()
         self._free: dict[int, list[torch.Tensor]] = {}
 
-    def put(self, storage: torch.UntypedStorage) -> Token:
-        self.bytes_put += storage.nbytes()
-        return _HostCopy(self, storage)
+    def put(self, memory: torch.Tensor) -> Token:
+        self.bytes_put += memory.numel()
+        return _HostCopy(self, memory)
 
     def room(self, size: int) -> torch.Tensor:
         """Returns memory of the host's for `size` bytes, used before where there is some."""
@@ -152,9 +154,9 @@ class HostCopies(Store):
 
 
 class _HostCopy(Token):
-    def __init__(self, store: HostCopies, storage: torch.UntypedStorage):
-        self._store, self._room = store, store.room(storage.nbytes())
-        self._put = store.copied(self._room, _bytes_of(storage, store.device))
+    def __init__(self, store: HostCopies, memory: torch.Tensor):
+        self._store, self._room = store, store.room(memory.numel())
+        self._put = store.copied(self._room, memory)
         self._back: torch.Tensor | None = None
         self._fetched: Any = None
 
@@ -167,20 +169,16 @@ class _HostCopy(Token):
         if self._store.stream is not None:  # it may be let go of before anybody waits for the copy
             self._back.record_stream(self._store.stream)
 
-    def storage(self) -> torch.UntypedStorage:
+    def bytes(self) -> torch.Tensor:
         if self._back is None:
             self.fetch()
         back, self._back = self._back, None
         assert back is not None
         self._store.wait_for(self._fetched)
-        return back.untyped_storage()
+        return back
 
     def release(self) -> None:
         self._store.give_back(self._room)
-
-
-def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 # --- a file
@@ -205,9 +203,9 @@ class ExtentFile(Store):
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="shardwise-tier")
         self._own = threading.local()
 
-    def put(self, storage: torch.UntypedStorage) -> Token:
-        self.bytes_put += storage.nbytes()
-        return _Extent(self, storage)
+    def put(self, memory: torch.Tensor) -> Token:
+        self.bytes_put += memory.numel()
+        return _Extent(self, memory)
 
     def room(self, size: int) -> int:
         """Returns the start of an extent of `size` bytes, whole pages; raises `RunError` where the disk is full."""
@@ -244,25 +242,25 @@ class ExtentFile(Store):
                 joined.append((begin, free))
         self._free = joined
 
-    def start(self, move: Callable[..., None], storage: torch.UntypedStorage, offset: int) -> list[Future[None]]:
-        """Start to move a storage's bytes from or to `offset`, in requests."""
-        size = storage.nbytes()
+    def start(self, move: Callable[..., None], memory: torch.Tensor, offset: int) -> list[Future[None]]:
+        """Start to move bytes from or to `offset`, in requests."""
+        size = memory.numel()
         return [
-            self._pool.submit(move, storage, at, min(REQUEST_BYTES, size - at), offset + at)
+            self._pool.submit(move, memory, at, min(REQUEST_BYTES, size - at), offset + at)
             for at in range(0, size, REQUEST_BYTES)
         ]
 
-    def write(self, storage: torch.UntypedStorage, at: int, size: int, offset: int) -> None:
-        """Write `size` bytes of a storage from `at` on."""
+    def write(self, memory: torch.Tensor, at: int, size: int, offset: int) -> None:
+        """Write `size` bytes from `at` on."""
         buffer = self._buffer()
-        np.frombuffer(buffer, np.uint8)[:size] = _values(storage, at, size)
+        np.frombuffer(buffer, np.uint8)[:size] = _values(memory, at, size)
         self.file.write(memoryview(buffer)[: whole_pages(size)], offset)
 
-    def read(self, storage: torch.UntypedStorage, at: int, size: int, offset: int) -> None:
+    def read(self, memory: torch.Tensor, at: int, size: int, offset: int) -> None:
         """Read them back."""
         buffer = self._buffer()
         self.file.read(memoryview(buffer)[: whole_pages(size)], offset)
-        _values(storage, at, size)[:] = np.frombuffer(buffer, np.uint8)[:size]
+        _values(memory, at, size)[:] = np.frombuffer(buffer, np.uint8)[:size]
 
     def _buffer(self) -> mmap.mmap:
         if not hasattr(self._own, "buffer"):
@@ -275,18 +273,18 @@ class ExtentFile(Store):
 
 
 class _Extent(Token):
-    def __init__(self, store: ExtentFile, storage: torch.UntypedStorage):
-        self._store, self._size = store, storage.nbytes()
+    def __init__(self, store: ExtentFile, memory: torch.Tensor):
+        self._store, self._size = store, memory.numel()
         self._start = store.room(whole_pages(self._size))
-        self._back: torch.UntypedStorage | None = None
+        self._back: torch.Tensor | None = None
         self._copied: Any = None
         self._room: torch.Tensor | None = None  # of the host's, between another device and the disk
         write = store.write
         if store.staging is not None:
             self._room = store.staging.room(self._size)
-            self._copied = store.staging.copied(self._room, _bytes_of(storage, store.device))
-            storage, write = self._room.untyped_storage(), partial(self._write_copied, self._copied)
-        self._started = store.start(write, storage, self._start)
+            self._copied = store.staging.copied(self._room, memory)
+            memory, write = self._room, partial(self._write_copied, self._copied)
+        self._started = store.start(write, memory, self._start)
 
     def _write_copied(self, copied: Any, *what: Any) -> None:
         copied.synchronize()
@@ -310,21 +308,20 @@ class _Extent(Token):
     def fetch(self) -> None:
         self._finish()
         if self._store.staging is None:
-            self._back = torch.empty(self._size, dtype=torch.uint8).untyped_storage()
+            self._back = torch.empty(self._size, dtype=torch.uint8)
             self._started = self._store.start(self._store.read, self._back, self._start)
             return
         self._room = self._room if self._room is not None else self._store.staging.room(self._size)
-        self._started = self._store.start(self._store.read, self._room.untyped_storage(), self._start)
+        self._started = self._store.start(self._store.read, self._room, self._start)
 
-    def storage(self) -> torch.UntypedStorage:
+    def bytes(self) -> torch.Tensor:
         if self._back is None and self._room is None:
             self.fetch()
         self._finish()
         back, self._back = self._back, None
         if self._store.staging is not None and self._room is not None:
-            whole = torch.empty(self._size, dtype=torch.uint8, device=self._store.device)
-            self._store.staging.wait_for(self._store.staging.copied(whole, self._room))
-            back = whole.untyped_storage()
+            back = torch.empty(self._size, dtype=torch.uint8, device=self._store.device)
+            self._store.staging.wait_for(self._store.staging.copied(back, self._room))
             self._free_room()
         assert back is not None
         return back
@@ -341,7 +338,7 @@ def whole_pages(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
 
-def _values(storage: torch.UntypedStorage, at: int, size: int) -> np.ndarray:
-    """Returns bytes of a storage of the host's, without an operation that a mode would see."""
-    here = (ctypes.c_char * size).from_address(storage.data_ptr() + at)
+def _values(memory: torch.Tensor, at: int, size: int) -> np.ndarray:
+    """Returns bytes of a tensor of the host's, without an operation that a mode would see."""
+    here = (ctypes.c_char * size).from_address(memory.data_ptr() + at)
     return np.frombuffer(memoryview(here).cast("B"), np.uint8)
