@@ -55,7 +55,8 @@ def assert_same(name: Any, layout: str, setting: str, tier: str, pool: RankPool,
     plain = pool.run(ran, ranks, name, plan, clip)
     moved = pool.run(ran, ranks, name, f"{plan},offload={tier}", clip)
     for without, within in zip(plain, moved, strict=True):
-        assert within["groups"] > 0
+        # a bucket of masters is one unit: of a single one, less than half is nothing
+        assert within["groups"] > 0 or (tier == TIERS[3] and "bf16" in plan)
         for what in ("losses", "weights", "used", "state"):
             assert within[what] == without[what], f"{what} differ"
 
