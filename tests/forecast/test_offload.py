@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from shardwise import plan, simulate
+from shardwise import Task, plan, simulate
 from shardwise.cluster import Cluster
 from shardwise.cluster.figure import Figure
 from shardwise.costs.layout import Layout
@@ -14,8 +18,16 @@ from shardwise.costs.memory import states
 from shardwise.costs.offload import LINK_SHARE, offloaded
 from shardwise.costs.software import STATES, software
 from shardwise.errors import RefusedPlan
+from shardwise.memory.live import LiveBytes
+from shardwise.memory.recompute import recompute_block
+from shardwise.models import tasks
+from shardwise.models.decoder import DecoderConfig
+from shardwise.planner import propose
 from shardwise.planner.decoders import decoder_by_name
+from shardwise.rehearsal.step_trace import trace
+from shardwise.tiers import activations, stores
 
+DISK = ",offload=activations:disk"
 NODE = "8 h100-sxm-80gb"
 ASKED = {"global_batch": 64, "seq": 4096}
 
@@ -80,6 +92,85 @@ def test_a_traced_task_on_the_processor_goes_to_a_disk() -> None:
         simulate(task, f"{text},offload=optimizer", machine)
 
 
+def on_processors(gbps: float = 1.0) -> Cluster:
+    machine = Cluster.parse("2 l40s")
+    device = replace(machine.device, kind="cpu", table="", disk_gbps=Figure(gbps, "measured", "a test"))
+    return replace(machine, device=device)
+
+
+class AtOnce(ThreadPoolExecutor):
+    """Runs what it is given before it returns."""
+
+    def submit(self, function: Any, *args: Any) -> Future:
+        done: Future = Future()
+        done.set_result(function(*args))
+        return done
+
+
+def deep() -> Task:
+    """A decoder of twelve blocks."""
+    return tasks._decoder("deep", 8, DecoderConfig(layers=12))
+
+
+@pytest.mark.parametrize(("remat", "fraction"), [("none", 1.0), ("none", 0.5), ("full", 1.0)])
+def test_the_peak_of_a_trace_with_moved_activations_is_a_real_one(
+    remat: str, fraction: float, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """To the byte, gradients left out of both; and the bytes that are put are those of the trace."""
+    monkeypatch.setattr(activations, "SMALL_BYTES", 1)
+    task = deep()
+    assert task.batch is not None
+    batch, model = task.batch(0), task.model().train()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    for block in model.blocks if remat != "none" else ():
+        recompute_block(block, remat)
+    store = stores.ExtentFile(torch.device("cpu"), 0)
+    activations.Activations(model, activations.spread([*model.blocks], [(store, fraction)]))
+    store._pool = AtOnce()  # a thread lets go of what it has written a moment later
+    live = LiveBytes()
+    live.count([*model.parameters(), *model.buffers(), *batch.values()])
+    base = live.now
+    with live:
+        args, kwargs = task.inputs(batch)
+        output = model(*args, **kwargs)
+        total = task.loss(output, batch)[0]
+        del output
+        total.backward()
+    traced = trace(task, 8, recompute=remat, moved=f"activations:disk:{fraction}")
+    assert traced.peak == live.peak - base
+    assert traced.put == {"disk": store.bytes_put}
+
+
+def test_activations_that_move_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against sums by hand: there and back, two ranks at one disk, beside forward and backward."""
+    monkeypatch.setattr(activations, "SMALL_BYTES", 1)
+    text, task = "dp_replicate=2,accumulate=2,offload=activations:disk", "test_offload:deep"
+    slow, fast = (simulate(task, text, on_processors(gbps)) for gbps in (1e-3, 1e3))
+    alone = simulate(task, "dp_replicate=2,accumulate=2", on_processors())
+    put = trace(deep(), 2, moved="activations:disk").put["disk"]
+    assert put > 0 and fast.parts["activations that move"] == 0
+    waited = 2 * (2 * put * 2 / 1e6 - alone.parts["compute"] / 2)
+    assert slow.parts["activations that move"] == pytest.approx(waited, rel=0.02)
+    assert slow.worst.allocated < alone.worst.allocated
+    assert "activations of each micro-batch there and back" in slow.basis["activations that move"]
+
+
+@pytest.mark.parametrize("plan", [pytest.param("pp=2,microbatches=2", marks=pytest.mark.long), "dp_shard=2,zero=3"])
+def test_ranks_are_rehearsed_with_what_moves(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "SMALL_BYTES", 1)
+    moved, alone = (simulate("test_offload:deep", plan + more, on_processors()) for more in (DISK, ""))
+    assert moved.worst.terms["micro-batch"] < 0.95 * alone.worst.terms["micro-batch"]
+
+
+def test_activations_are_the_last_that_is_looked_at() -> None:
+    """After the optimizer, of tasks whose modules are traced."""
+    task, shape = SimpleNamespace(own=True), SimpleNamespace(own=False)
+    assert propose._tiers(on_processors(), task) == ["optimizer:disk", "optimizer:disk|activations:disk"]
+    assert propose._tiers(Cluster.parse(NODE), task) == ["optimizer", "optimizer|activations"]
+    assert propose._tiers(Cluster.parse(NODE), shape) == ["optimizer"]
+
+
 def test_what_fits_on_the_devices_is_not_offloaded() -> None:
     found = plan("llama3-8b", NODE, **ASKED)
     assert found.best.plan.offload == "none" and not found.best.runnable
@@ -88,7 +179,7 @@ def test_what_fits_on_the_devices_is_not_offloaded() -> None:
 @pytest.mark.parametrize(
     ("task", "what", "told"),
     [("llama3-8b", "parameters", "is not forecast"), ("llama3-8b", "activations", "is not forecast"),
-     ("shardwise.models.tasks:mlp", "gradients:disk", "is not forecast")],
+     ("shardwise.models.tasks:mlp", "gradients:disk", "offload=optimizer and offload=activations is")],
 )  # fmt: skip
 def test_other_offloads_are_refused(task: str, what: str, told: str) -> None:
     asked = ASKED if ":" not in task else {}

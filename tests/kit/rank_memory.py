@@ -6,7 +6,7 @@ from itertools import product
 
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger
-from shardwise.planner.traced_task import Traced, dealt, places, played
+from shardwise.planner.traced_task import BlockMemory, Traced, dealt, places, played
 from shardwise.rehearsal.cut_module import CutRehearsal
 from shardwise.simulator.held import memory
 
@@ -25,7 +25,7 @@ def every_rank(traced: Traced, layout: Layout, batch: int) -> list[MemoryLedger]
         if key.differ:
             model = traced.ranks(key, *what, place)[pp * len(kinds) + kinds.index(alike[tp])]
         else:  # of the whole module, from a trace of just as many samples
-            exact = traced._trace(most, layout.recompute, key.joined)
+            exact = traced._trace(most, BlockMemory.of(layout), key.joined)
             model = traced._model(exact, exact)
         piece = shard * layout.cut_positions + along.index(place)
         ledgers.append(memory(model, layout.with_(micro_batch=most), traced.precision, batch, piece))

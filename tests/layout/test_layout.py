@@ -54,6 +54,7 @@ def test_an_offload_has_one_text() -> None:
     same = {"optimizer:host": "optimizer", "optimizer:host:1": "optimizer", "optimizer:disk:1.0": "optimizer:disk"}
     for text, canonical in same.items():
         assert str(Plan.parse(f"offload={text}")) == f"offload={canonical}"
+    assert str(Plan.parse("offload=activations:disk:0.50|optimizer:host")) == "offload=activations:disk:0.5|optimizer"
     assert Plan(offload="optimizer:host:0.60") == Plan(offload="optimizer:host:0.6")
 
 
@@ -368,10 +369,11 @@ TRIGGERS: dict[str, list[str]] = {
         f"{field},deterministic=true" for field in ("compile=true", "precision=fp16", "precision=bf16-full")
     ],
     "deterministic that accumulate x data ranks does not divide": ["dp_replicate=5,deterministic=true"],
-    "offload of parameters, gradients or activations": [
+    "offload of activations with remat = selective": ["remat=selective,offload=optimizer:disk|activations:host:0.5"],
+    "offload of parameters or gradients": [
         "offload=parameters",
         "offload=gradients:disk",
-        "offload=optimizer:disk|activations:host:0.5",
+        "offload=optimizer:disk|gradients:host:0.5",
     ],
     "zero >= 1 with dp_shard = 1": ["zero=1", "zero=3,dp_replicate=2"],
     "wrap with zero < 3": ["wrap=Block", "dp_shard=2,zero=2,wrap=Block"],

@@ -721,6 +721,14 @@ TIERS = [
         "here.copy_(tensor.detach())", "pass", M + "decoder", "dp_shard=2,zero=1,offload=optimizer:disk"),
     bug("rank 1 writes nothing", "tiers.stepping:StateTiers.step",
         "place.store(group)", "pass", M + "decoder", "dp_shard=2,zero=3,offload=optimizer:disk", (1,)),
+    bug("an extent is given to two storages", "tiers.stores:ExtentFile.room",
+        "self._free[place : place + 1] = rest", "pass", M + "decoder", "dp_shard=2,zero=3,offload=activations:disk"),
+    bug("an activation is what its thread moved last", "tiers.stores:ExtentFile.read",
+        "self.file.read(memoryview(buffer)[: whole_pages(size)], offset)", "pass", M + "decoder",
+        "dp_replicate=2,offload=activations:disk"),
+    bug("an activation comes back in the order of its storage", "tiers.activations:Saved.get",
+        ".as_strided(*self.layout)", ".as_strided(self.layout[0], sorted(self.layout[1], reverse=True), 0)",
+        M + "decoder", "dp_shard=2,zero=2,offload=activations:disk"),
 ]  # fmt: skip
 
 ADAPTERS = [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.tiers.disk import IN_MEMORY, file_system
+from shardwise.tiers.scratch import IN_MEMORY, file_system
 
 
 @pytest.fixture(autouse=True)

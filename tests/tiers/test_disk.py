@@ -15,7 +15,7 @@ from shardwise.digest import digest
 from shardwise.engine.engine import Engine
 from shardwise.errors import RefusedPlan, RunError
 from shardwise.models import tasks
-from shardwise.tiers import disk, subgroups
+from shardwise.tiers import disk, scratch, subgroups
 
 DISK = "offload=optimizer:disk"
 
@@ -119,15 +119,15 @@ def test_a_full_disk_is_found_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_folder_in_memory_is_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "file_system", lambda folder: "tmpfs")
+    monkeypatch.setattr(scratch, "file_system", lambda folder: "tmpfs")
     with pytest.raises(RefusedPlan, match="is tmpfs, which lies in the host's memory: let TMPDIR name"):
         stepped(steps=0)
 
 
 @pytest.mark.skipif(not Path("/dev/shm").exists(), reason="Linux tells its file systems")
 def test_the_kind_of_a_file_system() -> None:
-    assert disk.file_system(Path("/dev/shm")) == "tmpfs"
-    assert disk.file_system(Path(__file__).parent) not in ("", "tmpfs")
+    assert scratch.file_system(Path("/dev/shm")) == "tmpfs"
+    assert scratch.file_system(Path(__file__).parent) not in ("", "tmpfs")
 
 
 def test_a_file_system_without_direct_access_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def test_nothing_is_left_of_the_file() -> None:
     engine = stepped(steps=1)
     (place,) = engine.state.tier.places if engine.state.tier is not None else ()
     assert isinstance(place, disk.StateFile)
-    assert not place.path.exists()
+    assert not place.file.path.exists()
     engine.close()
 
 

@@ -14,13 +14,14 @@ What this does not do: know whether a host has the memory, or a disk the room: a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwise.cluster import Cluster
 from shardwise.costs.layout import Layout
 from shardwise.costs.software import States
 from shardwise.errors import RefusedPlan
-from shardwise.layout.offload import in_tier
+from shardwise.layout.offload import in_tier, placements
 
 HOST_DEVICES = 8  # of one host at most, also where a domain of links joins more (assumed)
 LINK_SHARE = 0.8  # of the device's link to its host that large pinned copies reach (assumed)
@@ -65,26 +66,42 @@ def staged(layout: Layout, size: float, largest: float) -> float:
 
 def offloaded(count: float, states: States, layout: Layout, cluster: Cluster) -> Offloaded:
     """Returns the cost of `count` parameters that each rank updates."""
-    device, on_host = cluster.device, cluster.device.kind == "cpu"
+    on_host = cluster.device.kind == "cpu"
     by_tier = moved(states, layout, on_host=on_host)
-    if by_tier["host"] and on_host:
-        raise RefusedPlan(
-            f"offload={layout.offload}: {device.name} is a processor, whose memory is the host's: nothing is gained"
-        )
+    _refuse_host(layout, cluster, by_tier["host"])
     link_s = disk_s = 0.0
-    if not on_host:
-        if device.host_gbps is None:
-            raise RefusedPlan(f"offload: {device.name} has no figure for its link to the host (host_gbps)")
-        link_s = 2 * count * sum(by_tier.values()) / (device.host_gbps.value * LINK_SHARE * 1e9)
+    if not on_host and any(by_tier.values()):
+        link_s = 2 * count * sum(by_tier.values()) / (_link_gbps(cluster) * 1e9)
     if by_tier["disk"]:
-        if device.disk_gbps is None:
-            raise RefusedPlan(
-                f"offload to disk: {device.name} has no figure for the disk of its host: give disk_gbps in the "
-                "cluster's file, or measure it by shardwise probe"
-            )
-        ranks = min(cluster.sizes[0], layout.world_size, HOST_DEVICES)
-        disk_s = 2 * count * by_tier["disk"] * ranks / (device.disk_gbps.value * 1e9)
+        disk_s = 2 * count * by_tier["disk"] * _ranks_of_host(layout, cluster) / (_disk_gbps(cluster) * 1e9)
     return Offloaded(link_s, disk_s, count * by_tier["host"], count * by_tier["disk"])
+
+
+def _refuse_host(layout: Layout, cluster: Cluster, fraction: float) -> None:
+    if fraction and cluster.device.kind == "cpu":
+        raise RefusedPlan(
+            f"offload={layout.offload}: {cluster.device.name} is a processor, whose memory is the host's: nothing is "
+            "gained"
+        )
+
+
+def _link_gbps(cluster: Cluster) -> float:
+    if cluster.device.host_gbps is None:
+        raise RefusedPlan(f"offload: {cluster.device.name} has no figure for its link to the host (host_gbps)")
+    return cluster.device.host_gbps.value * LINK_SHARE
+
+
+def _disk_gbps(cluster: Cluster) -> float:
+    if cluster.device.disk_gbps is None:
+        raise RefusedPlan(
+            f"offload to disk: {cluster.device.name} has no figure for the disk of its host: give disk_gbps in the "
+            "cluster's file, or measure it by shardwise probe"
+        )
+    return cluster.device.disk_gbps.value
+
+
+def _ranks_of_host(layout: Layout, cluster: Cluster) -> int:
+    return min(cluster.sizes[0], layout.world_size, HOST_DEVICES)
 
 
 def told(cost: Offloaded, cluster: Cluster) -> str:
@@ -106,15 +123,43 @@ def told(cost: Offloaded, cluster: Cluster) -> str:
     return "; ".join([*parts, *lies])
 
 
-def refuse(layout: Layout) -> None:
-    """Raises `RefusedPlan` for layouts whose offload is not forecast."""
-    others = layout.offload != "none" and any(
-        in_tier(layout.offload, state, tier)
-        for state in ("parameters", "gradients", "activations")
-        for tier in ("host", "disk")
+@dataclass(frozen=True)
+class Moves:
+    """Seconds in which what blocks keep of one micro-batch goes to a tier and back, at each rate, and its bytes."""
+
+    link_s: float
+    disk_s: float
+    size: float
+
+    def beyond(self, micro_s: float) -> float:
+        """Returns the seconds that a micro-batch of `micro_s` waits: forward and backward run beside the moves."""
+        return max(0.0, self.link_s - micro_s, self.disk_s - micro_s)
+
+
+def moves(put: Mapping[str, float], layout: Layout, cluster: Cluster) -> Moves:
+    """Returns the cost of activations of one micro-batch on each rank, `put` bytes by tier."""
+    on_host = cluster.device.kind == "cpu"
+    _refuse_host(layout, cluster, in_tier(layout.offload, "activations", "host"))
+    link_s = 0.0 if on_host else 2 * sum(put.values()) / (_link_gbps(cluster) * 1e9)
+    disk = put.get("disk", 0.0)
+    disk_s = 2 * disk * _ranks_of_host(layout, cluster) / (_disk_gbps(cluster) * 1e9) if disk else 0.0
+    return Moves(link_s, disk_s, sum(put.values()))
+
+
+def moves_told(cost: Moves, micro_s: float) -> str:
+    """Returns a remark on what moves with each micro-batch and what the forecast assumes of it."""
+    return (
+        f"{cost.size / 1e9:.3g} GB of activations of each micro-batch there and back, in {cost.link_s:.3g} s over the "
+        f"link to the host and {cost.disk_s:.3g} s at the disk, beside {micro_s:.3g} s of forward and backward"
     )
-    if others:
+
+
+def refuse(layout: Layout, *, traced: bool = False) -> None:
+    """Raises `RefusedPlan` for layouts whose offload is not forecast. traced: of a task, whose module is traced."""
+    forecast = ("optimizer", "activations") if traced else ("optimizer",)
+    if any(placement.state not in forecast for placement in placements(layout.offload)):
         raise RefusedPlan(
-            f"offload={layout.offload} is not forecast: what weights or activations that come and go with every layer "
-            "cost hangs on how much of it is hidden, which is not modelled; offload=optimizer is"
+            f"offload={layout.offload} is not forecast: what weights that come and go with every layer, or activations "
+            f"of a decoder by its numbers, cost hangs on how much of it is hidden, which is not modelled; "
+            f"{' and '.join(f'offload={state}' for state in forecast)} is"
         )

@@ -217,8 +217,9 @@ class Engine:
         if dist.is_initialized():
             barrier(self.mesh.world)
             self.mesh.close()
-        if self.state.tier is not None:
-            self.state.tier.close()
+        for tier in (self.state.tier, self.state.activations):
+            if tier is not None:
+                tier.close()
 
     # --- what it is
 

@@ -24,6 +24,7 @@ from shardwise.engine.materialise import (
     noting_digests,
     told_of_drawn,
 )
+from shardwise.engine.moved_activations import move_activations, refuse_without_blocks
 from shardwise.engine.refused_modules import make_gradients_dense, own_collective, refuse, refuse_scripted, works_inside
 from shardwise.engine.tensor_cuts import cut_tensors
 from shardwise.layout import Plan
@@ -49,6 +50,7 @@ from shardwise.part.parameters import read_past, refuse_past, see_parts
 from shardwise.part.positions import Positions
 from shardwise.precision import Precision
 from shardwise.task import Task
+from shardwise.tiers import Activations
 from shardwise.trace.blocks import Blocks, blocks_of
 from shardwise.trace.deferred import Built
 from shardwise.trace.outside_reads import set_training
@@ -77,6 +79,7 @@ class Applied:
     chunks: Chunks | None = None  # where wide tensors are computed in chunks of positions
     marks: dict[str, dict[str, Any]] = field(default_factory=dict)  # attributes that a user has put on parameters
     read: dict[str, str] = field(default_factory=dict)  # digests of frozen weights that come from files
+    activations: Activations | None = None  # where they move, where the plan says so
 
 
 def apply_plan(
@@ -132,12 +135,15 @@ def apply_plan(
         absent, value_of = cut.absent, cut.values(built, value_of)
         notices += cut.notices
     spread.install(module, absent, mesh, traced=plan.compile)
+    refuse_without_blocks(plan, blocks)
     notices += _without_effect(blocks, plan)  # of all stages' blocks: one stage may hold none
     blocks = blocks if cut is None else cut.here(module, blocks)
     if not _get_current_dispatch_mode_stack():  # a rehearsal makes nothing
         _check_memory(module, plan, mesh, precision, absent, spread.positions)
     chunks = _in_chunks(module, blocks, plan, spread)
     notices += _prepare(module, blocks, plan)
+    activations = move_activations(module, blocks, plan, mesh)
+    notices += activations.notices if activations is not None else []
     order = _fixed_order(plan, mesh)
     if plan.sharded.weights:
         notices += blocks.warnings
@@ -158,7 +164,7 @@ def apply_plan(
         staged = StagedModule(module, cut.mine, precision.compute, mesh.inner, spread.results)
     return Applied(
         set_training(module, True), technique, spread.tensor, spread.experts, spread.positions, notices, cut, staged,
-        trained, frozen, order, chunks, marks, read,
+        trained, frozen, order, chunks, marks, read, activations,
     )  # fmt: skip
 
 

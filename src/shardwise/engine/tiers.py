@@ -17,13 +17,8 @@ from shardwise.engine.optimizer import same_by_subgroups
 from shardwise.errors import RefusedPlan
 from shardwise.layout.offload import Placement, placements
 from shardwise.step.state import RankState
-from shardwise.tiers import HostMemory, Place, StateFile, StateTiers, Subgroup, Unit, kept_for
+from shardwise.tiers import HostMemory, Place, StateFile, StateTiers, Subgroup, Unit, kept_for, places
 from shardwise.tiers import subgroups as rules
-
-IN_MEMORY = (
-    "the device of this rank is its processor, whose memory is the host's, so that nothing is gained: use "
-    "offload=optimizer:disk, or leave it out"
-)
 
 
 def make_tier(state: RankState) -> StateTiers | None:
@@ -31,7 +26,7 @@ def make_tier(state: RankState) -> StateTiers | None:
 
     Raises `RefusedPlan` for an optimizer whose state cannot lie elsewhere, and a place that has no room.
     """
-    placed = placements(state.plan.offload)
+    placed = placements(state.plan.offload, "optimizer")
     if not placed:
         return None
     _refuse(state, placed)
@@ -42,29 +37,24 @@ def make_tier(state: RankState) -> StateTiers | None:
             f"offload={state.plan.offload}: {type(state.optimizer).__name__} keeps no state beside the weights that "
             "could lie elsewhere (SGD without momentum): leave offload out"
         )
-    places: list[tuple[Place, list[Subgroup]]] = []
+    placed_groups: list[tuple[Place, list[Subgroup]]] = []
     for placement, part in zip(placed, rules.dealt(units, placed), strict=True):
         groups = rules.grouped(part)
         if groups:
-            places.append((_place(placement, groups, state), groups))
+            placed_groups.append((_place(placement, groups, state), groups))
     params = [param for group in state.optimizer.param_groups for param in group["params"]]
     rounds = state.owners is None
     # no cycle: an engine that is dropped gives the file's room back at once
     technique = proxy(state.technique)
     return StateTiers(
-        state.optimizer, places, lambda: technique.wide_masters() if rounds else [], params, rounds=rounds
+        state.optimizer, placed_groups, lambda: technique.wide_masters() if rounds else [], params, rounds=rounds
     )  # fmt: skip
-
-
-def gains(device: torch.device) -> bool:
-    """Whether the host's memory is another than the device's."""
-    return not on_host(device)
 
 
 def _refuse(state: RankState, placed: Sequence[Placement]) -> None:
     text = f"offload={state.plan.offload}"
-    if not gains(state.device) and any(one.tier == "host" for one in placed):
-        raise RefusedPlan(f"{text}: {IN_MEMORY}")
+    if not places.gains(state.device) and any(one.tier == "host" for one in placed):
+        raise RefusedPlan(f"{text}: {places.IN_MEMORY.format('optimizer')}")
     slots = state.technique.slots
     alike = not state.needs_closure and same_by_subgroups(
         state.task.optimizer, [slot.shape for slot in slots], [slot.master.is_complex() for slot in slots]

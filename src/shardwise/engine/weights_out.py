@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from itertools import islice
 from pathlib import Path
 
@@ -104,7 +105,7 @@ def _sort_metadata(path: Path) -> None:
 def memory(state: RankState) -> dict[str, int | None]:
     """Returns bytes that this rank holds now: parameters (masters too), gradients, optimizer state; peak on a GPU.
 
-    What lies in a tier is no part of these, and beside them: "host", "disk".
+    What lies in a tier is no part of these, and beside them: "host", "disk" (for activations the most so far).
     """
 
     def here(tensor: torch.Tensor) -> bool:
@@ -116,10 +117,13 @@ def memory(state: RankState) -> dict[str, int | None]:
     gradients = [p.grad for p in (*state.module.parameters(), *masters)] + state.technique.gradient_buffers()
     states = state.optimizer.state.values()  # of weights, and what an optimizer keeps under names of its own
     tensors = [v for s in states for v in (s.values() if isinstance(s, dict) else (s,)) if isinstance(v, torch.Tensor)]
+    tiers: Counter[str] = Counter()
+    for tier in (state.tier, state.activations):
+        tiers.update(tier.held_bytes() if tier is not None else {})
     return {
         "parameters": storage_bytes(parameters),
         "gradients": storage_bytes(gradients),
         "optimizer": storage_bytes(filter(here, tensors)),
         "peak": peak_bytes(state.device),
-        **(state.tier.held_bytes() if state.tier is not None else {}),
+        **tiers,
     }

@@ -4,6 +4,7 @@ offload=optimizer                  all of the optimizer's state in the host's me
 offload=optimizer:disk             in a file on a disk of the host
 offload=optimizer:disk:0.6         six tenths of its bytes, to the nearest parameter; the rest stays on the device
 offload=optimizer:host:0.5|optimizer:disk:0.5     a part in each
+offload=activations:disk           what blocks keep for backward; a fraction is of the blocks, the first ones
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ class Placement:
         return self.state if self.tier == "host" else f"{self.state}:{self.tier}"
 
 
-def placements(text: str) -> tuple[Placement, ...]:
-    """Returns what a plan's `offload` says, () for "none"; raises `InputError` for what says nothing."""
+def placements(text: str, state: str = "") -> tuple[Placement, ...]:
+    """Returns what a plan's `offload` says, of one class or of all; raises `InputError` for what says nothing."""
     if text == "none":
         return ()
+    if state:
+        return tuple(placement for placement in placements(text) if placement.state == state)
     if not isinstance(text, str):
         raise InputError(f"plan: offload must be a text such as optimizer:disk, got {text!r}")
     found = tuple(_placement(part.strip(), text) for part in text.split("|"))
@@ -54,7 +57,12 @@ def canonical(text: str) -> str:
 
 def in_tier(text: str, state: str, tier: str) -> float:
     """Returns the fraction of a class of state that lies in a tier."""
-    return sum(one.fraction for one in placements(text) if (one.state, one.tier) == (state, tier))
+    return sum(placement.fraction for placement in placements(text, state) if placement.tier == tier)
+
+
+def of_class(text: str, state: str) -> str:
+    """Returns the text of what `offload` says of one class of state."""
+    return "|".join(map(str, placements(text, state))) or "none"
 
 
 def _placement(part: str, text: str) -> Placement:

@@ -28,6 +28,8 @@ OURS_OF = {
     ("torch_compile",): "compile=true",
     ("cpu_offload", "zero_offload", "zero_infinity", "offload_optimizer"):
         "offload=optimizer, or offload=optimizer:disk",
+    ("activation_offloading", "offload_activations", "activation_offload", "cpu_checkpointing"):
+        "offload=activations, or offload=activations:disk",
     ("world_size", "nnodes", "nproc_per_node", "num_gpus", "gpus"): _RANKS,
     ("batch_size", "micro_batch_size", "global_batch"):
         "no key: the batch is the task's, or train.batch_samples; accumulate=N divides it",

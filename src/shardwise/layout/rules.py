@@ -112,11 +112,18 @@ RULES: tuple[Rule, ...] = (
         lambda p: p.deterministic > 0 and p.deterministic % (p.accumulate * p.data_ranks) != 0,
     ),
     Rule(
-        "offload of parameters, gradients or activations",
+        "offload of parameters or gradients",
         "not built",
-        "the optimizer's state is moved to the host or a disk, and nothing else yet: use offload=optimizer, with "
-        "zero=3 for parameters and gradients, and remat=full for activations",
-        lambda p: any(one.state != "optimizer" for one in placements(p.offload)),
+        "the optimizer's state and activations are moved to the host or a disk, and nothing else yet: use "
+        "offload=optimizer, with zero=3 for parameters and gradients",
+        lambda p: any(placements(p.offload, state) for state in ("parameters", "gradients")),
+    ),
+    Rule(
+        "offload of activations with remat = selective",
+        "not built",
+        "results that selective recompute keeps are held apart from what autograd keeps, and would not move: use "
+        "remat=full, under which blocks' inputs move, or none",
+        lambda p: bool(placements(p.offload, "activations")) and p.remat == "selective",
     ),
     Rule(
         "compile with tp > 1, cp, cp_ulysses or domain, and remat = selective",

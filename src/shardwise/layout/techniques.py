@@ -88,6 +88,13 @@ TECHNIQUES = (
         "the state does not fit, and there are no more ranks to shard it over",
     ),
     Technique(
+        "offload of activations", "offload", "dp_shard=8,zero=3,offload=activations:disk",
+        "nothing: what blocks keep for backward lies on a disk or the host until then",
+        "between ranks nothing; activations there and back, beside the blocks before and behind",
+        "repeated blocks (found, or named by wrap=)",
+        "activations do not fit, and a disk or link is faster than to compute them again",
+    ),
+    Technique(
         "chunks of positions", "chunks", "cp=8,position_chunks=8", "wide tensors of a rank's own positions, in time",
         "nothing (with tp, sums in pieces)", "products that widen, and operations that keep positions apart (tried)",
         "feed-forward networks and logits of long sequences do not fit",

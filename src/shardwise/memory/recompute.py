@@ -150,7 +150,8 @@ def recompute_block(block: nn.Module, policy: str, by_value: bool = False) -> No
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         before, passed, weights = looked_at(args, kwargs)
-        again = _again(forward, before, passed, weights)
+        args, kwargs, alike = _apart(args, kwargs)
+        again = _again(alike(forward), before, passed, weights)
         # to its end where it writes into weights: what is written after the last use is what one process finds
         output = checkpoint(again, *args, use_reentrant=False, early_stop=not written, **options, **kwargs)
         # the first forward has shown what it changes: later ones keep that alone
@@ -164,6 +165,29 @@ def recompute_block(block: nn.Module, policy: str, by_value: bool = False) -> No
 
     recomputed.inside = inside  # type: ignore[attr-defined]
     block.forward = recomputed
+
+
+def _apart(args: tuple, kwargs: dict) -> tuple[tuple, dict, Callable[[Callable], Callable]]:
+    """Returns arguments of which each is there once, and a function that lets a forward take them.
+
+    What hooks have kept of a tensor is another tensor each time, and a forward may ask whether its query is its key.
+    """
+    once = list({id(value): value for value in args}.values())
+    places = {id(value): place for place, value in enumerate(once)}
+    positions = [places[id(value)] for value in args]
+    named = {name: places[id(value)] for name, value in kwargs.items() if id(value) in places}
+    if len(once) == len(args) and not named:
+        return args, kwargs, lambda forward: forward
+
+    def alike(forward: Callable) -> Callable:
+        def run(*distinct: Any, **rest: Any) -> Any:
+            return forward(
+                *(distinct[at] for at in positions), **rest, **{name: distinct[at] for name, at in named.items()}
+            )
+
+        return run
+
+    return tuple(once), {name: value for name, value in kwargs.items() if name not in named}, alike
 
 
 def _again(forward: Callable, before: ModuleState, passed: PassedState, weights: _Weights) -> Callable:

@@ -31,8 +31,8 @@ SIMULATED = 24  # of all that fit, the best by estimate; beside them the best of
 LATER = 3  # plans that this version cannot run yet, told beside those that it can
 OFFLOADED = (
     "nothing fits in the devices' memory alone: these plans keep the optimizer's state outside of it between steps, "
-    "which each step waits for; more devices, a smaller batch or sequence, or adapters alone (--lora 16), since frozen "
-    "weights have no such state, would do without"
+    "or also what blocks keep for backward until then, which each step waits for; more devices, a smaller batch or "
+    "sequence, or adapters alone (--lora 16), since frozen weights have no such state, would do without"
 )
 EVERY_S = 0.3  # between two lines of progress
 # The best so far are shown once: after FIRST_S of looking, and before what takes long, as a process is SOON_S old
@@ -76,9 +76,11 @@ def search(
     # no layout exists (rather than none that fits): the batch may divide over fewer devices
     if not looked.considered:
         return _on_part(subject, cluster, constraints, precision, say, show)
-    tier = _tier(cluster) if constraints.offload and constraints.value("offload") is None else None
-    offloaded = not looked.fits and tier is not None
-    if offloaded:
+    tiers = _tiers(cluster, subject) if constraints.offload and constraints.value("offload") is None else []
+    offloaded = not looked.fits and bool(tiers)
+    for tier in tiers if offloaded else ():
+        if looked.fits:
+            break
         nearest = looked.tightest
         asked = replace(constraints, fixed=(*constraints.fixed, ("offload", tier)))
         looked = _look(subject, cluster.world_size, asked, precision, capacity, say)
@@ -111,11 +113,13 @@ def search(
     return result
 
 
-def _tier(cluster: Cluster) -> str | None:
-    """Returns the `offload` to try where nothing fits otherwise; None where the link's or disk's rate is not known."""
-    if cluster.device.kind == "cpu":
-        return None if cluster.device.disk_gbps is None else "optimizer:disk"
-    return None if cluster.device.host_gbps is None else "optimizer"
+def _tiers(cluster: Cluster, subject: Subject) -> list[str]:
+    """Returns what a plan's `offload` says where nothing fits otherwise, in turn; [] where a figure is not known."""
+    on_host = cluster.device.kind == "cpu"
+    if (cluster.device.disk_gbps if on_host else cluster.device.host_gbps) is None:
+        return []
+    optimizer, activations = ("optimizer:disk", "activations:disk") if on_host else ("optimizer", "activations")
+    return [optimizer, f"{optimizer}|{activations}"] if subject.own else [optimizer]
 
 
 def _on_part(

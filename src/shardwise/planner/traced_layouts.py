@@ -14,6 +14,7 @@ from shardwise.costs.software import Software
 from shardwise.engine.find_positions import tiled_sizes
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
+from shardwise.layout.offload import placements
 from shardwise.layout.plan import ALONG
 from shardwise.layout.zero_stages import SHARDED, UNSHARDED, default_stage
 from shardwise.planner.bound import Slower, least_seconds
@@ -110,6 +111,8 @@ class TracedLayouts:
         refused: set[Layout] = set()  # what cannot be traced without recompute cannot be with it
         for layout in map(constraints.applied, layouts):
             plain = layout.with_(recompute="none")
+            if layout.recompute == "selective" and placements(layout.offload, "activations"):
+                continue
             if constraints.fixed and not constraints.allows(plan_of(layout, self.traced.precision)):
                 continue
             if plain in refused or (plain in fitted and not asked):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from time import perf_counter, process_time
@@ -20,6 +20,7 @@ from shardwise.engine.optimizer import refuse as refuse_optimizer
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.layout.dealing import deal
+from shardwise.layout.offload import of_class
 from shardwise.parallel.batchnorm import joins_batch_norms
 from shardwise.part.pairs import shapes_outside
 from shardwise.planner.candidates import Constraints
@@ -37,6 +38,24 @@ from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.held import memory
 from shardwise.simulator.traced import same_ops, simulate_traced, switches
 from shardwise.task import Task
+
+
+@dataclass(frozen=True)
+class BlockMemory:
+    """What a plan's blocks do for memory: whether they recompute, what of activations moves, and which they are."""
+
+    recompute: str = "none"
+    moved: str = "none"
+    wrap: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, layout: Layout) -> BlockMemory:
+        """Returns those of a layout; `wrap` where it changes anything."""
+        moved = of_class(layout.offload, "activations")
+        return cls(layout.recompute, moved, layout.wrap if (layout.recompute, moved) != ("none", "none") else ())
+
+
+PLAIN = BlockMemory()
 
 
 class Traced:
@@ -68,8 +87,8 @@ class Traced:
         self.before_long: Callable[[float], None] = lambda seconds: None  # called before what takes so long
         self._first_trace_s = 0.0
         self.spent = 0  # ops of all rehearsals so far
-        self._models: dict[tuple[str, int, tuple[int, int], tuple[str, ...]], Model] = {}
-        self._traces: dict[tuple[int, str, int, tuple[str, ...]], StepTrace] = {}
+        self._models: dict[tuple[BlockMemory, int, tuple[int, int]], Model] = {}
+        self._traces: dict[tuple[int, BlockMemory, int], StepTrace] = {}
         self._ranks: dict[tuple[Cuts, Sizes, Beside, Place | None], list[Model] | ShardwiseError] = {}
 
     @property
@@ -106,7 +125,7 @@ class Traced:
         """The trace of the smaller of the two micro-batches, without recompute."""
         began = process_time()
         try:
-            smaller = self._trace(self.samples[0], "none", 0)
+            smaller = self._trace(self.samples[0], PLAIN, 0)
         except InputError as error:
             plan = Plan(precision=self.precision)
             # as in a run, operations that refuse mixed dtypes run in one dtype, and a remark says so
@@ -115,14 +134,14 @@ class Traced:
             self.task, self.looks = met, TaskAnalysis(met, self.sample)
             self._traces.clear()  # which remember what failed, too
             self.remark(told_met(plan))
-            smaller = self._trace(self.samples[0], "none", 0)
+            smaller = self._trace(self.samples[0], PLAIN, 0)
         self._first_trace_s = process_time() - began
         return smaller
 
     @property
     def second_trace_s(self) -> float:
         """Seconds that the trace of the larger one will take, 0 once it was made."""
-        return 0.0 if (self.samples[1], "none", 0, ()) in self._traces else self._first_trace_s
+        return 0.0 if (self.samples[1], PLAIN, 0) in self._traces else self._first_trace_s
 
     @property
     def routed(self) -> bool:
@@ -130,42 +149,43 @@ class Traced:
         first = self.first
         return first.balanced or (first.chose and self.looks.holds_experts)
 
-    def model(
-        self, recompute: str, data_ranks: int = 1, micro: int | None = None, wrap: tuple[str, ...] = ()
-    ) -> Model:  # fmt: skip
-        """The traces of the whole module under a recompute policy, as they tell of micro-batches of `micro` samples.
+    def model(self, blocks: BlockMemory | str, data_ranks: int = 1, micro: int | None = None) -> Model:
+        """The traces of the whole module, as they tell of micro-batches of `micro` samples.
 
-        wrap  names the blocks that are recomputed, where a plan does
+        blocks  what its blocks do for memory, or how they recompute alone
         """
-        wrap = wrap if recompute != "none" else ()
-        return self._model_of(recompute, self.joined(recompute, data_ranks), micro, wrap)
+        blocks = BlockMemory(blocks) if isinstance(blocks, str) else blocks
+        joined = self.joined(blocks.recompute, data_ranks)
+        if blocks.moved != "none" and micro is not None:  # a size in bytes decides what moves: no line goes through it
+            return self._model_at(blocks, joined, (micro, micro))
+        return self._model_of(blocks, joined, micro)
 
-    def _model_of(self, recompute: str, joined: int, micro: int | None = None, wrap: tuple[str, ...] = ()) -> Model:
-        model = self._model_at(recompute, joined, self._sizes(micro), wrap)
+    def _model_of(self, blocks: BlockMemory, joined: int, micro: int | None = None) -> Model:
+        model = self._model_at(blocks, joined, self._sizes(micro))
         # traces of different operations cannot be interpolated: exactly this size is traced
         # (test_two_traces_that_differ_are_never_put_on_a_line)
         if micro is None or same_ops(model.small, model.large):
             return model
-        return self._model_at(recompute, joined, (micro, micro), wrap)
+        return self._model_at(blocks, joined, (micro, micro))
 
-    def _model_at(self, recompute: str, joined: int, sizes: tuple[int, int], wrap: tuple[str, ...]) -> Model:
-        key = recompute, joined, sizes, wrap
+    def _model_at(self, blocks: BlockMemory, joined: int, sizes: tuple[int, int]) -> Model:
+        key = blocks, joined, sizes
         if key not in self._models:
-            self._models[key] = self._model(*(self._trace(count, recompute, joined, wrap) for count in sizes))
+            self._models[key] = self._model(*(self._trace(count, blocks, joined) for count in sizes))
         return self._models[key]
 
     def _sizes(self, micro: int | None) -> tuple[int, int]:
         """Returns the two numbers of samples to trace for a micro-batch: the usual, or its own if no larger."""
         return (micro, micro) if micro is not None and micro <= self.samples[0] else self.samples
 
-    def _trace(self, count: int, recompute: str, joined: int, wrap: tuple[str, ...] = ()) -> StepTrace:
+    def _trace(self, count: int, blocks: BlockMemory, joined: int) -> StepTrace:
         def made() -> StepTrace:
-            self.say(f"{self.task.name}: tracing the whole module, {count} samples, remat={recompute}")
-            return trace(self.task, count, self.precision, recompute, self.sample, joined, fused=not self.on_cpu,
-                         follow=self.follow, wrap=wrap)  # fmt: skip
+            self.say(f"{self.task.name}: tracing the whole module, {count} samples, remat={blocks.recompute}")
+            return trace(self.task, count, self.precision, blocks.recompute, self.sample, joined,
+                         fused=not self.on_cpu, follow=self.follow, wrap=blocks.wrap, moved=blocks.moved)  # fmt: skip
 
         # refusals are cached too, so that what cannot be traced is not tried again
-        return once(self._traces, (count, recompute, joined, wrap), made)
+        return once(self._traces, (count, blocks, joined), made)
 
     def joined(self, recompute: str, data_ranks: int) -> int:
         """Returns how many ranks share batch statistics: 0 where the module computes its own; 2 stands for more."""
@@ -282,6 +302,9 @@ class Traced:
         Micro-batches of one sample are on the line too: whether such a plan leads is settled by traces of its own.
         """
         key = self._cuts(layout)
+        uneven = 0 < layout.global_batch - batch < layout.dp * layout.n_micro * layout.rounds
+        if key.moved != "none" and not uneven:
+            return key, ((layout.micro_batch,),), ALIKE
         # an uneven batch has micro-batches of several sizes, which are rehearsed themselves, not interpolated
         if not 0 < layout.global_batch - batch < layout.dp * layout.n_micro * layout.rounds:
             return key, tuple((count,) for count in dict.fromkeys(self.samples)), ALIKE
@@ -301,7 +324,7 @@ class Traced:
         """Raises `RefusedPlan` for compiled draws, offload, and optimizers that cannot update what a rank holds."""
         if layout.compile and self.model("none").small.follows:
             raise RefusedPlan(f"the model draws random numbers, {HIDDEN}")
-        refuse_offload(layout)
+        refuse_offload(layout, traced=True)
         refuse_optimizer(self.nature, layout.sharded, shares_of(layout.tp, layout.ep), layout.pp)
 
     def can_cut(self, layout: Layout, batch: int) -> bool:
@@ -323,7 +346,8 @@ class Traced:
     def ledgers(self, layout: Layout, batch: int) -> list[MemoryLedger]:
         """Returns the memory of each rank of tp and pp that differs, on the fullest data rank."""
         differ = self._cuts(layout).differ
-        ranks = self.cut(layout, batch) if differ else [self.model(layout.recompute, layout.dp, layout.micro_batch)]
+        where = BlockMemory.of(layout), layout.dp, layout.micro_batch
+        ranks = self.cut(layout, batch) if differ else [self.model(*where)]
         return [memory(rank, layout, self.precision, batch) for rank in ranks]
 
     def simulate(self, layout: Layout, batch: int) -> Forecast:
@@ -334,7 +358,7 @@ class Traced:
         if layout.tp * layout.pp * layout.ep * layout.cut_positions * layout.position_chunks > 1:
             forecast = simulate_cut(self.cut(layout, batch), layout, *where, ledgers)
         else:
-            model = self.model(layout.recompute, layout.dp, layout.micro_batch, layout.wrap)
+            model = self.model(BlockMemory.of(layout), layout.dp, layout.micro_batch)
             if self._cuts(layout).sharded.weights:
                 # zero=3 gathers the engine's units, which need not be the repeated blocks
                 model = replace(model, gathered=tuple(self.cut(layout, batch)[0].small.units))

@@ -35,6 +35,7 @@ from shardwise.engine.tensor_cuts import derive_cuts
 from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.layout.grid import SPACE, inner_axes
+from shardwise.layout.offload import of_class
 from shardwise.layout.schedule_kinds import Op, in_flight
 from shardwise.layout.schedules import Schedule, make_schedule
 from shardwise.layout.zero_stages import STAGES, ZeroStage
@@ -95,6 +96,7 @@ class Cuts:
     follow  random numbers are one process's (randomness=global)
     along   (name, degree) of the axes that cut positions along one dim
     wrap    names the units of zero=3
+    moved   what a plan's `offload` says of activations
     """
 
     tp: int = 1
@@ -122,6 +124,7 @@ class Cuts:
     along: tuple[tuple[str, int], ...] = ()
     position_chunks: int = 1
     wrap: tuple[str, ...] = ()
+    moved: str = "none"
 
     @classmethod
     def of(cls, layout: Layout, precision: str, *, gloo: bool = False) -> Cuts:
@@ -139,6 +142,7 @@ class Cuts:
         own = cls(
             **{name: getattr(layout, name) for name in AS_THEY_ARE}, microbatches=count, recompute=layout.recompute,
             precision=precision, rounds=rounds, gloo=gloo, along=tuple(layout.along.items()),
+            moved=of_class(layout.offload, "activations"),
         )  # fmt: skip
         if layout.pp > 1:
             per_rank = layout.chunks if layout.chunks > 1 else -1

@@ -23,6 +23,7 @@ from shardwise.part.positions import Positions
 from shardwise.precision import Precision
 from shardwise.rehearsal.cut_module import CutRehearsal
 from shardwise.rehearsal.step_trace import build
+from shardwise.tiers import Activations, rehearsed
 from shardwise.trace.blocks import Blocks, blocks_of
 from shardwise.trace.fake import Fake
 
@@ -54,6 +55,7 @@ class RankModule:
     experts: ExpertParallel
     positions: Positions | None
     inner: tuple[Axis, ...]
+    activations: Activations | None = None  # of the module that was built, where the plan moves them
 
     def build(self, cut: StagePlacement | None) -> tuple[nn.Module, Blocks]:
         """Returns (module, its blocks) with this rank's shares, in the order in which a run applies techniques."""
@@ -84,6 +86,7 @@ class RankModule:
             # a block under two paths is wrapped once
             for block in {id(b): b for b in map(model.get_submodule, blocks.paths)}.values():
                 recompute_block(block, self.shares.cuts.recompute)
+        self.activations = rehearsed(model, blocks.paths, self.shares.cuts.moved)
         return model, blocks
 
     def staged(self, model: nn.Module, stages: list[Stage]) -> StagedModule:

@@ -123,6 +123,9 @@ class Rehearsal:
                     raise
         self.outside = reads.units if reads is not None else set()
         self.trace.final = self.arrivals.final
+        if self.parts.activations is not None:  # of the whole row, and a trace tells of one micro-batch
+            put = self.parts.activations.put_bytes()
+            self.trace.put = {tier: size // len(self.sizes) for tier, size in put.items()}
         # beyond weights, buffers, batches and gradients at rest, which a forecast counts by itself
         rests_here = base + self.trace.shard_gradient_bytes
         self.trace.peak, self.trace.first = live.peak - rests_here, self.trace.first - rests_here

@@ -50,6 +50,7 @@ from shardwise.simulator.counted import StepTrace
 from shardwise.step.batching import parts_of, samples_in
 from shardwise.task import Task, call_arguments
 from shardwise.task_names import inputs_hint
+from shardwise.tiers import rehearsed
 from shardwise.trace.blocks import blocks_of, find_blocks
 from shardwise.trace.deferred import build as build_deferred
 from shardwise.trace.deferred import checked, told_of_constructor
@@ -208,7 +209,7 @@ def fake_batch(fake: FakeTensorMode, sample: Any, samples: int) -> Any:
 
 def trace(
     task: Task, samples: int, precision: str = "fp32", recompute: str = "none", sample: Any = None, joined: int = 0,
-    fused: bool = False, follow: bool = False, wrap: tuple[str, ...] = (),
+    fused: bool = False, follow: bool = False, wrap: tuple[str, ...] = (), moved: str = "none",
 ) -> StepTrace:  # fmt: skip
     """Returns the counts of one micro-batch: its operations, bytes and FLOPs.
 
@@ -216,7 +217,8 @@ def trace(
     joined   ranks over which batch norms take their statistics, none for the module's own
     fused    attention and dropout as a GPU has them (rehearsal/gpu_kernels.py)
     follow   random ops as a run answers them whose numbers are one process's (randomness=global)
-    wrap     names the blocks that are recomputed, where a plan does
+    wrap     names the blocks that are recomputed, or whose activations move, where a plan does
+    moved    what a plan's `offload` says of activations
 
     A module that cannot be traced raises `InputError` with the line that failed.
     """
@@ -228,9 +230,12 @@ def trace(
             model = build(task, fake, kept)
             refuse(model, Plan(precision=precision))
             note_sizes(counts, model, [*model.parameters()], find_blocks(model).paths)
-            if recompute != "none":
-                for path in blocks_of(model, wrap, nested=task.branches == "same").paths:
-                    recompute_block(model.get_submodule(path), recompute)
+            paths: tuple[str, ...] = ()
+            if (recompute, moved) != ("none", "none"):
+                paths = blocks_of(model, wrap, nested=task.branches == "same").paths
+            for path in paths if recompute != "none" else ():
+                recompute_block(model.get_submodule(path), recompute)
+            activations = rehearsed(model, paths, moved)
             batch = fake_batch(fake, one_sample(task) if sample is None else sample, samples)
             inside.watch(model)
             writes.watch(model)
@@ -255,6 +260,7 @@ def trace(
             counts.final, counts.idle, counts.own_backward = arrivals.final, arrivals.idle, seen.met
             # a backward inside the forward reads weights of units that do not run then: the root gathers all of them
             through = {path for path, _ in model.named_modules() if path} if seen.met else set()
+            counts.put = activations.put_bytes() if activations is not None else {}
             counts.peak, counts.enclosed = live.peak - base, writes.paths | through
             routed.tell(counts)
             counts.follows = draws is not None and draws.met

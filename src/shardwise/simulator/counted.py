@@ -50,6 +50,7 @@ class StepTrace:
     batch_norms  of a forward, where they are not joined over data ranks
     alone        one of them has one value for each channel, of which there is no variance
     joined       what joined ones send: (op, bytes of the whole tensor) -> times
+    put          bytes that blocks keep for backward in a tier, by its name
     """
 
     samples: int
@@ -87,6 +88,7 @@ class StepTrace:
     batch_norms: int = 0
     alone: bool = False
     joined: Counter[tuple[str, float]] = field(default_factory=Counter)
+    put: dict[str, int] = field(default_factory=dict)
 
     @property
     def flops(self) -> float:

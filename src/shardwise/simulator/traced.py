@@ -15,11 +15,12 @@ from shardwise.costs.block import EAGER, host_seconds
 from shardwise.costs.kernels import Kernels, peak_tflops
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger
-from shardwise.costs.offload import Offloaded, offloaded, told
+from shardwise.costs.offload import Moves, Offloaded, moves, moves_told, offloaded, told
 from shardwise.costs.ops import op_seconds
 from shardwise.costs.overhead import Overhead, events, overhead_of
 from shardwise.costs.software import Software, States
 from shardwise.costs.wire import RankGroup, Wire
+from shardwise.layout.offload import of_class
 from shardwise.layout.precisions import PRECISIONS
 from shardwise.simulator.counted import Model, StepTrace
 from shardwise.simulator.forecast import Forecast
@@ -139,6 +140,7 @@ def simulate_traced(
         group = RankGroup(layout.dp, 1)
         once = sum(times * wire.collective(op, group, size) for (op, size), times in model.small.joined.items())
         parts["batch norm communication"] = layout.n_micro * once  # of channels, whatever the samples
+    parts |= moved_seconds([model], layout, cluster, micro, layout.n_micro)
     parts |= engine_seconds(model, layout, added, parts["compute"])
     if cluster.device.kind != "cpu":
         parts["slowest device, clocks and gaps"] = (GAPS - 1) * sum(parts.values())
@@ -158,7 +160,7 @@ def simulate_traced(
         "work": f"{len(model.small.products)} shapes of products and {model.small.kernels} ops counted on fake tensors",
     }
     ops = model.linear(model.small.kernels, model.large.kernels, layout.micro_batch)
-    forecast.basis |= tiers_basis(model, layout, cluster, states)
+    forecast.basis |= tiers_basis(model, layout, cluster, states) | moved_basis([model], layout, cluster, micro)
     forecast.basis |= taken([model]) | host_basis(kernels, ops, micro)
     if cluster.device.correction is not None:
         forecast.basis["correction"] = f"x {correction:.3g}, {cluster.device.correction.source}"
@@ -201,7 +203,36 @@ def with_tiers(model: Model, layout: Layout, cluster: Cluster, states: States, u
 
 def tiers_basis(model: Model, layout: Layout, cluster: Cluster, states: States) -> dict[str, str]:
     """Returns a remark on what the forecast of offloaded state assumes; else {}."""
-    return {} if layout.offload == "none" else {"offload": told(_tiers(model, layout, cluster, states), cluster)}
+    if of_class(layout.offload, "optimizer") == "none":
+        return {}
+    return {"offload": told(_tiers(model, layout, cluster, states), cluster)}
+
+
+def _moves(ranks: Sequence[Model], layout: Layout, cluster: Cluster) -> Moves:
+    """Returns the cost of the activations that move with a micro-batch, of the rank that moves most."""
+    tiers = {tier for rank in ranks for tier in rank.small.put}
+    micro = layout.micro_batch
+    put = {
+        tier: max(rank.linear(rank.small.put.get(tier, 0), rank.large.put.get(tier, 0), micro) for rank in ranks)
+        for tier in sorted(tiers)
+    }
+    return moves(put, layout, cluster)
+
+
+def moved_seconds(
+    ranks: Sequence[Model], layout: Layout, cluster: Cluster, micro_s: float, times: int
+) -> dict[str, float]:
+    """Returns the seconds of `times` micro-batches that wait for activations, by name; {} where all stay."""
+    if of_class(layout.offload, "activations") == "none":
+        return {}
+    return {"activations that move": times * _moves(ranks, layout, cluster).beyond(micro_s)}
+
+
+def moved_basis(ranks: Sequence[Model], layout: Layout, cluster: Cluster, micro_s: float) -> dict[str, str]:
+    """Returns a remark on what the forecast of moved activations assumes; else {}."""
+    if of_class(layout.offload, "activations") == "none":
+        return {}
+    return {"activations that move": moves_told(_moves(ranks, layout, cluster), micro_s)}
 
 
 def optimizer_seconds(model: Model, layout: Layout, kernels: Kernels, states: States) -> float:

@@ -6,8 +6,18 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.device import pinned
+from shardwise.device import on_host, pinned
 from shardwise.tiers.subgroups import Subgroup
+
+IN_MEMORY = (
+    "the device of this rank is its processor, whose memory is the host's, so that nothing is gained: use "
+    "offload={}:disk, or leave it out"
+)
+
+
+def gains(device: torch.device) -> bool:
+    """Whether the host's memory is another than the device's."""
+    return not on_host(device)
 
 
 class Place:

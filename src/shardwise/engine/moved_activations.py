@@ -1,0 +1,41 @@
+"""From a plan's `offload=activations` to stores for what this rank's blocks keep for backward. By recipe."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from shardwise.errors import RefusedPlan
+from shardwise.layout import Plan
+from shardwise.layout.offload import Placement, placements
+from shardwise.mesh import Mesh
+from shardwise.tiers import Activations, ExtentFile, HostCopies, Store, places, spread
+from shardwise.trace.blocks import Blocks
+
+WITHOUT_BLOCKS = (
+    "what blocks keep for backward would move, and no repeated blocks were found in the module: name them by wrap=, or "
+    "leave offload out"
+)
+
+
+def refuse_without_blocks(plan: Plan, blocks: Blocks) -> None:
+    """Raise `RefusedPlan` where nothing would move, of the blocks of all stages."""
+    if placements(plan.offload, "activations") and not blocks.paths:
+        raise RefusedPlan(f"offload={plan.offload}: {WITHOUT_BLOCKS}")
+
+
+def move_activations(module: nn.Module, blocks: Blocks, plan: Plan, mesh: Mesh) -> Activations | None:
+    """Let what blocks keep go to a store, as the plan says, once their forwards are prepared; None where it does not.
+
+    Raises `RefusedPlan` for a tier that gains nothing, and a folder that is no disk.
+    """
+    placed = placements(plan.offload, "activations")
+    if not placed:
+        return None
+    if any(placement.tier == "host" for placement in placed) and not places.gains(mesh.device):
+        raise RefusedPlan(f"offload={plan.offload}: {places.IN_MEMORY.format('activations')}")
+    called = {id(block): block for block in map(module.get_submodule, blocks.paths)}
+    return Activations(module, spread([*called.values()], [(_store(p, mesh), p.fraction) for p in placed]))
+
+
+def _store(placement: Placement, mesh: Mesh) -> Store:
+    return HostCopies(mesh.device) if placement.tier == "host" else ExtentFile(mesh.device, mesh.rank)

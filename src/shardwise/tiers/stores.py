@@ -1,0 +1,344 @@
+"""Where memory that backward will want again lies meanwhile: the host's memory, a file of extents, nowhere.
+
+A store takes the bytes of a whole storage, as a flat tensor, and gives them back in another one:
+
+    put ──> written()    the source may be let go of
+    fetch ──> bytes()    the same bytes, in memory of their own
+    release()            the room is free again
+
+`Nowhere` is for tensors without values: memory comes and goes as in a run, and the bytes are counted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from shardwise.device import on_host, pinned
+from shardwise.tiers.scratch import ScratchFile
+from shardwise.tiers.subgroups import PAGE
+
+REQUEST_BYTES = 4 << 20  # of one read or write
+THREADS = 4  # requests in flight
+GROWTH_BYTES = 64 << 20  # by which a file of extents grows at least
+LOST = "Weights and the optimizer's state are those before this step."
+
+
+class Token:
+    """One storage's bytes in a store. Where there is nothing to wait for its methods do nothing, but `bytes`."""
+
+    def written(self) -> None:
+        """Wait until the source may be let go of."""
+
+    def fetch(self) -> None:
+        """Start to bring the bytes back."""
+
+    def bytes(self) -> torch.Tensor:
+        """Returns the bytes in memory of their own, once they are there."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Give the room back; nothing is asked of the token any more."""
+
+
+class Store:
+    """Takes memory. name: of the tier; bytes_put: since the start; held_bytes: its room."""
+
+    name: str
+    bytes_put = 0
+    held_bytes = 0
+    notices: Sequence[str] = ()
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Whether a plain tensor's memory can be put here."""
+        return type(tensor) is torch.Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+    def put(self, memory: torch.Tensor) -> Token:
+        """Start to copy bytes."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End what runs beside the steps."""
+
+
+# --- without values
+
+
+class Nowhere(Store):
+    """For a rehearsal: memory is let go of and made again as in a run."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        return isinstance(tensor, FakeTensor)
+
+    def put(self, memory: torch.Tensor) -> Token:
+        self.bytes_put += memory.numel()
+        return _Unwritten(memory.numel())
+
+
+class _Unwritten(Token):
+    def __init__(self, size: int):
+        self._size = size
+        self._back: torch.Tensor | None = None
+
+    def fetch(self) -> None:
+        self._back = torch.empty(self._size, dtype=torch.uint8)
+
+    def bytes(self) -> torch.Tensor:
+        if self._back is None:
+            self.fetch()
+        back, self._back = self._back, None
+        assert back is not None
+        return back
+
+
+# --- the host's memory
+
+
+class HostCopies(Store):
+    """Copies in the host's memory: pinned, and by a stream of their own, where the device is another."""
+
+    name = "host"
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stream = None if on_host(device) else torch.get_device_module(device).Stream()
+        self._free: dict[int, list[torch.Tensor]] = {}
+
+    def put(self, memory: torch.Tensor) -> Token:
+        self.bytes_put += memory.numel()
+        return _HostCopy(self, memory)
+
+    def room(self, size: int) -> torch.Tensor:
+        """Returns memory of the host's for `size` bytes, used before where there is some."""
+        if self._free.get(size):
+            return self._free[size].pop()
+        self.held_bytes += size
+        return pinned(torch.empty(size, dtype=torch.uint8), self.device)
+
+    def give_back(self, room: torch.Tensor) -> None:
+        """Take memory back for another storage of its size."""
+        # a copy out of it that still runs is over before one into it begins: both are of one stream
+        self._free.setdefault(room.numel(), []).append(room)
+
+    def copied(self, to: torch.Tensor, source: torch.Tensor) -> Any:
+        """Start a copy on the stream of copies; returns the event of its end, None where it is over."""
+        if self.stream is None:
+            to.copy_(source)
+            return None
+        module = torch.get_device_module(self.device)
+        self.stream.wait_stream(module.current_stream())
+        with module.stream(self.stream):
+            to.copy_(source, non_blocking=True)
+        event = module.Event()
+        event.record(self.stream)
+        return event
+
+    def wait_for(self, event: Any) -> None:
+        """Let what is issued from now on wait for a copy."""
+        if event is not None:
+            torch.get_device_module(self.device).current_stream().wait_event(event)
+
+
+class _HostCopy(Token):
+    def __init__(self, store: HostCopies, memory: torch.Tensor):
+        self._store, self._room = store, store.room(memory.numel())
+        self._put = store.copied(self._room, memory)
+        self._back: torch.Tensor | None = None
+        self._fetched: Any = None
+
+    def written(self) -> None:
+        self._store.wait_for(self._put)
+
+    def fetch(self) -> None:
+        self._back = torch.empty(self._room.numel(), dtype=torch.uint8, device=self._store.device)
+        self._fetched = self._store.copied(self._back, self._room)
+        if self._store.stream is not None:  # it may be let go of before anybody waits for the copy
+            self._back.record_stream(self._store.stream)
+
+    def bytes(self) -> torch.Tensor:
+        if self._back is None:
+            self.fetch()
+        back, self._back = self._back, None
+        assert back is not None
+        self._store.wait_for(self._fetched)
+        return back
+
+    def release(self) -> None:
+        self._store.give_back(self._room)
+
+
+# --- a file
+
+
+class ExtentFile(Store):
+    """Extents of one file, which grows to the most that was ever held at once; a pool of threads moves the bytes.
+
+    Memory goes through buffers at pages' borders, one of each thread. Where the device is not the host, through the
+    host's memory too.
+    """
+
+    name = "disk"
+
+    def __init__(self, device: torch.device, rank: int):
+        self.file = ScratchFile(rank, "activations", LOST)
+        self.notices = self.file.notices
+        self.staging = None if on_host(device) else HostCopies(device)
+        self.device = device
+        self._free: list[tuple[int, int]] = []  # (start, size), in order, none beside another
+        self._released: deque[tuple[int, int]] = deque()
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="shardwise-tier")
+        self._own = threading.local()
+
+    def put(self, memory: torch.Tensor) -> Token:
+        self.bytes_put += memory.numel()
+        return _Extent(self, memory)
+
+    def room(self, size: int) -> int:
+        """Returns the start of an extent of `size` bytes, whole pages; raises `RunError` where the disk is full."""
+        # what garbage collection gives back comes at any time, and waits until somebody asks
+        while self._released:
+            self._take_back(*self._released.popleft())
+        for place, (start, free) in enumerate(self._free):
+            if free >= size:
+                rest = [(start + size, free - size)] if free > size else []
+                self._free[place : place + 1] = rest
+                return start
+        start, grown = self.held_bytes, max(size, GROWTH_BYTES)
+        try:
+            self.file.reserve(start, grown)
+        except OSError as error:
+            why = f"{error.strerror} ({self.file.folder} has no room for what this rank's blocks keep for backward)"
+            raise self.file.error("make room for", grown, start, why) from error
+        self.held_bytes += grown
+        if grown > size:
+            self._take_back(start + size, grown - size)
+        return start
+
+    def give_back(self, start: int, size: int) -> None:
+        """Take an extent back, from any thread."""
+        self._released.append((start, size))
+
+    def _take_back(self, start: int, size: int) -> None:
+        insort(self._free, (start, size))
+        joined: list[tuple[int, int]] = []
+        for begin, free in self._free:
+            if joined and sum(joined[-1]) == begin:
+                joined[-1] = (joined[-1][0], joined[-1][1] + free)
+            else:
+                joined.append((begin, free))
+        self._free = joined
+
+    def start(self, move: Callable[..., None], memory: torch.Tensor, offset: int) -> list[Future[None]]:
+        """Start to move bytes from or to `offset`, in requests."""
+        size = memory.numel()
+        return [
+            self._pool.submit(move, memory, at, min(REQUEST_BYTES, size - at), offset + at)
+            for at in range(0, size, REQUEST_BYTES)
+        ]
+
+    def write(self, memory: torch.Tensor, at: int, size: int, offset: int) -> None:
+        """Write `size` bytes from `at` on."""
+        buffer = self._buffer()
+        np.frombuffer(buffer, np.uint8)[:size] = _values(memory, at, size)
+        self.file.write(memoryview(buffer)[: whole_pages(size)], offset)
+
+    def read(self, memory: torch.Tensor, at: int, size: int, offset: int) -> None:
+        """Read them back."""
+        buffer = self._buffer()
+        self.file.read(memoryview(buffer)[: whole_pages(size)], offset)
+        _values(memory, at, size)[:] = np.frombuffer(buffer, np.uint8)[:size]
+
+    def _buffer(self) -> mmap.mmap:
+        if not hasattr(self._own, "buffer"):
+            self._own.buffer = mmap.mmap(-1, REQUEST_BYTES)
+        return self._own.buffer
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        self.file.close()
+
+
+class _Extent(Token):
+    def __init__(self, store: ExtentFile, memory: torch.Tensor):
+        self._store, self._size = store, memory.numel()
+        self._start = store.room(whole_pages(self._size))
+        self._back: torch.Tensor | None = None
+        self._copied: Any = None
+        self._room: torch.Tensor | None = None  # of the host's, between another device and the disk
+        write = store.write
+        if store.staging is not None:
+            self._room = store.staging.room(self._size)
+            self._copied = store.staging.copied(self._room, memory)
+            memory, write = self._room, partial(self._write_copied, self._copied)
+        self._started = store.start(write, memory, self._start)
+
+    def _write_copied(self, copied: Any, *what: Any) -> None:
+        copied.synchronize()
+        self._store.write(*what)
+
+    def written(self) -> None:
+        if self._store.staging is not None:
+            self._store.staging.wait_for(self._copied)
+        self._finish()
+        self._free_room()
+
+    def _finish(self) -> None:
+        while self._started:
+            self._started.pop(0).result()
+
+    def _free_room(self) -> None:
+        if self._room is not None and self._store.staging is not None:
+            self._store.staging.give_back(self._room)
+            self._room = None
+
+    def fetch(self) -> None:
+        self._finish()
+        if self._store.staging is None:
+            self._back = torch.empty(self._size, dtype=torch.uint8)
+            self._started = self._store.start(self._store.read, self._back, self._start)
+            return
+        self._room = self._room if self._room is not None else self._store.staging.room(self._size)
+        self._started = self._store.start(self._store.read, self._room, self._start)
+
+    def bytes(self) -> torch.Tensor:
+        if self._back is None and self._room is None:
+            self.fetch()
+        self._finish()
+        back, self._back = self._back, None
+        if self._store.staging is not None and self._room is not None:
+            back = torch.empty(self._size, dtype=torch.uint8, device=self._store.device)
+            self._store.staging.wait_for(self._store.staging.copied(back, self._room))
+            self._free_room()
+        assert back is not None
+        return back
+
+    def release(self) -> None:
+        # an extent that is still written to is nobody else's
+        wait([future for future in self._started if not future.cancel()])
+        self._free_room()
+        self._store.give_back(self._start, whole_pages(self._size))
+
+
+def whole_pages(size: int) -> int:
+    """Returns bytes up to a page's border, the unit of direct reads and writes."""
+    return -(-size // PAGE) * PAGE
+
+
+def _values(memory: torch.Tensor, at: int, size: int) -> np.ndarray:
+    """Returns bytes of a tensor of the host's, without an operation that a mode would see."""
+    here = (ctypes.c_char * size).from_address(memory.data_ptr() + at)
+    return np.frombuffer(memoryview(here).cast("B"), np.uint8)
