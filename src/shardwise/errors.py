@@ -51,10 +51,19 @@ def first_line(error: BaseException) -> str:
 
 
 def nearest(word: str, words: Iterable[str]) -> str | None:
-    """The known word that `word` was probably meant to be, or None. Long words must share more: else any two do."""
+    """Returns the known word that `word` was probably meant to be: one that begins with it, or alike; None if none is.
+
+    Long words must share more: else any two do.
+    """
     import difflib
 
-    return next(iter(difflib.get_close_matches(word, words, n=1, cutoff=0.6 if len(word) < 6 else 0.65)), None)
+    words = list(words)
+    begun = [known for known in words if len(word) > 3 and known.startswith(word)]
+    return (
+        begun[0]
+        if begun
+        else next(iter(difflib.get_close_matches(word, words, n=1, cutoff=0.6 if len(word) < 6 else 0.65)), None)
+    )
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
