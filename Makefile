@@ -13,8 +13,6 @@ JOBS ?= 2
 # files of tests whose proofs run on a GPU too
 PROOFS := $(wildcard $(addprefix tests/*/test_,$(addsuffix .py,modules parity domain sequence expert)))
 PLAN ?= dp_shard=$(NPROC),zero=3
-# tests start some hundred processes: each would compile every module again that it imports
-unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test test-long test-gpu test-mutations evidence lint types tests docs coverage-table scripts-table clean
 

@@ -18,6 +18,10 @@ from shardwise.ranks import RankPool, process
 # that wait for each other, spinning, took ten times the CPU time of its tiny operations
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# tests start some hundred processes, and each would compile every module again that it imports
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # what ranks of most tests import, once in the server from which they are forked instead of in each of them
 process.PRELOAD += ["shardwise.training.loop", "shardwise.proof.rank", "transformers.models.llama.modeling_llama"]
 

@@ -387,7 +387,7 @@ def test_zero_over_the_ranks_of_a_sequence_gathers_as_over_data_ranks() -> None:
         assert one.step_s == pytest.approx(two.step_s, rel=0.05), "at 25 Gb/s all else hides behind it"
         gathered = [buffers(LLAMA, layout, soft, LLAMA.layers, {}) for layout in (along, data)]
         assert gathered[0] == gathered[1] > 0
-        estimate = Estimator(LLAMA, slow, soft).estimate(along.with_(n_micro=n)).seconds
+        estimate = Estimator(LLAMA, slow, soft).seconds(along.with_(n_micro=n))
         assert estimate == pytest.approx(one.step_s, rel=0.12)
 
 
@@ -456,9 +456,7 @@ def test_the_estimate_is_near_the_simulation() -> None:
         Layout(tp=4, sp=True, shard=2, zero=1, seq=4096, n_micro=4),
         Layout(pp=4, shard=2, zero=1, seq=4096, n_micro=16),
     ):
-        assert estimator.estimate(layout).seconds == pytest.approx(
-            simulate(LLAMA, layout, NODE, soft).step_s, rel=0.12
-        ), layout
+        assert estimator.seconds(layout) == pytest.approx(simulate(LLAMA, layout, NODE, soft).step_s, rel=0.12), layout
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from shardwise.costs.layout import Layout
 from shardwise.errors import InputError, did_you_mean
@@ -428,9 +429,14 @@ def software(name: str) -> Software:
 
 def as_planned(software: Software, layout: Layout) -> Software:
     """Returns the software with a plan's switches: fused elementwise ops (compile), early sums of tp, reduce_dtype."""
+    return _switched(software, layout.compile, layout.tp_overlap, layout.reduce_dtype)
+
+
+@lru_cache(maxsize=64)  # a search asks for each of its layouts, which have a few of them
+def _switched(software: Software, compiled: bool, early: bool, reduce_dtype: str) -> Software:
     return replace(
         software,
-        fused=software.fused or layout.compile,
-        overlap_tp=software.overlap_tp or layout.tp_overlap,
-        grad_reduce_bytes=float(BYTES.get(layout.reduce_dtype, software.grad_reduce_bytes)),
+        fused=software.fused or compiled,
+        overlap_tp=software.overlap_tp or early,
+        grad_reduce_bytes=float(BYTES.get(reduce_dtype, software.grad_reduce_bytes)),
     )

@@ -69,6 +69,8 @@ class Constraints:
     def applied(self, layout: Layout) -> Layout:
         """Returns the layout with the fixed values of keys that the search does not vary (`SWITCHES`)."""
         values = {name: value for name, value in self.fixed if name in SWITCHES}
+        if not values:
+            return layout
         # a key without what it needs (such as domain_depth without tiles) would make the plan invalid
         idle = {name for name, need in keys_with(Plan, "needs").items() if not need.met(layout)}
         return layout.with_(**{name: value for name, value in values.items() if name not in idle})

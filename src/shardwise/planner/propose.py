@@ -235,7 +235,7 @@ def _look(
             if name not in looked.tightest or needed < looked.tightest[name][0]:
                 looked.tightest[name] = (needed, layout)
             if needed <= capacity:
-                seconds = subject.estimate(layout).seconds
+                seconds = subject.estimate(layout)
                 looked.fits.append((seconds, layout))
                 if seconds < best:
                     best, leader = seconds, f"; best so far {seconds_text(seconds)}, {name}"

@@ -34,11 +34,11 @@ def notes(subject: Subject, cluster: Cluster, result: Search, capacity: float) -
         single = _alone(subject, best.layout, capacity)
         if single is not None:
             layout, needed = single
-            slow, fast = subject.estimate(layout).seconds, best.forecast.step_s
+            slow, fast = subject.estimate(layout), best.forecast.step_s
             if reads is not None:  # a step takes as long as its input does
                 slow = max(slow, reads.wait(layout, subject.global_batch))
                 fast = max(fast, reads.wait(best.layout, subject.global_batch))
-            bound = ", its input included" if slow > subject.estimate(layout).seconds else ""
+            bound = ", its input included" if slow > subject.estimate(layout) else ""
             verdict = "not worth distributing" if slow / fast < 1.5 else "distribute if the job is long"
             out.append(
                 f"it fits on one device ({bytes_text(needed)}, a step of {seconds_text(slow)}{bound}), and "
@@ -87,7 +87,7 @@ def _alone(subject: Subject, like: Layout, capacity: float) -> tuple[Layout, flo
         )  # fmt: skip
         needed = subject.memory(layout).reserved + CONTEXT_BYTES
         if needed <= capacity:
-            fits.append((subject.estimate(layout).seconds, layout, needed))
+            fits.append((subject.estimate(layout), layout, needed))
     if not fits:
         return None
     _, layout, needed = min(fits, key=lambda item: item[0])

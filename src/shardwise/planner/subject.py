@@ -17,7 +17,7 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout.precisions import BYTES, PRECISIONS
 from shardwise.planner.candidates import UNSEARCHED, Constraints, decoder_layouts
 from shardwise.simulator.forecast import Forecast
-from shardwise.simulator.quick import Estimator, Quick
+from shardwise.simulator.quick import Estimator
 from shardwise.simulator.step import simulate
 from shardwise.step.batching import samples_in
 from shardwise.task import Task
@@ -34,7 +34,7 @@ class Subject:
     global_batch: int
     seq: int
     layouts: Callable[[int, Constraints], Iterable[Layout]]
-    estimate: Callable[[Layout], Quick]
+    estimate: Callable[[Layout], float]
     memory: Callable[[Layout], MemoryLedger]
     simulate: Callable[[Layout], Forecast]
     remarks: Sequence[str] = ()  # may grow while layouts are looked at
@@ -71,7 +71,7 @@ def decoder(shape: Shape, cluster: Cluster, soft: Software, global_batch: int, s
 
     return Subject(
         shape.name or "decoder", shape.layers, global_batch, seq, layouts,
-        lambda layout: estimators(as_planned(soft, layout)).estimate(_forecast(shape, layout)),
+        lambda layout: estimators(as_planned(soft, layout)).seconds(_forecast(shape, layout)),
         lambda layout: estimators(as_planned(soft, layout)).memory(layout),
         lambda layout: simulate(shape, _forecast(shape, layout), cluster, as_planned(soft, layout)),
         with_batch=lambda count: decoder(shape, cluster, soft, count, seq, precision), unsearched=UNSEARCHED,

@@ -35,7 +35,6 @@ from shardwise.planner.units import bytes_text, seconds_text
 from shardwise.progress import Say, silent
 from shardwise.random import Randomness
 from shardwise.simulator.cut import HALOS
-from shardwise.simulator.quick import Quick
 from shardwise.step.batching import samples_in
 from shardwise.task import Task
 
@@ -335,9 +334,8 @@ def subject_of(traced: Traced, batch: int, wanted: tuple[str, ...]) -> Subject:
 
     layouts = TracedLayouts(traced, batch, recomputes)
 
-    def estimate(layout: Layout) -> Quick:
-        forecast = traced.simulate(layout, batch)
-        return Quick(forecast.step_s, forecast.worst)
+    def estimate(layout: Layout) -> float:
+        return traced.simulate(layout, batch).step_s
 
     return Subject(
         traced.task.name, units, batch, 1, layouts.candidates, estimate, lambda layout: traced.memory(layout, batch),

@@ -6,7 +6,6 @@ where the software overlaps it; so a little below the simulation, never far abov
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.cluster import Cluster
@@ -18,14 +17,6 @@ from shardwise.costs.software import Software
 from shardwise.layout.schedule_kinds import KINDS, in_flight
 from shardwise.simulator.parts import GAPS, LayerTimes, StepContext, layer_times, optimizer_seconds, reduction_seconds
 from shardwise.simulator.stages import dense_of, stage_layers
-
-
-@dataclass(frozen=True)
-class Quick:
-    """An estimate: seconds of a step, and the ledger of the fullest rank."""
-
-    seconds: float
-    memory: MemoryLedger
 
 
 class Estimator:
@@ -55,8 +46,8 @@ class Estimator:
             key=lambda ledger: ledger.allocated,
         )  # fmt: skip
 
-    def estimate(self, layout: Layout) -> Quick:
-        """Returns the estimated seconds of a step and bytes of a rank under a layout."""
+    def seconds(self, layout: Layout) -> float:
+        """Returns the estimated seconds of a step under a layout."""
         step = StepContext(self.shape, layout, self.cluster, self.software)
         many = 2 if layout.n_micro * layout.rounds > 1 else 1
         # fields that do not change a layer's time are reset, so that layouts share the cached parts
@@ -71,7 +62,9 @@ class Estimator:
         p, n, v = layout.pp, layout.n_micro, layout.chunks
         every = n * layout.rounds
         ends = [parts.first.seconds, parts.last.seconds]
-        layers_s = [parts.of(sum(layers[r::p]), sum(dense[r::p])).seconds for r in range(p)]
+        held = [(sum(layers[r::p]), sum(dense[r::p])) for r in range(p)]
+        of_kind = {kind: parts.of(*kind).seconds for kind in set(held)}  # most ranks have as many layers as others
+        layers_s = [of_kind[kind] for kind in held]
         if p == 1:
             seconds = n * (layers_s[0] + sum(ends))
         else:
@@ -92,7 +85,7 @@ class Estimator:
             seconds += layout.sharded.reductions(every) * max(0.0, reduce_s - seconds * 0.6 / every)
             seconds += max(0.0, gather_s - seconds * 0.3 / every) if self.software.overlap_gathers else gather_s
         seconds += optimizer_seconds(step, parameters)
-        return Quick(GAPS * seconds, self.memory(layout))
+        return GAPS * seconds
 
     def _compute_parts(self, layout: Layout) -> LayerTimes:
         return layer_times(StepContext(self.shape, layout, self.cluster, self.software))
