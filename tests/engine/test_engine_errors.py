@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise import Task, parallelize, verify
+from shardwise.engine.optimizer import try_out
 from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.models import tasks
 from shardwise.ranks import RankPool
@@ -501,3 +502,22 @@ def test_parameters_of_another_dtype_are_told() -> None:
     assert any("built in torch.float64 are held in torch.float32" in n for n in parallelize(double, "single").notices)
     assert not any("built in" in n for n in parallelize(task, "single").notices)
     assert not any("built in" in n for n in parallelize(double, "precision=fp64").notices)
+
+
+class _WithAMode(torch.optim.SGD):
+    """Steps in its training mode alone, which its user enters later, as schedule-free optimizers do."""
+
+    mode = False
+
+    def train(self) -> None:
+        self.mode = True
+
+    def step(self, closure: Any = None) -> None:
+        if not self.mode:
+            raise RuntimeError("not in train mode")
+        super().step(closure)
+
+
+def test_an_optimizer_with_a_mode_is_tried_in_the_mode_of_training() -> None:
+    nature = try_out(lambda groups: _WithAMode(groups, lr=0.1), [torch.Size((3, 2)), torch.Size((1,))])
+    assert nature.kind == "elementwise"
