@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import signal
 import subprocess
 import time
@@ -109,6 +110,29 @@ def test_a_proof_over_hosts_is_equal(plan: str, hosts: list[Host], tmp_path: Pat
     (code, said), (other, _) = on_hosts(hosts, tmp_path, line)
     assert (code, other) == (0, 0), said
     assert "EQUAL to one process" in said
+
+
+@pytest.mark.long
+def test_a_host_that_is_lost_is_named_with_the_command_that_goes_on(hosts: list[Host], tmp_path: Path) -> None:
+    train = f"shardwise train digits --plan {PLAN} --steps 100000 --set train.out=there --set train.checkpoint_every=9"
+    line = start_line(train, Plan.parse(PLAN), per_node=1)
+    ranks = [
+        host.start(["bash", "-c", line], tmp_path, NODE_RANK=str(number), FIRST_HOST=hosts[0].address)
+        for number, host in enumerate(hosts)
+    ]
+    try:
+        until = time.monotonic() + 120
+        while time.monotonic() < until and not list(tmp_path.glob("there/*/checkpoints/step-*")):
+            time.sleep(0.2)
+        there = subprocess.run(["ip", "netns", "pids", hosts[1].name], capture_output=True, text=True, timeout=30)
+        for pid in there.stdout.split():
+            os.kill(int(pid), signal.SIGKILL)
+        said = ranks[0].communicate(timeout=60)[0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert f"rank 1 on {hosts[1].name}. " in said and "the last checkpoint is there/" in said, said
+    assert "--resume there/" in said
 
 
 @pytest.mark.long

@@ -169,6 +169,7 @@ def test_the_budget_ends(here: Path) -> None:
     ):
         shardwise.train("digits", "dp_shard=2", **{**RESUMED, "restarts": 2})
     assert "not started again: its 2 restart(s) are used up (train.restarts)" in caught.value.__notes__
+    assert "resume=" in str(caught.value) or "nothing was saved yet" in str(caught.value)
 
 
 def test_fewer_ranks_go_on_with_smaller_data_degrees(here: Path) -> None:

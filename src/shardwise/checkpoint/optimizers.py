@@ -70,7 +70,7 @@ def _beside(key: Any, value: Any) -> Node:
     """Returns the node of what an optimizer keeps under a name of its own, beside the state of weights."""
     try:
         if not isinstance(key, str):
-            raise NoJson
+            raise NoJson(f"a name of type {type(key).__name__}")
         return plain_node(value)
     except NoJson:
         raise RefusedPlan(
@@ -190,7 +190,7 @@ def leaves(node: Node) -> Iterator[tuple[str, str]]:
             for child in (item for pair in node[1] for item in pair):
                 yield from leaves(child)
         elif kind not in ("number", "float", "plain"):
-            raise ValueError
+            raise ValueError("these are not the names of an optimizer's state")
     except (TypeError, ValueError, IndexError, AttributeError):
         raise InputError(f"the optimizer's state has {str(node)[:60]} where a value is expected") from None
 

@@ -157,6 +157,8 @@ def _small(shapes: Sequence[torch.Size], numbers: Sequence[bool]) -> list[tuple[
 
 
 def _run(optimizer: Optimizer, params: Sequence[torch.Tensor], gradients) -> None:
+    if callable(getattr(optimizer, "train", None)):  # of one with a mode: a script may enter it after `prepare` alone
+        optimizer.train()
     for group in optimizer.param_groups:
         if not group.get("lr", 1.0):
             group["lr"] = 1e-3  # a rate that starts at zero would make every trial agree

@@ -101,7 +101,9 @@ def gently(
         if staged is not None or not needs_gradients(error):
             raise
     if has_units(module) if staged is None else share(["units"] if has_units(module) else []):
-        raise TakesGradients
+        raise TakesGradients(
+            "the forward takes gradients itself, through units of zero=3 that are freed before its end"
+        )
     with torch.enable_grad(), _unwarned():
         return run()
 

@@ -239,7 +239,9 @@ class Seen(TorchDispatchMode):
         if isinstance(self.module, FSDPModule) and not self.running:  # the loss takes them, after the forward
             raise RefusedPlan(WEIGHTS_FREED)
         if has_units(self.module):
-            raise TakesGradients
+            raise TakesGradients(
+                "the forward takes gradients itself, through units of zero=3 that are freed before its end"
+            )
         return nullcontext()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -33,6 +33,7 @@ from shardwise.layout import Plan
 from shardwise.part.assigned import follow_data
 from shardwise.part.crossing import dealt_beside
 from shardwise.part.cuts import Owners
+from shardwise.part.levels import Distributed
 from shardwise.part.moves import to_part
 from shardwise.part.position_tables import cut_ranges, run_under
 from shardwise.part.sums import whole_gradient, whole_over_axis, with_summed_gradient
@@ -241,6 +242,13 @@ class _Reads:
         self.running = False
 
 
+def _stands_for_whole(tensor: torch.Tensor, cut: Any, axis: Axis) -> bool:
+    """Whether a tensor was put in the place of a cut parameter (`functional_call`): whole, or cut as it came about."""
+    size = tensor.shape[cut.dim] if cut.dim < tensor.dim() else -1
+    share = cut.owners.counts[axis.index]
+    return isinstance(tensor, Distributed) or (size == cut.owners.size and (size != share or cut.role in IN_SHARES))
+
+
 def _reader(leaf: str):
     def read(self: nn.Module) -> torch.Tensor:
         param, cutting = self._parameters.get(leaf), self.__dict__.get("_tensor_cuts")
@@ -260,8 +268,8 @@ def _reader(leaf: str):
         if isinstance(param, DTensor):
             return param  # sharded by zero=3 and not gathered now: for its dtype or device
         cut = cuts[leaf]
-        if cut is not None and cut.role in IN_SHARES and param.shape[cut.dim] == cut.owners.size:
-            return param  # a tensor that stands for the whole weight, by `functional_call`
+        if cut is not None and _stands_for_whole(param, cut, axis):
+            return param
         with torch._C.DisableTorchFunctionSubclass():  # a script's parameter, which beside this counts otherwise
             weight = with_summed_gradient(param, tuple(each for each in summed if each not in _OWN.axes))
         if cut is None:

@@ -1,6 +1,7 @@
 """Make a small proof of a large plan: the fewest ranks, blocks and samples that keep its structure.
 
-    dp_replicate, dp_shard above 1   2; dp_shard 3 where the plan's cuts are uneven and 2 would be even
+    dp_replicate, dp_shard above 3   3: what goes wrong where a sum or a message passes a third rank shows
+    ep above 3                       the least divisor of 3 or more, so that ranks have the same number of experts
     accumulate above 3               3
     domain above 3 along a dim       the least of 3 and more that cuts the field evenly, or unevenly, as the plan does
     a field that is tiled            the least extents of 32 cells for each tile, with the same remainders by 32 and the
@@ -37,6 +38,7 @@ from shardwise.trace.blocks import find_blocks
 from shardwise.trace.deferred import Built, build
 
 KEPT_BLOCKS = 2  # of each program
+MOST_RANKS = 3  # along an axis of data; of experts the least divisor that is not fewer
 MOST_STAGES = 3  # ranks of a pipeline
 MOST_ACCUMULATE = 3
 MOST_TILES = 3  # along one dim
@@ -141,7 +143,7 @@ def shrink(reference: Any, task: Task, plan: Plan) -> Shrunk:
     """Returns the small plan and task, with notes on what they keep and what they leave out."""
     built = build(task.model, 0)
     batch = global_batch(task, Settings(), 0)
-    small = _small_plan(plan, built.module).with_(domain=_small_tiles(task, plan, batch))
+    small = _small_plan(plan).with_(domain=_small_tiles(task, plan, batch))
     uneven = samples_in(batch) % (plan.data_ranks * plan.step_microbatches) != 0
     samples = min(2 * small.data_ranks * small.step_microbatches + uneven, samples_in(batch))
     depth = _Depth(notes=["depth was kept: stages= names blocks"]) if plan.stages else _depth(built, task, small, batch)
@@ -155,13 +157,11 @@ def shrink(reference: Any, task: Task, plan: Plan) -> Shrunk:
 # --- the plan
 
 
-def _small_plan(plan: Plan, module: nn.Module) -> Plan:
-    # the least divisor of ep above 1: ranks of ep have the same number of experts each
-    ep = next(n for n in range(2, plan.ep + 1) if plan.ep % n == 0) if plan.ep > 1 else 1
-    shard = _small_degree(plan, "dp_shard", _has_uneven_cut(module, plan))
+def _small_plan(plan: Plan) -> Plan:
+    ep = next((n for n in range(MOST_RANKS, plan.ep + 1) if plan.ep % n == 0), plan.ep)
     small = plan.with_(
-        dp_replicate=_small_degree(plan, "dp_replicate", False),
-        dp_shard=shard if ep == 1 else ep * (1 if plan.dp_shard == plan.ep else 2),
+        dp_replicate=min(plan.dp_replicate, MOST_RANKS),
+        dp_shard=ep * min(plan.dp_shard // plan.ep, MOST_RANKS),
         ep=ep,
         accumulate=min(plan.accumulate, MOST_ACCUMULATE),
         zero=plan.zero,
@@ -213,20 +213,6 @@ def _small_pipeline(plan: Plan) -> Plan:
             continue
         return small
     return plan
-
-
-def _small_degree(plan: Plan, axis: str, uneven: bool) -> int:
-    degree = getattr(plan, axis)
-    if degree == 1:
-        return 1
-    return 3 if axis == "dp_shard" and uneven and degree > 2 else 2
-
-
-def _has_uneven_cut(module: nn.Module, plan: Plan) -> bool:
-    """Returns whether a parameter has no dim that dp_shard divides, so that ZeRO-3 cuts it unevenly."""
-    return plan.sharded.weights and any(
-        not any(size and size % plan.dp_shard == 0 for size in param.shape) for param in module.parameters()
-    )
 
 
 # --- the module

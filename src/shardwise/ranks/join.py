@@ -18,6 +18,7 @@ from shardwise.ranks import attempts
 from shardwise.ranks.allocation import keep_freed_memory
 from shardwise.ranks.interfaces import talk_over_reachable
 from shardwise.ranks.launchers import LaunchedPlace
+from shardwise.ranks.lost import greet
 from shardwise.ranks.meet import MEET_S, await_listener, meet
 from shardwise.ranks.mpi import here
 from shardwise.ranks.scheduling import take_turns
@@ -48,6 +49,7 @@ def join(
     if dist.get_world_size() > 1:  # else this may be anybody's process
         keep_freed_memory()
         be_watched(deadlines)
+        greet()
     return dist.get_rank(), dist.get_world_size()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
 import signal
 import sys
 import tempfile
@@ -20,15 +19,10 @@ from shardwise.errors import InputError, RunError, ShardwiseError, rebuilt
 from shardwise.guard.diagnose import Finding, RankWatch
 from shardwise.guard.records import Reader, memory_folder
 from shardwise.guard.stacks import collect
+from shardwise.ranks.lost import is_echo
 from shardwise.ranks.pool_messages import Failure, RankCall
 from shardwise.ranks.process import STARTED_BY_IMPORT, RankProcess
 
-# what a collective says on a rank whose peer has gone or never came
-_ECHO = re.compile(
-    r"connection (closed|reset) by peer|broken pipe|timed out waiting|socket (timeout|closed)|"
-    r"wait timeout|connection refused|DistNetworkError|DistStoreError",
-    re.IGNORECASE,
-)
 _LOOK_S = 0.5  # between looks at the ranks' records
 _ASK_AGAIN_S = 0.5
 Notice = Callable[[str, int, str], None]
@@ -260,7 +254,7 @@ def _finish(error: Any, rank: int, outcome: Outcome, first: Failure | None = Non
 
 def _is_echo(failure: Failure) -> bool:
     """Returns whether a rank failed because a peer had gone or never came."""
-    return bool(_ECHO.search(failure.traceback))
+    return is_echo(failure.traceback)
 
 
 def _names(numbers: Mapping[int, Any]) -> str:

@@ -28,6 +28,7 @@ from shardwise.errors import RefusedPlan, RunError, first_line
 from shardwise.layout.elastic import smaller
 from shardwise.observe import write_json
 from shardwise.ranks.start_ranks import stop_signals
+from shardwise.training.go_on import LOST, how_to_go_on
 from shardwise.training.job import Job
 from shardwise.training.resume import home_of
 
@@ -58,6 +59,8 @@ def until_done(job: Job, launch: Launch) -> dict[str, Any]:
             if why_not:
                 attempts.write(entry)
                 error.add_note(f"not started again: {why_not}" if attempts.budget else why_not)
+                if entry["reason"] in LOST:
+                    error.args = (f"{error}\n{how_to_go_on(attempts.job)}",)
                 raise
             attempts.begin_next(entry, error)
             attempts.write(entry)

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwise.config import Config, Effective, Given, from_table, load
 from shardwise.config.schema import TrainSection
-from shardwise.errors import InputError, RefusedPlan, Stopped
+from shardwise.errors import InputError, RefusedPlan, RunError, Stopped
 from shardwise.guard.diagnose import Deadlines
 from shardwise.layout import Plan, check
 from shardwise.layout.elastic import smaller
@@ -23,6 +23,7 @@ from shardwise.progress import line
 from shardwise.ranks import LaunchedPlace, here
 from shardwise.ranks.attempts import remember, remembered
 from shardwise.task import Task
+from shardwise.training.go_on import how_to_go_on
 from shardwise.training.holding import LOCK, held
 from shardwise.training.job import Job, make_job
 from shardwise.training.restart import ahead_of, source_of, until_done
@@ -299,9 +300,24 @@ def _joined(job: Job, forecast: dict[str, Any] | None, resume: str | None) -> Ru
         job = job.with_(folder=Path(folder), resume=source, again=again, effective=effective)
         check_folder(job, device)
         stack.enter_context(_kept_errors(job, f"error-rank{rank}.log"))
-        summary = _here(job)
+        summary = _beside_others(job)
         _raise_stopped(job, summary)
         return Run(job.folder, _beside(job, forecast, summary) if rank == 0 else summary)
+
+
+def _beside_others(job: Job) -> dict[str, Any]:
+    """As `_here`, on a launcher's rank; raises `RunError` that names ranks which have gone, and how to go on."""
+    from shardwise.ranks.lost import named
+
+    try:
+        return _here(job)
+    except Stopped:
+        raise
+    except Exception as error:
+        lost = named(error)
+        if lost is None:
+            raise
+        raise RunError(f"{lost}\n{how_to_go_on(job)}") from error
 
 
 def _placed_in_turn(job: Job, resume: str | None) -> Job:

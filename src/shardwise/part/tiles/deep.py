@@ -205,7 +205,7 @@ class _ElementsAlone(TorchDispatchMode):
         # the tag says it of most; of others it is tried out on small tensors
         mixes = torch.Tag.pointwise not in func.tags and not is_elementwise(func, args, kwargs)
         if mixes or func._schema.is_mutable or is_random(func):
-            raise _NotAlone
+            raise _NotAlone(f"{func} treats elements together, draws or writes")
         self.ran += 1
         return func(*args, **kwargs)
 
