@@ -151,9 +151,10 @@ _REPLACED = (
 
 
 class FirstSteps:
-    """Beside an optimizer's steps: `before` and `after` each."""
+    """Beside an optimizer's steps: `before` and `after` each. `proves`: parameters' places are looked at in each."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, proves: bool) -> None:
+        self._proves = proves
         self._state, self._steps = engine.state, 0  # that are done
         self._begun: list[torch.Tensor] = []  # some elements of each weight, before the first step
         self.places = ParametersInPlace(engine.module)
@@ -165,7 +166,7 @@ class FirstSteps:
         """The gradients are whole, the step is next. Raises `InputError` for parameters that are not the plan's."""
         if self._steps == 0:
             self._begun = [_some(slot.master).clone() for slot in self._state.technique.slots]
-        if self._alike.is_due(self._steps + 1):
+        if self._proves or self._alike.is_due(self._steps + 1):
             self._check_places()
 
     def _check_places(self) -> None:

@@ -182,7 +182,7 @@ class PartLoader:
                 began.restore()
                 batches = self._first_way()
                 stood.restore()
-        if len(self._ways) > 1 or why_not:
+        if why_not or (len(self._ways) > 1 and self._ways[0] != self._watched):  # which a later epoch may not fit
             self._ways = self._ways[:1]
             self._tell(why_not)
         if first is None and self._skipped is not None:
