@@ -225,7 +225,7 @@ class ParametersInPlace:
     """The parameters of a model where its modules have them: another would take no part in the plan."""
 
     def __init__(self, module: nn.Module) -> None:
-        of_units = _of_units(module)
+        of_units = units_parameters(module)
         self._places, self._modules = [], []
         for path, child in module.named_modules():
             under = f"{path}." if path else ""
@@ -247,8 +247,8 @@ class ParametersInPlace:
                 refuse_replaced(next((f"{name}.{of_part}" for of_part, _ in part.named_parameters()), name))
 
 
-def _of_units(module: nn.Module) -> dict[int, Any]:
-    """FSDP's record of each parameter that it shards."""
+def units_parameters(module: nn.Module) -> dict[int, Any]:
+    """Returns FSDP's record of each parameter that it shards, by the id of the sharded one."""
     units = [child for child in module.modules() if isinstance(child, FSDPModule)]
     groups = [group for unit in units for group in groups_of(unit)]
     return {id(one.sharded_param): one for group in groups for one in group.fsdp_params}
