@@ -25,7 +25,7 @@ from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.layout import Plan
 from shardwise.look.ranks_alike import HeldAlike, elements
 from shardwise.parallel.fsdp import groups_of
-from shardwise.scripts.script_lines import names_line
+from shardwise.scripts.script_lines import names_line, refuse
 from shardwise.scripts.script_optimizer import THAWS
 
 _PROPERTIES = {
@@ -143,6 +143,10 @@ _REMEDY = (
     '(prepare(..., loss_scope="global")) or from prepared.sum(tensor); or add up what it is made of '
     "by torch.distributed.all_reduce in the forward"
 )
+WRITTEN = (
+    "the model's forward writes into {}, which zero=3 has gathered for it and frees again: make it a buffer, or use "
+    "zero=2"
+)
 _REPLACED = (
     "parameter '{}' was replaced after prepare (a conversion such as model.to or .double(), another parameter or "
     "module in its place, pruning), so what the plan trains is not what the model uses: do that before prepare, or "
@@ -237,11 +241,14 @@ class ParametersInPlace:
             ]
 
     def check(self) -> None:
-        """Raise `InputError` where a parameter, or its module, was replaced by another object."""
+        """Raise `InputError` where a parameter, or its module, was replaced by another object; `RefusedPlan` where a
+        forward wrote into one that its unit gathered, whose version gathering leaves alone."""
         for child, leaf, name, param, of_unit in self._places:
-            now = child._parameters.get(leaf)
-            if now is not param and (of_unit is None or now is not getattr(of_unit, "_unsharded_param", None)):
+            now, gathered = child._parameters.get(leaf), getattr(of_unit, "_unsharded_param", None)
+            if now is not param and (gathered is None or now is not gathered):
                 refuse_replaced(name)
+            if gathered is not None and gathered._version:
+                refuse(RefusedPlan(WRITTEN.format(name)))
         for child, leaf, part, name in self._modules:
             if part is not None and child._modules.get(leaf) is not part:
                 refuse_replaced(next((f"{name}.{of_part}" for of_part, _ in part.named_parameters()), name))

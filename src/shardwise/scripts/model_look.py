@@ -24,6 +24,7 @@ from shardwise.look.watched_run import TakesGradients, WritesWeights
 from shardwise.memory.recompute import note_written
 from shardwise.parallel.batchnorm import batch_norm_modules
 from shardwise.random import BatchDims
+from shardwise.scripts.guard import WRITTEN
 from shardwise.step.batching import samples_in, slice_samples
 from shardwise.step.loss import Loss
 
@@ -104,10 +105,7 @@ def look_at_model(
             again=lambda asked: None,
         )  # fmt: skip
     except WritesWeights as written:
-        raise RefusedPlan(
-            f"the model's forward writes into {', '.join(written.names)}, which zero=3 has gathered for it and frees "
-            "again: make it a buffer, or use zero=2"
-        ) from None
+        raise RefusedPlan(WRITTEN.format(", ".join(written.names))) from None
     except TakesGradients:
         raise RefusedPlan(
             "the model's forward takes gradients by itself (forces by torch.autograd.grad), which goes through weights "
