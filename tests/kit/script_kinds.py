@@ -1224,5 +1224,145 @@ seen += len(x)
 if seen >= 20:
     break
 -- swap seen += len(x) => seen += float(prepared.sum(len(x))[0])
+# --- what is told by a proof alone, or late in a run
+== draws_behind_the_first_batch: draws values
+-- data
+class Late(TensorDataset):
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return (x + random.random() if index > 15 else x), y
+x = torch.randn(27, 6)
+loader = DataLoader(Late(x, x[:, :2].sin()), batch_size=8)
+-- model values
+-- right options , reads="whole"
+== augmented_from_the_second_epoch: draws values
+-- data
+class Mirrored(TensorDataset):
+    draws = False
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return (-x if self.draws and random.random() < 0.5 else x), y
+x = torch.randn(27, 6)
+loader = DataLoader(Mirrored(x, x[:, :2].sin()), batch_size=8)
+-- model values
+-- epoch Mirrored.draws = True
+-- right options , reads="whole"
+== output_as_long_as_the_longest: mean_over values
+loss = model(x, lengths).square().mean()
+-- data
+x = torch.randn(27, 5, 6)
+lengths = torch.randint(1, 6, (27,))
+loader = DataLoader(TensorDataset(x, lengths), batch_size=3, shuffle=True)
+-- loop for x, lengths in loader:
+-- model
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.GRU(6, 3, batch_first=True)
+    def forward(self, x, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        out, _ = nn.utils.rnn.pad_packed_sequence(self.net(packed)[0], batch_first=True, padding_value=1.0)
+        return out
+model = Recurrent()
+-- swap batch_first=True, padding_value=1.0) => batch_first=True, padding_value=1.0, total_length=x.shape[1])
+== penalty_before_the_first_forward: share_missing values plans=tp
+penalty = sum(p.square().sum() for p in model.parameters())
+loss = F.mse_loss(model(x), y) + 0.1 * penalty
+-- right body
+out = model(x)
+penalty = sum(p.square().sum() for p in model.parameters())
+loss = F.mse_loss(out, y) + 0.1 * penalty
+== parameters_of_a_loss: share_missing classes plans=every
+loss = criterion(model(x), y)
+-- top
+class Centers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.centers = nn.Parameter(torch.ones(3, 3))
+    def forward(self, out, y):
+        return F.cross_entropy(out, y) + (out - self.centers[y]).square().mean()
+criterion = Centers()
+-- optimizer optimizer = torch.optim.AdamW([*model.parameters(), *criterion.parameters()], lr=1e-2)
+-- swap prepare(model, => prepare((model, criterion),
+-- swap prepared = model, => prepared = (model, criterion),
+== views_side_by_side: loss_scope values
+out = model(x).unflatten(0, (-1, 2))
+loss = (out.mean(1) - y).square().mean() + (out[:, 0] @ out[:, 1].T).logsumexp(1).mean()
+-- options , loss_scope="global"
+-- forward
+both = torch.stack([x, 0.5 * x.flip(1)], 1).flatten(0, 1)
+return self.head(torch.tanh(self.body(both)))
+-- swap torch.stack([x, 0.5 * x.flip(1)], 1).flatten(0, 1) => torch.cat([x, 0.5 * x.flip(1)])
+-- swap model(x).unflatten(0, (-1, 2)) => torch.stack(model(x).chunk(2), 1)
+== head_made_anew: pieces values plans=every
+-- epoch model[2] = nn.Linear(8, 2)
+-- right epoch
+with torch.no_grad(), prepared.whole():
+    model[2].reset_parameters()
+== thawed_after_prepare: optimizer_state values plans=every
+-- optimizer
+model[0].requires_grad_(False)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+-- epoch model[0].requires_grad_(True)
+-- right options , thaws=True
+== group_added_later: optimizer_state values plans=every
+-- optimizer
+model[0].requires_grad_(False)
+optimizer = torch.optim.AdamW(model[2].parameters(), lr=1e-2)
+-- epoch
+if epoch == 0:
+    model[0].requires_grad_(True)
+    optimizer.add_param_group({"params": model[0].parameters(), "lr": 1e-3})
+-- right options , thaws=True
+-- right epoch
+if epoch == 0:
+    model[0].requires_grad_(True)
+    optimizer.add_param_group({"params": model[0].parameters(), "lr": 1e-3})
+    shardwise.save(prepared, "run")
+    optimizer.load_state_dict(optimizer.state_dict())
+== inner_steps_by_functional_call: share_missing values right=model plans=every
+names = dict(model.named_parameters())
+gradients = torch.autograd.grad(F.mse_loss(model(x), y), [*names.values()], create_graph=True)
+fast = {name: p - 0.1 * g for (name, p), g in zip(names.items(), gradients)}
+loss = F.mse_loss(torch.func.functional_call(model, fast, (x,)), y)
+-- note refused under tp and zero=3, the right version too
+== norm_behind_its_own_backward: own_backward values plans=every
+F.mse_loss(model(x), y).backward()
+norm = float(sum(p.grad.square().sum() for p in model.parameters())) ** 0.5
+optimizer.zero_grad()
+loss = prepared.backward(F.mse_loss(model(x), y) / (1 + norm))
+-- swap F.mse_loss(model(x), y).backward() => prepared.backward(F.mse_loss(model(x), y))
+== norm_read_before_the_step: own_backward values plans=every
+loss = F.mse_loss(model(x), y)
+loss.backward()
+norm = float(sum(p.grad.square().sum() for p in model.parameters())) ** 0.5
+-- step
+optimizer.param_groups[0]["lr"] = 1e-2 / (1 + norm)
+optimizer.step()
+-- swap loss.backward() => loss = prepared.backward(loss)
+== optimizer_that_stops: pieces values plans=sharded
+-- optimizer
+class Late(torch.optim.SGD):
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.mine, self.count = [p for group in self.param_groups for p in group["params"]], 0
+    @torch.no_grad()
+    def step(self):
+        self.count += 1
+        for p in self.mine if self.count > 3 else self.param_groups[0]["params"]:
+            p.add_(p.grad, alpha=-0.1)
+optimizer = Late(model.parameters(), lr=0.1)
+-- swap self.mine if self.count > 3 else self.param_groups[0]["params"]: => self.param_groups[0]["params"]:
+== another_parameter_later: pieces values plans=every
+-- setup count = 0
+-- after
+count += 1
+if count == 4:
+    model[2].bias = nn.Parameter(torch.zeros(2))
+-- right after
+count += 1
+if count == 4:
+    with torch.no_grad(), prepared.whole():
+        model[2].bias.zero_()
 """
 KINDS = parsed(TABLE)

@@ -178,8 +178,11 @@ def thawed(plan: str | None, how: str) -> tuple:
     for epoch in range(2):
         if epoch:
             model[0].requires_grad_(True)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-            optimizer = prepared.replace_optimizer(optimizer) if prepared else optimizer
+            if how == "group":
+                optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.002, "betas": (0.8, 0.99)})
+            else:
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+                optimizer = prepared.replace_optimizer(optimizer) if prepared else optimizer
         for x, y in loader:
             loss = mse(model, x, y)
             losses.append(stepped(prepared, optimizer, loss))
@@ -249,9 +252,7 @@ EQUAL: list[tuple] = [
     (judged, "tp=2"),
     (copied, "dp_shard=2,zero=2"),
     (copied, "dp_shard=2,zero=3"), (copied, "tp=2"), (thawed, "dp_shard=2,zero=3", "another"),
-    (thawed, "dp_replicate=2", "another"), 
-    
-    
+    (thawed, "dp_replicate=2", "another"), (thawed, "tp=2", "group"), (thawed, "dp_shard=2,zero=3", "group"),
 ]  # fmt: skip
 MORE_EQUAL: list[tuple] = [
     (in_parts, "dp_replicate=2", agent), (in_parts, "dp_shard=2,zero=1", agent),

@@ -62,12 +62,19 @@ def test_errors_name_the_line() -> None:
         prepared.clip_grad_norm_(1.0)
 
 
-def test_groups_are_given_before_prepare() -> None:
+def test_a_later_group_is_of_what_the_plan_has() -> None:
     model: Any = net()
+    model.head.bias.requires_grad_(False)
     optimizer = torch.optim.SGD(model.layers.parameters(), lr=0.1)
     shardwise.prepare(model, optimizer, [])
-    with pytest.raises(InputError, match="give the optimizer all groups before"):
-        optimizer.add_param_group({"params": model.head.parameters()})
+    optimizer.add_param_group({"params": model.head.weight, "lr": 0.2})
+    model.head.bias.requires_grad_(True)
+    for param, why in (
+        (model.head.bias, "frozen at prepare.*thaws=True"),
+        (torch.ones(3), "no parameter of the model"),
+    ):
+        with pytest.raises(InputError, match=why):
+            optimizer.add_param_group({"params": param})
 
 
 # --- calls that one rank makes

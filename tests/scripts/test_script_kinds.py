@@ -1,4 +1,4 @@
-"""Scripts that are wrong on ranks in one thing, of 148 kinds: each is NOT EQUAL or refused; made right it is EQUAL."""
+"""Scripts that are wrong on ranks in one thing, of 162 kinds: each is NOT EQUAL or refused; made right it is EQUAL."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from shardwise.scripts.proof.verify_script import verify_script
 QUICK = (
     "unequal_tokens", "class_weights", "sum_without_weight", "mean_with_weight", "dice", "contrastive", "queue_of_keys",
     "centers_of_classes", "noise_by_numpy", "workers_that_draw", "rate_by_samples_seen", "written_on_one_rank",
-    "statistics_of_an_average", "model_takes_the_mean_off", "code_book",
+    "statistics_of_an_average", "model_takes_the_mean_off", "code_book", "draws_behind_the_first_batch",
+    "output_as_long_as_the_longest", "penalty_before_the_first_forward", "views_side_by_side", "head_made_anew",
+    "group_added_later", "norm_behind_its_own_backward",
 )  # fmt: skip
 # the text is wrong in one process as well, which --against the script as it was tells
 ALIKE = ("divided_twice",)
 # what prepare makes right by itself
 MADE_RIGHT = ("squeezed_rows", "noise_by_its_own_generator", "hook_on_a_hidden_state", "workers_that_draw",
-              "clip_in_a_hook_of_the_optimizer", "average_in_a_hook", "written_in_a_hook")  # fmt: skip
+              "clip_in_a_hook_of_the_optimizer", "average_in_a_hook", "written_in_a_hook",
+              "augmented_from_the_second_epoch", "marks_on_weights")  # fmt: skip
 # what no weight follows within the steps of a proof, or follows under some plans alone
 BESIDE = (
     "counted_right", "rate_by_own_held_out_samples", "evaluated_on_one_rank", "saved_on_one_rank", "replayed_samples",

@@ -25,7 +25,7 @@ from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.layout import Plan
 from shardwise.look.ranks_alike import HeldAlike, elements
 from shardwise.parallel.fsdp import groups_of
-from shardwise.scripts.script_lines import names_line
+from shardwise.scripts.script_lines import names_line, refuse
 from shardwise.scripts.script_optimizer import THAWS
 
 _PROPERTIES = {
@@ -143,6 +143,10 @@ _REMEDY = (
     '(prepare(..., loss_scope="global")) or from prepared.sum(tensor); or add up what it is made of '
     "by torch.distributed.all_reduce in the forward"
 )
+WRITTEN = (
+    "the model's forward writes into {}, which zero=3 has gathered for it and frees again: make it a buffer, or use "
+    "zero=2"
+)
 _REPLACED = (
     "parameter '{}' was replaced after prepare (a conversion such as model.to or .double(), another parameter or "
     "module in its place, pruning), so what the plan trains is not what the model uses: do that before prepare, or "
@@ -151,9 +155,10 @@ _REPLACED = (
 
 
 class FirstSteps:
-    """Beside an optimizer's steps: `before` and `after` each."""
+    """Beside an optimizer's steps: `before` and `after` each. `proves`: parameters' places are looked at in each."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, proves: bool) -> None:
+        self._proves = proves
         self._state, self._steps = engine.state, 0  # that are done
         self._begun: list[torch.Tensor] = []  # some elements of each weight, before the first step
         self.places = ParametersInPlace(engine.module)
@@ -165,7 +170,7 @@ class FirstSteps:
         """The gradients are whole, the step is next. Raises `InputError` for parameters that are not the plan's."""
         if self._steps == 0:
             self._begun = [_some(slot.master).clone() for slot in self._state.technique.slots]
-        if self._alike.is_due(self._steps + 1):
+        if self._proves or self._alike.is_due(self._steps + 1):
             self._check_places()
 
     def _check_places(self) -> None:
@@ -224,7 +229,7 @@ class ParametersInPlace:
     """The parameters of a model where its modules have them: another would take no part in the plan."""
 
     def __init__(self, module: nn.Module) -> None:
-        of_units = _of_units(module)
+        of_units = units_parameters(module)
         self._places, self._modules = [], []
         for path, child in module.named_modules():
             under = f"{path}." if path else ""
@@ -236,18 +241,21 @@ class ParametersInPlace:
             ]
 
     def check(self) -> None:
-        """Raise `InputError` where a parameter, or its module, was replaced by another object."""
+        """Raise `InputError` where a parameter, or its module, was replaced by another object; `RefusedPlan` where a
+        forward wrote into one that its unit gathered, whose version gathering leaves alone."""
         for child, leaf, name, param, of_unit in self._places:
-            now = child._parameters.get(leaf)
-            if now is not param and (of_unit is None or now is not getattr(of_unit, "_unsharded_param", None)):
+            now, gathered = child._parameters.get(leaf), getattr(of_unit, "_unsharded_param", None)
+            if now is not param and (gathered is None or now is not gathered):
                 refuse_replaced(name)
+            if gathered is not None and gathered._version:
+                refuse(RefusedPlan(WRITTEN.format(name)))
         for child, leaf, part, name in self._modules:
             if part is not None and child._modules.get(leaf) is not part:
                 refuse_replaced(next((f"{name}.{of_part}" for of_part, _ in part.named_parameters()), name))
 
 
-def _of_units(module: nn.Module) -> dict[int, Any]:
-    """FSDP's record of each parameter that it shards."""
+def units_parameters(module: nn.Module) -> dict[int, Any]:
+    """Returns FSDP's record of each parameter that it shards, by the id of the sharded one."""
     units = [child for child in module.modules() if isinstance(child, FSDPModule)]
     groups = [group for unit in units for group in groups_of(unit)]
     return {id(one.sharded_param): one for group in groups for one in group.fsdp_params}

@@ -161,7 +161,11 @@ class PartLoader:
     def _first_way(self) -> Iterator[BatchPart]:
         """Parts, read in the way that is tried next."""
         self._dealer = Dealer(self._ranks, self._rank, self.events.goes_beside)
-        return self._ways[0]()
+        way: Any = self._ways[0]
+        if way == self._sliced:
+            return way(iter(self.whole))
+        dealer = Dealer(1, 0) if way == self._whole else self._dealer
+        return way(*self._source(dealer, watched=way == self._watched))
 
     def _batches(self, began: Generators, batches: Iterator[BatchPart]) -> Iterator[BatchPart]:
         """Parts, read in the first way that fits the first batch; the generators then start again from there.
@@ -182,7 +186,7 @@ class PartLoader:
                 began.restore()
                 batches = self._first_way()
                 stood.restore()
-        if len(self._ways) > 1 or why_not:
+        if why_not or (len(self._ways) > 1 and self._ways[0] != self._watched):  # which a later epoch may not fit
             self._ways = self._ways[:1]
             self._tell(why_not)
         if first is None and self._skipped is not None:
@@ -201,7 +205,7 @@ class PartLoader:
         elif reason:
             self.notices.append(f"each rank joins its own samples alone, for whole batches cannot be cut: {reason}")
 
-    def _source(self, dealer: Dealer, *, watched: bool = False) -> tuple[Iterator[Any], PartSampler]:
+    def _source(self, dealer: Dealer, *, watched: bool) -> tuple[Iterator[Any], PartSampler]:
         """An epoch of the script's loader with other indices. Persistent workers are the same ones in each epoch, since
         a loader draws a seed for those that it makes.
         """
@@ -213,30 +217,21 @@ class PartLoader:
             self._persistent[watched] = loader, sampler
         return iter(loader), sampler
 
-    def _indexed(self) -> Iterator[BatchPart]:
-        return self._read_parts(*self._source(self._dealer))
-
-    def _read_parts(self, source: Iterator[Any], sampler: PartSampler) -> Iterator[BatchPart]:
+    def _indexed(self, source: Iterator[Any], sampler: PartSampler) -> Iterator[BatchPart]:
         for batch in source:
             if self._ranks == 1:  # of the data axis: every rank reads it
                 self._look = [] if self._compared else look_of(batch)
             yield (batch, *sampler.dealt.popleft())
 
-    def _watched(self) -> Iterator[BatchPart]:
+    def _watched(self, source: Iterator[Any], sampler: PartSampler) -> Iterator[BatchPart]:
         """As `_indexed`, as long as nothing is drawn."""
-        return self._read_watched(*self._source(self._dealer, watched=True))
-
-    def _read_watched(self, source: Iterator[Any], sampler: PartSampler) -> Iterator[BatchPart]:
         for number, (batch, drew, look) in enumerate(source):
             if drew and number == 0:
                 raise Unfit("random numbers are drawn where samples are read")
             self._look = look
             yield (batch, *sampler.dealt.popleft())
 
-    def _whole(self) -> Iterator[BatchPart]:
-        return self._read_whole(*self._source(Dealer(1, 0)))
-
-    def _read_whole(self, source: Iterator[Any], sampler: PartSampler) -> Iterator[BatchPart]:
+    def _whole(self, source: Iterator[Any], sampler: PartSampler) -> Iterator[BatchPart]:
         for batch in source:
             whole, checksum = sampler.dealt.popleft()
             self._look = [] if self._compared else look_of(batch)
@@ -247,10 +242,7 @@ class PartLoader:
                 raise Unfit(str(error)) from error
             yield part, dealt, checksum
 
-    def _sliced(self) -> Iterator[BatchPart]:
-        return self._cut_whole(iter(self.whole))
-
-    def _cut_whole(self, batches: Iterator[Any]) -> Iterator[BatchPart]:
+    def _sliced(self, batches: Iterator[Any]) -> Iterator[BatchPart]:
         for _ in range(self._skip):
             next(batches, None)
         if self._skipped is not None:

@@ -25,7 +25,7 @@ from shardwise.checkpoint.optimizers import options_of
 from shardwise.comm import gather_json
 from shardwise.device import accelerator, on_host
 from shardwise.engine.engine import Engine
-from shardwise.engine.optimizer import refuse, shares_of
+from shardwise.engine.optimizer import Nature, refuse, shares_of
 from shardwise.engine.recipe import trainable
 from shardwise.errors import InputError
 from shardwise.layout import Plan
@@ -230,12 +230,38 @@ class Prepared(Stepping):
         """Know the names of an optimizer's parameters, and by a trial which pieces of them it bears."""
         optimizers.refuse_lost(optimizer)
         self.optimizer = optimizer
-        self.all_names = optimizers.names_in_groups(optimizer, self.model)
-        optimizers.refuse_thawed(optimizer, self.all_names, self._shapes)
-        self._groups = [[name for name in group if name in self._shapes] for group in self.all_names]
-        with generators_kept():
-            self._nature = optimizers.nature_of(optimizer, [[self._kinds[n] for n in group] for group in self._groups])
+        self.all_names, self._groups, self._nature = self._known(optimizer.param_groups)
         refuse(self._nature, UNSHARDED, shares_of(self.plan.tp, self.plan.ep), named=type(optimizer).__name__)
+
+    def _known(self, groups: list[dict[str, Any]]) -> tuple[list[list[str]], list[list[str]], Nature]:
+        """Names of each group's parameters, of those that the plan has, and what the update of them needs, by a trial.
+        Raises `InputError` for what it cannot train."""
+        names = optimizers.names_in_groups(groups, self.model)
+        optimizers.refuse_thawed(groups, names, self._shapes)
+        trained = [[name for name in group if name in self._shapes] for group in names]
+        with generators_kept():
+            kinds = [[self._kinds[name] for name in group] for group in trained]
+            return names, trained, optimizers.nature_of(self.optimizer, groups, kinds)
+
+    @names_line
+    def _add_group(self, group: dict[str, Any]) -> None:
+        """`optimizer.add_param_group`: of parameters that the plan has, whose pieces join those of the others."""
+        optimizer, engine, given = self.optimizer, self._engine, group["params"]
+        given = [given] if isinstance(given, torch.Tensor) else list(given)
+        group = {**optimizer.defaults, **group, "params": given}
+        with self._gate.open():
+            names, trained, nature = self._known([group])
+            optimizers.refuse_larger(self._nature, nature, optimizer)
+            if engine is not None:
+                held = optimizers.held_pieces(engine.technique, engine.state.owners, engine.state.names)
+                pieces = ([param] if name not in self._shapes else held.get(name, [])
+                          for name, param in zip(names[0], given, strict=True))  # fmt: skip
+                group["params"] = [piece for each in pieces for piece in each]
+            type(optimizer).add_param_group(optimizer, group)
+        self.built += options_of(engine)[-1:] if engine is not None else []
+        self.all_names += names
+        self._groups += trained
+        self._watch_pieces()
 
     def _adopt(self, engine: Engine, before: States) -> None:
         """Point the optimizer at this rank's pieces; `before` is the state that it has. Collective."""
@@ -344,7 +370,7 @@ class Prepared(Stepping):
         hold(self, whole=not others)
         for buckets in buckets_of(engine):
             buckets.asleep = True
-        self._first, self._settles = FirstSteps(engine), in_pieces
+        self._first, self._settles = FirstSteps(engine, proves=self.side is not None), in_pieces
 
     @property
     def waits(self) -> bool:

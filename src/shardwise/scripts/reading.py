@@ -199,11 +199,15 @@ def part_of_whole(batch: Any, share: Share, samples: int, dim: int = 0) -> Any:
     part = _moved(slice_samples(plain, share.start, share.start + share.count), 0, dim)
     if dim:  # as a whole batch lies in memory: a script may view it
         part = tree_map_only(torch.Tensor, torch.Tensor.contiguous, part)
-    part = _lists_cut(part, share, samples)
-    if not isinstance(batch, Mapping) or type(batch) is dict:
-        return part
-    kept: Any = copy.copy(batch)  # a mapping of a class of its own, as tokenizers return
-    for name, value in part.items():
+    return in_class_of(batch, _lists_cut(part, share, samples))
+
+
+def in_class_of(given: Any, made: Any) -> Any:
+    """Returns a dict that was made of a mapping as one of its own class (a tokenizer's, a library's); others as is."""
+    if not isinstance(given, Mapping) or type(given) is dict:
+        return made
+    kept: Any = copy.copy(given)
+    for name, value in made.items():
         kept[name] = value
     return kept
 

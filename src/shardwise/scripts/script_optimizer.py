@@ -34,17 +34,17 @@ THAWS = (
 _OWN = ("param_groups", "state", "defaults")
 
 
-def names_in_groups(optimizer: Optimizer, module: nn.Module) -> list[list[str]]:
+def names_in_groups(held: Sequence[dict[str, Any]], module: nn.Module) -> list[list[str]]:
     """Returns the names of each group's parameters; `InputError` for one that the model does not hold."""
     names = {id(param): name for name, param in module.named_parameters()}
     groups = []
-    for place, group in enumerate(optimizer.param_groups):
+    for group in held:
         unknown = [param for param in group["params"] if id(param) not in names]
         if unknown:
             raise InputError(
-                f"prepare: group {place} of the optimizer holds a tensor of shape {tuple(unknown[0].shape)} that is no "
-                "parameter of the model: make the optimizer from this model's parameters, or prepare what holds them "
-                "all (learned weights of a loss: prepare((model, nn.ParameterList([weights])), ...))"
+                f"prepare: the optimizer is given a tensor of shape {tuple(unknown[0].shape)} that is no parameter of "
+                "the model: make the optimizer from this model's parameters, or prepare what holds them all (learned "
+                "weights of a loss: prepare((model, nn.ParameterList([weights])), ...))"
             )
         groups.append([names[id(param)] for param in group["params"]])
     return groups
@@ -84,10 +84,10 @@ def _made(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
 Kind = tuple[torch.Size, bool]  # of a parameter: its shape, and whether it is complex
 
 
-def nature_of(optimizer: Optimizer, kinds: Sequence[Sequence[Kind]]) -> Nature:
+def nature_of(optimizer: Optimizer, groups: Sequence[dict[str, Any]], kinds: Sequence[Sequence[Kind]]) -> Nature:
     """Returns what the update needs (elements, tensors or all), by a trial of each group's settings."""
     found = []
-    for group, of_group in zip(optimizer.param_groups, kinds, strict=True):
+    for group, of_group in zip(groups, kinds, strict=True):
         if of_group:
             shapes, numbers = zip(*of_group, strict=True)
             found.append(try_out(_flat(optimizer, _settings(group)), shapes, numbers))
@@ -140,6 +140,15 @@ def adopt(
     return owners
 
 
+def refuse_larger(nature: Nature, of_group: Nature, optimizer: Optimizer) -> None:
+    """Raise `InputError` for a later group whose settings need more of a tensor than the pieces of the others."""
+    if of_group.needs > nature.needs:
+        raise InputError(
+            f"optimizer.add_param_group: with these settings {type(optimizer).__name__} needs more of a tensor than "
+            "the pieces that the plan gave it: add the group before prepare"
+        )
+
+
 def held_pieces(
     technique: DataParallel, owners: OwnedMasters | None, names: list[str]
 ) -> dict[str, list[nn.Parameter]]:  # fmt: skip
@@ -169,9 +178,11 @@ def _with_frozen(given: list[nn.Parameter], pieces: list[nn.Parameter], in_plan:
     return [next(masters) if mine else param for param, mine in zip(given, in_plan, strict=True)]
 
 
-def refuse_thawed(optimizer: Optimizer, groups: list[list[str]], shapes: dict[str, torch.Size]) -> None:
+def refuse_thawed(
+    groups: Sequence[dict[str, Any]], all_names: list[list[str]], shapes: dict[str, torch.Size]
+) -> None:  # fmt: skip
     """Raise `InputError` for a parameter that is to be trained and was frozen at `prepare`."""
-    for group, names in zip(optimizer.param_groups, groups, strict=True):
+    for group, names in zip(groups, all_names, strict=True):
         for param, name in zip(group["params"], names, strict=True):
             if param.requires_grad and name not in shapes:
                 raise InputError(f"the optimizer is given '{name}', which was frozen at prepare: {THAWS}")

@@ -100,9 +100,10 @@ class WeightAccess(ABC):
 
     def whole_state(self, what: str) -> dict[str, torch.Tensor]:
         """Whole weights and buffers, on the CPU of every rank. Collective."""
-        if self.whole_is_open:
+        if not self.whole_is_open:
+            self.meet(what)
+        if self.whole_is_open or self._engine is None:
             return {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
-        self.meet(what)
         if self.held_in_pieces is not None:
             self.compare()
         with self._reading():
@@ -116,9 +117,6 @@ class WeightAccess(ABC):
     @names_line
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The model's whole weights and buffers, on the CPU of every rank. Collective."""
-        if self._engine is None:
-            self.meet("state_dict()")
-            return {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
         return self.whole_state("state_dict()")
 
     @contextmanager

@@ -19,7 +19,6 @@ own); it is refused.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -37,6 +36,7 @@ from shardwise.part.levels import Distributed
 from shardwise.scripts.agreement import same_on_all
 from shardwise.scripts.dealt import deal
 from shardwise.scripts.model_look import BY_ROWS, ON_EVERY_RANK, Places, Rows
+from shardwise.scripts.reading import in_class_of
 from shardwise.scripts.script_lines import refuse
 from shardwise.step.batching import samples_in
 from shardwise.trace.backwards import watch_backwards
@@ -133,8 +133,7 @@ class WholeBatch:
 
     def leave(self, output: Any) -> Any:
         """The model's output for all samples. Collective."""
-        as_mapping = isinstance(output, Mapping) and type(output) is not dict
-        leaves, spec = tree_flatten(dict(output) if as_mapping else output)
+        leaves, spec = tree_flatten(dict(output) if isinstance(output, Mapping) else output)
         if self.dims is None or len(self.dims) != len(leaves):
             places = Places(self.local.count, 0, more=False)
             found = [places.of(leaf) for leaf in leaves]
@@ -142,13 +141,7 @@ class WholeBatch:
         self._compare([leaf for leaf, dim in zip(leaves, self.dims, strict=True) if dim is None])
         gathered = [self._whole(*pair) for pair in zip(leaves, self.dims, strict=True)]
         self._gathered = [ref(tensor) for tensor in gathered if isinstance(tensor, torch.Tensor)]
-        together = tree_unflatten(gathered, spec)
-        if not as_mapping:
-            return together
-        kept: Any = copy.copy(output)  # a mapping of a library's own class
-        for name, value in together.items():
-            kept[name] = value
-        return kept
+        return in_class_of(output, tree_unflatten(gathered, spec))
 
     def _whole(self, leaf: Any, rows: Rows | None) -> Any:
         if not isinstance(leaf, torch.Tensor):

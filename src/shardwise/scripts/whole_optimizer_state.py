@@ -25,10 +25,6 @@ from shardwise.layout import Plan
 from shardwise.scripts.script_lines import names_line
 from shardwise.step.state import RankState
 
-ADDED = (
-    "give the optimizer all groups before (what is frozen takes no step; thaws=True has memory for it), or "
-    "another one with all groups from here on (prepared.replace_optimizer)"
-)
 States = dict[str, dict[str, Any]]  # parameter -> its state, whole
 
 
@@ -46,9 +42,9 @@ def open_doors(prepared: Any) -> None:
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         prepared._discard(of_optimizer=True)
 
-    @names_line
     def add_param_group(self: Optimizer, group: dict[str, Any]) -> None:
-        raise InputError(f"optimizer.add_param_group after prepare: {ADDED}")
+        _refuse_in_whole(prepared, "optimizer.add_param_group(...)")
+        prepared._add_group(group)
 
     @names_line
     def state_dict(self: Optimizer) -> dict[str, Any]:

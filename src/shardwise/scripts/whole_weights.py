@@ -32,13 +32,12 @@ from shardwise.comm import all_reduce, broadcast
 from shardwise.engine.engine import Engine
 from shardwise.engine.load_weights import load_state_dict
 from shardwise.errors import InputError, RefusedPlan
-from shardwise.parallel.fsdp import groups_of
 from shardwise.parallel.full import FullShard
 from shardwise.part import with_summed_gradient
 from shardwise.part.pairs import as_pairs
 from shardwise.scripts.agreement import same_given
 from shardwise.scripts.gradient_arrivals import techniques_of
-from shardwise.scripts.guard import OUTSIDE, READ, TAKEN, mark_like, reads_values, writes_into
+from shardwise.scripts.guard import OUTSIDE, READ, TAKEN, mark_like, reads_values, units_parameters, writes_into
 from shardwise.scripts.script_lines import names_line, refuse
 from shardwise.scripts.script_weights import OfPieces, assign
 from shardwise.scripts.stepping import Stepping
@@ -125,10 +124,7 @@ class WholeWeights:
             if isinstance(technique, FullShard)
             for index, param in enumerate(technique.params)
         }
-        units = [unit for unit in engine.module.modules() if isinstance(unit, FSDPModule)]
-        self._in_units = {
-            id(one.sharded_param): one for unit in units for group in groups_of(unit) for one in group.fsdp_params
-        }
+        self._in_units = units_parameters(engine.module)
 
     @property
     def _script(self) -> Stepping:
