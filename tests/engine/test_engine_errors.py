@@ -76,7 +76,8 @@ def test_a_refused_plan_is_refused_before_anything_is_built() -> None:
     def never() -> nn.Module:
         raise AssertionError
 
-    with pytest.raises(RefusedPlan, match="state and activations are moved to the host or a disk, and nothing else yet"):
+    moved = "state and activations are moved to the host or a disk, and nothing else yet"
+    with pytest.raises(RefusedPlan, match=moved):
         parallelize(tasks.mlp().with_(model=never), "offload=parameters")
 
 
