@@ -1,9 +1,13 @@
-"""A run whose optimizer's state is larger than the memory that its process may have, with a disk's tier and without.
+"""A run that needs more memory than its process may have, with a disk's tier and without.
 
-    python benchmarks/offload_limit.py [LIMIT_GB]
+    python benchmarks/offload_limit.py [optimizer | activations] [LIMIT_GB]
 
-One process, 201.5 million parameters in bf16, AdamW with amsgrad: 16 bytes of state and masters for each. The limit is
-RLIMIT_DATA, under which malloc is to map large blocks alone, so that what is freed does not count.
+optimizer    201.5 million parameters in bf16, AdamW with amsgrad: 16 bytes of state and masters for each
+activations  3.2 million parameters, 3,072 rows: 96 blocks keep 0.8 GB for backward
+
+One process each. The limit is RLIMIT_DATA, under which malloc is to map large blocks alone, so that what is freed does
+not count. The forecast is of tensors: the interpreter and torch's libraries, resident after a step of a small
+model, are printed beside it.
 """
 
 from __future__ import annotations
@@ -13,64 +17,112 @@ import resource
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise import Task, parallelize
+from shardwise import Task, parallelize, simulate
+from shardwise.cluster import Cluster
+from shardwise.cluster.figure import Figure
 
-WIDTH, LAYERS, STEPS, LIMIT_GB = 1024, 24, 3, 2.9
-PLANS = ("precision=bf16,offload=optimizer:disk", "precision=bf16")
+STEPS = 3
 
 
 class Wide(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int, layers: int) -> None:
         super().__init__()
+        self.width = (width,)
         wide = (
-            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(LAYERS)
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(layers)
         )
         self.blocks = nn.ModuleList(wide)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = x + block(F.layer_norm(x, (WIDTH,)))
+            x = x + block(F.layer_norm(x, self.width))
         return x
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
-    return x, x.roll(1, 1)
+@dataclass(frozen=True)
+class Case:
+    """What is too large, and what the process may have. plans: with the tier, without."""
+
+    width: int
+    layers: int
+    rows: int
+    plans: tuple[str, str]
+    limit_gb: float
+    optimizer: partial
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(self.rows, self.width, generator=torch.Generator().manual_seed(step))
+        return x, x.roll(1, 1)
+
+    def task(self) -> Task:
+        return Task(
+            name="wide", model=partial(Wide, self.width, self.layers), batch=self.batch,
+            inputs=lambda pair: ((pair[0],), {}),
+            loss=lambda output, pair: ((output - pair[1]).square().mean(1).sum(), len(output)),
+            optimizer=self.optimizer,
+        )  # fmt: skip
 
 
-def run(plan: str, limit_gb: float) -> None:
+CASES = {
+    "optimizer": Case(
+        1024, 24, 8, ("precision=bf16,offload=optimizer:disk", "precision=bf16"), 2.9,
+        partial(torch.optim.AdamW, lr=1e-4, amsgrad=True),
+    ),
+    "activations": Case(
+        64, 96, 3072, ("offload=activations:disk", "single"), 0.8, partial(torch.optim.AdamW, lr=1e-4)
+    ),
+}  # fmt: skip
+
+
+def run(case: Case, plan: str, limit_gb: float) -> None:
     """Take steps of a plan under the limit, and print what they come to."""
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_DATA, (int(limit_gb * 1e9),) * 2)
-    task = Task(
-        name="wide", model=Wide, batch=batch, inputs=lambda pair: ((pair[0],), {}),
-        loss=lambda output, pair: ((output - pair[1]).square().mean(1).sum(), len(output)),
-        optimizer=partial(torch.optim.AdamW, lr=1e-4, amsgrad=True),
-    )  # fmt: skip
-    engine = parallelize(task, plan)
+    small = replace(case, width=64, layers=4, rows=64)
+    parallelize(small.task(), plan).step(small.batch(0))
+    before = resident_gb()
+    engine = parallelize(case.task(), plan)
     for step in range(STEPS):
         began = time.perf_counter()
-        loss = engine.step(batch(0)).loss
+        loss = engine.step(case.batch(0)).loss
         print(f"  step {step + 1}: loss {loss:.4f}, {time.perf_counter() - began:.1f} s", flush=True)
-    held = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in engine.memory().items() if size)
-    print(f"  {held}; peak resident {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB")
+    sizes = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in engine.memory().items() if size)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    print(f"  {sizes}; peak resident {peak:.2f} GB, {before:.2f} of it after a step of a small one")
+
+
+def resident_gb() -> float:
+    """Returns what of this process lies in memory now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e9
+
+
+def forecast_gb(case: Case, plan: str) -> float:
+    """Returns the forecast of the tensors' peak on a processor, whose rates do not matter to it."""
+    machine = Cluster.parse("1 l40s")
+    device = replace(machine.device, kind="cpu", table="", disk_gbps=Figure(1.0, "assumed", "no matter"))
+    return simulate(case.task(), plan, replace(machine, device=device)).worst.allocated / 1e9
 
 
 def main() -> None:
-    limit = float(sys.argv[1]) if len(sys.argv) > 1 else LIMIT_GB
-    if len(sys.argv) > 2:
-        return run(sys.argv[2], limit)
-    for plan in PLANS:
-        print(f"{plan}, at most {limit} GB", flush=True)
-        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}
+    args = sys.argv[1:]
+    name = args.pop(0) if args and args[0] in CASES else "optimizer"
+    case = CASES[name]
+    limit = float(args.pop(0)) if args else case.limit_gb
+    if args:
+        return run(case, args[0], limit)
+    for plan in case.plans:
+        print(f"{plan}, at most {limit} GB; forecast of tensors {forecast_gb(case, plan):.2f} GB", flush=True)
+        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "100000"}
         done = subprocess.run(
-            [sys.executable, __file__, str(limit), plan], env=environment, stderr=subprocess.PIPE, text=True
+            [sys.executable, __file__, name, str(limit), plan], env=environment, stderr=subprocess.PIPE, text=True
         )
         if done.returncode:
             print("  " + done.stderr.strip().splitlines()[-1][:200])

@@ -42,6 +42,8 @@ def make_tier(state: RankState) -> StateTiers | None:
         groups = rules.grouped(part)
         if groups:
             placed_groups.append((_place(placement, groups, state), groups))
+        else:
+            state.notices.append(_nothing_moves(placement, units, state))
     params = [param for group in state.optimizer.param_groups for param in group["params"]]
     rounds = state.owners is None
     # no cycle: an engine that is dropped gives the file's room back at once
@@ -65,6 +67,15 @@ def _refuse(state: RankState, placed: Sequence[Placement]) -> None:
             f"{type(state.optimizer).__name__} does not give the same bits so (the update of one tensor depends on "
             "others, or it counts its own calls): leave offload out, or use an optimizer that treats tensors one by one"
         )
+
+
+def _nothing_moves(placement: Placement, units: Sequence[Unit], state: RankState) -> str:
+    largest, total = max(unit.size for unit in units), sum(unit.size for unit in units)
+    return (
+        f"offload={state.plan.offload}: nothing moves for {placement}: what moves together (a parameter's state, or "
+        f"all of a bucket's) is up to {largest:,} of {total:,} bytes, and lies where more than half of it would: give "
+        "another fraction"
+    )
 
 
 def _place(placement: Placement, groups: list[Subgroup], state: RankState) -> Place:
