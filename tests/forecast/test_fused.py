@@ -18,11 +18,11 @@ from shardwise.memory.live import LiveBytes
 from shardwise.planner.door import layout_of
 from shardwise.planner.traced_layouts import traced_subject
 from shardwise.rehearsal.gpu_kernels import Fused
-from shardwise.rehearsal.known_values import Values
 from shardwise.rehearsal.op_counts import Count
 from shardwise.rehearsal.step_trace import trace
 from shardwise.simulator.counted import StepTrace
 from shardwise.trace.fake import Fake
+from shardwise.trace.known_values import Values
 
 BATCH, HEADS, LENGTH, WIDTH = 2, 8, 512, 64
 SCORES = BATCH * HEADS * LENGTH * LENGTH  # elements

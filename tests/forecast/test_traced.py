@@ -212,7 +212,7 @@ def test_values_follow_masks_counts_and_views() -> None:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from shardwise.rehearsal.known_values import Values, balanced, shadow
+    from shardwise.trace.known_values import Values, balanced, shadow
 
     fake = FakeTensorMode()
     with fake, Values(fake) as mode:
@@ -293,7 +293,7 @@ def evenly():
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from shardwise.rehearsal.known_values import balanced
+    from shardwise.trace.known_values import balanced
 
     class Evenly(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -797,7 +797,7 @@ def test_a_mask_made_of_ones_is_known() -> None:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from shardwise.rehearsal.known_values import Values, shadow
+    from shardwise.trace.known_values import Values, shadow
 
     fake = FakeTensorMode()
     with fake, Values(fake):

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from shardwise import Task
 from shardwise.planner import simulate
-from shardwise.rehearsal.known_values import give, values
 from shardwise.trace.fake import Fake
+from shardwise.trace.known_values import give, values
 
 STEPS, SAMPLES, CLASSES = 12, 4, 6
 TARGETS = torch.tensor([[1, 2, 3, 1, 1], [2, 2, 0, 0, 0], [3, 1, 2, 0, 0], [1, 0, 0, 0, 0]])

@@ -18,8 +18,8 @@ from shardwise.errors import InputError
 from shardwise.memory.live import LiveBytes
 from shardwise.random import BatchDims, ConstantRandom, GlobalRandom, Samples
 from shardwise.ranks import RankPool
-from shardwise.rehearsal.known_values import _padded, packed
 from shardwise.rehearsal.step_trace import trace
+from shardwise.trace.known_values import _padded, packed
 
 LENGTHS = torch.tensor([3, 7, 1, 7, 5, 2])
 

@@ -38,7 +38,7 @@ from shardwise.task import Task
 from shardwise.task_names import is_own, where
 from shardwise.trace.blocks import find_blocks
 from shardwise.trace.deferred import Built, seed_of
-from shardwise.trace.fake import unlogged
+from shardwise.trace.known_values import as_real
 from shardwise.trace.without_gradient import HooksLeftOut
 
 
@@ -446,13 +446,13 @@ def _noting(module: nn.Module, results: dict[tuple[str, int], tuple[Along, ...]]
 def _runs(stage: TrialModule) -> bool:
     """Whether the module runs on a batch at all."""
     try:
-        with unlogged(), torch.no_grad(), HooksLeftOut(), stage.playing(stage.make) as (_, batch):
+        with as_real(), torch.no_grad(), HooksLeftOut(), stage.playing(stage.make) as (_, batch):
             stage.run(stage.built.module, batch)
     except ShardwiseError:
         raise
-    except Exception:  # whatever the module says to a batch of half the size
+    except Exception as error:  # whatever the module says to a batch of half the size
         if stage.fake is None:
             return False
-        stage.fake = None  # it may be tensors without values that it cannot use
+        stage.go_on_real(error)  # it may be tensors without values that it cannot use
         return _runs(stage)
     return True

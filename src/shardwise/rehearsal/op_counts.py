@@ -18,7 +18,7 @@ from shardwise.rehearsal.cudnn_layers import recurrent, recurrent_backward
 from shardwise.simulator.counted import StepTrace, Update
 from shardwise.step.task_optimizer import construct, named_groups, needs_closure
 from shardwise.task import Task
-from shardwise.trace.leaves import tensors_in
+from shardwise.trace.leaves import tensors_in, written
 
 _ATEN = torch.ops.aten
 _SDPA = {
@@ -35,13 +35,6 @@ _RNN = {_ATEN.mkldnn_rnn_layer, _ATEN.mkldnn_rnn_layer_backward}
 _CALL, _CALL_BACK = (op._opoverload._overloadpacket for op in (recurrent, recurrent_backward))
 # of new memory into which nothing is written, or of a tensor whose owner is gone
 _NOTHING_MOVES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
-
-
-@cache
-def written(func: Any) -> list[int]:
-    """Returns the places of the arguments into which an op writes; cached, since schemas are slow to read."""
-    alias_infos = [argument.alias_info for argument in func._schema.arguments]
-    return [place for place, alias in enumerate(alias_infos) if alias is not None and alias.is_write]
 
 
 @cache

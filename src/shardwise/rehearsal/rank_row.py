@@ -30,13 +30,11 @@ from shardwise.precision import Precision
 from shardwise.rehearsal.cut_module import ALIKE, Beside, CutRehearsal, MessageSpec, Place, axes_at, telling
 from shardwise.rehearsal.fully_sharded import FakeFullShard, silent_mesh
 from shardwise.rehearsal.gpu_kernels import Fused, like_gpu
-from shardwise.rehearsal.known_values import Values, known_values_read
 from shardwise.rehearsal.op_counts import Count
 from shardwise.rehearsal.rank_module import RankModule
 from shardwise.rehearsal.step_trace import (
     Arrivals,
     ModulePath,
-    as_real,
     batch_norms,
     fake_batch,
     inputs_of,
@@ -46,8 +44,10 @@ from shardwise.rehearsal.step_trace import (
     untraced,
 )  # fmt: skip
 from shardwise.rehearsal.trace_mode import RehearsalMode, followed
+from shardwise.rehearsal.workspaces import TracedValues
 from shardwise.simulator.counted import Passed, RankTrace, Sent, StepTrace
 from shardwise.trace.fake import Fake
+from shardwise.trace.known_values import as_real, known_values_read
 from shardwise.trace.outside_reads import OutsideReads
 
 
@@ -103,7 +103,7 @@ class Rehearsal:
         # zero=3 has put shards in their places
         params = self._params_here(model)
         reads = OutsideReads(model, _made_up) if self.shares.cuts.sharded.weights else None
-        self.live, routed = LiveBytes(resized=self.resized), Values(self.fake)
+        self.live, routed = LiveBytes(resized=self.resized), TracedValues(self.fake)
         live = self.live
         rests = [*params.values(), *model.buffers(), *pytree.tree_leaves(self.batches)]
         live.count(leaf for leaf in rests if isinstance(leaf, torch.Tensor))
@@ -311,7 +311,7 @@ class Rehearsal:
         staged = self.parts.staged(model, self.cut.stages)
         messages: dict[int, MessageSpec] = {}
         # a ledger and values of its own, since nothing of this run of all stages belongs to the rank's trace
-        with batch_norms(model, self.shares.cuts.joined, Ledger()), self.fake, Values(self.fake):
+        with batch_norms(model, self.shares.cuts.joined, Ledger()), self.fake, TracedValues(self.fake):
             for stage in self.cut.stages[:-1]:
                 inbox = self._inbox(messages, stage.index)
                 batch = self._batch(samples)

@@ -4,14 +4,14 @@ The module's own forward, loss and backward run under a dispatch mode on tensors
 and no memory is used. Recompute is applied as it is in a run, so what it adds is seen, not estimated.
 
 *What this does not do*: see kernels' workspace; follow modules that look at values other than integers
-(known_values.py).
+(trace/known_values.py).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,9 @@ from shardwise.parallel.slots import Phase
 from shardwise.part.pairs import hold_pairs
 from shardwise.precision import Precision
 from shardwise.rehearsal.gpu_kernels import Fused, like_gpu
-from shardwise.rehearsal.known_values import BATCH, Values, give, numpy_by_values, padding_by_values
 from shardwise.rehearsal.op_counts import Count, in_order
 from shardwise.rehearsal.trace_mode import RehearsalMode, followed
+from shardwise.rehearsal.workspaces import TracedValues
 from shardwise.simulator.counted import StepTrace
 from shardwise.step.batching import parts_of, samples_in
 from shardwise.task import Task, call_arguments
@@ -54,35 +54,9 @@ from shardwise.tiers import rehearsed
 from shardwise.trace.blocks import blocks_of, find_blocks
 from shardwise.trace.deferred import build as build_deferred
 from shardwise.trace.deferred import checked, told_of_constructor
-from shardwise.trace.fake import Fake, unlogged
+from shardwise.trace.fake import Fake
+from shardwise.trace.known_values import BATCH, Values, as_real, give
 from shardwise.trace.outside_reads import ArgumentWrites
-
-
-@contextmanager
-def as_real() -> Iterator[None]:
-    """Context for a forward on fake tensors: library code that reads values gets them, and torch logs no failures."""
-    with unlogged(), _unpadded(), padding_by_values(), numpy_by_values():
-        yield
-
-
-@contextmanager
-def _unpadded() -> Iterator[None]:
-    """Context: transformers' masks, which read values, take input to be unpadded."""
-    try:
-        from transformers import masking_utils
-    except ImportError:
-        yield
-        return
-    kept = {}
-    for name, value in (("find_packed_sequence_indices", lambda *a, **k: None), ("is_tracing", lambda *a, **k: False)):
-        if hasattr(masking_utils, name):
-            kept[name] = getattr(masking_utils, name)
-            setattr(masking_utils, name, value)
-    try:
-        yield
-    finally:
-        for name, value in kept.items():
-            setattr(masking_utils, name, value)
 
 
 def build(task: Task, fake: FakeTensorMode, precision: Precision) -> nn.Module:
@@ -240,7 +214,7 @@ def trace(
             inside.watch(model)
             writes.watch(model)
             arrivals = Arrivals(model.parameters())  # gradients are an account of their own: buckets, or shards
-            live, routed, sent = LiveBytes(resized=[]), Values(fake), Ledger()
+            live, routed, sent = LiveBytes(resized=[]), TracedValues(fake), Ledger()
             norms = batch_norms(model, joined, sent)
             rests = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(batch)]
             live.count(leaf for leaf in rests if isinstance(leaf, torch.Tensor))

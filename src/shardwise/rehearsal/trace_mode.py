@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.memory.live import LiveBytes
 from shardwise.part.levels import Distributed
 from shardwise.random import DRAWS, BatchDims, GlobalRandom, draws
-from shardwise.rehearsal.known_values import Values, known
 from shardwise.rehearsal.op_counts import DEVICE, Count
+from shardwise.trace.known_values import Values, known
 from shardwise.trace.outside_reads import ArgumentWrites, OutsideReads
 
 _RAND = torch.ops.aten.rand.default

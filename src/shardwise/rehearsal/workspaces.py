@@ -16,12 +16,37 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
+
+from shardwise.simulator.counted import StepTrace
+from shardwise.trace.known_values import BATCH, Values
 
 FEW = 4  # indices of a dim, of what a kernel is run on to see what it keeps
 LAYER = torch.ops.aten.mkldnn_rnn_layer
 QUICK_FLOPS = 2e9  # of a layer that is run on its own shape: some tens of milliseconds
 FEW_STEPS = 8
+
+
+class TracedValues(Values):
+    """`Values` of a trace: results without values hold the bytes that their kernels keep."""
+
+    def answer(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Returns an op's result without values, on as much memory as the kernel's has."""
+        out = super().answer(func, args, kwargs)
+        if func._overloadpacket is LAYER:
+            out = (*out[:3], torch.empty(workspace_bytes(args), dtype=torch.uint8, device=args[0].device))
+        if type(out) is FakeTensor and not out.dim() and func._schema.returns[0].alias_info is None:
+            # the one number of a loss may hold the memory of all its terms
+            # (test_the_one_number_of_a_loss_holds_what_its_kernel_leaves_behind_it)
+            elements = behind_one_number(func, args, kwargs)
+            out = torch.empty(elements, dtype=out.dtype, device=out.device).as_strided((), ()) if elements > 1 else out
+        return out
+
+    def tell(self, trace: StepTrace) -> None:
+        """Set a trace's flags of values that it depended on: balanced routing, integers of the batch, draws."""
+        trace.balanced, trace.chose, trace.by_batch = self.assumed, self.chose, BATCH in self.asked
+        trace.drawn = self.drawn
 
 
 def workspace_bytes(args: tuple) -> int:

@@ -77,6 +77,13 @@ def written_tensors(func, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     return written
 
 
+@cache
+def written(func: Any) -> list[int]:
+    """Returns the places of the arguments into which an op writes; cached, since schemas are slow to read."""
+    alias_infos = [argument.alias_info for argument in func._schema.arguments]
+    return [place for place, alias in enumerate(alias_infos) if alias is not None and alias.is_write]
+
+
 def unsaid_writes(func, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     """Returns running statistics that the op writes and its schema keeps silent about, as torch's batch norm does."""
     names, statistics = _statistics(func)

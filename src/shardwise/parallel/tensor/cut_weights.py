@@ -30,6 +30,11 @@ from shardwise.parallel.tensor.derive import Derived, WeightCut
 from shardwise.part.gathering import rows_of, whole_of
 from shardwise.part.parameters import IN_SHARES, see_parts
 
+_ON_REAL = (
+    "the forward reads values that it computes ({}), so rank 0 made every weight to find which are cut: "
+    "for a moment it held the whole model"
+)
+
 
 @dataclass(frozen=True)
 class TensorParallel:
@@ -44,17 +49,20 @@ class TensorParallel:
         return self.derived.cuts
 
     def notices(self) -> list[str]:
-        """Returns a line for the user on how many parameters are cut, or only kept in shares."""
+        """Returns lines for the user: how many parameters are cut, or only kept in shares; what deriving cuts took."""
+        return [self._summary(), *([_ON_REAL.format(self.derived.needed_real)] if self.derived.needed_real else [])]
+
+    def _summary(self) -> str:
         if any(cut.role in IN_SHARES for cut in self.cuts.values()):
-            return [
+            return (
                 f"tp={self.axis.size} finds no weight whose products ranks could share: each rank keeps its share of "
                 f"{len(self.cuts)} parameters and gathers them to read, so memory is spared and every rank computes "
                 "all; `shardwise show tp` lists them"
-            ]
+            )
         rows = [cut for cut in self.cuts.values() if cut.role != "beside"]
         uneven = sorted(cut.name for cut in rows if len(set(cut.owners.counts)) > 1)
         said = f"tp={self.axis.size} cuts {len(self.cuts)} parameters; `shardwise show tp` lists them"
-        return [said + (f" (unevenly: {', '.join(uneven[:3])}{', ...' if len(uneven) > 3 else ''})" if uneven else "")]
+        return said + (f" (unevenly: {', '.join(uneven[:3])}{', ...' if len(uneven) > 3 else ''})" if uneven else "")
 
     def share(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """Returns this rank's share of a parameter, or all of it where it is not cut."""

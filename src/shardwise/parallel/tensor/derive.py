@@ -54,12 +54,14 @@ class Derived:
     whole   by name of each other parameter: the reason
     uses    of weights in products, in the order of the forward
     frozen  names that stay whole so that more of the others can be cut (`starved`)
+    needed_real  why the forward was followed on real weights, all of them on one rank; empty where it was not
     """
 
     cuts: dict[str, WeightCut] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
     uses: list[Use] = field(default_factory=list)
     frozen: set[str] = field(default_factory=set)
+    needed_real: str = ""
     ledger: Ledger | None = None  # what the rehearsal of a forward and backward would have sent
 
     def encoded(self) -> dict[str, Any]:
@@ -69,7 +71,7 @@ class Derived:
              cut.family]
             for cut in self.cuts.values()
         ]  # fmt: skip
-        return {"cuts": cuts, "whole": self.whole, "frozen": sorted(self.frozen)}
+        return {"cuts": cuts, "whole": self.whole, "frozen": sorted(self.frozen), "needed_real": self.needed_real}
 
     @classmethod
     def decoded(cls, fields: dict[str, Any]) -> Derived:
@@ -78,7 +80,7 @@ class Derived:
             name: WeightCut(name, dim, Owners(np.array(stops), np.array(who), ranks), role, family)
             for name, dim, stops, who, ranks, role, family in fields["cuts"]
         }
-        return cls(cuts, fields["whole"], frozen=set(fields["frozen"]))
+        return cls(cuts, fields["whole"], frozen=set(fields["frozen"]), needed_real=fields["needed_real"])
 
 
 @dataclass

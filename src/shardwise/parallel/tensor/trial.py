@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
 
 from shardwise.comm import Axis, Ledger
-from shardwise.errors import InputError, RefusedPlan
+from shardwise.errors import InputError, RefusedPlan, first_line
 from shardwise.parallel.tensor.cut_weights import TensorParallel
 from shardwise.parallel.tensor.derive import Derived, derive, kept_shares, matching, starved
 from shardwise.parallel.tensor.raw_reads import RawReads
@@ -23,7 +22,8 @@ from shardwise.part.labels import Axes, Found
 from shardwise.part.parameters import KEPT, ONCE, PastAttributes, see_parts
 from shardwise.random import python_restored, seed_python
 from shardwise.trace.deferred import Built
-from shardwise.trace.fake import Fake, unlogged
+from shardwise.trace.fake import Fake
+from shardwise.trace.known_values import Values, as_real, given_to, known_values_read, values
 from shardwise.trace.module_state import ModuleState
 from shardwise.trace.stand_in import Make, standing_in
 
@@ -43,12 +43,19 @@ def _drawn() -> tuple:
 
 
 class TrialModule:
-    """Runs a module on tensors without values; where its forward reads values (routed experts), on real ones."""
+    """Runs a module on tensors without values, but integers of the batch and what is computed from them; experts are
+    chosen equally often. Where its forward reads other values, on real ones."""
 
     def __init__(self, built: Built, batch: Any, run: Run, dtype_of: DtypeOf):
         self.built, self.batch, self.run, self.dtype_of = built, batch, run, dtype_of
         self.fake: FakeTensorMode | None = Fake()
+        self.mode: Values | None = None  # of the forward that runs without values
+        self.needs_real = ""  # what it did that tensors without values cannot do
         self.past = False  # a rehearsal on cut positions met parameters that were read past their attributes
+
+    def go_on_real(self, error: Exception) -> None:
+        """Run on real values from here on, since the module cannot run without: routing by what it computes, say."""
+        self.fake, self.needs_real = None, first_line(error)
 
     def make(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the tensor that stands in for a parameter or buffer."""
@@ -64,10 +71,12 @@ class TrialModule:
         state = ModuleState(module)
         training = {child: child.training for child in module.modules()}
         module.train()
-        batch = self.batch if self.fake is None else tree_map_only(torch.Tensor, self.fake.from_tensor, self.batch)
+        batch = self.batch if self.fake is None else given_to(self.fake, self.batch)
         try:
             draws = (torch.random.fork_rng(devices=[]), python_restored())
-            with standing_in(module, make) as named, draws[0], draws[1], self.fake or nullcontext():
+            known = nullcontext() if self.fake is None else values(self.fake, draws=True)
+            with standing_in(module, make) as named, draws[0], draws[1], known as mode, known_values_read():
+                self.mode = mode
                 yield named, batch
         finally:
             for child, was_training in training.items():
@@ -78,10 +87,10 @@ class TrialModule:
         """Run one forward and loss. Returns the labels of its weights, from which cuts are derived."""
         if self.fake is not None:
             try:
-                with unlogged():
+                with as_real():
                     return self._follow(whole)
-            except Exception:  # whatever the module does that tensors without values cannot: real ones decide
-                self.fake = None
+            except Exception as error:  # whatever the module does that tensors without values cannot
+                self.go_on_real(error)
         return self._follow(whole)
 
     def _follow(self, whole: set[str], *, gradients: bool = False) -> Found:
@@ -108,7 +117,7 @@ class TrialModule:
             before = _drawn()
             yield
             # real values may decide which way a forward takes, too: only without values is one way enough
-            if self.fake is not None and _drawn() == before:
+            if self.mode is not None and not self.mode.drawn and _drawn() == before:
                 return
 
     def rehearse(
@@ -123,10 +132,10 @@ class TrialModule:
         derived.ledger = axis.rehearsal
         if self.fake is not None:
             try:
-                with unlogged():
+                with as_real():
                     return self._rehearse(tensor, summed)
-            except Exception:  # something reads values after all: real ones decide
-                self.fake = None
+            except Exception as error:  # something reads values after all
+                self.go_on_real(error)
                 derived.ledger.clear()  # type: ignore[union-attr]
         return self._rehearse(tensor, summed)
 
@@ -203,8 +212,11 @@ def find_cuts(
     try:
         derived = _rehearsed(stage, best, best_labels, elements, ranks, sequence, dealt)
     except RefusedPlan as refusal:  # no product can be cut: weights in shares, gathered to read, need no rule
-        return _kept(stage, ranks, sequence, best, best_labels, asked | dealt) or _raised(refusal)
-    return derived if derived.cuts else _kept(stage, ranks, sequence, derived, best_labels, asked | dealt) or derived
+        derived = _kept(stage, ranks, sequence, best, best_labels, asked | dealt) or _raised(refusal)
+    if not derived.cuts:
+        derived = _kept(stage, ranks, sequence, derived, best_labels, asked | dealt) or derived
+    derived.needed_real = stage.needs_real
+    return derived
 
 
 def _kept(

@@ -37,11 +37,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from shardwise.host import answered
-from shardwise.rehearsal.op_counts import written
-from shardwise.rehearsal.workspaces import LAYER, behind_one_number, workspace_bytes
-from shardwise.simulator.counted import StepTrace
 from shardwise.trace.elementwise import is_random
-from shardwise.trace.leaves import tensors_in
+from shardwise.trace.fake import unlogged
+from shardwise.trace.leaves import tensors_in, written
 
 MOST, MOST_FLOATS = 2**25, 2**20  # elements of a shadow: beyond, a tensor has no values
 MEDIAN = 0.5
@@ -101,6 +99,17 @@ def give(
     return tensor
 
 
+def given_to(fake: FakeMode, batch: Any) -> Any:
+    """Returns a batch as tensors without values; integers and booleans keep theirs."""
+
+    def convert(leaf: torch.Tensor) -> torch.Tensor:
+        made = fake.from_tensor(leaf)
+        real = leaf.is_floating_point() or leaf.is_complex()
+        return made if real else give(made, leaf, origins=frozenset({BATCH}))
+
+    return pytree.tree_map_only(torch.Tensor, convert, batch)
+
+
 @contextmanager
 def numpy_by_values() -> Iterator[None]:
     """Context: `tensor.numpy()`, and with it `np.asarray`, of a fake tensor gives the values that are known."""
@@ -135,12 +144,12 @@ class Values(TorchDispatchMode):
 
     chose   whether anything was chosen by scores without values
     asked   origins of the values that branches or shapes of the forward depended on
-    drawn   single random numbers were taken as their median
+    drawn   single random numbers were taken as their median, or drawn where it `draws` them
     """
 
-    def __init__(self, fake: FakeMode) -> None:
+    def __init__(self, fake: FakeMode, *, draws: bool = False) -> None:
         super().__init__()
-        self.fake = fake
+        self.fake, self.draws = fake, draws
         self.chose = self.drawn = False
         self.asked: set[str] = set()
 
@@ -148,11 +157,6 @@ class Values(TorchDispatchMode):
     def assumed(self) -> bool:
         """Whether a load was taken to be balanced, and mattered."""
         return CHOSEN in self.asked
-
-    def tell(self, trace: StepTrace) -> None:
-        """Set a trace's flags of values that it depended on: balanced routing, integers of the batch, draws."""
-        trace.balanced, trace.chose, trace.by_batch = self.assumed, self.chose, BATCH in self.asked
-        trace.drawn = self.drawn
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(getattr(kind, "observes_inside", False) for kind in types):
@@ -175,23 +179,20 @@ class Values(TorchDispatchMode):
             if all(values is not None for values in shadows):
                 return self._on_values(func, args, kwargs, leaves)
             func, args = self._with_rows(func, args)  # some are known: a mask among the indices, perhaps
-        out = _WITHOUT_META.get(func._overloadpacket, func)(*args, **kwargs)
-        if func._overloadpacket is LAYER:
-            out = (*out[:3], torch.empty(workspace_bytes(args), dtype=torch.uint8, device=args[0].device))
-        if type(out) is FakeTensor and not out.dim() and func._schema.returns[0].alias_info is None:
-            # the one number of a loss may hold the memory of all its terms
-            # (test_the_one_number_of_a_loss_holds_what_its_kernel_leaves_behind_it)
-            elements = behind_one_number(func, args, kwargs)
-            out = torch.empty(elements, dtype=out.dtype, device=out.device).as_strided((), ()) if elements > 1 else out
+        out = self.answer(func, args, kwargs)
         self._forget(func, args)
         self._choose(func._overloadpacket, args, kwargs, out)
         self._fill(func._overloadpacket, args, out)
         return out
 
+    def answer(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Returns an op's result without values."""
+        return _WITHOUT_META.get(func._overloadpacket, func)(*args, **kwargs)
+
     def _on_values(self, func: Any, args: tuple, kwargs: dict, leaves: list) -> Any:
         """Returns an op's result, with values, where all its tensors have values or it has none (a factory)."""
         if is_random(func) or (not leaves and not _makes_values(func, args)):
-            return self._draw(func, func(*args, **kwargs))
+            return self._draw(func, args, kwargs)
 
         def value_of(leaf: Any) -> Any:
             values = shadow(leaf) if isinstance(leaf, FakeTensor) else None
@@ -252,11 +253,13 @@ class Values(TorchDispatchMode):
             with _disable_current_modes():
                 give(out, torch.full(out.shape, number, dtype=out.dtype))
 
-    def _draw(self, func: Any, out: Any) -> Any:
-        """Attaches the median to a single drawn number: a choice may depend on it (whether a layer is left out)."""
-        if func._overloadpacket is _ATEN.rand and out.numel() == 1:
+    def _draw(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Returns an op's result; a single drawn number has a value, on which a choice may depend (layerdrop)."""
+        out = func(*args, **kwargs)
+        single = isinstance(out, FakeTensor) and out.numel() == 1 and is_random(func) and not tensors_in((args, kwargs))
+        if single and (self.draws or func._overloadpacket is _ATEN.rand):
             with _disable_current_modes():
-                give(out, torch.full(out.shape, MEDIAN, dtype=out.dtype))
+                give(out, func(*args, **kwargs) if self.draws else torch.full(out.shape, MEDIAN, dtype=out.dtype))
             self.drawn = True
         return out
 
@@ -338,9 +341,36 @@ def known_values_read() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def values(fake: FakeMode) -> Iterator[Values]:
+def as_real() -> Iterator[None]:
+    """Context for a forward on fake tensors: library code that reads values gets them, and torch logs no failures."""
+    with unlogged(), _unpadded(), padding_by_values(), numpy_by_values():
+        yield
+
+
+@contextmanager
+def _unpadded() -> Iterator[None]:
+    """Context: transformers' masks, which read values, take input to be unpadded."""
+    try:
+        from transformers import masking_utils
+    except ImportError:
+        yield
+        return
+    kept = {}
+    for name, value in (("find_packed_sequence_indices", lambda *a, **k: None), ("is_tracing", lambda *a, **k: False)):
+        if hasattr(masking_utils, name):
+            kept[name] = getattr(masking_utils, name)
+            setattr(masking_utils, name, value)
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(masking_utils, name, value)
+
+
+@contextmanager
+def values(fake: FakeMode, *, draws: bool = False) -> Iterator[Values]:
     """Context: the fake mode with `Values` above it; yields that."""
-    mode = Values(fake)
+    mode = Values(fake, draws=draws)
     with fake, mode:
         yield mode
 
