@@ -101,8 +101,8 @@ BESIDE = [
         'loss > best["eval_loss"]', WHOLE, TWO),
     bug("a skipped step goes into the average", "training.loop:_Rank._step",
         "self.ema is not None and not result.skipped", "self.ema is not None", NARROW, BF16),
-    bug("the file at the end is rounded", "engine.weights_out:state_dict", "tensor.cpu().clone()",
-        "tensor.cpu().bfloat16().float()", NARROW, BF16),
+    bug("the file at the end is rounded", "engine.weights_file:WeightsFile.add", "tensor.detach().resolve_conj()",
+        "tensor.detach().bfloat16().float()", NARROW, BF16),
     bug("metrics forget the weight of earlier micro-batches", "step.task_metrics:MetricTally.add",
         "before[1] + weight", "weight", RUN, MICRO),
 ]  # fmt: skip

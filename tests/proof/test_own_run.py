@@ -49,8 +49,8 @@ BUGS = {
         "engine.ema:Ema.update", "master.detach() for master", "master.detach().bfloat16().float() for master",
         "the average of 'layers.0.weight' is off"),
     "the file is rounded": (
-        "engine.weights_out:state_dict", "tensor.cpu().clone()", "tensor.cpu().bfloat16().float()",
-        "the file of weights: 'layers.0.bias' is not"),
+        "engine.weights_file:WeightsFile.add", "tensor.detach().resolve_conj()", "tensor.detach().bfloat16().float()",
+        "the file of weights: 'layers.0.weight' is not"),
     "the best weights are the worst": (
         "training.loop:_Rank._keep_best", 'loss < best["eval_loss"]', 'loss > best["eval_loss"]', "the best weights"),
     "a skipped step goes into the average": (

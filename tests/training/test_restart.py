@@ -20,7 +20,7 @@ import shardwise
 from shardwise.checkpoint import publish
 from shardwise.checkpoint.replicas import ReplicaCheck, verdict
 from shardwise.digest import bits_hash
-from shardwise.engine import weights_out
+from shardwise.engine.weights_file import WeightsFile
 from shardwise.errors import RefusedPlan, RunError
 from shardwise.guard.records import RankRecord
 from shardwise.layout import Plan
@@ -233,18 +233,19 @@ def test_which_plans_can_shrink() -> None:
 
 
 def test_weights_go_elsewhere_where_their_folder_is_full(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = weights_out._write
+    own = WeightsFile.add
 
-    def full(weights: Any, path: Path, step: int) -> None:
-        if "runs" in str(path):
+    def full(file: WeightsFile, name: str, tensor: Any) -> None:
+        if "runs" in str(file.path) and file._entries:
             raise OSError(28, "No space left on device")
-        own(weights, path, step)
+        own(file, name, tensor)
 
-    monkeypatch.setattr(weights_out, "_write", full)
+    monkeypatch.setattr(WeightsFile, "add", full)
     monkeypatch.setattr("tempfile.tempdir", str(here / "elsewhere"))
     run = shardwise.train("digits", "single", **SMALL)
     written = Path(run.summary["weights"])
     assert written.parent.parent == here / "elsewhere" and load_file(written)
+    assert not list((here / "runs").glob("*/*.partial"))
     assert any("No space left on device" in note and str(written) in note for note in run.summary["notices"])
 
 

@@ -28,15 +28,7 @@ from shardwise.device import generator_state, on_host, set_generator_state
 from shardwise.digest import bits_hash
 from shardwise.engine.ema import Ema
 from shardwise.engine.engine import Engine
-from shardwise.errors import RefusedPlan
-
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "U16": torch.uint16,
-    "U32": torch.uint32, "U64": torch.uint64,
-}  # fmt: skip
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
+from shardwise.engine.weights_file import dtype_code
 
 
 @dataclass(frozen=True)
@@ -59,13 +51,6 @@ class Holding:
     def flat(self) -> torch.Tensor:
         """Returns its elements, flat, in the piece's order."""
         return self.tensor.detach().reshape(-1)
-
-
-def dtype_code(key: str, dtype: torch.dtype) -> str:
-    """Returns a dtype's name in a safetensors file. `RefusedPlan` for one without."""
-    if dtype not in _CODES:
-        raise RefusedPlan(f"'{key}' has dtype {dtype}, which a checkpoint's files have no name for")
-    return _CODES[dtype]
 
 
 # --- where a rank's tensors lie

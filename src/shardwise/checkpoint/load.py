@@ -22,7 +22,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.checkpoint import publish
-from shardwise.checkpoint.holdings import DTYPES, averages, generators, optimized, set_generator, weights
+from shardwise.checkpoint.holdings import averages, generators, optimized, set_generator, weights
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.optimizers import BESIDE, decoded, leaves, put_options
 from shardwise.checkpoint.pieces import Piece
@@ -31,6 +31,7 @@ from shardwise.checkpoint.stored import ITEMS, Stored, of_checkpoint
 from shardwise.comm import gather_json
 from shardwise.engine.ema import Ema
 from shardwise.engine.engine import Engine
+from shardwise.engine.weights_file import DTYPES
 from shardwise.errors import InputError, RunError
 
 MOST = 3  # names told of each kind of difference

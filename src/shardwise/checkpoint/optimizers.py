@@ -24,11 +24,12 @@ import numpy as np
 import torch
 import xxhash
 
-from shardwise.checkpoint.holdings import DTYPES, Holding, dtype_code, optimized
+from shardwise.checkpoint.holdings import Holding, optimized
 from shardwise.checkpoint.manifest import canonical
 from shardwise.checkpoint.pieces import Piece
 from shardwise.device import on_host
 from shardwise.engine.engine import Engine
+from shardwise.engine.weights_file import DTYPES, dtype_code
 from shardwise.errors import InputError, RefusedPlan
 
 Node = list[Any]

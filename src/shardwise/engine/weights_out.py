@@ -2,45 +2,47 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from itertools import islice
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
 
-from shardwise.comm import barrier
+from shardwise.comm import of_first
 from shardwise.device import peak_bytes
+from shardwise.engine.weights_file import WeightsFile
 from shardwise.engine.whole import full_buffers, full_parameters
+from shardwise.errors import RefusedPlan, RunError
 from shardwise.memory.live import storage_bytes
 from shardwise.step.state import RankState
 
 
-def state_dict(state: RankState, *, rank_0_only: bool = False) -> dict[str, torch.Tensor]:
-    """Returns whole parameters and persistent buffers on the CPU, under the module's own names. Collective.
+def state_dict(state: RankState) -> dict[str, torch.Tensor]:
+    """Returns whole parameters and persistent buffers on the CPU, under the module's own names. Collective."""
+    made = {name: value.cpu().clone() for name, value in _named_weights(state)}
+    return {name: made[name] for name in state.module.state_dict(keep_vars=True) if name in made}
 
-    With `rank_0_only` the other ranks keep none of it and return an empty dict.
+
+def _named_weights(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name in the module's state dict, whole tensor), one tensor at a time. Collective.
+
+    A tied weight has several names there, and one among the parameters; a buffer may be left out of it.
     """
-    keep = state.mesh.rank == 0 or not rank_0_only
-    whole = {}
-    for name, tensor in full_parameters(state):  # collective, one parameter at a time
-        if keep:
-            whole[name] = tensor.cpu().clone()
-    for name, buffer in full_buffers(state):
-        if keep:
-            whole[name] = buffer.detach().cpu().clone()
-    if not keep:
-        return {}
-    # A tied weight has several names in a state dict, and one among the parameters.
     by_identity = {id(param): name for name, param in state.module.named_parameters()}
     by_identity |= {id(buffer): name for name, buffer in state.module.named_buffers()}
-    weights = {}
+    names: dict[str, list[str]] = {}
+    later: dict[str, torch.Tensor] = {}
     for name, value in state.module.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor):
-            own_name = by_identity.get(id(value))
-            # a module that a script's forward has made since is no part of the plan, and whole
-            weights[name] = whole[own_name] if own_name in whole else value.detach().cpu().clone()
-    return weights
+            names.setdefault(by_identity.get(id(value), ""), []).append(name)
+            later[name] = value
+    for own, whole in chain(full_parameters(state), full_buffers(state)):
+        for name in names.get(own, ()):
+            later.pop(name)
+            yield name, whole.detach()
+    # a module that a script's forward has made since is no part of the plan, and whole
+    yield from ((name, value.detach()) for name, value in later.items())
 
 
 def trained_parameters(state: RankState, *, rank_0_only: bool = False) -> dict[str, torch.Tensor]:
@@ -56,50 +58,59 @@ def trained_parameters(state: RankState, *, rank_0_only: bool = False) -> dict[s
 def save_weights(state: RankState, path: str | Path, spare: str | Path | None = None) -> Path:
     """Write whole weights and buffers as one safetensors file, by rank 0, and publish it whole. Collective.
 
-    Its metadata has the step.
+    Its metadata has the step. Rank 0 holds one whole tensor at a time.
 
     spare   where they go if `path` cannot be written; the notices tell so
-    Returns where they are (on rank 0).
+    Returns where they are. Raises `RunError` on every rank where rank 0 could not write.
     """
-    weights, written = state_dict(state, rank_0_only=True), Path(path)
-    if state.mesh.rank == 0:
-        # safetensors refuses tensors that share memory, as tied weights do.
-        unshared = {name: tensor.clone().contiguous() for name, tensor in weights.items()}
+    failure = _write(state, Path(path))
+    if failure and spare is not None:
+        state.notices.append(f"{path} could not be written ({failure}): the weights are in {spare}")
+        path, failure = spare, _write(state, Path(spare))
+    if failure:
+        raise RunError(f"{path} could not be written: {failure}")
+    return Path(path)
+
+
+def _write(state: RankState, path: Path) -> str:
+    """Returns why rank 0 could not write the file, empty where it did, on every rank. Collective."""
+    writer = _Writer(state, path) if state.mesh.rank == 0 else None
+    for name, tensor in _named_weights(state):  # to the end even if rank 0 cannot write: the others gather with it
+        if writer is not None:
+            writer.add(name, tensor)
+    return of_first(lambda: "" if writer is None else writer.publish(), state.mesh.world, state.device)
+
+
+class _Writer:
+    """Rank 0's file of weights, which keeps the first error of the disk for the end."""
+
+    def __init__(self, state: RankState, path: Path) -> None:
+        self._step, self._failure = str(state.steps_done), ""
+        self._file: WeightsFile | None = None
+        self._trying(lambda: self._open(path, [*state.module.state_dict(keep_vars=True)]))
+
+    def _open(self, path: Path, names: list[str]) -> None:
+        self._file = WeightsFile(path, names)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        file = self._file
+        if file is not None and not self._failure:
+            self._trying(lambda: file.add(name, tensor))
+
+    def publish(self) -> str:
+        """Returns the error of the disk, empty where the file is in its place."""
+        file = self._file
+        if file is not None and not self._failure:
+            self._trying(lambda: file.publish({"format": "pt", "step": self._step}))
+        return self._failure
+
+    def _trying(self, change: Callable[[], None]) -> None:
         try:
-            _write(unshared, written, state.steps_done)
-        except Exception as error:  # what a full disk raises here is the library's own
-            if spare is None:
-                raise
-            partial = Path(f"{path}.partial")
-            if partial.is_file():  # half of the weights help nobody, and take the space that is left
-                partial.unlink()
-            written = Path(spare)
-            written.parent.mkdir(parents=True, exist_ok=True)
-            _write(unshared, written, state.steps_done)
-            state.notices.append(f"{path} could not be written ({error}): the weights are in {written}")
-    barrier(state.mesh.world)  # no rank goes on to read a file that is not there yet
-    return written
-
-
-def _write(weights: dict[str, torch.Tensor], path: Path, step: int) -> None:
-    from safetensors.torch import save_file
-
-    partial = Path(f"{path}.partial")
-    save_file(weights, str(partial), metadata={"format": "pt", "step": str(step)})
-    _sort_metadata(partial)
-    partial.replace(path)  # in one move: nobody reads half of a file
-
-
-def _sort_metadata(path: Path) -> None:
-    """Sort the metadata in a safetensors header, which come in any order: equal weights are then equal files."""
-    with path.open("r+b") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(length)
-        if len(text) == length:  # else it was written otherwise, and stays
-            file.seek(8)
-            file.write(text)
+            change()
+        except (OSError, RefusedPlan) as error:
+            self._failure = str(error)
+            if self._file is not None:
+                self._file.discard()
 
 
 def memory(state: RankState) -> dict[str, int | None]:

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.holdings import DTYPES
 from shardwise.checkpoint.load import tensor_of
 from shardwise.checkpoint.pieces import Piece
 from shardwise.checkpoint.stored import INDEX, SINGLE, Stored, of_safetensors
+from shardwise.engine.weights_file import DTYPES
 from shardwise.errors import InputError, RunError
 
 AT_ONCE = 2**20  # elements of one read
