@@ -58,12 +58,11 @@ def nearest(word: str, words: Iterable[str]) -> str | None:
     import difflib
 
     words = list(words)
-    begun = [known for known in words if len(word) > 3 and known.startswith(word)]
-    return (
-        begun[0]
-        if begun
-        else next(iter(difflib.get_close_matches(word, words, n=1, cutoff=0.6 if len(word) < 6 else 0.65)), None)
-    )
+    # a short word begins many others: it must be all of a part (`ema` of `ema_decay`)
+    begun = [known for known in words if known.startswith(f"{word}_") or (len(word) > 3 and known.startswith(word))]
+    if begun:
+        return begun[0]
+    return next(iter(difflib.get_close_matches(word, words, n=1, cutoff=0.6 if len(word) < 6 else 0.65)), None)
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
