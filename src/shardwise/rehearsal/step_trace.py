@@ -9,6 +9,7 @@ and no memory is used. Recompute is applied as it is in a run, so what it adds i
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -61,28 +62,24 @@ from shardwise.trace.outside_reads import ArgumentWrites
 @contextmanager
 def as_real() -> Iterator[None]:
     """Context for a forward on fake tensors: library code that reads values gets them, and torch logs no failures."""
-    with unlogged(), _unpadded(), padding_by_values(), numpy_by_values():
+    with unlogged(), padding_by_values(), numpy_by_values():
         yield
 
 
 @contextmanager
-def _unpadded() -> Iterator[None]:
-    """Context: transformers' masks, which read values, take input to be unpadded."""
-    try:
-        from transformers import masking_utils
-    except ImportError:
-        yield
-        return
-    kept = {}
+def unpadded() -> Iterator[None]:
+    """Context for the forward of a module that is made: transformers' masks, which read values, see input unpadded."""
+    # what no module has imported is not imported here: it takes a second
+    masks, kept = sys.modules.get("transformers.masking_utils"), {}
     for name, value in (("find_packed_sequence_indices", lambda *a, **k: None), ("is_tracing", lambda *a, **k: False)):
-        if hasattr(masking_utils, name):
-            kept[name] = getattr(masking_utils, name)
-            setattr(masking_utils, name, value)
+        if hasattr(masks, name):
+            kept[name] = getattr(masks, name)
+            setattr(masks, name, value)
     try:
         yield
     finally:
         for name, value in kept.items():
-            setattr(masking_utils, name, value)
+            setattr(masks, name, value)
 
 
 def build(task: Task, fake: FakeTensorMode, precision: Precision) -> nn.Module:
@@ -247,7 +244,7 @@ def trace(
             base = live.now
             draws, kernels = followed(follow), like_gpu(fused, scores=follow)
             seen_by = RehearsalMode(routed, live, Count(counts), draws, writes=writes, fused=fused)
-            with norms, kernels, fake, generators_kept(), seen_by:
+            with norms, kernels, fake, generators_kept(), seen_by, unpadded():
                 batch = on_device(batch, kept)
                 # the forward's own inputs and outputs live as long as they do in a run, hence the `del`
                 args, kwargs = inputs_of(task, batch, kept)
@@ -283,7 +280,7 @@ def forward_without_values(task: Task, sample: Any) -> None:
     with as_real():
         model = build(task, fake, kept).eval()
         batch = fake_batch(fake, sample, 1)
-        with fake, Values(fake):
+        with fake, Values(fake), unpadded():
             args, kwargs = inputs_of(task, batch, kept)
             model(*args, **kwargs)
 
