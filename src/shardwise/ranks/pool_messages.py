@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import pickle
 import sys
@@ -70,11 +71,36 @@ class _ByValue(pickle.Pickler):
 
         whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
         if on_host(value.device) and whole and value.is_leaf:
-            return NotImplemented
+            return _as_bytes(value) if _is_plain(value) else NotImplemented
         copy = value.detach().cpu().clone()
         if isinstance(value, torch.nn.Parameter):
             copy = torch.nn.Parameter(copy, requires_grad=value.requires_grad)
         return copy.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Returns whether a tensor is nothing but its dtype, shape and elements."""
+    import torch
+
+    lazy = tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or any(getattr(tensor, "names", ()))
+    return type(tensor) is torch.Tensor and not (lazy or tensor._backward_hooks or tensor.__dict__)
+
+
+def _as_bytes(tensor: Any) -> tuple:
+    """Returns how a plain tensor is pickled: its elements as they lie. torch writes a file for each, far slower."""
+    storage = tensor.untyped_storage()
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    held = ctypes.string_at(storage.data_ptr(), storage.nbytes())
+    return _from_bytes, (held, tensor.dtype, tensor.storage_offset(), shape, strides, tensor.requires_grad)
+
+
+def _from_bytes(held: bytes, dtype: Any, offset: int, shape: tuple, strides: tuple, requires_grad: bool) -> Any:
+    """Returns the tensor of `_as_bytes`, in memory of its own that may be resized, as zero=3 does with weights."""
+    import torch
+
+    storage = torch.UntypedStorage(len(held))
+    ctypes.memmove(storage.data_ptr(), held, len(held))
+    return torch.empty(0, dtype=dtype).set_(storage, offset, shape, strides).requires_grad_(requires_grad)
 
 
 def dumps(value: Any) -> bytes:

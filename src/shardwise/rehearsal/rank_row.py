@@ -47,7 +47,7 @@ from shardwise.rehearsal.trace_mode import RehearsalMode, followed
 from shardwise.rehearsal.workspaces import TracedValues
 from shardwise.simulator.counted import Passed, RankTrace, Sent, StepTrace
 from shardwise.trace.fake import Fake
-from shardwise.trace.known_values import as_real, known_values_read
+from shardwise.trace.known_values import as_real, known_values_read, unpadded
 from shardwise.trace.outside_reads import OutsideReads
 
 
@@ -113,7 +113,8 @@ class Rehearsal:
         follow = self.shares.cuts.follow
         draws, kernels = followed(follow), like_gpu(self.shares.cuts.fused, scores=follow or self.shares.cuts.tp > 1)
         seen = RehearsalMode(routed, live, self.count, draws, reads, fused=self.shares.cuts.fused)
-        with norms, kernels, self.fake, generators_kept(), resizes_told(self.resized), seen, known_values_read():
+        resizes = resizes_told(self.resized)
+        with norms, kernels, self.fake, generators_kept(), resizes, seen, known_values_read(), unpadded():
             try:
                 for turn in range(self.shares.cuts.rounds):
                     self._round(turn, model, staged, messages_by_size, waiting)
@@ -311,7 +312,7 @@ class Rehearsal:
         staged = self.parts.staged(model, self.cut.stages)
         messages: dict[int, MessageSpec] = {}
         # a ledger and values of its own, since nothing of this run of all stages belongs to the rank's trace
-        with batch_norms(model, self.shares.cuts.joined, Ledger()), self.fake, TracedValues(self.fake):
+        with batch_norms(model, self.shares.cuts.joined, Ledger()), self.fake, TracedValues(self.fake), unpadded():
             for stage in self.cut.stages[:-1]:
                 inbox = self._inbox(messages, stage.index)
                 batch = self._batch(samples)

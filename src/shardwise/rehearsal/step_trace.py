@@ -55,7 +55,7 @@ from shardwise.trace.blocks import blocks_of, find_blocks
 from shardwise.trace.deferred import build as build_deferred
 from shardwise.trace.deferred import checked, told_of_constructor
 from shardwise.trace.fake import Fake
-from shardwise.trace.known_values import BATCH, Values, as_real, give
+from shardwise.trace.known_values import BATCH, Values, as_real, give, unpadded
 from shardwise.trace.outside_reads import ArgumentWrites
 
 
@@ -221,7 +221,7 @@ def trace(
             base = live.now
             draws, kernels = followed(follow), like_gpu(fused, scores=follow)
             seen_by = RehearsalMode(routed, live, Count(counts), draws, writes=writes, fused=fused)
-            with norms, kernels, fake, generators_kept(), seen_by:
+            with norms, kernels, fake, generators_kept(), seen_by, unpadded():
                 batch = on_device(batch, kept)
                 # the forward's own inputs and outputs live as long as they do in a run, hence the `del`
                 args, kwargs = inputs_of(task, batch, kept)
@@ -257,7 +257,7 @@ def forward_without_values(task: Task, sample: Any) -> None:
     with as_real():
         model = build(task, fake, kept).eval()
         batch = fake_batch(fake, sample, 1)
-        with fake, Values(fake):
+        with fake, Values(fake), unpadded():
             args, kwargs = inputs_of(task, batch, kept)
             model(*args, **kwargs)
 

@@ -25,6 +25,7 @@ activation is still refused. What is written without values into a tensor, or in
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -343,28 +344,24 @@ def known_values_read() -> AbstractContextManager[None]:
 @contextmanager
 def as_real() -> Iterator[None]:
     """Context for a forward on fake tensors: library code that reads values gets them, and torch logs no failures."""
-    with unlogged(), _unpadded(), padding_by_values(), numpy_by_values():
+    with unlogged(), padding_by_values(), numpy_by_values():
         yield
 
 
 @contextmanager
-def _unpadded() -> Iterator[None]:
-    """Context: transformers' masks, which read values, take input to be unpadded."""
-    try:
-        from transformers import masking_utils
-    except ImportError:
-        yield
-        return
-    kept = {}
+def unpadded() -> Iterator[None]:
+    """Context for the forward of a module that is made: transformers' masks, which read values, see input unpadded."""
+    # what no module has imported is not imported here: it takes a second
+    masks, kept = sys.modules.get("transformers.masking_utils"), {}
     for name, value in (("find_packed_sequence_indices", lambda *a, **k: None), ("is_tracing", lambda *a, **k: False)):
-        if hasattr(masking_utils, name):
-            kept[name] = getattr(masking_utils, name)
-            setattr(masking_utils, name, value)
+        if hasattr(masks, name):
+            kept[name] = getattr(masks, name)
+            setattr(masks, name, value)
     try:
         yield
     finally:
         for name, value in kept.items():
-            setattr(masking_utils, name, value)
+            setattr(masks, name, value)
 
 
 @contextmanager
