@@ -156,6 +156,8 @@ class PartLoader:
         if self._dim_is_known or self._ways[0] in (self._whole, self._sliced):
             return self._dim
         fits = dims_of_samples(batch, dealt.local.count)
+        if len(fits) == 1:  # in every batch of the loader
+            self._dim, self._dim_is_known = fits[0], True
         return fits[0] if len(fits) == 1 or (fits and not joins_by_itself(self.whole)) else None
 
     def _first_way(self) -> Iterator[BatchPart]:

@@ -40,7 +40,7 @@ from shardwise.scripts.agreement import Meeting, same_given
 from shardwise.scripts.calls import Calls, leader_of
 from shardwise.scripts.dealt import OwnBatches
 from shardwise.scripts.entries import as_given, as_one
-from shardwise.scripts.gradient_arrivals import buckets_of
+from shardwise.scripts.gradient_arrivals import Asking, buckets_of
 from shardwise.scripts.gradients import Gradients
 from shardwise.scripts.guard import (
     FirstSteps,
@@ -368,8 +368,7 @@ class Prepared(Stepping):
         guard_conversion(self.model)
         self._copied_from = engine if others else None
         hold(self, whole=not others)
-        for buckets in buckets_of(engine):
-            buckets.asleep = True
+        self._asking = Asking(self._gate, self.calls, buckets_of(engine))
         self._first, self._settles = FirstSteps(engine, proves=self.side is not None), in_pieces
 
     @property

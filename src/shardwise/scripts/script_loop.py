@@ -243,6 +243,12 @@ class Loop(Heard, Events):
         now = self._now
         if self._elsewhere:
             raise RefusedPlan(_ELSEWHERE)
+        others = (
+            self._over or self._ahead or self._drawn_like or any(one is not now and one.lives for one in self._handed)
+        )
+        if now is not None and not others:
+            now.met = True
+            return
         storages = {_storage(tensor) for tensor in tensors_of(call)}
         known = (one for one in (now, *self._ahead, *self._handed) if one is not None and one.is_in(storages))
         handed = next(known, self._drawn_like)

@@ -229,7 +229,7 @@ class WeightAccess(ABC):
 
     def _take_written(self) -> None:
         """Let the optimizer's own tensors follow what the script wrote into the model's weights."""
-        if self._engine is None:
+        if self._engine is None or self._whole_weights is None:  # masters are the model's own parameters
             return
         technique, owners = self._engine.technique, self._engine.state.owners
         told = not isinstance(technique, FullShard) or technique.written
