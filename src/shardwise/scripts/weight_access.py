@@ -211,7 +211,7 @@ class WeightAccess(ABC):
         self._optimizer_guard.leave()
         if self._whole_weights is not None:
             with self._gate.open():
-                self._optimizer_guard.watch(self.optimizer, self.model, state=self._pieces)
+                self._optimizer_guard.watch(self.optimizer, self.model)
 
     @contextmanager
     def plainly(self) -> Iterator[None]:
