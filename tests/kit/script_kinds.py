@@ -1355,6 +1355,15 @@ class Two(nn.Module):
         return self.first(h).square(), self.second(h), h
 model = Two()
 -- swap , loss_scope="global" => , loss_scope="sample"
+== own_mean_beside_outputs: loss_scope values
+out, own = model(x)
+loss = F.mse_loss(out, y) + own
+-- options , loss_scope="global"
+-- forward
+h = torch.tanh(self.body(x))
+return self.head(h), h.square().mean()
+-- swap h.square().mean() => h.square().mean(1)
+-- swap + own => + own.mean()
 == rows_of_samples_given_whole: model_mixes values
 owner = torch.arange(len(x)).repeat_interleave((x[:, 0] > 0).long() + 1)
 loss = F.mse_loss(model(x, 0.5 * x[owner], owner), y)

@@ -1,4 +1,4 @@
-"""Scripts that are wrong on ranks in one thing, of 164 kinds: each is NOT EQUAL or refused; made right it is EQUAL."""
+"""Scripts that are wrong on ranks in one thing, of 165 kinds: each is NOT EQUAL or refused; made right it is EQUAL."""
 
 from __future__ import annotations
 

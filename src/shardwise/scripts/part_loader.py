@@ -136,7 +136,7 @@ class PartLoader:
         first = dealt.part.start - dealt.local.start
         rows = slice(first, first + dealt.part.count)
         content = content_of(batch, rows if self._ranks > 1 else None, dealt.local.count, self._dim)
-        self.recorder.batch(dealt.part.total, content, dealt.part.count)
+        self.recorder.batch(dealt.part.total, content)
 
     def position(self) -> list[Any] | None:
         """Where this epoch stands, as JSON: batches handed out, generators at its start; None between epochs."""

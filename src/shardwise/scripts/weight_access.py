@@ -196,11 +196,6 @@ class WeightAccess(ABC):
         self.engine.notices.extend(restored.notices)
         return restored.manifest.fields["script"]
 
-    def memory(self) -> dict[str, int | None]:
-        """Bytes on this rank, as `Engine.memory`."""
-        with self._gate.open():
-            return self.engine.memory()
-
     # --- what the script does to the optimizer's pieces
 
     def _watch_pieces(self) -> None:

@@ -14,7 +14,7 @@ rank runs it on all samples: nothing is cut or gathered, ranks draw alike, and e
 the mean is taken. The plan spreads weights, gradients and the optimizer's state, and no work.
 
 What this does not do: gather what a model returns that belongs to no sample and differs between ranks (a loss of its
-own); it is refused. See whether an argument without a dim of samples has rows of some of them all the same, or whether
+own); see whether an argument without a dim of samples has rows of some of them all the same, or whether
 one output is differentiated by another, of which none is made: `shardwise verify` does.
 """
 
@@ -32,9 +32,8 @@ from shardwise.layout.dealing import Share
 from shardwise.part import Part, whole, with_summed_gradient
 from shardwise.part.crossing import apart, axes_of, cuts_of, joined
 from shardwise.part.levels import Distributed
-from shardwise.scripts.agreement import same_on_all
 from shardwise.scripts.dealt import deal
-from shardwise.scripts.model_look import ON_EVERY_RANK, Places, Rows
+from shardwise.scripts.model_look import Places, Rows
 from shardwise.scripts.reading import in_class_of
 from shardwise.step.batching import samples_in
 
@@ -70,7 +69,6 @@ class WholeBatch:
         self.rows = Share(None, 0, 0, 0)
         self.local = self.rows
         self._counts: tuple[int, ...] = ()
-        self._compared = False
 
     def enter(self, args: tuple, kwargs: dict[str, Any], samples: int, dim: int) -> tuple[tuple, dict]:
         """Returns the call on this rank's samples, which may be more or fewer than the batch's (two views of each)."""
@@ -106,7 +104,6 @@ class WholeBatch:
             places = Places(self.local.count, 0, more=False)
             found = [places.of(leaf) for leaf in leaves]
             self.dims = [None if dim is None else Rows(dim) for dim in found]
-        self._compare([leaf for leaf, dim in zip(leaves, self.dims, strict=True) if dim is None])
         gathered = [self._whole(*pair) for pair in zip(leaves, self.dims, strict=True)]
         return in_class_of(output, tree_unflatten(gathered, spec))
 
@@ -125,17 +122,3 @@ class WholeBatch:
         mine = rows.first(payload)[: self.rows.count]
         full = gather_samples(mine.contiguous(), self._counts, self._data, _TAG)
         return joined(rows.back(full), cuts, axes) if cuts else rows.back(full)
-
-    def _compare(self, leaves: list[Any]) -> None:
-        """What belongs to no sample must be alike on every rank. Looked at once; collective."""
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if self._compared or not tensors:
-            return
-        self._compared = True
-        if not same_on_all(tensors, self._data, self._device):
-            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-            raise RefusedPlan(
-                f'loss_scope="global" gathers what a model returns for each sample, and it returns {shapes} beside '
-                "that, which differs between ranks (a loss or a mean of its own samples): compute that in the script, "
-                f"from outputs that have a dim of samples; {ON_EVERY_RANK}"
-            )
