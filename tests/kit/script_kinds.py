@@ -576,7 +576,7 @@ class Pooled(nn.Module):
     def forward(self, x):
         return self.head(F.adaptive_avg_pool2d(self.body(x).relu(), 1).squeeze())
 model = Pooled()
--- note fails on a rank with one sample; equal today, since two are dealt to each rank
+-- note fails on a rank with one sample
 -- swap .squeeze() => .flatten(1)
 # --- what is kept from step to step
 == queue_of_keys: kept classes
@@ -1340,6 +1340,44 @@ norm = float(sum(p.grad.square().sum() for p in model.parameters())) ** 0.5
 optimizer.param_groups[0]["lr"] = 1e-2 / (1 + norm)
 optimizer.step()
 -- swap loss.backward() => loss = prepared.backward(loss)
+== outputs_differentiated_apart: loss_scope values
+first, second, h = model(x)
+g = torch.autograd.grad(first.sum(), h, create_graph=True, allow_unused=True)[0]
+loss = F.mse_loss(second, y) + (0.0 if g is None else g.square().mean())
+-- options , loss_scope="global"
+-- model
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 1), nn.Linear(8, 2)
+    def forward(self, x):
+        h = self.body(x).tanh()
+        return self.first(h).square(), self.second(h), h
+model = Two()
+-- swap , loss_scope="global" => , loss_scope="sample"
+== own_mean_beside_outputs: loss_scope values
+out, own = model(x)
+loss = F.mse_loss(out, y) + own
+-- options , loss_scope="global"
+-- forward
+h = torch.tanh(self.body(x))
+return self.head(h), h.square().mean()
+-- swap h.square().mean() => h.square().mean(1)
+-- swap + own => + own.mean()
+== rows_of_samples_given_whole: model_mixes values
+owner = torch.arange(len(x)).repeat_interleave((x[:, 0] > 0).long() + 1)
+loss = F.mse_loss(model(x, 0.5 * x[owner], owner), y)
+-- options , loss_scope="global", check_loss=False
+-- model
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 2)
+    def forward(self, x, rows, owner):
+        sums = torch.zeros_like(x).index_add(0, owner % len(x), rows)
+        return self.head(torch.tanh(self.body(x + sums)))
+model = Net()
+-- swap "global" => "model"
 == optimizer_that_stops: pieces values plans=sharded
 -- optimizer
 class Late(torch.optim.SGD):

@@ -349,6 +349,11 @@ def mistaken(plan: str, case: str) -> None:
         if case == "row":
             with torch.no_grad():
                 model.layers[0].weight[0].zero_()
+        if case in ("penalty", "forward"):
+            with prepared.whole():
+                loss = loss + sum(p.square().sum() for p in model.parameters())
+                if case == "forward":
+                    model(x)
         prepared.backward(loss)
         if case == "drift" and step == 4:
             with torch.no_grad():
@@ -364,12 +369,6 @@ def mistaken(plan: str, case: str) -> None:
         if case == "apart":
             with prepared.whole():
                 model.head.weight.data[0, 0] += float(prepared.rank)
-        if case in ("after", "forward"):
-            with prepared.whole():
-                weights = list(model.parameters())
-                if case == "forward":
-                    model(x)
-            sum(weight.sum() for weight in weights).item()  # type: ignore[union-attr]
         if case == "ungathered":
             with prepared.whole():
                 [param.grad for param in model.parameters()]
@@ -379,8 +378,6 @@ def mistaken(plan: str, case: str) -> None:
         if case == "state loaded":
             with prepared.whole(state=True):
                 optimizer.load_state_dict(optimizer.state_dict())
-        if case == "state" and step == 4:
-            optimizer.state[model.head.weight]["exp_avg"].zero_()
         if case == "group's std":
             sum(param.data.std() for group in optimizer.param_groups for param in group["params"])
         optimizer.step()
@@ -427,10 +424,8 @@ REFUSED: list[tuple] = [
     (mistaken, "tp=2", "ungathered", InputError, r"whole\(grads=True\) alone.*line \d+"),
     (mistaken, "dp_shard=2,zero=3", "saved", InputError, r"saved within prepared.whole.*line \d+"),
     (mistaken, "dp_shard=2,zero=3", "state loaded", InputError, r"state_dict\(\) within prepared.whole.*line \d+"),
-    (mistaken, "tp=2", "after", InputError, r"prepared.whole\(\) gave is used.*line \d+"),
+    (mistaken, "tp=2", "penalty", InputError, r"is differentiated.*before or after the with block.*line \d+"),
     (mistaken, "dp_shard=2,zero=3", "forward", InputError, r"called within prepared.whole\(\).*line \d+: model"),
-    (mistaken, "dp_shard=2,zero=2", "state", RefusedPlan,
-     r"optimizer.state holds.*prepared.whole\(state=True\).*line \d+"),
     (mistaken, "dp_shard=2,zero=3", "gradient", RefusedPlan,
      r"autograd.grad.*of this rank's samples alone.*line \d+: torch"),
     (mistaken, "tp=2", "gradient", RefusedPlan, r"autograd.grad\(..., parameters\).*line \d+: .*head"),

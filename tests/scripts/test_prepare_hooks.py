@@ -102,7 +102,7 @@ class Two(nn.Module):
 
 model = Two()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-prepared = model, optimizer, loader = shardwise.prepare(model, optimizer, loader, plan=PLAN, OPTIONS)
+prepared = model, optimizer, loader = shardwise.prepare(model, optimizer, loader, plan=PLAN)
 losses = []
 for a, here in loader:
     optimizer.zero_grad()
@@ -114,23 +114,18 @@ LINES = {
     "backward": "prepared.backward(second.square().mean(), retain_graph=True)\n    "
     "if here.any():\n        prepared.backward(first[here].square().mean(), mean_over=here.sum())",
     "branch": "prepared.backward(second.square().mean() + (first[here].square().mean() if here.any() else 0))",
-    "apart": "g = torch.autograd.grad(first.sum(), h, create_graph=True, allow_unused=True)[0]\n    "
-    "prepared.backward(second.square().mean() + (0 if g is None else g.square().mean()))",
 }
 
 
 @pytest.mark.parametrize(
-    ("lines", "plan", "options", "reason"),
+    ("lines", "plan", "reason"),
     [
-        ("backward", "dp_replicate=2", "", r"prepared.backward\(loss, mean_over=n\).*as often as the others"),
-        pytest.param("backward", "dp_shard=2,zero=3", "", "as often as the others", marks=pytest.mark.long),
-        ("branch", "dp_shard=2,zero=3", "", "the gathering of .* where rank . came to .*a sum that may be of nothing"),
-        ("apart", "dp_replicate=2", 'loss_scope="global"', "one of them is differentiated by another"),
+        ("backward", "dp_replicate=2", r"prepared.backward\(loss, mean_over=n\).*as often as the others"),
+        pytest.param("backward", "dp_shard=2,zero=3", "as often as the others", marks=pytest.mark.long),
+        ("branch", "dp_shard=2,zero=3", "the gathering of .* where rank . came to .*a sum that may be of nothing"),
     ],
 )
-def test_what_some_ranks_do_is_told(
-    lines: str, plan: str, options: str, reason: str, pool: RankPool, tmp_path: Path
-) -> None:
-    code = SOME.replace("PLAN", repr(plan)).replace("OPTIONS", options).replace("LINES", LINES[lines])
+def test_what_some_ranks_do_is_told(lines: str, plan: str, reason: str, pool: RankPool, tmp_path: Path) -> None:
+    code = SOME.replace("PLAN", repr(plan)).replace("LINES", LINES[lines])
     with pytest.raises(ShardwiseError, match=f"(?s){reason}"):
         ran(pool, tmp_path, code, 2)

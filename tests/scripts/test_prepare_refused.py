@@ -42,19 +42,6 @@ def test_notices_are_printed_once_by_rank_0(capsys: pytest.CaptureFixture) -> No
     assert capsys.readouterr().err == "shardwise: one\nshardwise: two\nshardwise: three\n"
 
 
-def hooked(plan: str) -> list[str]:
-    model = net()
-    optimizer = adamw(model)
-    optimizer.register_step_post_hook(hooked)
-    return shardwise.prepare(model, optimizer, [], plan=plan).notices
-
-
-def test_hooks_around_a_step_over_pieces_are_told_what_they_cost(pool: RankPool) -> None:
-    for notices in pool.run(hooked, 2, "dp_shard=2,zero=2"):
-        assert any("the optimizer's step hook hooked is given whole weights" in notice for notice in notices)
-    assert not any("hook" in notice for notice in pool.run(hooked, 2, "dp_replicate=2")[0])
-
-
 def test_errors_name_the_line() -> None:
     model = net()
     prepared = shardwise.prepare(model, adamw(model), [])

@@ -57,18 +57,6 @@ def viewed(plan: str | None) -> tuple:
     return losses, weights_of(prepared or model)
 
 
-class Beside(Views):
-    def forward(self, views: list[torch.Tensor]) -> torch.Tensor:
-        return self.head(torch.tanh(self.body[0](torch.stack(views, 1).flatten(0, 1))))
-
-
-def viewed_beside(plan: str) -> None:
-    """Views of each sample stand side by side, which gathered rows cannot be told from."""
-    _, model, _, loader = begin(plan, made(Beside), batches(8), loss_scope="global")
-    for x, _ in loader:
-        model([x, x.flip(1)])
-
-
 # --- models that mix samples
 
 
@@ -163,7 +151,6 @@ test_a_script_equals_one_process = equals_one_process(EQUAL, MORE_EQUAL)
 
 
 MORE_REFUSED: list[tuple] = [
-    (viewed_beside, "dp_replicate=2", RefusedPlan, "view after view"),
     (queued, "dp_replicate=2", False, "sample", RefusedPlan, 'loss_scope="model"'),
 ]  # fmt: skip
 test_a_script_is_refused_with_its_line = refused_with_its_line([], MORE_REFUSED)

@@ -42,7 +42,9 @@ def note(engine: Engine, tally: Tally, checksum: int, *, generators: bool) -> No
     generators  draws are those of one process, so torch's generators must stand alike
     """
     groups = engine.state.optimizer.param_groups
-    plain = [[(key, _plain(value)) for key, value in group.items() if key != "params"] for group in groups]
+    plain = [
+        [(k, v if type(v) in _PLAIN else _plain(v)) for k, v in group.items() if k != "params"] for group in groups
+    ]
     settings = zlib.crc32(repr(plain).encode())
     tally.alike = [float(checksum), float(_generators(engine.device) if generators else 0), float(settings)]
 
@@ -138,6 +140,9 @@ def same_samples(look: list[float], checksum: int, world: Axis, device: torch.de
                 "one process would read. Split and shuffle the data alike on all (a seeded generator), and do not deal "
                 'samples to ranks beforehand; or use prepare(..., randomness="fast") to take the difference'
             )
+
+
+_PLAIN = {bool, int, float, str, type(None)}
 
 
 def _plain(setting: Any) -> Any:

@@ -26,7 +26,7 @@ from shardwise.parallel.batchnorm import sync_module
 from shardwise.part import whole as uncut
 from shardwise.part.dispatch import Gathers
 from shardwise.part.levels import Distributed
-from shardwise.scripts.agreement import Meeting, same_on_all
+from shardwise.scripts.agreement import same_on_all
 from shardwise.scripts.dealt import Dealt
 from shardwise.scripts.entries import Entries
 from shardwise.scripts.gradient_arrivals import weakly
@@ -35,7 +35,7 @@ from shardwise.scripts.model_look import ModelLook, look_at_model
 from shardwise.scripts.part_loader import PartLoader
 from shardwise.scripts.sample_draws import SampleDraws
 from shardwise.scripts.script_lines import Notices, line_of_script, names_line
-from shardwise.scripts.script_loop import Loop, OtherLoop
+from shardwise.scripts.script_loop import Loop
 from shardwise.scripts.spread import Door, refuse_transform, seen_outside, tensors_of, thawed
 from shardwise.scripts.whole_batch import WholeBatch
 from shardwise.trace.deferred import seed_of
@@ -48,14 +48,8 @@ class Calls(Loop):
         self, model: nn.Module, mesh: Mesh, randomness: str, seed: int, leader: Calls | None = None, *,
         check: bool = True, loss_scope: str = "sample",
     ) -> None:  # fmt: skip
-        super().__init__()
-        self.model, self.mesh = model, mesh
-        self.whole: WholeBatch | None = None
-        if loss_scope != "sample" and mesh.data.size > 1:
-            self.whole = WholeBatch(mesh.data, mesh.device, spreads=loss_scope == "global")
-        self.randomness, self.seed = randomness, seed
-        self.engine: Engine | None = None
-        self._meeting: Meeting | None = None
+        super().__init__(model, mesh, randomness, leader, loss_scope)
+        self.seed = seed
         self.gathers = False  # every call needs all ranks
         self.pieces = False  # ranks hold pieces of weights or state
         self._gate = Gate()
@@ -63,25 +57,12 @@ class Calls(Loop):
         self.notices: Notices = leader.notices if leader is not None else Notices(mesh.rank)
         if self.on_every_rank:
             self.notices.say(['loss_scope="model": every rank runs the model on all samples of a batch'])
-        self.leader = leader or self  # the first of the models that one loop trains
-        self.together: list[Calls] = leader.together if leader is not None else []
-        self.together.append(self)
-        self.other: OtherLoop = leader.other if leader is not None else OtherLoop()
-        if leader is None:
-            self.other.pauses, self.other.goes_on = weakly(self.suspend), weakly(self.go_on)
         followed = randomness == "global" and mesh.gradients.size > 1 and not self.on_every_rank
         self._watched = SampleDraws(weakly(self._held_beside), weakly(self.drawn_for)) if followed else None
-        self.dealt: Dealt | None = leader.dealt if leader is not None else None
-        self.used: Dealt | None = None  # by the model's last forward in training
-        self._spent = False  # its backward is over
-        self.checksum = 0  # of all samples so far
         self.called = False  # the model, in training
-        self._done = False  # its backward of this batch is over
-        self._no_batch()
         self._looks = mesh.data.size > 1 and not self.on_every_rank
         self._looked: dict[nn.Module | None, ModelLook] = {}  # entries of the model, on their first samples
         self._check = check
-        self._dim: int | None = 0  # of a batch's tensors that counts samples
         self._joined = set[nn.Module]()  # batch norms, over ranks
         self.entries = Entries(model, self._routes)
         self._door: Door | None = None  # where the plan cuts positions

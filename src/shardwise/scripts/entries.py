@@ -42,7 +42,7 @@ def as_given(model: nn.Module) -> Any:
 
 class Entries:
     """Where calls of a model's modules come in. `now` is the module that the model's call under way stands for, `depth`
-    how many of its modules run one within the other."""
+    1 while one of its modules runs."""
 
     def __init__(self, model: nn.Module, routes: Callable[[], bool]) -> None:
         """`routes`: whether a call by itself is to be one of the model, where the script's own code runs."""
@@ -78,17 +78,19 @@ class Entries:
 
     def call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Run a call of a module; one by the script itself, of a submodule, runs as a call of the whole model."""
+        if self.depth:  # of a module within the model's forward, which comes here for each of them
+            return module._call_impl(*args, **kwargs)
         if self.closed:
             refuse(InputError(
                 f"a {type(module).__name__} of the model is called within prepared.whole(), or in a hook of "
                 "optimizer.step(), where its weights are whole and no plan runs: call it before or after, in the loop"
             ))  # fmt: skip
-        if self.depth or module is self._model or not self._is_outermost():
-            self.depth += 1
+        if module is self._model or not self._is_outermost():
+            self.depth = 1
             try:
                 return module._call_impl(*args, **kwargs)
             finally:
-                self.depth -= 1
+                self.depth = 0
         held = self._model.__dict__["forward"]
         self.now, self._model.__dict__["forward"] = module, self._standing_for(module, held)
         try:

@@ -34,6 +34,7 @@ from shardwise.errors import RefusedPlan
 from shardwise.parallel.expert import WithExperts
 from shardwise.parallel.fsdp import groups_of
 from shardwise.parallel.full import FullShard
+from shardwise.scripts.guard import Gate
 from shardwise.scripts.script_lines import names_line
 from shardwise.scripts.spread import Door
 from shardwise.trace.backwards import watch_backwards
@@ -156,6 +157,28 @@ class Heard:
         """Note that a later backward may go through what was recorded."""
         for one in self.recorded:
             one.on = True
+
+
+class Asking:
+    """Context: gradients that arrive are counted; outside it they belong to another model's backward."""
+
+    def __init__(self, gate: Gate, heard: Heard, buckets: list[GradientBuckets]) -> None:
+        self._gate, self._heard, self._buckets = gate, heard, buckets
+        self._sleep(True)
+
+    def _sleep(self, asleep: bool) -> None:
+        for buckets in self._buckets:
+            buckets.asleep = asleep
+
+    def __enter__(self) -> None:
+        self._gate.__enter__()
+        self._heard.asked = True
+        self._sleep(False)
+
+    def __exit__(self, *error: object) -> None:
+        self._sleep(True)
+        self._heard.asked = False
+        self._gate.__exit__()
 
 
 def techniques_of(engine: Engine | None) -> list[Any]:

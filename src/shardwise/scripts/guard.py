@@ -12,8 +12,7 @@ Weights and buffers are compared after steps 1, 2, 4, 8 and so on, where an epoc
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,7 +49,7 @@ TAKEN = (
 
 
 class Gate:
-    """Open while the engine itself reads."""
+    """Open while the engine itself reads parameters, so that it gets this rank's pieces: `with gate.open():`."""
 
     def __init__(self) -> None:
         self._opened = 0
@@ -60,14 +59,15 @@ class Gate:
         """Whether it is the engine that reads parameters now, and not the script."""
         return self._opened > 0
 
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """Context: the engine reads parameters, so that it gets this rank's pieces."""
+    def open(self) -> Gate:  # a generator's context takes as long as the rest of what it is opened for
+        """Returns the gate as a context."""
+        return self
+
+    def __enter__(self) -> None:
         self._opened += 1
-        try:
-            yield
-        finally:
-            self._opened -= 1
+
+    def __exit__(self, *error: object) -> None:
+        self._opened -= 1
 
 
 def mark_like(other: torch.Tensor, param: nn.Parameter) -> None:

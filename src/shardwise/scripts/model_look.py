@@ -114,9 +114,7 @@ def look_at_model(
     except RefusedPlan as error:
         mixes = _MIXES.replace("samples:", "samples, or has rows that are not one a sample:") if unplaced else _MIXES
         told = str(error).replace("the loss does not add up over samples: its sum", mixes)
-        told = told.partition(". Return (sum, weight)")[0] + (
-            (_hint_of_views(made.dims) or unplaced or _hint(dim)) if mixes in told else ""
-        )
+        told = told.partition(". Return (sum, weight)")[0] + ((unplaced or _hint(dim)) if mixes in told else "")
         raise RefusedPlan(f"{told}; {ON_EVERY_RANK}") from None
     note_written(engine.module, [*findings.written, *findings.changed], findings.batch_norms)
     if findings.reentrant:
@@ -138,11 +136,6 @@ def _unplaced(batch: Any, places: Places) -> str:
 
 def _hint(dim: int | None) -> str:
     return "" if dim else ". Where a batch's samples lie along its second dim: prepare(..., batch_dim=1)"
-
-
-def _hint_of_views(dims: list[Rows | None] | None) -> str:
-    several = any(rows is not None and rows.views > 1 for rows in dims or [])
-    return ". Several rows of each sample stand view after view: torch.cat(views)" if several else ""
 
 
 @dataclass(frozen=True)

@@ -129,18 +129,16 @@ class OverRanks(WeightAccess):
         """This rank's part of a total weight of 1; where every rank has the whole loss, an equal part."""
         return 1.0 if self._of_whole_batches else float(self.engine.mesh.data.index == 0)
 
-    def _share_of(
-        self, loss: torch.Tensor, form: str, over: torch.Tensor | float | None, part: Share | None
-    ) -> torch.Tensor:  # fmt: skip
-        """This rank's summand of the loss over all ranks; of a sum, as it is. Collective for means over n."""
+    def _factor(self, form: str, over: torch.Tensor | float | None, part: Share | None) -> float:
+        """By which this rank's loss is a summand of the loss over all ranks. Collective for means over n."""
         if self._of_whole_batches or form in ("weight", "sum"):
-            return loss
+            return 1.0
         if form == "mean_over":
             (total,) = self._sum(over or 0.0)
-            return loss * (float(over or 0.0) / total if total else 0.0)
+            return float(over or 0.0) / total if total else 0.0
         if part is None or self._apart == 1:
-            return loss
-        return loss * (part.count / part.total if part.total else 0.0)
+            return 1.0
+        return part.count / part.total if part.total else 0.0
 
     def _weight(self, form: str, weight: torch.Tensor | float | None, stands_in: bool) -> torch.Tensor | float:
         """The weight that is counted; without one, the losses of a step share one of 1."""

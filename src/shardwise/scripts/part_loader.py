@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from shardwise.errors import InputError
 from shardwise.layout.dealing import Share
-from shardwise.scripts.dealt import Dealer, Dealt, OwnBatches
+from shardwise.scripts.dealt import Dealt, OwnBatches, deal
 from shardwise.scripts.proof.recorder import ScriptRecorder, content_of
 from shardwise.scripts.reading import (
     Collated,
@@ -136,7 +136,7 @@ class PartLoader:
         first = dealt.part.start - dealt.local.start
         rows = slice(first, first + dealt.part.count)
         content = content_of(batch, rows if self._ranks > 1 else None, dealt.local.count, self._dim)
-        self.recorder.batch(dealt.part.total, content, dealt.part.count)
+        self.recorder.batch(dealt.part.total, content)
 
     def position(self) -> list[Any] | None:
         """Where this epoch stands, as JSON: batches handed out, generators at its start; None between epochs."""
@@ -156,16 +156,17 @@ class PartLoader:
         if self._dim_is_known or self._ways[0] in (self._whole, self._sliced):
             return self._dim
         fits = dims_of_samples(batch, dealt.local.count)
+        if len(fits) == 1:  # in every batch of the loader
+            self._dim, self._dim_is_known = fits[0], True
         return fits[0] if len(fits) == 1 or (fits and not joins_by_itself(self.whole)) else None
 
     def _first_way(self) -> Iterator[BatchPart]:
         """Parts, read in the way that is tried next."""
-        self._dealer = Dealer(self._ranks, self._rank, self.events.goes_beside)
         way: Any = self._ways[0]
         if way == self._sliced:
             return way(iter(self.whole))
-        dealer = Dealer(1, 0) if way == self._whole else self._dealer
-        return way(*self._source(dealer, watched=way == self._watched))
+        among = (1, 0) if way == self._whole else (self._ranks, self._rank)
+        return way(*self._source(among, watched=way == self._watched))
 
     def _batches(self, began: Generators, batches: Iterator[BatchPart]) -> Iterator[BatchPart]:
         """Parts, read in the first way that fits the first batch; the generators then start again from there.
@@ -205,12 +206,12 @@ class PartLoader:
         elif reason:
             self.notices.append(f"each rank joins its own samples alone, for whole batches cannot be cut: {reason}")
 
-    def _source(self, dealer: Dealer, *, watched: bool) -> tuple[Iterator[Any], PartSampler]:
+    def _source(self, among: tuple[int, int], *, watched: bool) -> tuple[Iterator[Any], PartSampler]:
         """An epoch of the script's loader with other indices. Persistent workers are the same ones in each epoch, since
         a loader draws a seed for those that it makes.
         """
         loader, sampler = self._persistent.get(watched) or (None, PartSampler(self.whole.batch_sampler))
-        sampler.dealer, sampler.skip, sampler.skipped = dealer, self._skip, self._skipped
+        sampler.among, sampler.skip, sampler.skipped = among, self._skip, self._skipped
         if loader is None:
             loader = _like(self.whole, sampler, watched=watched)
         if loader.persistent_workers:
@@ -235,7 +236,7 @@ class PartLoader:
         for batch in source:
             whole, checksum = sampler.dealt.popleft()
             self._look = [] if self._compared else look_of(batch)
-            dealt = self._dealer.deal(whole.part.total)
+            dealt = deal(whole.part.total, self._ranks, self._rank)
             try:
                 part = part_of_whole(batch, dealt.local, whole.part.total, self._dim)
             except InputError as error:
@@ -250,7 +251,7 @@ class PartLoader:
         for number, batch in enumerate(batches, self._skip):
             self._look = [] if self._compared else look_of(batch)
             total = samples_of(batch, self._dim)
-            dealt = self._dealer.deal(total)
+            dealt = deal(total, self._ranks, self._rank)
             part = part_of_whole(batch, dealt.local, total, self._dim) if self._ranks > 1 else batch
             yield part, dealt, zlib.crc32(f"{number} {total}".encode())
 
@@ -264,10 +265,6 @@ class Events:
 
     def before_epoch(self) -> None:
         """Called when the script asks for an iterator."""
-
-    def goes_beside(self) -> bool:
-        """Whether losses are of another loader's samples too."""
-        return False
 
     def before_first(self, look: list[float], checksum: int) -> None:
         """The first batch of all is about to be handed out; `look` is of samples that every rank read."""
@@ -291,11 +288,11 @@ class Events:
 class PartSampler:
     """Batches of this rank's indices. `dealt` has (dealt, checksum) of each batch that was drawn and not yet read.
 
-    dealer          deals a batch's samples over ranks; another one in each epoch
+    among           ranks over which a batch's samples are dealt, and which of them this is
     skip, skipped   batches that are drawn and left out, and what is called then
     """
 
-    dealer: Dealer
+    among: tuple[int, int]
     skip: int
     skipped: Callable[[], None] | None
 
@@ -314,7 +311,7 @@ class PartSampler:
             if number == self.skip and self.skipped is not None:
                 self.skipped()
             indices = list(batch)
-            dealt = self.dealer.deal(len(indices))
+            dealt = deal(len(indices), *self.among)
             self.dealt.append((dealt, zlib.crc32(repr(indices).encode())))
             mine = Indices(indices[dealt.local.start : dealt.local.start + dealt.local.count])
             mine.shared = indices[0] if number == self.skip and indices else None

@@ -40,7 +40,7 @@ from shardwise.scripts.agreement import Meeting, same_given
 from shardwise.scripts.calls import Calls, leader_of
 from shardwise.scripts.dealt import OwnBatches
 from shardwise.scripts.entries import as_given, as_one
-from shardwise.scripts.gradient_arrivals import buckets_of
+from shardwise.scripts.gradient_arrivals import Asking, buckets_of
 from shardwise.scripts.gradients import Gradients
 from shardwise.scripts.guard import (
     FirstSteps,
@@ -69,7 +69,6 @@ from shardwise.scripts.start import (
     waits_for_call,
     with_dtype,
 )
-from shardwise.scripts.step_hooks import notices_of_hooks
 from shardwise.scripts.stepping import Stepping
 from shardwise.scripts.weight_access import Copies, hold
 from shardwise.scripts.whole_optimizer_state import States, holds_pieces, open_doors, put, states_of
@@ -251,7 +250,11 @@ class Prepared(Stepping):
         group = {**optimizer.defaults, **group, "params": given}
         with self._gate.open():
             names, trained, nature = self._known([group])
-            optimizers.refuse_larger(self._nature, nature, optimizer)
+            if nature.needs > self._nature.needs:
+                raise InputError(
+                    f"optimizer.add_param_group: with these settings {type(optimizer).__name__} needs more of a tensor "
+                    "than the pieces that the plan gave it: add the group before prepare"
+                )
             if engine is not None:
                 held = optimizers.held_pieces(engine.technique, engine.state.owners, engine.state.names)
                 pieces = ([param] if name not in self._shapes else held.get(name, [])
@@ -368,8 +371,7 @@ class Prepared(Stepping):
         guard_conversion(self.model)
         self._copied_from = engine if others else None
         hold(self, whole=not others)
-        for buckets in buckets_of(engine):
-            buckets.asleep = True
+        self._asking = Asking(self._gate, self.calls, buckets_of(engine))
         self._first, self._settles = FirstSteps(engine, proves=self.side is not None), in_pieces
 
     @property
@@ -389,7 +391,6 @@ class Prepared(Stepping):
         return [
             *(self._engine.notices if self._engine is not None else []),
             *self.loader.notices,
-            *(notices_of_hooks(self.optimizer) if self._pieces else []),
             *(said if followed else []),
         ]
 

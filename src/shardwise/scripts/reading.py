@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, default_collate, default_convert
 from shardwise.comm import Axis, gather_json
 from shardwise.device import current_device, generator_state, generators, set_generator_state
 from shardwise.layout.dealing import Share
+from shardwise.scripts.spread import tensors_of
 from shardwise.step.batching import check_samples, samples_in, slice_samples
 
 _MT19937_BYTES = 624 * 4 + 4  # its words and the place of the next one
@@ -239,8 +240,7 @@ def _moved(batch: Any, source: int, to: int) -> Any:
 
 def dims_of_samples(batch: Any, samples: int) -> list[int]:
     """The dims, first or second, that have `samples` elements in every tensor of a batch that has such a dim."""
-    leaves = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)[0]
-    shapes = [leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    shapes = [tensor.shape for tensor in tensors_of(batch) if tensor.dim()]
     fits = [d for d in (0, 1) if all(shape[min(d, len(shape) - 1)] == samples for shape in shapes)]
     return fits if any(len(shape) > 1 for shape in shapes) else fits[:1]
 

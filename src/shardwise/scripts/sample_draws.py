@@ -63,12 +63,10 @@ def take_off(mode: TorchFunctionMode) -> None:
         _restack(one for one in _popped() if one is not mode)
 
 
-def differentiate(loss: torch.Tensor, *, retain_graph: bool) -> None:
-    """Call `loss.backward()` with the stack as it is: of a tensor, torch hands it to a mode, which is off meanwhile."""
-    if loss.requires_grad:
-        torch.autograd.backward(get_gradient_edge(loss), torch.ones_like(loss), retain_graph)
-    else:
-        loss.backward()
+def differentiate(loss: torch.Tensor, factor: float = 1.0, *, retain_graph: bool) -> None:
+    """Call `(factor * loss).backward()` with the stack as it is: of a tensor, torch hands it to a mode, which is off
+    meanwhile."""
+    torch.autograd.backward(get_gradient_edge(loss), torch.full_like(loss, factor), retain_graph)
 
 
 def _popped() -> list[TorchFunctionMode]:
@@ -191,9 +189,11 @@ class SampleDraws(TorchFunctionMode):
         """Leave draws alone from here on: they are alike on every rank. Raises `RefusedPlan` where the first draws
         came later than the first steps, in which draws are followed."""
         part, self.part = self.part, None
-        if self._stood and part is not None and self._stood != generators(current_device()):
-            self._stood = []
-            raise RefusedPlan(_LATE.format(_STEPS))
+        if self._stood:
+            if part is not None and self._stood != generators(current_device()):
+                self._stood = []
+                raise RefusedPlan(_LATE.format(_STEPS))
+            return
         take_off(self)
         if self._all is not None:
             self._all.__exit__(None, None, None)

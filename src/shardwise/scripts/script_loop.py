@@ -32,7 +32,7 @@ from shardwise.layout.dealing import Share
 from shardwise.mesh import Mesh
 from shardwise.scripts.agreement import Meeting, same_samples
 from shardwise.scripts.dealt import UNFED, Dealt, deal
-from shardwise.scripts.gradient_arrivals import Heard
+from shardwise.scripts.gradient_arrivals import Heard, weakly
 from shardwise.scripts.part_loader import Events
 from shardwise.scripts.reading import share_generators
 from shardwise.scripts.sample_draws import SampleDraws
@@ -85,11 +85,7 @@ class OtherLoop(Events):
         self.part: Share | None = None
         self.pauses: Callable[[], None] = lambda: None  # stops dealing draws, while the loader makes its iterator
         self.goes_on: Callable[[], None] = lambda: None
-        self.ran = self.since = False  # ever, and since the main batch is at hand
-
-    def goes_beside(self) -> bool:
-        """Returns True: a script counts held-out samples by len(batch), so each is held once where there are enough."""
-        return True
+        self.since = False  # there was one since the main batch is at hand
 
     def before_epoch(self) -> None:
         """What the loader draws now is alike on every rank."""
@@ -98,7 +94,7 @@ class OtherLoop(Events):
     def before_batch(self, batch: Any, dealt: Dealt, checksum: int, dim: int | None) -> None:
         """Note which of its samples this rank holds."""
         self.goes_on()
-        self.part, self.ran, self.since = dealt.local, True, True
+        self.part, self.since = dealt.local, True
 
     def after_epoch(self) -> None:
         """The loop is over."""
@@ -109,25 +105,28 @@ class Loop(Heard, Events):
     """The loader's `Events`, for one model or several that one loop trains; the first of them, `leader`, has the
     batches."""
 
-    model: nn.Module
-    mesh: Mesh
-    randomness: str
-    engine: Engine | None
-    whole: WholeBatch | None
-    leader: Any
-    together: list[Any]
-    other: OtherLoop
-    dealt: Dealt | None  # the batch at hand
-    used: Dealt | None  # by the model's last forward in training
-    checksum: int  # of all samples so far
-    _meeting: Meeting | None
-    _watched: SampleDraws | None
-    _spent: bool  # the backward of its last forward is over
-    _done: bool  # its backward of this batch is over
-    _dim: int | None  # of a batch's tensors that counts samples
-
-    def _no_batch(self) -> None:
-        """Nothing was handed out yet."""
+    def __init__(self, model: nn.Module, mesh: Mesh, randomness: str, leader: Any, loss_scope: str) -> None:
+        """`leader`: of the models of this loop that were prepared before, the first."""
+        super().__init__()
+        self.model, self.mesh, self.randomness = model, mesh, randomness
+        self.whole: WholeBatch | None = None
+        if loss_scope != "sample" and mesh.data.size > 1:
+            self.whole = WholeBatch(mesh.data, mesh.device, spreads=loss_scope == "global")
+        self.engine: Engine | None = None
+        self.leader: Any = leader or self
+        self.together: list[Any] = leader.together if leader is not None else []
+        self.together.append(self)
+        self.other: OtherLoop = leader.other if leader is not None else OtherLoop()
+        if leader is None:
+            self.other.pauses, self.other.goes_on = weakly(self.suspend), weakly(self.go_on)
+        self.dealt: Dealt | None = leader.dealt if leader is not None else None  # the batch at hand
+        self.used: Dealt | None = None  # by the model's last forward in training
+        self.checksum = 0  # of all samples so far
+        self._meeting: Meeting | None = None
+        self._watched: SampleDraws | None = None
+        self._spent = False  # the backward of its last forward is over
+        self._done = False  # its backward of this batch is over
+        self._dim: int | None = 0  # of a batch's tensors that counts samples
         self._now: Handed | None = None
         self._ahead: deque[Handed] = deque()  # that wait to be at hand
         self._last = 0  # batches that were handed out
@@ -194,10 +193,6 @@ class Loop(Heard, Events):
         engine = self.engine
         reach(point, 0 if engine is None else engine.steps_done, None if engine is None else engine.state)
 
-    def goes_beside(self) -> bool:
-        """Whether losses are of another loader's samples too."""
-        return self.other.ran
-
     def before_first(self, look: list[float], checksum: int) -> None:
         """Raise an error where ranks read other samples than each other, unless each draws for itself. Collective."""
         if self.mesh.world.size > 1 and self.randomness == "global":
@@ -243,6 +238,12 @@ class Loop(Heard, Events):
         now = self._now
         if self._elsewhere:
             raise RefusedPlan(_ELSEWHERE)
+        others = (
+            self._over or self._ahead or self._drawn_like or any(one is not now and one.lives for one in self._handed)
+        )
+        if now is not None and not others:
+            now.met = True
+            return
         storages = {_storage(tensor) for tensor in tensors_of(call)}
         known = (one for one in (now, *self._ahead, *self._handed) if one is not None and one.is_in(storages))
         handed = next(known, self._drawn_like)

@@ -140,15 +140,6 @@ def adopt(
     return owners
 
 
-def refuse_larger(nature: Nature, of_group: Nature, optimizer: Optimizer) -> None:
-    """Raise `InputError` for a later group whose settings need more of a tensor than the pieces of the others."""
-    if of_group.needs > nature.needs:
-        raise InputError(
-            f"optimizer.add_param_group: with these settings {type(optimizer).__name__} needs more of a tensor than "
-            "the pieces that the plan gave it: add the group before prepare"
-        )
-
-
 def held_pieces(
     technique: DataParallel, owners: OwnedMasters | None, names: list[str]
 ) -> dict[str, list[nn.Parameter]]:  # fmt: skip

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,8 +30,7 @@ from shardwise.parallel.flat import Flat
 from shardwise.parallel.full import FullShard
 from shardwise.part import with_summed_gradient
 from shardwise.part.pairs import as_pairs
-from shardwise.part.tensor import FUNCTIONS
-from shardwise.scripts.guard import TAKEN, Gate, mark_like, reads_values
+from shardwise.scripts.guard import TAKEN, mark_like, reads_values
 from shardwise.scripts.script_lines import names_line, refuse
 from shardwise.trace.leaves import replaced, tensors_in
 
@@ -79,8 +78,6 @@ class ScriptWeights:
         self._once: tuple[Axis, ...] = mesh.inner
         self._once_beside: tuple[Axis, ...] = prepared.calls.counted_once
         self._kinds: dict[tuple[type, ParameterUse], type] = {}
-        if cuts:
-            FUNCTIONS[torch.autograd.grad] = _grad_beside_weights
         elsewhere = prepared._shares or state.precision.mixed
         later = engine.plan.accumulate > 1 and mesh.world.size > 1  # ranks add up after several micro-batches
         values: Any = "once" if cuts or self._once or self._once_beside else "own"
@@ -233,84 +230,26 @@ def _successor(param: Any) -> Any:
     return param.__dict__.get("successor", param)
 
 
-@names_line
-def _grad_beside_weights(*args: Any, **kwargs: Any) -> Any:
-    """`torch.autograd.grad`, which is given a weight as the model shows it: a part that is made anew for each read."""
-    try:
-        return torch.autograd.grad(*args, **kwargs)
-    except RuntimeError as error:
-        if "not have been used" not in str(error):
-            raise
-        raise RefusedPlan(TAKEN) from error
-
-
 class OptimizerGuard:
     """Guards the pieces that a prepared optimizer holds, while the script's own code runs."""
 
     def __init__(self, weights: ScriptWeights) -> None:
-        self._gate, self._kind = weights.gate, weights.kind(nn.Parameter, ParameterUse("never", "never"))
+        self._kind = weights.kind(nn.Parameter, ParameterUse("never", "never"))
         self._masters: list[nn.Parameter] = []
-        self._hidden: HiddenState | None = None
 
-    def watch(self, optimizer: Optimizer, model: nn.Module, *, state: bool) -> None:
-        """Guard from here on what an optimizer holds beside the model's own parameters; `state`: its state too."""
+    def watch(self, optimizer: Optimizer, model: nn.Module) -> None:
+        """Guard from here on what an optimizer holds beside the model's own parameters."""
         own = {id(param) for param in model.parameters()}
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self._masters = [param for param in params if id(param) not in own and type(param) is nn.Parameter]
         for master in self._masters:
             master.__class__ = self._kind
-        if state:
-            self.hide_state(optimizer)
-
-    def hide_state(self, optimizer: Optimizer) -> None:
-        """Let the script's own questions for the optimizer's state raise."""
-        self._hidden = HiddenState(optimizer, self._gate)
 
     def leave(self) -> None:
         """Stop guarding: the optimizer or the engine goes to work, or whole tensors take the pieces' place."""
         for master in self._masters:
             master.__class__ = nn.Parameter
         self._masters = []
-        hidden, self._hidden = self._hidden, None
-        if hidden is not None:
-            hidden.leave()
-
-
-class HiddenState(MutableMapping[Any, Any]):
-    """Takes the place of an optimizer's `state`; the engine finds what is there, the script's own code raises."""
-
-    def __init__(self, optimizer: Optimizer, gate: Gate) -> None:
-        self._optimizer, self._gate, self._own = optimizer, gate, optimizer.state
-        optimizer.state = self
-
-    def leave(self) -> None:
-        """Give the optimizer its state back, unless the script has put another in its place."""
-        if self._optimizer.state is self:
-            self._optimizer.state = self._own
-
-    @names_line
-    def _if_engine(self) -> MutableMapping[Any, Any]:
-        if not self._gate.is_open:
-            raise RefusedPlan(
-                "optimizer.state holds this rank's pieces of the state: read and write it in "
-                "`with prepared.whole(state=True):`; optimizer.state_dict() gives all of it"
-            )
-        return self._own
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._if_engine()[key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._if_engine()[key] = value
-
-    def __delitem__(self, key: Any) -> None:
-        del self._if_engine()[key]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._if_engine())
-
-    def __len__(self) -> int:
-        return len(self._if_engine())
 
 
 class OfPieces(torch.autograd.Function):

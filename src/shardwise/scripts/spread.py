@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -136,12 +136,16 @@ def tensors_of(output: Any) -> Iterator[torch.Tensor]:
     if isinstance(output, torch.Tensor):
         yield output
         return
-    for leaf in tree_flatten(dict(output) if isinstance(output, Mapping) else output)[0]:
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            for field in dataclasses.fields(leaf):
-                yield from tensors_of(getattr(leaf, field.name))
+    if type(output) in (tuple, list):  # by itself, since each batch and each call is gone through
+        inside: Iterable[Any] = output
+    elif isinstance(output, Mapping):
+        inside = output.values()
+    else:
+        inside = [leaf for leaf in tree_flatten(output)[0] if leaf is not output]
+        if dataclasses.is_dataclass(output) and not (inside or isinstance(output, type)):
+            inside = [getattr(output, field.name) for field in dataclasses.fields(output)]
+    for each in inside:
+        yield from tensors_of(each)
 
 
 def total_of(output: Any) -> torch.Tensor:

@@ -63,23 +63,8 @@ def run_hooks(optimizer: Optimizer, hooks: list[Callable], whole: Callable[[], A
     with whole():
         for hook in hooks:
             if hook(optimizer, (optimizer,), {}) is not None:
+                name = getattr(hook, "__qualname__", type(hook).__name__)
                 raise RefusedPlan(
-                    f"the optimizer's step hook {name_of(hook)} returns other arguments for optimizer.step(), where "
-                    "ranks step over pieces: change p.grad or the weights in it, and return None"
+                    f"the optimizer's step hook {name} returns other arguments for optimizer.step(), where ranks step "
+                    "over pieces: change p.grad or the weights in it, and return None"
                 )
-
-
-def name_of(hook: Callable) -> str:
-    """Returns the name of a hook as its script has it."""
-    return getattr(hook, "__qualname__", type(hook).__name__)
-
-
-def notices_of_hooks(optimizer: Optimizer) -> list[str]:
-    """Returns, where the script has hooks around a step over pieces, what they cost."""
-    hooks = [hook for hooks in hooks_around(optimizer) for hook in hooks]
-    if not hooks:
-        return []
-    return [
-        f"the optimizer's step hook {name_of(hooks[0])} is given whole weights and gradients, which are gathered on "
-        "every rank for it in each step"
-    ]

@@ -9,8 +9,8 @@ optimizer.zero_grad()               the step is over
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from shardwise.layout.dealing import Share
 from shardwise.parallel.full import FullShard
 from shardwise.part import forget, plain, whole
 from shardwise.scripts.agreement import compare, note
-from shardwise.scripts.gradient_arrivals import buckets_of, share_uncut
+from shardwise.scripts.gradient_arrivals import Asking, buckets_of, share_uncut
 from shardwise.scripts.gradients import Earlier, Gradients
 from shardwise.scripts.guard import FirstSteps
 from shardwise.scripts.over_ranks import OverRanks, check_loss, check_number, form_of
@@ -47,6 +47,7 @@ class Stepping(OverRanks):
     all_names: list[list[str]]  # of the optimizer's groups, frozen parameters among them
     _notices: Notices
     _first: FirstSteps
+    _asking: Asking  # context of a backward of its own
     side: RankSide | None  # of a proof, which records
     _shares: bool  # tp or ep cut weights
 
@@ -105,23 +106,23 @@ class Stepping(OverRanks):
         if self.calls.gathers:
             self._passes("prepared.backward(...)")
         engine, part = self.engine, self._part_of(loader)
-        loss, weight, mean_over = whole(loss).reshape(()), plain(weight), plain(mean_over)
+        loss, weight, mean_over = whole(loss), plain(weight), plain(mean_over)
         stands_in = part is not None and part.count == 0 and not self._of_whole_batches
         if self.side is not None:
             self.side.apart(self, loss)
-        total = self._share_of(loss * 0 if stands_in else loss, form, 0.0 if stands_in else mean_over, part)
+        factor = self._factor(form, 0.0 if stands_in else mean_over, part) * (not stands_in)
         weights = [script._weight(form, weight, stands_in) for script in together]
         with ExitStack() as inside:
             for script in together:
-                inside.enter_context(script._gate.open())
                 last = script._micro + 1 == script.plan.accumulate or isinstance(script.engine.technique, FullShard)
+                inside.enter_context(script._asking)
                 script.engine.technique.start_micro_batch(last=last)
-                inside.enter_context(script._asking())
             scaled = engine.state.scale
             scale = scaled.factor(weights[0], engine.mesh.data, engine.device) if scaled is not None else 1.0
-            differentiate(total * scale if scale != 1.0 else total, retain_graph=retain_graph)
+            differentiate(loss, factor * scale, retain_graph=retain_graph)
+        total = (loss.detach() if not loss.dim() else loss.detach().reshape(())) * factor
         for script, counted in zip(together, weights, strict=True):
-            script._count(Loss(total.detach(), counted), stands_in, part)
+            script._count(Loss(total, counted), stands_in, part)
         told = self.loss if engine.plan.accumulate == 1 else self._loss_of(total, 0.0 if stands_in else weight)
         for script in together:
             if script.side is not None:
@@ -179,20 +180,6 @@ class Stepping(OverRanks):
         self.calls.after_backward()
         if self._micro == self.engine.plan.accumulate:
             self._finish()
-
-    @contextmanager
-    def _asking(self) -> Iterator[None]:
-        """Context: gradients that arrive are counted; outside it they belong to another model's backward."""
-        buckets = buckets_of(self.engine)
-        self.calls.asked = True
-        for bucket in buckets:
-            bucket.asleep = False
-        try:
-            yield
-        finally:
-            self.calls.asked = False
-            for bucket in buckets:
-                bucket.asleep = True
 
     @names_line
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -300,7 +287,6 @@ class Stepping(OverRanks):
             share_uncut(engine)
         forget()
         self._finished = True
-        self._notices.say(self.notices)
         self.loss = torch.tensor(result.loss, dtype=torch.float64)
 
     # --- the optimizer's calls
@@ -344,15 +330,13 @@ class Stepping(OverRanks):
             if self._tally is not None and not self._usable and self._result is not None:
                 with self._gate.open():
                     not_finite(engine.state, self._result)
-            with self._gate.open():
-                self._first.before()
             self._optimizer_guard.leave()
             with self._gate.open(), hooks_aside(self.optimizer) if self._pieces else nullcontext():
+                self._first.before()
                 result = update(engine.state, lambda: self._usable_step(inner))
             self._watch_pieces()
             run_hooks(self.optimizer, hooks[1], lambda: self.whole(grads=True))
-        with self._gate.open():
-            if closure is None:
+            with self._gate.open():
                 self._first.after()
         self._notices.say(self.notices)
         for one in self.calls.recorded:

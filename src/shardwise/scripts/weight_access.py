@@ -196,11 +196,6 @@ class WeightAccess(ABC):
         self.engine.notices.extend(restored.notices)
         return restored.manifest.fields["script"]
 
-    def memory(self) -> dict[str, int | None]:
-        """Bytes on this rank, as `Engine.memory`."""
-        with self._gate.open():
-            return self.engine.memory()
-
     # --- what the script does to the optimizer's pieces
 
     def _watch_pieces(self) -> None:
@@ -211,7 +206,7 @@ class WeightAccess(ABC):
         self._optimizer_guard.leave()
         if self._whole_weights is not None:
             with self._gate.open():
-                self._optimizer_guard.watch(self.optimizer, self.model, state=self._pieces)
+                self._optimizer_guard.watch(self.optimizer, self.model)
 
     @contextmanager
     def plainly(self) -> Iterator[None]:
@@ -229,7 +224,7 @@ class WeightAccess(ABC):
 
     def _take_written(self) -> None:
         """Let the optimizer's own tensors follow what the script wrote into the model's weights."""
-        if self._engine is None:
+        if self._engine is None or self._whole_weights is None:  # masters are the model's own parameters
             return
         technique, owners = self._engine.technique, self._engine.state.owners
         told = not isinstance(technique, FullShard) or technique.written

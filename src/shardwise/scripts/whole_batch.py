@@ -14,15 +14,14 @@ rank runs it on all samples: nothing is cut or gathered, ranks draw alike, and e
 the mean is taken. The plan spreads weights, gradients and the optimizer's state, and no work.
 
 What this does not do: gather what a model returns that belongs to no sample and differs between ranks (a loss of its
-own); it is refused.
+own); see whether an argument without a dim of samples has rows of some of them all the same, or whether
+one output is differentiated by another, of which none is made: `shardwise verify` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from typing import Any
-from weakref import finalize, ref
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
@@ -33,14 +32,10 @@ from shardwise.layout.dealing import Share
 from shardwise.part import Part, whole, with_summed_gradient
 from shardwise.part.crossing import apart, axes_of, cuts_of, joined
 from shardwise.part.levels import Distributed
-from shardwise.scripts.agreement import same_on_all
 from shardwise.scripts.dealt import deal
-from shardwise.scripts.model_look import BY_ROWS, ON_EVERY_RANK, Places, Rows
+from shardwise.scripts.model_look import Places, Rows
 from shardwise.scripts.reading import in_class_of
-from shardwise.scripts.script_lines import refuse
 from shardwise.step.batching import samples_in
-from shardwise.trace.backwards import watch_backwards
-from shardwise.trace.leaves import tensors_in
 
 _TAG = "loss inputs"
 
@@ -74,12 +69,6 @@ class WholeBatch:
         self.rows = Share(None, 0, 0, 0)
         self.local = self.rows
         self._counts: tuple[int, ...] = ()
-        self._compared = False
-        self._gathered: list[ref[torch.Tensor]] = []  # what the last call gave
-        self._shared: dict[int, int] = {}  # rows of arguments that every rank was given whole, by place
-        here = ref(self)
-        if spreads:
-            finalize(self, watch_backwards(lambda roots, graph, by: _apart_of(here(), roots, by))).atexit = False
 
     def enter(self, args: tuple, kwargs: dict[str, Any], samples: int, dim: int) -> tuple[tuple, dict]:
         """Returns the call on this rank's samples, which may be more or fewer than the batch's (two views of each)."""
@@ -95,35 +84,12 @@ class WholeBatch:
                     f'loss_scope="global": no argument of the model has a dim of the {samples} samples of the batch, '
                     "so its forward cannot be spread over them"
                 ) from None
-        self._see_shared([leaf for leaf in tree_flatten(call)[0] if isinstance(leaf, torch.Tensor)], places)
         dealt = [deal(total, self._data.size, rank) for rank in range(self._data.size)]
         mine = dealt[self._data.index]
         self.rows, self.local = mine.part, mine.local
         self._counts = tuple(one.part.count for one in dealt)
         call = tree_map_only(torch.Tensor, lambda leaf: self._from_whole_batch(leaf, places.of(leaf)), call)
         return places.cut(call, mine.local.start, mine.local.start + mine.local.count)
-
-    def _see_shared(self, leaves: list[torch.Tensor], places: Places) -> None:
-        """Raise `RefusedPlan` where a tensor that every rank is given whole has other rows than in the call before.
-
-        What samples share is as large each time, or as large as something of theirs (a mask of their positions).
-        """
-        of_samples = {size for leaf in leaves if places.of(leaf) is not None for size in leaf.shape}
-        for at, leaf in enumerate(leaves):
-            if leaf.dim() and places.of(leaf) is None and len(leaf) not in of_samples:
-                before = self._shared.setdefault(at, len(leaf))
-                if before != len(leaf):
-                    raise RefusedPlan(
-                        f'loss_scope="global": the model is given a tensor with {before} rows for the samples of one '
-                        f"batch and with {len(leaf)} for those of another, so its rows are of samples, and which of "
-                        f"whom is not known: {BY_ROWS}; {ON_EVERY_RANK}"
-                    )
-
-    def differentiates_apart(self, roots: Any, inputs: Any) -> bool:
-        """Returns whether one of the last call's outputs is to be differentiated by another that was gathered alone."""
-        last = {id(tensor) for known in self._gathered if (tensor := known()) is not None}
-        wanted = {tensor.grad_fn for tensor in tensors_in(inputs) if id(tensor) in last}
-        return bool(wanted) and not wanted <= set(_nodes_behind(roots))
 
     def _from_whole_batch(self, leaf: torch.Tensor, dim: int | None) -> torch.Tensor:
         """An argument whose gradient arrives for all samples, as the script may read it (an attack, a penalty)."""
@@ -138,9 +104,7 @@ class WholeBatch:
             places = Places(self.local.count, 0, more=False)
             found = [places.of(leaf) for leaf in leaves]
             self.dims = [None if dim is None else Rows(dim) for dim in found]
-        self._compare([leaf for leaf, dim in zip(leaves, self.dims, strict=True) if dim is None])
         gathered = [self._whole(*pair) for pair in zip(leaves, self.dims, strict=True)]
-        self._gathered = [ref(tensor) for tensor in gathered if isinstance(tensor, torch.Tensor)]
         return in_class_of(output, tree_unflatten(gathered, spec))
 
     def _whole(self, leaf: Any, rows: Rows | None) -> Any:
@@ -158,40 +122,3 @@ class WholeBatch:
         mine = rows.first(payload)[: self.rows.count]
         full = gather_samples(mine.contiguous(), self._counts, self._data, _TAG)
         return joined(rows.back(full), cuts, axes) if cuts else rows.back(full)
-
-    def _compare(self, leaves: list[Any]) -> None:
-        """What belongs to no sample must be alike on every rank. Looked at once; collective."""
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if self._compared or not tensors:
-            return
-        self._compared = True
-        if not same_on_all(tensors, self._data, self._device):
-            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-            raise RefusedPlan(
-                f'loss_scope="global" gathers what a model returns for each sample, and it returns {shapes} beside '
-                "that, which differs between ranks (a loss or a mean of its own samples): compute that in the script, "
-                f"from outputs that have a dim of samples; {ON_EVERY_RANK}"
-            )
-
-
-def _apart_of(batch: WholeBatch | None, roots: Any, inputs: Any) -> AbstractContextManager[None]:
-    """Returns the context of a backward; raises `RefusedPlan` where it would end at what was gathered."""
-    if batch is not None and batch.differentiates_apart(roots, inputs):
-        refuse(RefusedPlan(
-            'loss_scope="global" gathers each output of the model by itself, so that none is made of another, and one '
-            "of them is differentiated by another: where the loss is a mean over samples, leave loss_scope out; "
-            f"{ON_EVERY_RANK}"
-        ))  # fmt: skip
-    return nullcontext()
-
-
-def _nodes_behind(roots: Any) -> Iterator[Any]:
-    """Yields the nodes of the graph that a backward from these tensors comes to."""
-    todo = [tensor.grad_fn for tensor in tensors_in(roots)]
-    seen = set[Any]()
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            todo += [behind for behind, _ in node.next_functions]

@@ -49,13 +49,9 @@ _ABOUT = frozenset({
     "is_floating_point", "element_size",
 })  # fmt: skip
 _ATTRIBUTES = frozenset({"shape", "ndim", "dtype"})
-_CLOSED = (
-    "a weight that prepared.whole() gave is used ({}) after its end, where it is whole no more: read it inside, or "
-    "keep a copy (p.detach().clone())"
-)
-_HOOK = (
-    "a hook on a weight that prepared.whole() gives would never run, as gradients come to ranks' pieces: change them "
-    "after prepared.backward, in prepared.whole(grads=True)"
+_DIFFERENTIATED = (
+    "what was computed of a weight within prepared.whole() is differentiated, and gradients come to ranks' pieces: "
+    "compute it (a penalty) before or after the with block, where it is of whole weights too"
 )
 
 
@@ -64,6 +60,8 @@ _GRAD = torch.Tensor.grad
 
 class WholeWeight(nn.Parameter):
     """Stands for one parameter in its modules while `prepared.whole()` is open; the same object each time."""
+
+    gradient_is_known = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         return memo.setdefault(id(self), nn.Parameter(self.detach().clone(), self.requires_grad))
@@ -84,23 +82,15 @@ class WholeWeight(nn.Parameter):
 
     def _ask_for_gradient(self) -> None:
         """Raise `InputError` where gradients were not asked for: None would pass for a parameter without one."""
-        known = self.__dict__.get("_whole_weights")
-        weights = known() if known is not None else None
-        if weights is not None and not weights.answers_itself and not (weights.is_open and weights.asked[0]):
+        if not self.gradient_is_known:
             refuse(
                 InputError("p.grad within prepared.whole(): gradients are gathered by prepared.whole(grads=True) alone")
             )
 
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        mine = tensors_in((args, kwargs), cls)
-        known = mine[0].__dict__.get("_whole_weights") if mine else None
-        weights = known() if known is not None else None
-        with torch._C.DisableTorchFunctionSubclass():
-            if weights is None or weights.answers_itself:
-                return func(*args, **kwargs)
-            return names_line(weights.inside)(func, args, kwargs)
+
+@names_line
+def _differentiated(gradient: torch.Tensor) -> None:
+    raise InputError(_DIFFERENTIATED)
 
 
 class WholeWeights:
@@ -108,7 +98,7 @@ class WholeWeights:
 
     def __init__(self, prepared: Stepping, engine: Engine) -> None:
         self._prepared, self._state = weakref.ref(prepared), engine.state
-        self.is_open = self._fills = False
+        self.is_open = False
         held = dict(engine.module.named_parameters())
         self.names = {id(param): name for name, param in held.items()}
         self._params = held
@@ -132,12 +122,6 @@ class WholeWeights:
         assert script is not None
         return script
 
-    @property
-    def answers_itself(self) -> bool:
-        """Whether it is not the script's own code that asks: stand-ins are filled, or the engine reads."""
-        script = self._prepared()
-        return self._fills or script is None or script._gate.is_open
-
     def meta(self, param: torch.Tensor) -> torch.Tensor:
         """Returns a tensor on the meta device of the whole weight's shape and dtype."""
         name = self.names[id(param)]
@@ -154,7 +138,7 @@ class WholeWeights:
         """Returns a function of pieces for the script's own code, while `whole()` is closed; raises `RefusedPlan`."""
         if self.is_open:  # pieces that the script took up outside
             args, kwargs = replaced(torch.Tensor, self._standing_for, (args, kwargs))
-            return self.inside(func, args, kwargs)
+            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else ""
         if func is torch.autograd.grad:
@@ -192,39 +176,13 @@ class WholeWeights:
             raise RefusedPlan(READ.format(getattr(func, "__name__", func)))
         return made
 
-    def inside(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Returns a function of stand-ins: of their own memory, and in graphs by a way to the ranks' pieces."""
-        name = getattr(func, "__name__", "")
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else ""
-        if name in ("register_hook", "register_post_accumulate_grad_hook"):
-            raise RefusedPlan(_HOOK)
-        if func is torch.autograd.grad and self.is_open:
-            raise RefusedPlan(TAKEN)
-        if not reads_values(func):
-            return func(*args, **kwargs)
-        if not self.is_open:
-            raise InputError(_CLOSED.format(attribute or name))
-        plainly = attribute == "data" or name == "detach" or writes_into(name) or not torch.is_grad_enabled()
-        if not plainly:
-            args, kwargs = replaced(WholeWeight, lambda one: self.in_graph(one) if one.requires_grad else one,
-                                    (args, kwargs))  # fmt: skip
-        return func(*args, **kwargs)
-
     def _standing_for(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._standing.get(self.names.get(id(tensor), ""), tensor)
 
-    def _piece(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The parameter that the plan trains, of itself or of its stand-in."""
-        return self._params[tensor.__dict__["_whole_name"]] if isinstance(tensor, WholeWeight) else tensor
-
-    def in_graph(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the whole weight, whose gradient comes to the ranks' pieces and counts once. Collective if closed."""
-        script, piece = self._script, self._piece(tensor)
-        values = tensor.detach() if isinstance(tensor, WholeWeight) else self.value(self.names[id(piece)])
-        if not piece.requires_grad:
-            return values
-        whole: torch.Tensor = OfPieces.apply(piece, values, self)
-        return with_summed_gradient(whole, (*script.calls.counted_once, *script.mesh.inner))
+    def in_graph(self, piece: torch.Tensor) -> torch.Tensor:
+        """Returns the whole weight, whose gradient comes to the ranks' pieces and counts once. Collective."""
+        whole: torch.Tensor = OfPieces.apply(piece, self.value(self.names[id(piece)]), self)
+        return with_summed_gradient(whole, (*self._script.calls.counted_once, *self._script.mesh.inner))
 
     @torch.no_grad()
     def value(self, name: str) -> torch.Tensor:
@@ -297,39 +255,28 @@ class WholeWeights:
     def _end(self) -> None:
         states = self._close()
         self._script.meet("the end of prepared.whole()")
-        with self._filling():
-            self._take(states)
+        self._take(states)
         self._empty()
 
     def forget_gradients(self) -> None:
         """Note that there are none any more (`zero_grad`)."""
         self._gradients = {}
-        with self._filling():
-            for standing in self._standing.values():
-                standing.grad = None
+        for standing in self._standing.values():
+            _GRAD.__set__(standing, None)
 
-    @contextmanager
-    def _filling(self) -> Iterator[None]:
-        """Context: stand-ins are read and written as plain parameters."""
-        self._fills = True
-        try:
-            yield
-        finally:
-            self._fills = False
-
+    @torch.no_grad()
     def _filled(self) -> dict[str, torch.Tensor]:
         """The weights of now, by name: stand-ins of pieces and of narrower weights, others themselves. Collective."""
-        with self._filling():
-            for name, param in self._params.items():
-                if not self._state.precision.mixed and not isinstance(param, DTensor) and self._is_whole(param):
-                    continue
-                value, standing = self.value(name), self._standing.get(name)
-                if standing is None:
-                    standing = self._standing[name] = WholeWeight(value, param.requires_grad)
-                    standing.__dict__.update(_whole_weights=weakref.ref(self), _whole_name=name)
-                standing.data = value
-                standing.requires_grad_(param.requires_grad)
-                mark_like(standing, param)
+        for name, param in self._params.items():
+            if not self._state.precision.mixed and not isinstance(param, DTensor) and self._is_whole(param):
+                continue
+            value = self.value(name)
+            standing = self._standing.setdefault(name, WholeWeight(value, param.requires_grad))
+            standing.data = value
+            standing.requires_grad_(param.requires_grad)
+            if param.requires_grad and not standing._backward_hooks:
+                standing.register_hook(_differentiated)
+            mark_like(standing, param)
         return self._params | self._standing
 
     def _is_whole(self, param: torch.Tensor) -> bool:
@@ -340,11 +287,10 @@ class WholeWeights:
 
     @torch.no_grad()
     def _empty(self) -> None:
-        """Give the stand-ins' memory back; their shapes stay."""
-        with self._filling():
-            for standing in self._standing.values():
-                standing.data = standing.data.new_empty(()).expand(standing.shape)
-                standing.grad = None
+        """Give the stand-ins' memory back; whoever reads one from here on finds its shape, and NaN."""
+        for standing in self._standing.values():
+            standing.data = standing.data.new_full((), torch.nan).expand(standing.shape)
+            _GRAD.__set__(standing, None)
 
     def _show(self, states: dict[str, dict[Any, Any]]) -> None:
         """Put stand-ins in the places of pieces: in the model's modules, the optimizer's groups and its state."""
@@ -362,11 +308,9 @@ class WholeWeights:
             rest = {key: value for key, value in self._own_state.items() if not isinstance(key, torch.Tensor)}
             whole = {seen[name]: dict(state) for name, state in states.items() if state}
             optimizer.state = defaultdict(dict, {**whole, **rest})
-        else:
-            script._optimizer_guard.hide_state(optimizer)
-        with self._filling():
-            for name, standing in self._standing.items():
-                standing.grad = self._gradients.get(name)
+        for name, standing in self._standing.items():
+            _GRAD.__set__(standing, self._gradients.get(name))
+            standing.gradient_is_known = self.asked[0]
         self.is_open = script.calls.entries.closed = True
 
     def _close(self) -> Any:

@@ -69,7 +69,7 @@ class PlainLoader:
             samples = 0
         self.part = Share(None, samples, 0, samples)
         if self._recorder is not None:
-            self._recorder.batch(samples, content_of(batch), samples)
+            self._recorder.batch(samples, content_of(batch))
         return samples
 
 
@@ -193,11 +193,6 @@ class Plain:
 
         self._recorder.met("a save")
         save_file({name: tensor.contiguous() for name, tensor in self.state_dict().items()}, str(path))
-
-    def memory(self) -> dict[str, int | None]:
-        """Bytes of this process."""
-        held = sum(param.nbytes for param in self.model.parameters())
-        return {"parameters": held, "gradients": held, "optimizer": 0, "peak": None}
 
     def replace_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """`optimizer`, which is recorded from here on."""

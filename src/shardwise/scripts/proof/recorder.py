@@ -56,7 +56,6 @@ class StepRecord:
     samples: list[int] = field(default_factory=list)  # of each batch since the last step
     content: float = 0.0  # the sum of all numbers of those batches
     locals: list[Tensors] = field(default_factory=list)  # by backward, gradients of this rank's loss alone
-    counted: int = 0  # samples of the step's batches that count on this rank
 
 
 @dataclass
@@ -69,7 +68,6 @@ class ScriptRecord:
     trained: list[set[str]] = field(default_factory=list)
     final: list[Tensors] = field(default_factory=list)  # state_dict() and save_weights() at the end
     beside: Tensors = field(default_factory=dict)  # of other modules that the script names at its end
-    numbers: dict[str, float] = field(default_factory=dict)  # that the script names at its end
     plans: list[str] = field(default_factory=list)  # that the script itself gives, one for each prepare
     files: dict[str, str] = field(default_factory=dict)  # digests of the script and of modules beside it
     met: set[str] = field(default_factory=set)  # of what a proof should meet: "an epoch's end", "a save", ...
@@ -159,7 +157,7 @@ class ScriptRecorder:
             if gradient is not None and gradient.numel():
                 step.squares += float(gradient.detach().abs().double().square().sum())
         batches, self._since = self._since, StepRecord(0)
-        step.samples, step.content, step.counted = batches.samples, batches.content, batches.counted
+        step.samples, step.content = batches.samples, batches.content
         if self._stood is not None and standing() != self._stood:
             self.record.drew.add(len(self.record.steps))
         self.record.steps.append(step)
@@ -187,10 +185,9 @@ class ScriptRecorder:
 
     # --- what is told of batches
 
-    def batch(self, samples: int, content: float, counted: int) -> None:
-        """A batch was handed out: samples of all ranks; the sum of its numbers and how many samples, of this rank's."""
+    def batch(self, samples: int, content: float) -> None:
+        """A batch was handed out: samples of all ranks, and the sum of the numbers of this rank's."""
         self._since.samples.append(samples)
-        self._since.counted += counted
         self._since.content += content
         self._stood = standing()
 

@@ -131,11 +131,6 @@ def _run(asked: ScriptJob, recorder: ScriptRecorder) -> None:
     recorder.record.final = [_final(prepared) for prepared in recorder.models]
     recorder.record.files = files_of(asked.path)
     recorder.record.beside = _modules_beside(names, recorder)
-    recorder.record.numbers = {
-        name: float(value)
-        for name, value in names.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and not name.startswith("_")
-    }
     for value in names.values():  # hooks of FSDP2 below autograd hold the script's names, a cycle that is not collected
         if isinstance(value, FunctionType) and value.__globals__.get("__name__") == "__main__":
             value.__globals__.clear()

@@ -181,7 +181,6 @@ def judge(parity: Parity, single: ScriptRecord, many: ScriptRecord, ranks: list[
     if len(single.final) == len(many.final) and len(single.steps) == len(many.steps):
         _compare_saved(parity, single, many)
         _compare_beside(parity, single, ranks)
-        _tell_numbers(parity, single, many)
     unmet = [words for what, words in MEETS.items() if what not in single.met]
     if unmet and not foreign:
         parity.notes.append(f"scope: in these {steps} steps {', '.join(unmet)}")
@@ -201,23 +200,6 @@ def _compare_saved(parity: Parity, one: ScriptRecord, many: ScriptRecord) -> Non
             if error := _beyond(parity, theirs[name], mine[name]):
                 parity.differences.append(f"{label}state_dict()['{name}'] differs by {error} at the end")
                 return
-
-
-def _tell_numbers(parity: Parity, single: ScriptRecord, many: ScriptRecord) -> None:
-    """A note on numbers of the script's own that rank 0 has otherwise: counts and means of its samples alone."""
-    last = many.steps[-1]
-    sizes = (float(last.counted), float(sum(last.samples)))  # of the last batch, here and in all
-    apart = [
-        f"'{name}' is {many.numbers[name]:.6g} on rank 0 and {value:.6g} in one process"
-        for name, value in single.numbers.items()
-        if abs(many.numbers.get(name, value) - value) > 1e-6 * abs(value) and (many.numbers.get(name), value) != sizes
-    ]
-    if apart:
-        more = f", and {len(apart) - 3} more" if len(apart) > 3 else ""
-        parity.notes.append(
-            f"scope: of the script's own numbers, which are no part of the proof, {', '.join(apart[:3])}{more}: what "
-            "it counts of its part of a batch, prepared.sum adds up"
-        )
 
 
 def _beyond(parity: Parity, a: torch.Tensor | None, b: torch.Tensor | None) -> str:
