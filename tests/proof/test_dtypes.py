@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from mutations.plant import Bug, BuggyPool
 
-from shardwise import Plan
+from shardwise import Plan, verify
 from shardwise.config import Given, load
 from shardwise.layout.precisions import PRECISIONS
 from shardwise.precision import dtype
@@ -54,3 +54,16 @@ def test_a_dtype_that_the_plan_does_not_ask_for_is_told(
     parity = verify_precision(make_job(effective), effective.plan, Settings(clip_norm=0.5), ranks.run)
     assert not parity.parity
     assert any(sentence.startswith(told) for sentence in parity.differences), parity.text()
+
+
+@pytest.mark.parametrize(("place", "told"), [(1, BUGS[1][4]), (3, BUGS[3][4])])
+def test_steps_of_a_task_are_looked_at_in_the_plans_precision(place: int, told: str, pool: RankPool) -> None:
+    where, old, new, plan, _ = BUGS[place]
+    ranks = BuggyPool(pool, Bug("", PLACES + where, old, new, "", plan))
+    parity = verify("shardwise.models.tasks:mlp", plan, steps=1, pool=ranks, timeout_s=100)
+    assert any(sentence.startswith(told) for sentence in parity.differences), parity.text()
+
+
+def test_a_task_that_one_process_cannot_run_in_a_precision_is_told(pool: RankPool) -> None:
+    parity = verify("unusual_tasks:glow", "dp_replicate=2,precision=bf16", steps=1, pool=pool, timeout_s=100)
+    assert parity.parity and any("dtypes are not proven: one process fails in bf16" in note for note in parity.notes)

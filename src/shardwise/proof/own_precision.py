@@ -181,9 +181,7 @@ def _sgd(rate: float, groups: list[dict]) -> torch.optim.Optimizer:
 def narrow_rank(job: Any, plan: Plan, settings: Settings, rate: float) -> Narrow:
     """Returns what one rank measured in the plan's own precision; rank 0's has the weights. Collective."""
     task = job.build_task()
-    read: set[str] = set()
-    with_sgd = task.with_(optimizer=partial(_sgd, rate), loss=dtypes.noting(task.loss, read))
-    engine = parallelize(with_sgd, plan, **settings.of_engine)
+    engine = parallelize(task.with_(optimizer=partial(_sgd, rate)), plan, **settings.of_engine)
     record = Narrow(rate)
     for step in range(STEPS):
         with small_sizes():
@@ -196,7 +194,6 @@ def narrow_rank(job: Any, plan: Plan, settings: Settings, rate: float) -> Narrow
     record.weights = weights if engine.rank == 0 else {}
     with dtypes.watched(engine) as record.dtypes:
         engine.step(global_batch(task, settings, STEPS))
-    record.dtypes.read = read
     return record
 
 
