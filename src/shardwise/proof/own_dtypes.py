@@ -1,7 +1,7 @@
 """Dtypes of one step of a task in the plan's own precision: of a rank, and of one process. `dtypes` compares them.
 
-`verify TASK` proves values in float64, where every dtype is the same one. So the ranks take one step more as a run would
-take it, and one process a micro-batch, of which nothing is compared but the dtypes of what is sent, summed, kept and
+`verify TASK` proves values in float64, where every dtype is the same one. So the ranks take one step more as a run
+takes it, and one process a micro-batch. Of these nothing is compared but the dtypes of what is sent, summed, kept and
 returned.
 """
 
