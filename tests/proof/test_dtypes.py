@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mutations.plant import Bug, BuggyPool
@@ -67,3 +68,15 @@ def test_steps_of_a_task_are_looked_at_in_the_plans_precision(place: int, told: 
 def test_a_task_that_one_process_cannot_run_in_a_precision_is_told(pool: RankPool) -> None:
     parity = verify("unusual_tasks:glow", "dp_replicate=2,precision=bf16", steps=1, pool=pool, timeout_s=100)
     assert parity.parity and any("dtypes are not proven: one process fails in bf16" in note for note in parity.notes)
+
+
+def test_the_first_loss_scale_is_chosen_by_the_weight_of_a_whole_step(pool: RankPool) -> None:
+    """Of a batch in three micro-batches on two ranks, as the plain loop does: bugs that forget either are told."""
+    effective = load(NARROW, values=[Given("plan", "dp_replicate=2,accumulate=3,precision=fp16", "the test")])
+    for old in ("", "total *= micro_batches"):
+        ranks: Any = (
+            BuggyPool(pool, Bug("", PLACES + "step.scaler:LossScale.factor", old, "pass", "", "")) if old else pool
+        )
+        parity = verify_precision(make_job(effective), effective.plan, Settings(accumulate=3), ranks.run)
+        assert parity.parity != bool(old), parity.text()
+        assert not old or any("the loss scale is" in sentence for sentence in parity.differences)

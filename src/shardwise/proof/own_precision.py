@@ -94,8 +94,8 @@ def verify_precision(job: Any, plan: Plan, settings: Settings, on_ranks: Callabl
     parity.differences += dtypes.first_differences(plan, [rank.dtypes for rank in ranks], reference.dtypes)
     if under_plan.skipped != reference.skipped:
         parity.differences.append(f"{under_plan.skipped} steps skipped by overflow, in one process {reference.skipped}")
-    elif _steps_of(under_plan.scales) != _steps_of(reference.scales):
-        parity.differences.append(f"the loss scale is {under_plan.scales}, in one process {reference.scales}")
+    elif (under := _scales(plan, under_plan)) != (alone := _scales(plan, reference)):
+        parity.differences.append(f"the loss scale is {under}, in one process {alone}")
     of = partial(_compare_numbers, parity, plan)
     parity.loss_error = of("loss", reference.losses, [run.losses for run in nudges], under_plan.losses)
     parity.norm_error = of("norm", reference.norms, [run.norms for run in nudges], under_plan.norms)
@@ -157,9 +157,10 @@ def _compare_numbers(
     return max((error if error == error else math.inf for error in errors), default=0.0)
 
 
-def _steps_of(scales: list[float]) -> list[float]:
-    """Returns loss scales over the first one, which either side chooses by the weight that it knows then."""
-    return [scale / (scales[0] or 1.0) for scale in scales]
+def _scales(plan: Plan, run: Narrow) -> list[float]:
+    """Returns the loss scale after each step; over the first one, where that is chosen by pieces of a micro-batch."""
+    first = run.scales[0] or 1.0 if plan.deterministic else 1.0
+    return [scale / first for scale in run.scales]
 
 
 def _compute(plan: Plan) -> torch.dtype:

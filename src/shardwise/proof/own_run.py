@@ -32,7 +32,7 @@ from shardwise.proof import dtypes
 from shardwise.proof.oracle import plain_module
 from shardwise.proof.own_dtypes import single_dtypes
 from shardwise.proof.own_precision import ALLOWANCE, NUDGES, loss_in, moved_by_epsilon
-from shardwise.proof.plain_run import RunSettings, is_due
+from shardwise.proof.plain_run import RunSettings, held_out, is_due
 from shardwise.proof.settings import Settings
 from shardwise.random.reading_seeds import drawing
 from shardwise.task import Task
@@ -204,11 +204,9 @@ def _held_out(task: Task, module: nn.Module, held: Weights, plan: Any, settings:
         if name in held:
             buffer.copy_(held[name])
     assert task.eval_data is not None
-    length = len(task.eval_data)
-    count = min(settings.eval_count, length) if settings.eval_count else length
-    chosen = [length * index // count for index in range(count)]
+    chosen = held_out(len(task.eval_data), settings)
     total = weight = 0.0
-    for first in range(0, count, settings.batch):
+    for first in range(0, len(chosen), settings.batch):
         with drawing(0, 0, first):
             batch = task.eval_data.read(chosen[first : first + settings.batch])
         loss, _ = loss_in(task, module, batch, compute, own, first, set())

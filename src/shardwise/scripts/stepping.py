@@ -118,7 +118,8 @@ class Stepping(OverRanks):
                 script.engine.technique.start_micro_batch(last=last)
                 inside.enter_context(script._asking())
             scaled = engine.state.scale
-            scale = scaled.factor(weights[0], engine.mesh.data, engine.device) if scaled is not None else 1.0
+            many = engine.plan.accumulate
+            scale = scaled.factor(weights[0], engine.mesh.data, engine.device, many) if scaled is not None else 1.0
             differentiate(total * scale if scale != 1.0 else total, retain_graph=retain_graph)
         for script, counted in zip(together, weights, strict=True):
             script._count(Loss(total.detach(), counted), stands_in, part)
