@@ -222,7 +222,7 @@ def is_due(task: Task, settings: RunSettings, step: int) -> bool:
 
 
 def held_out(length: int, settings: RunSettings) -> list[int]:
-    """Returns the samples of one evaluation, of `length` held-out ones: evenly spread, as `training/held_out` has them."""
+    """Returns the samples of one evaluation, of `length` held-out ones, evenly spread."""
     count = min(settings.eval_count, length) if settings.eval_count else length
     return [length * index // count for index in range(count)]
 
