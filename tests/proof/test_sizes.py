@@ -10,7 +10,7 @@ import pytest
 from mutations.plant import Bug, BuggyPool
 
 from shardwise import verify
-from shardwise.proof.sizes import SIZES, PathSize, sizes_of, small_sizes
+from shardwise.proof.sizes import AS_THEY_ARE, SIZES, PathSize, sizes_of, small_sizes
 from shardwise.ranks import RankPool
 
 
@@ -36,6 +36,19 @@ def test_each_size_is_read_where_it_stands_when_it_is_needed(size: PathSize) -> 
     with small_sizes():
         assert getattr(module, size.name) == size.small != before
     assert getattr(module, size.name) == before
+
+
+def test_sizes_that_proofs_meet_as_they_are_stand_where_they_are_said_to() -> None:
+    for module, name, _ in AS_THEY_ARE:
+        assert isinstance(getattr(import_module(f"shardwise.{module}"), name), int)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_convolution_that_overlaps_its_halo_wrongly_is_found(wrong: bool, pool: RankPool) -> None:
+    bug = Bug("", "shardwise.part.tiles.overlap:_Overlapped.forward", "strips = halo.wait()",
+              "strips = [strip if strip is None else strip * 1.1 for strip in halo.wait()]", "", "")  # fmt: skip
+    parity = verify("domain_tasks:forces", "domain=2", pool=BuggyPool(pool, bug) if wrong else pool, timeout_s=100)
+    assert parity.equal != wrong, parity.text()
 
 
 @pytest.mark.parametrize("wrong", [False, True])

@@ -8,7 +8,7 @@ from mutations.plant import Bug, BuggyPool
 from torch.utils._pytree import tree_leaves
 
 from shardwise import Plan, verify
-from shardwise.proof.thorough import OddTask, _thirds
+from shardwise.proof.thorough import OddTask, _extents, _thirds
 from shardwise.ranks import RankPool
 from shardwise.step.batching import samples_in
 
@@ -19,6 +19,8 @@ def test_plans_with_three_of_an_axis_come_first() -> None:
     plans = list(_thirds(Plan.parse("dp_replicate=2,dp_shard=2,zero=2")))
     assert [(plan.dp_replicate, plan.dp_shard) for plan in plans] == [(2, 3), (3, 2), (2, 2)]
     assert all(plan.zero == 2 for plan in plans)
+    assert next(_thirds(Plan.parse("domain=1x2"))).domain == (1, 3)
+    assert Plan.parse("dp_shard=3,ep=3") in list(_thirds(Plan.parse("dp_shard=2,ep=2")))
 
 
 def test_batches_are_odd_and_the_third_is_on_a_grid() -> None:
@@ -28,10 +30,19 @@ def test_batches_are_odd_and_the_third_is_on_a_grid() -> None:
     assert floats and all((2 * value == (2 * value).round()).all() and (value == 0).any() for value in floats)
 
 
+def test_sequences_and_fields_are_one_shorter_where_one_process_runs_on_them() -> None:
+    task = "shardwise.models.tasks:decoder"
+    length = max(leaf.shape[1] for leaf in tree_leaves(OddTask(task)().batch(0)) if leaf.dim() > 1)  # type: ignore[misc]
+    assert length in _extents(task)
+    less: Any = OddTask(task, extents=_extents(task))().batch
+    assert all(leaf.shape[1] == length - 1 for leaf in tree_leaves(less(0)) if leaf.dim() > 1)
+    assert not _extents(MLP)  # whose width the model has too
+
+
 def test_what_is_right_is_equal(pool: RankPool) -> None:
     parity = verify(MLP, "dp_replicate=2", thorough=True, pool=pool, timeout_s=100)
     assert parity.parity and parity.second is not None and parity.second.world_size == 3, parity.text()
-    assert any(note.startswith("not met: a step after the third") for note in parity.notes)
+    assert any(note.startswith("not met: ") and "a step after the third" in note for note in parity.notes)
 
 
 def test_what_goes_wrong_on_the_third_rank_is_found(pool: RankPool) -> None:

@@ -109,9 +109,13 @@ def noting(loss: Callable[..., Any], seen: set[str]) -> Callable[..., Any]:
 @contextmanager
 def watched(engine: Engine) -> Iterator[SeenDtypes]:
     """Context around one step: yields its dtypes, complete when it ends."""
-    seen = SeenDtypes()
+    seen, forward = SeenDtypes(), engine.state.forward
+    task = forward.task
+    # here and not in the task that the engine is made of: the look at a task follows what its loss writes
+    forward.task = task.with_(loss=noting(task.loss, seen.read))
     with engine.observe() as ledger, returned(engine.module) as seen.returned:
         yield seen
+    forward.task = task
     seen.carried = dict(ledger.dtypes)
     seen.returned = dict(seen.returned)
     seen.buffers = {str(place): named(tensor) for place, tensor in enumerate(engine.technique.gradient_buffers())}

@@ -94,8 +94,8 @@ def verify_precision(job: Any, plan: Plan, settings: Settings, on_ranks: Callabl
     parity.differences += dtypes.first_differences(plan, [rank.dtypes for rank in ranks], reference.dtypes)
     if under_plan.skipped != reference.skipped:
         parity.differences.append(f"{under_plan.skipped} steps skipped by overflow, in one process {reference.skipped}")
-    elif _steps_of(under_plan.scales) != _steps_of(reference.scales):
-        parity.differences.append(f"the loss scale is {under_plan.scales}, in one process {reference.scales}")
+    elif (under := _scales(plan, under_plan)) != (alone := _scales(plan, reference)):
+        parity.differences.append(f"the loss scale is {under}, in one process {alone}")
     of = partial(_compare_numbers, parity, plan)
     parity.loss_error = of("loss", reference.losses, [run.losses for run in nudges], under_plan.losses)
     parity.norm_error = of("norm", reference.norms, [run.norms for run in nudges], under_plan.norms)
@@ -157,9 +157,10 @@ def _compare_numbers(
     return max((error if error == error else math.inf for error in errors), default=0.0)
 
 
-def _steps_of(scales: list[float]) -> list[float]:
-    """Returns loss scales over the first one, which either side chooses by the weight that it knows then."""
-    return [scale / (scales[0] or 1.0) for scale in scales]
+def _scales(plan: Plan, run: Narrow) -> list[float]:
+    """Returns the loss scale after each step; over the first one, where that is chosen by pieces of a micro-batch."""
+    first = run.scales[0] or 1.0 if plan.deterministic else 1.0
+    return [scale / first for scale in run.scales]
 
 
 def _compute(plan: Plan) -> torch.dtype:
@@ -181,9 +182,7 @@ def _sgd(rate: float, groups: list[dict]) -> torch.optim.Optimizer:
 def narrow_rank(job: Any, plan: Plan, settings: Settings, rate: float) -> Narrow:
     """Returns what one rank measured in the plan's own precision; rank 0's has the weights. Collective."""
     task = job.build_task()
-    read: set[str] = set()
-    with_sgd = task.with_(optimizer=partial(_sgd, rate), loss=dtypes.noting(task.loss, read))
-    engine = parallelize(with_sgd, plan, **settings.of_engine)
+    engine = parallelize(task.with_(optimizer=partial(_sgd, rate)), plan, **settings.of_engine)
     record = Narrow(rate)
     for step in range(STEPS):
         with small_sizes():
@@ -196,7 +195,6 @@ def narrow_rank(job: Any, plan: Plan, settings: Settings, rate: float) -> Narrow
     record.weights = weights if engine.rank == 0 else {}
     with dtypes.watched(engine) as record.dtypes:
         engine.step(global_batch(task, settings, STEPS))
-    record.dtypes.read = read
     return record
 
 

@@ -29,10 +29,10 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.engine.engine import Engine
 from shardwise.proof import dtypes
-from shardwise.proof.literal import groups
 from shardwise.proof.oracle import plain_module
+from shardwise.proof.own_dtypes import single_dtypes
 from shardwise.proof.own_precision import ALLOWANCE, NUDGES, loss_in, moved_by_epsilon
-from shardwise.proof.plain_run import RunSettings, is_due
+from shardwise.proof.plain_run import RunSettings, held_out, is_due
 from shardwise.proof.settings import Settings
 from shardwise.random.reading_seeds import drawing
 from shardwise.task import Task
@@ -204,11 +204,9 @@ def _held_out(task: Task, module: nn.Module, held: Weights, plan: Any, settings:
         if name in held:
             buffer.copy_(held[name])
     assert task.eval_data is not None
-    length = len(task.eval_data)
-    count = min(settings.eval_count, length) if settings.eval_count else length
-    chosen = [length * index // count for index in range(count)]
+    chosen = held_out(len(task.eval_data), settings)
     total = weight = 0.0
-    for first in range(0, count, settings.batch):
+    for first in range(0, len(chosen), settings.batch):
         with drawing(0, 0, first):
             batch = task.eval_data.read(chosen[first : first + settings.batch])
         loss, _ = loss_in(task, module, batch, compute, own, first, set())
@@ -218,13 +216,5 @@ def _held_out(task: Task, module: nn.Module, held: Weights, plan: Any, settings:
 
 def _off_states(task: Task, plan: Any, ranks: list[Watching]) -> list[str]:
     """Returns a sentence for each key of the optimizer's state whose dtype differs from one process's."""
-    module = plain_module(task, Settings())
-    params = [param for param in module.parameters() if param.requires_grad]
-    for param in params:
-        if param.is_floating_point():
-            param.data = param.data.to(dtypes.said(plan)[1])
-        param.grad = torch.full_like(param, 1e-3)
-    optimizer = task.optimizer(groups(params))
-    optimizer.step()
-    single = dtypes.SeenDtypes(states=dtypes.of_states(optimizer))
+    single = dtypes.SeenDtypes(states=single_dtypes(task, plan, Settings()).states)
     return dtypes.first_differences(plan, [dtypes.SeenDtypes(states=rank.seen.states) for rank in ranks], single)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shardwise.errors import InputError, RefusedPlan, ShardwiseError
+from shardwise.errors import InputError, RefusedPlan, ShardwiseError, first_line
 from shardwise.layout import Plan, check
 from shardwise.layout.dealing import enough_samples
 from shardwise.progress import Say, silent
@@ -110,6 +110,7 @@ def _many(
 ) -> Any:
     """Returns the record of the plan's ranks; adds notes to `parity`. Raises `RefusedPlan`."""
     from shardwise.engine.refused_modules import refuse
+    from shardwise.proof.dtypes import first_differences
     from shardwise.proof.rank import run_rank
     from shardwise.proof.settings import global_batch
     from shardwise.step.batching import samples_in
@@ -120,7 +121,23 @@ def _many(
     enough_samples(samples, plan)
     say(f"verify: the same steps on {plan.world_size} ranks under {plan}")
     refuse(build(resolved.model, settings.seed).module, plan)  # ranks get the proof's precision, not the plan's
-    return _joined(_on_ranks(run_rank, (task, plan, settings), parity, pool, timeout_s))
+    single = _single_dtypes(resolved, plan, settings, parity)
+    own = None if single is None else plan.with_(compile=False)
+    records = _on_ranks(run_rank, (task, plan, settings, own), parity, pool, timeout_s)
+    if single is not None:
+        parity.differences += first_differences(plan, [record.dtypes for record in records], single)
+    return _joined(records)
+
+
+def _single_dtypes(task: Task, plan: Plan, settings: Any, parity: Parity) -> Any:
+    """Returns the dtypes of one process in the plan's precision; None, and a note, where it cannot run in it."""
+    from shardwise.proof.own_dtypes import single_dtypes
+
+    try:
+        return single_dtypes(task, plan, settings)
+    except Exception as error:
+        parity.notes.append(f"dtypes are not proven: one process fails in {plan.precision}: {first_line(error)}")
+        return None
 
 
 def _judge(parity: Parity, task: Task, settings: Any, single: Any, ranks: Any) -> None:

@@ -221,17 +221,21 @@ def is_due(task: Task, settings: RunSettings, step: int) -> bool:
     return task.eval_data is not None and every != 0 and (last or bool(every and (step + 1) % every == 0))
 
 
+def held_out(length: int, settings: RunSettings) -> list[int]:
+    """Returns the samples of one evaluation, of `length` held-out ones, evenly spread."""
+    count = min(settings.eval_count, length) if settings.eval_count else length
+    return [length * index // count for index in range(count)]
+
+
 @torch.no_grad()
 def _evaluated(task: Task, module: nn.Module, settings: RunSettings) -> Numbers:
     """Returns the mean loss, its weight and the metrics on held-out samples, taken evenly from all."""
     assert task.eval_data is not None
-    length = len(task.eval_data)
-    count = min(settings.eval_count, length) if settings.eval_count else length
-    chosen = [length * index // count for index in range(count)]
+    chosen = held_out(len(task.eval_data), settings)
     sums: dict[str, list[Any]] = {}
     total = weight = 0.0
     module.eval()
-    for first in range(0, count, settings.batch):
+    for first in range(0, len(chosen), settings.batch):
         with drawing(0, 0, first):
             part = _double(task.eval_data.read(chosen[first : first + settings.batch]))
         with KeepDouble(), default_dtype(torch.float64):

@@ -21,6 +21,7 @@ from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.layout.dealing import cut
 from shardwise.part import plain
+from shardwise.proof.own_dtypes import rank_dtypes
 from shardwise.proof.record import Deviation, Record, Tensors, kept, kept_state
 from shardwise.proof.settings import Settings, global_batch, raise_eps
 from shardwise.proof.sizes import sizes_of
@@ -33,9 +34,17 @@ from shardwise.trace.double import KeepDouble, default_dtype
 Answers = Iterator[tuple[str, str, torch.Tensor | None]]  # kind, name, value
 
 
-def run_rank(task: Any, plan: Plan, settings: Settings) -> Record:
-    """Returns the record of training under the plan; ranks but 0 keep only what differs from rank 0's. Collective."""
-    resolved = resolve_task(task)
+def run_rank(task: Any, plan: Plan, settings: Settings, own: Plan | None = None) -> Record:
+    """Returns the record of training under the plan; ranks but 0 keep only what differs from rank 0's. Collective.
+
+    own   the plan in its own precision, in which one step more is taken for its dtypes; None: it is not
+    """
+    record = _recorded(resolve_task(task), plan, settings)
+    record.dtypes = None if own is None else rank_dtypes(resolve_task(task), own, settings)
+    return record
+
+
+def _recorded(resolved: Task, plan: Plan, settings: Settings) -> Record:
     engine, buckets = _engine(resolved, plan, settings)
     record = Record(
         notices=list(engine.notices), buckets=min(buckets, default=0) if engine.mesh.gradients.size > 1 else 0

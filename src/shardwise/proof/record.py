@@ -39,6 +39,7 @@ class Record:
     deviations: list[Deviation] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
     buckets: int = 0  # in which gradients travel, at least; 0: they do not
+    dtypes: Any = None  # `SeenDtypes` of a step of this rank in the plan's own precision; None: there was none
     states_known: bool = True  # False: nothing tells how the whole state is made of pieces
 
     def of(self, kind: str, step: int) -> Tensors:

@@ -5,11 +5,9 @@
                     precision at the sizes as they are
 
 A small model never reaches 2^26 scores or a megabyte of a file, so what happens there would be proven by nobody.
-Buckets of gradients are made small by `comm/buckets.small_buckets`, since they are laid out once.
+A size in `AS_THEY_ARE` is not made small: a proof goes to both sides of it.
 
-What this does not do: caches that only forget (their sizes change nothing that is computed), limits that refuse,
-where a convolution begins to overlap its halo (`domain_overlap=auto`, which cannot be differentiated twice), and blocks
-of a blend (`data/blend.BLOCK`), of which `visited` reads the first, the second and the last.
+What this does not do: caches that only forget (their sizes change nothing that is computed), and limits that refuse.
 """
 
 from __future__ import annotations
@@ -44,6 +42,8 @@ SIZES = (
     PathSize("parallel.sequence.block_attention", "has_fused", _never, "blocks are written out, as where no kernel is"),
     PathSize("parallel.sequence.ring_plan", "LEAST_TILE", 2, "positions whose mask is made and looked at by itself"),
     PathSize("parallel.sequence.ring_plan", "MOST_PAIRS", 2, "more pairs of runs are one masked block"),
+    PathSize("part.tiles.overlap", "LEAST", 0.0, "larger convolutions compute while their halo is on its way"),
+    PathSize("part.tiles.overlap", "BORDER", 1.0, "those of which more is border wait for it"),
     PathSize("comm.together", "MOST_BYTES", 64, "tables of more are gathered in several rounds"),
     PathSize("checkpoint.save", "SPLIT_BYTES", 8, "a piece of more is written by several ranks"),
     PathSize("checkpoint.stored", "AT_ONCE", 3, "elements of more are read in several parts"),
@@ -51,6 +51,11 @@ SIZES = (
     PathSize("checkpoint.files", "CHUNK", 48, "bytes of more are written and read in several parts"),
     PathSize("digest", "_CHUNK", 2, "words of more are hashed in several parts"),
     PathSize("step.scaler", "GROW_AFTER", 6, "after as many good steps the loss scale grows"),
+)
+
+AS_THEY_ARE = (  # (module, name, how both sides are met)
+    ("data.blend", "BLOCK", "`visited` reads a blend's first block, around its second one's begin, and in its last"),
+    ("layout.flat_buckets", "FIRST_BUCKET_BYTES", "`small_buckets` makes those of a proof a third of the model"),
 )
 
 

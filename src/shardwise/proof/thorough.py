@@ -3,58 +3,90 @@
     ranks    an axis of 2 has 3, the first of `AXES` with which the plan is possible
     steps    3
     samples  an odd number in a batch, so that ranks and micro-batches have unlike shares
+    extents  of sequences and fields one less, odd for even and even for odd: those that one process runs on so
     values   in the third step on a grid of halves: ties, and exact zeros
 
 What goes wrong only where a sum passes a third rank, in the third step, or in a share of another size, shows here.
 
-What this does not do: more than one axis of 3 at a time; an odd width or field, which are the task's own.
+What this does not do: more than one axis of 3 at a time; other widths of the model.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan, check
+from shardwise.look.one_process import Untried, failure_alone
+from shardwise.precision import Precision
 from shardwise.proof.outcome import Parity
 from shardwise.step.batching import samples_in, slice_samples
 from shardwise.task import Task
 from shardwise.task_names import resolve_task
 
 STEPS = 3
+LEAST = 3  # of an extent that is made one less
 AXES = ("dp_shard", "dp_replicate", "pp", "cp", "cp_ulysses", "tp")
 Prove = Callable[[Any, Plan], Parity]
 
 
 @dataclass(frozen=True)
 class OddTask:
-    """Makes a task with an odd number of samples in each batch, and values on a grid from the third step on."""
+    """Makes a task with an odd number of samples in each batch, and values on a grid from the third step on.
+
+    extents  dims of the batch of such sizes, but samples, are one less
+    """
 
     task: Any
     grid: bool = True
+    extents: frozenset[int] = frozenset()
 
     def __call__(self) -> Task:
         """Returns the task."""
         task = resolve_task(self.task)
-        return task if task.batch is None else task.with_(batch=_OddBatch(task.batch, self.grid))
+        return task if task.batch is None else task.with_(batch=_OddBatch(task.batch, self.grid, self.extents))
 
 
 @dataclass(frozen=True)
 class _OddBatch:
     batch: Callable[[int], Any]
     grid: bool
+    extents: frozenset[int]
 
     def __call__(self, step: int) -> Any:
-        batch = self.batch(step)
+        batch = tree_map_only(torch.Tensor, partial(_less, extents=self.extents), self.batch(step))
         samples = samples_in(batch)
         batch = slice_samples(batch, 0, samples - 1) if samples % 2 == 0 and samples > 2 else batch
         return tree_map_only(torch.Tensor, _on_grid, batch) if self.grid and step >= STEPS - 1 else batch
+
+
+def _less(tensor: torch.Tensor, extents: frozenset[int]) -> torch.Tensor:
+    for dim in range(1, tensor.dim()):
+        tensor = tensor.narrow(dim, 0, tensor.shape[dim] - (tensor.shape[dim] in extents))
+    return tensor
+
+
+def _extents(task: Any) -> frozenset[int]:
+    """Returns the extents of a batch's dims, but samples, that may be one less as far as one process is concerned."""
+    resolved, precision, fine = resolve_task(task), Precision.of(Plan()), set[int]()
+    if resolved.batch is None:
+        return frozenset()
+    leaves = [leaf for leaf in tree_leaves(resolved.batch(0)) if isinstance(leaf, torch.Tensor)]
+    for extent in sorted({n for leaf in leaves for n in leaf.shape[1:] if n > LEAST}):
+        less = OddTask(task, False, frozenset({extent}))()
+        assert less.batch is not None
+        with suppress(Untried):
+            if failure_alone(less, precision, less.batch(0)) is None:
+                fine.add(extent)
+    return frozenset(fine)
 
 
 def _on_grid(tensor: torch.Tensor) -> torch.Tensor:
@@ -66,17 +98,18 @@ def prove_thirds(parity: Parity, task: Any, plan: Plan, prove: Prove) -> None:
 
     A plan that is refused gives way to the next, one whose values are not finite on a grid to those off it.
     """
+    extents = _extents(task)
     for third in _thirds(plan):
-        for grid in (True, False):
+        for less, grid in dict.fromkeys([(extents, True), (extents, False), (frozenset(), True), (frozenset(), False)]):
             try:
-                second = prove(OddTask(task, grid), third)
-            except InputError:  # so few samples, or such values, are not for this task
+                second = prove(OddTask(task, grid, less), third)
+            except InputError:  # so few samples, such extents or values are not for this task
                 continue
             if second.refused:
-                break
+                continue
             if not grid or second.parity or (not second.unproven and _finite(second)):
                 parity.second = second
-                parity.notes.append(f"not met: {_not_met(third, grid)}")
+                parity.notes.append(f"not met: {_not_met(third, grid, less)}")
                 return
     parity.notes.append("not met: a third rank of any axis, since each such plan is refused")
 
@@ -88,19 +121,26 @@ def _finite(parity: Parity) -> bool:
 
 def _thirds(plan: Plan) -> Iterator[Plan]:
     """Yields plans with 3 in the place of one 2, and at last the plan itself."""
-    for axis in AXES:
-        if getattr(plan, axis) == 2:
-            third = plan.with_(**{axis: 3})
-            try:
-                check(third)
-            except RefusedPlan:
-                continue
-            yield third
+    changes: list[dict[str, Any]] = [{axis: 3} for axis in AXES if getattr(plan, axis) == 2]
+    if 2 in plan.domain:
+        at = plan.domain.index(2)
+        changes.append({"domain": (*plan.domain[:at], 3, *plan.domain[at + 1 :])})
+    if plan.ep == 2 == plan.dp_shard:
+        changes.append({"dp_shard": 3, "ep": 3})
+    for change in changes:
+        try:
+            check(plan.with_(**change))
+        except RefusedPlan:
+            continue
+        yield plan.with_(**change)
     yield plan
 
 
-def _not_met(plan: Plan, grid: bool) -> str:
-    twos = [axis for axis in AXES if getattr(plan, axis) == 2]
+def _not_met(plan: Plan, grid: bool, extents: frozenset[int]) -> str:
+    twos = [
+        axis for axis in (*AXES, "ep", "domain") if getattr(plan, axis) == 2 or (axis == "domain" and 2 in plan.domain)
+    ]
     missing = [f"a third rank of {', '.join(twos)}"] if twos else []
     missing += [] if grid else ["ties and exact zeros"]
+    missing += [] if extents else ["sequences or fields of other extents"]
     return "; ".join([*missing, f"a step after the third, other widths, more than {plan.world_size} ranks"])

@@ -118,7 +118,8 @@ class Stepping(OverRanks):
                 inside.enter_context(script._asking)
                 script.engine.technique.start_micro_batch(last=last)
             scaled = engine.state.scale
-            scale = scaled.factor(weights[0], engine.mesh.data, engine.device) if scaled is not None else 1.0
+            many = engine.plan.accumulate
+            scale = scaled.factor(weights[0], engine.mesh.data, engine.device, many) if scaled is not None else 1.0
             differentiate(loss, factor * scale, retain_graph=retain_graph)
         total = (loss.detach() if not loss.dim() else loss.detach().reshape(())) * factor
         for script, counted in zip(together, weights, strict=True):

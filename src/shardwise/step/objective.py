@@ -28,7 +28,8 @@ def objective_of(state: RankState, loss: Loss) -> tuple[torch.Tensor, dict[str, 
     if state.same_samples and state.mesh.data.size > 1:  # gradients of ranks are summed, and each has the whole
         objective = objective / state.mesh.data.size
     if state.scale is not None:
-        objective = objective * state.scale.factor(loss.weight, state.mesh.data, state.device)
+        many = state.plan.step_microbatches
+        objective = objective * state.scale.factor(loss.weight, state.mesh.data, state.device, many)
     return objective, extras
 
 

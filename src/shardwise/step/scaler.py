@@ -22,10 +22,15 @@ class LossScale:
         self.value = 0.0
         self._good_steps = 0
 
-    def factor(self, weight: torch.Tensor | float, axis: Axis, device: torch.device) -> float:
-        """Returns the scale; the first call chooses 2^15 over the global weight, since sums grow with it."""
+    def factor(self, weight: torch.Tensor | float, axis: Axis, device: torch.device, micro_batches: int) -> float:
+        """Returns the scale; the first call chooses 2^15 over the global weight, since sums grow with it.
+
+        The weight of the first of a step's micro-batches, over all ranks, stands for each of them, so that the scale
+        is the same however a global batch is dealt.
+        """
         if not self.value:
             total = read(gather_rows(row_of([weight], device), axis).sum(), "weight for the loss scale")
+            total *= micro_batches
             self.value = 2.0 ** (15 - round(math.log2(max(total, 1.0))))
         return self.value
 

@@ -20,6 +20,7 @@ from shardwise.comm.recording import listing
 from shardwise.engine.engine import parallelize
 from shardwise.errors import InputError
 from shardwise.layout import Plan, check
+from shardwise.look.one_process import needs_gradients
 from shardwise.proof.settings import Settings, global_batch
 from shardwise.ranks import RankPool
 from shardwise.task import call_arguments
@@ -86,7 +87,9 @@ def _evaluates(task: Any) -> bool:
     try:
         with torch.no_grad():
             resolved.model().eval()(*args, **kwargs)
-    except RuntimeError:
+    except RuntimeError as error:
+        if not needs_gradients(error):
+            raise
         return False
     return True
 

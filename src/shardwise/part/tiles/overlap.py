@@ -5,7 +5,8 @@
 
 What is computed is linear in the rows that are read: the gradient of the tile is that of a tile with zeros around it,
 and that of the weight is the tile's and the halo's added up. So no window of tile and halo is made, and what is
-computed twice are the border's outputs: kernel - 1 rows or so for each neighbour.
+computed twice are the border's outputs: kernel - 1 rows or so for each neighbour. A backward that may be differentiated
+again waits for its halo, and is that of the window.
 
 Of a grid of several dims the exchange of the last one is under way meanwhile; those before bring its corners and are
 waited for. A convolution must be large enough for it (`Axis.overlap_from`), by what all ranks know alike, so that they
@@ -15,7 +16,7 @@ come to the same collectives in one order.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,14 +30,10 @@ from shardwise.part.levels import Distributed
 from shardwise.part.tensor import Part
 from shardwise.part.tiles.maps import Sliding, reads
 from shardwise.part.tiles.saved_halos import CutDim, kept_apart, nothing_hooked
-from shardwise.part.tiles.windows import alone, fetched, opened, placed, used
-from shardwise.trace.functional import differentiable_once
+from shardwise.part.tiles.windows import alone, fetched, given_back, opened, placed, used
 
+LEAST = 1.0  # of `Axis.overlap_from` that a convolution has in products
 BORDER = 1 / 4  # of a tile's outputs that may be computed twice, unless it is asked for
-NO_SECOND = (
-    "the gradient of a convolution that is computed while its halo is on its way is differentiated again: plan "
-    "domain_overlap=never, under which it waits for its halo"
-)
 _ATEN = torch.ops.aten
 
 
@@ -164,19 +161,19 @@ def _padded(tensor: torch.Tensor, dim: int, before: int, after: int) -> torch.Te
 
 
 class _Overlapped(torch.autograd.Function):
-    """This rank's outputs of a part, a plain weight and bias. Collective, in backward too."""
+    """This rank's outputs of its tile, a plain weight and bias. Collective, in backward too."""
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Part, weight: torch.Tensor, bias: torch.Tensor | None, call: _Call
+        ctx: Any, local: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: _Call, make: Callable
     ) -> torch.Tensor:  # fmt: skip
-        local, how, dim, side = tensor.local, call.how, call.dim, call.here
+        how, dim, side = call.how, call.dim, call.here
 
         def convolved(rows: torch.Tensor, padding: list[int]) -> torch.Tensor:
             return _ATEN.convolution(rows, weight, bias, how.stride, padding, how.dilation, False,
                                      [0] * len(padding), how.groups)  # fmt: skip
 
-        halo = Halo(tensor, call.wanted)  # posted; it is waited for when the tile is convolved
+        halo = Halo(make(local), call.wanted)  # posted; it is waited for when the tile is convolved
         output = convolved(call.own(local), call.pads(call.padding or 0))
         strips = halo.wait()
         tile = local.narrow(dim, side.first, side.own)
@@ -188,13 +185,14 @@ class _Overlapped(torch.autograd.Function):
                 read = [strip.narrow(dim, border.halo, border.of_halo), tile.narrow(dim, border.tile, border.of_tile)]
                 border_outputs = convolved(torch.cat(read if ahead else read[::-1], dim), call.pads())
                 output.narrow(dim, border.output, border.outputs).copy_(border_outputs)
-        ctx.call, ctx.shell, ctx.biased = call, tensor.shell(), bias is not None
+        ctx.call, ctx.make, ctx.biased = call, make, bias is not None
         ctx.save_for_backward(local, weight, *strips)
         return output
 
     @staticmethod
-    @differentiable_once(NO_SECOND)
     def backward(ctx: Any, gradient: torch.Tensor):
+        if torch.is_grad_enabled():
+            return _of_window(ctx, gradient)
         call, dim, (local, weight, *strips) = ctx.call, ctx.call.dim, ctx.saved_tensors
         how, side, (wants_tile, wants_weight, wants_bias) = call.how, call.here, _goals(ctx)
 
@@ -221,7 +219,7 @@ class _Overlapped(torch.autograd.Function):
                 whole = strip.shape[dim]
                 of_rows = of_rows.narrow(dim, zeros[0], border.of_halo)
                 of_halo[at] = _padded(of_rows, dim, border.halo, whole - border.halo - border.of_halo)
-        back = HaloBack(of_halo[0], of_halo[1], ctx.shell.with_local(local), call.wanted) if wants_tile else None
+        back = HaloBack(of_halo[0], of_halo[1], ctx.make(local), call.wanted) if wants_tile else None
         padding = call.pads(call.padding or 0)
         of_rows, of_weight, of_bias = differentiated(call.own(local), gradient, padding, wants_bias)
         for of_border in of_weights if wants_weight else ():
@@ -232,8 +230,20 @@ class _Overlapped(torch.autograd.Function):
             if side.own != local.shape[dim]:
                 of_rows = _padded(of_rows, dim, side.first, local.shape[dim] - side.first - side.own)
             back.add_into(of_rows)
-            of_rows = ctx.shell.with_local(of_rows)
-        return of_rows if wants_tile else None, of_weight, of_bias, None
+        return of_rows if wants_tile else None, of_weight, of_bias, None, None
+
+
+def _of_window(ctx: Any, gradient: torch.Tensor) -> tuple:
+    """Returns the gradients of a convolution of the window, which may be differentiated again. Collective."""
+    call, (local, weight, *_), (wants_tile, wants_weight, wants_bias) = ctx.call, ctx.saved_tensors, _goals(ctx)
+    how = call.how
+    window = fetched(placed(local, [call.cut]), call.cut, call.wanted)
+    of_window, of_weight, of_bias = _ATEN.convolution_backward(
+        gradient, window, weight, [weight.shape[0]] if ctx.biased else None, how.stride, call.pads(), how.dilation,
+        False, [0] * len(how.stride), how.groups, [wants_tile, wants_weight, wants_bias and ctx.biased],
+    )  # fmt: skip
+    of_tile = opened(given_back(of_window, call.cut, call.wanted), [call.cut]) if wants_tile else None
+    return of_tile, of_weight, of_bias, None, None
 
 
 def _goals(ctx: Any) -> list[bool]:
@@ -280,7 +290,8 @@ def overlapped(
     call = _Call(how, cut, plan.wanted, here, place, along[cut.dim].extent)
     assert isinstance(tensor, Part)
     with kept_apart(tensor.local, input, outer) if outer else nullcontext():
-        output = _Overlapped.apply(tensor, used(weight, cut_dims), used(bias, cut_dims), call)
+        tile = opened(tensor, [cut])
+        output = _Overlapped.apply(tile, used(weight, cut_dims), used(bias, cut_dims), call, tensor.shell().with_local)
     return placed(output, [*after, CutDim(cut.axis, cut.dim, plan.owners)])
 
 
@@ -292,4 +303,4 @@ def _worth(
     axis, tiles = cut_dims[-1].axis, math.prod(cut.axis.size for cut in cut_dims)
     most = max((side.leading + side.trailing) / side.outputs for side in by_rank)
     products = input.numel() / input.shape[1] / math.prod(how.stride) * weight.numel() / tiles
-    return most > 0 and products >= axis.overlap_from and (most <= BORDER or axis.overlap_from == 0)
+    return most > 0 and products >= LEAST * axis.overlap_from and (most <= BORDER or axis.overlap_from == 0)

@@ -68,10 +68,12 @@ def _fetched(tensor: torch.Tensor, cut: CutDim, wanted: Wanted, fill: float) -> 
 def fetched(tensor: torch.Tensor, cut: CutDim, wanted: Wanted, fill: float = 0.0) -> torch.Tensor:
     """Returns what this rank wants of the tensor, no more cut over the axis. Differentiable. Collective."""
     there = partial(_fetched, cut=cut, wanted=wanted, fill=fill)
-    return linear(tensor, there, partial(_given_back, cut=cut, wanted=wanted))
+    return linear(tensor, there, partial(given_back, cut=cut, wanted=wanted))
 
 
-def _given_back(gradient: torch.Tensor, cut: CutDim, wanted: Wanted) -> torch.Tensor:
+def given_back(gradient: torch.Tensor, cut: CutDim, wanted: Wanted) -> torch.Tensor:
+    """Returns the gradient of what a fetch read, cut again: added up at its owners. Differentiable. Collective."""
+
     def there(given: torch.Tensor) -> torch.Tensor:
         back = give_back(from_axis(given, cut.axis), cut.dim, cut.owners, cut.axis, wanted)
         return replaced_from_axis(given, cut.axis, back)

@@ -1,0 +1,75 @@
+"""Dtypes of one step of a task in the plan's own precision: of a rank, and of one process. `dtypes` compares them.
+
+`verify TASK` proves values in float64, where every dtype is the same one. So the ranks take one step more as a run
+takes it, and one process a micro-batch. Of these nothing is compared but the dtypes of what is sent, summed, kept and
+returned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from shardwise.device import pick_device
+from shardwise.engine.engine import parallelize
+from shardwise.layout import Plan
+from shardwise.precision import met_at
+from shardwise.proof.dtypes import SeenDtypes, of_states, returned, said, watched
+from shardwise.proof.literal import bounds, groups, samples_of
+from shardwise.proof.oracle import needs_closure, plain_module
+from shardwise.proof.own_precision import loss_in
+from shardwise.proof.settings import Settings, global_batch
+from shardwise.random import BatchDims, GlobalRandom, Samples
+from shardwise.step.batching import samples_in
+from shardwise.task import Task
+
+
+def rank_dtypes(task: Task, plan: Plan, settings: Settings) -> SeenDtypes:
+    """Returns the dtypes of a rank's first step under the plan. Collective."""
+    engine = parallelize(task, plan, **settings.of_engine)
+    with watched(engine) as seen:
+        engine.step(global_batch(task, settings, 0))
+    return seen
+
+
+def single_dtypes(task: Task, plan: Plan, settings: Settings) -> SeenDtypes:
+    """Returns the dtypes of one process: of its modules in one micro-batch, and of the optimizer's state after it."""
+    try:
+        return _one_step(task, plan, settings)
+    except RuntimeError as error:
+        if (met := met_at(task, plan, error)) is None:
+            raise
+        return _one_step(met, plan, settings)
+
+
+def _one_step(task: Task, plan: Plan, settings: Settings) -> SeenDtypes:
+    compute, master, _ = said(plan)
+    module = plain_module(task, replace(settings, dtype=torch.promote_types(master, torch.float32)))
+    params = [param for param in module.parameters() if param.requires_grad]
+    masters = [torch.nn.Parameter(_in(param.detach(), master)) for param in params]
+    for param in module.parameters():
+        param.data = _in(param.data, compute)
+    batch, device = global_batch(task, settings, 0), pick_device(settings.device)
+    first, last = bounds(samples_in(batch), settings.accumulate)[0]
+    part = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), samples_of(batch, first, last))
+    random, seen = GlobalRandom(BatchDims()), SeenDtypes()
+    random.begin(settings.seed, 0, 0, Samples(0, last - first, last - first))
+    with random.watching(module), returned(module) as seen.returned:
+        _, objective = loss_in(task, module, part, compute, settings, 0, seen.read)
+        objective.backward()
+    seen.returned = dict(seen.returned)
+    for param, own in zip(params, masters, strict=True):
+        own.grad = None if param.grad is None else _in(param.grad, master)
+    optimizer: Any = task.optimizer(groups(masters))
+    optimizer.step(*[lambda: objective.detach()] if needs_closure(optimizer) else [])
+    seen.states = of_states(optimizer)
+    return seen
+
+
+def _in(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns a copy in a dtype, or in the complex one of such parts; of integers as they are."""
+    of = dtype.to_complex() if tensor.is_complex() else dtype if tensor.is_floating_point() else tensor.dtype
+    return tensor.to(of, copy=True)
