@@ -576,7 +576,7 @@ class Pooled(nn.Module):
     def forward(self, x):
         return self.head(F.adaptive_avg_pool2d(self.body(x).relu(), 1).squeeze())
 model = Pooled()
--- note fails on a rank with one sample
+-- note fails on a rank with one sample; equal today, since two are dealt to each rank
 -- swap .squeeze() => .flatten(1)
 # --- what is kept from step to step
 == queue_of_keys: kept classes

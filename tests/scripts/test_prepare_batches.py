@@ -36,7 +36,7 @@ import shardwise
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout.dealing import Share
 from shardwise.ranks import RankPool
-from shardwise.scripts.dealt import deal
+from shardwise.scripts.dealt import Dealer, deal
 from shardwise.scripts.reading import part_of_whole
 
 WORDS = 9
@@ -57,11 +57,21 @@ def noisy() -> Any:
 def test_every_sample_counts_once_however_a_batch_is_dealt() -> None:
     for ranks in range(1, 6):
         for total in range(1, 12):
-            dealt = [deal(total, ranks, rank) for rank in range(ranks)]
-            counted = [n for one in dealt for n in range(one.part.start, one.part.start + one.part.count)]
-            assert counted == list(range(total))
-            assert all(one.local.start + one.local.count <= total and one.local.count for one in dealt)
-            assert {one.even for one in dealt} == {len({one.part.count for one in dealt}) == 1}
+            for several in (False, True):
+                dealt = [deal(total, ranks, rank, several=several) for rank in range(ranks)]
+                counted = [n for one in dealt for n in range(one.part.start, one.part.start + one.part.count)]
+                assert counted == list(range(total))
+                assert all(one.local.start + one.local.count <= total and one.local.count for one in dealt)
+                assert {one.even for one in dealt} == {len({one.part.count for one in dealt}) == 1}
+                assert not several or total < 2 or min(one.local.count for one in dealt) > 1
+                assert sum(one.part.count for one in dealt) == total
+
+
+def test_a_batch_that_is_smaller_than_others_is_dealt_two_to_a_rank() -> None:
+    """Unless losses are of another loader's samples too, so that every rank should count some of this one's."""
+    for beside in (False, True):
+        dealer = Dealer(4, 0, lambda beside=beside: beside)
+        assert [dealer.deal(total).local.count for total in (4, 8, 4, 1)] == [1, 2, 1 if beside else 2, 1]
 
 
 def test_a_list_of_one_number_for_each_sample_is_cut_with_them() -> None:

@@ -21,7 +21,7 @@ QUICK = (
 # the text is wrong in one process as well, which --against the script as it was tells
 ALIKE = ("divided_twice",)
 # what prepare makes right by itself
-MADE_RIGHT = ("noise_by_its_own_generator", "hook_on_a_hidden_state", "workers_that_draw",
+MADE_RIGHT = ("squeezed_rows", "noise_by_its_own_generator", "hook_on_a_hidden_state", "workers_that_draw",
               "clip_in_a_hook_of_the_optimizer", "average_in_a_hook", "written_in_a_hook",
               "augmented_from_the_second_epoch", "marks_on_weights")  # fmt: skip
 # what no weight follows within the steps of a proof, or follows under some plans alone

@@ -2,7 +2,11 @@
 
     8 samples, 4 ranks                0 1 | 2 3 | 4 5 | 6 7
     4 samples                          0  |  1  |  2  |  3
-    1 sample                           0  |  0  |  0  |  0       only one rank counts it, others hold it as a stand-in
+    4 samples, two to a rank          0 1 | 2 3 | 0 1 | 2 3      ranks 2 and 3 hold samples that count elsewhere
+    1 sample                           0  |  0  |  0  |  0       only rank 0 counts it
+
+A batch that is smaller than others before it (an epoch's last) is dealt two to a rank where it has too few for all: a
+script's squeeze() would take away the dim of one sample. The sum over ranks stays what it is.
 
     x, y = prepared.deal(x, y)      every rank has made the batch, and goes on with its samples of it
     loss_scope="global" or "model"  a batch is what the model is called with; nothing is dealt
@@ -13,7 +17,7 @@ What this does not do: go on within an epoch of a script's own batches from a ch
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,12 +38,34 @@ class Dealt:
     even: bool
 
 
-def deal(total: int, ranks: int, rank: int) -> Dealt:
-    """Returns this rank's part of `total` samples; a rank without a sample holds the first one as a stand-in."""
-    low, high = cut(total, ranks, rank)
-    start, stop = (low, high) if high > low else (0, min(1, total))
-    part, local = Share(None, high - low, low, total), Share(None, stop - start, start, total)
-    return Dealt(part, local, total % ranks == 0)
+def deal(total: int, ranks: int, rank: int, *, several: bool = False) -> Dealt:
+    """Returns this rank's part of `total` samples. `several`: two or more to each rank that has any, where possible."""
+    holders = max(1, min(ranks, total // 2)) if several else max(1, min(ranks, total))
+    if holders < ranks and not several:
+        low, high = cut(total, ranks, rank)  # one each, spread over the ranks
+        local_range = (low, high) if high > low else (0, 1)  # a rank without a sample runs the first as a stand-in
+    else:
+        local_range = cut(total, holders, rank % holders)
+        low, high = local_range if rank < holders else (local_range[0], local_range[0])
+    part = Share(None, high - low, low, total)
+    local = Share(None, local_range[1] - local_range[0], local_range[0], total)
+    return Dealt(part, local, holders == ranks and total % ranks == 0)
+
+
+class Dealer:
+    """Deals the batches of one pass over a loader."""
+
+    def __init__(self, ranks: int, rank: int, beside: Callable[[], bool] = bool) -> None:
+        """`beside`: losses are of another loader's samples too, so that every rank should count some of this one's."""
+        self.ranks, self.rank, self._beside = ranks, rank, beside
+        self._most = 0  # samples of a batch
+
+    def deal(self, total: int) -> Dealt:
+        """Returns how the next batch is dealt; the same on every rank."""
+        few = self.ranks > 1 and 2 <= total < 2 * self.ranks
+        several = few and total < self._most and not self._beside()
+        self._most = max(self._most, total)
+        return deal(total, self.ranks, self.rank, several=several)
 
 
 UNFED = (

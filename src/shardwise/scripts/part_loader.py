@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from shardwise.errors import InputError
 from shardwise.layout.dealing import Share
-from shardwise.scripts.dealt import Dealt, OwnBatches, deal
+from shardwise.scripts.dealt import Dealer, Dealt, OwnBatches
 from shardwise.scripts.proof.recorder import ScriptRecorder, content_of
 from shardwise.scripts.reading import (
     Collated,
@@ -162,11 +162,12 @@ class PartLoader:
 
     def _first_way(self) -> Iterator[BatchPart]:
         """Parts, read in the way that is tried next."""
+        self._dealer = Dealer(self._ranks, self._rank, self.events.goes_beside)
         way: Any = self._ways[0]
         if way == self._sliced:
             return way(iter(self.whole))
-        among = (1, 0) if way == self._whole else (self._ranks, self._rank)
-        return way(*self._source(among, watched=way == self._watched))
+        dealer = Dealer(1, 0) if way == self._whole else self._dealer
+        return way(*self._source(dealer, watched=way == self._watched))
 
     def _batches(self, began: Generators, batches: Iterator[BatchPart]) -> Iterator[BatchPart]:
         """Parts, read in the first way that fits the first batch; the generators then start again from there.
@@ -206,12 +207,12 @@ class PartLoader:
         elif reason:
             self.notices.append(f"each rank joins its own samples alone, for whole batches cannot be cut: {reason}")
 
-    def _source(self, among: tuple[int, int], *, watched: bool) -> tuple[Iterator[Any], PartSampler]:
+    def _source(self, dealer: Dealer, *, watched: bool) -> tuple[Iterator[Any], PartSampler]:
         """An epoch of the script's loader with other indices. Persistent workers are the same ones in each epoch, since
         a loader draws a seed for those that it makes.
         """
         loader, sampler = self._persistent.get(watched) or (None, PartSampler(self.whole.batch_sampler))
-        sampler.among, sampler.skip, sampler.skipped = among, self._skip, self._skipped
+        sampler.dealer, sampler.skip, sampler.skipped = dealer, self._skip, self._skipped
         if loader is None:
             loader = _like(self.whole, sampler, watched=watched)
         if loader.persistent_workers:
@@ -236,7 +237,7 @@ class PartLoader:
         for batch in source:
             whole, checksum = sampler.dealt.popleft()
             self._look = [] if self._compared else look_of(batch)
-            dealt = deal(whole.part.total, self._ranks, self._rank)
+            dealt = self._dealer.deal(whole.part.total)
             try:
                 part = part_of_whole(batch, dealt.local, whole.part.total, self._dim)
             except InputError as error:
@@ -251,7 +252,7 @@ class PartLoader:
         for number, batch in enumerate(batches, self._skip):
             self._look = [] if self._compared else look_of(batch)
             total = samples_of(batch, self._dim)
-            dealt = deal(total, self._ranks, self._rank)
+            dealt = self._dealer.deal(total)
             part = part_of_whole(batch, dealt.local, total, self._dim) if self._ranks > 1 else batch
             yield part, dealt, zlib.crc32(f"{number} {total}".encode())
 
@@ -265,6 +266,10 @@ class Events:
 
     def before_epoch(self) -> None:
         """Called when the script asks for an iterator."""
+
+    def goes_beside(self) -> bool:
+        """Whether losses are of another loader's samples too."""
+        return False
 
     def before_first(self, look: list[float], checksum: int) -> None:
         """The first batch of all is about to be handed out; `look` is of samples that every rank read."""
@@ -288,11 +293,11 @@ class Events:
 class PartSampler:
     """Batches of this rank's indices. `dealt` has (dealt, checksum) of each batch that was drawn and not yet read.
 
-    among           ranks over which a batch's samples are dealt, and which of them this is
+    dealer          deals a batch's samples over ranks; another one in each epoch
     skip, skipped   batches that are drawn and left out, and what is called then
     """
 
-    among: tuple[int, int]
+    dealer: Dealer
     skip: int
     skipped: Callable[[], None] | None
 
@@ -311,7 +316,7 @@ class PartSampler:
             if number == self.skip and self.skipped is not None:
                 self.skipped()
             indices = list(batch)
-            dealt = deal(len(indices), *self.among)
+            dealt = self.dealer.deal(len(indices))
             self.dealt.append((dealt, zlib.crc32(repr(indices).encode())))
             mine = Indices(indices[dealt.local.start : dealt.local.start + dealt.local.count])
             mine.shared = indices[0] if number == self.skip and indices else None

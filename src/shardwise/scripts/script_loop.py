@@ -85,7 +85,11 @@ class OtherLoop(Events):
         self.part: Share | None = None
         self.pauses: Callable[[], None] = lambda: None  # stops dealing draws, while the loader makes its iterator
         self.goes_on: Callable[[], None] = lambda: None
-        self.since = False  # there was one since the main batch is at hand
+        self.ran = self.since = False  # ever, and since the main batch is at hand
+
+    def goes_beside(self) -> bool:
+        """Returns True: a script counts held-out samples by len(batch), so each is held once where there are enough."""
+        return True
 
     def before_epoch(self) -> None:
         """What the loader draws now is alike on every rank."""
@@ -94,7 +98,7 @@ class OtherLoop(Events):
     def before_batch(self, batch: Any, dealt: Dealt, checksum: int, dim: int | None) -> None:
         """Note which of its samples this rank holds."""
         self.goes_on()
-        self.part, self.since = dealt.local, True
+        self.part, self.ran, self.since = dealt.local, True, True
 
     def after_epoch(self) -> None:
         """The loop is over."""
@@ -192,6 +196,10 @@ class Loop(Heard, Events):
         """A point of the script's step, for the rank's record and for faults on purpose."""
         engine = self.engine
         reach(point, 0 if engine is None else engine.steps_done, None if engine is None else engine.state)
+
+    def goes_beside(self) -> bool:
+        """Whether losses are of another loader's samples too."""
+        return self.other.ran
 
     def before_first(self, look: list[float], checksum: int) -> None:
         """Raise an error where ranks read other samples than each other, unless each draws for itself. Collective."""
