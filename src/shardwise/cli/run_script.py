@@ -16,13 +16,15 @@ from shardwise.task_files import looked_in
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--nproc", type=WholeNumber(min=1), help="Ranks to start; by default one for each GPU, or two.")
 @click.option("--verify-first", is_flag=True, help="Prove the script first, as `shardwise verify` does; then run it.")
+@click.option("--profile-steps", metavar="10:12", help="Trace steps 10 and 11 of the script's loop, into profile/.")
 @click.option("--show-ranks", is_flag=True, help="Leave RANK, WORLD_SIZE and the like in the script's environment.")
 @common
 @click.argument("script", metavar="SCRIPT.py")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
 @click.pass_obj
 def run(
-    answer: Answer, nproc: int | None, verify_first: bool, show_ranks: bool, script: str, arguments: tuple[str, ...]
+    answer: Answer, nproc: int | None, verify_first: bool, profile_steps: str | None, show_ranks: bool, script: str,
+    arguments: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Run a script that calls `prepare` or `parallelize`, on ranks of this machine.
 
@@ -33,6 +35,7 @@ def run(
     is shown once, last. RANK, WORLD_SIZE and the like are hidden from the script, which may branch on them to set up
     ranks of its own; --show-ranks leaves them there. On several hosts use torchrun, srun or mpirun.
     """
+    from shardwise.observe.profile_steps import FOLDER, read_steps_of_script
     from shardwise.ranks import here, launch
     from shardwise.ranks.script import cause_of, of_script, run_script, stacks_first
 
@@ -52,20 +55,27 @@ def run(
             f"run: {place.named} has started {place.world_size} ranks already: give it the script itself, without "
             "shardwise run"
         )
+    profile = None if profile_steps is None else read_steps_of_script(profile_steps)
     if verify_first:
         _prove(answer, script, arguments)
+    traces = Path(FOLDER, "rank0.json")
+    before = _written(traces)
     ranks = nproc or _devices()
     answer.fields.update(world_size=ranks)
     begin(answer, f"run: starting {ranks} ranks")
     if answer.unfinished:  # a line of its own: from here on the script writes
         click.echo(err=True)
         answer.unfinished = False
-    if behind := [word for word in arguments if word.split("=")[0] in ("--nproc", "--show-ranks", "--verify-first")]:
+    if behind := [
+        word
+        for word in arguments
+        if word.split("=")[0] in ("--nproc", "--show-ranks", "--verify-first", "--profile-steps")
+    ]:
         click.echo(
             f"run: {behind[0]} stands behind {path.name} and is the script's; run's own stand before it", err=True
         )
     try:
-        launch(run_script, ranks, (script, arguments, show_ranks), name=script)
+        launch(run_script, ranks, (script, arguments, show_ranks, profile_steps), name=script)
     except ShardwiseError as error:
         trace = getattr(error, "remote_traceback", "")
         if not trace:
@@ -77,6 +87,16 @@ def run(
             click.echo(shown, err=True)
         failed = rebuilt(type(error), f"run: rank {getattr(error, 'rank', 0)} of {ranks} failed: {cause_of(trace)}")
         raise failed from None
+    if profile is not None and _written(traces) == before:
+        raise RunError(
+            f"run: nothing was profiled: {path.name} took fewer than {profile.stop} optimizer steps with what prepare "
+            "returns"
+        )
+
+
+def _written(path: Path) -> float:
+    """When a file was last written, in seconds; 0 where there is none."""
+    return path.stat().st_mtime if path.is_file() else 0.0
 
 
 def _prove(answer: Answer, script: str, arguments: tuple[str, ...]) -> None:

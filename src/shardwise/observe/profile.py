@@ -27,12 +27,13 @@ from typing import Any
 import torch.distributed as dist
 from torch.profiler import profile, record_function
 
-from shardwise.comm import Ledger, Observer
+from shardwise.comm import Ledger, Observer, gather_json
 from shardwise.device import on_host, profiler_activities
 from shardwise.engine.engine import Engine
+from shardwise.observe.folder import write_json
+from shardwise.observe.profile_steps import FOLDER
 
 Span = tuple[float, float]
-FOLDER = "profile"
 _PREFIX = "shardwise."
 _ALL, _INPUT, _STEP, _UPDATE, _WAIT, _ISSUE = (
     f"{_PREFIX}{word}" for word in ("steps", "input", "step", "update", "wait", "issue")
@@ -87,6 +88,21 @@ class StepProfile:
         if not on_host(self.engine.device):
             return {}
         return table_of(list(self._profiler.events()), len(self.steps), self.measured_s)
+
+    def tell(self, step: int) -> str:
+        """Returns, after the last step, the table of all ranks on rank 0, which is written too; else nothing.
+
+        Collective after the last step. Empty on a GPU, where the traces alone are written.
+        """
+        table = self.after(step)
+        if table is None:
+            return ""
+        tables = gather_json(table, self.engine.mesh.world, self.engine.device)
+        if self.engine.rank != 0 or not table:
+            return ""
+        fields = {"steps": list(self.steps), "unit": "ms per step", "ranks": tables}
+        write_json(self.folder / FOLDER / "table.json", fields)
+        return as_text(tables, self.steps)
 
     def _watch(self) -> None:
         """Name what the trace would not: waits, the update, and the axis of each collective."""

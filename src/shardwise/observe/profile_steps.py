@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardwise.errors import InputError
 
+FOLDER = "profile"  # of the traces and the table
 LONGEST = 20  # steps; a trace grows by megabytes in each
 
 
@@ -11,10 +12,28 @@ def read_steps(text: str | None, steps: int) -> range:
     """Returns the steps of "10:12" (10 and 11); empty where nothing was asked for. Raises `InputError`."""
     if text is None:
         return range(0)
-    first, _, last = text.partition(":")
-    profiled = range(int(first), int(last))
+    profiled = _range(text, "train.profile_steps")
     if not profiled or profiled.stop > steps:
         raise InputError(f"train.profile_steps: {text} is no part of the run's {steps} steps (0:{steps})")
+    return profiled
+
+
+def read_steps_of_script(text: str) -> range:
+    """Returns the steps of "10:12" of a script, whose first one cannot be profiled. Raises `InputError`."""
+    profiled = _range(text, "--profile-steps")
+    if not profiled or profiled.start < 1:
+        raise InputError(
+            f"--profile-steps: {text}: give the first step and the one before which to end, as 10:12; step 0 of a "
+            "script, in which the plan is made, is no step like the others"
+        )
+    return profiled
+
+
+def _range(text: str, option: str) -> range:
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and last.isdecimal()):
+        raise InputError(f"{option}: {text!r} is no range of steps: give it as 10:12, which is steps 10 and 11")
+    profiled = range(int(first), int(last))
     if len(profiled) > LONGEST:
-        raise InputError(f"train.profile_steps: {text} is {len(profiled)} steps; at most {LONGEST} fit into a trace")
+        raise InputError(f"{option}: {text} is {len(profiled)} steps; at most {LONGEST} fit into a trace")
     return profiled

@@ -14,19 +14,23 @@ from pathlib import Path
 
 from shardwise.errors import RunError
 
+PROFILE_STEPS = "SHARDWISE_PROFILE_STEPS"  # asks `prepare` for a profile, under any launcher
 # what launchers set and scripts branch on: a script that is prepared needs none of it
 HIDDEN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
-def run_script(path: str, arguments: Sequence[str], shown: bool) -> None:
+def run_script(path: str, arguments: Sequence[str], shown: bool, profiled: str | None = None) -> None:
     """Run a script as the main program of this rank; called on each rank.
 
-    shown   RANK and the like stay in the environment, as under torchrun
+    shown     RANK and the like stay in the environment, as under torchrun
+    profiled  steps that `prepare` is to profile, as "10:12"
     Raises what the script raises, and `RunError` where it ends itself with a code other than 0.
     """
     rank, ranks = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
     for name in () if shown else HIDDEN:
         os.environ.pop(name, None)
+    if profiled is not None:
+        os.environ[PROFILE_STEPS] = profiled
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).resolve().parent))
     try:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -70,6 +71,7 @@ class PartLoader:
         self.events = self._told = events or Events()
         self.notices: list[str] = []
         self.recorder: ScriptRecorder | None = None  # of a proof, which is told of batches
+        self.reading: Callable[[], AbstractContextManager[None]] = nullcontext  # around the wait for a batch
         self._place: tuple[int, dict | None] | None = None  # to go on from
         self._began: Generators | None = None  # where generators stood at the start of the epoch under way
         self._look: list[float] = []  # numbers of what every rank read alike of the batch at hand
@@ -110,7 +112,7 @@ class PartLoader:
     def _handed_out(self, began: Generators, batches: Iterator[BatchPart]) -> Iterator[Any]:
         most = total = 0
         try:
-            for batch, dealt, checksum in self._batches(began, batches):
+            for batch, dealt, checksum in self._read(self._batches(began, batches)):
                 self.part = dealt.part
                 self._out += 1
                 total = dealt.part.total
@@ -128,6 +130,15 @@ class PartLoader:
         finally:
             self._began = None
             self._told.after_epoch()
+
+    def _read(self, batches: Iterator[BatchPart]) -> Iterator[BatchPart]:
+        """Batches as they are, each waited for within `reading`."""
+        while True:
+            with self.reading():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
 
     def _tell_proof(self, batch: Any, dealt: Dealt) -> None:
         """Tell a proof of the batch: how many samples all ranks have, and the content of those that count here."""

@@ -56,6 +56,7 @@ from shardwise.scripts.proof.plain import Plain
 from shardwise.scripts.proof.receipts import line_of, script_under_way
 from shardwise.scripts.proof.recorder import recorder
 from shardwise.scripts.script_lines import names_line
+from shardwise.scripts.script_profile import asked_profile
 from shardwise.scripts.script_weights import OptimizerGuard, ScriptWeights
 from shardwise.scripts.spread import check_cuts, on_common_axes, shared_call, thawed, wait_for_call
 from shardwise.scripts.start import (
@@ -373,6 +374,8 @@ class Prepared(Stepping):
         hold(self, whole=not others)
         self._asking = Asking(self._gate, self.calls, buckets_of(engine))
         self._first, self._settles = FirstSteps(engine, proves=self.side is not None), in_pieces
+        if self.calls.leader is self.calls and self.side is None and (profile := asked_profile(engine)) is not None:
+            self._profile, self.loader.reading = profile, profile.reading
 
     @property
     def waits(self) -> bool:

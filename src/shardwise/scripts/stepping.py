@@ -32,6 +32,7 @@ from shardwise.scripts.part_loader import PartLoader
 from shardwise.scripts.proof.on_ranks import RankSide
 from shardwise.scripts.sample_draws import differentiate
 from shardwise.scripts.script_lines import Notices, names_line
+from shardwise.scripts.script_profile import ScriptProfile
 from shardwise.scripts.step_hooks import hooks_around, hooks_aside, run_hooks
 from shardwise.step.control import Tally
 from shardwise.step.loss import Loss
@@ -67,6 +68,7 @@ class Stepping(OverRanks):
         self._form: str | None = None
         self._result: StepResult | None = None  # of the gradients that are whole
         self._usable = True  # they are finite
+        self._profile: ScriptProfile | None = None
         self.loss = torch.tensor(float("nan"))  # of the last whole step, over all ranks
 
     # --- what a script calls
@@ -346,6 +348,8 @@ class Stepping(OverRanks):
         if self.side is not None:
             self.side.after(self)
         self._stepped = self._tally is not None
+        if self._profile is not None:
+            self._profile.stepped()
         return result
 
     def _usable_step(self, inner: Callable[[], Any]) -> Any:

@@ -34,7 +34,7 @@ from shardwise.look.samples import read_samples
 from shardwise.measure.pace import Beat, over_ranks, pace_beside
 from shardwise.observe import Flops, InputWatch, MetricsFile, count_flops, finite, peak_flops, write_inputs, write_json
 from shardwise.observe.peak_memory import imbalance, memory_of
-from shardwise.observe.profile import StepProfile, as_text
+from shardwise.observe.profile import StepProfile
 from shardwise.observe.profile_steps import read_steps
 from shardwise.observe.progress_display import Display
 from shardwise.observe.sinks import open_sinks
@@ -301,18 +301,10 @@ class _Rank:
         self.shown_notices = len(self.engine.notices)
 
     def _profiled(self, step: int) -> None:
-        """Writes and shows the table of all ranks after the last profiled step. Collective then."""
-        table = self.profile.after(step)
-        if table is None:
-            return
-        tables = gather_json(table, everybody(), self.engine.device)
-        if self.engine.rank == 0 and table:
-            write_json(
-                self.job.folder / "profile" / "table.json",
-                {"steps": list(self.profile.steps), "unit": "ms per step", "ranks": tables},
-            )
-            if self.display is not None:
-                self.display.say(as_text(tables, self.profile.steps))
+        """Shows the table of all ranks after the last profiled step. Collective then."""
+        table = self.profile.tell(step)
+        if table and self.display is not None:
+            self.display.say(table)
 
     def _observed_step(self, step: int, batch: Any) -> StepResult:
         """Runs one step with every collective counted into ledger.json; slower, so it is left out of the speed."""
