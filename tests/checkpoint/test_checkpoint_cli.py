@@ -133,6 +133,25 @@ class Runs:
         return Path.touch, (self.at,)
 
 
+@pytest.mark.parametrize("key", [None, "model"])
+def test_a_folder_that_torch_loads_is_written(key: str | None, run: Path, capfd, tmp_path: Path):
+    import torch.distributed.checkpoint as dcp
+
+    weights, target = load_file(run / "model.safetensors"), tmp_path / "folder"
+    of_key = () if key is None else ("--key", key)
+    words = (str(run), str(target), "--dcp", *of_key)
+    assert asked(capfd, "convert", *words)[0] == 0
+    found = {name: torch.full_like(value, 7) for name, value in weights.items()}
+    dcp.load(found if key is None else {key: found}, checkpoint_id=target, no_dist=True)
+    assert all(torch.equal(found[name], value) for name, value in weights.items())
+    back = ("convert", str(target), str(tmp_path / "back.safetensors"), "--allow-pickle", *of_key)
+    assert asked(capfd, *back)[0] == 0
+    assert load_file(tmp_path / "back.safetensors").keys() == weights.keys()
+    code, told = asked(capfd, "convert", *words)
+    assert code == 2 and "exists" in told["error"]
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
 def test_tensors_of_others_pickles_are_read_and_nothing_is_run(run: Path, capfd, tmp_path: Path):
     import pickle
 

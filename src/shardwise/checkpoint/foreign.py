@@ -1,4 +1,4 @@
-"""Read others' state dicts: files of `torch.save`, folders of `torch.distributed.checkpoint`. Called by cli/checkpoint.
+"""Read others' state dicts: files of `torch.save`, folders of `torch.distributed.checkpoint`; write such a folder.
 
 Nothing in them is executed. Of a file, torch's restricted reader makes tensors and plain containers alone
 (`weights_only`); of a folder's `.metadata` only torch's classes that describe tensors are made, and only tensors are
@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import os
 import pickle
+import shutil
 import warnings
 import zipfile
 from collections.abc import Mapping
@@ -19,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 from torch.distributed.checkpoint import filesystem, metadata
 
 from shardwise.checkpoint.files import begins_as_pickle
@@ -28,6 +31,29 @@ METADATA = ".metadata"
 SHARED = 16  # names of one storage: by how much tensors may be more than their file
 _PLAIN = {("collections", "OrderedDict"), ("pathlib", "PosixPath"), ("pathlib", "Path"), ("torch", "Size"),
           ("torch.serialization", "_get_layout")}  # fmt: skip
+
+
+def write_folder(weights: Path, target: Path, key: str | None = None) -> list[Path]:
+    """Write a safetensors file's tensors as a folder that `torch.distributed.checkpoint.load` reads; returns its files.
+
+    key   under which the state dict lies there, such as "model"; None: the names are those of the tensors
+
+    Tensors are mapped from the file, not held. Raises `InputError` where the target exists.
+    """
+    if os.path.lexists(target):
+        raise InputError(f"{target} exists: give a new name")
+    partial = target.with_name(
+        f".{target.name}.partial-{os.getpid()}"
+    )  # written beside: a target that is there is whole
+    try:
+        with safe_open(weights, "pt") as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that no process group is there, which is meant
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+            dcp.save(tensors if key is None else {key: tensors}, checkpoint_id=partial, no_dist=True)
+        partial.replace(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return sorted(target.iterdir())
 
 
 def is_foreign(path: Path) -> bool:

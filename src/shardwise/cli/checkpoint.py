@@ -80,18 +80,19 @@ def verify(answer: Answer, path: str) -> None:
 @click.option("--like", metavar="FOLDER", help="The transformers model it is: a folder that from_pretrained reads.")
 @click.option("--merge", is_flag=True, help="PATH is a run with adapters: a folder of the model with them merged.")
 @click.option("--allow-pickle", is_flag=True, help="PATH is of torch.save or torch.distributed.checkpoint.")
-@click.option("--key", help="Where in that the state dict lies, such as model.")
+@click.option("--dcp", is_flag=True, help="TARGET is a new folder of torch.distributed.checkpoint.")
+@click.option("--key", help="Where the state dict lies in what is no safetensors, such as model.")
 @common
 @click.pass_obj
 def convert(
-    answer: Answer, path: str, target: str, ema: bool, like: str | None, merge: bool, allow_pickle: bool,
+    answer: Answer, path: str, target: str, ema: bool, like: str | None, merge: bool, allow_pickle: bool, dcp: bool,
     key: str | None,
 ) -> None:  # fmt: skip
     """Its weights as safetensors: one file (TARGET.safetensors), or a folder of them with an index.
 
     PATH may be safetensors too. With --like, the folder has the names, the configuration and the tokenizer that
     transformers reads. With --allow-pickle, PATH is a file of torch.save or a folder of torch.distributed.checkpoint:
-    its tensors are read, and nothing in it is executed.
+    its tensors are read, and nothing in it is executed. With --dcp, TARGET is such a folder.
 
     \b
     shardwise checkpoint convert runs/NAME weights.safetensors
@@ -100,8 +101,10 @@ def convert(
 
     from shardwise.checkpoint.inspect import convert as turn
 
-    if key is not None and not allow_pickle:
-        raise InputError("--key says where in a file of torch.save a state dict lies: it needs --allow-pickle")
+    if key is not None and not (allow_pickle or dcp):
+        raise InputError("--key says where in a file of torch.save a state dict lies: it needs --allow-pickle or --dcp")
+    if dcp and (like is not None or merge or allow_pickle):
+        raise InputError("--dcp writes the weights under their own names: leave --like, --merge and --allow-pickle out")
     if merge:
         if ema or allow_pickle:
             raise InputError("--merge takes a run with adapters: leave --ema and --allow-pickle out")
@@ -113,7 +116,12 @@ def convert(
         return
     with tempfile.TemporaryDirectory(dir=_nearest(Path(target))) as between:
         source = _read_foreign(Path(path), key, Path(between)) if allow_pickle else path
-        if like is None:
+        if dcp:
+            from shardwise.checkpoint.foreign import write_folder
+
+            (single,) = turn(source, Path(between) / "weights.safetensors", ema=ema)
+            files = write_folder(single, Path(target), key)
+        elif like is None:
             files = turn(source, target, ema=ema)
         else:
             from shardwise.hf.export import export
