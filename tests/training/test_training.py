@@ -331,6 +331,21 @@ def test_equal_weights_are_equal_files(tmp_path):
     torch.testing.assert_close(load_file(paths[0]), engine.state_dict(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["gone", "another in its place"])
+def test_a_folder_that_is_moved_under_a_run_is_told(again: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "one"
+    folder.mkdir(parents=True)
+    metrics = MetricsFile(folder / "metrics.jsonl")
+    metrics.write({"step": 1})
+    (tmp_path / "runs").rename(tmp_path / "moved")
+    if again:
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").touch()
+    with pytest.raises(shardwise.RunError, match=r"moved or deleted.*--resume .*runs/one"):
+        metrics.write({"step": 2})
+    metrics.close()
+
+
 def test_metrics_are_on_disk_at_once_and_are_strict_json(tmp_path):
     metrics = MetricsFile(tmp_path / "m.jsonl")
     metrics.write({"loss": math.inf, "extras": [1.5, math.nan]})

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shardwise.errors import RunError
 from shardwise.observe.sinks import Sink, numbers_of
 
 
@@ -15,15 +17,29 @@ class MetricsFile:
     """Writer of `metrics.jsonl`, which hands numbers to the sinks too."""
 
     def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        self._path, self._file = path, path.open("a", encoding="utf-8")
         self._sinks = sinks
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write one line. A number that is not finite becomes null, for JSON has no name for it."""
+        """Write one line. A number that is not finite becomes null, for JSON has no name for it.
+
+        Raises `RunError` where the folder was moved or deleted: the open file takes lines that nobody would find.
+        """
+        self._refuse_lost()
         self._file.write(json.dumps(finite(record), allow_nan=False) + "\n")
         self._file.flush()
         for sink in self._sinks:
             sink.write(int(record["step"]), numbers_of(record))
+
+    def _refuse_lost(self) -> None:
+        there = self._path.stat() if self._path.exists() else None
+        ours = os.fstat(self._file.fileno())
+        if there is None or (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino):
+            folder = self._path.parent
+            raise RunError(
+                f"the run's folder {folder} was moved or deleted while the run went on, and what it writes would be "
+                f"lost. Move it back, then go on from its last checkpoint: shardwise train --resume {folder}"
+            )
 
     def close(self) -> None:
         self._file.close()

@@ -52,6 +52,8 @@ def until_done(job: Job, launch: Launch) -> dict[str, Any]:
         try:
             summary = launch(attempts.job)
         except RunError as error:
+            if not job.folder.is_dir():
+                raise  # moved or deleted under the run, as its message says: there is nothing to go on from
             # otherwise the steps up to a checkpoint that is about to be published would be lost
             attempts.let_writers_end()
             entry = attempts.entry(began, from_step, error)
