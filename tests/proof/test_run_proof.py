@@ -13,6 +13,7 @@ from run_tasks import noisy
 
 from shardwise import Plan, verify
 from shardwise.config import Given, load
+from shardwise.errors import RunError
 from shardwise.proof.own_precision import plain_steps
 from shardwise.proof.settings import Settings
 from shardwise.proof.verify_run import verify_run
@@ -203,3 +204,43 @@ def test_a_checkpoint_that_goes_on_elsewhere_is_found(pool: RankPool) -> None:
     bug = Bug("", "shardwise.data.loader:Loader.state_dict", old, new, "", "")
     parity = proof("dp_replicate=2", BuggyPool(pool, bug), eval_every=0)
     assert any("goes on with sample" in told for told in parity.differences)
+
+
+# --- an optimizer with a mode evaluates, and writes, other weights than it trains
+
+MODES = """
+task.name = "run_tasks:averaged"
+[train]
+steps = 6
+eval_every = 2
+keep_best = true
+"""
+
+
+def proof_of_modes(plan: str, pool: Any, folder: Path) -> Any:
+    (folder / "modes.toml").write_text(MODES)
+    given = [Given("plan", plan, "the test")]
+    return verify_run(load(folder / "modes.toml", values=given), pool=pool, timeout_s=60)
+
+
+MORE = [pytest.param(plan, marks=pytest.mark.long) for plan in ("tp=2", "dp_shard=2,zero=3")]
+
+
+@pytest.mark.parametrize("plan", ["dp_shard=2,zero=2", *MORE])
+def test_an_optimizer_with_a_mode_evaluates_and_writes_its_average(plan: str, pool: RankPool, tmp_path: Path) -> None:
+    parity = proof_of_modes(plan, pool, tmp_path)
+    assert parity.parity, parity.text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("where", "old", "new"), [
+    ("shardwise.step.optimizer_modes:switch", "state.technique.publish()", "pass"),
+    ("shardwise.engine.engine:Engine.evaluate", "evaluation_weights(self.state)", "self.state.hooks.inside('reduce')"),
+    ("shardwise.step.optimizer_modes:enter_training", "optimizer.train()", "optimizer.eval()"),
+], ids=["not published", "not entered", "not in training"])  # fmt: skip
+def test_a_bug_in_a_mode_is_found(where: str, old: str, new: str, pool: RankPool, tmp_path: Path) -> None:
+    bug = Bug("", where, old, new, "run_tasks:averaged", "dp_shard=2,zero=2")
+    try:
+        assert not proof_of_modes("dp_shard=2,zero=2", BuggyPool(pool, bug), tmp_path).equal
+    except RunError as error:
+        assert "a step outside of training" in str(error) or "which hold the same" in str(error)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from averaging import Averaging
 from torch import nn
 
 from shardwise import Task
@@ -61,6 +62,11 @@ def classified() -> Task:
         eval_data=Samples(11, 2),
         metrics=metrics,
     )
+
+
+def averaged() -> Task:
+    """An optimizer with a mode evaluates, and writes, other weights than it trains."""
+    return classified().with_(optimizer=partial(Averaging, lr=0.1))
 
 
 class Solved(Net):

@@ -35,6 +35,7 @@ from shardwise.ranks import here, join
 from shardwise.ranks.launchers import own_device
 from shardwise.step import train_step as steps
 from shardwise.step.hooks import MakeContext, Part
+from shardwise.step.optimizer_modes import during, evaluation_weights, has_mode
 from shardwise.step.result import StepResult
 from shardwise.step.state import RankState
 from shardwise.task import Task
@@ -132,7 +133,8 @@ class Engine:
 
     def evaluate(self, batches: Iterable[Any]) -> tuple[float, float]:
         """Returns (sum, weight) of the loss over batches (global, or `list[Share]` each), in eval mode. Collective."""
-        return steps.evaluate(self.state, (steps.dealt(self.state, batch) for batch in batches))
+        with evaluation_weights(self.state):
+            return steps.evaluate(self.state, (steps.dealt(self.state, batch) for batch in batches))
 
     def predict(self, batches: Iterable[Any], select: Callable[[Any], Any] | None = None) -> Iterator[Any]:
         """Yields the model's output for each batch, in eval mode and sample order: on rank 0's CPU, elsewhere None.
@@ -142,7 +144,8 @@ class Engine:
 
         Collective: every rank goes through the whole iterator. Raises `InputError` for what is not made of samples.
         """
-        return predict(self.state, (steps.dealt(self.state, batch) for batch in batches), select)
+        outputs = predict(self.state, (steps.dealt(self.state, batch) for batch in batches), select)
+        return during(evaluation_weights(self.state), outputs) if has_mode(self.state.optimizer) else outputs
 
     def metrics(self) -> dict[str, float]:
         """Returns Task.metrics over all samples since the last step (after `evaluate`: its own). Collective."""

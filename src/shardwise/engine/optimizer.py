@@ -26,6 +26,7 @@ from shardwise.comm import Axis
 from shardwise.errors import RefusedPlan
 from shardwise.layout.zero_stages import ZeroStage
 from shardwise.parallel.slots import DataParallel, PieceSlots
+from shardwise.step.optimizer_modes import enter_training, has_mode
 from shardwise.step.owners import OwnedMasters
 from shardwise.step.task_optimizer import OptimizerFn, construct, needs_closure
 from shardwise.tiers import only
@@ -94,7 +95,8 @@ def over_pieces(
     for group in optimizer.param_groups:
         group["params"] = [piece for param in group["params"] for piece in pieces_of[id(param)]]
     if optimizer.state:  # of tensors on the meta device
-        return _remade(optimizer)
+        optimizer = _remade(optimizer)
+    enter_training(optimizer)
     return optimizer
 
 
@@ -157,8 +159,7 @@ def _small(shapes: Sequence[torch.Size], numbers: Sequence[bool]) -> list[tuple[
 
 
 def _run(optimizer: Optimizer, params: Sequence[torch.Tensor], gradients) -> None:
-    if callable(getattr(optimizer, "train", None)):  # of one with a mode: a script may enter it after `prepare` alone
-        optimizer.train()
+    enter_training(optimizer)  # a script may enter it after `prepare` alone
     for group in optimizer.param_groups:
         if not group.get("lr", 1.0):
             group["lr"] = 1e-3  # a rate that starts at zero would make every trial agree
@@ -166,6 +167,10 @@ def _run(optimizer: Optimizer, params: Sequence[torch.Tensor], gradients) -> Non
         for param, gradient in zip(params, step, strict=True):
             param.grad = None if gradient is None else gradient.clone()
         optimizer.step()
+    if has_mode(optimizer):  # what is compared went through both modes
+        optimizer.eval()
+        optimizer.train()
+        optimizer.eval()
 
 
 def _trial(attempt: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor] | None:

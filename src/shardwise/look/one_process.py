@@ -25,6 +25,7 @@ from shardwise.random import python_restored
 from shardwise.step.batching import path_of, samples_in
 from shardwise.step.forward import run_alone
 from shardwise.step.loss import NO_GRAPH, TWICE, is_second_backward
+from shardwise.step.optimizer_modes import enter_training
 from shardwise.step.task_optimizer import named_groups, needs_closure
 from shardwise.task import Task
 from shardwise.task_names import inputs_hint, where
@@ -123,6 +124,7 @@ def failure_alone(task: Task, precision: Precision, batch: Any, device: torch.de
                     weight = task.weights(name) if task.weights is not None else None
                     tensor.data = (tensor if weight is None else weight).detach().to(device, precision.dtype_of(tensor))
             optimizer = task.optimizer(named_groups([param for param in module.parameters() if param.requires_grad]))
+            enter_training(optimizer)
             run = run_alone(task, precision, device=device)
 
             def closure() -> float:

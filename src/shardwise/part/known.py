@@ -17,19 +17,31 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.host import has_values
 from shardwise.part.levels import Distributed
 from shardwise.trace.elementwise import is_random
+from shardwise.trace.known_values import give, shadow
 from shardwise.trace.leaves import replaced, tensors_in
 
 MOST = 1 << 24  # elements that are computed whole beside a share
 
 
 def note_known(tensor: Distributed, whole: torch.Tensor) -> None:
-    """Keeps, in a rehearsal on values, the whole tensor beside this rank's share of a batch."""
-    if tensor.axis.rehearsal is not None and has_values(whole) and whole.numel() <= MOST:
-        tensor.whole_values = whole.clone()
+    """Keeps, in a rehearsal that knows the values of the whole tensor, these beside this rank's share of a batch."""
+    values = _values(whole)
+    if tensor.axis.rehearsal is not None and values is not None and values.numel() <= MOST:
+        with _disable_current_modes():
+            tensor.whole_values = values.clone()
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Returns a plain tensor's values, or those that are known of one without; None where they are not."""
+    if isinstance(tensor, FakeTensor):
+        return shadow(tensor)
+    return tensor if has_values(tensor) else None
 
 
 def with_known(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed], answer: Callable[[], Any]) -> Any:
@@ -55,9 +67,13 @@ def _of_whole(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed]) -
     # a draw here would move the generator; what is written into a plain tensor would be written twice
     if is_random(func) or (func._schema.is_mutable and not isinstance(args[0], Distributed)):
         return None
-    whole_args, whole_kwargs = replaced(Distributed, lambda tensor: tensor.whole_values, (args, kwargs))
+    if any(_values(tensor) is None for tensor in plain):
+        return None
+    whole = replaced(Distributed, lambda tensor: tensor.whole_values, (args, kwargs))
+    whole_args, whole_kwargs = replaced(FakeTensor, _values, whole)
     try:
-        return func(*whole_args, **whole_kwargs)
+        with _disable_current_modes():  # of a trace: what only one process computes is no work of a rank
+            return func(*whole_args, **whole_kwargs)
     except Exception:  # whatever it is, the rule says it
         return None
 
@@ -68,6 +84,9 @@ def _with_whole_values(output: Any, whole: Any) -> Any:
         return whole
     if not isinstance(whole, torch.Tensor) or whole.shape != output.shape or whole.numel() > MOST:
         return output
+    if isinstance(output, FakeTensor):
+        with _disable_current_modes():
+            return give(output, whole.to(output.dtype, copy=True))
     if not isinstance(output, Distributed):
         return whole.to(output.dtype, copy=True)
     output.whole_values = whole

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from shardwise.proof.literal import groups
+from shardwise.proof.literal import optimizer_of
 from shardwise.proof.settings import LEAST_EPS, raise_eps
 
 CHANGED = 0.1  # of the largest update of a parameter
@@ -35,7 +35,7 @@ class EpsWatch:
         self.others: dict[str, torch.nn.Parameter] = {}
         if self.raised:
             self.others = {name: torch.nn.Parameter(param.detach().clone()) for name, param in named}
-            self.own = make(groups(list(self.others.values())))
+            self.own = optimizer_of(make, list(self.others.values()))
         self.changed: set[str] = set()
         self.largest = 0.0
         self.gradients: dict[str, float] = {}

@@ -6,7 +6,8 @@ sides, a mistake in them would be on both: a sample that no micro-batch has, a w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,3 +82,26 @@ def groups(params: Sequence[torch.Tensor]) -> list[dict]:
     matrices = {"name": "decay", "params": [param for param in params if len(param.shape) > 1]}
     others = {"name": "no_decay", "params": [param for param in params if len(param.shape) < 2], "weight_decay": 0.0}
     return [group for group in (matrices, others) if group["params"]]
+
+
+def optimizer_of(make: Callable[[list[dict]], Any], params: Sequence[torch.Tensor]) -> Any:
+    """Returns what `Task.optimizer` makes, switched to training where it has a mode."""
+    made = make(groups(params))
+    if has_mode(made):
+        made.train()
+    return made
+
+
+def has_mode(optimizer: Any) -> bool:
+    """Whether an optimizer has other weights in training than in evaluation, as schedule-free ones have."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
+@contextmanager
+def evaluating(optimizer: Any) -> Iterator[None]:
+    """Context: weights are those that the optimizer evaluates."""
+    if has_mode(optimizer):
+        optimizer.eval()
+    yield
+    if has_mode(optimizer):
+        optimizer.train()

@@ -21,7 +21,7 @@ from shardwise.errors import InputError
 from shardwise.layout.dealing import micro_batches
 from shardwise.look.replaced_parameters import as_one_process
 from shardwise.proof.eps import EpsWatch
-from shardwise.proof.literal import bounds, call_of, groups, loss_of, samples_of
+from shardwise.proof.literal import bounds, call_of, loss_of, optimizer_of, samples_of
 from shardwise.proof.literal_draws import CheckedRandom
 from shardwise.proof.record import Record, kept, kept_state
 from shardwise.proof.settings import Settings, global_batch, nudged
@@ -53,7 +53,7 @@ def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Reco
     """Returns the record of `settings.steps` steps in this process in float64; `look` takes one of them closely."""
     module = plain_module(task, settings)
     named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
-    optimizer = task.optimizer(groups([param for _, param in named]))
+    optimizer = optimizer_of(task.optimizer, [param for _, param in named])
     eps = EpsWatch(named, optimizer, task.optimizer)
     record = Record(lr=max(float(group.get("lr", 0.0)) for group in optimizer.param_groups))
     record.trained = {name for name, _ in named}

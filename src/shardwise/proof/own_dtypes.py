@@ -8,7 +8,6 @@ returned.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -18,7 +17,7 @@ from shardwise.engine.engine import parallelize
 from shardwise.layout import Plan
 from shardwise.precision import met_at
 from shardwise.proof.dtypes import SeenDtypes, of_states, returned, said, watched
-from shardwise.proof.literal import bounds, groups, samples_of
+from shardwise.proof.literal import bounds, optimizer_of, samples_of
 from shardwise.proof.oracle import needs_closure, plain_module
 from shardwise.proof.own_precision import loss_in
 from shardwise.proof.settings import Settings, global_batch
@@ -63,7 +62,7 @@ def _one_step(task: Task, plan: Plan, settings: Settings) -> SeenDtypes:
     seen.returned = dict(seen.returned)
     for param, own in zip(params, masters, strict=True):
         own.grad = None if param.grad is None else _in(param.grad, master)
-    optimizer: Any = task.optimizer(groups(masters))
+    optimizer = optimizer_of(task.optimizer, masters)
     optimizer.step(*[lambda: objective.detach()] if needs_closure(optimizer) else [])
     seen.states = of_states(optimizer)
     return seen

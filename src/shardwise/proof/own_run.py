@@ -35,6 +35,7 @@ from shardwise.proof.own_precision import ALLOWANCE, NUDGES, loss_in, moved_by_e
 from shardwise.proof.plain_run import RunSettings, held_out, is_due
 from shardwise.proof.settings import Settings
 from shardwise.random.reading_seeds import drawing
+from shardwise.step.optimizer_modes import evaluation_weights, has_mode
 from shardwise.task import Task
 from shardwise.training.keeping import BEST
 from shardwise.training.loop import EMA_WEIGHTS, WEIGHTS
@@ -52,6 +53,7 @@ class SeenRun:
     averages: dict[int, Weights] = field(default_factory=dict)
     updated: list[int] = field(default_factory=list)
     states: dtypes.Named = field(default_factory=dict)  # dtypes of the optimizer's
+    switched: bool = False  # its optimizer has a mode, and to look at its weights rounds them
 
 
 @dataclass
@@ -95,10 +97,13 @@ class Watching:
         yield
         step, now = engine.steps_done, _whole(engine)
         self.seen.updated.append(step)
+        self.seen.switched = has_mode(engine.optimizer)
         if self.decay is not None:
             for name, value in self._average.items():
                 self._average[name] = self.decay * value + (1 - self.decay) * now[name].double()
         if step in self.due:
+            with evaluation_weights(engine.state):  # what is evaluated, and written
+                now = _whole(engine) if has_mode(engine.optimizer) else now
             self.seen.weights[step] = now | {name: t.detach().cpu().clone() for name, t in engine.full_buffers()}
             self.seen.averages[step] = dict(self._average)
 
@@ -128,12 +133,14 @@ def differences(task: Task, plan: Any, settings: RunSettings, ranks: list[Watchi
     skipped = [row["step"] for row in rows if row.get("skipped")]
     if skipped != [step for step in [watched.spoilt] if step is not None]:
         told.append(f"steps {skipped} are told to be skipped, and step {watched.spoilt} overflowed")
-    told += _unlike_file(folder / WEIGHTS, seen.weights[last], "the file of weights")
+    told += _unlike_file(folder / WEIGHTS, seen.weights[last], "the file of weights", rounded=seen.switched)
     if settings.decay is not None:
         told += _off_average(folder / EMA_WEIGHTS, seen, last, plan, settings.steps)
     if evaluations:
         best = min(sorted(evaluations), key=lambda step: evaluations[step]["eval_loss"])
-        told += _unlike_file(folder / BEST, seen.weights[best], f"the best weights, of step {best},")
+        told += _unlike_file(
+            folder / BEST, seen.weights[best], f"the best weights, of step {best},", rounded=seen.switched
+        )
         told += _off_evaluations(task, plan, settings, seen, evaluations)
     return told + _off_states(task, plan, ranks)
 
@@ -144,21 +151,26 @@ def _read(path: Path) -> Weights:
     return load_file(path)
 
 
-def _unlike_file(path: Path, weights: Weights, what: str) -> list[str]:
+def _unlike_file(path: Path, weights: Weights, what: str, *, rounded: bool) -> list[str]:
     """Returns a sentence on the first tensor of a file that differs in a bit from `weights`; [] where none does.
 
-    Names that only one of the two has are passed over.
+    Names that only one of the two has are passed over. `rounded`: by more than their dtype rounds, not in a bit.
     """
     if not path.exists():
         return [f"{what} was not written"]
     for name, value in _read(path).items():
-        if name in weights and (value.dtype != weights[name].dtype or not _same(value, weights[name])):
+        if name in weights and (value.dtype != weights[name].dtype or not _same(value, weights[name], rounded)):
             return [f"{what}: '{name}' is not the run's own weight, bit by bit"]
     return []
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
+def _same(a: torch.Tensor, b: torch.Tensor, rounded: bool) -> bool:
+    if a.shape != b.shape or torch.equal(a.nan_to_num(), b.nan_to_num()):
+        return a.shape == b.shape
+    if not rounded or not a.is_floating_point():
+        return False
+    # each switch is an addition and a product, at weights that may be further from zero than what they come to
+    return bool(((a - b).abs() <= 64 * torch.finfo(a.dtype).eps * b.abs().max()).all())
 
 
 def _off_average(path: Path, seen: SeenRun, last: int, plan: Any, steps: int) -> list[str]:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from shardwise.errors import RefusedPlan
-from shardwise.proof.literal import groups, loss_of, samples_of
+from shardwise.proof.literal import evaluating, loss_of, optimizer_of, samples_of
 from shardwise.proof.literal_draws import CheckedRandom
 from shardwise.proof.literal_order import sample_at
 from shardwise.proof.oracle import needs_closure, plain_module
@@ -83,7 +83,7 @@ def plain_run(task: Task, settings: RunSettings) -> RunRecord:
     """Returns what the run does in float64 in this process. `RefusedPlan` for an optimizer that needs a closure."""
     module = plain_module(task, Settings(seed=settings.seed))
     named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
-    optimizer = task.optimizer(groups([param for _, param in named]))
+    optimizer = optimizer_of(task.optimizer, [param for _, param in named])
     if needs_closure(optimizer):
         raise RefusedPlan(f"a run with {type(optimizer).__name__}, which needs a closure: verify the task itself")
     rates = [group.get("lr") for group in optimizer.param_groups]
@@ -103,7 +103,8 @@ def plain_run(task: Task, settings: RunSettings) -> RunRecord:
         numbers["lr"] = float(optimizer.param_groups[0].get("lr", math.nan))
         record.steps.append(numbers)
         if is_due(task, settings, step):
-            evaluation = {f"eval_{key}": value for key, value in _evaluated(task, module, settings).items()}
+            with evaluating(optimizer):
+                evaluation = {f"eval_{key}": value for key, value in _evaluated(task, module, settings).items()}
             if settings.decay is not None:
                 with _replaced(named, averages):
                     of_average = _evaluated(task, module, settings)
@@ -111,7 +112,9 @@ def plain_run(task: Task, settings: RunSettings) -> RunRecord:
                 evaluation |= {f"ema_eval_{key}": value for key, value in of_average.items()}
             record.evaluations[step] = evaluation
     record.differences = random.differences
-    record.weights = _state_dict(module)
+    record.saved = _state_dict(module)  # before the optimizer evaluates: what training goes on from
+    with evaluating(optimizer):
+        record.weights = _state_dict(module)
     record.states = {
         f"{name}/{key}": value.detach().clone()
         for name, param in named

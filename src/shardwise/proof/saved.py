@@ -49,7 +49,7 @@ def compare_saved(parity: Parity, single: RunRecord, ranks: RunRecord, rate: flo
         parity.notes.append("the run made no checkpoint, so none was compared")
         return
     for prefix, ours, theirs in (
-        ("checkpoint's ", single.weights, ranks.saved),
+        ("checkpoint's ", single.saved, ranks.saved),
         ("checkpoint's average of ", {n: single.averages[n] for n in ranks.saved_averages}, ranks.saved_averages),
     ):
         for name, value in ours.items():

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from shardwise.proof.compare_records import tensor_error
-from shardwise.proof.literal import groups
+from shardwise.proof.literal import optimizer_of
 from shardwise.proof.narrow import LEAST_BAR
 from shardwise.proof.oracle import needs_closure, plain_module
 from shardwise.proof.outcome import GRADIENT_BAR, GRADIENT_FLOOR, Parity
@@ -87,7 +87,7 @@ def _of_the_same_gradients(
 ) -> dict[tuple[str, str], float] | None:  # fmt: skip
     """Returns (kind, name) -> error against an optimizer given the plan's gradients; None: it needs a closure."""
     named = [(name, p) for name, p in plain_module(task, settings).named_parameters() if p.requires_grad]
-    optimizer = task.optimizer(groups([param for _, param in named]))
+    optimizer = optimizer_of(task.optimizer, [param for _, param in named])
     if needs_closure(optimizer):  # it computes gradients itself, so it cannot be given the plan's
         return None
     raise_eps(optimizer)

@@ -23,6 +23,7 @@ from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.scripts.script_lines import names_line
+from shardwise.step.optimizer_modes import has_mode, switch
 from shardwise.step.state import RankState
 
 States = dict[str, dict[str, Any]]  # parameter -> its state, whole
@@ -66,11 +67,31 @@ def open_doors(prepared: Any) -> None:
         with prepared.plainly():
             return put(engine.state, self, *_named(state, prepared.all_names))
 
+    for name in ("train", "eval") if has_mode(optimizer) else ():
+        vars(optimizer)[name] = _switching(prepared, getattr(kind, name))
     for door in (step, zero_grad, add_param_group, state_dict, load_state_dict):
         vars(optimizer)[door.__name__] = types.MethodType(door, optimizer)
     vars(prepared.model)["zero_grad"] = types.MethodType(
         lambda module, set_to_none=True: prepared._discard(), prepared.model
     )
+
+
+def _switching(prepared: Any, change: Callable[[Optimizer], Any]) -> Callable[[], Any]:
+    """A mode of the optimizer, entered on this rank's pieces as a step is."""
+
+    @names_line
+    def switched() -> Any:
+        engine, optimizer = prepared.held_in_pieces, prepared.optimizer
+        if engine is None:
+            return change(optimizer)
+        _refuse_in_whole(prepared, f"optimizer.{change.__name__}()")
+        prepared.meet(f"optimizer.{change.__name__}()")
+        prepared.settle()
+        prepared._take_written()
+        with prepared.plainly():
+            return switch(engine.state, lambda: change(optimizer))
+
+    return switched
 
 
 def _refuse_in_whole(prepared: Any, what: str) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from shardwise.errors import InputError, ShardwiseError, did_you_mean
+from shardwise.step.optimizer_modes import enter_training
 from shardwise.task_names import where
 
 OptimizerFn = Callable[[list[dict]], Optimizer]
@@ -47,6 +48,7 @@ def construct(make: OptimizerFn, params: Sequence[torch.Tensor]) -> Optimizer:
             f"given (the first has shape {tuple(foreign[0])}): another model's; build it over its argument, the groups "
             "(lambda groups: AdamW(groups))"
         )
+    enter_training(optimizer)
     return optimizer
 
 

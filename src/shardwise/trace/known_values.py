@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -286,17 +286,30 @@ class Values(TorchDispatchMode):
         self.chose = True
 
 
-def _ctc_loss(scores: torch.Tensor, targets: torch.Tensor, _: Any, lengths: Any, *more: Any, **options: Any) -> Any:
-    """Returns losses (B,) and log-probabilities (B, T, 2 longest target + 1), which backward reads, without values."""
+def _ctc_loss(
+    scores: torch.Tensor, targets: torch.Tensor, frames: Any, lengths: Any, *more: Any, **options: Any
+) -> Any:  # fmt: skip
+    """Returns losses (B,) and log-probabilities (B, T, 2 longest target + 1), which backward reads, without values.
+
+    Raises RuntimeError for lengths beyond what is there, as torch does.
+    """
     steps, samples, _ = scores.shape
-    if isinstance(lengths, torch.Tensor):
-        values = shadow(lengths) if isinstance(lengths, FakeTensor) else lengths
-        with _disable_current_modes():
-            lengths = [] if values is None else values.tolist()
+    frames, lengths = _numbers(frames), _numbers(lengths)
+    if max(frames, default=0) > steps or (targets.dim() == 2 and max(lengths, default=0) > targets.shape[1]):
+        raise RuntimeError(f"ctc_loss: lengths beyond {steps} frames or targets of shape {tuple(targets.shape)}")
     # without their values: rows of a matrix are as long as they are, and rows end to end equally long
     whole = targets.shape[1] if targets.dim() == 2 else -(-targets.numel() // max(1, samples))
     longest = max(lengths) if len(lengths) else whole
     return scores.new_empty(samples), scores.new_empty(samples, steps, 2 * longest + 1)
+
+
+def _numbers(lengths: Any) -> Sequence[int]:
+    """Returns lengths that are known; none of a tensor whose values are not."""
+    if not isinstance(lengths, torch.Tensor):
+        return lengths
+    values = shadow(lengths) if isinstance(lengths, FakeTensor) else lengths
+    with _disable_current_modes():
+        return [] if values is None else values.tolist()
 
 
 def _ctc_loss_backward(grad: torch.Tensor, scores: torch.Tensor, *more: Any, **options: Any) -> torch.Tensor:

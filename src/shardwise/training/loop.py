@@ -40,6 +40,7 @@ from shardwise.observe.progress_display import Display
 from shardwise.observe.sinks import open_sinks
 from shardwise.observe.speed import Speed
 from shardwise.progress import sayer
+from shardwise.step.optimizer_modes import evaluation_weights
 from shardwise.step.result import StepResult
 from shardwise.task import Task
 from shardwise.training.failures import told_plainly
@@ -188,7 +189,8 @@ class _Rank:
     def _keep_weights(self, name: str) -> Path:
         """Writes the weights into the run's folder, or a temporary folder where that is full; returns the path."""
         spare = Path(tempfile.gettempdir()) / f"shardwise-{self.job.folder.name}" / name
-        return save_weights(self.engine.state, self.job.folder / name, spare)
+        with evaluation_weights(self.engine.state):
+            return save_weights(self.engine.state, self.job.folder / name, spare)
 
     def _keep_adapters(self) -> None:
         """Writes the adapters of [lora] by themselves, as peft reads them, into the run's folder. Collective."""
