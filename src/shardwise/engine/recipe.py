@@ -100,18 +100,7 @@ def apply_plan(
     hold_recurrent(module)  # before anything else runs it
     # before FSDP2 and masters put others in their places, which an optimizer may ask for them
     marks = {name: dict(param.__dict__) for name, param in module.named_parameters() if param.__dict__}
-    notices = [built.notice] if built.notice else told_of_drawn(built)
-    refuse(module, plan)
-    refuse_scripted(module, plan)
-    # Found by names alone, at no cost; whether it does takes a forward.
-    replaces = may_replace(module) and (few is not None or has_samples(task))
-    if few is None and (plan.tp > 1 or plan.ep > 1 or mesh.inner or replaces):
-        few = a_few(few_samples(task, plan, mesh.data, mesh.device))
-    notices += hold_replaced(task, precision, built, few) if replaces else []
-    # Before cuts are looked for: shards, shares and messages are of real numbers.
-    built.pairs = hold_pairs(module) if works_inside(plan) else pairs_in(module)
-    notices += _other_dtypes(module, plan, precision)
-    make_gradients_dense(module)
+    few, notices = _made_fit(task, plan, mesh, precision, built, few)
     with refusing_others(partial(own_collective, plan)):  # which one rank, that searches for all, would wait in
         spread = _spread(task, plan, mesh, precision, built, few, samples)
     notices += spread.notices()
@@ -123,13 +112,7 @@ def apply_plan(
     nested = task.branches == "same"  # else ranks may run different children, and must still run the same units
     blocks = blocks_of(module, plan.wrap, nested=nested)
     trained = [name for name, _ in trainable(module)]
-    inseparable = [stack.path for stack in spread.experts.stacks] if spread.experts is not None else []
-    cut: StagePlacement | None = None
-    if plan.pp > 1:
-        from shardwise.engine.cutting import cut_module
-
-        with refusing_others(partial(own_collective, plan)):
-            cut = cut_module(task, plan, mesh, precision, built, blocks, inseparable)
+    cut = _cut_stages(task, plan, mesh, precision, built, blocks, spread)
     absent: set[str] = set()
     if cut is not None:
         absent, value_of = cut.absent, cut.values(built, value_of)
@@ -166,6 +149,42 @@ def apply_plan(
         set_training(module, True), technique, spread.tensor, spread.experts, spread.positions, notices, cut, staged,
         trained, frozen, order, chunks, marks, read, activations,
     )  # fmt: skip
+
+
+def _made_fit(
+    task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built, few: Any
+) -> tuple[Any, list[str]]:
+    """Returns (the few samples, read where the plan needs some; notices), the module changed to one a plan can hold.
+
+    Parameters that a forward replaces become buffers, complex ones pairs, sparse gradients dense. Collective.
+    """
+    module = built.module
+    notices = [built.notice] if built.notice else told_of_drawn(built)
+    refuse(module, plan)
+    refuse_scripted(module, plan)
+    # Found by names alone, at no cost; whether it does takes a forward.
+    replaces = may_replace(module) and (few is not None or has_samples(task))
+    if few is None and (plan.tp > 1 or plan.ep > 1 or mesh.inner or replaces):
+        few = a_few(few_samples(task, plan, mesh.data, mesh.device))
+    notices += hold_replaced(task, precision, built, few) if replaces else []
+    # Before cuts are looked for: shards, shares and messages are of real numbers.
+    built.pairs = hold_pairs(module) if works_inside(plan) else pairs_in(module)
+    notices += _other_dtypes(module, plan, precision)
+    make_gradients_dense(module)
+    return few, notices
+
+
+def _cut_stages(
+    task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built, blocks: Blocks, spread: _Spread
+) -> StagePlacement | None:
+    """Returns the pipeline stages, experts' modules undivided; None for a plan without. Collective."""
+    if plan.pp <= 1:
+        return None
+    from shardwise.engine.cutting import cut_module
+
+    inseparable = [stack.path for stack in spread.experts.stacks] if spread.experts is not None else []
+    with refusing_others(partial(own_collective, plan)):
+        return cut_module(task, plan, mesh, precision, built, blocks, inseparable)
 
 
 def _in_chunks(module: nn.Module, blocks: Blocks, plan: Plan, spread: _Spread) -> Chunks | None:

@@ -13,7 +13,7 @@ library's) restores that generator, and so meets the same masks.
 
 In `fast` mode torch's own generators are used, seeded by (seed, step, micro-batch, data rank).
 
-Python's and numpy's generators are seeded by (seed, step, micro-batch), the same on all ranks.
+Python's and numpy's generators are seeded by (seed, step, micro-batch), the same on all ranks (python_seeds).
 
 What this does not do: follow random ops inside a compiled graph, or ops whose draws do not lie along a batch dim
 (`randperm` over the batch, dropout on the rows that a mask selects, or on those of a packed sequence in a module that
@@ -22,9 +22,7 @@ was not called with it), which are refused.
 
 from __future__ import annotations
 
-import random
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -44,6 +42,7 @@ from shardwise.random.dims import PACKED, UNCLEAR, BatchDims, Drawn
 from shardwise.random.draws import DRAWS, BitSource
 from shardwise.random.hashing import below_at, bits_at, has_kernel, hashed, is_below, mix
 from shardwise.random.packed import PackedRows, packed_among
+from shardwise.random.python_seeds import python_restored, seed_python
 from shardwise.trace.deferred import seed_of
 from shardwise.trace.elementwise import draws_each, is_random
 from shardwise.trace.functional import with_values
@@ -254,27 +253,6 @@ def _not_dealt(what: str) -> str:
         "one process's; draw tensors with a batch dim by dropout, rand, randn, randint, normal, bernoulli, poisson, "
         f"gamma or multinomial, those of a packed sequence in a module that is called with it; or {EACH_ITS_OWN}"
     )
-
-
-def seed_python(seed: int) -> None:
-    """Seeds Python's and numpy's generators, alike on all ranks: what they draw cannot be dealt over samples."""
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
-
-
-@contextmanager
-def python_restored() -> Iterator[None]:
-    """Context: Python's and numpy's generators are afterwards as they were before."""
-    kept = random.getstate()
-    numpy = sys.modules.get("numpy")
-    kept_numpy = numpy.random.get_state() if numpy is not None else None
-    try:
-        yield
-    finally:
-        random.setstate(kept)
-        if numpy is not None:
-            numpy.random.set_state(kept_numpy)
 
 
 def _inert_dropout(func, args, kwargs) -> bool:

@@ -166,9 +166,10 @@ class Values(TorchDispatchMode):
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Returns an op's result, with its values where they can be known."""
         leaves = tensors_in((args, kwargs))
+        # a row beyond the table: a run raises, tensors without values would go on
         if func is _ATEN.embedding.default:
             _look_up(*args[:2])
-        # torch reads the lengths in C++, which no fake tensor answers
+        # packing reads the lengths in C++, which no fake tensor answers
         if func is PACK and (lengths := shadow(args[1])) is not None:
             self.asked |= origins_of([args[1]])
             with _disable_current_modes():
@@ -201,9 +202,11 @@ class Values(TorchDispatchMode):
         real_args, real_kwargs = pytree.tree_map(value_of, (args, kwargs))
         with _disable_current_modes():
             real = func(*real_args, **real_kwargs)
+        # `.item()` and the like: what Python decides by it hangs on where the values came from, which callers tell
         if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(real)):
             self.asked |= origins_of(leaves)
-            return real  # .item()
+            return real
+        # so do the shapes behind `nonzero` and masks
         if torch.Tag.dynamic_output_shape in func.tags:
             self.asked |= origins_of(leaves)
         try:
@@ -249,6 +252,7 @@ class Values(TorchDispatchMode):
         """Attaches values to what `zeros_like` and its kind made of a tensor without values."""
         place = _FILLED_WITH.get(packet)
         number = _FILLED.get(packet) if place is None else args[place]
+        # a tensor without values says its shape and dtype, all that these ops read of it
         if isinstance(out, FakeTensor) and isinstance(number, int | float) and out.numel() <= MOST_FLOATS:
             with _disable_current_modes():
                 give(out, torch.full(out.shape, number, dtype=out.dtype))
@@ -277,7 +281,7 @@ class Values(TorchDispatchMode):
         if not isinstance(dim, int) or isinstance(dim, bool):
             return
         scores = args[0]
-        keeps = index.dim() == scores.dim()
+        keeps = index.dim() == scores.dim()  # else `dim` is gone, as of argmax without keepdim
         with _disable_current_modes():
             shape = index.shape if keeps else torch.Size((*index.shape, 1))
             chosen = balanced(shape, dim % scores.dim() if keeps else -1, scores.shape[dim])

@@ -153,9 +153,11 @@ class _Compiled:
         places   which of them are tensors, with their layouts
         """
         self._check_structure()
+        # arguments other than tensors are constants of the program, which is why its key has them
         template = [None if place in places else leaf for place, leaf in enumerate(leaves)]
 
         def trace(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            # parameters and buffers are inputs too: as constants they would be the values of the first call for good
             inputs, state = tensors[: len(places)], tensors[len(places) :]
             filled = list(template)
             for place, layout, tensor in zip(places, layouts, inputs, strict=True):
@@ -174,6 +176,7 @@ class _Compiled:
                 forget()
             flat, out_spec = tree_flatten(output)
             pairs = [unwrapped(leaf) if isinstance(leaf, torch.Tensor) else (leaf, None) for leaf in flat]
+            # a program returns plain tensors alone: how to make the caller's parts and other results of them stays here
             marked = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
             program.traced = [out_spec, marked, [layout for _, layout in pairs]]
             values = tuple(value for value, _ in pairs if isinstance(value, torch.Tensor))

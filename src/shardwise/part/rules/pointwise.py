@@ -133,11 +133,15 @@ def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
         if not parts_in(tensors):
             # no other input is cut: the result is whole, and no memory of a part
             return replaced(torch.Tensor, lambda whole: Sum.read_only(whole, axis), func(*args, **kwargs))
+    # positions by positions, as a mask of attention: gathering tables sends nothing, since every rank can make them.
+    # An operation that writes may not: its result would be a gathered copy, and not the tensor that was written into
     if not facts(func).writes and _pairs_of_tables(parts_in(tensors)):
         args, kwargs = replaced(Part, lambda part: gathered(part) if is_part(part) else part, (args, kwargs))
         return func(*args, **kwargs)
     agreement = PointwiseCuts(func, tensors, shapes)
     changed = args[0] if facts(func).writes else None
+    # a whole tensor, written into by cut positions, must stay alike on all ranks: each writes all of the gathered ones.
+    # Under an axis of weights that would send what nobody asked for, so `_refuse_changing` raises there
     if changed is not None and not is_part(changed) and agreement.lead.axis.positions:
         return _into_a_whole(func, args, kwargs)
     if changed is not None:
@@ -145,6 +149,7 @@ def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
     args, kwargs = replaced(torch.Tensor, agreement.local, (args, kwargs))
     with WHOLE.inside(func, shapes):
         output = func(*args, **kwargs)
+    # the share was written into in place; the caller's object is the part around it
     if changed is not None:
         return changed
     return replaced(torch.Tensor, lambda t: agreement.lead.with_local(t, agreement.dim, agreement.owners), output)
