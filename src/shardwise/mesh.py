@@ -65,7 +65,7 @@ class Mesh:
 
     @property
     def group_axes(self) -> dict[str, str]:
-        """Process group name -> axis name, for the ledger."""
+        """Returns process group name -> axis name, for the ledger."""
         axes = (self.world, self.gradients, self.shard, self.data, self.replicate, self.tp, self.pp, *self.inner,
                 *self.expert_axes)  # fmt: skip
         return {axis.group.group_name: axis.name for axis in axes if axis.group is not None}

@@ -96,7 +96,7 @@ class FieldSource:
 
     @property
     def global_shape(self) -> tuple[int, int]:
-        """Rows and columns of a field: a rank of a plan that cuts space reads its tile of them alone."""
+        """Returns (rows, columns) of a field, of which a rank of a plan that cuts space reads its tile alone."""
         (y0, y1), (x0, x1) = self.region
         return y1 - y0, x1 - x0
 

@@ -81,7 +81,7 @@ def permuted(places: np.ndarray, length: int, keys: tuple[int, ...]) -> np.ndarr
 
 
 def _feistel(cells: np.ndarray, rows: int, columns: int, keys: tuple[int, ...]) -> np.ndarray:
-    """A bijection of [0, rows * columns): row and column are shifted in turn by a hash of the other."""
+    """Returns a bijection of [0, rows * columns): row and column are shifted in turn by a hash of the other."""
     row, column = np.divmod(cells, np.uint64(columns))
     for index, key in enumerate(keys):
         if index % 2 == 0:

@@ -62,7 +62,7 @@ class _Spans:
 def read_in_workers(
     steps: Steps, position: int, end: int | None, *, workers: int, ahead: int, timeout_s: float
 ) -> Iterator[tuple[list[Share], int]]:
-    """(parts, position after them) of each step from `position`, read by `workers` processes."""
+    """Returns (parts, position after them) of each step from `position`, read by `workers` processes."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     loader: Any = DataLoader(

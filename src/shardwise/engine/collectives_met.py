@@ -16,7 +16,7 @@ Met = tuple[int, ...]
 
 
 class Collectives(Ledger):
-    """A ledger that keeps the order in which a forward and backward came to the collectives that all ranks come to."""
+    """A ledger that also keeps the order of the collectives, but for messages around a ring, which some ranks skip."""
 
     def __init__(self) -> None:
         super().__init__()

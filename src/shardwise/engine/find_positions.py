@@ -91,7 +91,7 @@ def _ends(positions: Positions) -> list[tuple[int, ...]]:
 
 @dataclass
 class _Noted:
-    """What rehearsals of one candidate noted.
+    """Notes of the rehearsals of one candidate, filled by `_rehearse`.
 
     results    how each leaf of a submodule's result is cut, by (path, number of the call)
     attention  its calls
@@ -138,7 +138,7 @@ def _first_through(
     task: Task, plan: Plan, inner: tuple[Axis, ...], precision: Precision, built: Built, batch: Any, samples: int,
     trial: _Trial,
 ) -> tuple[dict[str, Any] | None, dict[str, str]]:  # fmt: skip
-    """Returns (what `_search` does, or None where no candidate passes; what stopped others -> what to write)."""
+    """Returns (the dict of `_search`, None where no candidate passes; why others failed -> what to write instead)."""
     stopped: dict[str, str] = {}
     cannot = ""
     for place, candidate in enumerate(_candidates(task, plan, inner, built, batch, samples)):
@@ -195,7 +195,7 @@ def _by_name(positions: Positions) -> str:
 
 
 def _of_integers(positions: Positions, batch: Any) -> bool:
-    """Whether what would be cut holds integers, as tokens do: dims of pictures seldom are a sequence."""
+    """Whether a tensor to be cut holds integers, as tokens do: a dim of a picture is seldom a sequence."""
     pairs = zip(tree_flatten(batch)[0], positions.cuts, strict=True)
     return any(cuts and not leaf.is_floating_point() for leaf, cuts in pairs)
 
@@ -272,7 +272,7 @@ def _fields(task: Task, plan: Plan, axes: Mapping[str, Axis], batch: Any, sample
 
 
 def _names(batch: Any) -> tuple[str, ...]:
-    """Returns the names of a batch's leaves: `x` of a dict, `batch[0]` of a tuple."""
+    """Returns the names of a batch's leaves: `x` in a dict, `batch[0]` in a tuple."""
     return tuple(name_of(path) for path, _ in tree_flatten_with_path(batch)[0])
 
 

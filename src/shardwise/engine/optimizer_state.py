@@ -29,7 +29,7 @@ from shardwise.step.state import RankState
 
 @dataclass
 class _Row:
-    """What one rank holds of the state of one parameter; plain JSON in the table.
+    """One rank's share of one parameter's state; plain JSON in the table that ranks gather.
 
     piece     shape of what its optimizer updates
     whole     that is the whole parameter

@@ -200,7 +200,7 @@ def _in_chunks(module: nn.Module, blocks: Blocks, plan: Plan, spread: _Spread) -
 
 @dataclass
 class _Spread:
-    """What of a module lies on several ranks: weights over tp, experts over ep, positions over the inner axes.
+    """What a plan spreads of a module: weights over tp, experts over ep, positions over the inner axes.
 
     row_wise  modules of experts that are given a rank's own rows, where positions are cut
     """

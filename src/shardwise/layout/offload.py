@@ -1,4 +1,4 @@
-"""What `offload=` says: which class of state lies in which tier between steps, and how much of it; no torch.
+"""What `offload=` says. A new tier (`TIERS`): also engine/tiers, tiers/, costs/offload, costs/memory, simulator/held.
 
 offload=optimizer                  all of the optimizer's state in the host's memory
 offload=optimizer:disk             in a file on a disk of the host
@@ -33,7 +33,7 @@ class Placement:
 
 
 def placements(text: str, state: str = "") -> tuple[Placement, ...]:
-    """Returns what a plan's `offload` says, of one class or of all; raises `InputError` for what says nothing."""
+    """Returns the `Placement`s that a plan's `offload` text says, of one class or all; `InputError` for other text."""
     if text == "none":
         return ()
     if state:

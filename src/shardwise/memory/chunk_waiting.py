@@ -194,12 +194,12 @@ def waits(call: WaitingCall) -> Any:
 
 
 def _as(like: Any, leaves: list) -> Any:
-    """Returns the leaves in a tuple, list or named tuple of torch's, as `like` is."""
+    """Returns the leaves in a container of `like`'s type: tuple, list or one of torch's named tuples."""
     return leaves if isinstance(like, list) else type(like)(leaves)
 
 
 def answered(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Returns the results of a call that was given tensors that wait: as such tensors, or computed."""
+    """Returns the results of a call on waiting tensors: `Waiting` again, or computed."""
     args, kwargs = replaced(Waiting, lambda tensor: tensor.made() if tensor.call.values else tensor, (args, kwargs))
     waiting = tensors_in((args, kwargs), Waiting)
     if not waiting:

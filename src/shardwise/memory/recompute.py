@@ -191,7 +191,7 @@ def _apart(args: tuple, kwargs: dict) -> tuple[tuple, dict, Callable[[Callable],
 
 
 def _again(forward: Callable, before: ModuleState, passed: PassedState, weights: _Weights) -> Callable:
-    """Returns the forward; from its second call on it gets the first one's state, and restores the present one."""
+    """Returns the forward; from its second call on the module is put back to the first call's state while it runs."""
     calls = 0
 
     def run(*args, **kwargs):

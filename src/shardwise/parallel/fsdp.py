@@ -68,7 +68,7 @@ def groups_of(unit: FSDPModule) -> list[Any]:
 
 
 def partial_reductions(root: torch.nn.Module) -> list[torch.Tensor | None]:
-    """Returns the shards' sums of a step so far that are not yet summed over replicas, one for each group of units."""
+    """Returns the reduced gradient shards that are not yet summed over replicas, one tensor for each unit's group."""
     units = [unit for unit in root.modules() if isinstance(unit, FSDPModule)]
     return [group._partial_reduce_output for unit in units for group in groups_of(unit)]
 

@@ -210,7 +210,7 @@ class FullShard:
         self._watch_use()
 
     def _outside(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor laid out as the index-th parameter as others see it: complex, where that is pairs."""
+        """Returns a tensor of the index-th parameter's layout as the optimizer sees it: pairs as complex numbers."""
         return as_complex(tensor) if self._complex[index] else tensor
 
     def piece(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -305,7 +305,7 @@ class FullShard:
         return flat
 
     def finish_step(self, used: set[int]) -> None:
-        """Point each master's gradient at the reduced shard."""
+        """Sets each master's gradient to this rank's reduced shard, None where no rank used the parameter."""
         self._used = used
         if not self._whole_gradients:  # once in a step, however often this is called
             for index in self._uncut():
@@ -400,7 +400,7 @@ class FullShard:
         """Nothing to do: the shards are the masters."""
 
     def flat_gradients(self) -> list[torch.Tensor] | None:
-        """Returns None: each weight's share lies alone."""
+        """Returns None: each gradient's shard has memory of its own, so no flat tensor holds several."""
         return None
 
     def gradient_buffers(self) -> list[torch.Tensor | None]:

@@ -159,7 +159,7 @@ def _ranges(places: np.ndarray) -> tuple[tuple[int, int], ...]:
 
 
 def _in_a_row(places: np.ndarray) -> bool:
-    """Whether there are some, each one behind the other."""
+    """Whether indices are consecutive, and at least one."""
     return bool(len(places)) and places[-1] - places[0] + 1 == len(places) and bool((np.diff(places) == 1).all())
 
 

@@ -48,7 +48,7 @@ def with_known(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed], 
 
 
 def _of_whole(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed]) -> Any:
-    """Returns the operation of whole tensors; None where one is not known, or a weight or a draw takes part."""
+    """Returns the operation run on whole tensors; None where an input has no known values, is a weight, or it draws."""
     plain = [tensor for tensor in tensors_in((args, kwargs)) if not isinstance(tensor, Distributed)]
     if any(tensor.whole_values is None for tensor in inputs) or any(tensor.requires_grad for tensor in plain):
         return None

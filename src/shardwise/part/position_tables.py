@@ -66,7 +66,7 @@ def whole_table(part: Distributed) -> torch.Tensor | None:
 
 
 def is_table(part: Distributed) -> bool:
-    """Whether a tensor can be made whole without the other ranks: nobody wrote into it or what it is a view of."""
+    """Whether a tensor can be made whole without the other ranks: neither it nor its base was written into."""
     return part.recipe is not None and part._version == part.recipe[1]
 
 

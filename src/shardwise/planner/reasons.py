@@ -210,7 +210,7 @@ def _not_among(subject: Subject, world: int, constraints: Constraints) -> str:
 
 
 def shown(value: object) -> str:
-    """A plan's field as a plan's text has it."""
+    """Returns a plan's field as a plan's text has it."""
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
@@ -221,5 +221,5 @@ def _has_any(subject: Subject, world: int, constraints: Constraints) -> bool:
 
 
 def _asked(constraints: Constraints) -> str:
-    """The precision that is fixed, or the default."""
+    """Returns the precision that is fixed, or the default."""
     return str(constraints.value("precision") or "bf16")

@@ -55,7 +55,7 @@ class Subject:
 
 
 def decoder(shape: Shape, cluster: Cluster, soft: Software, global_batch: int, seq: int, precision: str) -> Subject:
-    """A decoder by its numbers, computed in 16 bits; other precisions raise `InputError`."""
+    """Returns a decoder by its numbers, computed in 16 bits; other precisions raise `InputError`."""
     if precision not in SIXTEEN_BITS:
         raise InputError(
             f"a decoder by its numbers is forecast in 16-bit arithmetic: use precision={' or '.join(SIXTEEN_BITS)}, "

@@ -201,7 +201,7 @@ class GlobalRandom(TorchDispatchMode):
         return self._same_everywhere(key, path, func, args, kwargs)
 
     def _drawn(self, key: int, path: str, func, shape, device, like: Any, rate: float | None) -> torch.Tensor:
-        """Returns the bits of this rank's elements, or of each whether they are below `rate`."""
+        """Returns this rank's elements: int64 bits, or, with a `rate`, booleans (True: below it)."""
         packed = self._rows(path, func, shape)
         dim = self._batch_dim(path, func, shape) if packed is None else 0
         samples, blocks = self.samples, (path, str(func), len(shape)) in self.dims.blocks
@@ -269,7 +269,7 @@ def _inert_dropout(func, args, kwargs) -> bool:
 
 
 def _is_share(like: Any, shape: tuple[int, ...]) -> bool:
-    """Whether what is drawn lies beside a tensor that is cut over ranks, of which this rank has a share."""
+    """Whether numbers of this shape are drawn for `like`, a tensor cut over ranks."""
     return isinstance(like, torch.Tensor) and type(like) not in _PLAIN and tuple(like.shape) == shape
 
 
@@ -329,7 +329,7 @@ def _linear_index(places: list[torch.Tensor], sizes: Sequence[int], zeros: torch
 
 
 class ConstantRandom(TorchDispatchMode):
-    """Random ops draw the same for every sample, and are written down.
+    """Mode in which random ops draw the same for every sample, and are noted in `calls`.
 
     Under it a module is a function of each sample alone, so that additivity of its loss can be checked with dropout
     on, and two runs of unequal size show which dim of each random tensor is the batch.
@@ -361,7 +361,7 @@ class ConstantRandom(TorchDispatchMode):
         return output
 
     def _run(self, func, args: tuple, kwargs: dict) -> Any:
-        """Returns what the operation gives; a random one is written down, and draws the same for every sample."""
+        """Returns the operation's result; a random operation is noted, and draws the same for every sample."""
         if not is_random(func) or _inert_dropout(func, args, kwargs):
             return with_values(func)(*args, **kwargs)
 
@@ -386,7 +386,7 @@ class ConstantRandom(TorchDispatchMode):
         return drawn
 
     def _bits(self, drawn: Drawn) -> int:
-        """Returns the bits of each element of a draw: the level's, and others where a module draws until it accepts."""
+        """Returns the 53 bits of every element of a draw: the level's, then others, so that a rejection loop ends."""
         again = self.times[drawn.key] - _SAME_LEVEL
         return self.bits if again <= 0 else mix(again) >> 11
 
@@ -395,7 +395,7 @@ _SHAPE_ALONE = re.compile(r"aten::(new_|(zeros|ones|full|empty)_like)")  # nothi
 
 
 class _FromReals:
-    """Which whole numbers and truth values came of real numbers or of draws: their memory is noted.
+    """Follows which integer and boolean tensors were computed from real numbers or draws, by their memory.
 
     A choice by others (lengths, positions, whether a mask is full) is the same in any precision: what comes of it is
     no matter of rounding.
@@ -405,7 +405,7 @@ class _FromReals:
         self.memory: set[int] = set()
 
     def has(self, leaf: Any) -> bool:
-        """Whether a tensor is of real or complex numbers, or came of some."""
+        """Whether a tensor is floating-point or complex, or was computed from such a tensor or a draw."""
         if not isinstance(leaf, torch.Tensor):
             return False
         return not _is_whole(leaf) or leaf.untyped_storage()._cdata in self.memory
@@ -426,5 +426,5 @@ class _FromReals:
 
 
 def _is_whole(leaf: Any) -> bool:
-    """Whether it is a tensor of whole numbers or truth values, and its memory at hand."""
+    """Whether `leaf` is a plain tensor of integers or booleans."""
     return type(leaf) is torch.Tensor and not (leaf.is_floating_point() or leaf.is_complex())

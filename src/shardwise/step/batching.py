@@ -199,7 +199,7 @@ def slice_samples(batch: Any, low: int, high: int) -> Any:
 
 
 def fields_of(batch: Any) -> dict[str, str]:
-    """Returns, by name, what each leaf of a batch is: a tensor's dtype and its sizes behind the samples."""
+    """Returns, by leaf's name, its description: a tensor's dtype and its sizes behind the samples."""
     keyed, _ = pytree.tree_flatten_with_path(batch, is_leaf=_is_leaf)
     return {"batch" + pytree.keystr(path): _kind(leaf) for path, leaf in keyed}
 

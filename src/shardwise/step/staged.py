@@ -60,9 +60,9 @@ class StagedForward(Forward):
     def stage(
         self, index: int, batch: Any, inbox: list[tuple[torch.Tensor, bool]], number: int = 0
     ) -> tuple[Any, Tape | None]:  # fmt: skip
-        """Returns what one stage sends on, or the model's output, for a batch that is on the device.
+        """Returns (what a stage sends on, or the model's output; a tape of gradients or None). `batch`: on the device.
 
-        Also the tape of gradients that go back to it, where the forward takes some; `number` is the micro-batch's.
+        The tape is of gradients that go back to the stage, where the forward takes some. `number`: of the micro-batch.
         """
         tape = self.serving.tape(index, number) if self.serving is not None else None
 
@@ -79,7 +79,7 @@ class StagedForward(Forward):
         return (self.precision.cast_outputs(output) if index == self.last else output), tape
 
     def key(self, batch: Any, number: int) -> tuple:
-        """Returns what a message's shape may depend on, as a key: gradients on, training mode, the batch's shapes.
+        """Returns the key of a message's shapes: (gradients on, training mode, batch's shapes, micro-batch or None).
 
         Where it may depend on values, also the micro-batch's number.
         """

@@ -1,4 +1,4 @@
-"""Call `Task.optimizer` on named groups of parameters: "decay" for matrices, "no_decay" for norms and biases."""
+"""Call `Task.optimizer` on groups of parameters, "decay" and "no_decay" (proofs make theirs: proof/literal)."""
 
 from __future__ import annotations
 

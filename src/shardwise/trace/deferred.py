@@ -261,7 +261,7 @@ LEAVE_OUT = "Leave .cuda() and device= out: each rank places the module and its 
 
 
 def of_a_device(error: BaseException) -> bool:
-    """Whether user's code asked for a device by name that this build of torch does not have."""
+    """Whether the error is of user's code that named a device which this build of torch lacks."""
     lazily = any(frame.name == "_lazy_init" for frame in traceback.extract_tb(error.__traceback__))
     return lazily or "PyTorch is not linked with support for" in str(error)  # the second of fake tensors
 

@@ -155,7 +155,7 @@ class Values(TorchDispatchMode):
 
     @property
     def assumed(self) -> bool:
-        """Whether a load was taken to be balanced, and mattered."""
+        """Whether a branch or shape depended on experts chosen by the assumption of balanced load."""
         return CHOSEN in self.asked
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -324,7 +324,7 @@ _FACTORIES = {_ATEN.arange, _ATEN.linspace, _ATEN.eye, _ATEN.zeros, _ATEN.ones, 
 
 
 def _makes_values(func: Any, args: tuple) -> bool:
-    """Whether a factory's values are worth keeping: few numbers, of which no tensor without values has a part."""
+    """Whether an operation is a factory of at most `MOST` numbers, whose values are kept."""
     if func._overloadpacket not in _FACTORIES:
         return False
     sizes = args[0] if args and isinstance(args[0], list | tuple) else ()

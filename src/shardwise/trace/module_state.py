@@ -59,7 +59,7 @@ def _keys(child: nn.Module, table: dict[str, Any]) -> list[str]:
 
 
 def _kept_in(child: nn.Module, table: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    """Returns (table, key) of what a forward may change; of children and parameters those that are None.
+    """Returns (table, key) of each entry that a forward may change; of children and parameters those that are None.
 
     Others are not a forward's to exchange: FSDP2 does so, and what it put there has to stay.
     """
@@ -218,7 +218,7 @@ class PassedState:
                 _refill(table, contents)
 
     def changed(self) -> bool:
-        """Whether anything differs from what it was."""
+        """Whether any object or container differs from its recorded contents."""
         tables = any(_differs(table, table, contents) for table, contents in self._tables)
         return tables or any(tensor._version != version for tensor, _, version in self._tensors)
 

@@ -61,7 +61,7 @@ def exchange(module: nn.Module, made: Mapping[int, torch.Tensor], deep: int = DE
 
 
 class _Met(dict):
-    """Mapping for `exchange` that replaces nothing and has, as keys, the ids that it was asked for."""
+    """Mapping for `exchange` that replaces nothing and records, as its keys, the ids that were looked up."""
 
     def get(self, key: int, default: Any = None) -> Any:
         self[key] = default

@@ -67,7 +67,7 @@ class Job:
         return task if self.proof is None else self.proof.task(task)
 
     def with_(self, **changes: Any) -> Job:
-        """A copy with some fields replaced."""
+        """Returns a copy with some fields replaced."""
         return replace(self, **changes)
 
 

@@ -174,7 +174,7 @@ def _watched(module: nn.Module, calls: dict[str, CandidateCall]) -> AbstractCont
 
 
 def _first_dims(child: nn.Module) -> list[int]:
-    """Returns the sizes of the first dim of its parameters, from the one with most elements down."""
+    """Returns the sizes of its parameters' first dims, the parameter with most elements first."""
     elements: dict[int, int] = {}
     for param in child.parameters():
         if param.dim() >= 2 and param.shape[0] >= 2:

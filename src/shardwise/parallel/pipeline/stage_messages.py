@@ -184,7 +184,7 @@ class Mail:
             self._specs.clear()
 
     def _number(self, source: int, goal: int, batch: int, place: int) -> int:
-        """Returns a number for one tensor of one message, the same on both ranks: its tag, where a backend has tags."""
+        """Returns one tensor's number within a message, the same on both ranks (the tag, where a backend has tags)."""
         boundary = 2 * min(source, goal) + (goal < source)
         return (batch * 2 * len(self.owner) + boundary) * MOST_TENSORS + place
 
@@ -283,7 +283,7 @@ class Mail:
         ]
 
     def _like(self, tag: str, source: int, goal: int, batch: int, key: Hashable) -> list[torch.Tensor]:
-        """Returns new tensors like those of a message; waits for what tells of them, where it is not known."""
+        """Returns new tensors of a message's shapes and dtypes; waits for the sender to tell these, if not known."""
         boundary = min(source, goal)
         if (boundary, key) not in self._specs:
             self._specs[boundary, key] = self._hear(boundary, batch)
@@ -360,7 +360,7 @@ def _next(gradients: Iterator[torch.Tensor], reached: int) -> torch.Tensor | Non
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor as what every backend carries: booleans as bytes, complex numbers as pairs of real ones."""
+    """Returns the tensor in a dtype that every backend sends: booleans as bytes, complex numbers as real pairs."""
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj().resolve_neg())
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor

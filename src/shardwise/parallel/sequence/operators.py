@@ -35,7 +35,7 @@ class _Named:
 
 
 def _taken(ring: Rounds, mask: torch.Tensor | None) -> tuple[list[torch.Tensor], int]:
-    """Returns (the tensors of a mask, the number by which a program names the ring and all else)."""
+    """Returns (the mask's tensors, the number by which a program names the ring and the rest of the mask)."""
     bare, tensors = Bare.of(mask) if isinstance(mask, PairMask) else (None, [] if mask is None else [mask])
     return tensors, number_of(_Named(ring, bare))
 

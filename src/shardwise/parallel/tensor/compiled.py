@@ -118,7 +118,7 @@ class _Compiled:
         return tree_unflatten(out_leaves, out_spec)
 
     def _key(self, leaves: list, layouts: dict[int, PartLayout | None], spec: TreeSpec, tensors: list) -> tuple:
-        """Returns the key of the program for a call: what its trace hangs on. Raises `RefusedPlan` for other arguments.
+        """Returns the key of a call's program: all that its trace depends on. Raises `RefusedPlan` for other arguments.
 
         tensors  as they are handed to the program: the call's, then the block's own
         """
@@ -200,7 +200,7 @@ _TENSOR = object()
 
 @dataclass
 class _Opened:
-    """Stands for an argument of a class of its own (`APART`) whose tensors are the program's inputs."""
+    """An argument of a class in `APART`, taken apart: `tensors` are the program's inputs, `bare` is the rest."""
 
     bare: Any
     tensors: list[torch.Tensor]
@@ -221,7 +221,7 @@ def _closed(arguments: Any) -> Any:
 
 
 def _shapes_of(values: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Returns results as the compiler first asks for them, for their shapes alone."""
+    """Returns detached copies of the results, enough for the compiler, which at first reads shapes alone."""
     # it keeps them, and they would keep the graph behind them, with the process groups of every part in it
     return tuple(value.detach().requires_grad_(value.requires_grad) for value in values)
 

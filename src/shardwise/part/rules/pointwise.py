@@ -1,6 +1,8 @@
 """Elementwise operations (those that torch tags so, or that are found to be by trying): shares are brought together.
 
 An operation without a rule of its own comes here where each element of its result is made of that element alone.
+
+Label rules return False where the labelled inputs have to stay whole (`part/labels`).
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class _Whole(threading.local):
 
     @contextmanager
     def inside(self, func: Any, shapes: Shapes) -> Iterator[None]:
-        """Context: the operation is answered for axes further in."""
+        """Context: while shares are themselves parts, over axes further in, `shapes` answers with these shapes."""
         before, self.running = self.running, (func, shapes)
         try:
             yield
@@ -114,7 +116,7 @@ class PointwiseCuts:
 
 @rule(*ELEMENTWISE)
 def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Returns `func` of the ranks' shares, brought beside each other."""
+    """Returns `func` of parts: shares are moved until all are dealt alike, as the result is. May be collective."""
     tensors = tensors_in((args, kwargs))
     shapes = WHOLE.shapes(func, tensors)
     if _dealt_alike(tensors):
@@ -208,7 +210,7 @@ def _refuse_changing(func: Any, changed: Any, agreement: PointwiseCuts) -> None:
     "_conj", "_conj_physical", "resolve_conj", "_neg_view", "resolve_neg",
 )  # fmt: skip
 def elementwise_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Rule: labels that meet in one element lie together; the result has them."""
+    """Labels an elementwise operation: labels that meet in one element lie together; the result has them."""
     tensors = tensors_in((args, kwargs))
     if len(tensors) == 1 and param_of(tensors[0]) and not func._schema.is_mutable:
         for result in tensors_in(output):  # a weight made of one weight: 1 + w, exp(w), w in another dtype

@@ -109,7 +109,7 @@ def deepened(
 
 
 def _all_or_none(ranges: list[Ranges | None]) -> list[Ranges] | None:
-    """Returns the ranges; None where one is missing."""
+    """Returns the ranges of all ranks; None where any rank has none."""
     there = [by_rank for by_rank in ranges if by_rank is not None]
     return there if len(there) == len(ranges) else None
 
@@ -282,7 +282,7 @@ def _common(ranges: tuple[Ranges, ...]) -> Ranges:
 
 
 def _narrowed(margin: Margin, ranges: list[Ranges]) -> torch.Tensor:
-    """Returns of a margin's window what lies in this rank's ranges, which it has."""
+    """Returns the slice of a margin's window that holds this rank's `ranges`."""
     window = margin.window
     for cut, have, wanted in zip(margin.cut_dims, margin.ranges, ranges, strict=True):
         (start, _), (low, high) = have[cut.axis.index], wanted[cut.axis.index]

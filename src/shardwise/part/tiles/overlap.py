@@ -287,7 +287,7 @@ def overlapped(
 def _worth(
     input: torch.Tensor, weight: torch.Tensor, how: Convolution, by_rank: Sequence[Sides], cut_dims: Sequence[CutDim]
 ) -> bool:  # fmt: skip
-    """Returns whether an exchange is to be beside the convolution: by what is the same on all ranks."""
+    """Returns whether the exchange should overlap the convolution, judged by sizes that are the same on all ranks."""
     # of the largest border and the mean tile: a rank's own would send ranks to different collectives
     axis, tiles = cut_dims[-1].axis, math.prod(cut.axis.size for cut in cut_dims)
     most = max((side.leading + side.trailing) / side.outputs for side in by_rank)

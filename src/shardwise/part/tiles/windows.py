@@ -191,7 +191,7 @@ def windowed(
     *,
     views: bool = False,
 ) -> Any:
-    """Returns the result of which `operation`, on what this rank's outputs read, gives this rank's tile. Collective.
+    """Returns the cut result of `operation`, which is run on the inputs that this rank's outputs read. Collective.
 
     along      by dim (not negative): its outputs and what they read; others keep their cuts, and dims their place
     operation  the local one, which pads nothing along these dims; what it gives (a tensor, or several of one shape)
