@@ -30,7 +30,7 @@ class Given(NamedTuple):
 
 
 def problem(source: str, key: str, value: Any, text: str) -> str:
-    """`base.toml: train.steps = "ten": expected a whole number`."""
+    """Returns a line such as `base.toml: train.steps = "ten": expected a whole number`."""
     return f"{source}: {key} = {shorten(to_toml(value))}: {text}"
 
 

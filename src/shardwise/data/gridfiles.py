@@ -67,7 +67,7 @@ class GridFiles:
         return str(self.files[0]) + (f" and {len(self.files) - 1} more" if len(self.files) > 1 else "")
 
     def lengths(self, name: str) -> list[int]:
-        """Returns, by file, how many times of a variable it has."""
+        """Returns, by file, the number of time steps of a variable."""
         first = self.find(name)
         for number, var in self.variables[name]:
             if var.dims != first.dims or var.shape[1:] != first.shape[1:]:

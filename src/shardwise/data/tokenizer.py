@@ -27,7 +27,7 @@ FILE = "tokenizer.json"
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """What sources need of a tokenizer.
+    """A tokenizer as sources use it.
 
     encode  text -> tokens, without special tokens
     decode  tokens -> text; None where it cannot

@@ -190,9 +190,9 @@ class Mail:
 
     def _send(
         self, tag: str, source: int, goal: int, batch: int, tensors: Sequence[torch.Tensor],
-        told: list[MessageSpec] | None = None,
+        specs: list[MessageSpec] | None = None,
     ) -> None:  # fmt: skip
-        """Send the tensors of one message; `told`: what they are like, where the receiver does not know it yet."""
+        """Sends the tensors of one message; `specs`: theirs, where the receiver does not know them yet."""
         if len(tensors) >= TELLING:
             raise RefusedPlan(f"stage {source} would send {len(tensors)} tensors at once; {TELLING - 1} are the most")
         if self.owner[source] == self.owner[goal]:  # without its graph: each stage's backward is run by itself
@@ -206,10 +206,10 @@ class Mail:
         ]  # fmt: skip
         key = (tag, source, goal, batch)
         if key in self._due:
-            self._outbox[key] = going, told
+            self._outbox[key] = going, specs
             self._go_on_to(key)
         else:
-            self._tell(source, batch, told)
+            self._tell(source, batch, specs)
             self._exchange(going, [])
 
     def _exchange(self, going: list[RankMessage], coming: list[RankMessage]) -> list[Pending]:
@@ -227,8 +227,8 @@ class Mail:
                 self._due.remove(message)
                 tag, source, goal, batch = message
                 if self.owner[source] == self.axis.index:
-                    messages, told = self._outbox.pop(message)
-                    self._tell(source, batch, told)
+                    messages, specs = self._outbox.pop(message)
+                    self._tell(source, batch, specs)
                     going += messages
                 else:
                     made.append((message, self._like(tag, source, goal, batch, self._key_of(batch))))
