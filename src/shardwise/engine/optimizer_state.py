@@ -57,7 +57,7 @@ def full_optimizer_state(state: RankState) -> Iterator[tuple[str, dict[Any, Any]
     by_rank = [{name: _Row(**row) for name, row in ranks_rows.items()} for ranks_rows in table]
     forms = {name: _Form(name, by_rank, _source(state, name)) for name in state.all_names}
     leaves = _leaves(state, forms, tensors_of, rows)
-    if state.staged is not None:
+    if state.staged is not None:  # a rank has the state of its own stages alone
         leaves = to_all_stages(state.staged, leaves, [name for name in state.all_names for _ in forms[name].sent])
     for name in state.all_names:
         form = forms[name]

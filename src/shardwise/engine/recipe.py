@@ -400,7 +400,7 @@ def _whole_module(
         technique = Replicate(named, mesh.gradients, precision, order, pairs)
     if spread:
         technique = _with_experts(module, technique, spread, mesh, precision, stage=plan.sharded)
-    if precision.mixed:
+    if precision.mixed:  # from the values again, since the module's weights were rounded
         for index, (name, _) in enumerate(trainable(module)):
             technique.load_masters(index, value_of(name).to(mesh.device))
     return technique

@@ -66,6 +66,7 @@ def task_differs(task: Task, module: nn.Module, whole: Any, parts: Parts, seed: 
         with torch.random.fork_rng(devices=[]), python_restored():
             own = _drawn(task, weights_seed)
         forward = Forward(task, own, DOUBLE, torch.device("cpu"), Axis.alone("data"))
+        # sample by sample shows most; a loss over pairs of samples has none of its terms there
         if task.loss_scope != "global":
             text = differs(own, forward.local, whole, alone)
         else:

@@ -34,7 +34,7 @@ def fetch(part: Part, wanted: Wanted, fill: float = 0.0) -> torch.Tensor:
     """
     local = part.local
     if isinstance(local, Distributed):
-        inner = local.settled()
+        inner = local.settled()  # messages carry values, not summands
         if isinstance(inner, Part) and inner.dim_cut == part.dim_cut and inner.may_gather:
             inner = gather(inner)
         if not isinstance(inner, Part):

@@ -225,7 +225,7 @@ def told_beside_first(first: dict[str, str], batch: Any, step: int) -> Iterator[
     except Exception as error:
         now = fields_of(batch)
         names = [name for name in {**first, **now} if first.get(name) != now.get(name)]
-        if not names:
+        if not names:  # the batch is like the first: the error has another cause
             raise
         unlike = [f"{name} was {first.get(name, 'absent')}, now {now.get(name, 'absent')}" for name in names]
         raise InputError(

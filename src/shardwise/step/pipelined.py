@@ -298,7 +298,7 @@ def _summed(gradient: torch.Tensor, axis: Axis, holders: tuple[int, ...], number
     """Returns the sum over the holders, the same bits on each: the first one adds, and sends it to the others."""
     first, *others = holders
     tag = "tied gradients"
-    if axis.index != first:
+    if axis.index != first:  # even numbers on the way to the first holder, odd ones back: messages stay apart
         sending = send(gradient, axis, first, tag, 2 * number)
         total = torch.empty_like(gradient)
         receive(total, axis, first, tag, 2 * number + 1).wait()

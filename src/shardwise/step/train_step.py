@@ -257,7 +257,7 @@ def evaluate(state: RankState, steps: Iterable[list[Share]]) -> tuple[float, flo
                 tally.add(state.forward(part), part.count, {})
     finally:
         set_training(state.module, True)
-    take_written(state)
+    take_written(state)  # an evaluation too may write into weights
     if state.staged is None:
         agreed = agree(tally, 0.0, state.mesh.gradients)
     else:

@@ -229,7 +229,7 @@ def build_for_real(model: Callable[[], nn.Module], seed: int, reason: str) -> Bu
     try:
         with as_written():
             module = checked(model())
-        forget_tables(module)
+        forget_tables(module)  # the recorded attempt before may have left tensors without values in caches
     except ShardwiseError:
         raise
     except Exception as error:

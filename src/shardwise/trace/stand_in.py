@@ -89,6 +89,7 @@ def _exchanged(value: Any, made: Mapping[int, torch.Tensor], deep: int) -> Any:
     if not deep or isinstance(value, nn.Module | type):
         return value
     table = vars(value) if is_own(value) else value
+    # a tuple cannot be changed in place; an unchanged one stays itself, so that identities hold
     if isinstance(table, tuple):
         new = [_exchanged(item, made, deep - 1) for item in table]
         same = all(a is b for a, b in zip(new, table, strict=True))

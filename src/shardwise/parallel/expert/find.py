@@ -262,6 +262,7 @@ def _trial_in(dtype: torch.dtype, built: Built, seen: CandidateCall, stack: Stac
     made: dict[str, torch.Tensor] = {}
 
     def make(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        # buffers (tables, counters) have the values that the forward expects; of weights any will do
         if isinstance(tensor, nn.Parameter):
             made[name] = _random(tensor, dtype, generator, stacked=name in leaves)
             return made[name]

@@ -247,11 +247,12 @@ class Mail:
             return _arrived(self._asked.pop((tag, goal, batch)))
         rank = self.owner[source]
         coming = self._coming.get((tag, rank))
+        # messages of one pair arrive in the order in which they were sent: those in front are kept for their turn
         while coming and (tag, goal, batch) not in self._early:
             start, end, number = coming.popleft()
             key_then = self._key_of(number)
             arriving = self._begun.pop((tag, rank), None) or self._receive(tag, start, end, number, key_then)
-            self._begin(tag, rank)
+            self._begin(tag, rank)  # the next one comes while this rank computes with this one
             self._early[tag, end, number] = _arrived(arriving)
         if (tag, goal, batch) in self._early:
             return self._early.pop((tag, goal, batch))

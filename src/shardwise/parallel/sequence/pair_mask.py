@@ -183,6 +183,7 @@ def _remade(function: Any, of_tensor: Callable[[torch.Tensor], torch.Tensor]) ->
         return type(function)(_remade(item, of_tensor) for item in function)
     if function is None or isinstance(function, int | float | str | torch.dtype | torch.device):
         return function
+    # an object may hold tensors anywhere: it cannot be rebuilt with others in their places
     if not isinstance(function, FunctionType):
         raise ValueError(f"a mask that closes over {type(function).__name__}")
     if not function.__closure__:

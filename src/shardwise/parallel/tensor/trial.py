@@ -270,7 +270,7 @@ def _rehearsed(
         if stopped is None:
             break
         families = {derived.cuts[name].family for name in stopped.origins if name in derived.cuts}
-        if not families:
+        if not families:  # leaving out no cut would mend it, and the loop would not end
             raise stopped
         blocked |= {name: str(stopped) for name, cut in derived.cuts.items() if cut.family in families}
         derived = derive(labels, elements, ranks, blocked, dealt=dealt)

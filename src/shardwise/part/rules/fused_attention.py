@@ -71,6 +71,7 @@ class _Heads:
         if self.part.local.shape[self.dim]:
             return self.func(*local, **named)
 
+        # kernels take no tensor without heads: a sum over none of them is a head of zeros
         def with_one_head(argument: Any) -> Any:
             empty = isinstance(argument, torch.Tensor) and argument.dim() > 2 and not argument.shape[self.dim]
             return argument.sum(self.dim, keepdim=True) if empty else argument

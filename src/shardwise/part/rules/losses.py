@@ -97,6 +97,7 @@ def nll_loss_backward(func: Any, args: tuple, kwargs: dict) -> Part:
     """Returns the gradient of the log-probabilities: minus the weight of the target's class at its place, else zero."""
     gradient, x, target, weight, reduction, ignored, total = args
     classes = 0 if x.dim() == 1 else 1
+    # cut along samples: without a reduction the gradient has a number for each target, else it is one number
     if is_part(x) and x.dim_cut != classes:
         local = _beside(x, gradient, classes) if reduction == 0 else gradient
         return x.with_local(func(local, x.local, _beside(x, target, classes), weight, reduction, ignored, total))
@@ -109,7 +110,7 @@ def nll_loss_backward(func: Any, args: tuple, kwargs: dict) -> Part:
     )
     scale = -(gradient * target_weight) / (total if reduction == 1 else 1)
     dx = torch.zeros_like(x.local)
-    if dx.shape[classes]:
+    if dx.shape[classes]:  # a rank without classes has no place to write to
         dx.scatter_add_(classes, place.unsqueeze(classes), (scale * owned).to(dx.dtype).unsqueeze(classes))
     return x.with_local(dx)
 

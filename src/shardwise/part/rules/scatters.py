@@ -162,12 +162,14 @@ def index_add(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         raise Uncut(no_rule(func, parts_in(args)))
     if not is_part(source) and is_part(index):
         raise Uncut(no_rule(func, parts_in(args)))
+    # along x's cut dim rows belong to any rank: each adds all of them to zeros, and keeps its own indices
     if not is_part(source) and dim == x.dim_cut:
         added = func(torch.zeros(x.shape, dtype=x.dtype, device=x.device), dim, index, source, **kwargs)
         return x + x.with_local(x.share(added, dim))
     if not is_part(source):
         return x.with_local(func(x.local, dim, index, x.share(source, x.dim_cut), **kwargs))
     cut = source.dim_cut
+    # each rank has some of the rows, and x is whole: the rows' sum over ranks is added to x, once
     if dim == cut and not is_part(x):
         mine = index.local if is_part(index) else source.share(index, 0)
         return x + Sum.of(func(torch.zeros_like(x), dim, mine, source.local, **kwargs), source.axis, source.origin)
