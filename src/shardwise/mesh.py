@@ -71,7 +71,7 @@ class Mesh:
         return {axis.group.group_name: axis.name for axis in axes if axis.group is not None}
 
     def close(self) -> None:
-        """Destroys its groups, each of which has threads and connections. No collective may be under way."""
+        """Destroys the mesh's process groups, with their threads and connections. No collective may be under way."""
         for group in self.made:
             dist.destroy_process_group(group)
 

@@ -26,7 +26,7 @@ from shardwise.task import Source
 
 @dataclass(frozen=True)
 class Steps:
-    """How positions become parts; immutable, so that a background thread may share it."""
+    """Maps positions in the data to steps and their parts; immutable, so that a background thread may share it."""
 
     source: Source
     order: Order

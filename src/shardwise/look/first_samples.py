@@ -109,7 +109,7 @@ def gently(
 
 
 def with_attributes_alone(module: nn.Module, evaluate: Evaluate) -> Evaluate:
-    """Returns the evaluation under which modules' attributes give complex weights as they are held, as pairs."""
+    """Returns `evaluate`, made to refuse a forward that reads complex weights (held as pairs) past their attributes."""
     context = attributes_alone(module)
 
     def run(batch: Any) -> Loss:

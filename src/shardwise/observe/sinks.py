@@ -26,7 +26,7 @@ PACKAGES = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", 
 
 
 class Sink(Protocol):
-    """A receiver of a step's numbers."""
+    """A receiver of each step's numbers, as `metrics.jsonl` gets them."""
 
     def write(self, step: int, numbers: dict[str, float]) -> None: ...
 

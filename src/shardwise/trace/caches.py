@@ -22,7 +22,7 @@ _OURS = ("torch", "shardwise", "functools", "builtins")
 
 
 def caches_of(module: nn.Module) -> list[Any]:
-    """Returns the caches of functions that a module's classes, their files and its submodules themselves have."""
+    """Returns the cached functions of a module's classes, of the files of these, and in submodules' attributes."""
     caches = {id(value): value for child in module.modules() for value in vars(child).values() if _is_cache(value)}
     for kind in {type(child) for child in module.modules()}:
         caches |= {id(cache): cache for base in kind.__mro__ for cache in _of_class(base)}

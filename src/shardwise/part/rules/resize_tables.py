@@ -45,7 +45,7 @@ class Table:
 
     @property
     def one_way(self) -> bool:
-        """Returns whether torch's backward adds to the very inputs that its forward reads: each kernel rounds."""
+        """Whether backward's kernel adds to the inputs that forward's read; for "nearest" each rounds in its own way."""
         return self.linear or not self.on_cpu or bool((_ahead(self) == _behind(self)).all())
 
     def reach(self, start: int, stop: int) -> tuple[int, int]:

@@ -189,7 +189,7 @@ def _cut_out(window: torch.Tensor, cut_dims: list[CutDim], ranges: list[Ranges],
 
 
 class _NotAlone(Exception):
-    """An operation treats elements together, draws or writes."""
+    """Raised before an operation that treats elements together, draws or writes."""
 
 
 class _ElementsAlone(TorchDispatchMode):
